@@ -1,0 +1,68 @@
+# One command for each thing people do here. On a bare Debian 12 machine: apt-get install make git, then 'make demo'.
+
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# 'make lint BASE=main' checks only what differs from that revision.
+BASE ?=
+
+CONFIGURE = cmake --preset
+BUILD = cmake --build --parallel $(JOBS) --preset
+CTEST = ctest --parallel $(JOBS) --preset
+# GCC's ThreadSanitizer cannot work with the address space layout of recent kernels; containers may forbid changing it.
+NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test unit asan tsan bench lint format clean
+
+help: ## List these commands
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
+	  printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+setup: ## Install the needed packages (Debian and relatives; does nothing if they are there)
+	@scripts/setup.sh
+
+build: setup ## Build everything, optimised, into build/release
+	@$(CONFIGURE) release
+	@$(BUILD) release
+
+demo: setup ## Build the tool and run LongNet attention over 131,072 tokens on a ring of 4 ranks
+	@$(CONFIGURE) release
+	@$(BUILD) release --target annulus_tool
+	build/release/annulus run --ranks 4 --tokens 131072 --heads 8 --head-dim 64 --pattern longnet \
+	  --segments 2048,4096,8192,16384,32768 --dilations 1,2,4,8,16
+
+test: build ## Build everything and run the whole test suite
+	@$(CTEST) all
+
+unit: setup ## Build with assertions and warnings as errors (build/dev), run the quick tests
+	@$(CONFIGURE) dev
+	@$(BUILD) dev
+	@$(CTEST) unit
+
+asan: setup ## Run the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(CONFIGURE) asan
+	@$(BUILD) asan
+	@$(CTEST) asan
+
+tsan: setup ## Run the quick tests under ThreadSanitizer
+	@$(CONFIGURE) tsan
+	@$(BUILD) tsan
+	@$(NO_ASLR) $(CTEST) tsan
+
+bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.json
+	@$(CONFIGURE) release
+	@$(BUILD) release --target annulus_benches
+	@for program in build/release/bench/*_bench; do \
+	  if [ -x "$$program" ]; then \
+	    "$$program" --benchmark_out="$$program.json" --benchmark_out_format=json || exit 1; fi; done
+
+lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
+	@scripts/setup.sh --lint
+	@$(CONFIGURE) dev
+	@scripts/lint.sh build/dev $(BASE)
+
+format: ## Reformat the C++ files in place
+	@scripts/setup.sh --lint
+	@find include src cli tests bench examples -name '*.h' -o -name '*.cpp' | xargs clang-format -i
+
+clean: ## Remove all build directories
+	rm -rf build

@@ -1,0 +1,166 @@
+#include "cli/job.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "annulus/in_process.h"
+#include "cli/commands.h"
+#include "cli/console.h"
+
+namespace annulus::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct PassRecord {
+  Clock::time_point start;
+  Clock::time_point end;
+  std::int64_t bytes = 0;
+};
+
+struct RankRecord {
+  std::vector<PassRecord> forward;
+  std::vector<PassRecord> backward;
+  std::int64_t predicted_forward = 0;
+  std::int64_t predicted_backward = 0;
+};
+
+template <typename Pass>
+PassRecord record(const Transport& transport, const Pass& pass) {
+  PassRecord record;
+  const std::uint64_t before = transport.counters().bytes_sent;
+  record.start = Clock::now();
+  pass();
+  record.end = Clock::now();
+  record.bytes = static_cast<std::int64_t>(transport.counters().bytes_sent - before);
+  return record;
+}
+
+// A pass begins with an agreement that nobody leaves before everybody has come, so ranks that come
+// early only wait: the time of the pass is from the last start to the last end.
+PassReport summarise(const std::vector<RankRecord>& ranks, std::vector<PassRecord> RankRecord::*pass,
+                     std::int64_t RankRecord::*predicted, const char* name, double flops) {
+  PassReport report;
+  report.flops = flops;
+  const std::size_t repetitions = (ranks[0].*pass).size();
+  for (std::size_t i = 0; i < repetitions; ++i) {
+    Clock::time_point start = (ranks[0].*pass)[i].start;
+    Clock::time_point end = (ranks[0].*pass)[i].end;
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+      const PassRecord& record = (ranks[rank].*pass)[i];
+      start = std::max(start, record.start);
+      end = std::max(end, record.end);
+      if (record.bytes != ranks[rank].*predicted) {
+        throw VerificationError(fmt::format(
+            "rank {} sent {} bytes in {}, {} were predicted: this is a bug in annulus, please "
+            "report the command line",
+            rank, record.bytes, name, ranks[rank].*predicted));
+      }
+    }
+    report.seconds.push_back(std::chrono::duration<double>(end - start).count());
+  }
+  if (repetitions == 0) return report;
+  for (const RankRecord& rank : ranks) {
+    report.predicted_bytes += rank.*predicted;
+    report.measured_bytes += (rank.*pass)[0].bytes;
+  }
+  return report;
+}
+
+std::int64_t branch_state_bytes(const RingOptions& options, std::int64_t local_tokens) {
+  if (!options.backward || options.mix_gradient != MixGradient::detached) return 0;
+  return static_cast<std::int64_t>(options.pattern.branches.size()) * options.batch * local_tokens *
+         options.pattern.heads * (options.head_dim + 1) * 4;
+}
+
+}  // namespace
+
+double PassReport::median_seconds() const { return median(seconds); }
+
+double PassReport::gflops() const {
+  const double time = median_seconds();
+  return time > 0.0 ? flops / time / 1e9 : 0.0;
+}
+
+JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSettings& settings) {
+  const int ranks = options.placement.ranks();
+  std::vector<RankRecord> records(static_cast<std::size_t>(ranks));
+  JobReport report;
+  report.peak_bytes.resize(records.size());
+  report.workspace_bytes.resize(records.size());
+  const double pair_flops = allowed_pairs(options.pattern, options.placement.tokens()) *
+                            static_cast<double>(options.batch) * options.head_dim;
+
+  // Ranks share the cores, so one may wait for as long as all others compute. A deadline is there to
+  // find hangs: allow for a machine of 1 GFLOP/s.
+  InProcessOptions ring_settings;
+  ring_settings.deadline += std::chrono::seconds(static_cast<std::int64_t>(pair_flops * 14.0 / 1e9));
+
+  const auto body = [&](Transport& transport) {
+    const int rank = transport.rank();
+    const auto at = static_cast<std::size_t>(rank);
+    const auto announce = [&](const char* pass, int repetition, double expected) {
+      if (rank != 0 || !settings.on_phase) return;
+      settings.on_phase(settings.repeat == 1
+                            ? std::string(pass)
+                            : fmt::format("{} {}/{}", pass, repetition + 1, settings.repeat),
+                        expected);
+    };
+    RingAttention ring(options, transport);
+    const std::shared_ptr<ThreadPool> pool =
+        options.pool != nullptr ? options.pool : ThreadPool::shared();
+    const bool detached = options.backward && options.mix_gradient == MixGradient::detached;
+    BranchState state = detached ? ring.make_branch_state() : BranchState();
+    BranchState* kept = detached ? &state : nullptr;
+    if (settings.prepare) settings.prepare(rank, *pool);
+
+    const auto shard = [&](const RingTensor& tensor) { return tensor.shard(tensors.order, rank); };
+    RankRecord& mine = records[at];
+    mine.predicted_forward = ring.predicted_forward_bytes();
+    mine.predicted_backward = ring.predicted_backward_bytes();
+    double forward_seconds = 0.0;
+    double backward_seconds = 0.0;
+    const auto seconds_of = [](const PassRecord& pass) {
+      return std::chrono::duration<double>(pass.end - pass.start).count();
+    };
+    for (int i = 0; i < settings.repeat; ++i) {
+      announce("forward", i, forward_seconds);
+      mine.forward.push_back(record(transport, [&] {
+        ring.forward(shard(tensors.q), shard(tensors.k), shard(tensors.v), shard(tensors.o),
+                     shard(tensors.lse), kept);
+      }));
+      forward_seconds = seconds_of(mine.forward.back());
+      if (!options.backward) continue;
+      // 10 D operations per pair against 4 D.
+      announce("backward", i, backward_seconds > 0.0 ? backward_seconds : 2.5 * forward_seconds);
+      mine.backward.push_back(record(transport, [&] {
+        ring.backward(shard(tensors.q), shard(tensors.k), shard(tensors.v), shard(tensors.o),
+                      shard(tensors.lse), shard(tensors.dout), shard(tensors.dq),
+                      shard(tensors.dk), shard(tensors.dv), kept);
+      }));
+      backward_seconds = seconds_of(mine.backward.back());
+    }
+    const MemoryInfo memory = ring.memory_info();
+    report.workspace_bytes[at] =
+        memory.workspace_bytes + branch_state_bytes(options, options.placement.local_tokens(rank));
+    report.peak_bytes[at] = report.workspace_bytes[at] + tensors.shard_bytes(rank);
+    if (rank == 0) {
+      report.schedule = ring.schedule();
+      if (options.backward) report.backward_travel = ring.backward_plan().options().travel;
+      report.isa = ring.isa();
+      report.threads = pool->threads();
+      report.scratch_bytes = memory.scratch_bytes;
+    }
+  };
+  run_in_process(ranks, body, ring_settings);
+
+  report.forward = summarise(records, &RankRecord::forward, &RankRecord::predicted_forward,
+                             "forward", 4.0 * pair_flops);
+  report.backward = summarise(records, &RankRecord::backward, &RankRecord::predicted_backward,
+                              "backward", 10.0 * pair_flops);
+  return report;
+}
+
+}  // namespace annulus::cli

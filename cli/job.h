@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "annulus/ring_attention.h"
+#include "cli/tensors.h"
+
+namespace annulus::cli {
+
+// One pass of all ranks together.
+struct PassReport {
+  std::vector<double> seconds;  // per repetition: from the last rank's start to the last rank's end
+  std::int64_t predicted_bytes = 0;  // sent by all ranks in one repetition
+  std::int64_t measured_bytes = 0;   // the same as the transport counted it
+  double flops = 0.0;                // over allowed pairs
+
+  [[nodiscard]] double median_seconds() const;
+  [[nodiscard]] double gflops() const;  // 0 if nothing was timed
+};
+
+struct JobReport {
+  PassReport forward;
+  PassReport backward;
+  Schedule schedule = Schedule::ring;  // as chosen
+  Travel backward_travel = Travel::keys;
+  std::string isa;
+  int threads = 0;
+  std::vector<std::int64_t> peak_bytes;       // per rank: workspace, and its share of the tensors
+  std::vector<std::int64_t> workspace_bytes;  // of these
+  std::int64_t scratch_bytes = 0;             // once per process: the threads' scratch
+};
+
+struct JobSettings {
+  int repeat = 1;
+  // On every rank's thread, once its executor exists (limits have been checked then) and before the
+  // first pass: fills the inputs.
+  std::function<void(int rank, ThreadPool& pool)> prepare;
+  // On the thread of rank 0: what begins now, and how long it took before (0: unknown).
+  std::function<void(const std::string& phase, double expected_seconds)> on_phase;
+};
+
+// Runs forward, and backward if the options ask for it, on an in-process ring. Throws
+// VerificationError if any rank in any repetition sends other bytes than it predicted.
+[[nodiscard]] JobReport run_job(const RingOptions& options, JobTensors& tensors,
+                                const JobSettings& settings);
+
+}  // namespace annulus::cli

@@ -1,0 +1,361 @@
+#include "cli/options.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "annulus/error.h"
+#include "cli/machine.h"
+#include "core/thread_pool.h"
+#include "plan/plan_text.h"
+
+namespace annulus::cli {
+namespace {
+
+const std::vector<std::int64_t> kDefaultSegments = {2048, 4096, 8192, 16384, 32768};
+const std::vector<std::int64_t> kDefaultDilations = {1, 2, 4, 8, 16};
+
+constexpr double kLargestCount = 2147483647.0;  // positions inside a segment are 32-bit
+
+CLI::Validator at_least_one() { return CLI::Range(1.0, kLargestCount); }
+
+}  // namespace
+
+CLI::Validator token_count() {
+  const std::map<std::string, std::int64_t> units = {{"k", 1024}, {"m", 1024 * 1024}};
+  CLI::Validator validator = CLI::AsNumberWithUnit(units);
+  validator.description("");
+  return validator;
+}
+
+void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
+  const std::string group = "Pattern";
+  command.add_option("--pattern", flags.pattern, "Who attends to whom (default longnet)")
+      ->check(CLI::IsMember({"dense", "head_groups", "longnet"}))
+      ->group(group);
+  command
+      .add_option("--segments", flags.segments,
+                  "Segment length of each branch (default 2048,4096,8192,16384,32768)")
+      ->type_name("W,W,...")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->transform(token_count())
+      ->group(group);
+  command
+      .add_option("--dilations", flags.dilations, "Dilation of each branch (default 1,2,4,8,16)")
+      ->type_name("R,R,...")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->group(group);
+  command
+      .add_option("--offsets", flags.offsets,
+                  "longnet: offset of head h is h / ceil(H/r) (blocked, default) or h mod r")
+      ->check(CLI::IsMember({"blocked", "interleaved"}))
+      ->group(group);
+  command
+      .add_flag("--group-scale", flags.group_scale,
+                "head_groups: multiply the output by 1 / number of groups")
+      ->group(group);
+  command.add_flag("--causal", flags.causal, "No token attends to a later one")->group(group);
+  command
+      .add_option("--mix-gradient", flags.mix_gradient,
+                  "Gradient through the weights of the branches: full (exact, default) or detached")
+      ->check(CLI::IsMember({"full", "detached"}))
+      ->group(group);
+  command.add_option("--scale", flags.scale, "Factor of q.k (default 1/sqrt(head dim))")
+      ->type_name("X")
+      ->group(group);
+}
+
+void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
+  const std::string group = "Shape";
+  command.add_option("--batch", flags.batch, "Sequences (default 1)")
+      ->check(at_least_one())
+      ->type_name("B")
+      ->group(group);
+  command.add_option("--tokens", flags.tokens, "Length; 128k and 1M work, too (default 32768)")
+      ->transform(token_count())
+      ->check(at_least_one())
+      ->type_name("N")
+      ->group(group);
+  command.add_option("--heads", flags.heads, "Query heads (default 8)")
+      ->check(at_least_one())
+      ->type_name("H")
+      ->group(group);
+  command
+      .add_option("--kv-heads", flags.kv_heads, "Key/value heads, a divisor of --heads (default H)")
+      ->check(at_least_one())
+      ->type_name("H2")
+      ->group(group);
+  command.add_option("--head-dim", flags.head_dim, "Multiple of 8 up to 256 (default 64)")
+      ->check(at_least_one())
+      ->type_name("D")
+      ->group(group);
+  command.add_option("--dtype", flags.dtype, "Element type computed in (default fp32)")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
+      ->group(group);
+  command.add_option("--seed", flags.seed, "Seed of synthetic data (default 1)")
+      ->type_name("S")
+      ->group(group);
+}
+
+void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
+  const std::string group = "Ring";
+  command.add_option("--ranks", flags.ranks, "Ranks of the ring (default 4)")
+      ->check(CLI::Range(1, 4096))
+      ->type_name("P")
+      ->group(group);
+  command.add_option("--placement", flags.placement, "Which rank holds which tokens (default contiguous)")
+      ->check(CLI::IsMember({"contiguous", "zigzag", "striped", "hilbert"}))
+      ->group(group);
+  command
+      .add_option("--align", flags.align,
+                  "contiguous: shards are multiples of this, so that such segments stay local")
+      ->transform(token_count())
+      ->check(at_least_one())
+      ->type_name("TOKENS")
+      ->group(group);
+  command.add_option("--grid-rows", flags.grid_rows, "hilbert: the tokens are a grid of that many rows")
+      ->check(at_least_one())
+      ->type_name("ROWS")
+      ->group(group);
+  command.add_option("--grid-cols", flags.grid_cols, "hilbert: ... and columns")
+      ->check(at_least_one())
+      ->type_name("COLS")
+      ->group(group);
+  command
+      .add_option("--schedule", flags.schedule,
+                  "ring: rows hop from neighbour to neighbour; gather: straight to who needs them; "
+                  "auto: the faster (default)")
+      ->check(CLI::IsMember({"ring", "gather", "auto"}))
+      ->group(group);
+  command
+      .add_flag("--reproducible", flags.reproducible,
+                "The same bits for every number of ranks and placement (gathers)")
+      ->group(group);
+  command
+      .add_option("--backward-travel", flags.backward_travel,
+                  "What visits other ranks in backward (default auto: fewer bytes)")
+      ->check(CLI::IsMember({"auto", "keys", "queries"}))
+      ->group(group);
+  command
+      .add_option("--min-tokens-for-ring", flags.min_tokens_for_ring,
+                  "Schedule auto gathers below this length (default 32768)")
+      ->transform(token_count())
+      ->check(CLI::Range(0.0, kLargestCount))
+      ->type_name("N")
+      ->group(group);
+}
+
+void add_thread_flag(CLI::App& command, ProblemFlags& flags) {
+  command
+      .add_option("--threads", flags.threads,
+                  "Threads that compute, over all ranks (default ANNULUS_THREADS or all)")
+      ->check(CLI::Range(1, 4096))
+      ->type_name("T");
+}
+
+void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
+  const std::string group = "Limits per rank (default: derived from the memory that is available)";
+  command
+      .add_option("--max-communication-bytes", flags.max_communication_bytes,
+                  "Refuse jobs whose send and receive buffers are larger; 2GiB works, too")
+      ->transform(CLI::AsSizeValue(false))
+      ->type_name("BYTES")
+      ->group(group);
+  command
+      .add_option("--max-qkv-elements", flags.max_qkv_elements,
+                  "Refuse jobs whose q, k and v have more elements together")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("COUNT")
+      ->group(group);
+}
+
+Shape shape_from(const ProblemFlags& flags) {
+  Shape shape;
+  shape.batch = flags.batch.value_or(shape.batch);
+  shape.tokens = flags.tokens.value_or(shape.tokens);
+  shape.heads = static_cast<int>(flags.heads.value_or(shape.heads));
+  shape.kv_heads = static_cast<int>(flags.kv_heads.value_or(shape.heads));
+  shape.head_dim = static_cast<int>(flags.head_dim.value_or(shape.head_dim));
+  return shape;
+}
+
+Pattern pattern_from(const ProblemFlags& flags, int heads) {
+  if (flags.group_scale && flags.pattern != "head_groups") {
+    throw ConfigError("--group-scale is for --pattern head_groups, found " + flags.pattern);
+  }
+  if (flags.pattern == "dense") {
+    if (!flags.segments.empty() || !flags.dilations.empty()) {
+      throw ConfigError(
+          "--segments and --dilations are for --pattern longnet or head_groups, found dense");
+    }
+    return dense(heads, flags.causal);
+  }
+  if (flags.segments.empty() != flags.dilations.empty()) {
+    throw ConfigError(fmt::format(
+        "--{} without --{}: give both, one number each per branch, such as --segments 2048,8192 "
+        "--dilations 1,4",
+        flags.segments.empty() ? "dilations" : "segments",
+        flags.segments.empty() ? "segments" : "dilations"));
+  }
+  const auto& segments = flags.segments.empty() ? kDefaultSegments : flags.segments;
+  const auto& dilations = flags.dilations.empty() ? kDefaultDilations : flags.dilations;
+  if (flags.pattern == "head_groups") {
+    return head_groups(heads, segments, dilations, flags.causal, flags.group_scale);
+  }
+  return longnet(heads, segments, dilations, flags.causal,
+                 flags.offsets == "blocked" ? Offsets::blocked : Offsets::interleaved);
+}
+
+Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
+  if (flags.align != 1 && flags.placement != "contiguous") {
+    throw ConfigError("--align is for --placement contiguous, found " + flags.placement);
+  }
+  const bool grid = flags.grid_rows != 0 || flags.grid_cols != 0;
+  if (grid && flags.placement != "hilbert") {
+    throw ConfigError("--grid-rows and --grid-cols are for --placement hilbert, found " +
+                      flags.placement);
+  }
+  if (grid && (flags.grid_rows == 0 || flags.grid_cols == 0)) {
+    throw ConfigError("--grid-rows and --grid-cols: found one of them, expected both or none");
+  }
+  if (flags.placement == "contiguous") return Placement::contiguous(tokens, flags.ranks, flags.align);
+  if (grid) return Placement::hilbert(tokens, flags.ranks, flags.grid_rows, flags.grid_cols);
+  return Placement::named(flags.placement, tokens, flags.ranks);
+}
+
+Schedule schedule_from(const ProblemFlags& flags) {
+  if (flags.schedule == "ring") return Schedule::ring;
+  return flags.schedule == "gather" ? Schedule::gather : Schedule::automatic;
+}
+
+std::shared_ptr<ThreadPool> pool_from(const ProblemFlags& flags) {
+  return flags.threads ? std::make_shared<ThreadPool>(*flags.threads) : nullptr;
+}
+
+ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType dtype, bool backward,
+                           const Pattern& pattern, const Placement& placement) {
+  ChosenLimits chosen;
+  const std::optional<std::int64_t> available = available_memory_bytes();
+  chosen.origin = "the library's defaults: the memory of this machine is unknown";
+  if (available) {
+    // Every rank lives in this process and gets its share. A fifth of it may be messages; the rest
+    // are tensors, their fp32 accumulators where the dtype is narrower, and what detached mixing
+    // keeps per branch. Rows of queries and of keys count alike only if there are as many heads.
+    const double q = shape.heads;
+    const double kv = 2.0 * shape.kv_heads;
+    const auto element = static_cast<double>(size_of(dtype));
+    const double passes = backward ? 2.0 : 1.0;
+    double bytes = passes * (2.0 * q + kv) * element;  // q, k, v, o and their gradients
+    if (dtype != DType::f32) bytes += 4.0 * (backward ? q + kv : q);
+    if (backward && flags.mix_gradient == "detached") {
+      bytes += 4.0 * q * static_cast<double>(pattern.branches.size());
+    }
+    const double share = static_cast<double>(*available) / placement.ranks();
+    chosen.limits.communication_bytes = static_cast<std::int64_t>(0.2 * share);
+    chosen.limits.qkv_elements = static_cast<std::int64_t>(0.8 * share * (q + kv) / bytes);
+    chosen.origin = "derived from " + format_bytes(*available) + " of available memory";
+  }
+  if (flags.max_communication_bytes) {
+    chosen.limits.communication_bytes = *flags.max_communication_bytes;
+  }
+  if (flags.max_qkv_elements) chosen.limits.qkv_elements = *flags.max_qkv_elements;
+  if (flags.max_communication_bytes && flags.max_qkv_elements) {
+    chosen.origin = "as given";
+  } else if (flags.max_communication_bytes || flags.max_qkv_elements) {
+    chosen.origin = std::string(flags.max_qkv_elements ? "messages " : "elements ") +
+                    chosen.origin + ", the other as given";
+  }
+
+  std::int64_t longest = 0;
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    longest = std::max(longest, placement.local_tokens(rank));
+  }
+  const double elements = static_cast<double>(shape.batch) * static_cast<double>(longest) *
+                          (shape.heads + 2.0 * shape.kv_heads) * shape.head_dim;
+  if (elements > static_cast<double>(chosen.limits.qkv_elements)) {
+    throw ConfigError(fmt::format(
+        "q, k and v of one rank have {:.4g} elements, at most {:.4g} are allowed ({}): choose a "
+        "shorter sequence, fewer heads or a 16-bit --dtype, or raise --max-qkv-elements",
+        elements, static_cast<double>(chosen.limits.qkv_elements), chosen.origin));
+  }
+  return chosen;
+}
+
+RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DType dtype,
+                              bool backward) {
+  RingOptions options{.pattern = pattern_from(flags, shape.heads),
+                      .placement = placement_from(flags, shape.tokens)};
+  options.batch = shape.batch;
+  options.kv_heads = shape.kv_heads;
+  options.head_dim = shape.head_dim;
+  options.dtype = dtype;
+  options.scale = flags.scale;
+  options.mix_gradient =
+      flags.mix_gradient == "detached" ? MixGradient::detached : MixGradient::full;
+  options.schedule = schedule_from(flags);
+  options.min_tokens_for_ring = flags.min_tokens_for_ring;
+  options.reproducible = flags.reproducible;
+  options.backward = backward;
+  if (flags.backward_travel == "keys") options.backward_travel = BackwardTravel::keys;
+  if (flags.backward_travel == "queries") options.backward_travel = BackwardTravel::queries;
+  options.pool = pool_from(flags);
+  return options;
+}
+
+Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
+  std::vector<std::int64_t> segments;
+  std::vector<std::int64_t> dilations;
+  for (const Branch& branch : options.pattern.branches) {
+    segments.push_back(std::min(branch.segment_length, options.placement.tokens()));
+    dilations.push_back(branch.dilation);
+  }
+  return {{"pattern", options.pattern.name},
+          {"segments", segments},
+          {"dilations", dilations},
+          {"offsets", flags.offsets},
+          {"group_scale", flags.group_scale},
+          {"causal", options.pattern.causal},
+          {"mix_gradient", flags.mix_gradient},
+          {"scale", options.scale.value_or(1.0 / std::sqrt(options.head_dim))},
+          {"batch", options.batch},
+          {"tokens", options.placement.tokens()},
+          {"heads", options.pattern.heads},
+          {"kv_heads", options.kv_heads},
+          {"head_dim", options.head_dim},
+          {"dtype", name_of(options.dtype)},
+          {"seed", flags.seed},
+          {"ranks", options.placement.ranks()},
+          {"placement", flags.placement},
+          {"align", flags.align},
+          {"grid_rows", flags.grid_rows},
+          {"grid_cols", flags.grid_cols},
+          {"schedule", flags.schedule},
+          {"reproducible", options.reproducible},
+          {"backward", options.backward},
+          {"backward_travel", flags.backward_travel},
+          {"min_tokens_for_ring", options.min_tokens_for_ring},
+          {"max_communication_bytes", options.limits.communication_bytes},
+          {"max_qkv_elements", options.limits.qkv_elements}};
+}
+
+std::string describe(const Pattern& pattern) {
+  std::string text = pattern.name + (pattern.causal ? ", causal" : "");
+  if (pattern.branches.size() == 1 && pattern.branches[0].segment_length == kWholeSequence &&
+      pattern.branches[0].dilation == 1) {
+    return text;
+  }
+  text += ", segments/dilations";
+  for (const Branch& branch : pattern.branches) {
+    text += branch.segment_length == kWholeSequence
+                ? fmt::format(" all/{}", branch.dilation)
+                : fmt::format(" {}/{}", branch.segment_length, branch.dilation);
+  }
+  return text;
+}
+
+}  // namespace annulus::cli

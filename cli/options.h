@@ -1,0 +1,93 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "annulus/ring_attention.h"
+#include "cli/console.h"
+
+namespace annulus::cli {
+
+struct Shape {
+  std::int64_t batch = 1;
+  std::int64_t tokens = 32768;
+  int heads = 8;
+  int kv_heads = 8;
+  int head_dim = 64;
+};
+
+// The flags that describe a problem, as given: what is absent gets its default when it is known
+// whether files say otherwise. Together the defaults are a LongNet over 32,768 tokens on four ranks.
+struct ProblemFlags {
+  // pattern
+  std::string pattern = "longnet";
+  std::vector<std::int64_t> segments;   // empty: 2048, 4096, 8192, 16384, 32768
+  std::vector<std::int64_t> dilations;  // empty: 1, 2, 4, 8, 16
+  std::string offsets = "blocked";
+  bool group_scale = false;
+  bool causal = false;
+  std::string mix_gradient = "full";
+  std::optional<double> scale;
+  // shape
+  std::optional<std::int64_t> batch;
+  std::optional<std::int64_t> tokens;
+  std::optional<std::int64_t> heads;
+  std::optional<std::int64_t> kv_heads;  // absent: as many as heads
+  std::optional<std::int64_t> head_dim;
+  std::optional<std::string> dtype;
+  std::uint64_t seed = 1;
+  // ring
+  int ranks = 4;
+  std::string placement = "contiguous";
+  std::int64_t align = 1;      // contiguous only
+  std::int64_t grid_rows = 0;  // hilbert only; 0: the squarest grid
+  std::int64_t grid_cols = 0;
+  std::string schedule = "auto";
+  bool reproducible = false;
+  std::string backward_travel = "auto";
+  std::int64_t min_tokens_for_ring = 32768;
+  std::optional<int> threads;  // absent: the shared pool's choice
+  // limits per rank; absent: derived from the machine's memory
+  std::optional<std::int64_t> max_communication_bytes;
+  std::optional<std::int64_t> max_qkv_elements;
+};
+
+void add_pattern_flags(CLI::App& command, ProblemFlags& flags);
+void add_shape_flags(CLI::App& command, ProblemFlags& flags);
+void add_ring_flags(CLI::App& command, ProblemFlags& flags);
+void add_thread_flag(CLI::App& command, ProblemFlags& flags);
+void add_limit_flags(CLI::App& command, ProblemFlags& flags);
+
+// "128k" is 131,072 and "1M" is 1,048,576: for flags that count tokens.
+[[nodiscard]] CLI::Validator token_count();
+
+[[nodiscard]] Shape shape_from(const ProblemFlags& flags);
+[[nodiscard]] Pattern pattern_from(const ProblemFlags& flags, int heads);
+[[nodiscard]] Placement placement_from(const ProblemFlags& flags, std::int64_t tokens);
+[[nodiscard]] Schedule schedule_from(const ProblemFlags& flags);
+// Null when the flag is absent: RingAttention then takes the shared pool.
+[[nodiscard]] std::shared_ptr<ThreadPool> pool_from(const ProblemFlags& flags);
+
+// Limits, and where they come from, in words. Throws ConfigError if q, k and v of the largest rank
+// exceed them: before anything is allocated, and in arithmetic that cannot overflow.
+struct ChosenLimits {
+  Limits limits;
+  std::string origin;  // "derived from 21.4 GiB of available memory", "as given"
+};
+[[nodiscard]] ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType dtype,
+                                         bool backward, const Pattern& pattern,
+                                         const Placement& placement);
+
+[[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
+                                            DType dtype, bool backward);
+
+// All of it, as chosen, for --json.
+[[nodiscard]] Json parameters_json(const ProblemFlags& flags, const RingOptions& options);
+// "longnet, causal: segment/dilation 2048/1, 4096/2"
+[[nodiscard]] std::string describe(const Pattern& pattern);
+
+}  // namespace annulus::cli

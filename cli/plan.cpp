@@ -1,0 +1,194 @@
+#include "annulus/plan.h"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <system_error>
+
+#include "annulus/error.h"
+#include "cli/commands.h"
+#include "cli/console.h"
+#include "cli/options.h"
+#include "plan/plan_text.h"
+#include "ring/schedule.h"
+
+namespace annulus::cli {
+namespace {
+
+constexpr const char* kExamples = R"(Examples:
+  annulus plan --tokens 1M --ranks 64
+      who computes and receives how much; nothing is computed or allocated
+  annulus plan --tokens 64k --ranks 8 --causal --placement zigzag --svg plan.svg
+      a picture to look at in a browser
+  annulus plan --pattern dense --tokens 8k --schedule gather --json
+      for scripts
+  annulus plan --travel queries
+      backward with travelling queries instead of travelling keys)";
+
+struct PlanFlags {
+  ProblemFlags problem;
+  std::string travel = "keys";
+  std::string svg;
+  bool json = false;
+};
+
+// Bytes that a row costs in a message, per head that travels. A K/V pair in forward; in backward
+// also what comes back: fp32 dK and dV, or fp32 dQ for Q, dO, log-sum-exp and deltas.
+struct RowBytes {
+  std::int64_t there = 0;
+  std::int64_t back = 0;
+};
+
+RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
+  const auto row = options.batch * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
+  const std::int64_t wide = options.batch * options.head_dim * 4;
+  if (travel == Travel::keys) return {2 * row, gradients ? 2 * wide : 0};
+  const auto deltas = options.mix_gradient == MixGradient::detached
+                          ? static_cast<std::int64_t>(options.pattern.branches.size())
+                          : 1;
+  return {2 * row + options.batch * 4 * (1 + deltas), wide};
+}
+
+// The plan that RingAttention would make, schedule `auto` resolved by the same rule.
+Plan make_plan(const RingOptions& options, Travel travel) {
+  const auto make = [&](Schedule schedule, Travel side) {
+    return Plan({options.pattern, options.placement, options.kv_heads, schedule, side});
+  };
+  Schedule schedule = options.reproducible ? Schedule::gather : options.schedule;
+  if (schedule == Schedule::automatic) {
+    schedule = ring::choose_schedule(make(Schedule::ring, Travel::keys),
+                                     make(Schedule::gather, Travel::keys), options,
+                                     row_bytes(options, Travel::keys, false).there);
+  }
+  return make(schedule, travel);
+}
+
+std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
+  const RowBytes bytes = row_bytes(options, plan.options().travel, true);
+  if (!options.reproducible) return plan.total_unit_rows() * (bytes.there + bytes.back);
+  // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
+  std::int64_t sum = 0;
+  for (const Travel travel : {Travel::keys, Travel::queries}) {
+    const Plan side({options.pattern, options.placement, options.kv_heads, Schedule::gather, travel});
+    sum += side.total_unit_rows() * row_bytes(options, travel, true).there;
+  }
+  return sum;
+}
+
+Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& plan,
+             double plan_seconds) {
+  const PlanTotals totals = plan_totals(plan);
+  const Travel travel = plan.options().travel;
+  const RowBytes forward = row_bytes(options, travel, false);
+  Json json;
+  json["command"] = "plan";
+  json["schedule"] = name_of(plan.options().schedule);
+  json["travel"] = name_of(travel);
+  json["steps"] = plan.steps();
+  json["parcels"] = plan.parcels().size();
+  json["head_classes"] = plan.classes().size();
+  json["digest"] = fmt::format("{:016x}", plan.digest());
+  json["plan_seconds"] = plan_seconds;
+  json["totals"] = {{"pairs", totals.pairs},
+                    {"balance", totals.balance},
+                    {"unit_rows_moved", totals.moved},
+                    {"unit_rows_all_gather", totals.all_gather},
+                    {"forward_bytes", travel == Travel::keys ? Json(totals.moved * forward.there)
+                                                             : Json()},
+                    {"backward_bytes", backward_bytes(options, plan)}};
+  json["ranks"] = Json::array();
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    std::int64_t sent = 0;
+    for (int step = 1; step <= plan.steps(); ++step) {
+      sent += plan.unit_rows(plan.outgoing(rank, step));
+    }
+    json["ranks"].push_back({{"rank", rank},
+                             {"tokens", plan.placement().local_tokens(rank)},
+                             {"pairs", totals.work[static_cast<std::size_t>(rank)]},
+                             {"unit_rows_received", plan.received_unit_rows(rank)},
+                             {"unit_rows_sent", sent},
+                             {"largest_step_unit_rows", plan.largest_step_unit_rows(rank)}});
+  }
+  json["svg"] = flags.svg.empty() ? Json() : Json(flags.svg);
+  json["parameters"] = parameters_json(flags.problem, options);
+  return json;
+}
+
+// Beside the target first: an existing picture is not lost to a full disk.
+void write_text(const std::string& path, const std::string& text) {
+  const std::string temporary = path + ".tmp";
+  errno = 0;
+  std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  if (!file || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    const std::string problem = std::generic_category().message(errno);
+    std::remove(temporary.c_str());
+    throw ConfigError("picture '" + path + "' cannot be written: " + problem);
+  }
+}
+
+int plan_command(const PlanFlags& flags) {
+  const Shape shape = shape_from(flags.problem);
+  RingOptions options = ring_options_from(flags.problem, shape,
+                                          dtype_from_name(flags.problem.dtype.value_or("fp32")), true);
+  if (shape.heads % shape.kv_heads != 0) {
+    throw ConfigError(fmt::format("--kv-heads is {}, expected a divisor of the {} query heads",
+                                  shape.kv_heads, shape.heads));
+  }
+  if (flags.problem.max_communication_bytes) {
+    options.limits.communication_bytes = *flags.problem.max_communication_bytes;
+  }
+  const Travel travel = flags.travel == "queries" ? Travel::queries : Travel::keys;
+  const auto begin = std::chrono::steady_clock::now();
+  const Plan plan = make_plan(options, travel);
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  if (!flags.svg.empty()) write_text(flags.svg, plan_svg(plan));
+  if (flags.json) {
+    print_json(to_json(flags, options, plan, seconds));
+    return kOk;
+  }
+  const RowBytes forward = row_bytes(options, travel, false);
+  const std::int64_t moved = plan.total_unit_rows();
+  std::string text = plan_table(plan);
+  if (travel == Travel::keys) {
+    text += fmt::format("{:<18} {} in forward\n", "bytes", format_bytes(moved * forward.there));
+  }
+  text += fmt::format("{:<18} {} in backward, fp32 gradients included ({}, head dim {}, batch {})\n",
+                      travel == Travel::keys ? "" : "bytes",
+                      format_bytes(backward_bytes(options, plan)), name_of(options.dtype),
+                      options.head_dim, options.batch);
+  text += fmt::format("{:<18} {}\n", "planned in", format_seconds(seconds));
+  if (!flags.svg.empty()) text += fmt::format("{:<18} {}\n", "picture", flags.svg);
+  print(text);
+  return kOk;
+}
+
+}  // namespace
+
+void add_plan(CLI::App& tool, Action& chosen) {
+  CLI::App* command = tool.add_subcommand("plan", "Show who computes and sends what in which step");
+  const auto flags = std::make_shared<PlanFlags>();
+  command->add_option("--travel", flags->travel, "Which rows leave their owner (default keys)")
+      ->check(CLI::IsMember({"keys", "queries"}));
+  command->add_option("--svg", flags->svg, "Write a picture of the plan")->type_name("FILE");
+  command->add_flag("--json", flags->json, "Print one JSON object");
+  add_pattern_flags(*command, flags->problem);
+  add_shape_flags(*command, flags->problem);
+  add_ring_flags(*command, flags->problem);
+  command
+      ->add_option("--max-communication-bytes", flags->problem.max_communication_bytes,
+                   "Limit per rank that schedule auto respects (default 1 GiB)")
+      ->transform(CLI::AsSizeValue(false))
+      ->type_name("BYTES");
+  command->footer(kExamples);
+  command->callback([flags, &chosen] { chosen = [flags] { return plan_command(*flags); }; });
+}
+
+}  // namespace annulus::cli

@@ -1,0 +1,252 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "annulus/error.h"
+#include "cli/commands.h"
+#include "cli/console.h"
+#include "cli/job.h"
+#include "cli/options.h"
+#include "cli/sample_check.h"
+#include "cli/tensor_files.h"
+#include "kernels/cpu/kernel.h"
+#include "plan/plan_text.h"
+
+namespace annulus::cli {
+namespace {
+
+constexpr const char* kExamples = R"(Examples:
+  annulus run
+      LongNet attention over 32,768 synthetic tokens on a ring of four ranks
+  annulus run --tokens 128k --causal --placement zigzag --dtype bf16 --repeat 5
+      causal, with a placement that balances it; medians over five repetitions
+  annulus run --pattern dense --tokens 8k --heads 16 --kv-heads 4 --head-dim 128
+      plain ring attention with grouped key/value heads
+  annulus run --input data --output results --ranks 3 --segments 512,2048 --dilations 1,4
+      q.npy, k.npy, v.npy, do.npy from data; o, lse, dq, dk, dv.npy into results
+  annulus run --tokens 64k --reproducible --json | jq .forward_gflops
+      one JSON object for scripts
+
+The same tokens give the same results on every ring. 'sent' is predicted from the plan and counted
+by the transport; the run fails if the two differ. 'error' compares about 64 rows with an evaluation
+of the definition in fp64.)";
+
+struct RunFlags {
+  ProblemFlags problem;
+  std::string input;
+  std::string output;
+  bool no_backward = false;
+  bool json = false;
+  bool progress = false;
+  int repeat = 1;
+};
+
+struct Result {
+  RingOptions options;
+  ChosenLimits limits;
+  JobReport job;
+  SampledErrors errors;
+};
+
+std::string error_text(const std::optional<double>& error) {
+  return error ? fmt::format("{:.1e}", *error) : "-";
+}
+
+void print_table(const RunFlags& flags, const Result& result) {
+  const RingOptions& options = result.options;
+  const Placement& placement = options.placement;
+  const JobReport& job = result.job;
+  const bool backward = options.backward;
+  std::string text = "\n";
+  const auto fact = [&](const char* name, const std::string& value) {
+    text += fmt::format("  {:<9} {}\n", name, value);
+  };
+  fact("pattern", describe(options.pattern));
+  fact("tensors",
+       fmt::format("{} sequence{} of {} tokens, {} heads{}, head dim {}, {}, {}", options.batch,
+                   options.batch == 1 ? "" : "s", with_commas(placement.tokens()),
+                   options.pattern.heads,
+                   options.kv_heads == options.pattern.heads
+                       ? ""
+                       : fmt::format(" ({} of keys)", options.kv_heads),
+                   options.head_dim, name_of(options.dtype),
+                   flags.input.empty() ? fmt::format("synthetic (seed {})", flags.problem.seed)
+                                       : "from " + flags.input));
+  fact("ring", fmt::format("{} rank{}, {}, schedule {}{}{}", placement.ranks(),
+                           placement.ranks() == 1 ? "" : "s", placement.name(),
+                           name_of(job.schedule), options.reproducible ? ", reproducible" : "",
+                           backward && placement.ranks() > 1
+                               ? fmt::format(", {} travel in backward", name_of(job.backward_travel))
+                               : ""));
+  fact("kernels", fmt::format("{}, {} thread{}", job.isa, job.threads, job.threads == 1 ? "" : "s"));
+  fact("limits", fmt::format("per rank {} elements of q, k, v and {} of messages,\n            {}",
+                             compact(static_cast<double>(options.limits.qkv_elements)),
+                             format_bytes(options.limits.communication_bytes),
+                             result.limits.origin));
+
+  const auto row = [&](const char* name, const std::string& forward, const std::string& back,
+                       const std::string& note = "") {
+    text += fmt::format("  {:<9} {:>14}", name, forward);
+    if (backward) text += fmt::format(" {:>14}", back);
+    text += (note.empty() ? "" : "   " + note) + "\n";
+  };
+  text += "\n";
+  row("", "forward", "backward");
+  row("time", format_seconds(job.forward.median_seconds()),
+      format_seconds(job.backward.median_seconds()),
+      flags.repeat == 1 ? "" : fmt::format("median of {}", flags.repeat));
+  row("speed", format_flops(job.forward.gflops()), format_flops(job.backward.gflops()),
+      "over allowed pairs");
+  row("sent", format_bytes(job.forward.measured_bytes), format_bytes(job.backward.measured_bytes),
+      "all ranks, as predicted to the byte");
+  const SampledErrors& errors = result.errors;
+  row("error", "o " + error_text(errors.o), "dq " + error_text(errors.dq),
+      fmt::format("relative, {} sampled rows against fp64", errors.rows));
+  row("", fmt::format("lse {:.1e}", errors.lse),
+      errors.dk ? "dk " + error_text(errors.dk) : "", "lse: absolute");
+  if (backward) row("", "", "dv " + error_text(errors.dv));
+  const auto [least, most] = std::minmax_element(job.peak_bytes.begin(), job.peak_bytes.end());
+  text += fmt::format("\n  {:<9} {}{} per rank, and {} of scratch for the threads\n", "memory",
+                      format_bytes(*most),
+                      *least == *most ? "" : " (smallest " + format_bytes(*least) + ")",
+                      format_bytes(job.scratch_bytes));
+  if (!flags.output.empty()) {
+    text += fmt::format("  {:<9} o, lse{} in {}\n", "written", backward ? ", dq, dk, dv" : "",
+                        flags.output);
+  }
+  print(text + "\n");
+}
+
+Json to_json(const RunFlags& flags, const Result& result) {
+  const JobReport& job = result.job;
+  const SampledErrors& errors = result.errors;
+  const auto number = [](const std::optional<double>& value) { return value ? Json(*value) : Json(); };
+  Json json;
+  json["command"] = "run";
+  json["forward_seconds"] = job.forward.median_seconds();
+  json["backward_seconds"] =
+      result.options.backward ? Json(job.backward.median_seconds()) : Json();
+  json["forward_gflops"] = job.forward.gflops();
+  json["backward_gflops"] = result.options.backward ? Json(job.backward.gflops()) : Json();
+  json["predicted_bytes"] = {{"forward", job.forward.predicted_bytes},
+                             {"backward", job.backward.predicted_bytes}};
+  json["measured_bytes"] = {{"forward", job.forward.measured_bytes},
+                            {"backward", job.backward.measured_bytes}};
+  json["peak_bytes_per_rank"] = job.peak_bytes;
+  json["workspace_bytes_per_rank"] = job.workspace_bytes;
+  json["scratch_bytes"] = job.scratch_bytes;
+  json["sampled_relative_error"] = errors.worst();
+  json["sampled_errors"] = {{"rows", errors.rows},     {"o", errors.o},
+                            {"dq", number(errors.dq)}, {"dk", number(errors.dk)},
+                            {"dv", number(errors.dv)}, {"lse_absolute", errors.lse}};
+  json["schedule"] = name_of(job.schedule);
+  json["backward_travel"] = name_of(job.backward_travel);
+  json["isa"] = job.isa;
+  json["threads"] = job.threads;
+  json["allowed_pairs"] =
+      allowed_pairs(result.options.pattern, result.options.placement.tokens()) *
+      static_cast<double>(result.options.batch);
+  json["repeat"] = flags.repeat;
+  json["forward_seconds_all"] = job.forward.seconds;
+  json["backward_seconds_all"] = job.backward.seconds;
+  json["limits_origin"] = result.limits.origin;
+  json["parameters"] = parameters_json(flags.problem, result.options);
+  json["input"] = flags.input.empty() ? Json() : Json(flags.input);
+  json["output"] = flags.output.empty() ? Json() : Json(flags.output);
+  return json;
+}
+
+int run(const RunFlags& flags) {
+  (void)cpu::chosen_kernels();  // an ANNULUS_ISA that cannot run is found before any work is done
+  const bool backward = !flags.no_backward;
+  std::optional<InputFiles> files;
+  if (!flags.input.empty()) files = inspect_inputs(flags.input, backward, flags.problem);
+  if (!flags.output.empty()) check_output_folder(flags.output);
+  const Shape shape = files ? files->shape : shape_from(flags.problem);
+  const DType dtype = flags.problem.dtype ? dtype_from_name(*flags.problem.dtype)
+                                          : (files ? files->dtype : DType::f32);
+
+  Result result{.options = ring_options_from(flags.problem, shape, dtype, backward),
+                .limits = {},
+                .job = {},
+                .errors = {}};
+  RingOptions& options = result.options;
+  if (options.pool == nullptr) options.pool = ThreadPool::shared();
+  result.limits = choose_limits(flags.problem, shape, dtype, backward, options.pattern,
+                                options.placement);
+  options.limits = result.limits.limits;
+
+  Progress progress(flags.progress);
+  JobTensors tensors(options);
+  if (files) {
+    progress.phase("reading " + flags.input);
+    read_inputs(*files, tensors);
+  } else {
+    progress.phase("planning, and generating data");
+  }
+  JobSettings settings;
+  settings.repeat = flags.repeat;
+  settings.prepare = [&](int rank, ThreadPool& pool) {
+    if (!files) fill_synthetic(tensors, rank, flags.problem.seed, pool);
+    touch_outputs(tensors, rank, pool);
+  };
+  settings.on_phase = [&](const std::string& phase, double expected) {
+    progress.phase(phase, expected);
+  };
+  result.job = run_job(options, tensors, settings);
+  progress.phase("comparing sampled rows with the definition");
+  result.errors = check_sampled_rows(options, tensors, *options.pool);
+  const std::optional<double> tolerance =
+      SampledErrors::tolerance(dtype, result.errors.largest_score);
+  if (tolerance && !(result.errors.worst() <= *tolerance)) {
+    throw VerificationError(fmt::format(
+        "results differ from the definition by {:.2g} on sampled rows (o {}, dq {}, dk {}, dv {}), "
+        "expected less than {:.0e} for {}; nothing was written. This is a bug in annulus: please "
+        "report the command line and the output of 'annulus doctor'",
+        result.errors.worst(), error_text(result.errors.o), error_text(result.errors.dq),
+        error_text(result.errors.dk), error_text(result.errors.dv), *tolerance, name_of(dtype)));
+  }
+  if (!flags.output.empty()) {
+    progress.phase("writing " + flags.output);
+    write_outputs(flags.output, tensors);
+  }
+  progress.finish();
+  if (flags.json) {
+    print_json(to_json(flags, result));
+  } else {
+    print_table(flags, result);
+  }
+  return kOk;
+}
+
+}  // namespace
+
+void add_run(CLI::App& tool, Action& chosen) {
+  CLI::App* command = tool.add_subcommand("run", "Compute forward and backward over a ring of ranks");
+  const auto flags = std::make_shared<RunFlags>();
+  command->add_option("--input", flags->input, "Folder with q.npy, k.npy, v.npy and do.npy, [B, N, H, D]")
+      ->type_name("DIR");
+  command->add_option("--output", flags->output, "Folder for o.npy, lse.npy, dq.npy, dk.npy, dv.npy")
+      ->type_name("DIR");
+  command->add_flag("--json", flags->json, "Print one JSON object");
+  command->add_flag("--no-backward", flags->no_backward, "Forward only");
+  command
+      ->add_option("--repeat", flags->repeat,
+                   "Repetitions; times are medians (default 1; use 5 to compare speeds)")
+      ->check(CLI::Range(1, 1000000))
+      ->type_name("R");
+  command->add_flag("--progress", flags->progress,
+                    "Say on standard error what is going on even if it is no terminal");
+  add_thread_flag(*command, flags->problem);
+  add_pattern_flags(*command, flags->problem);
+  add_shape_flags(*command, flags->problem);
+  add_ring_flags(*command, flags->problem);
+  add_limit_flags(*command, flags->problem);
+  command->footer(kExamples);
+  command->callback([flags, &chosen] { chosen = [flags] { return run(*flags); }; });
+}
+
+}  // namespace annulus::cli

@@ -1,0 +1,287 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/console.h"
+#include "cli/oracle_check.h"
+#include "cli/options.h"
+#include "kernels/cpu/kernel.h"
+
+namespace annulus::cli {
+namespace {
+
+constexpr const char* kExamples = R"(Examples:
+  annulus verify
+      about 900 small configurations, some seconds
+  annulus verify --full
+      every problem on every ring
+  annulus verify --filter longnet_causal --filter bf16
+      only configurations whose names contain all of these
+  ANNULUS_ISA=avx2 annulus verify
+      the kernels of another instruction set
+
+A problem (pattern, shape, dtype, gradient) is solved by an fp64 oracle once and then computed on many
+rings (ranks, placement, schedule). fp32 must be within 2e-6 relative RMS; 16-bit results within twice
+the error of rounding the exact ones. Predicted bytes must equal counted bytes in every run.)";
+
+struct VerifyFlags {
+  bool full = false;
+  bool quick = false;
+  bool json = false;
+  bool progress = false;
+  std::uint64_t seed = 1;
+  std::vector<std::string> filters;
+  ProblemFlags threads;
+};
+
+struct Problem {
+  std::string name;
+  RingOptions options;  // placement: any with the right number of tokens
+};
+
+struct Ring {
+  std::string name;
+  std::function<void(RingOptions&)> apply;
+};
+
+// Lengths are ragged on purpose; 3 tokens leave ranks without any. Segments exceed the sequence,
+// and one dilation exceeds its segment.
+std::vector<std::pair<std::string, std::function<Pattern(int heads, bool causal)>>> patterns() {
+  using Numbers = std::vector<std::int64_t>;
+  return {
+      {"dense", [](int heads, bool causal) { return dense(heads, causal); }},
+      {"head_groups",
+       [](int heads, bool causal) {
+         return head_groups(heads, Numbers{16, 64}, Numbers{1, 3}, causal, false);
+       }},
+      {"head_groups_scaled",
+       [](int heads, bool causal) {
+         return head_groups(heads, Numbers{16, 4, 400}, Numbers{2, 5, 1}, causal, true);
+       }},
+      {"longnet",
+       [](int heads, bool causal) {
+         return longnet(heads, Numbers{16, 32, 64}, Numbers{1, 2, 4}, causal, Offsets::blocked);
+       }},
+      {"longnet_interleaved",
+       [](int heads, bool causal) {
+         return longnet(heads, Numbers{24, 50, 200}, Numbers{1, 3, 8}, causal, Offsets::interleaved);
+       }},
+  };
+}
+
+std::vector<Problem> all_problems() {
+  constexpr std::int64_t kTokens[] = {97, 64, 131, 3, 50, 112};
+  constexpr int kHeadDims[] = {16, 64, 24, 32, 40};
+  std::vector<Problem> problems;
+  for (const auto& [pattern_name, make_pattern] : patterns()) {
+    for (const bool causal : {false, true}) {
+      for (const int ratio : {1, 2, 8}) {
+        for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+          for (const MixGradient mix : {MixGradient::full, MixGradient::detached}) {
+            const std::size_t number = problems.size();
+            const int heads = ratio == 8 ? 8 : 4;
+            const std::int64_t tokens = kTokens[number / 2 % std::size(kTokens)];
+            Problem problem{
+                .name = fmt::format("{}{}_gqa{}_{}_{}_n{}", pattern_name, causal ? "_causal" : "",
+                                    ratio, mix == MixGradient::full ? "full" : "detached",
+                                    name_of(dtype), tokens),
+                .options = {.pattern = make_pattern(heads, causal),
+                            .placement = Placement::contiguous(tokens, 1)}};
+            problem.options.batch = number % 3 == 2 ? 2 : 1;
+            problem.options.kv_heads = heads / ratio;
+            problem.options.head_dim = kHeadDims[number % std::size(kHeadDims)];
+            problem.options.dtype = dtype;
+            problem.options.mix_gradient = mix;
+            problems.push_back(std::move(problem));
+          }
+        }
+      }
+    }
+  }
+  return problems;
+}
+
+std::vector<Ring> all_rings() {
+  struct Movement {
+    const char* name;
+    Schedule schedule;
+    bool reproducible;
+    BackwardTravel travel;
+  };
+  constexpr Movement kMovements[] = {
+      {"ring_keys", Schedule::ring, false, BackwardTravel::keys},
+      {"ring_queries", Schedule::ring, false, BackwardTravel::queries},
+      {"gather", Schedule::gather, false, BackwardTravel::automatic},
+      {"reproducible", Schedule::automatic, true, BackwardTravel::automatic},
+  };
+  std::vector<Ring> rings;
+  for (const int ranks : {1, 2, 3, 5, 8}) {
+    for (const char* placement : {"contiguous", "zigzag", "striped", "hilbert"}) {
+      for (const Movement& movement : kMovements) {
+        rings.push_back({.name = fmt::format("ranks{}_{}_{}", ranks, placement, movement.name),
+                         .apply = [ranks, placement, movement](RingOptions& options) {
+                           options.placement =
+                               Placement::named(placement, options.placement.tokens(), ranks);
+                           options.schedule = movement.schedule;
+                           options.reproducible = movement.reproducible;
+                           options.backward_travel = movement.travel;
+                         }});
+      }
+    }
+  }
+  return rings;
+}
+
+struct Failure {
+  std::string name;
+  std::string reason;
+};
+
+struct Summary {
+  int configurations = 0;
+  std::vector<Failure> failures;
+  // Largest error by "dtype tensor", with what was allowed there.
+  std::map<std::string, Deviation> worst;
+  double seconds = 0.0;
+};
+
+bool matches(const std::string& name, const std::vector<std::string>& filters) {
+  return std::all_of(filters.begin(), filters.end(), [&](const std::string& filter) {
+    return name.find(filter) != std::string::npos;
+  });
+}
+
+void check(const OracleCheck& oracle, const std::string& name, const RingOptions& options,
+           Summary& summary) {
+  ++summary.configurations;
+  std::string reason;
+  try {
+    for (const Deviation& deviation : oracle.run(options)) {
+      Deviation& worst = summary.worst[fmt::format("{} {}", name_of(options.dtype), deviation.tensor)];
+      if (worst.tensor.empty() || deviation.found * worst.allowed > worst.found * deviation.allowed) {
+        worst = deviation;
+      }
+      if (deviation.ok()) continue;
+      reason += fmt::format("{}{} off by {:.2e}, at most {:.2e}", reason.empty() ? "" : "; ",
+                            deviation.tensor, deviation.found, deviation.allowed);
+    }
+  } catch (const std::exception& error) {  // of whatever kind: it is this configuration's failure
+    reason = error.what();
+  }
+  if (!reason.empty()) summary.failures.push_back({name, reason});
+}
+
+// The quick run takes a few rings per problem. Steps of 23 through 80 rings meet all of them, and no
+// ring keeps meeting the same dtype or gradient.
+constexpr std::size_t kQuickRings = 5;
+constexpr std::size_t kQuickStride = 23;
+
+Summary verify_all(const VerifyFlags& flags, Progress& progress) {
+  const auto begin = std::chrono::steady_clock::now();
+  const std::vector<Problem> problems = all_problems();
+  const std::vector<Ring> rings = all_rings();
+  const std::shared_ptr<ThreadPool> pool = pool_from(flags.threads);
+  Summary summary;
+  std::size_t next_ring = 0;
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    const Problem& problem = problems[i];
+    progress.phase(fmt::format("problem {}/{}, {} configurations, {} failed: {}", i + 1,
+                               problems.size(), summary.configurations, summary.failures.size(),
+                               problem.name));
+    std::unique_ptr<OracleCheck> oracle;
+    for (std::size_t j = 0; j < (flags.full ? rings.size() : kQuickRings); ++j) {
+      const Ring& ring = rings[flags.full ? j : (next_ring += kQuickStride) % rings.size()];
+      const std::string name = problem.name + "_" + ring.name;
+      if (!matches(name, flags.filters)) continue;
+      if (oracle == nullptr) oracle = std::make_unique<OracleCheck>(problem.options, flags.seed);
+      RingOptions options = problem.options;
+      ring.apply(options);
+      options.pool = pool;
+      check(*oracle, name, options, summary);
+    }
+  }
+  summary.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return summary;
+}
+
+void print_summary(const Summary& summary) {
+  std::string text;
+  for (const Failure& failure : summary.failures) {
+    text += fmt::format("FAILED {}: {}\n", failure.name, failure.reason);
+  }
+  text += fmt::format("\n  largest error relative to what is allowed, kernels {}\n\n",
+                      cpu::chosen_kernels().name);
+  for (const auto& [name, worst] : summary.worst) {
+    text += fmt::format("  {:<10} {:>9.2e}   at most {:.2e}\n", name, worst.found, worst.allowed);
+  }
+  text += fmt::format("\n  {} of {} configurations passed in {}\n",
+                      summary.configurations - static_cast<int>(summary.failures.size()),
+                      summary.configurations, format_seconds(summary.seconds));
+  print(text);
+}
+
+Json to_json(const VerifyFlags& flags, const Summary& summary) {
+  Json json;
+  json["command"] = "verify";
+  json["passed"] = summary.failures.empty();
+  json["configurations"] = summary.configurations;
+  json["failures"] = Json::array();
+  for (const Failure& failure : summary.failures) {
+    json["failures"].push_back({{"name", failure.name}, {"reason", failure.reason}});
+  }
+  for (const auto& [name, worst] : summary.worst) {
+    json["worst"][name] = {{"found", worst.found}, {"allowed", worst.allowed}};
+  }
+  json["seconds"] = summary.seconds;
+  json["isa"] = cpu::chosen_kernels().name;
+  json["seed"] = flags.seed;
+  json["full"] = flags.full;
+  return json;
+}
+
+int verify(const VerifyFlags& flags) {
+  (void)cpu::chosen_kernels();
+  Progress progress(flags.progress);
+  const Summary summary = verify_all(flags, progress);
+  progress.finish();
+  if (flags.json) {
+    print_json(to_json(flags, summary));
+  } else {
+    print_summary(summary);
+  }
+  if (summary.configurations == 0) {
+    throw VerificationError("no configuration has a name that contains all filters");
+  }
+  return summary.failures.empty() ? kOk : kFailed;
+}
+
+}  // namespace
+
+void add_verify(CLI::App& tool, Action& chosen) {
+  CLI::App* command =
+      tool.add_subcommand("verify", "Check many small configurations against an fp64 oracle");
+  const auto flags = std::make_shared<VerifyFlags>();
+  CLI::Option* quick =
+      command->add_flag("--quick", flags->quick, "A few rings for every problem (default)");
+  command->add_flag("--full", flags->full, "Every problem on every ring")->excludes(quick);
+  command
+      ->add_option("--filter", flags->filters, "Only configurations whose name contains this")
+      ->allow_extra_args(false)
+      ->type_name("TEXT");
+  command->add_option("--seed", flags->seed, "Seed of the data (default 1)")->type_name("S");
+  command->add_flag("--json", flags->json, "Print one JSON object");
+  command->add_flag("--progress", flags->progress, "Progress even if standard error is no terminal");
+  add_thread_flag(*command, flags->threads);
+  command->footer(kExamples);
+  command->callback([flags, &chosen] { chosen = [flags] { return verify(*flags); }; });
+}
+
+}  // namespace annulus::cli

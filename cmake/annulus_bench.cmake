@@ -1,0 +1,21 @@
+# One program per bench/<name>_bench.cpp, in <build>/bench; other sources of bench/ are linked into each of them.
+
+file(GLOB bench_programs CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/bench/*_bench.cpp")
+file(GLOB bench_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/bench/*.cpp")
+list(REMOVE_ITEM bench_sources ${bench_programs})
+
+add_custom_target(annulus_benches)
+foreach(program IN LISTS bench_programs)
+  cmake_path(GET program STEM name)
+  add_executable(${name} "${program}" ${bench_sources})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/src")
+  # benchmark_main is an archive: its main() is only used by programs that have none.
+  target_link_libraries(${name} PRIVATE
+    annulus::annulus benchmark::benchmark benchmark::benchmark_main hwy::hwy fmt::fmt Threads::Threads)
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bench")
+  annulus_warnings(${name})
+  add_dependencies(annulus_benches ${name})
+endforeach()
+if(NOT bench_programs)
+  message(STATUS "annulus: there are no benchmarks in bench/ (*_bench.cpp)")
+endif()

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace annulus {
+
+// Segment length of a branch whose only segment is the whole sequence.
+inline constexpr std::int64_t kWholeSequence = std::numeric_limits<std::int64_t>::max();
+
+enum class Offsets : std::uint8_t { blocked, interleaved };
+
+// full: the exact gradient. detached: the branch weights exp(L_b - L) are constants.
+enum class MixGradient : std::uint8_t { full, detached };
+
+// One set of allowed pairs. Position t is selected for head h iff offset[h] >= 0 and
+// (t mod segment_length) mod dilation == offset[h]. Query t attends key p iff both are selected, they lie in the
+// same segment and, when the pattern is causal, p <= t. All positions are global.
+struct Branch {
+  std::int64_t segment_length = kWholeSequence;
+  std::int64_t dilation = 1;
+  std::vector<std::int64_t> offset;  // per query head; -1: the head is not in this branch
+
+  [[nodiscard]] bool selects(int head, std::int64_t position) const {
+    const std::int64_t o = offset[static_cast<std::size_t>(head)];
+    return o >= 0 && position % segment_length % dilation == o;
+  }
+};
+
+// Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the branches' keys.
+struct Pattern {
+  std::string name;  // for messages and pictures
+  int heads = 0;     // query heads
+  bool causal = false;
+  std::vector<Branch> branches;
+  double output_scale = 1.0;  // multiplies O after the merge (head_groups with group scale)
+
+  // Allowed is a property of global positions alone: sharding never enters.
+  [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query, std::int64_t key) const {
+    return branch.selects(head, query) && branch.selects(head, key) &&
+           query / branch.segment_length == key / branch.segment_length && (!causal || key <= query);
+  }
+
+  // ConfigError unless every branch is well formed for `heads` heads.
+  void validate() const;
+};
+
+// Plain attention: one branch, one segment.
+[[nodiscard]] Pattern dense(int heads, bool causal = false);
+
+// The branches share the heads out: branch i gets floor(H/G) contiguous heads, the first H mod G one more; every head
+// of branch i has offset i mod r_i. `group_scale` multiplies the output by 1/G.
+[[nodiscard]] Pattern head_groups(int heads, std::span<const std::int64_t> segments, std::span<const std::int64_t> dilations,
+                                  bool causal = false, bool group_scale = false);
+
+// Every head is in every branch; offset of head h is h / ceil(H/r) (blocked) or h mod r (interleaved).
+[[nodiscard]] Pattern longnet(int heads, std::span<const std::int64_t> segments, std::span<const std::int64_t> dilations,
+                              bool causal = false, Offsets offsets = Offsets::blocked);
+
+// Number of allowed (branch, head, query, key) pairs in a sequence of `tokens` tokens.
+[[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t tokens);
+
+}  // namespace annulus

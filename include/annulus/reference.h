@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "annulus/pattern.h"
+
+namespace annulus::reference {
+
+// The oracle: the definitions of docs/ARCHITECTURE.md in fp64, in loops so plain that reading them is proof. Tensors are
+// dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads]. Slow on purpose.
+struct Shape {
+  std::int64_t batch = 1;
+  std::int64_t tokens = 0;
+  int q_heads = 1;
+  int kv_heads = 1;
+  int head_dim = 0;
+};
+
+struct Output {
+  std::vector<double> o;
+  std::vector<double> lse;  // -inf where a row attends to nothing
+};
+
+struct Gradients {
+  std::vector<double> dq, dk, dv;
+};
+
+// `scale` multiplies q.k before the softmax; 1/sqrt(head_dim) when absent.
+[[nodiscard]] Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q, std::span<const double> k,
+                             std::span<const double> v, std::optional<double> scale = std::nullopt);
+
+[[nodiscard]] Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
+                                 std::span<const double> k, std::span<const double> v, std::span<const double> dout,
+                                 MixGradient mix = MixGradient::full, std::optional<double> scale = std::nullopt);
+
+}  // namespace annulus::reference

@@ -1,0 +1,72 @@
+// The same kernels with the bf16 dot product of AVX512_BF16, which the packaged Highway does not know. Other dtypes use the
+// plain AVX-512 code. The instruction set is asked for by a pragma around this code only: a compiler flag for the whole
+// file would leak into inline functions that other files share.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "annulus/half.h"
+#include "kernels/cpu/implementations.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/row_stream.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#define HWY_COMPILE_ALL_ATTAINABLE
+#include <hwy/detect_targets.h>
+#undef HWY_TARGET
+#define HWY_TARGET HWY_AVX3
+#include <hwy/highway.h>
+
+#include <hwy/cache_control.h>
+
+#define ANNULUS_ISA n_avx512_bf16
+#define ANNULUS_BF16_DOT 1
+
+HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
+#include "kernels/cpu/simd-inl.h"
+#include "kernels/cpu/pack-inl.h"
+#include "kernels/cpu/forward-inl.h"
+#include "kernels/cpu/backward-inl.h"
+#include "kernels/cpu/peak-inl.h"
+
+namespace annulus::cpu::n_avx512_bf16 {
+double dot_rate(std::int64_t rounds, float* sink) { return multiply_add_rounds<MultiplyBf16>(rounds, sink); }
+}  // namespace annulus::cpu::n_avx512_bf16
+HWY_POP_ATTRIBUTES
+
+namespace annulus::cpu {
+namespace {
+
+void forward_by_dtype(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
+  using namespace n_avx512_bf16;
+  return problem.dtype == DType::bf16 ? forward<MultiplyBf16>(problem, task, scratch)
+                                      : forward<MultiplyF32>(problem, task, scratch);
+}
+
+void backward_by_dtype(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
+  using namespace n_avx512_bf16;
+  return problem.dtype == DType::bf16 ? backward<MultiplyBf16>(problem, task, scratch)
+                                      : backward<MultiplyF32>(problem, task, scratch);
+}
+
+}  // namespace
+
+std::vector<Implementation> avx512_bf16_implementations() {
+  static const Kernels kernels{"avx512_bf16",      true, &forward_by_dtype, &backward_by_dtype, &n_avx512_bf16::dot_rows,
+                               &n_avx512_bf16::store_row};
+  __builtin_cpu_init();
+  const bool usable = (hwy::SupportedTargets() & HWY_AVX3) != 0 && __builtin_cpu_supports("avx512bf16");
+  return {{&kernels, usable, &n_avx512_bf16::dot_rate}};
+}
+
+}  // namespace annulus::cpu
+
+#else
+
+namespace annulus::cpu {
+std::vector<Implementation> avx512_bf16_implementations() { return {}; }
+}  // namespace annulus::cpu
+
+#endif

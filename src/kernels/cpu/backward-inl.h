@@ -1,0 +1,459 @@
+// Backward: queries in the SIMD lanes, as in forward-inl.h. Per block of 128 keys x 128 queries: S^T, P^T = 2^(S - L), dP^T
+// (whose accumulator starts at -delta) and dS^T = P * dP, panel by panel; then dQ^T += K^T dS^T with queries in the lanes and
+// dV += P^T dO, dK += dS^T Q with head_dim in the lanes. Only Q, dO and dQ are ever transposed.
+// See simd-inl.h for how this file is included.
+
+namespace annulus::cpu::ANNULUS_ISA {
+
+template <class M, int kLd, int kFd>
+class Backward {
+  using Element = typename M::Element;
+  static constexpr int kRowElements = kLd / M::kPack;
+  static constexpr int kPanelElements = kPanel / M::kPack;
+  static constexpr int kTiles = kGradBlock / kRows;
+  static constexpr int kPanels = (kGradBlock + kPanel - 1) / kPanel;
+
+  // What one panel of the query block needs of the tiles of the key block.
+  struct Reach {
+    int first_end;  // tiles [0, first_end): both vectors
+    int end;        // tiles [first_end, end): only the second
+    bool masked;    // some pairs inside are not allowed
+  };
+
+ public:
+  static void run(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch_bytes) {
+    Backward self(problem, task, scratch_bytes);
+    RowStream keys(task.keys, task.key_begin, task.key_end, task.canonical_keys);
+    while (keys.remaining() > 0) {
+      self.load_keys(keys);
+      RowStream queries(task.queries, task.query_begin, task.query_end, task.canonical_queries);
+      while (queries.remaining() > 0) {
+        if (!self.load_queries(queries)) continue;
+        for (int block = 0; block < self.key_rows_; block += kGradBlock) self.process(block);
+        if (task.query_grad) self.add_query_gradients();
+      }
+      if (task.key_grad) self.add_key_gradients();
+    }
+  }
+
+ private:
+  Backward(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch_bytes)
+      : problem_(problem),
+        task_(task),
+        padded_dim_((head_dim() + 31) / 32 * 32),
+        chunk_(max_key_chunk(head_dim())),
+        query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
+        score_factor_(M::kPack == 1 ? 1.0F : problem.scale * kLog2E) {
+    Scratch scratch(scratch_bytes);
+    const auto keys = static_cast<std::size_t>(chunk_);
+    key_refs_ = scratch.take<RowStream::Ref>(keys);
+    key_index_ = scratch.take<std::int32_t>(keys);
+    k_ = scratch.take<Element>(keys * kRowElements);
+    v_ = scratch.take<Element>(keys * kRowElements);
+    k_pairs_ = M::kPack == 1 ? k_ : scratch.take<Element>(keys / M::kPack * kLd);
+    dk_ = scratch.take<float>(keys * kLd);
+    dv_ = scratch.take<float>(keys * kLd);
+    query_refs_ = scratch.take<RowStream::Ref>(kGradBlock);
+    query_index_ = scratch.take<std::int32_t>(kPanels * kPanel);
+    minus_lse_ = scratch.take<float>(kPanels * kPanel);
+    minus_delta_ = scratch.take<float>(kPanels * kPanel);
+    const auto lanes = static_cast<std::size_t>(kPanels * kPanel);
+    q_pairs_ = scratch.take<Element>(lanes * kLd / M::kPack);
+    do_pairs_ = scratch.take<Element>(lanes * kLd / M::kPack);
+    q_columns_ = scratch.take<Element>(lanes * kLd / M::kPack);
+    do_columns_ = scratch.take<Element>(lanes * kLd / M::kPack);
+    rows_ = scratch.take<Element>(lanes * kRowElements);
+    dq_ = scratch.take<float>(lanes * kLd);
+    wide_rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
+    s_ = scratch.take<float>(kGradBlock * kPanel);
+    p_ = scratch.take<Element>(kPanels * kGradBlock * kPanelElements);
+    ds_ = scratch.take<Element>(kPanels * kGradBlock * kPanelElements);
+    ds_pairs_ = M::kPack == 1 ? nullptr : scratch.take<Element>(kGradBlock / M::kPack * kPanel);
+  }
+
+  [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
+
+  void load_keys(RowStream& stream) {
+    const int count = stream.take(chunk_, key_refs_);
+    key_count_ = count;
+    key_rows_ = (count + kKeyAlign - 1) / kKeyAlign * kKeyAlign;
+    keys_finite_ = Packer<M, kLd>::pack(problem_.dtype, key_refs_, kKey, count, key_rows_, 1.0F, head_dim(), padded_dim_,
+                                        k_, k_pairs_);
+    keys_finite_ &= Packer<M, kLd>::pack(problem_.dtype, key_refs_, kValue, count, key_rows_, 1.0F, head_dim(),
+                                         padded_dim_, v_, nullptr);
+    for (int i = 0; i < key_rows_; ++i) {
+      key_index_[i] = i >= count ? kMaskedIndex : problem_.causal ? key_refs_[i].index() : 0;
+    }
+    first_key_ = *std::min_element(key_index_, key_index_ + count);
+    const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(key_rows_) * kLd;
+    std::memset(dk_, 0, bytes);
+    std::memset(dv_, 0, bytes);
+  }
+
+  // False: no query of the block sees any key of the chunk.
+  bool load_queries(RowStream& stream) {
+    int limit = kGradBlock;
+    query_pad_ = 0;
+    if (task_.canonical_queries) {
+      // Blocks end at multiples of kGradBlock and start at even places, wherever this task's first query is: sums over
+      // queries then group the same rows for every sharding.
+      limit -= stream.next_index() % kGradBlock;
+      query_pad_ = stream.next_index() % M::kPack;
+    }
+    const int count = stream.take(limit, query_refs_);
+    if (problem_.causal) {
+      std::int32_t highest = 0;
+      for (int i = 0; i < count; ++i) highest = std::max(highest, query_refs_[i].index());
+      if (highest < first_key_) return false;
+    }
+    queries_ = count;
+    panels_ = (query_pad_ + count + kPanel - 1) / kPanel;
+    const int lanes = panels_ * kPanel;
+    pack_queries(kQuery, query_factor_, q_columns_, q_pairs_);
+    queries_finite_ = pack_queries(kOutGrad, 1.0F, do_columns_, do_pairs_) && queries_finite_;
+    for (int i = 0; i < lanes; ++i) {
+      const bool real = i >= query_pad_ && i < query_pad_ + count;
+      // Padding sees no key: index -1, weight 2^-inf.
+      query_index_[i] = !real ? -1 : problem_.causal ? query_refs_[i - query_pad_].index() : kMaskedIndex - 1;
+      minus_lse_[i] = -INFINITY;
+      minus_delta_[i] = 0.0F;
+      if (!real) continue;
+      const float lse = *reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kLse));
+      if (lse != -INFINITY) minus_lse_[i] = -lse * kLog2E;
+      minus_delta_[i] = -*reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kDelta));
+    }
+    std::memset(dq_, 0, sizeof(float) * static_cast<std::size_t>(lanes * padded_dim_));
+    return true;
+  }
+
+  bool pack_queries(int channel, float factor, Element* columns, Element* pairs) {
+    // fp32 rows serve as pair form too, so they go straight there.
+    Element* rows = M::kPack == 1 ? pairs : rows_;
+    const int lanes = panels_ * kPanel;
+    if (query_pad_ > 0) {
+      // One dummy row in front: shift the references by one and let it read the first row, then clear it.
+      std::memmove(query_refs_ + 1, query_refs_, sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
+      query_refs_[0] = query_refs_[1];
+    }
+    const bool finite = Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, query_pad_ + queries_, lanes, factor,
+                                             head_dim(), padded_dim_, rows, pairs);
+    if (query_pad_ > 0) {
+      std::memmove(query_refs_, query_refs_ + 1, sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
+      std::memset(rows, 0, sizeof(Element) * kRowElements);
+      for (int d = 0; d < padded_dim_; ++d) reinterpret_cast<std::uint16_t*>(pairs + d)[0] = 0;
+    }
+    for (int p = 0; p < panels_; ++p) {
+      rows_to_panel(rows + p * kPanel * kRowElements, kRowElements, padded_dim_ / M::kPack,
+                    columns + p * kPanel * padded_dim_ / M::kPack);
+    }
+    if (channel == kQuery) queries_finite_ = finite;
+    return finite;
+  }
+
+  void process(int block) {
+    const int tiles = std::min(kGradBlock, key_rows_ - block) / kRows;
+    for (int p = 0; p < panels_; ++p) {
+      reach_[p] = reach(block, tiles, p);
+      if (reach_[p].end == 0) continue;
+      score_gradients(block, p);
+      if (task_.query_grad) query_gradients(block, p);
+    }
+    if (!task_.key_grad) return;
+    for (int t = 0; t < tiles; ++t) {
+      key_gradients(block, t, p_, do_pairs_, dv_);
+      key_gradients(block, t, ds_, q_pairs_, dk_);
+    }
+  }
+
+  [[nodiscard]] Reach reach(int block, int tiles, int p) const {
+    const std::int32_t* index = query_index_ + p * kPanel;
+    const std::int32_t lowest = *std::min_element(index, index + kPanel);
+    const std::int32_t highest = *std::max_element(index, index + kPanel);
+    const std::int32_t highest0 = *std::max_element(index, index + kLanes);
+    const std::int32_t* keys = key_index_ + block;
+    Reach out{0, tiles, false};
+    while (out.end > 0 && *std::min_element(keys + (out.end - 1) * kRows, keys + out.end * kRows) > highest) --out.end;
+    out.first_end = out.end;
+    while (out.first_end > 0 &&
+           *std::min_element(keys + (out.first_end - 1) * kRows, keys + out.first_end * kRows) > highest0) {
+      --out.first_end;
+    }
+    out.masked = out.end > 0 && *std::max_element(keys, keys + out.end * kRows) > lowest;
+    return out;
+  }
+
+  [[nodiscard]] HWY_INLINE Element* panel_rows(Element* base, int p) const { return base + p * kGradBlock * kPanelElements; }
+
+  // P^T and dS^T of one panel. All of S first: Q^T and dO^T together would not fit L1 at head_dim 128.
+  void score_gradients(int block, int p) {
+    const Reach& r = reach_[p];
+    const Element* q = q_columns_ + p * kPanel * padded_dim_ / M::kPack;
+    const Element* dout = do_columns_ + p * kPanel * padded_dim_ / M::kPack;
+    for (int t = 0; t < r.end; ++t) {
+      const Element* k = k_ + (block + t * kRows) * kRowElements;
+      if (t < r.first_end) {
+        score_tile<0>(k, q, s_ + t * kRows * kPanel);
+      } else {
+        score_tile<1>(k, q, s_ + t * kRows * kPanel);
+      }
+    }
+    const std::int32_t lowest = *std::min_element(query_index_ + p * kPanel, query_index_ + (p + 1) * kPanel);
+    for (int t = 0; t < r.end; ++t) {
+      const std::int32_t* keys = key_index_ + block + t * kRows;
+      const Element* v = v_ + (block + t * kRows) * kRowElements;
+      if (t >= r.first_end) {
+        gradient_tile<1, true>(p, t, v, dout, keys);
+      } else if (*std::max_element(keys, keys + kRows) > lowest) {
+        gradient_tile<0, true>(p, t, v, dout, keys);
+      } else {
+        gradient_tile<0, false>(p, t, v, dout, keys);
+      }
+    }
+  }
+
+  template <int kV0>
+  HWY_NOINLINE void score_tile(const Element* k, const Element* q, float* s) const {
+    VF acc[kRows][kVectors];
+    fill_tile<kV0>(acc, nullptr);
+    multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, q, head_dim() / M::kPack);
+    store_tile<kV0, kPanel>(acc, s);
+  }
+
+  template <int kV0, bool kMasked>
+  HWY_NOINLINE void gradient_tile(int p, int t, const Element* v, const Element* dout, const std::int32_t* keys) const {
+    VF acc[kRows][kVectors];
+    fill_tile<kV0>(acc, minus_delta_ + p * kPanel);
+    float* s = s_ + t * kRows * kPanel;
+    const std::int32_t* index = query_index_ + p * kPanel;
+    const int steps = head_dim() / M::kPack / (kRows / 2);
+    VF minus_lse[kVectors];
+    for (int j = kV0; j < kVectors; ++j) minus_lse[j] = hn::Load(kF, minus_lse_ + p * kPanel + j * kLanes);
+    // Exponentials of two score rows between the products, as in forward.
+    ANNULUS_UNROLL(1)
+    for (int r = 0; r < kRows; r += 2) {
+      ANNULUS_UNROLL(2)
+      for (int i = r; i < r + 2; ++i) {
+        ANNULUS_UNROLL(2)
+        for (int j = kV0; j < kVectors; ++j) {
+          float* at = s + i * kPanel + j * kLanes;
+          const VF score = hn::Load(kF, at);
+          VF w = exp2_vector(M::kPack == 1 ? hn::Add(score, minus_lse[j])
+                                           : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_lse[j]));
+          if constexpr (kMasked) w = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), w);
+          hn::Store(w, kF, at);
+        }
+        const int half_end = i == r ? steps / 2 : steps;
+        ANNULUS_UNROLL(16)
+        for (int u = i == r ? 0 : steps / 2; u < half_end; ++u) {
+          multiply_step<M, kV0, kRowElements>(acc, v + u, dout + u * kPanel);
+        }
+      }
+      v += steps;
+      dout += steps * kPanel;
+    }
+    Element* p_row = panel_rows(p_, p) + t * kRows * kPanelElements;
+    Element* ds_row = panel_rows(ds_, p) + t * kRows * kPanelElements;
+    ANNULUS_UNROLL(8)
+    for (int i = 0; i < kRows; ++i) {
+      VF w[kVectors];
+      for (int j = 0; j < kVectors; ++j) {
+        if (j < kV0) {
+          w[j] = hn::Zero(kF);
+          acc[i][j] = hn::Zero(kF);
+          continue;
+        }
+        w[j] = hn::Load(kF, s + i * kPanel + j * kLanes);
+        acc[i][j] = hn::Mul(acc[i][j], w[j]);
+        // dP may be Inf or NaN where the pair is not allowed; 0 times that is no 0.
+        if constexpr (kMasked) acc[i][j] = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), acc[i][j]);
+      }
+      M::store_panel_row(p_row + i * kPanelElements, w[0], w[1]);
+      M::store_panel_row(ds_row + i * kPanelElements, acc[i][0], acc[i][1]);
+    }
+    if constexpr (M::kPack == 2) {
+      ANNULUS_UNROLL(4)
+      for (int i = 0; i < kRows; i += 2) {
+        for (int j = 0; j < kVectors; ++j) {
+          M::store_key_pair(ds_pairs_ + (t * kRows + i) / 2 * kPanel + j * kLanes, acc[i][j], acc[i + 1][j]);
+        }
+      }
+    }
+  }
+
+  void query_gradients(int block, int p) {
+    const Reach& r = reach_[p];
+    const Element* ds = M::kPack == 1 ? panel_rows(ds_, p) : ds_pairs_;
+    const Element* k = k_pairs_ + block / M::kPack * kLd;
+    float* dq = dq_ + p * kPanel * padded_dim_;
+    if (r.masked && !keys_finite_) {
+      query_gradients_visible(block, p, k, ds, dq);
+      return;
+    }
+    const int first_end = r.first_end * kRows / M::kPack;
+    const int end = r.end * kRows / M::kPack;
+    for (int d = 0; d < head_dim(); d += kRows) query_gradient_tile(k + d, ds, first_end, end, dq + d * kPanel);
+  }
+
+  HWY_NOINLINE static void query_gradient_tile(const Element* k, const Element* ds, int first_end, int end, float* dq) {
+    VF acc[kRows][kVectors];
+    fill_tile<0>(acc, nullptr);
+    multiply<M, 0, 1, kLd, kPanel>(acc, k, ds, first_end);
+    if (end > first_end) multiply<M, 1, 1, kLd, kPanel>(acc, k + first_end * kLd, ds + first_end * kPanel, end - first_end);
+    add_tile<kPanel>(acc, dq);
+  }
+
+  // Sum over the panels of weights[key][query] x x[query][column], keys of one tile.
+  HWY_INLINE void key_gradients(int block, int t, Element* weights, const Element* x, float* gradient) {
+    bool careful = false;
+    if (!queries_finite_) {
+      for (int p = 0; p < panels_; ++p) careful |= reach_[p].masked && t < reach_[p].end;
+    }
+    float* out = gradient + (block + t * kRows) * kLd;
+    if (careful) {
+      key_gradients_visible(block, t, weights, x, out);
+      return;
+    }
+    for (int d = 0; d < padded_dim_; d += kPanel) key_gradient_tile(t, weights, x + d, out + d);
+  }
+
+  HWY_NOINLINE void key_gradient_tile(int t, const Element* weights, const Element* x, float* out) const {
+    VF acc[kRows][kVectors];
+    fill_tile<0>(acc, nullptr);
+    for (int p = 0; p < panels_; ++p) {
+      const Reach& r = reach_[p];
+      if (t >= r.end) continue;
+      const int skip = t >= r.first_end ? kLanes / M::kPack : 0;
+      multiply<M, 0, kPanelElements, 1, kLd>(acc, weights + (p * kGradBlock + t * kRows) * kPanelElements + skip,
+                                             x + (p * kPanelElements + skip) * kLd, kPanelElements - skip);
+    }
+    add_tile<kLd>(acc, out);
+  }
+
+  // Exact masking for inputs with Inf or NaN, slow: only allowed pairs are touched. Sums keep the order and grouping of the
+  // fast path, so that rows which nothing poisons keep their bits.
+  HWY_NOINLINE void query_gradients_visible(int block, int p, const Element* k, const Element* ds, float* dq) const {
+    const std::int32_t* index = query_index_ + p * kPanel;
+    const int rows = reach_[p].end * kRows;
+    for (int d = 0; d < head_dim(); ++d) {
+      for (int j = 0; j < kVectors; ++j) {
+        VF acc = hn::Zero(kF);
+        for (int i = 0; i < rows; i += M::kPack) {
+          const Element* at = k + i / M::kPack * kLd + d;
+          const VF w = M::load(ds + i / M::kPack * kPanel + j * kLanes);
+          const auto last = visible(index + j * kLanes, key_index_[block + i + M::kPack - 1]);
+          acc = hn::IfThenElse(last, M::broadcast_multiply_add(at, w, acc), acc);
+          if constexpr (M::kPack == 2) {
+            const auto first = visible(index + j * kLanes, key_index_[block + i]);
+            const Element low = *at & 0xffffU;
+            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, w, acc), acc);
+          }
+        }
+        float* out = dq + d * kPanel + j * kLanes;
+        hn::Store(hn::Add(acc, hn::Load(kF, out)), kF, out);
+      }
+    }
+  }
+
+  HWY_NOINLINE void key_gradients_visible(int block, int t, const Element* weights, const Element* x, float* out) const {
+    for (int i = 0; i < kRows; ++i) {
+      const std::int32_t key = key_index_[block + t * kRows + i];
+      for (int d = 0; d < padded_dim_; d += kLanes) {
+        VF acc = hn::Zero(kF);
+        for (int p = 0; p < panels_; ++p) {
+          if (t >= reach_[p].end) continue;
+          const Element* row = weights + (p * kGradBlock + t * kRows + i) * kPanelElements;
+          for (int q = t >= reach_[p].first_end ? kLanes : 0; q < kPanel; q += M::kPack) {
+            Element w = row[q / M::kPack];
+            const bool first = query_index_[p * kPanel + q] >= key;
+            const bool last = query_index_[p * kPanel + q + M::kPack - 1] >= key;
+            if (!first && !last) continue;
+            HWY_ALIGN Element column[kLanes];
+            for (int c = 0; c < kLanes; ++c) {
+              column[c] = x[(p * kPanel + q) / M::kPack * kLd + d + c];
+              if constexpr (M::kPack == 2) column[c] &= (first ? 0xffffU : 0U) | (last ? 0xffff0000U : 0U);
+            }
+            acc = M::broadcast_multiply_add(&w, M::load(column), acc);
+          }
+        }
+        float* at = out + i * kLd + d;
+        hn::Store(hn::Add(acc, hn::Load(kF, at)), kF, at);
+      }
+    }
+  }
+
+  void add_query_gradients() {
+    for (int p = 0; p < panels_; ++p) {
+      panel_to_rows(dq_ + p * kPanel * padded_dim_, padded_dim_, wide_rows_, kLd);
+      for (int i = 0; i < kPanel; ++i) {
+        const int row = p * kPanel + i - query_pad_;
+        if (row < 0 || row >= queries_) continue;
+        add_row(wide_rows_ + i * kLd, problem_.scale, query_refs_[row].at(kQueryGrad));
+      }
+    }
+  }
+
+  void add_key_gradients() {
+    // The packed Q of fp32 carries scale * log2(e).
+    const float factor = M::kPack == 1 ? kLn2 : problem_.scale;
+    for (int i = 0; i < key_count_; ++i) {
+      add_row(dk_ + i * kLd, factor, key_refs_[i].at(kKeyGrad));
+      add_row(dv_ + i * kLd, 1.0F, key_refs_[i].at(kValueGrad));
+    }
+  }
+
+  HWY_INLINE void add_row(const float* row, float factor, std::byte* out) const {
+    auto* to = reinterpret_cast<float*>(out);
+    int d = 0;
+    for (; d + kLanes <= head_dim(); d += kLanes) {
+      hn::StoreU(hn::MulAdd(hn::Set(kF, factor), hn::Load(kF, row + d), hn::LoadU(kF, to + d)), kF, to + d);
+    }
+    for (; d < head_dim(); ++d) to[d] = std::fma(factor, row[d], to[d]);
+  }
+
+  const Problem& problem_;
+  const BackwardTask& task_;
+  int padded_dim_;
+  int chunk_;
+  float query_factor_;
+  float score_factor_;
+  int key_count_ = 0;
+  int key_rows_ = 0;  // padded
+  std::int32_t first_key_ = 0;
+  int queries_ = 0;
+  int query_pad_ = 0;  // lanes before the first query
+  int panels_ = 0;
+  bool keys_finite_ = true;
+  bool queries_finite_ = true;
+  Reach reach_[kPanels];
+  RowStream::Ref* key_refs_;
+  std::int32_t* key_index_;
+  Element* k_;        // row form
+  Element* v_;        // row form
+  Element* k_pairs_;  // pair form
+  float* dk_;         // [chunk][kLd]
+  float* dv_;
+  RowStream::Ref* query_refs_;
+  std::int32_t* query_index_;
+  float* minus_lse_;
+  float* minus_delta_;
+  Element* q_pairs_;     // pair form, [kGradBlock / kPack][kLd]
+  Element* do_pairs_;
+  Element* q_columns_;   // per panel [head_dim / kPack][kPanel]
+  Element* do_columns_;
+  Element* rows_;
+  float* dq_;            // per panel [head_dim][kPanel]
+  float* wide_rows_;
+  float* s_;             // [kGradBlock][kPanel]
+  Element* p_;           // per panel [kGradBlock][kPanel / kPack]
+  Element* ds_;
+  Element* ds_pairs_;    // [kGradBlock / kPack][kPanel], of one panel
+};
+
+template <class M>
+void backward(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
+  if (problem.head_dim == 64) return Backward<M, 64, 64>::run(problem, task, scratch);
+  if (problem.head_dim == 128) return Backward<M, 128, 128>::run(problem, task, scratch);
+  return Backward<M, kMaxHeadDim, 0>::run(problem, task, scratch);
+}
+
+}  // namespace annulus::cpu::ANNULUS_ISA

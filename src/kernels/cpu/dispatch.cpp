@@ -1,0 +1,80 @@
+#include <chrono>
+#include <cstdlib>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "annulus/error.h"
+#include "kernels/cpu/implementations.h"
+#include "kernels/cpu/kernel.h"
+
+namespace annulus::cpu {
+namespace {
+
+const std::vector<Implementation>& implementations() {
+  static const std::vector<Implementation> all = [] {
+    std::vector<Implementation> out = avx512_bf16_implementations();
+    for (const Implementation& implementation : highway_implementations()) out.push_back(implementation);
+    return out;
+  }();
+  return all;
+}
+
+}  // namespace
+
+const std::vector<const Kernels*>& available_kernels() {
+  static const std::vector<const Kernels*> usable = [] {
+    std::vector<const Kernels*> out;
+    for (const Implementation& i : implementations()) {
+      if (i.usable) out.push_back(i.kernels);
+    }
+    return out;
+  }();
+  return usable;
+}
+
+std::vector<std::string> compiled_kernel_names() {
+  std::vector<std::string> names;
+  for (const Implementation& i : implementations()) names.emplace_back(i.kernels->name);
+  return names;
+}
+
+const Kernels& kernels_by_name(const std::string& name) {
+  std::vector<std::string> usable;
+  for (const Kernels* kernels : available_kernels()) {
+    if (name == kernels->name) return *kernels;
+    usable.emplace_back(kernels->name);
+  }
+  throw ConfigError(fmt::format("ANNULUS_ISA: instruction set '{}' cannot run here; usable on this CPU: {} (compiled in: {})",
+                                name, fmt::join(usable, ", "), fmt::join(compiled_kernel_names(), ", ")));
+}
+
+const Kernels& chosen_kernels() {
+  static const Kernels& chosen = [&]() -> const Kernels& {
+    const char* forced = std::getenv("ANNULUS_ISA");
+    return forced != nullptr && *forced != '\0' ? kernels_by_name(forced) : *available_kernels().front();
+  }();
+  return chosen;
+}
+
+double measure_fma_peak_gflops(bool bf16) {
+  const Implementation* best = nullptr;
+  for (const Implementation& i : implementations()) {
+    if (i.usable && i.kernels->native_bf16 == bf16 && best == nullptr) best = &i;
+  }
+  if (best == nullptr) return 0.0;
+  using Clock = std::chrono::steady_clock;
+  constexpr std::int64_t kRounds = 200'000;
+  float sink = 0;
+  double fastest = 0;
+  best->multiply_add(kRounds, &sink);  // clocks and upper register halves wake up
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    const auto start = Clock::now();
+    const double flops = best->multiply_add(kRounds, &sink);
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    fastest = std::max(fastest, flops / seconds / 1e9);
+  }
+  return sink == 1.0F ? -fastest : fastest;
+}
+
+}  // namespace annulus::cpu

@@ -1,0 +1,464 @@
+// Forward: queries in the SIMD lanes. S^T[k][q] = K[k][d] (broadcast) x Q^T[d][q], then O^T[d][q] += V[k][d] (broadcast) x
+// P^T[k][q]. K and V need no transpose, maximum and sum are lane-wise, and what a lane computes depends on
+// its own row alone: that is what makes results independent of how rows are grouped. See simd-inl.h for how this is included.
+//
+// There is no running maximum. Scores are taken relative to a reference per row that starts at 0 (or at the log-sum-exp of a
+// running state): fp32 holds 2^x for x in +-126 at full precision, so any reference within a factor 2^48 of the truth is as
+// good as the maximum. The row sums say whether it was; if not, the block is computed again with the exact maximum.
+
+namespace annulus::cpu::ANNULUS_ISA {
+
+constexpr float kLog2E = 1.4426950408889634F;
+constexpr float kLn2 = 0.6931471805599453F;
+constexpr float kSumTooLarge = 0x1p48F;   // O = sum of p * v still has 2^79 to spare
+constexpr float kSumTooSmall = 0x1p-64F;  // of a row's first block: smaller weights would be lost to underflow
+
+// kLd: elements of a packed row. kFd: head_dim where it is known at compile time, else 0.
+template <class M, int kLd, int kFd>
+class Forward {
+  using Element = typename M::Element;
+  static constexpr int kRowElements = kLd / M::kPack;
+  static constexpr int kTiles = kKeyBlock / kRows;
+
+  struct Panel {
+    const Element* q;          // [head_dim / kPack][kPanel]
+    float* o;                  // [head_dim][kPanel], not normalised
+    float* minus_reference;    // [kPanel]; added to a score in log2 units
+    float* sum;                // [kPanel]; 0: no key seen yet
+    const std::int32_t* index; // [kPanel]
+    std::int32_t min_index;    // over the panel
+    std::int32_t max_index;
+    std::int32_t max_index0;   // over its first vector
+  };
+
+  struct Block {
+    const Element* k;           // row form
+    const Element* v;           // pair form
+    const std::int32_t* index;  // [rows], kMaskedIndex in the padding
+    std::int32_t tile_min[kTiles];
+    std::int32_t tile_max[kTiles];
+    int rows = 0;  // a multiple of kKeyAlign
+    bool finite = true;
+  };
+
+ public:
+  static void run(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch_bytes) {
+    Forward self(problem, task, scratch_bytes);
+    self.load_queries();
+    self.attend_keys();
+    self.store_output();
+  }
+
+ private:
+  Forward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch_bytes)
+      : problem_(problem),
+        task_(task),
+        padded_dim_((head_dim() + 31) / 32 * 32),
+        queries_(static_cast<int>(task.query_end - task.query_begin)),
+        panels_((queries_ + kPanel - 1) / kPanel),
+        // fp32 folds scale and log2(e) into Q; bf16 must not round Q again and applies them to the score.
+        query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
+        score_factor_(M::kPack == 1 ? 1.0F : problem.scale * kLog2E) {
+    Scratch scratch(scratch_bytes);
+    const auto lanes = static_cast<std::size_t>(panels_ * kPanel);
+    const auto dim = static_cast<std::size_t>(padded_dim_);
+    query_refs_ = scratch.take<RowStream::Ref>(lanes);
+    q_ = scratch.take<Element>(lanes * dim / M::kPack);
+    o_ = scratch.take<float>(lanes * dim);
+    minus_reference_ = scratch.take<float>(lanes);
+    sum_ = scratch.take<float>(lanes);
+    query_index_ = scratch.take<std::int32_t>(lanes);
+    rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
+    key_refs_[0] = scratch.take<RowStream::Ref>(kKeyBlock);
+    key_refs_[1] = scratch.take<RowStream::Ref>(kKeyBlock);
+    key_index_ = scratch.take<std::int32_t>(kKeyBlock);
+    k_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kLd);
+    v_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kLd);
+    p_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kPanel);
+    s_ = scratch.take<float>(static_cast<std::size_t>(2 * kRows) * kPanel);
+    block_sum_ = scratch.take<float>(kPanel);
+  }
+
+  [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
+  // The reference is added here and not as the start of the score's sum: at its magnitude every step would round.
+  [[nodiscard]] HWY_INLINE VF weight_of(VF score, VF minus_reference) const {
+    return exp2_vector(M::kPack == 1 ? hn::Add(score, minus_reference)
+                                     : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_reference));
+  }
+
+  void load_queries() {
+    RowStream stream(task_.queries, task_.query_begin, task_.query_end, false);
+    stream.take(queries_, query_refs_);
+    const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
+    for (int p = 0; p < panels_; ++p) {
+      const int first = p * kPanel;
+      const int count = std::min(kPanel, queries_ - first);
+      auto* rows = reinterpret_cast<Element*>(rows_);
+      for (int i = first + kPanel; i < std::min(queries_, first + 2 * kPanel); ++i) {
+        prefetch_row(query_refs_[i].at(kQuery), row_bytes);
+      }
+      Packer<M, kLd>::pack(problem_.dtype, query_refs_ + first, kQuery, count, kPanel, query_factor_, head_dim(),
+                           padded_dim_, rows, nullptr);
+      rows_to_panel(rows, kRowElements, padded_dim_ / M::kPack, q_ + first * padded_dim_ / M::kPack);
+      for (int i = 0; i < kPanel; ++i) {
+        // Lanes past the end repeat the last index: they then never decide which tiles a panel skips.
+        const RowStream::Ref& ref = query_refs_[first + std::min(i, count - 1)];
+        query_index_[first + i] = problem_.causal ? ref.index() : kMaskedIndex - 1;
+        minus_reference_[first + i] = 0.0F;
+        sum_[first + i] = 0.0F;
+      }
+      if (task_.load_state) {
+        load_state(first, count);
+      } else {
+        std::memset(o_ + first * padded_dim_, 0, sizeof(float) * static_cast<std::size_t>(kPanel * padded_dim_));
+      }
+    }
+  }
+
+  // The state is normalised: O as it would be output now and its log-sum-exp L. So reference = L and sum = 1.
+  void load_state(int first, int count) {
+    for (int i = 0; i < kPanel; ++i) {
+      float* row = rows_ + i * kLd;
+      const float lse = i < count ? *reinterpret_cast<const float*>(query_refs_[first + i].at(kLse)) : -INFINITY;
+      if (lse == -INFINITY) {  // nothing seen yet: what the state holds is not even initialised
+        std::memset(row, 0, sizeof(float) * static_cast<std::size_t>(padded_dim_));
+        continue;
+      }
+      const auto* state = reinterpret_cast<const float*>(query_refs_[first + i].at(kState));
+      std::memcpy(row, state, sizeof(float) * static_cast<std::size_t>(head_dim()));
+      std::memset(row + head_dim(), 0, sizeof(float) * static_cast<std::size_t>(padded_dim_ - head_dim()));
+      minus_reference_[first + i] = -lse * kLog2E;
+      sum_[first + i] = 1.0F;
+    }
+    rows_to_panel(rows_, kLd, padded_dim_, o_ + first * padded_dim_);
+  }
+
+  void attend_keys() {
+    std::int64_t keys = 0;
+    for (const RowRun& run : task_.keys) keys += run.count;
+    RowStream stream(task_.keys, 0, keys, task_.canonical);
+    const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
+    int count = stream.take(kKeyBlock, key_refs_[0]);
+    for (int slot = 0; count > 0; slot ^= 1) {
+      const Block block = pack_block(key_refs_[slot], count);
+      const RowStream::Ref* next = key_refs_[slot ^ 1];
+      const int next_count = stream.take(kKeyBlock, key_refs_[slot ^ 1]);
+      int prefetched = 0;
+      for (int p = 0; p < panels_; ++p) {
+        // The next block's rows arrive in L2 while this one computes, a share per panel.
+        for (const int end = next_count * (p + 1) / panels_; prefetched < end; ++prefetched) {
+          prefetch_row(next[prefetched].at(kKey), row_bytes);
+          prefetch_row(next[prefetched].at(kValue), row_bytes);
+        }
+        attend(panel(p), block);
+      }
+      count = next_count;
+    }
+  }
+
+  Block pack_block(const RowStream::Ref* refs, int count) {
+    Block block;
+    block.rows = (count + kKeyAlign - 1) / kKeyAlign * kKeyAlign;
+    block.finite = Packer<M, kLd>::pack(problem_.dtype, refs, kKey, count, block.rows, 1.0F, head_dim(), padded_dim_, k_,
+                                        nullptr);
+    block.finite &= Packer<M, kLd>::pack(problem_.dtype, refs, kValue, count, block.rows, 1.0F, head_dim(), padded_dim_,
+                                         M::kPack == 1 ? v_ : nullptr, v_);
+    block.k = k_;
+    block.v = v_;
+    block.index = key_index_;
+    for (int i = 0; i < block.rows; ++i) {
+      key_index_[i] = i >= count ? kMaskedIndex : problem_.causal ? refs[i].index() : 0;
+    }
+    for (int t = 0; t * kRows < block.rows; ++t) {
+      block.tile_min[t] = *std::min_element(key_index_ + t * kRows, key_index_ + (t + 1) * kRows);
+      block.tile_max[t] = *std::max_element(key_index_ + t * kRows, key_index_ + (t + 1) * kRows);
+    }
+    return block;
+  }
+
+  Panel panel(int p) {
+    const int first = p * kPanel;
+    Panel out{q_ + first * padded_dim_ / M::kPack, o_ + first * padded_dim_, minus_reference_ + first, sum_ + first,
+              query_index_ + first, 0, 0, 0};
+    out.min_index = *std::min_element(out.index, out.index + kPanel);
+    out.max_index = *std::max_element(out.index, out.index + kPanel);
+    out.max_index0 = *std::max_element(out.index, out.index + kLanes);
+    return out;
+  }
+
+  void attend(const Panel& panel, const Block& block) {
+    // Tiles [0, first_end) concern both vectors, [first_end, end) only the second one, later ones nobody.
+    int end = block.rows / kRows;
+    while (end > 0 && block.tile_min[end - 1] > panel.max_index) --end;
+    int first_end = end;
+    while (first_end > 0 && block.tile_min[first_end - 1] > panel.max_index0) --first_end;
+    if (end == 0) return;
+
+    bool masked = weigh(panel, block, first_end, end);
+    if (!sums_fit(panel, block)) {
+      move_reference(panel, block, end);
+      masked = weigh(panel, block, first_end, end);
+    }
+    for (int j = 0; j < kPanel; j += kLanes) {
+      hn::Store(hn::Add(hn::Load(kF, panel.sum + j), hn::Load(kF, block_sum_ + j)), kF, panel.sum + j);
+    }
+    if (masked && !block.finite) {
+      accumulate_visible(panel, block, end * kRows);
+    } else {
+      accumulate(panel, block, first_end * kRows / M::kPack, end * kRows / M::kPack);
+    }
+  }
+
+  // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked.
+  bool weigh(const Panel& panel, const Block& block, int first_end, int end) {
+    for (int j = 0; j < kPanel; j += kLanes) hn::Store(hn::Zero(kF), kF, block_sum_ + j);
+    bool masked = end > first_end;
+    bool pending = false;  // the previous tile's exponentials are still to be taken
+    float* s = s_;
+    float* previous = s_ + kRows * kPanel;
+    for (int t = 0; t < first_end; ++t) {
+      const Element* k = block.k + t * kRows * kRowElements;
+      if (block.tile_max[t] <= panel.min_index) {
+        if (pending) {
+          score_tile_and_weights(panel, k, s, previous, weights(t - 1));
+        } else {
+          score_tile<0, false>(panel, k, nullptr, s);
+        }
+        pending = true;
+        std::swap(s, previous);
+      } else {
+        if (pending) take_weights<0>(panel, previous, weights(t - 1));
+        pending = false;
+        masked = true;
+        score_tile<0, true>(panel, k, block.index + t * kRows, s);
+        take_weights<0>(panel, s, weights(t));
+      }
+    }
+    if (pending) take_weights<0>(panel, previous, weights(first_end - 1));
+    for (int t = first_end; t < end; ++t) {
+      score_tile<1, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s);
+      take_weights<1>(panel, s, weights(t));
+    }
+    return masked;
+  }
+
+  [[nodiscard]] HWY_INLINE Element* weights(int tile) const { return p_ + tile * kRows / M::kPack * kPanel; }
+
+  template <int kV0, bool kMasked>
+  HWY_NOINLINE void score_tile(const Panel& panel, const Element* k, const std::int32_t* key_index, float* s) const {
+    VF acc[kRows][kVectors];
+    fill_tile<kV0>(acc, nullptr);
+    multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, panel.q, head_dim() / M::kPack);
+    if constexpr (kMasked) {
+      ANNULUS_UNROLL(8)
+      for (int i = 0; i < kRows; ++i) {
+        ANNULUS_UNROLL(2)
+        for (int j = kV0; j < kVectors; ++j) {
+          acc[i][j] = hn::IfThenElse(visible(panel.index + j * kLanes, key_index[i]), acc[i][j], hn::Set(kF, -INFINITY));
+        }
+      }
+    }
+    store_tile<kV0, kPanel>(acc, s);
+  }
+
+  // A score tile with the previous tile's exponentials woven in: their latency hides behind the products.
+  HWY_NOINLINE void score_tile_and_weights(const Panel& panel, const Element* k, float* s, const float* previous,
+                                           Element* p) const {
+    VF acc[kRows][kVectors];
+    fill_tile<0>(acc, nullptr);
+    const Element* q = panel.q;
+    VF sum[kVectors];
+    VF minus_reference[kVectors];
+    for (int j = 0; j < kVectors; ++j) {
+      sum[j] = hn::Load(kF, block_sum_ + j * kLanes);
+      minus_reference[j] = hn::Load(kF, panel.minus_reference + j * kLanes);
+    }
+    // kRows / 2 pairs of score rows, spread evenly over head_dim / kPack steps.
+    const int steps = head_dim() / M::kPack / (kRows / 2);
+    ANNULUS_UNROLL(1)
+    for (int r = 0; r < kRows / 2; ++r) {
+      ANNULUS_UNROLL(2)
+      for (int j = 0; j < kVectors; ++j) {
+        take_weight_pair(previous + j * kLanes, p + j * kLanes, minus_reference[j], sum[j]);
+        const int half_end = j == 0 ? steps / 2 : steps;
+        if constexpr (kFd != 0) {
+          ANNULUS_UNROLL(16)
+          for (int u = j == 0 ? 0 : steps / 2; u < half_end; ++u) {
+            multiply_step<M, 0, kRowElements>(acc, k + u, q + u * kPanel);
+          }
+        } else {
+          for (int u = j == 0 ? 0 : steps / 2; u < half_end; ++u) {
+            multiply_step<M, 0, kRowElements>(acc, k + u, q + u * kPanel);
+          }
+        }
+      }
+      k += steps;
+      q += steps * kPanel;
+      previous += 2 * kPanel;
+      p += 2 / M::kPack * kPanel;
+    }
+    for (int j = 0; j < kVectors; ++j) hn::Store(sum[j], kF, block_sum_ + j * kLanes);
+    store_tile<0, kPanel>(acc, s);
+  }
+
+  HWY_INLINE void take_weight_pair(const float* s, Element* p, VF minus_reference, VF& sum) const {
+    const VF p0 = weight_of(hn::Load(kF, s), minus_reference);
+    const VF p1 = weight_of(hn::Load(kF, s + kPanel), minus_reference);
+    sum = hn::Add(hn::Add(sum, p0), p1);
+    M::store_key_pair(p, p0, p1);
+  }
+
+  template <int kV0>
+  HWY_NOINLINE void take_weights(const Panel& panel, const float* s, Element* p) const {
+    for (int j = kV0; j < kVectors; ++j) {
+      const VF minus_reference = hn::Load(kF, panel.minus_reference + j * kLanes);
+      VF sum = hn::Load(kF, block_sum_ + j * kLanes);
+      ANNULUS_UNROLL(4)
+      for (int i = 0; i < kRows; i += 2) {
+        take_weight_pair(s + i * kPanel + j * kLanes, p + i / M::kPack * kPanel + j * kLanes, minus_reference, sum);
+      }
+      hn::Store(sum, kF, block_sum_ + j * kLanes);
+    }
+  }
+
+  // Lanes whose reference is off: too large a sum (or NaN), or too small a first one.
+  [[nodiscard]] HWY_INLINE auto misfits(const Panel& panel, int j) const {
+    const VF fresh = hn::Load(kF, block_sum_ + j);
+    const VF old = hn::Load(kF, panel.sum + j);
+    const auto small = hn::And(hn::Eq(old, hn::Zero(kF)), hn::Lt(fresh, hn::Set(kF, kSumTooSmall)));
+    return hn::Or(hn::Not(hn::Lt(fresh, hn::Set(kF, kSumTooLarge))), small);
+  }
+
+  [[nodiscard]] bool sums_fit(const Panel& panel, const Block& block) const {
+    const std::int32_t first_key = *std::min_element(block.tile_min, block.tile_min + block.rows / kRows);
+    for (int j = 0; j < kPanel; j += kLanes) {
+      if (!hn::AllFalse(kF, hn::And(misfits(panel, j), visible(panel.index + j, first_key)))) return false;
+    }
+    return true;
+  }
+
+  // Misfit lanes get their maximum over the block as reference; what they have summed so far is rescaled. Lanes that fit are
+  // left alone: their result must not depend on their neighbours.
+  HWY_NOINLINE void move_reference(const Panel& panel, const Block& block, int end) {
+    VF highest[kVectors];
+    for (int j = 0; j < kVectors; ++j) highest[j] = hn::Set(kF, -INFINITY);
+    for (int t = 0; t < end; ++t) {
+      score_tile<0, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s_);
+      for (int i = 0; i < kRows; ++i) {
+        for (int j = 0; j < kVectors; ++j) {
+          const VF score = hn::Load(kF, s_ + i * kPanel + j * kLanes);
+          highest[j] = hn::IfThenElse(hn::Gt(score, highest[j]), score, highest[j]);  // NaN is not greater
+        }
+      }
+    }
+    for (int j = 0; j < kVectors; ++j) {
+      const int at = j * kLanes;
+      const auto move = hn::And(misfits(panel, at), hn::Gt(highest[j], hn::Set(kF, -INFINITY)));
+      const VF old = hn::Load(kF, panel.minus_reference + at);
+      const VF moved = hn::IfThenElse(move, hn::Neg(hn::Mul(highest[j], hn::Set(kF, score_factor_))), old);
+      const VF sum = hn::Load(kF, panel.sum + at);
+      // A lane that stays, or has no keys yet, has nothing to rescale; 2^(moved - old) might overflow.
+      const auto rescale = hn::And(move, hn::Ne(sum, hn::Zero(kF)));
+      const VF weight = hn::IfThenElse(rescale, exp2_vector(hn::Sub(moved, old)), hn::Set(kF, 1.0F));
+      hn::Store(hn::Mul(sum, weight), kF, panel.sum + at);
+      hn::Store(moved, kF, panel.minus_reference + at);
+      for (int d = 0; d < head_dim(); ++d) {
+        float* o = panel.o + d * kPanel + at;
+        hn::Store(hn::Mul(hn::Load(kF, o), weight), kF, o);
+      }
+    }
+  }
+
+  // O^T += V^T P^T. Steps [0, first_end) have both vectors, [first_end, end) only the second.
+  void accumulate(const Panel& panel, const Block& block, int first_end, int end) const {
+    for (int d = 0; d < head_dim(); d += kRows) accumulate_tile(block.v + d, p_, first_end, end, panel.o + d * kPanel);
+  }
+
+  HWY_NOINLINE static void accumulate_tile(const Element* v, const Element* p, int first_end, int end, float* o) {
+    VF acc[kRows][kVectors];
+    fill_tile<0>(acc, nullptr);
+    multiply<M, 0, 1, kLd, kPanel>(acc, v, p, first_end);
+    if (end > first_end) multiply<M, 1, 1, kLd, kPanel>(acc, v + first_end * kLd, p + first_end * kPanel, end - first_end);
+    add_tile<kPanel>(acc, o);
+  }
+
+  // The same sums where V holds Inf or NaN: a masked weight is 0, and 0 x Inf would poison rows that never see the key.
+  HWY_NOINLINE void accumulate_visible(const Panel& panel, const Block& block, int rows) const {
+    for (int d = 0; d < head_dim(); ++d) {
+      for (int j = 0; j < kVectors; ++j) {
+        VF acc = hn::Zero(kF);
+        for (int i = 0; i < rows; i += M::kPack) {
+          const Element* v = block.v + i / M::kPack * kLd + d;
+          const VF p = M::load(p_ + i / M::kPack * kPanel + j * kLanes);
+          const auto last = visible(panel.index + j * kLanes, block.index[i + M::kPack - 1]);
+          acc = hn::IfThenElse(last, M::broadcast_multiply_add(v, p, acc), acc);
+          if constexpr (M::kPack == 2) {
+            // Lanes that see the first key of the pair only.
+            const auto first = visible(panel.index + j * kLanes, block.index[i]);
+            const Element low = *v & 0xffffU;
+            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, p, acc), acc);
+          }
+        }
+        float* o = panel.o + d * kPanel + j * kLanes;
+        hn::Store(hn::Add(acc, hn::Load(kF, o)), kF, o);
+      }
+    }
+  }
+
+  void store_output() {
+    for (int p = 0; p < panels_; ++p) {
+      const int first = p * kPanel;
+      const int count = std::min(kPanel, queries_ - first);
+      HWY_ALIGN float inverse[kPanel];
+      for (int i = 0; i < kPanel; ++i) {
+        const float sum = sum_[first + i];
+        inverse[i] = sum == 0.0F ? 0.0F : 1.0F / sum;
+        if (i >= count) continue;
+        const float log_sum = std::log2(sum) - minus_reference_[first + i];
+        *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) = sum == 0.0F ? -INFINITY : log_sum * kLn2;
+      }
+      float* o = o_ + first * padded_dim_;
+      for (int d = 0; d < head_dim(); ++d) {
+        for (int j = 0; j < kPanel; j += kLanes) {
+          float* at = o + d * kPanel + j;
+          hn::Store(hn::Mul(hn::Load(kF, at), hn::Load(kF, inverse + j)), kF, at);
+        }
+      }
+      panel_to_rows(o, padded_dim_, rows_, kLd);
+      for (int i = 0; i < count; ++i) {
+        store_row(task_.out_dtype, rows_ + i * kLd, 1.0F, query_refs_[first + i].at(kOut), head_dim());
+      }
+    }
+  }
+
+  const Problem& problem_;
+  const ForwardTask& task_;
+  int padded_dim_;
+  int queries_;
+  int panels_;
+  float query_factor_;
+  float score_factor_;
+  RowStream::Ref* query_refs_;
+  Element* q_;
+  float* o_;
+  float* minus_reference_;
+  float* sum_;
+  std::int32_t* query_index_;
+  float* rows_;
+  RowStream::Ref* key_refs_[2];
+  std::int32_t* key_index_;
+  Element* k_;
+  Element* v_;
+  Element* p_;
+  float* s_;
+  float* block_sum_;
+};
+
+template <class M>
+void forward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
+  if (problem.head_dim == 64) return Forward<M, 64, 64>::run(problem, task, scratch);
+  if (problem.head_dim == 128) return Forward<M, 128, 128>::run(problem, task, scratch);
+  return Forward<M, kMaxHeadDim, 0>::run(problem, task, scratch);
+}
+
+}  // namespace annulus::cpu::ANNULUS_ISA

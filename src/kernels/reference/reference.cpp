@@ -1,0 +1,236 @@
+#include "annulus/reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <string>
+
+#include "annulus/error.h"
+
+namespace annulus::reference {
+namespace {
+
+constexpr double kNegInf = -std::numeric_limits<double>::infinity();
+
+// The arguments that forward and backward share, checked.
+struct Problem {
+  const Pattern& pattern;
+  const Shape& shape;
+  std::span<const double> q, k, v;
+  double scale;
+
+  [[nodiscard]] int kv_head(int q_head) const { return q_head / (shape.q_heads / shape.kv_heads); }
+};
+
+// What one query sees of one branch. Scores are scale * q.k, one per key.
+struct BranchRow {
+  std::vector<std::int64_t> keys;
+  std::vector<double> scores;
+  std::vector<double> o;
+  double lse = kNegInf;
+};
+
+// One (batch, token, head): the branches and their merge, before output_scale.
+struct Row {
+  std::vector<BranchRow> branches;
+  std::vector<double> o;
+  double lse = kNegInf;
+};
+
+// The vector [batch, token, head, :] of a dense [batch, tokens, heads, head_dim] tensor.
+template <typename T>
+std::span<T> vector_at(std::span<T> tensor, const Shape& shape, int heads, std::int64_t batch,
+                       std::int64_t token, int head) {
+  const std::int64_t index = (batch * shape.tokens + token) * heads + head;
+  return tensor.subspan(static_cast<std::size_t>(index * shape.head_dim),
+                        static_cast<std::size_t>(shape.head_dim));
+}
+
+double dot(std::span<const double> a, std::span<const double> b) {
+  double sum = 0.0;
+  for (std::size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+// into += weight * from
+void add_scaled(std::span<double> into, double weight, std::span<const double> from) {
+  for (std::size_t d = 0; d < into.size(); ++d) into[d] += weight * from[d];
+}
+
+// log(sum(exp(x))). Without terms, or with nothing but -inf, it is -inf: subtracting the maximum
+// would then give NaN. A NaN or +inf among the terms makes it NaN. `NaN > maximum` is false, so
+// "the maximum is -inf" does not mean "all terms are -inf": a row of NaNs must not pass for empty.
+double log_sum_exp(std::span<const double> terms) {
+  if (std::ranges::all_of(terms, [](double x) { return x == kNegInf; })) return kNegInf;
+  double maximum = kNegInf;
+  for (const double x : terms) {
+    if (x > maximum) maximum = x;
+  }
+  double sum = 0.0;
+  for (const double x : terms) sum += std::exp(x - maximum);
+  return maximum + std::log(sum);
+}
+
+BranchRow attend_branch(const Problem& problem, const Branch& branch, std::int64_t batch,
+                        std::int64_t query, int head) {
+  const Shape& shape = problem.shape;
+  const int kv_head = problem.kv_head(head);
+  const auto q = vector_at(problem.q, shape, shape.q_heads, batch, query, head);
+
+  BranchRow row;
+  row.o.assign(static_cast<std::size_t>(shape.head_dim), 0.0);
+  if (!branch.selects(head, query)) return row;
+
+  // Keys outside the query's segment are never allowed; not looking at them is the only shortcut.
+  // The end is a minimum of differences because begin + kWholeSequence could overflow.
+  const std::int64_t begin = query - query % branch.segment_length;
+  const std::int64_t end = begin + std::min(branch.segment_length, shape.tokens - begin);
+  for (std::int64_t key = begin; key < end; ++key) {
+    if (!problem.pattern.allows(branch, head, query, key)) continue;
+    row.keys.push_back(key);
+    row.scores.push_back(problem.scale *
+                         dot(q, vector_at(problem.k, shape, shape.kv_heads, batch, key, kv_head)));
+  }
+
+  row.lse = log_sum_exp(row.scores);
+  if (row.lse == kNegInf) return row;  // attends to nothing: o stays 0
+  for (std::size_t i = 0; i < row.keys.size(); ++i) {
+    add_scaled(row.o, std::exp(row.scores[i] - row.lse),
+               vector_at(problem.v, shape, shape.kv_heads, batch, row.keys[i], kv_head));
+  }
+  return row;
+}
+
+// L = log sum_b exp(L_b) and O = sum_b exp(L_b - L) O_b.
+Row attend(const Problem& problem, std::int64_t batch, std::int64_t query, int head) {
+  Row row;
+  row.o.assign(static_cast<std::size_t>(problem.shape.head_dim), 0.0);
+  std::vector<double> branch_lse;
+  for (const Branch& branch : problem.pattern.branches) {
+    row.branches.push_back(attend_branch(problem, branch, batch, query, head));
+    branch_lse.push_back(row.branches.back().lse);
+  }
+  row.lse = log_sum_exp(branch_lse);
+  for (const BranchRow& branch : row.branches) {
+    if (branch.lse == kNegInf) continue;  // weight 0; when all are empty L_b - L would be NaN
+    add_scaled(row.o, std::exp(branch.lse - row.lse), branch.o);
+  }
+  return row;
+}
+
+void check_at_least(const std::string& where, const std::string& what, std::int64_t found,
+                    std::int64_t expected) {
+  if (found >= expected) return;
+  throw ConfigError(where + ": " + what + " is " + std::to_string(found) + ", expected at least " +
+                    std::to_string(expected));
+}
+
+void check_size(const std::string& where, const std::string& what, std::size_t found,
+                const Shape& shape, int heads) {
+  const std::int64_t expected = shape.batch * shape.tokens * heads * shape.head_dim;
+  if (found == static_cast<std::size_t>(expected)) return;
+  throw ConfigError(where + ": " + what + " has " + std::to_string(found) + " elements, expected " +
+                    std::to_string(expected) + " for [" + std::to_string(shape.batch) + ", " +
+                    std::to_string(shape.tokens) + ", " + std::to_string(heads) + ", " +
+                    std::to_string(shape.head_dim) + "]");
+}
+
+Problem checked_problem(const std::string& where, const Pattern& pattern, const Shape& shape,
+                        std::span<const double> q, std::span<const double> k,
+                        std::span<const double> v, std::optional<double> scale) {
+  pattern.validate();
+  check_at_least(where, "batch", shape.batch, 0);
+  check_at_least(where, "tokens", shape.tokens, 0);
+  check_at_least(where, "q_heads", shape.q_heads, 1);
+  check_at_least(where, "kv_heads", shape.kv_heads, 1);
+  check_at_least(where, "head_dim", shape.head_dim, 1);
+  if (shape.q_heads % shape.kv_heads != 0) {
+    throw ConfigError(where + ": found " + std::to_string(shape.q_heads) + " query heads and " +
+                      std::to_string(shape.kv_heads) +
+                      " key/value heads, expected a multiple of the latter");
+  }
+  if (pattern.heads != shape.q_heads) {
+    throw ConfigError(where + ": pattern '" + pattern.name + "' has " +
+                      std::to_string(pattern.heads) + " heads, expected " +
+                      std::to_string(shape.q_heads) + ", the number of query heads");
+  }
+  check_size(where, "q", q.size(), shape, shape.q_heads);
+  check_size(where, "k", k.size(), shape, shape.kv_heads);
+  check_size(where, "v", v.size(), shape, shape.kv_heads);
+  if (scale && !std::isfinite(*scale)) {
+    throw ConfigError(where + ": scale is " + std::to_string(*scale) +
+                      ", expected a finite number");
+  }
+  return {pattern, shape, q, k, v, scale.value_or(1.0 / std::sqrt(shape.head_dim))};
+}
+
+}  // namespace
+
+Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
+               std::span<const double> k, std::span<const double> v, std::optional<double> scale) {
+  const Problem problem = checked_problem("reference::forward", pattern, shape, q, k, v, scale);
+  Output output;
+  output.o.assign(q.size(), 0.0);
+  for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
+    for (std::int64_t token = 0; token < shape.tokens; ++token) {
+      for (int head = 0; head < shape.q_heads; ++head) {
+        const Row row = attend(problem, batch, token, head);
+        add_scaled(vector_at(std::span(output.o), shape, shape.q_heads, batch, token, head),
+                   pattern.output_scale, row.o);
+        output.lse.push_back(row.lse);
+      }
+    }
+  }
+  return output;
+}
+
+// With P = exp(S - L), the probability of a key in the merged softmax, and O' = output_scale * O:
+//   dV = P^T dO',  dP = dO' V^T,  dS = P (dP - delta),  dQ = scale dS K,  dK = scale dS^T Q.
+// full: delta = dO'.O. detached: O = sum_b w_b O_b with constant w_b = exp(L_b - L), so branch b
+// is an attention of its own with output gradient w_b dO' and probabilities P_b = exp(S - L_b):
+// dS = P_b (w_b dP - w_b dO'.O_b) = P (dP - dO'.O_b), that is delta = dO'.O_b.
+Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
+                   std::span<const double> k, std::span<const double> v,
+                   std::span<const double> dout, MixGradient mix, std::optional<double> scale) {
+  const Problem problem = checked_problem("reference::backward", pattern, shape, q, k, v, scale);
+  check_size("reference::backward", "dout", dout.size(), shape, shape.q_heads);
+  Gradients gradients;
+  gradients.dq.assign(q.size(), 0.0);
+  gradients.dk.assign(k.size(), 0.0);
+  gradients.dv.assign(v.size(), 0.0);
+  for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
+    for (std::int64_t token = 0; token < shape.tokens; ++token) {
+      for (int head = 0; head < shape.q_heads; ++head) {
+        const auto query_vector = [&](auto tensor) {
+          return vector_at(tensor, shape, shape.q_heads, batch, token, head);
+        };
+        const auto key_vector = [&](auto tensor, std::int64_t key) {
+          return vector_at(tensor, shape, shape.kv_heads, batch, key, problem.kv_head(head));
+        };
+        const Row row = attend(problem, batch, token, head);
+        std::vector<double> d_o(row.o.size(), 0.0);
+        add_scaled(d_o, pattern.output_scale, query_vector(dout));
+
+        for (const BranchRow& branch : row.branches) {
+          if (branch.lse == kNegInf) continue;  // its O_b is the constant 0
+          const double delta = dot(d_o, mix == MixGradient::full ? row.o : branch.o);
+          for (std::size_t i = 0; i < branch.keys.size(); ++i) {
+            const std::int64_t key = branch.keys[i];
+            const double p = std::exp(branch.scores[i] - row.lse);
+            const double dp = dot(d_o, key_vector(v, key));
+            const double ds = p * (dp - delta);
+            add_scaled(key_vector(std::span(gradients.dv), key), p, d_o);
+            add_scaled(query_vector(std::span(gradients.dq)), problem.scale * ds,
+                       key_vector(k, key));
+            add_scaled(key_vector(std::span(gradients.dk), key), problem.scale * ds,
+                       query_vector(q));
+          }
+        }
+      }
+    }
+  }
+  return gradients;
+}
+
+}  // namespace annulus::reference

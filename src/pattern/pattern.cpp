@@ -1,0 +1,164 @@
+#include "annulus/pattern.h"
+
+#include <cmath>
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "annulus/error.h"
+
+namespace annulus {
+namespace {
+
+void require_at_least_one(const std::string& where, const std::string& what, std::int64_t found) {
+  if (found >= 1) return;
+  throw ConfigError(where + ": " + what + " is " + std::to_string(found) + ", expected at least 1");
+}
+
+// Checks the arguments of a preset before it computes offsets with them; Pattern::validate would
+// come too late for a dilation of zero.
+void check_preset(const std::string& where, int heads, std::span<const std::int64_t> segments,
+                  std::span<const std::int64_t> dilations) {
+  require_at_least_one(where, "heads", heads);
+  if (segments.size() != dilations.size()) {
+    throw ConfigError(where + ": found " + std::to_string(segments.size()) + " segments and " +
+                      std::to_string(dilations.size()) +
+                      " dilations, expected one of each per branch");
+  }
+  if (segments.empty()) {
+    throw ConfigError(where + ": segments and dilations are empty, expected at least one branch");
+  }
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const std::string index = "[" + std::to_string(i) + "]";
+    require_at_least_one(where, "segments" + index, segments[i]);
+    require_at_least_one(where, "dilations" + index, dilations[i]);
+  }
+}
+
+Branch make_branch(int heads, std::int64_t segment_length, std::int64_t dilation) {
+  Branch branch;
+  branch.segment_length = segment_length;
+  branch.dilation = dilation;
+  branch.offset.assign(static_cast<std::size_t>(heads), -1);
+  return branch;
+}
+
+// Pairs inside one segment of `length` tokens. The selected positions of a segment are offset,
+// offset + dilation, ...; each attends all of them, or itself and those before it.
+double pairs_in_segment(std::int64_t length, std::int64_t dilation, std::int64_t offset,
+                        bool causal) {
+  if (offset >= length) return 0.0;
+  const auto selected = static_cast<double>((length - 1 - offset) / dilation + 1);
+  return causal ? selected * (selected + 1.0) / 2.0 : selected * selected;
+}
+
+}  // namespace
+
+void Pattern::validate() const {
+  const std::string where = "Pattern '" + name + "'";
+  require_at_least_one(where, "heads", heads);
+  if (branches.empty()) throw ConfigError(where + ": no branches, expected at least one");
+  if (!std::isfinite(output_scale)) {
+    throw ConfigError(where + ": output_scale is " + std::to_string(output_scale) +
+                      ", expected a finite number");
+  }
+  for (std::size_t i = 0; i < branches.size(); ++i) {
+    const Branch& branch = branches[i];
+    const std::string here = where + ", branch " + std::to_string(i);
+    require_at_least_one(here, "segment_length", branch.segment_length);
+    require_at_least_one(here, "dilation", branch.dilation);
+    if (branch.offset.size() != static_cast<std::size_t>(heads)) {
+      throw ConfigError(here + ": found " + std::to_string(branch.offset.size()) +
+                        " offsets, expected one per head: " + std::to_string(heads));
+    }
+    for (std::size_t h = 0; h < branch.offset.size(); ++h) {
+      const std::int64_t offset = branch.offset[h];
+      if (offset >= -1 && offset < branch.dilation) continue;
+      throw ConfigError(here + ": offset of head " + std::to_string(h) + " is " +
+                        std::to_string(offset) + ", expected 0.." +
+                        std::to_string(branch.dilation - 1) +
+                        " (dilation - 1) or -1 (not in branch)");
+    }
+  }
+}
+
+Pattern dense(int heads, bool causal) {
+  require_at_least_one("dense", "heads", heads);
+  Pattern pattern;
+  pattern.name = "dense";
+  pattern.heads = heads;
+  pattern.causal = causal;
+  pattern.branches.push_back(make_branch(heads, kWholeSequence, 1));
+  for (std::int64_t& offset : pattern.branches[0].offset) offset = 0;
+  return pattern;
+}
+
+Pattern head_groups(int heads, std::span<const std::int64_t> segments,
+                    std::span<const std::int64_t> dilations, bool causal, bool group_scale) {
+  check_preset("head_groups", heads, segments, dilations);
+  const auto head_count = static_cast<std::size_t>(heads);
+  const std::size_t groups = segments.size();
+  if (groups > head_count) {
+    throw ConfigError("head_groups: found " + std::to_string(groups) + " branches for " +
+                      std::to_string(heads) +
+                      " heads, expected at most one branch per head: the last would have none");
+  }
+  Pattern pattern;
+  pattern.name = "head_groups";
+  pattern.heads = heads;
+  pattern.causal = causal;
+  if (group_scale) pattern.output_scale = 1.0 / static_cast<double>(groups);
+  std::size_t head = 0;
+  for (std::size_t i = 0; i < groups; ++i) {
+    Branch branch = make_branch(heads, segments[i], dilations[i]);
+    const std::size_t end = head + head_count / groups + (i < head_count % groups ? 1 : 0);
+    for (; head < end; ++head) branch.offset[head] = static_cast<std::int64_t>(i) % dilations[i];
+    pattern.branches.push_back(std::move(branch));
+  }
+  return pattern;
+}
+
+Pattern longnet(int heads, std::span<const std::int64_t> segments,
+                std::span<const std::int64_t> dilations, bool causal, Offsets offsets) {
+  check_preset("longnet", heads, segments, dilations);
+  Pattern pattern;
+  pattern.name = "longnet";
+  pattern.heads = heads;
+  pattern.causal = causal;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    Branch branch = make_branch(heads, segments[i], dilations[i]);
+    // ceil(heads / dilation) without the overflow of heads + dilation - 1. The blocked offset is
+    // below the dilation because head < heads <= dilation * heads_per_offset.
+    const std::int64_t heads_per_offset = (heads - 1) / dilations[i] + 1;
+    for (std::int64_t head = 0; head < heads; ++head) {
+      branch.offset[static_cast<std::size_t>(head)] =
+          offsets == Offsets::blocked ? head / heads_per_offset : head % dilations[i];
+    }
+    pattern.branches.push_back(std::move(branch));
+  }
+  return pattern;
+}
+
+double allowed_pairs(const Pattern& pattern, std::int64_t tokens) {
+  pattern.validate();
+  if (tokens < 0) {
+    throw ConfigError("allowed_pairs: tokens is " + std::to_string(tokens) +
+                      ", expected at least 0");
+  }
+  double pairs = 0.0;
+  for (const Branch& branch : pattern.branches) {
+    const std::int64_t whole_segments = tokens / branch.segment_length;
+    const std::int64_t last_length = tokens % branch.segment_length;  // ragged; 0: there is none
+    for (const std::int64_t offset : branch.offset) {
+      if (offset < 0) continue;
+      const auto count = [&](std::int64_t length) {
+        return pairs_in_segment(length, branch.dilation, offset, pattern.causal);
+      };
+      pairs += static_cast<double>(whole_segments) * count(branch.segment_length);
+      pairs += count(last_length);
+    }
+  }
+  return pairs;
+}
+
+}  // namespace annulus

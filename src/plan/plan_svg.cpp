@@ -1,0 +1,379 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "annulus/plan.h"
+#include "plan/plan_text.h"
+#include "plan/step_work.h"
+#include "plan/svg_canvas.h"
+
+namespace annulus {
+namespace {
+
+constexpr const char* kInk = "#1f2933";
+constexpr const char* kMuted = "#667380";
+constexpr double kMargin = 26;
+constexpr const char* kIdle = "#f3f5f7";
+
+// A few ranks get hand-picked colours that differ for colour-blind eyes, too (Okabe and Ito); many
+// ranks go round the hues, neighbours in alternating lightness.
+std::string rank_color(int rank, int ranks) {
+  static constexpr std::array<const char*, 8> kFew = {"#0072b2", "#e69f00", "#009e73", "#d55e00",
+                                                      "#56b4e9", "#cc79a7", "#b8a800", "#6b7280"};
+  if (ranks <= static_cast<int>(kFew.size())) return kFew[static_cast<std::size_t>(rank)];
+  const double hue = 6.0 * rank / ranks;
+  const auto channel = [&](double shift) {
+    const double x = std::fmod(hue + shift, 6.0);
+    return std::clamp(std::abs(x - 3.0) - 1.0, 0.0, 1.0);
+  };
+  const Color pure{channel(0.0), channel(4.0), channel(2.0)};
+  return hex(mix(mix(pure, {0.5, 0.5, 0.5}, 0.3), rank % 2 == 0 ? Color{0, 0, 0} : Color{1, 1, 1},
+                 rank % 2 == 0 ? 0.2 : 0.25));
+}
+
+// Lengths are often powers of two, which people know by their digits: 32,768 rather than 32.8K.
+std::string readable(std::int64_t n) {
+  return n < 10'000'000 ? with_commas(n) : compact(static_cast<double>(n));
+}
+
+Color heat(double share) { return mix({0.91, 0.945, 0.98}, {0.03, 0.25, 0.50}, share); }
+
+// Sizes follow the number of ranks: everything is labelled up to 16, beyond only colours remain.
+struct Layout {
+  explicit Layout(const Plan& plan) : ranks(plan.ranks()), steps(plan.steps()) {
+    struct Size {
+      int ranks;
+      double width, height, gap, row_gap;
+    };
+    static constexpr std::array<Size, 6> kSizes = {{{4, 92, 56, 92, 26},
+                                                    {8, 84, 42, 76, 16},
+                                                    {16, 66, 30, 56, 10},
+                                                    {32, 22, 16, 26, 4},
+                                                    {64, 13, 10, 15, 3},
+                                                    {1 << 30, 6, 5, 5, 1}}};
+    const auto size =
+        std::find_if(kSizes.begin(), kSizes.end(), [&](const Size& s) { return ranks <= s.ranks; });
+    cell_width = size->width;
+    cell_height = size->height;
+    row_gap = size->row_gap;
+    // All transfers of a gather share one gap.
+    gap = plan.options().schedule == Schedule::gather ? std::max(140.0, size->gap) : size->gap;
+    labels = ranks <= 16;
+    branch_left = left + axis_width + 14;
+    const auto branches = static_cast<double>(plan.pattern().branches.size());
+    branch_width = std::clamp(130.0 / branches, 6.0, 24.0);
+    grid_left = std::max(branch_left + branches * branch_width, left + 100.0) + 84;
+    grid_height = std::max(ranks * (cell_height + row_gap) - row_gap, 200.0);
+    row_gap = ranks > 1 ? (grid_height - ranks * cell_height) / (ranks - 1) : 0.0;
+    totals_left = column(steps) + cell_width + 26;
+    width = std::max(totals_left + 226, 960.0);
+    height = top + grid_height + 118;
+  }
+
+  [[nodiscard]] double column(int step) const { return grid_left + step * (cell_width + gap); }
+  [[nodiscard]] double row(int rank) const { return top + rank * (cell_height + row_gap); }
+
+  int ranks, steps;
+  double cell_width = 0, cell_height = 0, gap = 0, row_gap = 0;
+  double left = 72, top = 142, header = 116, axis_width = 46;
+  double branch_left = 0, branch_width = 0;
+  double grid_left = 0, grid_height = 0, totals_left = 0;
+  double width = 0, height = 0;
+  bool labels = true;
+};
+
+// The token axis from top to bottom, in thin strips. A strip is divided among the ranks that own
+// its tokens: contiguous shards give blocks, striped ones stripes.
+void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
+  const Placement& placement = plan.placement();
+  const std::int64_t tokens = placement.tokens();
+  const auto strips = std::min(tokens, static_cast<std::int64_t>(at.grid_height / 2.0));
+  std::vector<std::int64_t> cuts;
+  for (std::int64_t i = 0; i <= strips; ++i) cuts.push_back(tokens * i / strips);
+  for (int rank = 0; rank < plan.ranks(); ++rank) {  // blocks that can be seen get exact edges
+    for (const RowSet& range : placement.ranges(rank)) {
+      if (range.stride != 1 || range.count < tokens / strips) continue;
+      cuts.insert(cuts.end(), {range.first, range.last() + 1});
+    }
+  }
+  std::sort(cuts.begin(), cuts.end());
+  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+
+  using Shares =
+      std::vector<std::pair<int, double>>;  // (rank, share), rounded so that equal is equal
+  std::vector<Shares> owned(cuts.size() - 1);
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    for (const RowSet& range : placement.ranges(rank)) {
+      auto i = static_cast<std::size_t>(std::upper_bound(cuts.begin(), cuts.end(), range.first) -
+                                        cuts.begin() - 1);
+      for (; i < owned.size() && cuts[i] <= range.last(); ++i) {
+        const double count = static_cast<double>(clip(range, cuts[i], cuts[i + 1]).count);
+        if (count == 0.0) continue;
+        if (owned[i].empty() || owned[i].back().first != rank) owned[i].emplace_back(rank, 0.0);
+        owned[i].back().second +=
+            std::round(1e4 * count / static_cast<double>(cuts[i + 1] - cuts[i])) / 1e4;
+      }
+    }
+  }
+  const double scale = at.grid_height / static_cast<double>(tokens);
+  for (std::size_t i = 0, end = 0; i < owned.size(); i = end) {
+    for (end = i + 1; end < owned.size() && owned[end] == owned[i];) ++end;
+    double x = at.left;
+    for (const auto& [rank, share] : owned[i]) {
+      canvas.rect(x, at.top + scale * static_cast<double>(cuts[i]), at.axis_width * share,
+                  scale * static_cast<double>(cuts[end] - cuts[i]), rank_color(rank, plan.ranks()));
+      x += at.axis_width * share;
+    }
+  }
+  canvas.rect(at.left, at.top, at.axis_width, at.grid_height, "none",
+              fmt::format("stroke=\"{}\" stroke-width=\"0.8\"", kMuted));
+  canvas.text(at.left - 6, at.top + 9, 10, "0", "end", kMuted);
+  canvas.text(at.left - 6, at.top + at.grid_height, 10, readable(tokens), "end", kMuted);
+  canvas.text(at.left + at.axis_width / 2, at.header, 11, "tokens", "middle", kMuted);
+}
+
+// One column per branch: its segments next to the tokens they hold, paler where dilation selects
+// fewer.
+void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
+  const std::int64_t tokens = plan.placement().tokens();
+  const std::size_t branches = plan.pattern().branches.size();
+  canvas.text(at.branch_left, at.header, 11, branches == 1 ? "branch" : "branches", "start",
+              kMuted);
+  for (std::size_t b = 0; b < branches; ++b) {
+    const Branch& branch = plan.pattern().branches[b];
+    const double x = at.branch_left + static_cast<double>(b) * at.branch_width;
+    const double w = at.branch_width - 3;
+    const std::int64_t length = std::min(branch.segment_length, tokens);
+    const std::int64_t segments = (tokens - 1) / length + 1;
+    const std::string fill = hex(mix({0.89, 0.91, 0.93}, {0.38, 0.44, 0.50},
+                                     1.0 / std::sqrt(static_cast<double>(branch.dilation))));
+    const double pitch = at.grid_height * static_cast<double>(length) / static_cast<double>(tokens);
+    canvas.rect(x, at.top, w, at.grid_height, fill);
+    if (pitch >= 3.0) {
+      for (std::int64_t s = 1; s < segments; ++s) {
+        const double y = at.top + pitch * static_cast<double>(s);
+        canvas.line(x, y, x + w, y, "#ffffff", std::min(1.6, pitch / 4.0));
+      }
+    }
+    const std::string label = segments == 1
+                                  ? fmt::format("all, r {}", branch.dilation)
+                                  : fmt::format("w {}, r {}", readable(length), branch.dilation);
+    const double label_x = x + w / 2 + 3.5;
+    const double label_y = at.top + at.grid_height + 8;
+    canvas.text(label_x, label_y, 10, label, "end", kMuted,
+                fmt::format("transform=\"rotate(-90 {:.2f} {:.2f})\"", label_x, label_y));
+  }
+}
+
+struct Work {
+  std::vector<std::vector<double>> pairs;  // [rank][step]
+  double total = 0.0;
+  double largest = 0.0;
+};
+
+void draw_cells(Canvas& canvas, const Plan& plan, const Layout& at, const Work& work) {
+  const int every_step = plan.steps() <= 16 ? 1 : 8;
+  for (int step = 0; step <= plan.steps(); step += every_step) {
+    const std::string name = !at.labels  ? std::to_string(step)
+                             : step == 0 ? "local"
+                                         : fmt::format("step {}", step);
+    canvas.text(at.column(step) + at.cell_width / 2, at.header, 11, name, "middle", kMuted);
+  }
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    const double y = at.row(rank);
+    const double middle = y + at.cell_height / 2;
+    if (at.labels) {
+      canvas.rect(at.grid_left - 14, y, 5, at.cell_height, rank_color(rank, plan.ranks()));
+      canvas.text(at.grid_left - 20, middle + 4, 11, fmt::format("rank {}", rank), "end");
+    } else {
+      canvas.rect(at.grid_left - 9, y, 5, at.cell_height, rank_color(rank, plan.ranks()));
+      if (rank % 8 == 0) {
+        canvas.text(at.grid_left - 14, middle + 4, 10, std::to_string(rank), "end", kMuted);
+      }
+    }
+    for (int step = 0; step <= plan.steps(); ++step) {
+      const double pairs =
+          work.pairs[static_cast<std::size_t>(rank)][static_cast<std::size_t>(step)];
+      const double strength = work.largest > 0.0 ? pairs / work.largest : 0.0;
+      const double x = at.column(step);
+      canvas.rect(x, y, at.cell_width, at.cell_height, pairs > 0.0 ? hex(heat(strength)) : kIdle,
+                  at.labels ? "rx=\"3\"" : "");
+      if (!at.labels) continue;
+      const std::string ink = strength > 0.45 ? "#ffffff" : kInk;
+      const double center = x + at.cell_width / 2;
+      if (pairs == 0.0) {
+        canvas.text(center, middle + 4, 10, "idle", "middle", "#9aa5b1");
+        continue;
+      }
+      const bool two_lines = at.cell_height >= 40;
+      canvas.text(center, two_lines ? middle - 1 : middle + 4, two_lines ? 13 : 11,
+                  percent(pairs / work.total), "middle", ink);
+      if (two_lines) {
+        canvas.text(center, middle + 14, 10, compact(pairs) + " pairs", "middle",
+                    strength > 0.45 ? "#dbe7f3" : kMuted);
+      }
+    }
+  }
+}
+
+struct Flow {
+  int sender = 0;
+  int receiver = 0;
+  std::int64_t rows = 0;
+};
+
+// What every pair of ranks exchanges in a step, all parcels together.
+std::vector<std::vector<Flow>> flows_by_step(const Plan& plan) {
+  std::vector<std::vector<Flow>> flows(static_cast<std::size_t>(plan.steps()) + 1);
+  for (int step = 1; step <= plan.steps(); ++step) {
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      std::map<int, std::vector<Hop>> by_peer;
+      for (const Hop& hop : plan.outgoing(rank, step)) by_peer[hop.peer].push_back(hop);
+      for (const auto& [peer, hops] : by_peer) {
+        flows[static_cast<std::size_t>(step)].push_back({rank, peer, plan.unit_rows(hops)});
+      }
+    }
+  }
+  return flows;
+}
+
+// Between the columns of two steps, from sender to receiver, as wide as there are rows. Several
+// arrows at one cell are fanned out in the order of their other ends.
+void draw_flows(Canvas& canvas, const Plan& plan, const Layout& at,
+                const std::vector<std::vector<Flow>>& flows, std::int64_t most_rows) {
+  const double widest = std::clamp(at.cell_height / 10.0, 0.6, 5.0);
+  const double head = at.labels ? 7.0 : at.ranks <= 32 ? 4.0 : 0.0;
+  for (int step = 1; step <= plan.steps(); ++step) {
+    std::vector<Flow> arrows = flows[static_cast<std::size_t>(step)];
+    std::vector<int> sent(static_cast<std::size_t>(at.ranks), 0);
+    std::vector<int> received(sent);
+    for (const Flow& flow : arrows) {
+      ++sent[static_cast<std::size_t>(flow.sender)];
+      ++received[static_cast<std::size_t>(flow.receiver)];
+    }
+    std::vector<int> nth_sent(sent.size(), 0);
+    std::vector<int> nth_received(sent.size(), 0);
+    const auto spread = [&](int rank, const std::vector<int>& count, std::vector<int>& nth) {
+      const auto r = static_cast<std::size_t>(rank);
+      return at.row(rank) + at.cell_height * ++nth[r] / (count[r] + 1.0);
+    };
+    // Sorted by sender, then receiver, as they were made: both fans open in order.
+    for (const Flow& flow : arrows) {
+      const double share = static_cast<double>(flow.rows) / static_cast<double>(most_rows);
+      const double from = spread(flow.sender, sent, nth_sent);
+      const double to = spread(flow.receiver, received, nth_received);
+      const double x1 = at.column(step - 1) + at.cell_width + (at.labels ? 3 : 1);
+      canvas.arrow(x1, from, at.column(step) - (at.labels ? 3 : 1), to,
+                   rank_color(flow.sender, at.ranks), std::max(0.12 * widest, share * widest),
+                   head);
+    }
+    if (at.ranks > 8) continue;
+    for (int rank = 0; rank < at.ranks; ++rank) {  // what the cell's rows cost, above its corner
+      const std::int64_t rows = plan.unit_rows(plan.incoming(rank, step));
+      if (rows == 0) continue;
+      canvas.text(at.column(step) + at.cell_width / 2, at.row(rank) - 4, 9.5,
+                  readable(rows) + " rows in", "middle", kMuted);
+    }
+  }
+}
+
+void draw_totals(Canvas& canvas, const Plan& plan, const Layout& at, const Work& work) {
+  const double bar_left = at.totals_left;
+  const double bar_width = 64;
+  const double rows_right = bar_left + bar_width + 140;
+  double most = 0.0;
+  for (const std::vector<double>& steps : work.pairs) {
+    most = std::max(most, std::accumulate(steps.begin(), steps.end(), 0.0));
+  }
+  canvas.text(bar_left, at.header, 11, "work", "start", kMuted);
+  canvas.text(rows_right, at.header, 11, "rows received", "end", kMuted);
+  for (int rank = 0; rank < at.ranks; ++rank) {
+    const std::vector<double>& steps = work.pairs[static_cast<std::size_t>(rank)];
+    const double pairs = std::accumulate(steps.begin(), steps.end(), 0.0);
+    const double middle = at.row(rank) + at.cell_height / 2;
+    const double thick = std::min(at.cell_height, 16.0);
+    canvas.rect(bar_left, middle - thick / 2, bar_width, thick, kIdle);
+    if (most > 0.0) {
+      canvas.rect(bar_left, middle - thick / 2, bar_width * pairs / most, thick,
+                  rank_color(rank, at.ranks));
+    }
+    if (!at.labels && rank % 8 != 0) continue;
+    canvas.text(bar_left + bar_width + 56, middle + 4, 10.5,
+                percent(work.total > 0.0 ? pairs / work.total : 0.0), "end");
+    canvas.text(rows_right, middle + 4, 10.5, with_commas(plan.received_unit_rows(rank)), "end");
+  }
+}
+
+void draw_legend(Canvas& canvas, const Plan& plan, const Layout& at, const Work& work,
+                 std::int64_t most_rows) {
+  const double y = at.top + at.grid_height + 40;
+  double x = at.grid_left;
+  canvas.text(x, y - 8, 10.5, "pairs computed by a rank in a step", "start", kMuted);
+  constexpr int kShades = 24;
+  for (int i = 0; i < kShades; ++i) {
+    canvas.rect(x + 7.0 * i, y, 7.3, 10, hex(heat((i + 0.5) / kShades)));
+  }
+  canvas.text(x, y + 23, 10, "0", "start", kMuted);
+  canvas.text(x + 7.0 * kShades, y + 23, 10,
+              percent(work.total > 0.0 ? work.largest / work.total : 0.0), "end", kMuted);
+  x += 7.0 * kShades + 56;
+  canvas.text(x, y - 8, 10.5, "rows sent from rank to rank in a step", "start", kMuted);
+  if (most_rows == 0) {
+    canvas.text(x, y + 9, 10.5, "none: every segment is local", "start", kMuted);
+    return;
+  }
+  const double widest = std::clamp(at.cell_height / 10.0, 0.6, 5.0);
+  canvas.arrow(x, y + 5, x + 46, y + 5, kMuted, widest, 7);
+  canvas.text(x + 54, y + 9, 10.5,
+              fmt::format("{} (rows x {})", with_commas(most_rows), unit_label(plan)), "start",
+              kMuted);
+}
+
+}  // namespace
+
+std::string plan_svg(const Plan& plan) {
+  const Layout at(plan);
+  const PlanTotals totals = plan_totals(plan);
+  Work work;
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    work.pairs.push_back(pairs_by_step(plan, rank));
+    for (const double pairs : work.pairs.back()) {
+      work.total += pairs;
+      work.largest = std::max(work.largest, pairs);
+    }
+  }
+  const std::vector<std::vector<Flow>> flows = flows_by_step(plan);
+  std::int64_t most_rows = 0;
+  for (const std::vector<Flow>& step : flows) {
+    for (const Flow& flow : step) most_rows = std::max(most_rows, flow.rows);
+  }
+
+  Canvas canvas;
+  canvas.text(kMargin, 40, 19, plan_title(plan), "start", kInk, "font-weight=\"600\"");
+  canvas.text(kMargin, 62, 13, plan_subtitle(plan), "start", kMuted);
+  canvas.text(kMargin, 82, 13,
+              fmt::format("{} pairs, work balance {}; moved in {} step{}: {} rows x {}, "
+                          "by an all-gather {}",
+                          compact(totals.pairs), percent(totals.balance), plan.steps(),
+                          plan.steps() == 1 ? "" : "s", with_commas(totals.moved), unit_label(plan),
+                          all_gather_label(totals)),
+              "start", kMuted);
+  draw_tokens(canvas, plan, at);
+  draw_branches(canvas, plan, at);
+  draw_flows(canvas, plan, at, flows, most_rows);
+  draw_cells(canvas, plan, at, work);
+  draw_totals(canvas, plan, at, work);
+  draw_legend(canvas, plan, at, work, most_rows);
+  return canvas.finish(at.width, at.height);
+}
+
+}  // namespace annulus

@@ -1,0 +1,87 @@
+#include "plan/plan_text.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "plan/step_work.h"
+
+namespace annulus {
+
+PlanTotals plan_totals(const Plan& plan) {
+  PlanTotals totals;
+  double largest = 0.0;
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    const double work = shard_pairs(plan.pattern(), plan.placement(), rank, plan.options().travel);
+    totals.work.push_back(work);
+    totals.pairs += work;
+    largest = std::max(largest, work);
+  }
+  if (largest > 0.0) totals.balance = totals.pairs / plan.ranks() / largest;
+  totals.moved = plan.total_unit_rows();
+  const int units =
+      plan.options().travel == Travel::keys ? plan.options().kv_heads : plan.pattern().heads;
+  totals.all_gather = plan.placement().tokens() * (plan.ranks() - 1) * units;
+  return totals;
+}
+
+std::string plan_title(const Plan& plan) {
+  const Pattern& pattern = plan.pattern();
+  return fmt::format("{}{}: {} tokens, {} query head{}, {} K/V head{}",
+                     pattern.name.empty() ? "pattern" : pattern.name,
+                     pattern.causal ? ", causal" : "", with_commas(plan.placement().tokens()),
+                     pattern.heads, pattern.heads == 1 ? "" : "s", plan.options().kv_heads,
+                     plan.options().kv_heads == 1 ? "" : "s");
+}
+
+std::string plan_subtitle(const Plan& plan) {
+  return fmt::format("{} placement on {} rank{}, {} schedule, {} travel", plan.placement().name(),
+                     plan.ranks(), plan.ranks() == 1 ? "" : "s", name_of(plan.options().schedule),
+                     name_of(plan.options().travel));
+}
+
+std::string branch_label(const Plan& plan, std::size_t branch) {
+  const Branch& b = plan.pattern().branches[branch];
+  if (b.segment_length >= plan.placement().tokens()) {
+    return fmt::format("whole sequence, dilation {}", b.dilation);
+  }
+  return fmt::format("segments of {}, dilation {}", with_commas(b.segment_length), b.dilation);
+}
+
+std::string all_gather_label(const PlanTotals& totals) {
+  std::string rows = with_commas(totals.all_gather);
+  if (totals.moved == 0) return rows;
+  if (totals.moved == totals.all_gather) return rows + " (as much)";
+  const double ratio = static_cast<double>(totals.all_gather) / static_cast<double>(totals.moved);
+  const int digits = ratio < 10.0 ? 2 : ratio < 100.0 ? 1 : 0;
+  return fmt::format("{} ({:.{}f} times as much)", rows, ratio, digits);
+}
+
+std::string unit_label(const Plan& plan) {
+  return plan.options().travel == Travel::keys ? "K/V heads" : "query heads";
+}
+
+std::string with_commas(std::int64_t n) {
+  const std::string digits = std::to_string(n);
+  std::string text;
+  for (std::size_t i = 0; i < digits.size(); ++i) {
+    const bool group_starts = i > (n < 0 ? 1U : 0U) && (digits.size() - i) % 3 == 0;
+    if (group_starts) text += ',';
+    text += digits[i];
+  }
+  return text;
+}
+
+std::string compact(double n) {
+  if (n < 1000.0) return fmt::format("{:.0f}", n);
+  const char* suffix = "KMGTPE";
+  for (n /= 1000.0; n >= 999.5 && suffix[1] != '\0'; n /= 1000.0) ++suffix;
+  return fmt::format("{:.{}f}{}", n, n < 9.995 ? 2 : n < 99.95 ? 1 : 0, *suffix);
+}
+
+std::string percent(double share) {
+  const double p = 100.0 * share;
+  return fmt::format("{:.{}f} %", p, p < 9.995 && p > 0.0 ? 2 : p < 99.95 ? 1 : 0);
+}
+
+}  // namespace annulus

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "annulus/plan.h"
+
+namespace annulus {
+
+// What the table and the picture of a plan say in the same words.
+
+struct PlanTotals {
+  std::vector<double> work;     // pairs that each rank computes
+  double pairs = 0.0;           // their sum
+  double balance = 1.0;         // mean over largest of the work
+  std::int64_t moved = 0;       // rows x units
+  std::int64_t all_gather = 0;  // rows x units if every rank got every row
+};
+[[nodiscard]] PlanTotals plan_totals(const Plan& plan);
+
+[[nodiscard]] std::string plan_title(const Plan& plan);
+[[nodiscard]] std::string plan_subtitle(const Plan& plan);
+[[nodiscard]] std::string branch_label(const Plan& plan, std::size_t branch);
+[[nodiscard]] std::string all_gather_label(const PlanTotals& totals);
+[[nodiscard]] std::string unit_label(const Plan& plan);  // what a row is counted per
+
+[[nodiscard]] std::string with_commas(std::int64_t n);  // 1,048,576
+[[nodiscard]] std::string compact(double n);            // 980, 65.5K, 1.05M, 2.31G, ...
+[[nodiscard]] std::string percent(double share);        // 12.5 %
+
+}  // namespace annulus

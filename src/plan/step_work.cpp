@@ -1,0 +1,132 @@
+#include "plan/step_work.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <utility>
+
+#include "plan/selected_rows.h"
+
+namespace annulus {
+namespace {
+
+// Sum over i in [0, n) of floor((a * i + b) / m), for non-negative arguments: Euclid's algorithm on
+// the lattice points below a line.
+double floor_sum(std::int64_t n, std::int64_t m, std::int64_t a, std::int64_t b) {
+  double sum = 0.0;
+  while (n > 0) {
+    const auto count = static_cast<double>(n);
+    const std::int64_t slope = a / m;  // whole part of the slope and of the start
+    const std::int64_t start = b / m;
+    sum += count * (count - 1.0) / 2.0 * static_cast<double>(slope);
+    sum += count * static_cast<double>(start);
+    a %= m;
+    b %= m;
+    const std::int64_t top = a * n + b;
+    if (top < m) break;
+    n = top / m;
+    b = top % m;
+    std::swap(a, m);
+  }
+  return sum;
+}
+
+// Pairs of one query head with the staying side in `range`. A query attends what is before it, a
+// key is attended by what is after it.
+double range_pairs(const RowSet& range, const SelectedRows& selected, bool causal, Travel travel) {
+  const Crossing crossing(range, selected);
+  const auto [whole_begin, whole_end] = crossing.whole_segments();
+  double pairs = 0.0;
+  for (std::int64_t s = crossing.first_segment(); s < crossing.end_segment(); ++s) {
+    const std::int64_t selected_count = selected.count(s);
+    const auto all = static_cast<double>(selected_count);
+    if (s >= whole_begin && s + 1 < whole_end) {  // only the last whole one can be ragged
+      const auto segments = static_cast<double>(whole_end - 1 - s);
+      pairs += segments * (causal ? all * (all + 1.0) / 2.0 : all * all);
+      s = whole_end - 2;
+      continue;
+    }
+    const RowSet rows = crossing.in_segment(s).elements;
+    if (rows.count == 0) continue;
+    const auto count = static_cast<double>(rows.count);
+    if (!causal) {
+      pairs += count * all;
+      continue;
+    }
+    // The j-th selected row of a segment attends j + 1 rows; j is a progression, too.
+    const std::int64_t start = selected.segment_begin(s) + selected.offset;
+    const std::int64_t first = (range[rows.first] - start) / selected.dilation;
+    const std::int64_t last = (range[rows.last()] - start) / selected.dilation;
+    const std::int64_t ends =
+        travel == Travel::keys ? first + last + 2 : 2 * selected_count - first - last;
+    pairs += count * static_cast<double>(ends) / 2.0;
+  }
+  return pairs;
+}
+
+int step_of(const Plan& plan, int rank, int parcel) {
+  if (parcel < 0) return 0;
+  if (plan.options().schedule == Schedule::gather) return 1;
+  const std::vector<int>& visits = plan.parcels()[static_cast<std::size_t>(parcel)].itinerary;
+  return static_cast<int>(std::find(visits.begin(), visits.end(), rank) - visits.begin()) + 1;
+}
+
+}  // namespace
+
+double causal_pairs(const RowSet& queries, const RowSet& keys) {
+  if (queries.count == 0 || keys.count == 0 || keys.first > queries.last()) return 0.0;
+  const auto all_keys = static_cast<double>(keys.count);
+  // Queries at or after the last key see all keys, those before the first none.
+  const RowSet above = clip(queries, keys.last(), queries.last() + 1);
+  const RowSet within = clip(queries, keys.first, keys.last());
+  return static_cast<double>(above.count) * all_keys + static_cast<double>(within.count) +
+         floor_sum(within.count, keys.stride, queries.stride, within.first - keys.first);
+}
+
+double shard_pairs(const Pattern& pattern, const Placement& placement, int rank, Travel travel) {
+  double pairs = 0.0;
+  for (const Branch& branch : pattern.branches) {
+    std::map<std::int64_t, int> heads_of;  // by offset
+    for (const std::int64_t offset : branch.offset) {
+      if (offset >= 0) ++heads_of[offset];
+    }
+    for (const auto& [offset, heads] : heads_of) {
+      const SelectedRows selected(branch, offset, placement.tokens());
+      double per_head = 0.0;
+      for (const RowSet& range : placement.ranges(rank)) {
+        if (range.count > 0) per_head += range_pairs(range, selected, pattern.causal, travel);
+      }
+      pairs += per_head * heads;
+    }
+  }
+  return pairs;
+}
+
+std::vector<double> pairs_by_step(const Plan& plan, int rank) {
+  std::vector<double> pairs(static_cast<std::size_t>(plan.steps()) + 1, 0.0);
+  const bool keys_travel = plan.options().travel == Travel::keys;
+  const bool causal = plan.pattern().causal;
+  for (const TileGroup& group : plan.tile_groups(rank, 0, plan.steps())) {
+    const HeadClass& head_class = plan.classes()[static_cast<std::size_t>(group.head_class)];
+    const Selection& selection = head_class.selections[static_cast<std::size_t>(group.selection)];
+    const auto members = static_cast<double>(selection.members.size());
+    std::int64_t local_rows = 0;
+    for (const PlacedRows& rows : keys_travel ? group.queries : group.keys) {
+      local_rows += rows.rows.count;
+    }
+    for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
+      double sum = 0.0;
+      if (!causal) {
+        sum = static_cast<double>(guest.rows.count) * static_cast<double>(local_rows);
+      } else if (keys_travel) {
+        for (const PlacedRows& q : group.queries) sum += causal_pairs(q.rows, guest.rows);
+      } else {
+        for (const PlacedRows& k : group.keys) sum += causal_pairs(guest.rows, k.rows);
+      }
+      pairs[static_cast<std::size_t>(step_of(plan, rank, guest.parcel))] += sum * members;
+    }
+  }
+  return pairs;
+}
+
+}  // namespace annulus

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "annulus/plan.h"
+#include "annulus/row_set.h"
+
+namespace annulus {
+
+// Number of (query, key) with a query of `queries`, a key of `keys` and key <= query.
+[[nodiscard]] double causal_pairs(const RowSet& queries, const RowSet& keys);
+
+// Allowed pairs (branch, head, query, key) whose side that does not travel is on this rank: all
+// that it computes. Closed form.
+[[nodiscard]] double shard_pairs(const Pattern& pattern, const Placement& placement, int rank,
+                                 Travel travel);
+
+// The same by step 0..steps(). Walks the tiles.
+[[nodiscard]] std::vector<double> pairs_by_step(const Plan& plan, int rank);
+
+}  // namespace annulus

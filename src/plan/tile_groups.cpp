@@ -1,0 +1,200 @@
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <numeric>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/plan.h"
+#include "plan/selected_rows.h"
+
+namespace annulus {
+namespace {
+
+bool earlier(const PlacedRows& a, const PlacedRows& b) { return a.rows.first < b.rows.first; }
+
+PlacedRows place(const RowSet& base, const RowSet& elements, int parcel, std::int64_t base_store) {
+  const std::int64_t stride = elements.count > 1 ? elements.stride : 1;
+  return {{base[elements.first], elements.count, elements.count > 1 ? stride * base.stride : 1},
+          parcel,
+          base_store + elements.first,
+          stride};
+}
+
+// The rows of a shard that one (branch, offset) selects, by segment.
+class ShardRows {
+ public:
+  struct Segment {
+    std::int64_t segment = 0;
+    std::size_t begin = 0;  // of its row sets
+    std::size_t end = 0;
+    std::int64_t first = 0;  // position of its first row
+    std::int64_t last = 0;
+  };
+
+  ShardRows(std::span<const RowSet> ranges, const SelectedRows& selected) {
+    std::vector<std::pair<std::int64_t, PlacedRows>> all;
+    std::int64_t base_store = 0;
+    for (const RowSet& range : ranges) {
+      if (range.count == 0) continue;
+      const Crossing crossing(range, selected);
+      for (std::int64_t s = crossing.first_segment(); s < crossing.end_segment(); ++s) {
+        const RowSet elements = crossing.in_segment(s).elements;
+        if (elements.count > 0) all.emplace_back(s, place(range, elements, -1, base_store));
+      }
+      base_store += range.count;
+    }
+    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) {
+      return std::tie(a.first, a.second.rows.first) < std::tie(b.first, b.second.rows.first);
+    });
+    rows_.reserve(all.size());
+    for (const auto& [segment, rows] : all) {
+      if (segments_.empty() || segments_.back().segment != segment) {
+        segments_.push_back({segment, rows_.size(), 0, rows.rows.first, rows.rows.last()});
+      }
+      rows_.push_back(rows);
+      segments_.back().end = rows_.size();
+      segments_.back().last = std::max(segments_.back().last, rows.rows.last());
+    }
+  }
+
+  [[nodiscard]] const std::vector<Segment>& segments() const { return segments_; }
+  [[nodiscard]] std::span<const PlacedRows> rows(const Segment& segment) const {
+    return std::span(rows_).subspan(segment.begin, segment.end - segment.begin);
+  }
+  // Index of the first segment that is not before `segment`.
+  [[nodiscard]] std::size_t find(std::int64_t segment) const {
+    const auto found =
+        std::lower_bound(segments_.begin(), segments_.end(), segment,
+                         [](const Segment& s, std::int64_t value) { return s.segment < value; });
+    return static_cast<std::size_t>(found - segments_.begin());
+  }
+
+ private:
+  std::vector<Segment> segments_;
+  std::vector<PlacedRows> rows_;
+};
+
+// Received rows, by the segment of the shard whose rows they meet.
+class GuestRows {
+ public:
+  GuestRows(const Plan& plan, const std::vector<int>& parcels, const SelectedRows& selected,
+            const ShardRows& shard)
+      : begin_(shard.segments().size() + 1, 0) {
+    if (shard.segments().empty()) return;  // striped shards select all or nothing
+    const bool causal = plan.pattern().causal;
+    const bool keys_travel = plan.options().travel == Travel::keys;
+    std::vector<std::pair<std::size_t, PlacedRows>> found;
+    for (const int p : parcels) {
+      std::int64_t base_store = 0;
+      for (const RowSet& base : plan.parcels()[static_cast<std::size_t>(p)].rows) {
+        const Crossing crossing(base, selected);
+        for (std::size_t i = shard.find(crossing.first_segment()); i + 1 < begin_.size(); ++i) {
+          const ShardRows::Segment& here = shard.segments()[i];
+          if (here.segment >= crossing.end_segment()) break;
+          const RowSet elements = crossing.in_segment(here.segment).elements;
+          if (elements.count == 0) continue;
+          const PlacedRows rows = place(base, elements, p, base_store);
+          const bool masked =
+              causal && (keys_travel ? rows.rows.first > here.last : rows.rows.last() < here.first);
+          if (!masked) found.emplace_back(i, rows);
+        }
+        base_store += base.count;
+      }
+    }
+    // Counting sort: a rank of a large striped ring meets a million of these.
+    for (const auto& [i, rows] : found) ++begin_[i + 1];
+    std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
+    rows_.resize(found.size());
+    std::vector<std::size_t> next(begin_.begin(), begin_.end() - 1);
+    for (const auto& [i, rows] : found) rows_[next[i]++] = rows;
+  }
+
+  // Of the i-th segment of the shard, in no particular order.
+  [[nodiscard]] std::span<const PlacedRows> rows(std::size_t i) const {
+    return std::span(rows_).subspan(begin_[i], begin_[i + 1] - begin_[i]);
+  }
+
+ private:
+  std::vector<std::size_t> begin_;
+  std::vector<PlacedRows> rows_;
+};
+
+// Leaves out row sets that the causal mask hides entirely. False when nothing is left.
+bool trim_causal(TileGroup& group) {
+  if (group.queries.empty() || group.keys.empty()) return false;
+  std::int64_t last_query = 0;
+  for (const PlacedRows& q : group.queries) last_query = std::max(last_query, q.rows.last());
+  std::erase_if(group.keys, [&](const PlacedRows& k) { return k.rows.first > last_query; });
+  if (group.keys.empty()) return false;
+  const std::int64_t first_key = group.keys.front().rows.first;
+  std::erase_if(group.queries, [&](const PlacedRows& q) { return q.rows.last() < first_key; });
+  return true;  // the last query sees the first key
+}
+
+}  // namespace
+
+std::vector<TileGroup> Plan::tile_groups(int rank, int first_step, int last_step) const {
+  if (rank < 0 || rank >= ranks() || first_step < 0 || last_step > steps()) {
+    throw ConfigError("Plan::tile_groups: found rank " + std::to_string(rank) + ", steps " +
+                      std::to_string(first_step) + ".." + std::to_string(last_step) +
+                      ", expected a rank below " + std::to_string(ranks()) +
+                      " and steps within 0.." + std::to_string(steps()));
+  }
+  std::vector<std::vector<int>> received(classes_.size());  // parcels by class
+  for (int step = std::max(first_step, 1); step <= last_step; ++step) {
+    for (const Hop& hop :
+         incoming_[static_cast<std::size_t>(rank)][static_cast<std::size_t>(step) - 1]) {
+      const Parcel& parcel = parcels_[static_cast<std::size_t>(hop.parcel)];
+      received[static_cast<std::size_t>(parcel.head_class)].push_back(hop.parcel);
+    }
+  }
+
+  std::vector<TileGroup> groups;
+  const bool keys_travel = options_.travel == Travel::keys;
+  const bool with_local = first_step == 0 && last_step >= 0;
+  for (std::size_t b = 0; b < pattern().branches.size(); ++b) {
+    std::map<std::int64_t, ShardRows> shards;  // by offset: classes share them
+    for (std::size_t c = 0; c < classes_.size(); ++c) {
+      const std::size_t class_begin = groups.size();
+      int selections = 0;
+      for (std::size_t s = 0; s < classes_[c].selections.size(); ++s) {
+        const Selection& selection = classes_[c].selections[s];
+        if (static_cast<std::size_t>(selection.branch) != b) continue;
+        if (!with_local && received[c].empty()) continue;
+        ++selections;
+        const SelectedRows selected(pattern().branches[b], selection.offset, placement().tokens());
+        const ShardRows& shard =
+            shards.try_emplace(selection.offset, placement().ranges(rank), selected).first->second;
+        const GuestRows guests(*this, received[c], selected, shard);
+        for (std::size_t i = 0; i < shard.segments().size(); ++i) {
+          const std::span<const PlacedRows> arrived = guests.rows(i);
+          if (!with_local && arrived.empty()) continue;
+          const ShardRows::Segment& here = shard.segments()[i];
+          const std::span<const PlacedRows> local = shard.rows(here);
+          TileGroup group{static_cast<int>(c), static_cast<int>(s), here.segment, {}, {}};
+          (keys_travel ? group.queries : group.keys).assign(local.begin(), local.end());
+          std::vector<PlacedRows>& travelling = keys_travel ? group.keys : group.queries;
+          travelling.reserve(arrived.size() + (with_local ? local.size() : 0));
+          if (with_local) travelling.assign(local.begin(), local.end());
+          travelling.insert(travelling.end(), arrived.begin(), arrived.end());
+          if (!arrived.empty()) std::sort(travelling.begin(), travelling.end(), earlier);
+          if (!pattern().causal || trim_causal(group)) groups.push_back(std::move(group));
+        }
+      }
+      if (selections > 1) {  // several offsets of one branch: the order is by segment first
+        std::stable_sort(
+            groups.begin() + static_cast<std::ptrdiff_t>(class_begin), groups.end(),
+            [](const TileGroup& x, const TileGroup& y) { return x.segment < y.segment; });
+      }
+    }
+  }
+  return groups;
+}
+
+}  // namespace annulus

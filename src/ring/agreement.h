@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "annulus/transport.h"
+
+namespace annulus::ring {
+
+// Tags of the executor's messages. One executor call at a time uses a transport, so that tags only tell kinds apart.
+inline constexpr std::uint32_t kTagAgree = 1;
+inline constexpr std::uint32_t kTagParcels = 2;
+inline constexpr std::uint32_t kTagReturns = 3;
+
+// One property that all ranks must share, with its name for the message.
+struct Claim {
+  const char* name;
+  std::uint64_t value;
+};
+
+// Collective: returns if every rank came with an empty `complaint` and equal claims; else a ConfigError on every
+// rank, which is the rank's own complaint, or names the rank that complained or differs and in what. `where` starts messages:
+// "RingAttention::forward". Costs ceil(log2(size)) small messages.
+void agree(Transport& transport, const std::string& where, const std::string& complaint, const std::vector<Claim>& claims);
+
+// "[rank 3/8] RingAttention::forward: "
+[[nodiscard]] std::string prefix(const Transport& transport, const std::string& where);
+
+}  // namespace annulus::ring

@@ -1,0 +1,394 @@
+// Random plans against brute force over every position: small sequences, all placements, odd
+// shapes.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "annulus/pattern.h"
+#include "annulus/placement.h"
+#include "annulus/plan.h"
+#include "plan/rank_sets.h"
+#include "plan/row_partition.h"
+#include "plan/step_work.h"
+#include "support/random_plans.h"
+
+namespace annulus {
+namespace {
+
+constexpr int kConfigurations = 4000;
+
+std::vector<int> owners(const Placement& placement) {
+  std::vector<int> owner(static_cast<std::size_t>(placement.tokens()), -1);
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    for (const std::int64_t p : placement.positions(rank))
+      owner[static_cast<std::size_t>(p)] = rank;
+  }
+  return owner;
+}
+
+std::vector<std::int64_t> positions_of(const Parcel& parcel) {
+  std::vector<std::int64_t> positions;
+  for (const RowSet& rows : parcel.rows) {
+    for (std::int64_t i = 0; i < rows.count; ++i) positions.push_back(rows[i]);
+  }
+  return positions;
+}
+
+int unit_of(const Plan& plan, int q_head) {
+  return plan.options().travel == Travel::queries
+             ? q_head
+             : q_head / (plan.pattern().heads / plan.options().kv_heads);
+}
+
+// Calls check(plan) on many random plans; stops at the first that fails.
+template <typename Check>
+void for_random_plans(std::uint64_t first_seed, Check check) {
+  for (std::uint64_t seed = first_seed; seed < first_seed + kConfigurations; ++seed) {
+    test::Random random(seed);
+    const Plan plan(test::any_options(random));
+    SCOPED_TRACE("seed " + std::to_string(seed) + ": " + test::describe(plan));
+    check(plan);
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+// One byte per (branch, q head, query, key): how often the tiles of all ranks and steps cover it.
+class Coverage {
+ public:
+  explicit Coverage(const Plan& plan)
+      : tokens_(static_cast<std::size_t>(plan.placement().tokens())),
+        heads_(static_cast<std::size_t>(plan.pattern().heads)),
+        counts_(plan.pattern().branches.size() * heads_ * tokens_ * tokens_, 0) {}
+
+  std::uint8_t& at(std::size_t branch, int head, std::int64_t query, std::int64_t key) {
+    return counts_[((branch * heads_ + static_cast<std::size_t>(head)) * tokens_ +
+                    static_cast<std::size_t>(query)) *
+                       tokens_ +
+                   static_cast<std::size_t>(key)];
+  }
+
+ private:
+  std::size_t tokens_;
+  std::size_t heads_;
+  std::vector<std::uint8_t> counts_;
+};
+
+TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
+  for_random_plans(1, [](const Plan& plan) {
+    const Pattern& pattern = plan.pattern();
+    Coverage coverage(plan);
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      for (int step = 0; step <= plan.steps(); ++step) {
+        for (const TileGroup& group : plan.tile_groups(rank, step, step)) {
+          const Selection& selection = plan.classes()[static_cast<std::size_t>(group.head_class)]
+                                           .selections[static_cast<std::size_t>(group.selection)];
+          std::int64_t pairs = 0;
+          for (const PlacedRows& q : group.queries) {
+            for (const PlacedRows& k : group.keys) {
+              for (std::int64_t i = 0; i < q.rows.count; ++i) {
+                for (std::int64_t j = 0; j < k.rows.count; ++j) {
+                  if (pattern.causal && k.rows[j] > q.rows[i]) continue;
+                  ++pairs;
+                  for (const Selection::Member& m : selection.members) {
+                    ++coverage.at(static_cast<std::size_t>(selection.branch), m.q_head, q.rows[i],
+                                  k.rows[j]);
+                  }
+                }
+              }
+            }
+          }
+          EXPECT_GT(pairs, 0) << "a group without an allowed pair";
+        }
+      }
+    }
+    const std::vector<int> owner = owners(plan.placement());
+    std::vector<double> pairs_of(static_cast<std::size_t>(plan.ranks()), 0.0);  // by query owner
+    int wrong = 0;
+    for (std::size_t b = 0; b < pattern.branches.size(); ++b) {
+      for (int h = 0; h < pattern.heads; ++h) {
+        for (std::int64_t t = 0; t < plan.placement().tokens(); ++t) {
+          double& pairs = pairs_of[static_cast<std::size_t>(owner[static_cast<std::size_t>(t)])];
+          for (std::int64_t p = 0; p < plan.placement().tokens(); ++p) {
+            const int expected = pattern.allows(pattern.branches[b], h, t, p) ? 1 : 0;
+            wrong += coverage.at(b, h, t, p) != expected ? 1 : 0;
+            pairs += expected;
+          }
+        }
+      }
+    }
+    EXPECT_EQ(wrong, 0) << "pairs covered not exactly as often as they are allowed";
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      EXPECT_EQ(plan.pairs(rank), pairs_of[static_cast<std::size_t>(rank)]);
+    }
+  });
+}
+
+TEST(PlanProperty, TilesPointAtTheRowsTheyName) {
+  for_random_plans(20'000, [](const Plan& plan) {
+    const bool keys_travel = plan.options().travel == Travel::keys;
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      const std::vector<std::int64_t> local = plan.placement().positions(rank);
+      std::set<int> arrived;
+      for (int step = 0; step <= plan.steps(); ++step) {
+        arrived.clear();
+        if (step > 0) {
+          for (const Hop& hop : plan.incoming(rank, step)) arrived.insert(hop.parcel);
+        }
+        std::tuple<int, int, std::int64_t> previous{-1, -1, -1};
+        for (const TileGroup& group : plan.tile_groups(rank, step, step)) {
+          const HeadClass& head_class = plan.classes()[static_cast<std::size_t>(group.head_class)];
+          const Selection& selection =
+              head_class.selections[static_cast<std::size_t>(group.selection)];
+          const std::tuple order{selection.branch, group.head_class, group.segment};
+          EXPECT_LE(previous, order) << "groups are ordered by branch, class and segment";
+          previous = order;
+          for (const bool keys : {false, true}) {
+            const std::vector<PlacedRows>& side = keys ? group.keys : group.queries;
+            for (std::size_t i = 0; i < side.size(); ++i) {
+              if (i > 0) {
+                EXPECT_GT(side[i].rows.first, side[i - 1].rows.first);
+              }
+              EXPECT_GT(side[i].rows.count, 0);
+              EXPECT_EQ(side[i].parcel >= 0, keys == keys_travel && step > 0);
+              std::vector<std::int64_t> stored = local;
+              if (side[i].parcel >= 0) {
+                const Parcel& parcel = plan.parcels()[static_cast<std::size_t>(side[i].parcel)];
+                EXPECT_TRUE(arrived.contains(side[i].parcel));
+                EXPECT_EQ(parcel.head_class, group.head_class);
+                stored = positions_of(parcel);
+              }
+              for (std::int64_t j = 0; j < side[i].rows.count; ++j) {
+                const std::int64_t at = side[i].store_first + j * side[i].store_stride;
+                ASSERT_LT(at, static_cast<std::int64_t>(stored.size()));
+                EXPECT_EQ(stored[static_cast<std::size_t>(at)], side[i].rows[j]);
+              }
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST(PlanProperty, StepsTakenTogetherHoldTheRowsOfEachStep) {
+  using Key = std::tuple<int, int, std::int64_t, bool, std::int64_t>;
+  for_random_plans(40'000, [](const Plan& plan) {
+    if (plan.pattern().causal) return;  // row sets that the mask hides are dropped per call
+    const auto rows_of = [&](int rank, int first, int last, std::set<Key>& rows) {
+      for (const TileGroup& group : plan.tile_groups(rank, first, last)) {
+        for (const bool keys : {false, true}) {
+          for (const PlacedRows& placed : keys ? group.keys : group.queries) {
+            for (std::int64_t i = 0; i < placed.rows.count; ++i) {
+              rows.emplace(group.head_class, group.selection, group.segment, keys, placed.rows[i]);
+            }
+          }
+        }
+      }
+    };
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      std::set<Key> together;
+      std::set<Key> apart;
+      rows_of(rank, 0, plan.steps(), together);
+      for (int step = 0; step <= plan.steps(); ++step) rows_of(rank, step, step, apart);
+      EXPECT_EQ(together, apart) << "rank " << rank;
+    }
+  });
+}
+
+TEST(PlanProperty, SendsEachRowOnceToEachRankThatNeedsItAndToNoOther) {
+  for_random_plans(60'000, [](const Plan& plan) {
+    const Pattern& pattern = plan.pattern();
+    const std::vector<int> owner = owners(plan.placement());
+    const auto tokens = static_cast<std::int64_t>(owner.size());
+    const bool keys_travel = plan.options().travel == Travel::keys;
+    std::set<std::tuple<int, std::int64_t, int>> needed;  // (unit, position, rank)
+    for (const Branch& branch : pattern.branches) {
+      for (int h = 0; h < pattern.heads; ++h) {
+        if (branch.offset[static_cast<std::size_t>(h)] < 0) continue;
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          if (!branch.selects(h, t)) continue;
+          for (std::int64_t p = 0; p < tokens; ++p) {
+            if (!pattern.allows(branch, h, t, p)) continue;
+            const std::int64_t row = keys_travel ? p : t;
+            const int rank = owner[static_cast<std::size_t>(keys_travel ? t : p)];
+            if (owner[static_cast<std::size_t>(row)] != rank)
+              needed.emplace(unit_of(plan, h), row, rank);
+          }
+        }
+      }
+    }
+    std::map<std::tuple<int, std::int64_t, int>, int> received;
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      for (int step = 1; step <= plan.steps(); ++step) {
+        for (const Hop& hop : plan.incoming(rank, step)) {
+          const Parcel& parcel = plan.parcels()[static_cast<std::size_t>(hop.parcel)];
+          for (const int unit : plan.classes()[static_cast<std::size_t>(parcel.head_class)].units) {
+            for (const std::int64_t p : positions_of(parcel)) ++received[{unit, p, rank}];
+          }
+        }
+      }
+    }
+    EXPECT_EQ(received.size(), needed.size());
+    for (const auto& [row, times] : received) {
+      EXPECT_EQ(times, 1);
+      EXPECT_TRUE(needed.contains(row));
+    }
+  });
+}
+
+TEST(PlanProperty, HopsFollowTheItineraryAndForwardOnlyWhatIsThere) {
+  for_random_plans(80'000, [](const Plan& plan) {
+    const int ranks = plan.ranks();
+    const bool ring = plan.options().schedule == Schedule::ring;
+    const std::vector<int> owner = owners(plan.placement());
+    std::set<std::tuple<int, int, int, int>> expected;  // (step, sender, receiver, parcel)
+    int longest = 0;
+    bool up = true;
+    bool down = true;
+    for (int i = 0; i < static_cast<int>(plan.parcels().size()); ++i) {
+      const Parcel& parcel = plan.parcels()[static_cast<std::size_t>(i)];
+      EXPECT_FALSE(parcel.itinerary.empty());
+      EXPECT_EQ(parcel.row_count, static_cast<std::int64_t>(positions_of(parcel).size()));
+      EXPECT_GT(parcel.row_count, 0);
+      for (const std::int64_t p : positions_of(parcel)) {
+        EXPECT_EQ(owner[static_cast<std::size_t>(p)], parcel.owner);
+      }
+      for (const RowSet& rows : parcel.rows) {  // a strided view of the owner's shard
+        const auto ranges = plan.placement().ranges(parcel.owner);
+        EXPECT_TRUE(std::any_of(ranges.begin(), ranges.end(), [&](const RowSet& range) {
+          return intersect(range, rows).count == rows.count;
+        }));
+      }
+      for (std::size_t n = 0; n < parcel.itinerary.size(); ++n) {
+        const auto after_owner = [&](int rank) { return (rank - parcel.owner + ranks) % ranks; };
+        if (n > 0) {
+          const int step = after_owner(parcel.itinerary[n]) - after_owner(parcel.itinerary[n - 1]);
+          up = up && step > 0;
+          down = down && step < 0;
+        }
+        if (ring) {
+          expected.emplace(static_cast<int>(n) + 1, n == 0 ? parcel.owner : parcel.itinerary[n - 1],
+                           parcel.itinerary[n], i);
+        } else {
+          expected.emplace(1, parcel.owner, parcel.itinerary[n], i);
+        }
+      }
+      longest = std::max(longest, ring ? static_cast<int>(parcel.itinerary.size()) : 1);
+    }
+    EXPECT_TRUE(up || (ring && down)) << "ranks follow the owner in cyclic order, all one way";
+    EXPECT_EQ(plan.steps(), longest);
+
+    std::set<std::pair<int, int>> holds;  // (rank, parcel)
+    std::set<std::tuple<int, int, int, int>> in;
+    std::set<std::tuple<int, int, int, int>> out;
+    for (int step = 1; step <= plan.steps(); ++step) {
+      for (int rank = 0; rank < ranks; ++rank) {
+        const auto ordered = [](const Hop& a, const Hop& b) {
+          return std::tie(a.peer, a.parcel) < std::tie(b.peer, b.parcel);
+        };
+        const std::vector<Hop> sends = plan.outgoing(rank, step);
+        const std::vector<Hop> receives = plan.incoming(rank, step);
+        EXPECT_TRUE(std::is_sorted(sends.begin(), sends.end(), ordered));
+        EXPECT_TRUE(std::is_sorted(receives.begin(), receives.end(), ordered));
+        for (const Hop& hop : sends) {
+          const Parcel& parcel = plan.parcels()[static_cast<std::size_t>(hop.parcel)];
+          EXPECT_TRUE(parcel.owner == rank || holds.contains({rank, hop.parcel}));
+          out.emplace(step, rank, hop.peer, hop.parcel);
+        }
+        for (const Hop& hop : receives) in.emplace(step, hop.peer, rank, hop.parcel);
+      }
+      for (int rank = 0; rank < ranks; ++rank) {  // only after all sends of the step were checked
+        for (const Hop& hop : plan.incoming(rank, step)) holds.emplace(rank, hop.parcel);
+      }
+    }
+    EXPECT_EQ(in, expected);
+    EXPECT_EQ(out, expected);
+  });
+}
+
+TEST(PlanProperty, ParcelsOfAnOwnerAndClassHaveDifferentItinerariesAndNoCommonRow) {
+  for_random_plans(100'000, [](const Plan& plan) {
+    std::set<std::tuple<int, int, std::vector<int>>> itineraries;
+    std::set<std::tuple<int, std::int64_t>> rows;  // (class, position)
+    for (const Parcel& parcel : plan.parcels()) {
+      EXPECT_TRUE(itineraries.emplace(parcel.owner, parcel.head_class, parcel.itinerary).second);
+      for (const std::int64_t p : positions_of(parcel)) {
+        EXPECT_TRUE(rows.emplace(parcel.head_class, p).second);
+      }
+    }
+  });
+}
+
+TEST(PlanProperty, RingAndGatherMoveTheSameRows) {
+  for_random_plans(120'000, [](const Plan& plan) {
+    PlanOptions other = plan.options();
+    other.schedule = other.schedule == Schedule::ring ? Schedule::gather : Schedule::ring;
+    const Plan swapped(other);
+    EXPECT_EQ(plan.total_unit_rows(), swapped.total_unit_rows());
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      EXPECT_EQ(plan.received_unit_rows(rank), swapped.received_unit_rows(rank));
+    }
+  });
+}
+
+TEST(RowPartition, HoldsEveryRowOnceWithAllTheRanksThatNeedIt) {
+  constexpr std::int64_t kRows = 120;
+  for (std::uint64_t seed = 1; seed <= kConfigurations; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    test::Random random(seed);
+    RankSets sets(70);  // two words per set
+    RowPartition partition(sets);
+    std::vector<std::set<int>> expected(kRows);
+    for (std::int64_t i = random.between(1, 6); i > 0; --i) {
+      RowSet rows{random.between(0, kRows - 1), 0, random.between(1, 12)};
+      rows.count = random.between(0, (kRows - 1 - rows.first) / rows.stride + 1);
+      RankSets::Words ranks = sets.none();
+      const int rank = static_cast<int>(random.between(62, 66));
+      RankSets::flip(ranks, rank);
+      partition.add(rows, sets.intern(ranks));
+      if (random.coin()) partition.join();
+      for (std::int64_t j = 0; j < rows.count; ++j) {
+        expected[static_cast<std::size_t>(rows[j])].insert(rank);
+      }
+    }
+    std::vector<std::set<int>> found(kRows);
+    for (const LabelledRows& piece : partition.pieces()) {
+      EXPECT_GT(piece.rows.count, 0);
+      for (std::int64_t j = 0; j < piece.rows.count; ++j) {
+        std::set<int>& ranks = found.at(static_cast<std::size_t>(piece.rows[j]));
+        EXPECT_TRUE(ranks.empty()) << "a row in two pieces";
+        for (const int rank : sets.members(piece.needed_by)) ranks.insert(rank);
+      }
+    }
+    EXPECT_EQ(found, expected);
+    if (HasFailure()) return;
+  }
+}
+
+TEST(PlanProperty, PairsByRankAndByStepSumToTheAllowedPairs) {
+  for_random_plans(140'000, [](const Plan& plan) {
+    double by_query = 0.0;
+    double by_work = 0.0;
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      by_query += plan.pairs(rank);
+      double steps = 0.0;
+      for (const double pairs : pairs_by_step(plan, rank)) steps += pairs;
+      EXPECT_EQ(steps, shard_pairs(plan.pattern(), plan.placement(), rank, plan.options().travel));
+      by_work += steps;
+    }
+    const double allowed = allowed_pairs(plan.pattern(), plan.placement().tokens());
+    EXPECT_EQ(by_query, allowed);
+    EXPECT_EQ(by_work, allowed);
+  });
+}
+
+}  // namespace
+}  // namespace annulus

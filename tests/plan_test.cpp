@@ -1,0 +1,318 @@
+#include "annulus/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "annulus/error.h"
+
+namespace annulus {
+namespace {
+
+using Lengths = std::vector<std::int64_t>;
+
+const Lengths kSegments{2048, 4096, 8192, 16384, 32768};
+const Lengths kDilations{1, 2, 4, 8, 16};
+
+PlanOptions options_of(Pattern pattern, Placement placement, int kv_heads = 1) {
+  return {std::move(pattern), std::move(placement), kv_heads, Schedule::ring, Travel::keys};
+}
+
+// Row sets, hops and classes: what a plan keeps in memory.
+std::size_t size_of(const Plan& plan) {
+  std::size_t size = plan.classes().size();
+  for (const Parcel& parcel : plan.parcels()) size += parcel.rows.size() + parcel.itinerary.size();
+  return size;
+}
+
+TEST(Plan, OneRankMovesNothing) {
+  const Plan plan(
+      options_of(longnet(4, Lengths{8, 16}, Lengths{1, 2}), Placement::contiguous(64, 1)));
+  EXPECT_EQ(plan.steps(), 0);
+  EXPECT_TRUE(plan.parcels().empty());
+  EXPECT_EQ(plan.total_unit_rows(), 0);
+  // Eight segments of the one offset, four of each of the two.
+  EXPECT_EQ(plan.tile_groups(0, 0, 0).size(), 8U + 2U * 4U);
+}
+
+TEST(Plan, DenseRingPassesEveryShardToEveryOtherRank) {
+  const Plan plan(options_of(dense(8), Placement::contiguous(64, 4), 2));
+  ASSERT_EQ(plan.classes().size(), 1U);
+  EXPECT_EQ(plan.classes()[0].units, (std::vector<int>{0, 1}));
+  EXPECT_EQ(plan.classes()[0].selections[0].members.size(), 8U);
+  EXPECT_EQ(plan.steps(), 3);
+  ASSERT_EQ(plan.parcels().size(), 4U);
+  for (int owner = 0; owner < 4; ++owner) {
+    const Parcel& parcel = plan.parcels()[static_cast<std::size_t>(owner)];
+    EXPECT_EQ(parcel.rows, (std::vector<RowSet>{{16 * owner, 16, 1}}));
+    EXPECT_EQ(parcel.itinerary,
+              (std::vector<int>{(owner + 1) % 4, (owner + 2) % 4, (owner + 3) % 4}));
+  }
+  for (int step = 1; step <= 3; ++step) {
+    for (int rank = 0; rank < 4; ++rank) {  // neighbours only
+      ASSERT_EQ(plan.incoming(rank, step).size(), 1U);
+      EXPECT_EQ(plan.incoming(rank, step)[0].peer, (rank + 3) % 4);
+      EXPECT_EQ(plan.outgoing(rank, step)[0].peer, (rank + 1) % 4);
+      EXPECT_EQ(plan.incoming(rank, step)[0].parcel, (rank + 4 - step) % 4);
+    }
+  }
+  EXPECT_EQ(plan.received_unit_rows(0), 48 * 2);
+  EXPECT_EQ(plan.largest_step_unit_rows(0), 16 * 2);
+  EXPECT_EQ(plan.total_unit_rows(), 4 * 48 * 2);
+}
+
+TEST(Plan, CausalRowsStopAtTheLastRankThatNeedsThem) {
+  const Plan plan(options_of(dense(1, true), Placement::contiguous(64, 4)));
+  ASSERT_EQ(plan.parcels().size(), 3U);  // nobody is after the last rank
+  EXPECT_EQ(plan.parcels()[0].itinerary, (std::vector<int>{1, 2, 3}));
+  EXPECT_EQ(plan.parcels()[1].itinerary, (std::vector<int>{2, 3}));
+  EXPECT_EQ(plan.parcels()[2].itinerary, (std::vector<int>{3}));
+  EXPECT_EQ(plan.received_unit_rows(0), 0);
+}
+
+TEST(Plan, CausalRingsReceiveAtMostOneShardPerStep) {
+  for (const char* name : {"contiguous", "zigzag"}) {
+    for (const Travel travel : {Travel::keys, Travel::queries}) {
+      PlanOptions options = options_of(dense(1, true), Placement::named(name, 4096, 8));
+      options.travel = travel;
+      const Plan plan(options);
+      for (int rank = 0; rank < 8; ++rank) {
+        EXPECT_LE(plan.largest_step_unit_rows(rank), 512) << name << ", " << name_of(travel);
+      }
+    }
+  }
+}
+
+TEST(Plan, HeadsThatSelectTheSameRowsShareAClass) {
+  const Plan plan(
+      options_of(longnet(8, Lengths{16, 64}, Lengths{1, 4}), Placement::contiguous(64, 2), 8));
+  ASSERT_EQ(plan.classes().size(), 4U);  // blocked offsets: two heads each
+  EXPECT_EQ(plan.classes()[1].units, (std::vector<int>{2, 3}));
+  ASSERT_EQ(plan.classes()[1].selections.size(), 2U);
+  EXPECT_EQ(plan.classes()[1].selections[1].offset, 1);
+  EXPECT_EQ(plan.classes()[1].selections[1].members[1].unit_slot, 1);
+  EXPECT_EQ(plan.classes()[1].selections[1].members[1].q_head, 3);
+}
+
+TEST(Plan, QueryHeadsOfOneKeyHeadSendTheUnionOfTheirRowsOnce) {
+  // Four query heads with offsets 0..3 share a K/V head: together they need every row.
+  const Plan plan(options_of(longnet(4, Lengths{64}, Lengths{4}), Placement::contiguous(64, 2)));
+  ASSERT_EQ(plan.parcels().size(), 2U);
+  EXPECT_EQ(plan.parcels()[0].rows, (std::vector<RowSet>{{0, 32, 1}}));
+}
+
+TEST(Plan, BranchesSendTheUnionOfTheirRowsOnce) {
+  // w = 32 needs every second row, w = 64 every fourth; shards are 16 long. The rows of both visit
+  // all ranks, the others only the neighbour in their half.
+  const Plan plan(
+      options_of(longnet(1, Lengths{32, 64}, Lengths{2, 4}), Placement::contiguous(64, 4)));
+  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(plan.received_unit_rows(rank), 8 + 2 * 4);
+}
+
+struct Aligned {
+  std::int64_t segment, dilation, shard;
+};
+
+class AlignedShards : public ::testing::TestWithParam<Aligned> {};
+
+// The formula of the design: max(0, w - n) / r rows per rank, branch and head.
+TEST_P(AlignedShards, ReceiveTheRestOfTheirSegment) {
+  const auto [segment, dilation, shard] = GetParam();
+  const std::int64_t tokens = 65536;
+  const int ranks = static_cast<int>(tokens / shard);
+  const int heads = static_cast<int>(dilation);  // one per offset
+  const Plan plan(options_of(longnet(heads, Lengths{segment}, Lengths{dilation}),
+                             Placement::contiguous(tokens, ranks), heads));
+  const std::int64_t rows = std::max<std::int64_t>(0, segment - shard) / dilation;
+  for (int rank = 0; rank < ranks; ++rank) EXPECT_EQ(plan.received_unit_rows(rank), rows * heads);
+}
+
+INSTANTIATE_TEST_SUITE_P(PowersOfTwo, AlignedShards,
+                         ::testing::Values(Aligned{2048, 1, 1024}, Aligned{2048, 1, 2048},
+                                           Aligned{2048, 1, 4096}, Aligned{4096, 2, 1024},
+                                           Aligned{8192, 4, 2048}, Aligned{16384, 8, 2048},
+                                           Aligned{32768, 16, 1024}, Aligned{65536, 16, 8192},
+                                           Aligned{65536, 1, 4096}),
+                         [](const auto& info) {
+                           return "w" + std::to_string(info.param.segment) + "_r" +
+                                  std::to_string(info.param.dilation) + "_n" +
+                                  std::to_string(info.param.shard);
+                         });
+
+TEST(Plan, LongNetAtAMillionTokensMovesAThousandthOfDense) {
+  const Placement placement = Placement::contiguous(1 << 20, 64);
+  const Plan sparse(options_of(longnet(16, kSegments, kDilations), placement, 16));
+  const Plan all(options_of(dense(16), placement, 16));
+  EXPECT_EQ(sparse.received_unit_rows(5), 16 * 1024);  // (32768 - 16384) / 16 rows of each head
+  EXPECT_EQ(all.received_unit_rows(5), std::int64_t{16} * 63 * 16384);
+}
+
+TEST(Plan, RefusesWhatItCannotPlan) {
+  const Placement placement = Placement::contiguous(64, 2);
+  EXPECT_THROW(Plan(options_of(dense(6), placement, 4)), ConfigError);
+  EXPECT_THROW(Plan(options_of(dense(6), placement, 0)), ConfigError);
+  EXPECT_THROW(Plan(options_of(Pattern{}, placement)), ConfigError);
+  PlanOptions undecided = options_of(dense(1), placement);
+  undecided.schedule = Schedule::automatic;
+  EXPECT_THROW(Plan{undecided}, ConfigError);
+  const Plan plan(options_of(dense(1), placement));
+  EXPECT_THROW((void)plan.incoming(0, 0), ConfigError);
+  EXPECT_THROW((void)plan.outgoing(2, 1), ConfigError);
+  EXPECT_THROW((void)plan.tile_groups(0, 0, 2), ConfigError);
+}
+
+TEST(Plan, DigestIsStableAndDiffersWhenAnythingDiffers) {
+  const auto base = [] {
+    return options_of(longnet(8, Lengths{16, 64}, Lengths{1, 4}), Placement::contiguous(128, 4), 4);
+  };
+  EXPECT_EQ(Plan(base()).digest(), Plan(base()).digest());
+  PlanOptions renamed = base();
+  renamed.pattern.name = "another name";
+  EXPECT_EQ(Plan(base()).digest(), Plan(renamed).digest()) << "names are for people";
+
+  const std::vector<std::function<void(PlanOptions&)>> changes = {
+      [](PlanOptions& o) { o.pattern.causal = true; },
+      [](PlanOptions& o) { o.pattern.output_scale = 0.5; },
+      [](PlanOptions& o) { o.pattern.branches[0].segment_length = 32; },
+      [](PlanOptions& o) { o.pattern.branches[1].dilation = 5; },
+      [](PlanOptions& o) { o.pattern.branches[1].offset[7] = 0; },
+      [](PlanOptions& o) { o.pattern.branches[1].offset[7] = -1; },
+      [](PlanOptions& o) { o.pattern.branches.pop_back(); },
+      [](PlanOptions& o) { std::swap(o.pattern.branches[0], o.pattern.branches[1]); },
+      [](PlanOptions& o) {
+        o.pattern = longnet(16, Lengths{16, 64}, Lengths{1, 4});
+      },
+      [](PlanOptions& o) { o.placement = Placement::contiguous(127, 4); },
+      [](PlanOptions& o) { o.placement = Placement::contiguous(128, 3); },
+      [](PlanOptions& o) { o.placement = Placement::zigzag(128, 4); },
+      [](PlanOptions& o) { o.placement = Placement::striped(128, 4); },
+      [](PlanOptions& o) { o.placement = Placement::hilbert(128, 4); },
+      [](PlanOptions& o) { o.kv_heads = 2; },
+      [](PlanOptions& o) { o.schedule = Schedule::gather; },
+      [](PlanOptions& o) { o.travel = Travel::queries; }};
+  std::set<std::uint64_t> digests{Plan(base()).digest()};
+  for (const auto& change : changes) {
+    PlanOptions changed = base();
+    change(changed);
+    EXPECT_TRUE(digests.insert(Plan(changed).digest()).second) << digests.size();
+  }
+}
+
+TEST(Plan, AbsurdLengthsDoNotOverflow) {
+  Pattern pattern = dense(2, true);
+  pattern.branches[0].dilation = std::int64_t{1} << 62U;  // position `offset` of the sequence alone
+  pattern.branches[0].offset = {3, 5'000};
+  pattern.branches.push_back({kWholeSequence - 1, kWholeSequence, {2, -1}});
+  pattern.branches.push_back({8, kWholeSequence, {7, 8}});  // 8 lies in no segment of 8
+  for (const char* name : {"contiguous", "zigzag", "striped", "hilbert"}) {
+    const Plan plan(options_of(pattern, Placement::named(name, 64, 4), 2));
+    EXPECT_EQ(plan.total_unit_rows(), 0) << "single rows attend themselves";
+    double pairs = 0.0;
+    for (int rank = 0; rank < 4; ++rank) pairs += plan.pairs(rank);
+    EXPECT_EQ(pairs, 1.0 + 1.0 + 8.0);
+    EXPECT_EQ(pairs, allowed_pairs(pattern, 64));
+  }
+  // A single row may come with any stride.
+  const std::int64_t far = std::int64_t{1} << 60U;
+  const Placement single =
+      Placement::explicit_ranges(8, {{{0, 1, far}, {1, 1, 1}, {2, 2, 1}}, {{4, 4, 1}}});
+  EXPECT_EQ(Plan(options_of(dense(1), single)).total_unit_rows(), 8);
+}
+
+class Million : public ::testing::TestWithParam<std::tuple<std::string, bool>> {};
+
+#if !defined(NDEBUG) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr double kPlanningSeconds = 30.0;  // not what is measured here
+#else
+constexpr double kPlanningSeconds = 1.0;
+#endif
+
+// Generous: the slowest of these takes 0.2 s on a 2-core machine, the usual ones under 1 ms.
+TEST_P(Million, IsPlannedWithinASecond) {
+  const auto& [name, causal] = GetParam();
+  const Placement placement = Placement::named(name, 1 << 20, 64);
+  for (const Pattern& pattern : {dense(16, causal), longnet(16, kSegments, kDilations, causal)}) {
+    const auto start = std::chrono::steady_clock::now();
+    const Plan plan(options_of(pattern, placement, 16));
+    const std::chrono::duration<double> planning = std::chrono::steady_clock::now() - start;
+    RecordProperty(pattern.name + "_ms", std::to_string(1e3 * planning.count()));
+    EXPECT_LT(planning.count(), kPlanningSeconds) << pattern.name;
+    double pairs = 0.0;
+    for (int rank = 0; rank < plan.ranks(); ++rank) pairs += plan.pairs(rank);
+    EXPECT_EQ(pairs, allowed_pairs(pattern, 1 << 20));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Tokens, Million,
+                         ::testing::Combine(::testing::Values("contiguous", "zigzag", "striped",
+                                                              "hilbert"),
+                                            ::testing::Bool()),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) +
+                                  (std::get<1>(info.param) ? "_causal" : "");
+                         });
+
+TEST(Plan, SizeDoesNotGrowWithTokensOrHeadsOfAClass) {
+  for (const bool causal : {false, true}) {
+    for (const char* name : {"contiguous", "zigzag"}) {
+      // Segments straddle shards everywhere; only the number of tokens between boundaries grows.
+      const auto plan = [&](std::int64_t scale, int heads) {
+        const Lengths segments{2100 * scale, 6000 * scale};
+        return Plan(options_of(longnet(heads, segments, Lengths{1, 4}, causal),
+                               Placement::named(name, 65536 * scale, 16), heads));
+      };
+      EXPECT_EQ(size_of(plan(1, 4)), size_of(plan(16, 4))) << name;
+      EXPECT_EQ(size_of(plan(1, 4)), size_of(plan(1, 32))) << name;
+    }
+    // More segments of the same length: those within a shard cost nothing.
+    const auto longer = [&](std::int64_t tokens) {
+      return size_of(Plan(options_of(longnet(16, kSegments, kDilations, causal),
+                                     Placement::contiguous(tokens, 64), 16)));
+    };
+    EXPECT_LE(longer(1 << 24), longer(1 << 20));
+    EXPECT_LE(longer(1 << 20), 5000U);
+  }
+}
+
+TEST(Plan, TableAndPictureTellTheTotals) {
+  PlanOptions options = options_of(dense(4, true), Placement::zigzag(4096, 4), 2);
+  for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
+    for (const Travel travel : {Travel::keys, Travel::queries}) {
+      options.schedule = schedule;
+      options.travel = travel;
+      options.pattern.name = "a < b & c";
+      const Plan plan(options);
+      const std::string table = plan_table(plan);
+      EXPECT_NE(table.find("a < b & c, causal: 4,096 tokens"), std::string::npos) << table;
+      EXPECT_NE(table.find("100 %"), std::string::npos) << "zigzag is balanced\n" << table;
+      const std::string svg = plan_svg(plan);
+      EXPECT_EQ(svg.rfind("<svg", 0), 0U);
+      EXPECT_NE(svg.find("a &lt; b &amp; c"), std::string::npos);
+      EXPECT_NE(svg.find("rank 3"), std::string::npos);
+      EXPECT_EQ(svg.find("nan"), std::string::npos);
+      EXPECT_EQ(svg.find("inf"), std::string::npos);
+    }
+  }
+}
+
+TEST(Plan, PictureDegradesToManyRanks) {
+  for (const int ranks : {1, 2, 16, 17, 64, 100}) {
+    const std::string svg =
+        plan_svg(Plan(options_of(dense(1, true), Placement::zigzag(8192, ranks))));
+    EXPECT_NE(svg.find("</svg>"), std::string::npos);
+    EXPECT_EQ(svg.find("nan"), std::string::npos);
+  }
+  const std::string tiny = plan_svg(Plan(options_of(dense(1), Placement::striped(2, 5))));
+  EXPECT_NE(tiny.find("idle"), std::string::npos) << "three ranks have no token";
+}
+
+}  // namespace
+}  // namespace annulus

@@ -1,0 +1,152 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "annulus/pattern.h"
+#include "annulus/placement.h"
+#include "annulus/plan.h"
+
+namespace annulus::test {
+
+// Random small plans: all placements, all presets and odd shapes, both schedules and directions.
+
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : engine_(seed) {}
+
+  std::int64_t between(std::int64_t low, std::int64_t high) {  // both included
+    return std::uniform_int_distribution<std::int64_t>(low, high)(engine_);
+  }
+  bool coin() { return between(0, 1) == 1; }
+  template <typename T>
+  T one_of(const std::vector<T>& values) {
+    return values[static_cast<std::size_t>(
+        between(0, static_cast<std::int64_t>(values.size()) - 1))];
+  }
+  template <typename T>
+  void shuffle(std::vector<T>& values) {
+    std::shuffle(values.begin(), values.end(), engine_);
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// Cuts the sequence into stretches, each into interleaved progressions, and deals these out to the
+// ranks in random order: shards are neither contiguous nor ascending.
+[[nodiscard]] inline Placement random_placement(Random& random, std::int64_t tokens, int ranks) {
+  std::vector<RowSet> pieces;
+  for (std::int64_t begin = 0; begin < tokens;) {
+    const std::int64_t length = std::min(tokens - begin, random.between(1, tokens / 2 + 1));
+    const std::int64_t stride = std::min(length, random.one_of<std::int64_t>({1, 1, 1, 2, 3, 5}));
+    for (std::int64_t i = 0; i < stride; ++i) {
+      pieces.push_back({begin + i, (length - i - 1) / stride + 1, stride});
+    }
+    begin += length;
+  }
+  random.shuffle(pieces);
+  std::vector<std::vector<RowSet>> ranges(static_cast<std::size_t>(ranks));
+  for (const RowSet& piece : pieces) {
+    ranges[static_cast<std::size_t>(random.between(0, ranks - 1))].push_back(piece);
+  }
+  return Placement::explicit_ranges(tokens, std::move(ranges));
+}
+
+[[nodiscard]] inline Placement any_placement(Random& random, std::int64_t tokens, int ranks) {
+  switch (random.between(0, 5)) {
+    case 0:
+      return Placement::contiguous(tokens, ranks);
+    case 1:
+      return Placement::contiguous(tokens, ranks, random.between(1, 20));
+    case 2:
+      return Placement::zigzag(tokens, ranks);
+    case 3:
+      return Placement::striped(tokens, ranks);
+    case 4:
+      return Placement::hilbert(tokens, ranks);
+    default:
+      return random_placement(random, tokens, ranks);
+  }
+}
+
+// Segments need not divide by dilations, dilations may exceed segments, heads may be in no branch.
+[[nodiscard]] inline Pattern random_branches(Random& random, std::int64_t tokens, int heads,
+                                             bool causal) {
+  Pattern pattern;
+  pattern.name = "random";
+  pattern.heads = heads;
+  pattern.causal = causal;
+  for (std::int64_t i = random.between(1, 4); i > 0; --i) {
+    Branch branch;
+    branch.segment_length =
+        random.between(0, 5) == 0 ? kWholeSequence : random.between(1, tokens + 10);
+    branch.dilation = random.one_of<std::int64_t>({1, 2, 3, 4, 5, 6, 7, 8, 16, 40, 1000});
+    for (int h = 0; h < heads; ++h) {
+      const std::int64_t highest = std::min<std::int64_t>(branch.dilation - 1, 9);
+      branch.offset.push_back(random.between(-1, random.coin() ? 0 : highest));
+    }
+    pattern.branches.push_back(std::move(branch));
+  }
+  return pattern;
+}
+
+[[nodiscard]] inline Pattern any_pattern(Random& random, std::int64_t tokens, int heads) {
+  const bool causal = random.coin();
+  std::vector<std::int64_t> segments;
+  std::vector<std::int64_t> dilations;
+  std::int64_t dilation = 1;
+  for (std::int64_t w = random.one_of<std::int64_t>({4, 6, 8, 16}); segments.size() < 3; w *= 2) {
+    segments.push_back(w);
+    dilations.push_back(dilation);
+    dilation *= random.between(1, 3);
+  }
+  switch (random.between(0, 4)) {
+    case 0:
+      return dense(heads, causal);
+    case 1: {
+      const std::size_t groups =
+          std::min<std::size_t>(segments.size(), static_cast<std::size_t>(heads));
+      segments.resize(groups);
+      dilations.resize(groups);
+      return head_groups(heads, segments, dilations, causal);
+    }
+    case 2:
+      return longnet(heads, segments, dilations, causal,
+                     random.coin() ? Offsets::blocked : Offsets::interleaved);
+    default:
+      return random_branches(random, tokens, heads, causal);
+  }
+}
+
+[[nodiscard]] inline PlanOptions any_options(Random& random) {
+  // Mostly short: brute force costs tokens^2, and what can go wrong does so in short sequences,
+  // too.
+  const std::int64_t tokens = random.between(1, random.one_of<std::int64_t>({12, 50, 50, 50, 200}));
+  const int ranks = static_cast<int>(random.between(1, 8));
+  const int group = random.one_of<int>({1, 1, 2, 4, 8});
+  const int kv_heads = static_cast<int>(random.between(1, std::max(1, 8 / group)));
+  return {any_pattern(random, tokens, group * kv_heads), any_placement(random, tokens, ranks),
+          kv_heads, random.coin() ? Schedule::ring : Schedule::gather,
+          random.coin() ? Travel::keys : Travel::queries};
+}
+
+[[nodiscard]] inline std::string describe(const Plan& plan) {
+  std::string text = plan.pattern().name + (plan.pattern().causal ? " causal" : "") + ", " +
+                     plan.placement().name() + ", " + std::to_string(plan.placement().tokens()) +
+                     " tokens, " + std::to_string(plan.ranks()) + " ranks, heads " +
+                     std::to_string(plan.pattern().heads) + "/" +
+                     std::to_string(plan.options().kv_heads) + ", " +
+                     name_of(plan.options().schedule) + " of " + name_of(plan.options().travel);
+  for (const Branch& branch : plan.pattern().branches) {
+    text +=
+        ", w " + std::to_string(branch.segment_length) + " r " + std::to_string(branch.dilation);
+  }
+  return text;
+}
+
+}  // namespace annulus::test

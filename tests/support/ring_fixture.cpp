@@ -1,0 +1,540 @@
+#include "support/ring_fixture.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <thread>
+
+#include "annulus/error.h"
+#include "annulus/half.h"
+#include "annulus/in_process.h"
+#include "support/random_plans.h"
+
+namespace annulus::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr std::byte kGap{0xA5};
+constexpr double kFloatLimit = 2e-6;
+constexpr double kHalfLimit = 2.0;
+
+float round_to(DType dtype, double value) {
+  const auto narrow = static_cast<float>(value);
+  switch (dtype) {
+    case DType::bf16:
+      return bf16_to_float(float_to_bf16(narrow));
+    case DType::f16:
+      return f16_to_float(float_to_f16(narrow));
+    default:
+      return narrow;
+  }
+}
+
+// Keys per query row, on average over the rows of all branches together.
+double mean_keys(const Problem& problem) {
+  return allowed_pairs(problem.pattern, problem.shape.tokens) /
+         (static_cast<double>(problem.shape.tokens) * problem.shape.q_heads);
+}
+
+double joint_rms(const reference::Gradients& gradients) {
+  double sum = 0;
+  double count = 0;
+  for (const auto* part : {&gradients.dq, &gradients.dk, &gradients.dv}) {
+    for (const double x : *part) {
+      if (!std::isfinite(x)) continue;
+      sum += x * x;
+      count += 1;
+    }
+  }
+  return count > 0 ? std::sqrt(sum / count) : 0.0;
+}
+
+// Sums of squares where both sides are finite; infinite where they disagree about that.
+double difference_rms(std::span<const float> actual, std::span<const double> expected) {
+  if (actual.size() != expected.size()) return kInfinity;
+  double sum = 0;
+  double count = 0;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    const double a = actual[i];
+    const double e = expected[i];
+    if (!std::isfinite(e)) {
+      if (std::isnan(e) ? !std::isnan(a) : a != e) return kInfinity;
+      continue;
+    }
+    if (!std::isfinite(a)) return kInfinity;
+    sum += (a - e) * (a - e);
+    count += 1;
+  }
+  return count > 0 ? std::sqrt(sum / count) : 0.0;
+}
+
+double ratio(double numerator, double denominator) {
+  if (numerator == 0) return 0;
+  return denominator > 0 ? numerator / denominator : kInfinity;
+}
+
+ShardTensor shard_tensor(const RingOptions& options, int rank, int heads, Layout layout) {
+  return {options.dtype,    options.batch, options.placement.local_tokens(rank), heads,
+          options.head_dim, layout};
+}
+
+struct Worst {
+  std::mutex mutex;
+  std::map<std::string, std::pair<double, std::string>> values;
+};
+
+Worst& worst() {
+  static Worst instance;
+  return instance;
+}
+
+class PrintWorst : public ::testing::Environment {
+ public:
+  void TearDown() override {
+    for (const auto& [what, entry] : worst().values) {
+      std::printf("[  WORST   ] %s: %.3g (%s)\n", what.c_str(), entry.first, entry.second.c_str());
+    }
+  }
+};
+
+const ::testing::Environment* const kPrintWorst =
+    ::testing::AddGlobalTestEnvironment(new PrintWorst);
+
+}  // namespace
+
+Inputs random_inputs(const Problem& problem, std::uint64_t seed, double deviation) {
+  std::mt19937_64 engine(seed);
+  std::normal_distribution<double> normal(0.0, deviation);
+  const reference::Shape& s = problem.shape;
+  const auto make = [&](int heads) {
+    std::vector<double> values(static_cast<std::size_t>(s.batch * s.tokens * heads * s.head_dim));
+    for (double& x : values) x = round_to(problem.dtype, normal(engine));
+    return values;
+  };
+  Inputs inputs;
+  inputs.q = make(s.q_heads);
+  inputs.k = make(s.kv_heads);
+  inputs.v = make(s.kv_heads);
+  inputs.dout = make(s.q_heads);
+  return inputs;
+}
+
+Expected reference_of(const Problem& p, const Inputs& in) {
+  return {reference::forward(p.pattern, p.shape, in.q, in.k, in.v, p.scale),
+          reference::backward(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale)};
+}
+
+std::vector<const std::vector<float>*> members(const Results& r) {
+  return {&r.o, &r.lse, &r.dq, &r.dk, &r.dv};
+}
+
+std::vector<const std::vector<double>*> members(const Expected& e) {
+  return {&e.output.o, &e.output.lse, &e.gradients.dq, &e.gradients.dk, &e.gradients.dv};
+}
+
+std::string first_difference(const Results& a, const Results& b) {
+  const auto left = members(a);
+  const auto right = members(b);
+  for (std::size_t m = 0; m < left.size(); ++m) {
+    const std::string name = kResultNames[m];
+    if (left[m]->size() != right[m]->size()) return name + " has another size";
+    std::size_t different = 0;
+    std::size_t first = 0;
+    for (std::size_t i = 0; i < left[m]->size(); ++i) {
+      const float x = (*left[m])[i];
+      const float y = (*right[m])[i];
+      if (std::memcmp(&x, &y, sizeof(float)) == 0 || (std::isnan(x) && std::isnan(y))) continue;
+      if (different++ == 0) first = i;
+    }
+    if (different == 0) continue;
+    char text[160];
+    std::snprintf(text, sizeof(text), "%s differs in %zu of %zu elements, first [%zu]: %.9g and %.9g",
+                  name.c_str(), different, left[m]->size(), first,
+                  static_cast<double>((*left[m])[first]), static_cast<double>((*right[m])[first]));
+    return text;
+  }
+  return "";
+}
+
+ShardTensor::ShardTensor(DType dtype, std::int64_t batch, std::int64_t tokens, std::int64_t heads,
+                         std::int64_t dim, Layout layout) {
+  const std::int64_t width = dim == 0 ? 1 : dim;
+  std::int64_t start = 0;
+  std::int64_t head = width;
+  std::int64_t token = heads * width;
+  std::int64_t entry = tokens * heads * width;
+  if (layout == Layout::heads_major) {
+    token = width;
+    head = tokens * width;
+  } else if (layout == Layout::padded) {
+    start = 3;
+    head = width + 3;
+    token = heads * head + 5;
+    entry = tokens * token + 7;
+  }
+  const std::int64_t elements = tokens == 0 ? 0 : start + batch * entry + 9;
+  bytes_.assign(static_cast<std::size_t>(elements) * size_of(dtype), kGap);
+  void* const data =
+      elements == 0 ? nullptr : bytes_.data() + static_cast<std::size_t>(start) * size_of(dtype);
+  view_ = dim == 0 ? TensorView(data, dtype, {batch, tokens, heads})
+                   : TensorView(data, dtype, {batch, tokens, heads, dim});
+  view_.stride[0] = entry;
+  view_.stride[1] = token;
+  view_.stride[2] = head;
+  if (dim != 0) view_.stride[3] = 1;
+}
+
+std::int64_t ShardTensor::index(std::int64_t b, std::int64_t t, std::int64_t h,
+                                std::int64_t d) const {
+  return b * view_.stride[0] + t * view_.stride[1] + h * view_.stride[2] + d;
+}
+
+template <typename Body>
+void ShardTensor::for_each_element(const Body& body) const {
+  const std::int64_t dim = view_.rank == 4 ? view_.shape[3] : 1;
+  for (std::int64_t b = 0; b < view_.shape[0]; ++b) {
+    for (std::int64_t t = 0; t < view_.shape[1]; ++t) {
+      for (std::int64_t h = 0; h < view_.shape[2]; ++h) {
+        for (std::int64_t d = 0; d < dim; ++d) body(index(b, t, h, d));
+      }
+    }
+  }
+}
+
+float ShardTensor::get(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) const {
+  return load_element(view_.data, view_.dtype, index(b, t, h, d));
+}
+
+void ShardTensor::set(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d, float value) {
+  store_element(view_.data, view_.dtype, index(b, t, h, d), value);
+}
+
+void ShardTensor::fill(float value) {
+  for_each_element([&](std::int64_t i) { store_element(view_.data, view_.dtype, i, value); });
+}
+
+bool ShardTensor::gaps_untouched() const {
+  std::vector<bool> used(bytes_.size(), false);
+  const std::size_t size = size_of(view_.dtype);
+  const auto start = view_.data == nullptr
+                         ? 0
+                         : static_cast<std::size_t>(static_cast<const std::byte*>(view_.data) -
+                                                    bytes_.data());
+  for_each_element([&](std::int64_t i) {
+    for (std::size_t byte = 0; byte < size; ++byte) {
+      used[start + static_cast<std::size_t>(i) * size + byte] = true;
+    }
+  });
+  for (std::size_t i = 0; i < bytes_.size(); ++i) {
+    if (!used[i] && bytes_[i] != kGap) return false;
+  }
+  return true;
+}
+
+Shard::Shard(const RingOptions& options, int rank, Layout layout)
+    : positions(options.placement.positions(rank)),
+      batch(options.batch),
+      tokens(options.placement.tokens()),
+      detached(options.mix_gradient == MixGradient::detached),
+      q(shard_tensor(options, rank, options.pattern.heads, layout)),
+      k(shard_tensor(options, rank, options.kv_heads, layout)),
+      v(shard_tensor(options, rank, options.kv_heads, layout)),
+      o(shard_tensor(options, rank, options.pattern.heads, layout)),
+      lse(DType::f32, batch, std::ssize(positions), options.pattern.heads, 0, layout),
+      dout(shard_tensor(options, rank, options.pattern.heads, layout)),
+      dq(shard_tensor(options, rank, options.pattern.heads, layout)),
+      dk(shard_tensor(options, rank, options.kv_heads, layout)),
+      dv(shard_tensor(options, rank, options.kv_heads, layout)) {}
+
+void Shard::load(const Inputs& inputs) {
+  const auto copy = [&](const std::vector<double>& from, ShardTensor& to) {
+    const std::int64_t heads = to.view().shape[2];
+    const std::int64_t dim = to.view().shape[3];
+    for (std::int64_t b = 0; b < batch; ++b) {
+      for (std::size_t t = 0; t < positions.size(); ++t) {
+        for (std::int64_t h = 0; h < heads; ++h) {
+          const std::int64_t at = ((b * tokens + positions[t]) * heads + h) * dim;
+          for (std::int64_t d = 0; d < dim; ++d) {
+            to.set(b, static_cast<std::int64_t>(t), h, d,
+                   static_cast<float>(from[static_cast<std::size_t>(at + d)]));
+          }
+        }
+      }
+    }
+  };
+  copy(inputs.q, q);
+  copy(inputs.k, k);
+  copy(inputs.v, v);
+  copy(inputs.dout, dout);
+  for (ShardTensor* out : {&o, &lse, &dq, &dk, &dv}) {
+    out->fill(std::numeric_limits<float>::quiet_NaN());
+  }
+  loaded_ = {q.bytes(), k.bytes(), v.bytes(), dout.bytes()};
+}
+
+void Shard::forward(RingAttention& ring) {
+  if (detached) state = ring.make_branch_state();
+  ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view(), detached ? &state : nullptr);
+}
+
+void Shard::backward(RingAttention& ring) {
+  ring.backward(q.view(), k.view(), v.view(), o.view(), lse.view(), dout.view(), dq.view(),
+                dk.view(), dv.view(), detached ? &state : nullptr);
+}
+
+void Shard::collect(Results& results) const {
+  const auto copy = [&](const ShardTensor& from, std::vector<float>& to) {
+    const std::int64_t heads = from.view().shape[2];
+    const std::int64_t dim = from.view().rank == 4 ? from.view().shape[3] : 1;
+    for (std::int64_t b = 0; b < batch; ++b) {
+      for (std::size_t t = 0; t < positions.size(); ++t) {
+        for (std::int64_t h = 0; h < heads; ++h) {
+          const std::int64_t at = ((b * tokens + positions[t]) * heads + h) * dim;
+          for (std::int64_t d = 0; d < dim; ++d) {
+            to[static_cast<std::size_t>(at + d)] = from.get(b, static_cast<std::int64_t>(t), h, d);
+          }
+        }
+      }
+    }
+  };
+  copy(o, results.o);
+  copy(lse, results.lse);
+  copy(dq, results.dq);
+  copy(dk, results.dk);
+  copy(dv, results.dv);
+}
+
+std::string Shard::damage() const {
+  const ShardTensor* const inputs[] = {&q, &k, &v, &dout};
+  const char* const names[] = {"q", "k", "v", "dout"};
+  for (std::size_t i = 0; i < 4; ++i) {
+    if (inputs[i]->bytes() != loaded_[i]) return std::string(names[i]) + " was changed";
+  }
+  const ShardTensor* const outputs[] = {&o, &lse, &dq, &dk, &dv};
+  for (std::size_t i = 0; i < 5; ++i) {
+    if (!outputs[i]->gaps_untouched()) {
+      return std::string("bytes between the rows of ") + kResultNames[i] + " were changed";
+    }
+  }
+  return "";
+}
+
+RingOptions ring_options(const Problem& problem, Placement placement) {
+  return {.pattern = problem.pattern,
+          .placement = std::move(placement),
+          .batch = problem.shape.batch,
+          .kv_heads = problem.shape.kv_heads,
+          .head_dim = problem.shape.head_dim,
+          .dtype = problem.dtype,
+          .scale = problem.scale,
+          .mix_gradient = problem.mix,
+          .limits = {},
+          .pool = nullptr};
+}
+
+Results empty_results(const RingOptions& options) {
+  const std::int64_t rows = options.batch * options.placement.tokens();
+  const auto queries = static_cast<std::size_t>(rows * options.pattern.heads * options.head_dim);
+  const auto keys = static_cast<std::size_t>(rows * options.kv_heads * options.head_dim);
+  Results results;
+  results.o.resize(queries);
+  results.lse.resize(static_cast<std::size_t>(rows * options.pattern.heads));
+  results.dq.resize(queries);
+  results.dk.resize(keys);
+  results.dv.resize(keys);
+  return results;
+}
+
+Results run_ring(const RingOptions& options, const Inputs& inputs, Layout layout) {
+  Results results = empty_results(options);
+  run_in_process(options.placement.ranks(), [&](Transport& transport) {
+    RingAttention ring(options, transport);
+    Shard shard(options, transport.rank(), layout);
+    shard.load(inputs);
+    shard.forward(ring);
+    if (options.backward) shard.backward(ring);
+    shard.collect(results);
+    const std::string damage = shard.damage();
+    if (!damage.empty()) throw std::runtime_error(damage);
+  });
+  return results;
+}
+
+std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport&)>& body) {
+  auto transports = make_in_process_ring(ranks);
+  std::vector<RankOutcome> outcomes(static_cast<std::size_t>(ranks));
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    threads.emplace_back([&, rank] {
+      RankOutcome& outcome = outcomes[rank];
+      const auto start = std::chrono::steady_clock::now();
+      const auto end_as = [&](const char* kind, const char* message) {
+        outcome.kind = kind;
+        outcome.message = message;
+      };
+      try {
+        body(*transports[rank]);
+      } catch (const ConfigError& error) {
+        end_as("ConfigError", error.what());
+      } catch (const TransportError& error) {
+        end_as("TransportError", error.what());
+      } catch (const DeviceError& error) {
+        end_as("DeviceError", error.what());
+      } catch (const std::exception& error) {
+        end_as("other", error.what());
+      }
+      outcome.seconds =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return outcomes;
+}
+
+WatchedTransport::Count WatchedTransport::sent(std::uint32_t tag) const {
+  Count sum;
+  for (const auto& [key, count] : sent_) {
+    if (key.first != tag) continue;
+    sum.bytes += count.bytes;
+    sum.messages += count.messages;
+  }
+  return sum;
+}
+
+std::unique_ptr<Transfer> WatchedTransport::send(int peer, std::uint32_t tag,
+                                                 std::span<const std::byte> bytes) {
+  if (fail_after_ >= 0 && tag == fail_tag_ && fail_after_-- == 0) {
+    throw std::runtime_error("rank failure for the test");
+  }
+  Count& count = sent_[{tag, peer}];
+  count.bytes += static_cast<std::int64_t>(bytes.size());
+  count.messages += 1;
+  return inner_.send(peer, tag, bytes);
+}
+
+double rms(std::span<const double> values) {
+  double sum = 0;
+  double count = 0;
+  for (const double x : values) {
+    if (!std::isfinite(x)) continue;
+    sum += x * x;
+    count += 1;
+  }
+  return count > 0 ? std::sqrt(sum / count) : 0.0;
+}
+
+double relative_rms(std::span<const float> actual, std::span<const double> expected, double floor) {
+  return ratio(difference_rms(actual, expected), std::max(rms(expected), floor));
+}
+
+std::vector<float> rounded(std::span<const double> values, DType dtype) {
+  std::vector<float> out(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) out[i] = round_to(dtype, values[i]);
+  return out;
+}
+
+Errors errors_of(const Problem& problem, const Results& results, const Expected& expected) {
+  const auto actual = members(results);
+  const auto wanted = members(expected);
+  const double floor = mean_keys(problem) < 8 ? joint_rms(expected.gradients) : 0.0;
+  Errors errors;
+  for (std::size_t m = 0; m < 5; ++m) {
+    // A log-sum-exp is a logarithm: 1 is its natural unit.
+    errors.value[m] = relative_rms(*actual[m], *wanted[m], m == 1 ? 1.0 : m >= 2 ? floor : 0.0);
+  }
+  return errors;
+}
+
+Errors error_ratios(const Problem& problem, const Results& results, const Expected& expected) {
+  const auto actual = members(results);
+  const auto wanted = members(expected);
+  const auto rounding = [&](std::size_t m) {
+    return difference_rms(rounded(*wanted[m], problem.dtype), *wanted[m]);
+  };
+  // Of all gradients together, for those that vanish.
+  double joint = 0;
+  if (mean_keys(problem) < 8) {
+    double count = 0;
+    for (std::size_t m = 2; m < 5; ++m) {
+      const auto n = static_cast<double>(wanted[m]->size());
+      joint += rounding(m) * rounding(m) * n;
+      count += n;
+    }
+    joint = std::sqrt(joint / count);
+  }
+  Errors errors;
+  for (std::size_t m = 0; m < 5; ++m) {
+    const double error = difference_rms(*actual[m], *wanted[m]);
+    // lse is fp32 whatever the dtype of the rest.
+    errors.value[m] = m == 1 ? ratio(error, std::max(1.0, rms(*wanted[m])))
+                             : ratio(error, std::max(rounding(m), m >= 2 ? joint : 0.0));
+  }
+  return errors;
+}
+
+void expect_matches(const Problem& problem, const Results& results, const Expected& expected) {
+  const bool wide = problem.dtype == DType::f32;
+  const Errors errors =
+      wide ? errors_of(problem, results, expected) : error_ratios(problem, results, expected);
+  for (std::size_t m = 0; m < 5; ++m) {
+    const bool is_lse = m == 1;
+    const double limit = wide || is_lse ? kFloatLimit : kHalfLimit;
+    const char* const measure = wide || is_lse ? "relative RMS error" : "error / rounding error";
+    EXPECT_LE(errors.value[m], limit) << kResultNames[m] << ": " << measure;
+    note_worst(std::string(name_of(problem.dtype)) + " " + kResultNames[m] + " " + measure,
+               errors.value[m]);
+  }
+}
+
+void note_worst(const std::string& what, double value) {
+  const std::lock_guard lock(worst().mutex);
+  auto& entry = worst().values[what];
+  if (!(value > entry.first)) return;
+  entry.first = value;
+  const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+  entry.second = info != nullptr ? info->name() : "";
+}
+
+Placement placement_of(const std::string& name, std::int64_t tokens, int ranks, std::uint64_t seed) {
+  if (name == "aligned") return Placement::contiguous(tokens, ranks, 16);
+  if (name == "explicit") {
+    Random random(seed);
+    return random_placement(random, tokens, ranks);
+  }
+  return Placement::named(name, tokens, ranks);
+}
+
+Problem make_problem(std::string name, Pattern pattern, int kv_heads, std::int64_t tokens,
+                     int head_dim, std::int64_t batch, MixGradient mix) {
+  Problem problem;
+  problem.name = std::move(name);
+  problem.shape = {batch, tokens, pattern.heads, kv_heads, head_dim};
+  problem.pattern = std::move(pattern);
+  problem.mix = mix;
+  return problem;
+}
+
+std::uint64_t seed_of(const std::string& name) {
+  std::uint64_t hash = 14695981039346656037U;  // FNV-1a
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211U;
+  return hash % 1'000'000;
+}
+
+double slowness() {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  return 20.0;
+#else
+  return 1.0;
+#endif
+}
+
+}  // namespace annulus::test

@@ -62,7 +62,7 @@ lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: on
 
 format: ## Reformat the C++ files in place
 	@scripts/setup.sh --lint
-	@find include src cli tests bench examples -name '*.h' -o -name '*.cpp' | xargs clang-format -i
+	@find include src cli tests bench examples -name '*.h' -o -name '*.cpp' 2>/dev/null | xargs clang-format -i
 
 clean: ## Remove all build directories
 	rm -rf build

@@ -11,14 +11,15 @@ namespace annulus::cli {
 // Objects keep the order in which they are filled: people read them, too.
 using Json = nlohmann::ordered_json;
 
-[[nodiscard]] std::string format_bytes(std::int64_t bytes);    // "48.0 MiB"
-[[nodiscard]] std::string format_seconds(double seconds);      // "1.23 s", "45.6 ms"
-[[nodiscard]] std::string format_flops(double gflops);         // "213 GFLOP/s"
+[[nodiscard]] std::string format_bytes(std::int64_t bytes);  // "48.0 MiB"
+[[nodiscard]] std::string format_seconds(double seconds);    // "1.23 s", "45.6 ms"
+[[nodiscard]] std::string format_flops(double gflops);       // "213 GFLOP/s"
 [[nodiscard]] std::string format_list(const std::vector<std::int64_t>& values);  // "1, 2, 4"
 
 [[nodiscard]] double median(std::vector<double> values);  // 0 for none
 
-// To standard output, whole: a full disk or a closed pipe is a ConfigError rather than half a result.
+// To standard output, whole: a full disk or a closed pipe is a ConfigError rather than half a
+// result.
 void print(const std::string& text);
 void print_json(const Json& value);
 

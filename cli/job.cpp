@@ -8,6 +8,7 @@
 #include "annulus/in_process.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "ring/agreement.h"
 
 namespace annulus::cli {
 namespace {
@@ -27,21 +28,53 @@ struct RankRecord {
   std::int64_t predicted_backward = 0;
 };
 
+// Passes everything on, and tells the rows that the plan predicts from the few hundred bytes with
+// which the ranks agree on a call before it: the transport's own counters know no difference.
+class MeteredTransport final : public Transport {
+ public:
+  explicit MeteredTransport(Transport& inner) : inner_(inner) {}
+
+  [[nodiscard]] int rank() const override { return inner_.rank(); }
+  [[nodiscard]] int size() const override { return inner_.size(); }
+  [[nodiscard]] std::string name() const override { return inner_.name(); }
+  [[nodiscard]] std::unique_ptr<Transfer> send(int peer, std::uint32_t tag,
+                                               std::span<const std::byte> bytes) override {
+    if (tag == ring::kTagAgree) agreement_bytes_ += bytes.size();
+    return inner_.send(peer, tag, bytes);
+  }
+  [[nodiscard]] std::unique_ptr<Transfer> receive(int peer, std::uint32_t tag,
+                                                  std::span<std::byte> bytes) override {
+    return inner_.receive(peer, tag, bytes);
+  }
+  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
+  void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
+  [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }
+
+  [[nodiscard]] std::uint64_t row_bytes_sent() const {
+    return inner_.counters().bytes_sent - agreement_bytes_;
+  }
+
+ private:
+  Transport& inner_;
+  std::uint64_t agreement_bytes_ = 0;  // used by one thread: the rank's
+};
+
 template <typename Pass>
-PassRecord record(const Transport& transport, const Pass& pass) {
+PassRecord record(const MeteredTransport& transport, const Pass& pass) {
   PassRecord record;
-  const std::uint64_t before = transport.counters().bytes_sent;
+  const std::uint64_t before = transport.row_bytes_sent();
   record.start = Clock::now();
   pass();
   record.end = Clock::now();
-  record.bytes = static_cast<std::int64_t>(transport.counters().bytes_sent - before);
+  record.bytes = static_cast<std::int64_t>(transport.row_bytes_sent() - before);
   return record;
 }
 
 // A pass begins with an agreement that nobody leaves before everybody has come, so ranks that come
 // early only wait: the time of the pass is from the last start to the last end.
-PassReport summarise(const std::vector<RankRecord>& ranks, std::vector<PassRecord> RankRecord::*pass,
-                     std::int64_t RankRecord::*predicted, const char* name, double flops) {
+PassReport summarise(const std::vector<RankRecord>& ranks,
+                     std::vector<PassRecord> RankRecord::*pass, std::int64_t RankRecord::*predicted,
+                     const char* name, double flops) {
   PassReport report;
   report.flops = flops;
   const std::size_t repetitions = (ranks[0].*pass).size();
@@ -93,12 +126,14 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
   const double pair_flops = allowed_pairs(options.pattern, options.placement.tokens()) *
                             static_cast<double>(options.batch) * options.head_dim;
 
-  // Ranks share the cores, so one may wait for as long as all others compute. A deadline is there to
-  // find hangs: allow for a machine of 1 GFLOP/s.
+  // Ranks share the cores, so one may wait for as long as all others compute. A deadline is there
+  // to find hangs: allow for a machine of 1 GFLOP/s.
   InProcessOptions ring_settings;
-  ring_settings.deadline += std::chrono::seconds(static_cast<std::int64_t>(pair_flops * 14.0 / 1e9));
+  ring_settings.deadline +=
+      std::chrono::seconds(static_cast<std::int64_t>(pair_flops * 14.0 / 1e9));
 
-  const auto body = [&](Transport& transport) {
+  const auto body = [&](Transport& in_process) {
+    MeteredTransport transport(in_process);
     const int rank = transport.rank();
     const auto at = static_cast<std::size_t>(rank);
     const auto announce = [&](const char* pass, int repetition, double expected) {
@@ -137,8 +172,8 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
       announce("backward", i, backward_seconds > 0.0 ? backward_seconds : 2.5 * forward_seconds);
       mine.backward.push_back(record(transport, [&] {
         ring.backward(shard(tensors.q), shard(tensors.k), shard(tensors.v), shard(tensors.o),
-                      shard(tensors.lse), shard(tensors.dout), shard(tensors.dq),
-                      shard(tensors.dk), shard(tensors.dv), kept);
+                      shard(tensors.lse), shard(tensors.dout), shard(tensors.dq), shard(tensors.dk),
+                      shard(tensors.dv), kept);
       }));
       backward_seconds = seconds_of(mine.backward.back());
     }

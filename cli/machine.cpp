@@ -55,15 +55,13 @@ std::optional<std::int64_t> control_group_bytes() {
 
 }  // namespace
 
-std::string cpu_name() {
-  return find_value("/proc/cpuinfo", "model name").value_or("unknown CPU");
-}
+std::string cpu_name() { return find_value("/proc/cpuinfo", "model name").value_or("unknown CPU"); }
 
 std::vector<std::string> cpu_features() {
   // As Linux spells them: x86 "flags", Arm "Features".
   constexpr std::array<std::string_view, 14> kInteresting = {
-      "sse2",        "sse4_2",   "avx",      "avx2",      "fma",   "f16c",    "avx512f",
-      "avx512_bf16", "amx_bf16", "amx_tile", "asimd",     "asimdhp", "bf16",  "sve"};
+      "sse2",        "sse4_2",   "avx",      "avx2",  "fma",     "f16c", "avx512f",
+      "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "asimdhp", "bf16", "sve"};
   std::optional<std::string> line = find_value("/proc/cpuinfo", "flags");
   if (!line) line = find_value("/proc/cpuinfo", "Features");
   std::vector<std::string> found;

@@ -1,28 +1,39 @@
 #include "cli/options.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <map>
 
 #include "annulus/error.h"
-#include "cli/machine.h"
 #include "core/thread_pool.h"
-#include "plan/plan_text.h"
 
 namespace annulus::cli {
 namespace {
 
+constexpr std::int64_t kLargestCount = 2147483647;  // positions inside a segment are 32-bit
+
 const std::vector<std::int64_t> kDefaultSegments = {2048, 4096, 8192, 16384, 32768};
 const std::vector<std::int64_t> kDefaultDilations = {1, 2, 4, 8, 16};
 
-constexpr double kLargestCount = 2147483647.0;  // positions inside a segment are 32-bit
-
-CLI::Validator at_least_one() { return CLI::Range(1.0, kLargestCount); }
-
 }  // namespace
+
+CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
+  const auto check = [least, most](const std::string& text) {
+    std::int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, value);
+    if (problem == std::errc() && stop == end && value >= least && value <= most) {
+      return std::string();
+    }
+    return fmt::format("found '{}', expected a whole number from {} to {}", text, least, most);
+  };
+  return {check, "", "whole_number"};
+}
 
 CLI::Validator token_count() {
   const std::map<std::string, std::int64_t> units = {{"k", 1024}, {"m", 1024 * 1024}};
@@ -31,39 +42,42 @@ CLI::Validator token_count() {
   return validator;
 }
 
+CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
+                        const std::vector<std::string>& choices, const std::string& help) {
+  return command.add_option(flag, value, help)
+      ->check(CLI::IsMember(choices).description(""))
+      ->type_name(fmt::format("{}", fmt::join(choices, "|")));
+}
+
 void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Pattern";
-  command.add_option("--pattern", flags.pattern, "Who attends to whom (default longnet)")
-      ->check(CLI::IsMember({"dense", "head_groups", "longnet"}))
+  add_choice(command, "--pattern", flags.pattern, {"dense", "head_groups", "longnet"},
+             "Who attends to whom (default longnet)")
       ->group(group);
   command
       .add_option("--segments", flags.segments,
                   "Segment length of each branch (default 2048,4096,8192,16384,32768)")
-      ->type_name("W,W,...")
+      ->type_name("W,W")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->transform(token_count())
       ->group(group);
   command
       .add_option("--dilations", flags.dilations, "Dilation of each branch (default 1,2,4,8,16)")
-      ->type_name("R,R,...")
+      ->type_name("R,R")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->group(group);
-  command
-      .add_option("--offsets", flags.offsets,
-                  "longnet: offset of head h is h / ceil(H/r) (blocked, default) or h mod r")
-      ->check(CLI::IsMember({"blocked", "interleaved"}))
+  add_choice(command, "--offsets", flags.offsets, {"blocked", "interleaved"},
+             "longnet: offset of head h is h / ceil(H/r) (default) or h mod r")
       ->group(group);
   command
       .add_flag("--group-scale", flags.group_scale,
                 "head_groups: multiply the output by 1 / number of groups")
       ->group(group);
   command.add_flag("--causal", flags.causal, "No token attends to a later one")->group(group);
-  command
-      .add_option("--mix-gradient", flags.mix_gradient,
-                  "Gradient through the weights of the branches: full (exact, default) or detached")
-      ->check(CLI::IsMember({"full", "detached"}))
+  add_choice(command, "--mix-gradient", flags.mix_gradient, {"full", "detached"},
+             "Exact gradient (default), or branch weights held constant")
       ->group(group);
   command.add_option("--scale", flags.scale, "Factor of q.k (default 1/sqrt(head dim))")
       ->type_name("X")
@@ -73,29 +87,29 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
 void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Shape";
   command.add_option("--batch", flags.batch, "Sequences (default 1)")
-      ->check(at_least_one())
+      ->check(whole_number(1, kLargestCount))
       ->type_name("B")
       ->group(group);
   command.add_option("--tokens", flags.tokens, "Length; 128k and 1M work, too (default 32768)")
       ->transform(token_count())
-      ->check(at_least_one())
+      ->check(whole_number(1, kLargestCount))
       ->type_name("N")
       ->group(group);
   command.add_option("--heads", flags.heads, "Query heads (default 8)")
-      ->check(at_least_one())
+      ->check(whole_number(1, kLargestCount))
       ->type_name("H")
       ->group(group);
   command
       .add_option("--kv-heads", flags.kv_heads, "Key/value heads, a divisor of --heads (default H)")
-      ->check(at_least_one())
+      ->check(whole_number(1, kLargestCount))
       ->type_name("H2")
       ->group(group);
   command.add_option("--head-dim", flags.head_dim, "Multiple of 8 up to 256 (default 64)")
-      ->check(at_least_one())
+      ->check(whole_number(1, kLargestCount))
       ->type_name("D")
       ->group(group);
-  command.add_option("--dtype", flags.dtype, "Element type computed in (default fp32)")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
+  add_choice(command, "--dtype", flags.dtype, {"fp32", "bf16", "fp16"},
+             "Compute in (default fp32, or what the files have)")
       ->group(group);
   command.add_option("--seed", flags.seed, "Seed of synthetic data (default 1)")
       ->type_name("S")
@@ -105,47 +119,43 @@ void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
 void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Ring";
   command.add_option("--ranks", flags.ranks, "Ranks of the ring (default 4)")
-      ->check(CLI::Range(1, 4096))
+      ->check(whole_number(1, 4096))
       ->type_name("P")
       ->group(group);
-  command.add_option("--placement", flags.placement, "Which rank holds which tokens (default contiguous)")
-      ->check(CLI::IsMember({"contiguous", "zigzag", "striped", "hilbert"}))
+  add_choice(command, "--placement", flags.placement,
+             {"contiguous", "zigzag", "striped", "hilbert"},
+             "Which rank holds which tokens (default contiguous)")
       ->group(group);
-  command
-      .add_option("--align", flags.align,
-                  "contiguous: shards are multiples of this, so that such segments stay local")
+  command.add_option("--align", flags.align, "contiguous: make shards multiples of this")
       ->transform(token_count())
-      ->check(at_least_one())
+      ->check(whole_number(1, kLargestCount))
       ->type_name("TOKENS")
       ->group(group);
-  command.add_option("--grid-rows", flags.grid_rows, "hilbert: the tokens are a grid of that many rows")
-      ->check(at_least_one())
+  command
+      .add_option("--grid-rows", flags.grid_rows,
+                  "hilbert: the tokens are a grid of that many rows")
+      ->check(whole_number(1, kLargestCount))
       ->type_name("ROWS")
       ->group(group);
   command.add_option("--grid-cols", flags.grid_cols, "hilbert: ... and columns")
-      ->check(at_least_one())
+      ->check(whole_number(1, kLargestCount))
       ->type_name("COLS")
       ->group(group);
-  command
-      .add_option("--schedule", flags.schedule,
-                  "ring: rows hop from neighbour to neighbour; gather: straight to who needs them; "
-                  "auto: the faster (default)")
-      ->check(CLI::IsMember({"ring", "gather", "auto"}))
+  add_choice(command, "--schedule", flags.schedule, {"ring", "gather", "auto"},
+             "Rows hop around, or go straight to who needs them (default auto)")
       ->group(group);
   command
       .add_flag("--reproducible", flags.reproducible,
                 "The same bits for every number of ranks and placement (gathers)")
       ->group(group);
-  command
-      .add_option("--backward-travel", flags.backward_travel,
-                  "What visits other ranks in backward (default auto: fewer bytes)")
-      ->check(CLI::IsMember({"auto", "keys", "queries"}))
+  add_choice(command, "--backward-travel", flags.backward_travel, {"auto", "keys", "queries"},
+             "What visits other ranks in backward (default auto: fewer bytes)")
       ->group(group);
   command
       .add_option("--min-tokens-for-ring", flags.min_tokens_for_ring,
                   "Schedule auto gathers below this length (default 32768)")
       ->transform(token_count())
-      ->check(CLI::Range(0.0, kLargestCount))
+      ->check(whole_number(0, kLargestCount))
       ->type_name("N")
       ->group(group);
 }
@@ -154,7 +164,7 @@ void add_thread_flag(CLI::App& command, ProblemFlags& flags) {
   command
       .add_option("--threads", flags.threads,
                   "Threads that compute, over all ranks (default ANNULUS_THREADS or all)")
-      ->check(CLI::Range(1, 4096))
+      ->check(whole_number(1, 4096))
       ->type_name("T");
 }
 
@@ -163,13 +173,13 @@ void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
   command
       .add_option("--max-communication-bytes", flags.max_communication_bytes,
                   "Refuse jobs whose send and receive buffers are larger; 2GiB works, too")
-      ->transform(CLI::AsSizeValue(false))
+      ->transform(CLI::AsSizeValue(false).description(""))
       ->type_name("BYTES")
       ->group(group);
   command
       .add_option("--max-qkv-elements", flags.max_qkv_elements,
                   "Refuse jobs whose q, k and v have more elements together")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()))
       ->type_name("COUNT")
       ->group(group);
 }
@@ -223,7 +233,8 @@ Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
   if (grid && (flags.grid_rows == 0 || flags.grid_cols == 0)) {
     throw ConfigError("--grid-rows and --grid-cols: found one of them, expected both or none");
   }
-  if (flags.placement == "contiguous") return Placement::contiguous(tokens, flags.ranks, flags.align);
+  if (flags.placement == "contiguous")
+    return Placement::contiguous(tokens, flags.ranks, flags.align);
   if (grid) return Placement::hilbert(tokens, flags.ranks, flags.grid_rows, flags.grid_cols);
   return Placement::named(flags.placement, tokens, flags.ranks);
 }
@@ -235,55 +246,6 @@ Schedule schedule_from(const ProblemFlags& flags) {
 
 std::shared_ptr<ThreadPool> pool_from(const ProblemFlags& flags) {
   return flags.threads ? std::make_shared<ThreadPool>(*flags.threads) : nullptr;
-}
-
-ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType dtype, bool backward,
-                           const Pattern& pattern, const Placement& placement) {
-  ChosenLimits chosen;
-  const std::optional<std::int64_t> available = available_memory_bytes();
-  chosen.origin = "the library's defaults: the memory of this machine is unknown";
-  if (available) {
-    // Every rank lives in this process and gets its share. A fifth of it may be messages; the rest
-    // are tensors, their fp32 accumulators where the dtype is narrower, and what detached mixing
-    // keeps per branch. Rows of queries and of keys count alike only if there are as many heads.
-    const double q = shape.heads;
-    const double kv = 2.0 * shape.kv_heads;
-    const auto element = static_cast<double>(size_of(dtype));
-    const double passes = backward ? 2.0 : 1.0;
-    double bytes = passes * (2.0 * q + kv) * element;  // q, k, v, o and their gradients
-    if (dtype != DType::f32) bytes += 4.0 * (backward ? q + kv : q);
-    if (backward && flags.mix_gradient == "detached") {
-      bytes += 4.0 * q * static_cast<double>(pattern.branches.size());
-    }
-    const double share = static_cast<double>(*available) / placement.ranks();
-    chosen.limits.communication_bytes = static_cast<std::int64_t>(0.2 * share);
-    chosen.limits.qkv_elements = static_cast<std::int64_t>(0.8 * share * (q + kv) / bytes);
-    chosen.origin = "derived from " + format_bytes(*available) + " of available memory";
-  }
-  if (flags.max_communication_bytes) {
-    chosen.limits.communication_bytes = *flags.max_communication_bytes;
-  }
-  if (flags.max_qkv_elements) chosen.limits.qkv_elements = *flags.max_qkv_elements;
-  if (flags.max_communication_bytes && flags.max_qkv_elements) {
-    chosen.origin = "as given";
-  } else if (flags.max_communication_bytes || flags.max_qkv_elements) {
-    chosen.origin = std::string(flags.max_qkv_elements ? "messages " : "elements ") +
-                    chosen.origin + ", the other as given";
-  }
-
-  std::int64_t longest = 0;
-  for (int rank = 0; rank < placement.ranks(); ++rank) {
-    longest = std::max(longest, placement.local_tokens(rank));
-  }
-  const double elements = static_cast<double>(shape.batch) * static_cast<double>(longest) *
-                          (shape.heads + 2.0 * shape.kv_heads) * shape.head_dim;
-  if (elements > static_cast<double>(chosen.limits.qkv_elements)) {
-    throw ConfigError(fmt::format(
-        "q, k and v of one rank have {:.4g} elements, at most {:.4g} are allowed ({}): choose a "
-        "shorter sequence, fewer heads or a 16-bit --dtype, or raise --max-qkv-elements",
-        elements, static_cast<double>(chosen.limits.qkv_elements), chosen.origin));
-  }
-  return chosen;
 }
 
 RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DType dtype,

@@ -21,7 +21,8 @@ struct Shape {
 };
 
 // The flags that describe a problem, as given: what is absent gets its default when it is known
-// whether files say otherwise. Together the defaults are a LongNet over 32,768 tokens on four ranks.
+// whether files say otherwise. Together the defaults are a LongNet over 32,768 tokens on four
+// ranks.
 struct ProblemFlags {
   // pattern
   std::string pattern = "longnet";
@@ -38,7 +39,7 @@ struct ProblemFlags {
   std::optional<std::int64_t> heads;
   std::optional<std::int64_t> kv_heads;  // absent: as many as heads
   std::optional<std::int64_t> head_dim;
-  std::optional<std::string> dtype;
+  std::string dtype;  // empty: as the files, or fp32
   std::uint64_t seed = 1;
   // ring
   int ranks = 4;
@@ -62,8 +63,11 @@ void add_ring_flags(CLI::App& command, ProblemFlags& flags);
 void add_thread_flag(CLI::App& command, ProblemFlags& flags);
 void add_limit_flags(CLI::App& command, ProblemFlags& flags);
 
-// "128k" is 131,072 and "1M" is 1,048,576: for flags that count tokens.
-[[nodiscard]] CLI::Validator token_count();
+// Building blocks for flags of one command only.
+[[nodiscard]] CLI::Validator whole_number(std::int64_t least, std::int64_t most);
+[[nodiscard]] CLI::Validator token_count();  // a transform: 128k is 131,072 and 1M is 1,048,576
+CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
+                        const std::vector<std::string>& choices, const std::string& help);
 
 [[nodiscard]] Shape shape_from(const ProblemFlags& flags);
 [[nodiscard]] Pattern pattern_from(const ProblemFlags& flags, int heads);
@@ -71,16 +75,6 @@ void add_limit_flags(CLI::App& command, ProblemFlags& flags);
 [[nodiscard]] Schedule schedule_from(const ProblemFlags& flags);
 // Null when the flag is absent: RingAttention then takes the shared pool.
 [[nodiscard]] std::shared_ptr<ThreadPool> pool_from(const ProblemFlags& flags);
-
-// Limits, and where they come from, in words. Throws ConfigError if q, k and v of the largest rank
-// exceed them: before anything is allocated, and in arithmetic that cannot overflow.
-struct ChosenLimits {
-  Limits limits;
-  std::string origin;  // "derived from 21.4 GiB of available memory", "as given"
-};
-[[nodiscard]] ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType dtype,
-                                         bool backward, const Pattern& pattern,
-                                         const Placement& placement);
 
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
                                             DType dtype, bool backward);

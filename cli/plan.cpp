@@ -45,7 +45,8 @@ struct RowBytes {
 };
 
 RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
-  const auto row = options.batch * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
+  const auto row =
+      options.batch * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   const std::int64_t wide = options.batch * options.head_dim * 4;
   if (travel == Travel::keys) return {2 * row, gradients ? 2 * wide : 0};
   const auto deltas = options.mix_gradient == MixGradient::detached
@@ -74,7 +75,8 @@ std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
   // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
   std::int64_t sum = 0;
   for (const Travel travel : {Travel::keys, Travel::queries}) {
-    const Plan side({options.pattern, options.placement, options.kv_heads, Schedule::gather, travel});
+    const Plan side(
+        {options.pattern, options.placement, options.kv_heads, Schedule::gather, travel});
     sum += side.total_unit_rows() * row_bytes(options, travel, true).there;
   }
   return sum;
@@ -94,13 +96,13 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
   json["head_classes"] = plan.classes().size();
   json["digest"] = fmt::format("{:016x}", plan.digest());
   json["plan_seconds"] = plan_seconds;
-  json["totals"] = {{"pairs", totals.pairs},
-                    {"balance", totals.balance},
-                    {"unit_rows_moved", totals.moved},
-                    {"unit_rows_all_gather", totals.all_gather},
-                    {"forward_bytes", travel == Travel::keys ? Json(totals.moved * forward.there)
-                                                             : Json()},
-                    {"backward_bytes", backward_bytes(options, plan)}};
+  json["totals"] = {
+      {"pairs", totals.pairs},
+      {"balance", totals.balance},
+      {"unit_rows_moved", totals.moved},
+      {"unit_rows_all_gather", totals.all_gather},
+      {"forward_bytes", travel == Travel::keys ? Json(totals.moved * forward.there) : Json()},
+      {"backward_bytes", backward_bytes(options, plan)}};
   json["ranks"] = Json::array();
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     std::int64_t sent = 0;
@@ -135,8 +137,9 @@ void write_text(const std::string& path, const std::string& text) {
 
 int plan_command(const PlanFlags& flags) {
   const Shape shape = shape_from(flags.problem);
-  RingOptions options = ring_options_from(flags.problem, shape,
-                                          dtype_from_name(flags.problem.dtype.value_or("fp32")), true);
+  RingOptions options = ring_options_from(
+      flags.problem, shape,
+      flags.problem.dtype.empty() ? DType::f32 : dtype_from_name(flags.problem.dtype), true);
   if (shape.heads % shape.kv_heads != 0) {
     throw ConfigError(fmt::format("--kv-heads is {}, expected a divisor of the {} query heads",
                                   shape.kv_heads, shape.heads));
@@ -160,10 +163,10 @@ int plan_command(const PlanFlags& flags) {
   if (travel == Travel::keys) {
     text += fmt::format("{:<18} {} in forward\n", "bytes", format_bytes(moved * forward.there));
   }
-  text += fmt::format("{:<18} {} in backward, fp32 gradients included ({}, head dim {}, batch {})\n",
-                      travel == Travel::keys ? "" : "bytes",
-                      format_bytes(backward_bytes(options, plan)), name_of(options.dtype),
-                      options.head_dim, options.batch);
+  text += fmt::format(
+      "{:<18} {} in backward, fp32 gradients included ({}, head dim {}, batch {})\n",
+      travel == Travel::keys ? "" : "bytes", format_bytes(backward_bytes(options, plan)),
+      name_of(options.dtype), options.head_dim, options.batch);
   text += fmt::format("{:<18} {}\n", "planned in", format_seconds(seconds));
   if (!flags.svg.empty()) text += fmt::format("{:<18} {}\n", "picture", flags.svg);
   print(text);
@@ -175,8 +178,8 @@ int plan_command(const PlanFlags& flags) {
 void add_plan(CLI::App& tool, Action& chosen) {
   CLI::App* command = tool.add_subcommand("plan", "Show who computes and sends what in which step");
   const auto flags = std::make_shared<PlanFlags>();
-  command->add_option("--travel", flags->travel, "Which rows leave their owner (default keys)")
-      ->check(CLI::IsMember({"keys", "queries"}));
+  add_choice(*command, "--travel", flags->travel, {"keys", "queries"},
+             "Which rows leave their owner (default keys)");
   command->add_option("--svg", flags->svg, "Write a picture of the plan")->type_name("FILE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   add_pattern_flags(*command, flags->problem);
@@ -185,7 +188,7 @@ void add_plan(CLI::App& tool, Action& chosen) {
   command
       ->add_option("--max-communication-bytes", flags->problem.max_communication_bytes,
                    "Limit per rank that schedule auto respects (default 1 GiB)")
-      ->transform(CLI::AsSizeValue(false))
+      ->transform(CLI::AsSizeValue(false).description(""))
       ->type_name("BYTES");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return plan_command(*flags); }; });

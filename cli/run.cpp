@@ -9,6 +9,7 @@
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/job.h"
+#include "cli/limits.h"
 #include "cli/options.h"
 #include "cli/sample_check.h"
 #include "cli/tensor_files.h"
@@ -30,7 +31,7 @@ constexpr const char* kExamples = R"(Examples:
   annulus run --tokens 64k --reproducible --json | jq .forward_gflops
       one JSON object for scripts
 
-The same tokens give the same results on every ring. 'sent' is predicted from the plan and counted
+Results do not depend on the ring, to the last bit with --reproducible. 'sent' is predicted from the plan and counted
 by the transport; the run fails if the two differ. 'error' compares about 64 rows with an evaluation
 of the definition in fp64.)";
 
@@ -75,17 +76,19 @@ void print_table(const RunFlags& flags, const Result& result) {
                    options.head_dim, name_of(options.dtype),
                    flags.input.empty() ? fmt::format("synthetic (seed {})", flags.problem.seed)
                                        : "from " + flags.input));
-  fact("ring", fmt::format("{} rank{}, {}, schedule {}{}{}", placement.ranks(),
-                           placement.ranks() == 1 ? "" : "s", placement.name(),
-                           name_of(job.schedule), options.reproducible ? ", reproducible" : "",
-                           backward && placement.ranks() > 1
-                               ? fmt::format(", {} travel in backward", name_of(job.backward_travel))
-                               : ""));
-  fact("kernels", fmt::format("{}, {} thread{}", job.isa, job.threads, job.threads == 1 ? "" : "s"));
-  fact("limits", fmt::format("per rank {} elements of q, k, v and {} of messages,\n            {}",
-                             compact(static_cast<double>(options.limits.qkv_elements)),
-                             format_bytes(options.limits.communication_bytes),
-                             result.limits.origin));
+  fact("ring",
+       fmt::format("{} rank{}, {}, schedule {}{}{}", placement.ranks(),
+                   placement.ranks() == 1 ? "" : "s", placement.name(), name_of(job.schedule),
+                   options.reproducible ? ", reproducible" : "",
+                   backward && placement.ranks() > 1
+                       ? fmt::format(", {} travel in backward", name_of(job.backward_travel))
+                       : ""));
+  fact("kernels",
+       fmt::format("{}, {} thread{}", job.isa, job.threads, job.threads == 1 ? "" : "s"));
+  fact("limits",
+       fmt::format("per rank {} elements of q, k, v and {} of messages,\n            {}",
+                   compact(static_cast<double>(options.limits.qkv_elements)),
+                   format_bytes(options.limits.communication_bytes), result.limits.origin));
 
   const auto row = [&](const char* name, const std::string& forward, const std::string& back,
                        const std::string& note = "") {
@@ -105,8 +108,8 @@ void print_table(const RunFlags& flags, const Result& result) {
   const SampledErrors& errors = result.errors;
   row("error", "o " + error_text(errors.o), "dq " + error_text(errors.dq),
       fmt::format("relative, {} sampled rows against fp64", errors.rows));
-  row("", fmt::format("lse {:.1e}", errors.lse),
-      errors.dk ? "dk " + error_text(errors.dk) : "", "lse: absolute");
+  row("", fmt::format("lse {:.1e}", errors.lse), errors.dk ? "dk " + error_text(errors.dk) : "",
+      "lse: absolute");
   if (backward) row("", "", "dv " + error_text(errors.dv));
   const auto [least, most] = std::minmax_element(job.peak_bytes.begin(), job.peak_bytes.end());
   text += fmt::format("\n  {:<9} {}{} per rank, and {} of scratch for the threads\n", "memory",
@@ -123,12 +126,13 @@ void print_table(const RunFlags& flags, const Result& result) {
 Json to_json(const RunFlags& flags, const Result& result) {
   const JobReport& job = result.job;
   const SampledErrors& errors = result.errors;
-  const auto number = [](const std::optional<double>& value) { return value ? Json(*value) : Json(); };
+  const auto number = [](const std::optional<double>& value) {
+    return value ? Json(*value) : Json();
+  };
   Json json;
   json["command"] = "run";
   json["forward_seconds"] = job.forward.median_seconds();
-  json["backward_seconds"] =
-      result.options.backward ? Json(job.backward.median_seconds()) : Json();
+  json["backward_seconds"] = result.options.backward ? Json(job.backward.median_seconds()) : Json();
   json["forward_gflops"] = job.forward.gflops();
   json["backward_gflops"] = result.options.backward ? Json(job.backward.gflops()) : Json();
   json["predicted_bytes"] = {{"forward", job.forward.predicted_bytes},
@@ -146,9 +150,8 @@ Json to_json(const RunFlags& flags, const Result& result) {
   json["backward_travel"] = name_of(job.backward_travel);
   json["isa"] = job.isa;
   json["threads"] = job.threads;
-  json["allowed_pairs"] =
-      allowed_pairs(result.options.pattern, result.options.placement.tokens()) *
-      static_cast<double>(result.options.batch);
+  json["allowed_pairs"] = allowed_pairs(result.options.pattern, result.options.placement.tokens()) *
+                          static_cast<double>(result.options.batch);
   json["repeat"] = flags.repeat;
   json["forward_seconds_all"] = job.forward.seconds;
   json["backward_seconds_all"] = job.backward.seconds;
@@ -166,8 +169,9 @@ int run(const RunFlags& flags) {
   if (!flags.input.empty()) files = inspect_inputs(flags.input, backward, flags.problem);
   if (!flags.output.empty()) check_output_folder(flags.output);
   const Shape shape = files ? files->shape : shape_from(flags.problem);
-  const DType dtype = flags.problem.dtype ? dtype_from_name(*flags.problem.dtype)
-                                          : (files ? files->dtype : DType::f32);
+  const DType dtype = !flags.problem.dtype.empty() ? dtype_from_name(flags.problem.dtype)
+                      : files                      ? files->dtype
+                                                   : DType::f32;
 
   Result result{.options = ring_options_from(flags.problem, shape, dtype, backward),
                 .limits = {},
@@ -175,8 +179,8 @@ int run(const RunFlags& flags) {
                 .errors = {}};
   RingOptions& options = result.options;
   if (options.pool == nullptr) options.pool = ThreadPool::shared();
-  result.limits = choose_limits(flags.problem, shape, dtype, backward, options.pattern,
-                                options.placement);
+  result.limits =
+      choose_limits(flags.problem, shape, dtype, backward, options.pattern, options.placement);
   options.limits = result.limits.limits;
 
   Progress progress(flags.progress);
@@ -225,18 +229,22 @@ int run(const RunFlags& flags) {
 }  // namespace
 
 void add_run(CLI::App& tool, Action& chosen) {
-  CLI::App* command = tool.add_subcommand("run", "Compute forward and backward over a ring of ranks");
+  CLI::App* command =
+      tool.add_subcommand("run", "Compute forward and backward over a ring of ranks");
   const auto flags = std::make_shared<RunFlags>();
-  command->add_option("--input", flags->input, "Folder with q.npy, k.npy, v.npy and do.npy, [B, N, H, D]")
+  command
+      ->add_option("--input", flags->input,
+                   "Folder with q.npy, k.npy, v.npy and do.npy, [B, N, H, D]")
       ->type_name("DIR");
-  command->add_option("--output", flags->output, "Folder for o.npy, lse.npy, dq.npy, dk.npy, dv.npy")
+  command
+      ->add_option("--output", flags->output, "Folder for o.npy, lse.npy, dq.npy, dk.npy, dv.npy")
       ->type_name("DIR");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->add_flag("--no-backward", flags->no_backward, "Forward only");
   command
       ->add_option("--repeat", flags->repeat,
                    "Repetitions; times are medians (default 1; use 5 to compare speeds)")
-      ->check(CLI::Range(1, 1000000))
+      ->check(whole_number(1, 1000000))
       ->type_name("R");
   command->add_flag("--progress", flags->progress,
                     "Say on standard error what is going on even if it is no terminal");

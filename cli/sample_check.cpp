@@ -84,7 +84,8 @@ class Checker {
     double highest = kNegInf;
     for (const Branch& branch : pattern_.branches) {
       if (!branch.selects(place.head, place.position)) continue;
-      BranchRow row{selected(branch, place, pattern_.causal ? Side::until : Side::all), {}, kNegInf, zeros()};
+      BranchRow row{
+          selected(branch, place, pattern_.causal ? Side::until : Side::all), {}, kNegInf, zeros()};
       for (std::int64_t i = 0; i < row.keys.count; ++i) {
         const double score = scale_ * dot(q, load(tensors_.k, {place.batch, row.keys[i], kv}));
         row.scores.push_back(score);
@@ -188,8 +189,8 @@ class Checker {
               static_cast<double>(branch.dilation);
     }
     const double row = keys * options_.head_dim * (options_.backward ? 4.0 + 4.0 * ratio_ : 2.0);
-    const auto rows = static_cast<int>(std::clamp(kMultiplyAdds / std::max(row, 1.0),
-                                                  double{kFewestRows}, double{kMostRows}));
+    const auto rows = static_cast<int>(
+        std::clamp(kMultiplyAdds / std::max(row, 1.0), double{kFewestRows}, double{kMostRows}));
     return static_cast<int>(std::min<std::int64_t>(rows, tokens_ * pattern_.heads));
   }
 

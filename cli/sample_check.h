@@ -14,7 +14,7 @@ struct SampledErrors {
   double o = 0.0;
   double lse = 0.0;
   std::optional<double> dq, dv;
-  std::optional<double> dk;  // not with detached mixing, which would need O_b of every query
+  std::optional<double> dk;    // not with detached mixing, which would need O_b of every query
   double largest_score = 0.0;  // |scale * q.k|: rounding errors grow with it
 
   [[nodiscard]] double worst() const;  // of o, dq, dk and dv
@@ -24,9 +24,9 @@ struct SampledErrors {
 };
 
 // Evaluates the definition in fp64 for a few rows spread over the sequence and compares. Inputs are
-// what the tensors hold, so that rounding them is no error. o, lse and dq come from the inputs alone;
-// dk and dv of a key need all of its queries' o and lse, and take the computed ones.
-[[nodiscard]] SampledErrors check_sampled_rows(const RingOptions& options, const JobTensors& tensors,
-                                               ThreadPool& pool);
+// what the tensors hold, so that rounding them is no error. o, lse and dq come from the inputs
+// alone; dk and dv of a key need all of its queries' o and lse, and take the computed ones.
+[[nodiscard]] SampledErrors check_sampled_rows(const RingOptions& options,
+                                               const JobTensors& tensors, ThreadPool& pool);
 
 }  // namespace annulus::cli

@@ -158,8 +158,9 @@ InputFiles inspect_inputs(const fs::path& folder, bool backward, const ProblemFl
   for (const std::string name : {"q.npy", "k.npy", "v.npy", "do.npy"}) {
     if (name == "do.npy" && !backward) continue;
     if (name == "do.npy" && !fs::exists(folder / name)) {
-      throw ConfigError("input folder '" + folder.string() +
-                        "' has no do.npy, the gradient of the output: add it, or use --no-backward");
+      throw ConfigError(
+          "input folder '" + folder.string() +
+          "' has no do.npy, the gradient of the output: add it, or use --no-backward");
     }
     const NpyHeader header = read_npy_header(folder / name);
     const auto fail = [&](const std::string& found, const std::string& expected) {
@@ -218,7 +219,8 @@ void read_inputs(const InputFiles& files, JobTensors& tensors) {
     const TensorView& view = tensor.view();
     if (!std::equal(array.shape.begin(), array.shape.end(), view.shape.begin(), view.shape.end()) ||
         array.dtype != files.dtype) {
-      throw ConfigError("npy file '" + (files.folder / name).string() + "' changed while it was read");
+      throw ConfigError("npy file '" + (files.folder / name).string() +
+                        "' changed while it was read");
     }
     copy_in(array, tensors.order, tensor);
   };

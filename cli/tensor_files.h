@@ -21,12 +21,13 @@ struct InputFiles {
 // Reads the data into ring order, converted to the job's dtype, one file after the other.
 void read_inputs(const InputFiles& files, JobTensors& tensors);
 
-// ConfigError if the folder cannot possibly receive results. Creates nothing: called before the work.
+// ConfigError if the folder cannot possibly receive results. Creates nothing: called before the
+// work.
 void check_output_folder(const std::filesystem::path& folder);
 
-// o.npy, lse.npy and, with backward, dq.npy, dk.npy, dv.npy in the order of the sequence; float16 if
-// the job ran in fp16, else float32. All appear or none: files are staged in a folder beside them,
-// then put in place, and put back if that fails half-way.
+// o.npy, lse.npy and, with backward, dq.npy, dk.npy, dv.npy in the order of the sequence; float16
+// if the job ran in fp16, else float32. All appear or none: files are staged in a folder beside
+// them, then put in place, and put back if that fails half-way.
 void write_outputs(const std::filesystem::path& folder, const JobTensors& tensors);
 
 }  // namespace annulus::cli

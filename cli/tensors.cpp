@@ -124,8 +124,9 @@ RingTensor::RingTensor(const char* name, DType dtype, std::int64_t batch, const 
                        int heads, int head_dim) {
   const std::int64_t elements = batch * order.tokens() * heads * std::max(1, head_dim);
   buffer_ = ring::Buffer(elements * static_cast<std::int64_t>(size_of(dtype)), name);
-  view_ = head_dim == 0 ? TensorView(buffer_.data(), dtype, {batch, order.tokens(), heads})
-                        : TensorView(buffer_.data(), dtype, {batch, order.tokens(), heads, head_dim});
+  view_ = head_dim == 0
+              ? TensorView(buffer_.data(), dtype, {batch, order.tokens(), heads})
+              : TensorView(buffer_.data(), dtype, {batch, order.tokens(), heads, head_dim});
 }
 
 TensorView RingTensor::shard(const TokenOrder& order, int rank) const {
@@ -189,7 +190,8 @@ void fill_synthetic(JobTensors& tensors, int rank, std::uint64_t seed, ThreadPoo
 }
 
 void touch_outputs(JobTensors& tensors, int rank, ThreadPool& pool) {
-  for (const RingTensor* tensor : {&tensors.o, &tensors.lse, &tensors.dq, &tensors.dk, &tensors.dv}) {
+  for (const RingTensor* tensor :
+       {&tensors.o, &tensors.lse, &tensors.dq, &tensors.dk, &tensors.dv}) {
     touch(*tensor, tensors.order, rank, pool);
   }
 }

@@ -10,15 +10,17 @@
 
 namespace annulus::cli {
 
-// Tensors of the whole sequence are held once, their tokens in ring order: the shard of rank 0, then
-// that of rank 1, and so on. Whatever the placement, a shard then is a strided view, never a copy;
-// and for contiguous shards ring order is the order of the sequence.
+// Tensors of the whole sequence are held once, their tokens in ring order: the shard of rank 0,
+// then that of rank 1, and so on. Whatever the placement, a shard then is a strided view, never a
+// copy; and for contiguous shards ring order is the order of the sequence.
 class TokenOrder {
  public:
   explicit TokenOrder(const Placement& placement);
 
   [[nodiscard]] std::int64_t tokens() const { return begins_.back(); }
-  [[nodiscard]] std::int64_t begin(int rank) const { return begins_[static_cast<std::size_t>(rank)]; }
+  [[nodiscard]] std::int64_t begin(int rank) const {
+    return begins_[static_cast<std::size_t>(rank)];
+  }
   [[nodiscard]] std::int64_t end(int rank) const { return begin(rank + 1); }
   // Index in ring order <-> global position.
   [[nodiscard]] std::int64_t position_of(std::int64_t index) const {

@@ -9,10 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "annulus/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
-#include "cli/oracle_check.h"
 #include "cli/options.h"
+#include "cli/oracle_check.h"
 #include "kernels/cpu/kernel.h"
 
 namespace annulus::cli {
@@ -72,7 +73,8 @@ std::vector<std::pair<std::string, std::function<Pattern(int heads, bool causal)
        }},
       {"longnet_interleaved",
        [](int heads, bool causal) {
-         return longnet(heads, Numbers{24, 50, 200}, Numbers{1, 3, 8}, causal, Offsets::interleaved);
+         return longnet(heads, Numbers{24, 50, 200}, Numbers{1, 3, 8}, causal,
+                        Offsets::interleaved);
        }},
   };
 }
@@ -165,8 +167,10 @@ void check(const OracleCheck& oracle, const std::string& name, const RingOptions
   std::string reason;
   try {
     for (const Deviation& deviation : oracle.run(options)) {
-      Deviation& worst = summary.worst[fmt::format("{} {}", name_of(options.dtype), deviation.tensor)];
-      if (worst.tensor.empty() || deviation.found * worst.allowed > worst.found * deviation.allowed) {
+      Deviation& worst =
+          summary.worst[fmt::format("{} {}", name_of(options.dtype), deviation.tensor)];
+      if (worst.tensor.empty() ||
+          deviation.found * worst.allowed > worst.found * deviation.allowed) {
         worst = deviation;
       }
       if (deviation.ok()) continue;
@@ -179,8 +183,8 @@ void check(const OracleCheck& oracle, const std::string& name, const RingOptions
   if (!reason.empty()) summary.failures.push_back({name, reason});
 }
 
-// The quick run takes a few rings per problem. Steps of 23 through 80 rings meet all of them, and no
-// ring keeps meeting the same dtype or gradient.
+// The quick run takes a few rings per problem. Steps of 23 through 80 rings meet all of them, and
+// no ring keeps meeting the same dtype or gradient.
 constexpr std::size_t kQuickRings = 5;
 constexpr std::size_t kQuickStride = 23;
 
@@ -252,13 +256,13 @@ int verify(const VerifyFlags& flags) {
   Progress progress(flags.progress);
   const Summary summary = verify_all(flags, progress);
   progress.finish();
+  if (summary.configurations == 0) {
+    throw ConfigError("--filter: no configuration has a name that contains all of them");
+  }
   if (flags.json) {
     print_json(to_json(flags, summary));
   } else {
     print_summary(summary);
-  }
-  if (summary.configurations == 0) {
-    throw VerificationError("no configuration has a name that contains all filters");
   }
   return summary.failures.empty() ? kOk : kFailed;
 }
@@ -272,13 +276,13 @@ void add_verify(CLI::App& tool, Action& chosen) {
   CLI::Option* quick =
       command->add_flag("--quick", flags->quick, "A few rings for every problem (default)");
   command->add_flag("--full", flags->full, "Every problem on every ring")->excludes(quick);
-  command
-      ->add_option("--filter", flags->filters, "Only configurations whose name contains this")
+  command->add_option("--filter", flags->filters, "Only configurations whose name contains this")
       ->allow_extra_args(false)
       ->type_name("TEXT");
   command->add_option("--seed", flags->seed, "Seed of the data (default 1)")->type_name("S");
   command->add_flag("--json", flags->json, "Print one JSON object");
-  command->add_flag("--progress", flags->progress, "Progress even if standard error is no terminal");
+  command->add_flag("--progress", flags->progress,
+                    "Progress even if standard error is no terminal");
   add_thread_flag(*command, flags->threads);
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return verify(*flags); }; });

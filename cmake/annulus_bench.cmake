@@ -19,3 +19,11 @@ endforeach()
 if(NOT bench_programs)
   message(STATUS "annulus: there are no benchmarks in bench/ (*_bench.cpp)")
 endif()
+
+# What bench/peer/versus_pytorch.py loads.
+add_library(annulus_bench_c SHARED "${PROJECT_SOURCE_DIR}/bench/peer/c_api.cpp")
+target_include_directories(annulus_bench_c PRIVATE "${PROJECT_SOURCE_DIR}/src")
+target_link_libraries(annulus_bench_c PRIVATE annulus::annulus hwy::hwy fmt::fmt Threads::Threads)
+set_target_properties(annulus_bench_c PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bench")
+annulus_warnings(annulus_bench_c)
+add_dependencies(annulus_benches annulus_bench_c)

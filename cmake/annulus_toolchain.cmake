@@ -23,6 +23,7 @@ function(annulus_warnings target)
   endif()
   target_compile_options(${target} PRIVATE
     -Wall -Wextra -Wconversion -Wshadow
+    -Wno-missing-field-initializers  # options are filled by designated initializers: what is not named keeps its default
     $<$<BOOL:${ANNULUS_DEV}>:-Werror>)
   # GCC 12 sees overlapping copies in std::string's operator+ (GCC bug 105651).
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)

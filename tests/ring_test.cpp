@@ -35,7 +35,7 @@ constexpr Layout kLayouts[] = {Layout::dense, Layout::padded, Layout::heads_majo
 
 using List = std::vector<std::int64_t>;
 
-// Head dims 8, 24, 40, 64, 80, 128, 256; GQA ratios 1, 2, 8; N ragged and below the ring size.
+// Over all of them: head dims 8, 24, 40, 64, 80, 128, 256; GQA ratios 1, 2, 8; N ragged and below the ring size.
 const std::vector<Problem>& problems() {
   constexpr MixGradient kDetached = MixGradient::detached;
   static const std::vector<Problem> all = {
@@ -63,7 +63,9 @@ const std::vector<Problem>& problems() {
                    kDetached),
       make_problem("longnet_awkward_causal", longnet(3, List{7, 13, 50, 3}, List{2, 5, 3, 8}, true),
                    3, 75, 80),
-      make_problem("longnet_awkward_6_tokens", longnet(4, List{4, 16}, List{3, 2}), 2, 6, 128),
+      // Ten of them: in a few rows of few keys, the rounding of one score is no statistic.
+      make_problem("longnet_awkward_6_tokens_batch10", longnet(4, List{4, 16}, List{3, 2}), 2, 6, 128,
+                   10),
   };
   return all;
 }
@@ -303,8 +305,10 @@ TEST_P(PoisonTest, ReachesExactlyTheRowsOfTheReference) {
       Inputs inputs = clean;
       std::vector<double>* const tensors[] = {&inputs.q, &inputs.k, &inputs.v, &inputs.dout};
       auto& tensor = *tensors[round % 4];
+      // An infinite score of one branch among several is a matter of taste: see attend() of the reference.
+      const bool one_branch = problem.pattern.branches.size() == 1;
       const auto at = static_cast<std::size_t>(random.between(0, std::ssize(tensor) - 1));
-      tensor[at] = kPoisons[round / 4 % 3];
+      tensor[at] = kPoisons[round % 4 < 2 && !one_branch ? 0 : round / 4 % 3];
       const int ranks = static_cast<int>(random.between(1, 5));
       const std::string placement = test::kPlacementNames[random.between(0, 5)];
       RingOptions options =
@@ -332,8 +336,8 @@ TEST_P(PoisonTest, ReachesExactlyTheRowsOfTheReference) {
             continue;
           }
           wrong += std::isfinite(want[i]) != std::isfinite(got[i]) ? 1 : 0;
-          // Unchanged in the reference: it never saw the poison.
-          if (want[i] == base[i] && got[i] != bits[i]) changed += 1;
+          // Unchanged in the reference: it never saw the poison. (0 may be a difference that vanished.)
+          if (want[i] == base[i] && want[i] != 0 && got[i] != bits[i]) changed += 1;
         }
         EXPECT_EQ(wrong, 0U) << test::kResultNames[m] << ": finite where the reference is not, or the other way";
         EXPECT_EQ(changed, 0U) << test::kResultNames[m] << ": other bits where nothing changed";

@@ -5,8 +5,8 @@
 
 namespace annulus {
 
-// Every exception that leaves the library is one of the three kinds below. The library never prints,
-// exits or aborts; a message says where, what was found, what was expected and what to do.
+// Every exception that leaves the library is one of the three kinds below. The library never
+// prints, exits or aborts; a message says where, what was found, what was expected and what to do.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -18,11 +18,12 @@ class ConfigError : public Error {
   using Error::Error;
 };
 
-// The ring is broken. `rank()` is the rank at fault as far as it is known, else -1. The transport is dead
-// afterwards: build a new one.
+// The ring is broken. `rank()` is the rank at fault as far as it is known, else -1. The transport
+// is dead afterwards: build a new one.
 class TransportError : public Error {
  public:
-  explicit TransportError(const std::string& message, int rank = -1) : Error(message), rank_(rank) {}
+  explicit TransportError(const std::string& message, int rank = -1)
+      : Error(message), rank_(rank) {}
   [[nodiscard]] int rank() const noexcept { return rank_; }
 
  private:

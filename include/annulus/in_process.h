@@ -11,15 +11,19 @@ namespace annulus {
 
 struct InProcessOptions {
   std::chrono::milliseconds deadline{60'000};
-  double bytes_per_second = 0;  // above 0: every rank's outgoing link is limited to this rate, to study overlap
+  double bytes_per_second =
+      0;  // above 0: every rank's outgoing link is limited to this rate, to study overlap
 };
 
-// A ring whose ranks are threads of this process: element r is for the thread of rank r. A message is one copy from the
-// sender's buffer into the receiver's, made by whichever side comes second.
-[[nodiscard]] std::vector<std::unique_ptr<Transport>> make_in_process_ring(int ranks, const InProcessOptions& options = {});
+// A ring whose ranks are threads of this process: element r is for the thread of rank r. A message
+// is one copy from the sender's buffer into the receiver's, made by whichever side comes second.
+[[nodiscard]] std::vector<std::unique_ptr<Transport>> make_in_process_ring(
+    int ranks, const InProcessOptions& options = {});
 
-// Runs body(transport) on one thread per rank and joins them. If a rank throws, the transport is aborted so that no other
-// rank hangs, and the first failure (the root cause, not the echoes on other ranks) is thrown again here.
-void run_in_process(int ranks, const std::function<void(Transport&)>& body, const InProcessOptions& options = {});
+// Runs body(transport) on one thread per rank and joins them. If a rank throws, the transport is
+// aborted so that no other rank hangs, and the first failure (the root cause, not the echoes on
+// other ranks) is thrown again here.
+void run_in_process(int ranks, const std::function<void(Transport&)>& body,
+                    const InProcessOptions& options = {});
 
 }  // namespace annulus

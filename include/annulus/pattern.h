@@ -17,8 +17,8 @@ enum class Offsets : std::uint8_t { blocked, interleaved };
 enum class MixGradient : std::uint8_t { full, detached };
 
 // One set of allowed pairs. Position t is selected for head h iff offset[h] >= 0 and
-// (t mod segment_length) mod dilation == offset[h]. Query t attends key p iff both are selected, they lie in the
-// same segment and, when the pattern is causal, p <= t. All positions are global.
+// (t mod segment_length) mod dilation == offset[h]. Query t attends key p iff both are selected,
+// they lie in the same segment and, when the pattern is causal, p <= t. All positions are global.
 struct Branch {
   std::int64_t segment_length = kWholeSequence;
   std::int64_t dilation = 1;
@@ -30,7 +30,8 @@ struct Branch {
   }
 };
 
-// Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the branches' keys.
+// Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the
+// branches' keys.
 struct Pattern {
   std::string name;  // for messages and pictures
   int heads = 0;     // query heads
@@ -39,9 +40,11 @@ struct Pattern {
   double output_scale = 1.0;  // multiplies O after the merge (head_groups with group scale)
 
   // Allowed is a property of global positions alone: sharding never enters.
-  [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query, std::int64_t key) const {
+  [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query,
+                            std::int64_t key) const {
     return branch.selects(head, query) && branch.selects(head, key) &&
-           query / branch.segment_length == key / branch.segment_length && (!causal || key <= query);
+           query / branch.segment_length == key / branch.segment_length &&
+           (!causal || key <= query);
   }
 
   // ConfigError unless every branch is well formed for `heads` heads.
@@ -51,14 +54,18 @@ struct Pattern {
 // Plain attention: one branch, one segment.
 [[nodiscard]] Pattern dense(int heads, bool causal = false);
 
-// The branches share the heads out: branch i gets floor(H/G) contiguous heads, the first H mod G one more; every head
-// of branch i has offset i mod r_i. `group_scale` multiplies the output by 1/G.
-[[nodiscard]] Pattern head_groups(int heads, std::span<const std::int64_t> segments, std::span<const std::int64_t> dilations,
-                                  bool causal = false, bool group_scale = false);
+// The branches share the heads out: branch i gets floor(H/G) contiguous heads, the first H mod G
+// one more; every head of branch i has offset i mod r_i. `group_scale` multiplies the output by
+// 1/G.
+[[nodiscard]] Pattern head_groups(int heads, std::span<const std::int64_t> segments,
+                                  std::span<const std::int64_t> dilations, bool causal = false,
+                                  bool group_scale = false);
 
-// Every head is in every branch; offset of head h is h / ceil(H/r) (blocked) or h mod r (interleaved).
-[[nodiscard]] Pattern longnet(int heads, std::span<const std::int64_t> segments, std::span<const std::int64_t> dilations,
-                              bool causal = false, Offsets offsets = Offsets::blocked);
+// Every head is in every branch; offset of head h is h / ceil(H/r) (blocked) or h mod r
+// (interleaved).
+[[nodiscard]] Pattern longnet(int heads, std::span<const std::int64_t> segments,
+                              std::span<const std::int64_t> dilations, bool causal = false,
+                              Offsets offsets = Offsets::blocked);
 
 // Number of allowed (branch, head, query, key) pairs in a sequence of `tokens` tokens.
 [[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t tokens);

@@ -12,14 +12,16 @@ namespace annulus {
 
 enum class Schedule : std::uint8_t { ring, gather, automatic };
 
-// Which rows leave their owner. keys: K/V rows visit the ranks whose queries need them (forward; backward with returning
-// gradients). queries: Q/dO rows visit the ranks whose keys they attend (backward).
+// Which rows leave their owner. keys: K/V rows visit the ranks whose queries need them (forward;
+// backward with returning gradients). queries: Q/dO rows visit the ranks whose keys they attend
+// (backward).
 enum class Travel : std::uint8_t { keys, queries };
 
 [[nodiscard]] const char* name_of(Schedule schedule) noexcept;  // "ring", "gather", "auto"
 [[nodiscard]] const char* name_of(Travel travel) noexcept;      // "keys", "queries"
 
-// One (branch, offset) of a head class, with its heads. A unit is what travels: a K/V head (keys) or a query head (queries).
+// One (branch, offset) of a head class, with its heads. A unit is what travels: a K/V head (keys)
+// or a query head (queries).
 struct Selection {
   struct Member {
     int unit_slot = 0;  // index into HeadClass::units
@@ -30,19 +32,22 @@ struct Selection {
   std::vector<Member> members;
 };
 
-// Units whose rows are needed by exactly the same ranks at every position: they share every row set of the plan.
+// Units whose rows are needed by exactly the same ranks at every position: they share every row set
+// of the plan.
 struct HeadClass {
   std::vector<int> units;
   std::vector<Selection> selections;
 };
 
-// Rows of one owner and one head class that share one itinerary. They are stored, sent and dropped together.
+// Rows of one owner and one head class that share one itinerary. They are stored, sent and dropped
+// together.
 struct Parcel {
   int owner = 0;
   int head_class = 0;
   std::vector<RowSet> rows;    // disjoint global positions; storage order is row set by row set
   std::int64_t row_count = 0;  // sum of the counts, per unit
-  std::vector<int> itinerary;  // the ranks that need the rows, in the order in which they get them; never the owner
+  std::vector<int> itinerary;  // the ranks that need the rows, in the order in which they get them;
+                               // never the owner
 };
 
 // A parcel on its way in one step.
@@ -51,8 +56,8 @@ struct Hop {
   int peer = 0;  // the other side: sender for an incoming hop, receiver for an outgoing one
 };
 
-// Rows of a tile and where this rank has them: row i is at store_first + i * store_stride of the local shard
-// (parcel < 0) or of the parcel's rows.
+// Rows of a tile and where this rank has them: row i is at store_first + i * store_stride of the
+// local shard (parcel < 0) or of the parcel's rows.
 struct PlacedRows {
   RowSet rows;
   int parcel = -1;
@@ -60,8 +65,9 @@ struct PlacedRows {
   std::int64_t store_stride = 1;
 };
 
-// All tiles of one segment: every query row against every key row (p <= t when the pattern is causal), for every member
-// of one selection. Row sets ascend by first position. A tile in the sense of the design is one pair of row sets in here.
+// All tiles of one segment: every query row against every key row (p <= t when the pattern is
+// causal), for every member of one selection. Row sets ascend by first position. A tile in the
+// sense of the design is one pair of row sets in here.
 struct TileGroup {
   int head_class = 0;
   int selection = 0;  // index into HeadClass::selections
@@ -78,9 +84,10 @@ struct PlanOptions {
   Travel travel = Travel::keys;
 };
 
-// What moves where in which step, for every rank: a pure function of its options, identical on every rank. Step 0 is
-// local; in step s >= 1 a rank receives the parcels whose itinerary names it at s-1 (ring) or all of them (gather, one
-// step), and computes on them. Its size follows shards, branches and head classes, never tokens x heads.
+// What moves where in which step, for every rank: a pure function of its options, identical on
+// every rank. Step 0 is local; in step s >= 1 a rank receives the parcels whose itinerary names it
+// at s-1 (ring) or all of them (gather, one step), and computes on them. Its size follows shards,
+// branches and head classes, never tokens x heads.
 class Plan {
  public:
   explicit Plan(PlanOptions options);
@@ -89,7 +96,9 @@ class Plan {
   [[nodiscard]] const Pattern& pattern() const { return options_.pattern; }
   [[nodiscard]] const Placement& placement() const { return options_.placement; }
   [[nodiscard]] int ranks() const { return options_.placement.ranks(); }
-  [[nodiscard]] int steps() const { return steps_; }  // communication steps; steps() + 1 compute steps
+  [[nodiscard]] int steps() const {
+    return steps_;
+  }  // communication steps; steps() + 1 compute steps
   [[nodiscard]] const std::vector<HeadClass>& classes() const { return classes_; }
   [[nodiscard]] const std::vector<Parcel>& parcels() const { return parcels_; }
 
@@ -97,9 +106,9 @@ class Plan {
   [[nodiscard]] std::vector<Hop> incoming(int rank, int step) const;
   [[nodiscard]] std::vector<Hop> outgoing(int rank, int step) const;
 
-  // The tiles of steps first_step..last_step taken together, ordered by (branch, class, segment). Keys (or queries) of
-  // step 0 are local, of step s those received in s; the other side is always local. Groups without an allowed pair are
-  // left out.
+  // The tiles of steps first_step..last_step taken together, ordered by (branch, class, segment).
+  // Keys (or queries) of step 0 are local, of step s those received in s; the other side is always
+  // local. Groups without an allowed pair are left out.
   [[nodiscard]] std::vector<TileGroup> tile_groups(int rank, int first_step, int last_step) const;
 
   // Rows x units over all parcels of a hop list.

@@ -9,8 +9,9 @@
 
 namespace annulus::reference {
 
-// The oracle: the definitions of docs/ARCHITECTURE.md in fp64, in loops so plain that reading them is proof. Tensors are
-// dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads]. Slow on purpose.
+// The oracle: the definitions of docs/ARCHITECTURE.md in fp64, in loops so plain that reading them
+// is proof. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads]. Slow
+// on purpose.
 struct Shape {
   std::int64_t batch = 1;
   std::int64_t tokens = 0;
@@ -29,11 +30,14 @@ struct Gradients {
 };
 
 // `scale` multiplies q.k before the softmax; 1/sqrt(head_dim) when absent.
-[[nodiscard]] Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q, std::span<const double> k,
-                             std::span<const double> v, std::optional<double> scale = std::nullopt);
+[[nodiscard]] Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
+                             std::span<const double> k, std::span<const double> v,
+                             std::optional<double> scale = std::nullopt);
 
-[[nodiscard]] Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
-                                 std::span<const double> k, std::span<const double> v, std::span<const double> dout,
-                                 MixGradient mix = MixGradient::full, std::optional<double> scale = std::nullopt);
+[[nodiscard]] Gradients backward(const Pattern& pattern, const Shape& shape,
+                                 std::span<const double> q, std::span<const double> k,
+                                 std::span<const double> v, std::span<const double> dout,
+                                 MixGradient mix = MixGradient::full,
+                                 std::optional<double> scale = std::nullopt);
 
 }  // namespace annulus::reference

@@ -36,27 +36,31 @@ struct RingOptions {
   MixGradient mix_gradient = MixGradient::full;
   Schedule schedule = Schedule::automatic;
   std::int64_t min_tokens_for_ring = 32768;  // below, `automatic` gathers
-  // The same bits for every ring size and placement. Needs the gather schedule; backward computes scores twice.
+  // The same bits for every ring size and placement. Needs the gather schedule; backward computes
+  // scores twice.
   bool reproducible = false;
   bool backward = true;  // false: backward() is refused and its memory is not allocated
   BackwardTravel backward_travel = BackwardTravel::automatic;  // automatic: fewer bytes
-  bool blocking = false;  // debugging: wait for each transfer where it is posted instead of overlapping it
+  bool blocking =
+      false;  // debugging: wait for each transfer where it is posted instead of overlapping it
   Limits limits;
   std::shared_ptr<ThreadPool> pool;  // null: the shared one
 };
 
 // Keys are always present; bytes are of this rank.
 struct MemoryInfo {
-  std::string complexity;               // how memory grows, in words
-  std::int64_t workspace_bytes = 0;     // everything this executor has allocated
-  std::int64_t communication_bytes = 0; // of these: send and receive buffers
-  std::int64_t state_bytes = 0;         // of these: fp32 accumulators and row statistics
-  std::int64_t scratch_bytes = 0;       // the thread pool's, shared by all executors of the process
-  std::int64_t cached_workspaces = 0;   // executors held by the cache that owns this one, 0 without cache
-  double device_utilization = -1.0;     // -1: unknown (CPU)
+  std::string complexity;                // how memory grows, in words
+  std::int64_t workspace_bytes = 0;      // everything this executor has allocated
+  std::int64_t communication_bytes = 0;  // of these: send and receive buffers
+  std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
+  std::int64_t scratch_bytes = 0;  // the thread pool's, shared by all executors of the process
+  std::int64_t cached_workspaces =
+      0;  // executors held by the cache that owns this one, 0 without cache
+  double device_utilization = -1.0;  // -1: unknown (CPU)
 };
 
-// What `detached` mixing needs from forward: the normalised output of every branch. Made by make_branch_state().
+// What `detached` mixing needs from forward: the normalised output of every branch. Made by
+// make_branch_state().
 class BranchState {
  public:
   BranchState();
@@ -70,10 +74,11 @@ class BranchState {
   std::unique_ptr<Data> data_;
 };
 
-// Exact attention over one rank's shard of a sequence. Construction is collective: it plans, allocates everything and
-// compares a digest of its options with every other rank; a mismatch is a ConfigError on every rank. forward and backward are
-// collective, allocate nothing and accept any strides whose last axis is contiguous. Different executors may run at once in
-// different threads; one executor serves one caller at a time, and a second one gets a ConfigError.
+// Exact attention over one rank's shard of a sequence. Construction is collective: it plans,
+// allocates everything and compares a digest of its options with every other rank; a mismatch is a
+// ConfigError on every rank. forward and backward are collective, allocate nothing and accept any
+// strides whose last axis is contiguous. Different executors may run at once in different threads;
+// one executor serves one caller at a time, and a second one gets a ConfigError.
 class RingAttention {
  public:
   RingAttention(RingOptions options, Transport& transport);
@@ -81,24 +86,29 @@ class RingAttention {
   RingAttention(RingAttention&&) noexcept;
   RingAttention& operator=(RingAttention&&) noexcept;
 
-  // q, o: [batch, local tokens, q heads, head_dim]; k, v: [batch, local tokens, kv heads, head_dim]; lse: fp32
-  // [batch, local tokens, q heads], natural log. `state` is needed when mix_gradient is detached and backward follows.
-  void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& o,
-               const TensorView& lse, BranchState* state = nullptr);
+  // q, o: [batch, local tokens, q heads, head_dim]; k, v: [batch, local tokens, kv heads,
+  // head_dim]; lse: fp32 [batch, local tokens, q heads], natural log. `state` is needed when
+  // mix_gradient is detached and backward follows.
+  void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+               const TensorView& o, const TensorView& lse, BranchState* state = nullptr);
 
   // o and lse are forward's results; dq, dk, dv are overwritten.
-  void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const ConstTensorView& o,
-                const ConstTensorView& lse, const ConstTensorView& dout, const TensorView& dq, const TensorView& dk,
-                const TensorView& dv, const BranchState* state = nullptr);
+  void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
+                const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                const BranchState* state = nullptr);
 
   [[nodiscard]] BranchState make_branch_state() const;
 
   [[nodiscard]] const RingOptions& options() const;
-  [[nodiscard]] const Plan& plan() const;           // forward
-  [[nodiscard]] const Plan& backward_plan() const;  // of the side that travels; ConfigError without backward
-  [[nodiscard]] Schedule schedule() const;          // as chosen
-  [[nodiscard]] std::string isa() const;            // of the kernels
+  [[nodiscard]] const Plan& plan() const;  // forward
+  [[nodiscard]] const Plan& backward_plan()
+      const;  // of the side that travels; ConfigError without backward
+  [[nodiscard]] Schedule schedule() const;  // as chosen
+  [[nodiscard]] std::string isa() const;    // of the kernels
   // Bytes that this rank will send in one forward or backward: equals what the transport counts.
+  // Includes the record of a few hundred bytes per doubling of the ranks with which they agree on
+  // the call; the rest is rows.
   [[nodiscard]] std::int64_t predicted_forward_bytes() const;
   [[nodiscard]] std::int64_t predicted_backward_bytes() const;
   [[nodiscard]] MemoryInfo memory_info() const;
@@ -108,14 +118,15 @@ class RingAttention {
   std::unique_ptr<Impl> impl_;
 };
 
-// Executors for changing shapes: least recently used ones are dropped beyond `capacity`. Collective like the
-// executors themselves: every rank asks for the same options in the same order.
+// Executors for changing shapes: least recently used ones are dropped beyond `capacity`. Collective
+// like the executors themselves: every rank asks for the same options in the same order.
 class RingAttentionCache {
  public:
   explicit RingAttentionCache(Transport& transport, std::size_t capacity = 20);
   ~RingAttentionCache();
 
-  // The executor for these options; stays valid until 'capacity' other options have been asked for or clear_cache().
+  // The executor for these options; stays valid until 'capacity' other options have been asked for
+  // or clear_cache().
   [[nodiscard]] std::shared_ptr<RingAttention> get(const RingOptions& options);
   void clear_cache();  // idempotent
   [[nodiscard]] std::size_t size() const;

@@ -10,9 +10,11 @@ namespace annulus {
 
 enum class DType : std::uint8_t { f32, bf16, f16 };
 
-[[nodiscard]] constexpr std::size_t size_of(DType dtype) noexcept { return dtype == DType::f32 ? 4 : 2; }
-[[nodiscard]] const char* name_of(DType dtype) noexcept;            // "fp32", "bf16", "fp16"
-[[nodiscard]] DType dtype_from_name(const std::string& name);       // ConfigError on anything else
+[[nodiscard]] constexpr std::size_t size_of(DType dtype) noexcept {
+  return dtype == DType::f32 ? 4 : 2;
+}
+[[nodiscard]] const char* name_of(DType dtype) noexcept;       // "fp32", "bf16", "fp16"
+[[nodiscard]] DType dtype_from_name(const std::string& name);  // ConfigError on anything else
 
 // A borrowed strided array of up to four axes; strides count elements. Annulus uses
 // [batch, tokens, heads, head_dim] for q, k, v, o and their gradients (last axis contiguous) and

@@ -95,7 +95,7 @@ thread_local const HeldSlot* HeldSlot::innermost = nullptr;
 // counted in `active` or hold the pool's mutex, and the caller leaves only after it has seen, under
 // that mutex, that nobody is.
 struct Job {
-  Job(std::int64_t job_count, const std::function<void(std::int64_t, int)>& job_body)
+  Job(std::int64_t job_count, FunctionRef<void(std::int64_t, int)> job_body)
       : count(job_count), body(job_body) {}
 
   [[nodiscard]] bool has_indices() const {
@@ -103,7 +103,7 @@ struct Job {
   }
 
   const std::int64_t count;
-  const std::function<void(std::int64_t, int)>& body;
+  FunctionRef<void(std::int64_t, int)> body;
   std::atomic<std::int64_t> next_index{0};  // may run past count, by one per thread
 
   // Guarded by State::mutex. `active` is atomic only so that the caller can spin on it.
@@ -152,7 +152,7 @@ struct ThreadPool::State {
         scratch(allocate_scratch(thread_count)) {}
 
   void work(int slot);
-  void run(std::int64_t count, const std::function<void(std::int64_t, int)>& body);
+  void run(std::int64_t count, FunctionRef<void(std::int64_t, int)> body);
   void stop();
 
   void run_indices(Job& job, int slot);
@@ -263,8 +263,7 @@ void ThreadPool::State::work(int slot) {
   }
 }
 
-void ThreadPool::State::run(std::int64_t count,
-                            const std::function<void(std::int64_t, int)>& body) {
+void ThreadPool::State::run(std::int64_t count, FunctionRef<void(std::int64_t, int)> body) {
   if (const HeldSlot* const held = HeldSlot::find(this)) {
     for (std::int64_t index = 0; index < count; ++index) body(index, held->slot);
     return;
@@ -352,8 +351,7 @@ ThreadPool::~ThreadPool() { state_->stop(); }
 
 int ThreadPool::threads() const { return state_->threads; }
 
-void ThreadPool::run_parallel(std::int64_t count,
-                              const std::function<void(std::int64_t, int)>& body) {
+void ThreadPool::run_parallel(std::int64_t count, FunctionRef<void(std::int64_t, int)> body) {
   state_->run(count, body);
 }
 

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 
 #include "annulus/half.h"
 #include "ring/executor.h"
@@ -14,10 +13,11 @@ using ring::Work;
 using ring::WorkItem;
 using ring::WorkKind;
 
-// lse and delta = rowsum(dO * O) of every row, side by side, so that they travel together. Detached mixing has one delta per
-// branch, from that branch's own output. Gradients are scaled by output_scale at the very end, so delta is taken
-// with the unscaled O.
-void RingAttention::Impl::fill_statistics(const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
+// lse and delta = rowsum(dO * O) of every row, side by side, so that they travel together. Detached
+// mixing has one delta per branch, from that branch's own output. Gradients are scaled by
+// output_scale at the very end, so delta is taken with the unscaled O.
+void RingAttention::Impl::fill_statistics(const ConstTensorView& o, const ConstTensorView& lse,
+                                          const ConstTensorView& dout,
                                           const BranchState::Data* state) {
   const int heads = options.pattern.heads;
   const int width = 1 + deltas();
@@ -32,7 +32,9 @@ void RingAttention::Impl::fill_statistics(const ConstTensorView& o, const ConstT
       const std::byte* g = dout_rows.at(b, h) + t * dout_rows.row_step;
       out[0] = *reinterpret_cast<const float*>(lse_rows.at(b, h) + t * lse_rows.row_step);
       if (state == nullptr) {
-        out[1] = unscale * kernels->dot_rows(options.dtype, g, o_rows.at(b, h) + t * o_rows.row_step, options.head_dim);
+        out[1] =
+            unscale * kernels->dot_rows(options.dtype, g, o_rows.at(b, h) + t * o_rows.row_step,
+                                        options.head_dim);
         continue;
       }
       for (int branch = 0; branch < deltas(); ++branch) {
@@ -41,15 +43,17 @@ void RingAttention::Impl::fill_statistics(const ConstTensorView& o, const ConstT
         if (state->lse.floats()[row] == -INFINITY) continue;  // its O was never written
         const float* branch_o = state->o.floats() + row * options.head_dim;
         float sum = 0;
-        for (int d = 0; d < options.head_dim; ++d) sum = std::fma(load_element(g, options.dtype, d), branch_o[d], sum);
+        for (int d = 0; d < options.head_dim; ++d)
+          sum = std::fma(load_element(g, options.dtype, d), branch_o[d], sum);
         out[1 + branch] = sum;
       }
     }
   });
 }
 
-void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                                   const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
+void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorView& k,
+                                   const ConstTensorView& v, const ConstTensorView& o,
+                                   const ConstTensorView& lse, const ConstTensorView& dout,
                                    const TensorView& dq, const TensorView& dk, const TensorView& dv,
                                    const BranchState::Data* state) {
   const int heads = options.pattern.heads;
@@ -58,12 +62,16 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
   fill_statistics(o, lse, dout, state);
 
   // fp32 gradients are summed where the caller wants them, 16-bit ones in the workspace.
-  const LocalRows dq_rows = wide() ? rows_of(dq) : rows_of(wide_queries.floats(), heads, options.head_dim);
-  const LocalRows dk_rows = wide() ? rows_of(dk) : rows_of(wide_keys.floats(), options.kv_heads, options.head_dim);
-  const LocalRows dv_rows = wide() ? rows_of(dv) : rows_of(wide_values.floats(), options.kv_heads, options.head_dim);
+  const LocalRows dq_rows =
+      wide() ? rows_of(dq) : rows_of(wide_queries.floats(), heads, options.head_dim);
+  const LocalRows dk_rows =
+      wide() ? rows_of(dk) : rows_of(wide_keys.floats(), options.kv_heads, options.head_dim);
+  const LocalRows dv_rows =
+      wide() ? rows_of(dv) : rows_of(wide_values.floats(), options.kv_heads, options.head_dim);
   const auto row_bytes = static_cast<std::size_t>(options.head_dim) * sizeof(float);
   for_each_token([&](std::int64_t b, std::int64_t t) {
-    for (int h = 0; h < heads; ++h) std::memset(dq_rows.at(b, h) + t * dq_rows.row_step, 0, row_bytes);
+    for (int h = 0; h < heads; ++h)
+      std::memset(dq_rows.at(b, h) + t * dq_rows.row_step, 0, row_bytes);
     for (int h = 0; h < options.kv_heads; ++h) {
       std::memset(dk_rows.at(b, h) + t * dk_rows.row_step, 0, row_bytes);
       std::memset(dv_rows.at(b, h) + t * dv_rows.row_step, 0, row_bytes);
@@ -81,7 +89,8 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
   const auto compute = [&](const Work& work, WorkKind kind) {
     for (const Work::Phase& phase : work.phases()) {
       work.begin_phase();
-      pool->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index, int slot) {
+      pool->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
+                                                                            int slot) {
         const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
         const int head = work.member(item).q_head;
         const std::int64_t delta_offset = 4 * (1 + (deltas() > 1 ? work.group(item).branch : 0));
@@ -107,11 +116,13 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
         task.key_begin = item.key_begin;
         task.key_end = item.key_end;
         if (prob.causal && kind == WorkKind::query_gradient) {
-          ring::drop_keys_after(r.keys, ring::index_span(r.queries, item.query_begin, item.query_end).last);
+          ring::drop_keys_after(r.keys,
+                                ring::index_span(r.queries, item.query_begin, item.query_end).last);
           task.key_end = ring::row_count(r.keys);
         }
         if (prob.causal && kind == WorkKind::key_gradient) {
-          ring::drop_queries_before(r.queries, ring::index_span(r.keys, item.key_begin, item.key_end).first);
+          ring::drop_queries_before(r.queries,
+                                    ring::index_span(r.keys, item.key_begin, item.key_end).first);
           task.query_end = ring::row_count(r.queries);
         }
         task.queries = r.queries;
@@ -138,13 +149,15 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
     const bool by_keys = travel == Travel::keys;
     const LocalRows key_gradients[] = {dk_rows, dv_rows};
     const LocalRows query_gradients[] = {dq_rows};
-    const std::span<const LocalRows> gradients =
-        by_keys ? std::span<const LocalRows>(key_gradients) : std::span<const LocalRows>(query_gradients);
+    const std::span<const LocalRows> gradients = by_keys
+                                                     ? std::span<const LocalRows>(key_gradients)
+                                                     : std::span<const LocalRows>(query_gradients);
     const auto step = [&](int s) {
       if (s > 0) returns->clear(s, *pool);
       compute(backward_work[static_cast<std::size_t>(s)], WorkKind::gradients);
       if (s == 0) return;
-      returns->finish(*transport, gradients, *pool);  // of step s-1: they had this step's compute to arrive
+      returns->finish(*transport, gradients,
+                      *pool);  // of step s-1: they had this step's compute to arrive
       returns->begin(*transport, s);
       if (options.blocking) returns->finish(*transport, gradients, *pool);
     };
@@ -159,10 +172,12 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
 
   const auto factor = static_cast<float>(options.pattern.output_scale);
   if (wide() && factor == 1.0F) return;
-  const auto finish = [&](const LocalRows& from, const TensorView& to, int count, std::int64_t b, std::int64_t t) {
+  const auto finish = [&](const LocalRows& from, const TensorView& to, int count, std::int64_t b,
+                          std::int64_t t) {
     const LocalRows out = rows_of(to);
     for (int h = 0; h < count; ++h) {
-      kernels->store_row(options.dtype, reinterpret_cast<const float*>(from.at(b, h) + t * from.row_step), factor,
+      kernels->store_row(options.dtype,
+                         reinterpret_cast<const float*>(from.at(b, h) + t * from.row_step), factor,
                          out.at(b, h) + t * out.row_step, options.head_dim);
     }
   };

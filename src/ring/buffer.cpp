@@ -24,9 +24,10 @@ Buffer::Buffer(std::int64_t bytes, const char* what) : bytes_(bytes) {
   const std::size_t size = (static_cast<std::size_t>(bytes) + align - 1) / align * align;
   data_.reset(static_cast<std::byte*>(std::aligned_alloc(align, size)));
   if (data_ == nullptr) {
-    throw DeviceError(fmt::format(
-        "RingAttention: out of memory allocating {} bytes for {}: use more ranks, a shorter sequence or a 16-bit dtype", bytes,
-        what));
+    throw DeviceError(
+        fmt::format("RingAttention: out of memory allocating {} bytes for {}: use more ranks, a "
+                    "shorter sequence or a 16-bit dtype",
+                    bytes, what));
   }
 #if defined(__linux__)
   if (align == kHugePage) madvise(data_.get(), size, MADV_HUGEPAGE);

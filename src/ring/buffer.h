@@ -7,7 +7,8 @@
 
 namespace annulus::ring {
 
-// Aligned memory whose size is known once. Out of memory is a DeviceError that says how much was asked for and for what.
+// Aligned memory whose size is known once. Out of memory is a DeviceError that says how much was
+// asked for and for what.
 class Buffer {
  public:
   Buffer() = default;

@@ -19,7 +19,8 @@ struct RingAttentionCache::Impl {
   std::list<Entry> entries;  // most recently used first
 };
 
-RingAttentionCache::RingAttentionCache(Transport& transport, std::size_t capacity) : impl_(std::make_unique<Impl>()) {
+RingAttentionCache::RingAttentionCache(Transport& transport, std::size_t capacity)
+    : impl_(std::make_unique<Impl>()) {
   if (capacity < 1) throw ConfigError("RingAttentionCache: capacity is 0, expected at least 1");
   impl_->transport = &transport;
   impl_->capacity = capacity;
@@ -31,8 +32,8 @@ std::shared_ptr<RingAttention> RingAttentionCache::get(const RingOptions& option
   const std::string key = ring::options_key(options);
   {
     const std::lock_guard lock(impl_->mutex);
-    const auto found =
-        std::find_if(impl_->entries.begin(), impl_->entries.end(), [&](const Impl::Entry& e) { return e.key == key; });
+    const auto found = std::find_if(impl_->entries.begin(), impl_->entries.end(),
+                                    [&](const Impl::Entry& e) { return e.key == key; });
     if (found != impl_->entries.end()) {
       impl_->entries.splice(impl_->entries.begin(), impl_->entries, found);
       return impl_->entries.front().executor;

@@ -2,13 +2,14 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
+
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "annulus/ring_attention.h"
+#include "core/function_ref.h"
 #include "core/thread_pool.h"
 #include "kernels/cpu/kernel.h"
 #include "ring/buffer.h"
@@ -17,32 +18,35 @@
 
 namespace annulus {
 
-// Normalised output and log-sum-exp of every branch: o is [branch][batch][token][head][dim], lse the same without dim.
+// Normalised output and log-sum-exp of every branch: o is [branch][batch][token][head][dim], lse
+// the same without dim.
 struct BranchState::Data {
   ring::Buffer o;
   ring::Buffer lse;
 };
 
-// What one rank's executor holds. forward.cpp and backward.cpp run it; ring_attention.cpp builds and checks it.
+// What one rank's executor holds. forward.cpp and backward.cpp run it; ring_attention.cpp builds
+// and checks it.
 struct RingAttention::Impl {
   Impl(RingOptions options_in, Transport& transport_in);
 
   // ---- forward.cpp
-  void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const TensorView& o,
-               const TensorView& lse, BranchState::Data* state);
+  void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+               const TensorView& o, const TensorView& lse, BranchState::Data* state);
   // ---- backward.cpp
-  void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v, const ConstTensorView& o,
-                const ConstTensorView& lse, const ConstTensorView& dout, const TensorView& dq, const TensorView& dk,
-                const TensorView& dv, const BranchState::Data* state);
+  void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
+                const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                const BranchState::Data* state);
 
   // Runs a pass; on an error drops its transfers and tells the other ranks.
-  void guard(const std::function<void()>& pass);
+  void guard(FunctionRef<void()> pass);
   void run_steps(ring::Courier& courier, std::span<const ring::LocalRows> sections, int steps,
-                 const std::function<void(int step)>& compute);
-  void merge_branches(const BranchState::Data& state, int branches, std::int64_t batch, std::int64_t token, int head,
-                      float* row, float* lse) const;
-  void fill_statistics(const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
-                       const BranchState::Data* state);
+                 FunctionRef<void(int step)> compute);
+  void merge_branches(const BranchState::Data& state, int branches, std::int64_t batch,
+                      std::int64_t token, int head, float* row, float* lse) const;
+  void fill_statistics(const ConstTensorView& o, const ConstTensorView& lse,
+                       const ConstTensorView& dout, const BranchState::Data* state);
 
   // ---- construction, in order; a ConfigError thrown by one of them becomes every rank's
   void check_options() const;
@@ -53,20 +57,27 @@ struct RingAttention::Impl {
   void allocate();
 
   // ---- shared by both passes
-  [[nodiscard]] std::string check_tensor(const char* name, const ConstTensorView& view, bool heads_of_keys) const;
+  [[nodiscard]] std::string check_tensor(const char* name, const ConstTensorView& view,
+                                         bool heads_of_keys) const;
   [[nodiscard]] std::string check_lse(const ConstTensorView& view) const;
   [[nodiscard]] std::int64_t local_tokens() const { return options.placement.local_tokens(rank); }
-  [[nodiscard]] std::int64_t query_rows() const { return options.batch * local_tokens() * options.pattern.heads; }
-  [[nodiscard]] std::int64_t key_rows() const { return options.batch * local_tokens() * options.kv_heads; }
+  [[nodiscard]] std::int64_t query_rows() const {
+    return options.batch * local_tokens() * options.pattern.heads;
+  }
+  [[nodiscard]] std::int64_t key_rows() const {
+    return options.batch * local_tokens() * options.kv_heads;
+  }
   [[nodiscard]] bool wide() const { return options.dtype == DType::f32; }
   [[nodiscard]] int deltas() const {
-    return options.mix_gradient == MixGradient::detached ? static_cast<int>(options.pattern.branches.size()) : 1;
+    return options.mix_gradient == MixGradient::detached
+               ? static_cast<int>(options.pattern.branches.size())
+               : 1;
   }
   [[nodiscard]] cpu::Problem problem() const;
   [[nodiscard]] static ring::LocalRows rows_of(const ConstTensorView& view);
   // fp32 rows of a workspace buffer [batch][token][heads][width].
   [[nodiscard]] ring::LocalRows rows_of(const float* base, int heads, std::int64_t width) const;
-  void for_each_token(const std::function<void(std::int64_t batch, std::int64_t token)>& body) const;
+  void for_each_token(FunctionRef<void(std::int64_t batch, std::int64_t token)> body) const;
 
   RingOptions options;
   Transport* transport;

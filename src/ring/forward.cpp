@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <functional>
 
 #include "annulus/half.h"
 #include "ring/executor.h"
@@ -10,14 +9,16 @@ using ring::ChannelSource;
 using ring::Work;
 using ring::WorkItem;
 
-void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                                  const TensorView& o, const TensorView& lse, BranchState::Data* state) {
+void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorView& k,
+                                  const ConstTensorView& v, const TensorView& o,
+                                  const TensorView& lse, BranchState::Data* state) {
   const bool per_branch = state != nullptr;
   const int heads = options.pattern.heads;
   const int ratio = heads / options.kv_heads;
   const cpu::Problem prob = problem();
 
-  // Running state of a row: where O so far and its log-sum-exp are. fp32 accumulates in the caller's o.
+  // Running state of a row: where O so far and its log-sum-exp are. fp32 accumulates in the
+  // caller's o.
   const ring::LocalRows out_rows = rows_of(o);
   const ring::LocalRows lse_rows = rows_of(lse);
   const bool direct = direct_output && !per_branch;
@@ -32,30 +33,36 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
     std::fill_n(state->lse.floats(), state->lse.bytes() / 4, -INFINITY);
   } else {
     for_each_token([&](std::int64_t b, std::int64_t t) {
-      for (int h = 0; h < heads; ++h) *reinterpret_cast<float*>(lse_rows.at(b, h) + t * lse_rows.row_step) = -INFINITY;
+      for (int h = 0; h < heads; ++h)
+        *reinterpret_cast<float*>(lse_rows.at(b, h) + t * lse_rows.row_step) = -INFINITY;
     });
   }
 
   const auto compute = [&](const Work& work, bool first_step) {
     bool first_phase = first_step;
     for (const Work::Phase& phase : work.phases()) {
-      pool->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index, int slot) {
+      pool->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
+                                                                            int slot) {
         const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
         const int head = work.member(item).q_head;
         const int branch = work.group(item).branch;
-        const ring::LocalRows so = per_branch ? branch_rows(state->o, branch, options.head_dim) : state_rows;
+        const ring::LocalRows so =
+            per_branch ? branch_rows(state->o, branch, options.head_dim) : state_rows;
         const ring::LocalRows sl = per_branch ? branch_rows(state->lse, branch, 1) : lse_rows;
         const ChannelSource queries[] = {{cpu::kQuery, rows_of(q), nullptr, nullptr, nullptr, 0, 0},
                                          {cpu::kLse, sl, nullptr, nullptr, nullptr, 0, 0},
                                          {cpu::kState, so, nullptr, nullptr, nullptr, 0, 0},
                                          {cpu::kOut, so, nullptr, nullptr, nullptr, 0, 0}};
         const ring::ParcelShape* shape = &key_courier->shape();
-        const ChannelSource keys[] = {{cpu::kKey, rows_of(k), key_courier.get(), nullptr, shape, 0, 0},
-                                      {cpu::kValue, rows_of(v), key_courier.get(), nullptr, shape, 1, 0}};
+        const ChannelSource keys[] = {
+            {cpu::kKey, rows_of(k), key_courier.get(), nullptr, shape, 0, 0},
+            {cpu::kValue, rows_of(v), key_courier.get(), nullptr, shape, 1, 0}};
         Runs& r = runs_of(slot);
         work.expand(item, true, queries, head, r.queries);
         work.expand(item, false, keys, head / ratio, r.keys);
-        if (prob.causal) ring::drop_keys_after(r.keys, ring::index_span(r.queries, item.query_begin, item.query_end).last);
+        if (prob.causal)
+          ring::drop_keys_after(r.keys,
+                                ring::index_span(r.queries, item.query_begin, item.query_end).last);
         cpu::ForwardTask task;
         task.queries = r.queries;
         task.query_begin = item.query_begin;
@@ -71,9 +78,8 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
   };
 
   const ring::LocalRows sections[] = {rows_of(k), rows_of(v)};
-  run_steps(*key_courier, sections, key_plan->steps(), [&](int step) {
-    compute(forward_work[static_cast<std::size_t>(step)], step == 0);
-  });
+  run_steps(*key_courier, sections, key_plan->steps(),
+            [&](int step) { compute(forward_work[static_cast<std::size_t>(step)], step == 0); });
 
   // What the caller gets: merged, scaled, in its dtype; zeros where a row attended to nothing.
   const auto factor = static_cast<float>(options.pattern.output_scale);
@@ -90,7 +96,8 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
         std::fill_n(row, options.head_dim, 0.0F);
         kernels->store_row(options.dtype, row, 1.0F, out, options.head_dim);
       } else if (!direct && !wide()) {
-        const auto* wide_row = reinterpret_cast<const float*>(state_rows.at(b, h) + t * state_rows.row_step);
+        const auto* wide_row =
+            reinterpret_cast<const float*>(state_rows.at(b, h) + t * state_rows.row_step);
         kernels->store_row(options.dtype, wide_row, factor, out, options.head_dim);
       } else if (factor != 1.0F) {
         for (int d = 0; d < options.head_dim; ++d) {
@@ -102,8 +109,9 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
 }
 
 // One softmax over all branches: weights exp(L_b - L).
-void RingAttention::Impl::merge_branches(const BranchState::Data& state, int branches, std::int64_t batch, std::int64_t token,
-                                         int head, float* row, float* lse) const {
+void RingAttention::Impl::merge_branches(const BranchState::Data& state, int branches,
+                                         std::int64_t batch, std::int64_t token, int head,
+                                         float* row, float* lse) const {
   const std::int64_t at = (batch * local_tokens() + token) * options.pattern.heads + head;
   float highest = -INFINITY;
   bool poisoned = false;
@@ -116,7 +124,8 @@ void RingAttention::Impl::merge_branches(const BranchState::Data& state, int bra
   *lse = highest;
   if (highest == -INFINITY && !poisoned) return;
   double sum = 0;
-  for (int b = 0; b < branches; ++b) sum += std::exp(static_cast<double>(state.lse.floats()[b * query_rows() + at]) - highest);
+  for (int b = 0; b < branches; ++b)
+    sum += std::exp(static_cast<double>(state.lse.floats()[b * query_rows() + at]) - highest);
   *lse = static_cast<float>(highest + std::log(sum));
   for (int b = 0; b < branches; ++b) {
     const float l = state.lse.floats()[b * query_rows() + at];
@@ -127,9 +136,11 @@ void RingAttention::Impl::merge_branches(const BranchState::Data& state, int bra
   }
 }
 
-// The life of one pass: step s+1 travels while step s computes. `compute` is called for every entry of the work list.
-void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const ring::LocalRows> sections, int steps,
-                                    const std::function<void(int step)>& compute) {
+// The life of one pass: step s+1 travels while step s computes. `compute` is called for every entry
+// of the work list.
+void RingAttention::Impl::run_steps(ring::Courier& courier,
+                                    std::span<const ring::LocalRows> sections, int steps,
+                                    FunctionRef<void(int step)> compute) {
   if (steps > 0) {
     courier.pack(sections, *pool);
     courier.begin(*transport, 1);

@@ -9,20 +9,23 @@
 
 namespace annulus::ring {
 
-ParcelShape::ParcelShape(const Plan& plan, std::int64_t batch, std::vector<std::int64_t> section_bytes)
+ParcelShape::ParcelShape(const Plan& plan, std::int64_t batch,
+                         std::vector<std::int64_t> section_bytes)
     : plan_(&plan), batch_(batch), sections_(std::move(section_bytes)) {
   row_bytes_ = std::accumulate(sections_.begin(), sections_.end(), std::int64_t{0});
 }
 
 std::int64_t ParcelShape::bytes(int parcel) const {
   const Parcel& p = plan_->parcels()[static_cast<std::size_t>(parcel)];
-  const auto units = static_cast<std::int64_t>(plan_->classes()[static_cast<std::size_t>(p.head_class)].units.size());
+  const auto units = static_cast<std::int64_t>(
+      plan_->classes()[static_cast<std::size_t>(p.head_class)].units.size());
   return batch_ * units * p.row_count * row_bytes_;
 }
 
 std::int64_t ParcelShape::offset(int parcel, std::int64_t batch, int unit_slot, int section) const {
   const Parcel& p = plan_->parcels()[static_cast<std::size_t>(parcel)];
-  const auto units = static_cast<std::int64_t>(plan_->classes()[static_cast<std::size_t>(p.head_class)].units.size());
+  const auto units = static_cast<std::int64_t>(
+      plan_->classes()[static_cast<std::size_t>(p.head_class)].units.size());
   std::int64_t row = (batch * units + unit_slot) * row_bytes_;
   for (int i = 0; i < section; ++i) row += section_bytes(i);
   return row * p.row_count;
@@ -37,8 +40,10 @@ std::vector<CopyRun> copy_runs(const Placement& placement, const Parcel& parcel)
     for (const RowSet& range : ranges) {
       const RowSet common = intersect(rows, range);
       if (common.count > 0) {
-        runs.push_back({stored + (common.first - rows.first) / rows.stride, common.stride / rows.stride,
-                        local + (common.first - range.first) / range.stride, common.stride / range.stride, common.count});
+        runs.push_back({stored + (common.first - rows.first) / rows.stride,
+                        common.stride / rows.stride,
+                        local + (common.first - range.first) / range.stride,
+                        common.stride / range.stride, common.count});
         if (common.count == 1) runs.back().parcel_stride = runs.back().local_stride = 1;
       }
       local += range.count;
@@ -73,7 +78,8 @@ std::int64_t lay_out(std::vector<Message>& list) {
 
 }  // namespace
 
-Courier::Courier(const Plan& plan, int rank, ParcelShape shape) : plan_(&plan), rank_(rank), shape_(std::move(shape)) {
+Courier::Courier(const Plan& plan, int rank, ParcelShape shape)
+    : plan_(&plan), shape_(std::move(shape)) {
   const std::size_t parcels = plan.parcels().size();
   outbox_offset_.assign(parcels, -1);
   slot_offset_.assign(parcels, -1);
@@ -100,7 +106,8 @@ Courier::Courier(const Plan& plan, int rank, ParcelShape shape) : plan_(&plan), 
         offset += shape_.bytes(id);
       }
     }
-    // A message whose parcels lie one after the other where they are goes out from there; others are staged.
+    // A message whose parcels lie one after the other where they are goes out from there; others
+    // are staged.
     std::int64_t staged = 0;
     const std::vector<std::int64_t>& source = s == 1 ? outbox_offset_ : slot_offset_;
     for (Message& message : step.out) {
@@ -129,7 +136,9 @@ Courier::Courier(const Plan& plan, int rank, ParcelShape shape) : plan_(&plan), 
   sends_.reserve(most_out);
 }
 
-std::int64_t Courier::buffer_bytes() const { return outbox_bytes_ + slot_bytes_[0] + slot_bytes_[1] + staging_bytes_; }
+std::int64_t Courier::buffer_bytes() const {
+  return outbox_bytes_ + slot_bytes_[0] + slot_bytes_[1] + staging_bytes_;
+}
 
 void Courier::allocate() {
   outbox_ = Buffer(outbox_bytes_, "outgoing rows");
@@ -151,11 +160,13 @@ void Courier::pack(std::span<const LocalRows> sections, ThreadPool& pool) {
         const LocalRows& rows = sections[static_cast<std::size_t>(s)];
         const std::byte* from = rows.at(batch, heads.units[static_cast<std::size_t>(unit)]);
         const std::int64_t bytes = shape_.section_bytes(s);
-        std::byte* to = outbox_.data() + outbox_offset_[static_cast<std::size_t>(id)] + shape_.offset(id, batch, unit, s);
+        std::byte* to = outbox_.data() + outbox_offset_[static_cast<std::size_t>(id)] +
+                        shape_.offset(id, batch, unit, s);
         for (const CopyRun& run : own_runs_[i]) {
           for (std::int64_t r = 0; r < run.count; ++r) {
             std::memcpy(to + (run.parcel_first + r * run.parcel_stride) * bytes,
-                        from + (run.local_first + r * run.local_stride) * rows.row_step, static_cast<std::size_t>(bytes));
+                        from + (run.local_first + r * run.local_stride) * rows.row_step,
+                        static_cast<std::size_t>(bytes));
           }
         }
       }
@@ -167,8 +178,9 @@ void Courier::begin(Transport& transport, int step) {
   const Step& plan = steps_[static_cast<std::size_t>(step - 1)];
   std::byte* slot = slots_[step % 2].data();
   for (const Message& message : plan.in) {
-    receives_.push_back(transport.receive(message.peer, kTagParcels,
-                                          {slot + message.offset, static_cast<std::size_t>(message.bytes)}));
+    receives_.push_back(
+        transport.receive(message.peer, kTagParcels,
+                          {slot + message.offset, static_cast<std::size_t>(message.bytes)}));
   }
   const std::byte* source = step == 1 ? outbox_.data() : slots_[(step + 1) % 2].data();
   const std::vector<std::int64_t>& offsets = step == 1 ? outbox_offset_ : slot_offset_;
@@ -179,11 +191,13 @@ void Courier::begin(Transport& transport, int step) {
       std::byte* to = staging_.data() + message.offset;
       bytes = to;
       for (int id : message.parcels) {
-        std::memcpy(to, source + offsets[static_cast<std::size_t>(id)], static_cast<std::size_t>(shape_.bytes(id)));
+        std::memcpy(to, source + offsets[static_cast<std::size_t>(id)],
+                    static_cast<std::size_t>(shape_.bytes(id)));
         to += shape_.bytes(id);
       }
     }
-    sends_.push_back(transport.send(message.peer, kTagParcels, {bytes, static_cast<std::size_t>(message.bytes)}));
+    sends_.push_back(transport.send(message.peer, kTagParcels,
+                                    {bytes, static_cast<std::size_t>(message.bytes)}));
   }
 }
 
@@ -200,7 +214,8 @@ void Courier::cancel() {
 }
 
 std::byte* Courier::parcel(int id) const {
-  return slots_[slot_of_[static_cast<std::size_t>(id)]].data() + slot_offset_[static_cast<std::size_t>(id)];
+  return slots_[slot_of_[static_cast<std::size_t>(id)]].data() +
+         slot_offset_[static_cast<std::size_t>(id)];
 }
 
 std::int64_t Courier::bytes_sent() const {
@@ -211,7 +226,8 @@ std::int64_t Courier::bytes_sent() const {
   return bytes;
 }
 
-ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape) : plan_(&plan), shape_(std::move(shape)) {
+ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape)
+    : plan_(&plan), shape_(std::move(shape)) {
   const std::size_t parcels = plan.parcels().size();
   slot_offset_.assign(parcels, -1);
   slot_of_.assign(parcels, 0);
@@ -253,18 +269,21 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape) : pl
     std::sort(in.begin(), in.end(), by_peer);
     step.in = messages(in, shape_);
     largest_step_in = std::max(largest_step_in, lay_out(step.in));
-    for (const Message& message : step.in) largest_message = std::max(largest_message, message.bytes);
+    for (const Message& message : step.in)
+      largest_message = std::max(largest_message, message.bytes);
     steps_.push_back(std::move(step));
   }
-  // The ring returns each own row once per step: all of a step's messages fit a buffer of the shard's size. The gather
-  // schedule returns P - 1 copies in its one step: they take turns in two places.
+  // The ring returns each own row once per step: all of a step's messages fit a buffer of the
+  // shard's size. The gather schedule returns P - 1 copies in its one step: they take turns in two
+  // places.
   const bool together = plan.options().schedule == Schedule::ring;
   inbox_bytes_ = together ? largest_step_in : std::min(largest_step_in, 2 * largest_message);
   std::size_t most[2] = {0, 0};
   for (Step& step : steps_) {
     step.posted = together ? step.in.size() : std::min<std::size_t>(2, step.in.size());
     if (!together) {
-      for (std::size_t i = 0; i < step.in.size(); ++i) step.in[i].offset = i % 2 == 0 ? 0 : largest_message;
+      for (std::size_t i = 0; i < step.in.size(); ++i)
+        step.in[i].offset = i % 2 == 0 ? 0 : largest_message;
     }
     most[0] = std::max(most[0], step.in.size());
     most[1] = std::max(most[1], step.out.size());
@@ -274,11 +293,14 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape) : pl
   sends_[0].reserve(most[1]);
   sends_[1].reserve(most[1]);
   for (std::size_t id = 0; id < parcels; ++id) {
-    if (plan.parcels()[id].owner == rank) runs_[id] = copy_runs(plan.placement(), plan.parcels()[id]);
+    if (plan.parcels()[id].owner == rank)
+      runs_[id] = copy_runs(plan.placement(), plan.parcels()[id]);
   }
 }
 
-std::int64_t ReturnCourier::buffer_bytes() const { return slot_bytes_[0] + slot_bytes_[1] + inbox_bytes_; }
+std::int64_t ReturnCourier::buffer_bytes() const {
+  return slot_bytes_[0] + slot_bytes_[1] + inbox_bytes_;
+}
 
 void ReturnCourier::allocate() {
   slots_[0] = Buffer(slot_bytes_[0], "partial gradients");
@@ -293,18 +315,21 @@ void ReturnCourier::clear(int step, ThreadPool& pool) {
   const std::int64_t bytes = steps_[static_cast<std::size_t>(step - 1)].slot_bytes;
   constexpr std::int64_t kPiece = 1 << 20;
   pool.run_parallel((bytes + kPiece - 1) / kPiece, [&](std::int64_t i, int) {
-    std::memset(slots_[slot].data() + i * kPiece, 0, static_cast<std::size_t>(std::min(kPiece, bytes - i * kPiece)));
+    std::memset(slots_[slot].data() + i * kPiece, 0,
+                static_cast<std::size_t>(std::min(kPiece, bytes - i * kPiece)));
   });
 }
 
 std::byte* ReturnCourier::parcel(int id) const {
-  return slots_[slot_of_[static_cast<std::size_t>(id)]].data() + slot_offset_[static_cast<std::size_t>(id)];
+  return slots_[slot_of_[static_cast<std::size_t>(id)]].data() +
+         slot_offset_[static_cast<std::size_t>(id)];
 }
 
 void ReturnCourier::post_receive(Transport& transport, std::size_t index) {
   const Message& message = steps_[static_cast<std::size_t>(current_ - 1)].in[index];
-  receives_.push_back(transport.receive(message.peer, kTagReturns,
-                                        {inbox_.data() + message.offset, static_cast<std::size_t>(message.bytes)}));
+  receives_.push_back(
+      transport.receive(message.peer, kTagReturns,
+                        {inbox_.data() + message.offset, static_cast<std::size_t>(message.bytes)}));
 }
 
 void ReturnCourier::begin(Transport& transport, int step) {
@@ -313,12 +338,14 @@ void ReturnCourier::begin(Transport& transport, int step) {
   for (std::size_t i = 0; i < plan.posted; ++i) post_receive(transport, i);
   const std::size_t slot = static_cast<std::size_t>(step % 2);
   for (const Message& message : plan.out) {
-    sends_[slot].push_back(transport.send(message.peer, kTagReturns,
-                                          {slots_[slot].data() + message.offset, static_cast<std::size_t>(message.bytes)}));
+    sends_[slot].push_back(transport.send(
+        message.peer, kTagReturns,
+        {slots_[slot].data() + message.offset, static_cast<std::size_t>(message.bytes)}));
   }
 }
 
-void ReturnCourier::finish(Transport& transport, std::span<const LocalRows> sections, ThreadPool& pool) {
+void ReturnCourier::finish(Transport& transport, std::span<const LocalRows> sections,
+                           ThreadPool& pool) {
   if (current_ == 0) return;
   const Step& plan = steps_[static_cast<std::size_t>(current_ - 1)];
   for (std::size_t i = 0; i < plan.in.size(); ++i) {
@@ -333,14 +360,17 @@ void ReturnCourier::finish(Transport& transport, std::span<const LocalRows> sect
         const std::int64_t batch = index / units;
         const int unit = static_cast<int>(index % units);
         for (int s = 0; s < shape_.sections(); ++s) {
-          const auto* source = reinterpret_cast<const float*>(from + shape_.offset(id, batch, unit, s));
+          const auto* source =
+              reinterpret_cast<const float*>(from + shape_.offset(id, batch, unit, s));
           const LocalRows& rows = sections[static_cast<std::size_t>(s)];
           std::byte* target = rows.at(batch, heads.units[static_cast<std::size_t>(unit)]);
-          const std::int64_t width = shape_.section_bytes(s) / static_cast<std::int64_t>(sizeof(float));
+          const std::int64_t width =
+              shape_.section_bytes(s) / static_cast<std::int64_t>(sizeof(float));
           for (const CopyRun& run : runs_[static_cast<std::size_t>(id)]) {
             for (std::int64_t r = 0; r < run.count; ++r) {
               const float* add = source + (run.parcel_first + r * run.parcel_stride) * width;
-              auto* sum = reinterpret_cast<float*>(target + (run.local_first + r * run.local_stride) * rows.row_step);
+              auto* sum = reinterpret_cast<float*>(
+                  target + (run.local_first + r * run.local_stride) * rows.row_step);
               for (std::int64_t d = 0; d < width; ++d) sum[d] += add[d];
             }
           }

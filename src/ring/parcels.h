@@ -12,27 +12,34 @@
 
 namespace annulus::ring {
 
-// Where a tensor's rows are: row t of (batch b, head h) starts at base + b * batch_step + h * head_step + t * row_step bytes.
+// Where a tensor's rows are: row t of (batch b, head h) starts at base + b * batch_step + h *
+// head_step + t * row_step bytes.
 struct LocalRows {
   std::byte* base = nullptr;
   std::int64_t batch_step = 0;
   std::int64_t head_step = 0;
   std::int64_t row_step = 0;
 
-  [[nodiscard]] std::byte* at(std::int64_t batch, int head) const { return base + batch * batch_step + head * head_step; }
+  [[nodiscard]] std::byte* at(std::int64_t batch, int head) const {
+    return base + batch * batch_step + head * head_step;
+  }
 };
 
-// How a parcel's rows lie in memory and in messages: [batch][unit][section][row], a section being K, V, Q, ... of
-// `section_bytes` per row. The same everywhere, so that forwarding a parcel is one copy.
+// How a parcel's rows lie in memory and in messages: [batch][unit][section][row], a section being
+// K, V, Q, ... of `section_bytes` per row. The same everywhere, so that forwarding a parcel is one
+// copy.
 class ParcelShape {
  public:
   ParcelShape(const Plan& plan, std::int64_t batch, std::vector<std::int64_t> section_bytes);
 
   [[nodiscard]] std::int64_t bytes(int parcel) const;
-  [[nodiscard]] std::int64_t section_bytes(int section) const { return sections_[static_cast<std::size_t>(section)]; }
+  [[nodiscard]] std::int64_t section_bytes(int section) const {
+    return sections_[static_cast<std::size_t>(section)];
+  }
   [[nodiscard]] int sections() const { return static_cast<int>(sections_.size()); }
   // Start of the rows of (batch, unit slot, section) within the parcel.
-  [[nodiscard]] std::int64_t offset(int parcel, std::int64_t batch, int unit_slot, int section) const;
+  [[nodiscard]] std::int64_t offset(int parcel, std::int64_t batch, int unit_slot,
+                                    int section) const;
   [[nodiscard]] std::int64_t row_bytes() const { return row_bytes_; }  // over all sections
   [[nodiscard]] std::int64_t batch() const { return batch_; }
 
@@ -61,8 +68,8 @@ struct Message {
   std::int64_t bytes = 0;
 };
 
-// Moves one side's parcels through the steps of a plan: packs the rank's own, receives into two slots, forwards.
-// Step s+1 is begun before step s is computed and finished after it.
+// Moves one side's parcels through the steps of a plan: packs the rank's own, receives into two
+// slots, forwards. Step s+1 is begun before step s is computed and finished after it.
 class Courier {
  public:
   Courier(const Plan& plan, int rank, ParcelShape shape);
@@ -71,13 +78,15 @@ class Courier {
   [[nodiscard]] std::int64_t buffer_bytes() const;
   void allocate();
 
-  // Copies the rank's own travelling rows out of its shard; `sections[i]` are the rows of section i, heads being units.
+  // Copies the rank's own travelling rows out of its shard; `sections[i]` are the rows of section
+  // i, heads being units.
   void pack(std::span<const LocalRows> sections, ThreadPool& pool);
   void begin(Transport& transport, int step);
   void finish();
   void cancel();  // after an error: drops whatever is under way
 
-  // Start of a received parcel; valid from finish() of its step until begin() of the step after the next.
+  // Start of a received parcel; valid from finish() of its step until begin() of the step after the
+  // next.
   [[nodiscard]] std::byte* parcel(int id) const;
   [[nodiscard]] const ParcelShape& shape() const { return shape_; }
   [[nodiscard]] std::int64_t bytes_sent() const;  // per pass over all steps
@@ -85,19 +94,19 @@ class Courier {
  private:
   struct Step {
     std::vector<Message> in;   // offsets into the slot
-    std::vector<Message> out;  // offsets into the source (outbox in step 1, else the previous slot) or the staging area
+    std::vector<Message> out;  // offsets into the source (outbox in step 1, else the previous slot)
+                               // or the staging area
     std::vector<bool> staged;  // per out message
   };
 
   const Plan* plan_;
-  int rank_;
   ParcelShape shape_;
   std::vector<Step> steps_;
-  std::vector<int> own_;                         // parcels of this rank, in outbox order
-  std::vector<std::vector<CopyRun>> own_runs_;   // per own parcel
-  std::vector<std::int64_t> outbox_offset_;      // per parcel, -1: not ours
-  std::vector<std::int64_t> slot_offset_;        // per parcel, -1: never here
-  std::vector<int> slot_of_;                     // per parcel: which slot
+  std::vector<int> own_;                        // parcels of this rank, in outbox order
+  std::vector<std::vector<CopyRun>> own_runs_;  // per own parcel
+  std::vector<std::int64_t> outbox_offset_;     // per parcel, -1: not ours
+  std::vector<std::int64_t> slot_offset_;       // per parcel, -1: never here
+  std::vector<int> slot_of_;                    // per parcel: which slot
   std::int64_t outbox_bytes_ = 0;
   std::int64_t slot_bytes_[2] = {0, 0};
   std::int64_t staging_bytes_ = 0;
@@ -108,7 +117,8 @@ class Courier {
   std::vector<std::unique_ptr<Transfer>> sends_;
 };
 
-// Brings fp32 partial gradients of received parcels straight back to their owners, who add them in a fixed order.
+// Brings fp32 partial gradients of received parcels straight back to their owners, who add them in
+// a fixed order.
 class ReturnCourier {
  public:
   ReturnCourier(const Plan& plan, int rank, ParcelShape shape);
@@ -116,11 +126,13 @@ class ReturnCourier {
   [[nodiscard]] std::int64_t buffer_bytes() const;
   void allocate();
 
-  void clear(int step, ThreadPool& pool);               // zeroes the gradients of a step
-  [[nodiscard]] std::byte* parcel(int id) const;        // gradients of a received parcel
-  void begin(Transport& transport, int step);           // sends those of `step`, posts receives of what comes back
-  void finish(Transport& transport, std::span<const LocalRows> sections, ThreadPool& pool);  // adds what came back
-  void wait_sends();  // before the caller leaves
+  void clear(int step, ThreadPool& pool);         // zeroes the gradients of a step
+  [[nodiscard]] std::byte* parcel(int id) const;  // gradients of a received parcel
+  void begin(Transport& transport,
+             int step);  // sends those of `step`, posts receives of what comes back
+  void finish(Transport& transport, std::span<const LocalRows> sections,
+              ThreadPool& pool);  // adds what came back
+  void wait_sends();              // before the caller leaves
   void cancel();
   [[nodiscard]] const ParcelShape& shape() const { return shape_; }
   [[nodiscard]] std::int64_t bytes_sent() const;

@@ -10,8 +10,9 @@
 namespace annulus::ring {
 namespace {
 
-std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t segment_start, std::int64_t offset,
-                                   std::int64_t dilation, std::int64_t& total) {
+std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t segment_start,
+                                   std::int64_t offset, std::int64_t dilation,
+                                   std::int64_t& total) {
   std::vector<RunTemplate> out;
   out.reserve(rows.size());
   for (const PlacedRows& placed : rows) {
@@ -20,7 +21,8 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
     run.store_first = placed.store_first;
     run.store_stride = placed.store_stride;
     run.index = static_cast<std::int32_t>((placed.rows.first - segment_start - offset) / dilation);
-    run.index_stride = static_cast<std::int32_t>(std::max<std::int64_t>(1, placed.rows.stride / dilation));
+    run.index_stride =
+        static_cast<std::int32_t>(std::max<std::int64_t>(1, placed.rows.stride / dilation));
     run.count = static_cast<std::int32_t>(placed.rows.count);
     total += placed.rows.count;
     out.push_back(run);
@@ -28,11 +30,14 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
   return out;
 }
 
-std::int32_t last_index(const RunTemplate& run) { return run.index + (run.count - 1) * run.index_stride; }
+std::int32_t last_index(const RunTemplate& run) {
+  return run.index + (run.count - 1) * run.index_stride;
+}
 
 // Rough number of allowed pairs between two stretches of a group's rows, for balancing.
-double pair_estimate(bool causal, std::int64_t q_begin, std::int64_t q_end, std::int64_t q_rows, std::int64_t k_begin,
-                     std::int64_t k_end, std::int64_t k_rows, const WorkGroup& group) {
+double pair_estimate(bool causal, std::int64_t q_begin, std::int64_t q_end, std::int64_t q_rows,
+                     std::int64_t k_begin, std::int64_t k_end, std::int64_t k_rows,
+                     const WorkGroup& group) {
   const double all = static_cast<double>(q_end - q_begin) * static_cast<double>(k_end - k_begin);
   if (!causal || q_rows == 0 || k_rows == 0) return all;
   // As if rows were spread evenly over their index range.
@@ -43,20 +48,25 @@ double pair_estimate(bool causal, std::int64_t q_begin, std::int64_t q_end, std:
   double visible = 0;
   constexpr int kSamples = 8;
   for (int i = 0; i < kSamples; ++i) {
-    const double q = q_first + q_span * (static_cast<double>(q_begin) + (i + 0.5) / kSamples * static_cast<double>(q_end - q_begin)) /
+    const double q = q_first + q_span *
+                                   (static_cast<double>(q_begin) +
+                                    (i + 0.5) / kSamples * static_cast<double>(q_end - q_begin)) /
                                    static_cast<double>(q_rows);
     const double upto = (q - k_first) / std::max(1.0, k_span) * static_cast<double>(k_rows);
-    visible += std::clamp((upto - static_cast<double>(k_begin)) / static_cast<double>(k_end - k_begin), 0.0, 1.0);
+    visible += std::clamp(
+        (upto - static_cast<double>(k_begin)) / static_cast<double>(k_end - k_begin), 0.0, 1.0);
   }
   return all * visible / kSamples;
 }
 
-std::int64_t pieces(std::int64_t rows, std::int64_t size) { return std::max<std::int64_t>(1, (rows + size - 1) / size); }
+std::int64_t pieces(std::int64_t rows, std::int64_t size) {
+  return std::max<std::int64_t>(1, (rows + size - 1) / size);
+}
 
 }  // namespace
 
-Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, std::int64_t batch, int head_dim,
-           int threads)
+Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind,
+           std::int64_t batch, int head_dim, int threads)
     : plan_(&plan) {
   add_groups(rank, first_step, last_step);
 
@@ -81,7 +91,8 @@ Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind k
       for (int h = 0; h < plan.pattern().heads; ++h) {
         if (b.offset[static_cast<std::size_t>(h)] >= 0) heads.insert(h / ratio);
       }
-      const bool clash = std::any_of(heads.begin(), heads.end(), [&](int h) { return used.contains(h); });
+      const bool clash =
+          std::any_of(heads.begin(), heads.end(), [&](int h) { return used.contains(h); });
       if (clash) close();
       used.insert(heads.begin(), heads.end());
     }
@@ -93,8 +104,8 @@ Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind k
 
 void Work::add_groups(int rank, int first_step, int last_step) {
   for (const TileGroup& tiles : plan_->tile_groups(rank, first_step, last_step)) {
-    const Selection& selection =
-        plan_->classes()[static_cast<std::size_t>(tiles.head_class)].selections[static_cast<std::size_t>(tiles.selection)];
+    const Selection& selection = plan_->classes()[static_cast<std::size_t>(tiles.head_class)]
+                                     .selections[static_cast<std::size_t>(tiles.selection)];
     const Branch& branch = plan_->pattern().branches[static_cast<std::size_t>(selection.branch)];
     const std::int64_t start = tiles.segment == 0 ? 0 : tiles.segment * branch.segment_length;
     WorkGroup group;
@@ -102,24 +113,26 @@ void Work::add_groups(int rank, int first_step, int last_step) {
     group.head_class = tiles.head_class;
     group.selection = tiles.selection;
     group.segment = tiles.segment;
-    group.queries = templates(tiles.queries, start, selection.offset, branch.dilation, group.query_rows);
+    group.queries =
+        templates(tiles.queries, start, selection.offset, branch.dilation, group.query_rows);
     group.keys = templates(tiles.keys, start, selection.offset, branch.dilation, group.key_rows);
     longest_run_list_ = std::max({longest_run_list_, group.queries.size(), group.keys.size()});
     groups_.push_back(std::move(group));
   }
 }
 
-void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind, std::int64_t batch, int head_dim,
-                     int threads) {
+void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind,
+                     std::int64_t batch, int head_dim, int threads) {
   const bool causal = plan_->pattern().causal;
   // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better.
   const std::int64_t wanted = 4 * static_cast<std::int64_t>(threads);
   std::int64_t heads = 0;
   for (int g : groups) {
     const WorkGroup& group = groups_[static_cast<std::size_t>(g)];
-    heads += batch * static_cast<std::int64_t>(plan_->classes()[static_cast<std::size_t>(group.head_class)]
-                                                   .selections[static_cast<std::size_t>(group.selection)]
-                                                   .members.size());
+    heads += batch *
+             static_cast<std::int64_t>(plan_->classes()[static_cast<std::size_t>(group.head_class)]
+                                           .selections[static_cast<std::size_t>(group.selection)]
+                                           .members.size());
   }
   const std::int64_t split = pieces(wanted, heads);  // pieces per head that would be enough
 
@@ -148,7 +161,8 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
         q_size = std::min<std::int64_t>(cpu::kQueryBlock, cut(q_size, cpu::kGradBlock, split));
         break;
       case WorkKind::key_gradient:
-        k_size = std::min<std::int64_t>(cpu::max_key_chunk(head_dim), cut(k_size, cpu::kGradBlock, split));
+        k_size = std::min<std::int64_t>(cpu::max_key_chunk(head_dim),
+                                        cut(k_size, cpu::kGradBlock, split));
         break;
     }
     q_size = std::max<std::int64_t>(1, q_size);
@@ -165,7 +179,8 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
             item.query_end = std::min(group.query_rows, q + q_size);
             item.key_begin = k;
             item.key_end = std::min(group.key_rows, k + k_size);
-            item.cost = pair_estimate(causal, q, item.query_end, group.query_rows, k, item.key_end, group.key_rows, group);
+            item.cost = pair_estimate(causal, q, item.query_end, group.query_rows, k, item.key_end,
+                                      group.key_rows, group);
             phase.items.push_back(item);
           }
         }
@@ -179,11 +194,12 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
   }
 }
 
-// Finds which items add into the same rows, orders the items so that neighbours in the list rarely do, and numbers their turns.
+// Finds which items add into the same rows, orders the items so that neighbours in the list rarely
+// do, and numbers their turns.
 void Work::assign_turns(Phase& phase, bool query_rows, int threads) {
   const int ratio = plan_->pattern().heads / plan_->options().kv_heads;
-  // Where queries travel, query heads that share a K/V head may be in different groups whose local key rows are cut
-  // differently: such items count as touching the whole segment's keys.
+  // Where queries travel, query heads that share a K/V head may be in different groups whose local
+  // key rows are cut differently: such items count as touching the whole segment's keys.
   const bool coarse = plan_->options().travel == Travel::queries && ratio > 1;
   using Key = std::tuple<int, int, std::int64_t, std::int64_t, std::int32_t, std::int64_t>;
   std::map<Key, std::int32_t> query_ids;
@@ -193,21 +209,22 @@ void Work::assign_turns(Phase& phase, bool query_rows, int threads) {
   };
   for (WorkItem& item : phase.items) {
     const WorkGroup& group = groups_[static_cast<std::size_t>(item.group)];
-    const Selection& selection =
-        plan_->classes()[static_cast<std::size_t>(group.head_class)].selections[static_cast<std::size_t>(group.selection)];
+    const Selection& selection = plan_->classes()[static_cast<std::size_t>(group.head_class)]
+                                     .selections[static_cast<std::size_t>(group.selection)];
     const int q_head = selection.members[static_cast<std::size_t>(item.member)].q_head;
     if (query_rows) {
-      item.query_turns =
-          id(query_ids, {q_head, group.branch, selection.offset, group.segment, item.batch, item.query_begin});
+      item.query_turns = id(query_ids, {q_head, group.branch, selection.offset, group.segment,
+                                        item.batch, item.query_begin});
     }
-    item.key_turns = id(key_ids, {q_head / ratio, group.branch, selection.offset, group.segment, item.batch,
-                                  coarse ? -1 : item.key_begin});
+    item.key_turns = id(key_ids, {q_head / ratio, group.branch, selection.offset, group.segment,
+                                  item.batch, coarse ? -1 : item.key_begin});
   }
   // The canonical order of a key row's sum is by query head.
   if (!query_rows) {
-    std::stable_sort(phase.items.begin(), phase.items.end(), [&](const WorkItem& a, const WorkItem& b) {
-      return member(a).q_head % ratio < member(b).q_head % ratio;
-    });
+    std::stable_sort(phase.items.begin(), phase.items.end(),
+                     [&](const WorkItem& a, const WorkItem& b) {
+                       return member(a).q_head % ratio < member(b).q_head % ratio;
+                     });
   } else {
     // Greedy: the next item is the first that shares rows with none of the last threads - 1.
     std::vector<WorkItem> ordered;
@@ -224,7 +241,8 @@ void Work::assign_turns(Phase& phase, bool query_rows, int threads) {
         bool clash = false;
         const std::size_t recent = std::min(ordered.size(), static_cast<std::size_t>(threads - 1));
         for (std::size_t j = ordered.size() - recent; j < ordered.size(); ++j) {
-          clash = clash || ordered[j].query_turns == rest[i].query_turns || ordered[j].key_turns == rest[i].key_turns;
+          clash = clash || ordered[j].query_turns == rest[i].query_turns ||
+                  ordered[j].key_turns == rest[i].key_turns;
         }
         if (clash) continue;
         pick = i;
@@ -256,14 +274,15 @@ const Selection::Member& Work::member(const WorkItem& item) const {
 std::int64_t Work::bytes() const {
   std::size_t bytes = turn_count_ * sizeof(std::int32_t);
   for (const WorkGroup& group : groups_) {
-    bytes += sizeof(WorkGroup) + (group.queries.capacity() + group.keys.capacity()) * sizeof(RunTemplate);
+    bytes += sizeof(WorkGroup) +
+             (group.queries.capacity() + group.keys.capacity()) * sizeof(RunTemplate);
   }
   for (const Phase& phase : phases_) bytes += phase.items.capacity() * sizeof(WorkItem);
   return static_cast<std::int64_t>(bytes);
 }
 
-void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels, int local_head,
-                  std::vector<cpu::RowRun>& runs) const {
+void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels,
+                  int local_head, std::vector<cpu::RowRun>& runs) const {
   const WorkGroup& group = groups_[static_cast<std::size_t>(item.group)];
   const int unit_slot = member(item).unit_slot;
   const std::vector<RunTemplate>& from = queries ? group.queries : group.keys;
@@ -282,7 +301,8 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
         base = source.local.at(item.batch, local_head);
         row = source.local.row_step;
       } else {
-        base = source.courier != nullptr ? source.courier->parcel(run.parcel) : source.returns->parcel(run.parcel);
+        base = source.courier != nullptr ? source.courier->parcel(run.parcel)
+                                         : source.returns->parcel(run.parcel);
         base += source.shape->offset(run.parcel, item.batch, unit_slot, source.section);
         row = source.shape->section_bytes(source.section);
       }
@@ -296,11 +316,14 @@ void Work::begin_phase() const {
   for (std::size_t i = 0; i < turn_count_; ++i) turns_[i].store(0, std::memory_order_relaxed);
 }
 
-// Items start in list order and an item's predecessors come before it: they run already, on another thread.
+// Items start in list order and an item's predecessors come before it: they run already, on another
+// thread.
 void Work::wait_turn(const WorkItem& item) const {
   const auto wait = [&](std::int32_t counter, std::int32_t turn) {
     if (counter < 0) return;
-    for (int spins = 0; turns_[static_cast<std::size_t>(counter)].load(std::memory_order_acquire) != turn; ++spins) {
+    for (int spins = 0;
+         turns_[static_cast<std::size_t>(counter)].load(std::memory_order_acquire) != turn;
+         ++spins) {
       if (spins > 1000) std::this_thread::yield();
     }
   };
@@ -309,8 +332,10 @@ void Work::wait_turn(const WorkItem& item) const {
 }
 
 void Work::pass_turn(const WorkItem& item) const {
-  if (item.query_turns >= 0) turns_[static_cast<std::size_t>(item.query_turns)].fetch_add(1, std::memory_order_release);
-  if (item.key_turns >= 0) turns_[static_cast<std::size_t>(item.key_turns)].fetch_add(1, std::memory_order_release);
+  if (item.query_turns >= 0)
+    turns_[static_cast<std::size_t>(item.query_turns)].fetch_add(1, std::memory_order_release);
+  if (item.key_turns >= 0)
+    turns_[static_cast<std::size_t>(item.key_turns)].fetch_add(1, std::memory_order_release);
 }
 
 void drop_keys_after(std::vector<cpu::RowRun>& keys, std::int32_t last_query) {
@@ -337,7 +362,8 @@ void drop_queries_before(std::vector<cpu::RowRun>& queries, std::int32_t first_k
   }
   queries.resize(kept);
   // Cutting the front can change the order, on which canonical streams rely.
-  std::sort(queries.begin(), queries.end(), [](const cpu::RowRun& a, const cpu::RowRun& b) { return a.index < b.index; });
+  std::sort(queries.begin(), queries.end(),
+            [](const cpu::RowRun& a, const cpu::RowRun& b) { return a.index < b.index; });
 }
 
 IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin, std::int64_t end) {

@@ -33,7 +33,8 @@ struct WorkGroup {
   std::int64_t key_rows = 0;
 };
 
-// Where one channel of a kernel's rows comes from: the shard, and for received rows a courier's section.
+// Where one channel of a kernel's rows comes from: the shard, and for received rows a courier's
+// section.
 struct ChannelSource {
   int channel = 0;
   LocalRows local;
@@ -53,8 +54,9 @@ struct WorkItem {
   std::int64_t query_end = 0;
   std::int64_t key_begin = 0;
   std::int64_t key_end = 0;
-  // Backward adds into rows that other items add into as well. Each such block of rows has a turn counter, and an item
-  // waits for its turn: sums are made in one fixed order, whatever the threads do. -1: nobody else writes there.
+  // Backward adds into rows that other items add into as well. Each such block of rows has a turn
+  // counter, and an item waits for its turn: sums are made in one fixed order, whatever the threads
+  // do. -1: nobody else writes there.
   std::int32_t query_turns = -1;
   std::int32_t query_turn = 0;
   std::int32_t key_turns = -1;
@@ -69,26 +71,30 @@ enum class WorkKind : std::uint8_t {
   key_gradient,    // canonical: items add into key rows
 };
 
-// The compute of one or several steps of a plan on one rank: phases that run one after the other, items within a phase in
-// parallel. Branches whose K/V heads are disjoint share a phase.
+// The compute of one or several steps of a plan on one rank: phases that run one after the other,
+// items within a phase in parallel. Branches whose K/V heads are disjoint share a phase.
 class Work {
  public:
-  Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, std::int64_t batch, int head_dim, int threads);
+  Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, std::int64_t batch,
+       int head_dim, int threads);
 
   struct Phase {
     std::vector<WorkItem> items;
   };
 
   [[nodiscard]] const std::vector<Phase>& phases() const { return phases_; }
-  [[nodiscard]] const WorkGroup& group(const WorkItem& item) const { return groups_[static_cast<std::size_t>(item.group)]; }
+  [[nodiscard]] const WorkGroup& group(const WorkItem& item) const {
+    return groups_[static_cast<std::size_t>(item.group)];
+  }
   [[nodiscard]] const Selection::Member& member(const WorkItem& item) const;
   [[nodiscard]] std::size_t longest_run_list() const { return longest_run_list_; }
   [[nodiscard]] bool empty() const { return phases_.empty(); }
   [[nodiscard]] std::int64_t bytes() const;  // of the lists themselves
 
-  // Expands a group's rows for one head and batch entry into `runs`. `local_head` is the head of local tensors.
-  void expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels, int local_head,
-              std::vector<cpu::RowRun>& runs) const;
+  // Expands a group's rows for one head and batch entry into `runs`. `local_head` is the head of
+  // local tensors.
+  void expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels,
+              int local_head, std::vector<cpu::RowRun>& runs) const;
 
   // Turn counters; begin_phase resets them.
   void begin_phase() const;
@@ -97,7 +103,8 @@ class Work {
 
  private:
   void add_groups(int rank, int first_step, int last_step);
-  void add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind, std::int64_t batch, int head_dim, int threads);
+  void add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind, std::int64_t batch,
+                 int head_dim, int threads);
   void assign_turns(Phase& phase, bool query_rows, int threads);
 
   const Plan* plan_;
@@ -108,8 +115,8 @@ class Work {
   std::unique_ptr<std::atomic<std::int32_t>[]> turns_;
 };
 
-// Rows of a causal task that none of its other rows can be paired with: they would be packed for nobody, and in canonical
-// order they may leave gaps (a row can be here for another branch's sake).
+// Rows of a causal task that none of its other rows can be paired with: they would be packed for
+// nobody, and in canonical order they may leave gaps (a row can be here for another branch's sake).
 void drop_keys_after(std::vector<cpu::RowRun>& keys, std::int32_t last_query);
 void drop_queries_before(std::vector<cpu::RowRun>& queries, std::int32_t first_key);
 // Smallest and largest index among rows [begin, end) of the concatenated runs; empty: first > last.
@@ -117,7 +124,8 @@ struct IndexSpan {
   std::int32_t first;
   std::int32_t last;
 };
-[[nodiscard]] IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin, std::int64_t end);
+[[nodiscard]] IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin,
+                                   std::int64_t end);
 [[nodiscard]] std::int64_t row_count(const std::vector<cpu::RowRun>& runs);
 
 }  // namespace annulus::ring

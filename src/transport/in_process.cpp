@@ -134,12 +134,43 @@ class InProcessTransfer final : public Transfer {
   void wait() override;
   bool done() override;
 
+  // Transfers come and go with every message. Each thread keeps a few for reuse, so that a steady
+  // exchange allocates nothing.
+  static void* operator new(std::size_t bytes) {
+    std::vector<void*>& kept = reusable().memory;
+    if (kept.empty()) return ::operator new(bytes);
+    void* memory = kept.back();
+    kept.pop_back();
+    return memory;
+  }
+  static void operator delete(void* memory) {
+    std::vector<void*>& kept = reusable().memory;
+    if (kept.size() == kept.capacity()) {
+      ::operator delete(memory);
+    } else {
+      kept.push_back(memory);
+    }
+  }
+
   // Called once, right after construction: queues the transfer or completes it together with its
   // partner. Throws when the ring was aborted or the channel is broken.
   void start();
 
  private:
   friend struct TransferQueue;
+
+  struct Reusable {
+    static constexpr std::size_t kMost = 256;
+    std::vector<void*> memory;
+    Reusable() { memory.reserve(kMost); }
+    ~Reusable() {
+      for (void* m : memory) ::operator delete(m);
+    }
+  };
+  static Reusable& reusable() {
+    static thread_local Reusable list;
+    return list;
+  }
 
   // These want channel_.mutex held.
   [[nodiscard]] bool settle(Clock::time_point now);

@@ -39,16 +39,19 @@ struct Inputs {
 [[nodiscard]] Inputs random_inputs(const Problem& problem, std::uint64_t seed,
                                    double deviation = 1.0);
 
-struct Expected {
-  reference::Output output;
-  reference::Gradients gradients;
-};
-[[nodiscard]] Expected reference_of(const Problem& problem, const Inputs& inputs);
-
 // Global results, widened to fp32; lse is [batch, tokens, heads].
 struct Results {
   std::vector<float> o, lse, dq, dk, dv;
 };
+
+struct Expected {
+  reference::Output output;
+  reference::Gradients gradients;
+  // 16-bit problems: what the reference gives with the inputs and outputs that an executor has. Outputs are
+  // rounded to the dtype, and backward gets the rounded o, from which it takes rowsum(dO * O).
+  Results one_piece;
+};
+[[nodiscard]] Expected reference_of(const Problem& problem, const Inputs& inputs);
 
 // Names of the tensors of Results in the order of members(), for messages.
 inline constexpr const char* kResultNames[] = {"o", "lse", "dq", "dk", "dv"};
@@ -178,7 +181,7 @@ struct Errors {
 };
 [[nodiscard]] Errors errors_of(const Problem& problem, const Results& results,
                                const Expected& expected);
-// 16 bit: error over that of the expected values rounded to the dtype.
+// 16 bit: error over that of Expected::one_piece.
 [[nodiscard]] Errors error_ratios(const Problem& problem, const Results& results,
                                   const Expected& expected);
 

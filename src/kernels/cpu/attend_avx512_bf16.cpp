@@ -1,6 +1,7 @@
-// The same kernels with the bf16 dot product of AVX512_BF16, which the packaged Highway does not know. Other dtypes use the
-// plain AVX-512 code. The instruction set is asked for by a pragma around this code only: a compiler flag for the whole
-// file would leak into inline functions that other files share.
+// The same kernels with the bf16 dot product of AVX512_BF16, which the packaged Highway does not
+// know. Other dtypes use the plain AVX-512 code. The instruction set is asked for by a pragma
+// around this code only: a compiler flag for the whole file would leak into inline functions that
+// other files share.
 
 #include <algorithm>
 #include <cmath>
@@ -32,20 +33,24 @@ HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
 #include "kernels/cpu/peak-inl.h"
 
 namespace annulus::cpu::n_avx512_bf16 {
-double dot_rate(std::int64_t rounds, float* sink) { return multiply_add_rounds<MultiplyBf16>(rounds, sink); }
+double dot_rate(std::int64_t rounds, float* sink) {
+  return multiply_add_rounds<MultiplyBf16>(rounds, sink);
+}
 }  // namespace annulus::cpu::n_avx512_bf16
 HWY_POP_ATTRIBUTES
 
 namespace annulus::cpu {
 namespace {
 
-void forward_by_dtype(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
+void forward_by_dtype(const Problem& problem, const ForwardTask& task,
+                      std::span<std::byte> scratch) {
   using namespace n_avx512_bf16;
   return problem.dtype == DType::bf16 ? forward<MultiplyBf16>(problem, task, scratch)
                                       : forward<MultiplyF32>(problem, task, scratch);
 }
 
-void backward_by_dtype(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
+void backward_by_dtype(const Problem& problem, const BackwardTask& task,
+                       std::span<std::byte> scratch) {
   using namespace n_avx512_bf16;
   return problem.dtype == DType::bf16 ? backward<MultiplyBf16>(problem, task, scratch)
                                       : backward<MultiplyF32>(problem, task, scratch);
@@ -54,10 +59,15 @@ void backward_by_dtype(const Problem& problem, const BackwardTask& task, std::sp
 }  // namespace
 
 std::vector<Implementation> avx512_bf16_implementations() {
-  static const Kernels kernels{"avx512_bf16",      true, &forward_by_dtype, &backward_by_dtype, &n_avx512_bf16::dot_rows,
+  static const Kernels kernels{"avx512_bf16",
+                               true,
+                               &forward_by_dtype,
+                               &backward_by_dtype,
+                               &n_avx512_bf16::dot_rows,
                                &n_avx512_bf16::store_row};
   __builtin_cpu_init();
-  const bool usable = (hwy::SupportedTargets() & HWY_AVX3) != 0 && __builtin_cpu_supports("avx512bf16");
+  const bool usable =
+      (hwy::SupportedTargets() & HWY_AVX3) != 0 && __builtin_cpu_supports("avx512bf16");
   return {{&kernels, usable, &n_avx512_bf16::dot_rate}};
 }
 

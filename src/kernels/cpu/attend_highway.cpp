@@ -1,5 +1,5 @@
-// The kernels for every instruction set that Highway reaches here: scalar, AVX2 and AVX-512 on x86, NEON on Arm. This file is
-// compiled once per set by foreach_target.h.
+// The kernels for every instruction set that Highway reaches here: scalar, AVX2 and AVX-512 on x86,
+// NEON on Arm. This file is compiled once per set by foreach_target.h.
 
 #include <algorithm>
 #include <cmath>
@@ -9,9 +9,11 @@
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/row_stream.h"
 
-// SSSE3 and SSE4 machines use the scalar code: none that old runs long sequences. SVE vectors have no size at compile time.
+// SSSE3 and SSE4 machines use the scalar code: none that old runs long sequences. SVE vectors have
+// no size at compile time.
 #define HWY_COMPILE_ALL_ATTAINABLE
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/attend_highway.cpp"
 #include <hwy/foreach_target.h>  // must come before highway.h
@@ -40,8 +42,11 @@ HWY_AFTER_NAMESPACE();
 namespace annulus::cpu {
 namespace {
 
-#define ANNULUS_IMPLEMENTATION(space, label) \
-  {label, false, &space::forward<space::MultiplyF32>, &space::backward<space::MultiplyF32>, &space::dot_rows, &space::store_row}
+#define ANNULUS_IMPLEMENTATION(space, label)                                                 \
+  {                                                                                          \
+    label, false, &space::forward<space::MultiplyF32>, &space::backward<space::MultiplyF32>, \
+        &space::dot_rows, &space::store_row                                                  \
+  }
 
 }  // namespace
 

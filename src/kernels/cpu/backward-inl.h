@@ -1,7 +1,8 @@
-// Backward: queries in the SIMD lanes, as in forward-inl.h. Per block of 128 keys x 128 queries: S^T, P^T = 2^(S - L), dP^T
-// (whose accumulator starts at -delta) and dS^T = P * dP, panel by panel; then dQ^T += K^T dS^T with queries in the lanes and
-// dV += P^T dO, dK += dS^T Q with head_dim in the lanes. Only Q, dO and dQ are ever transposed.
-// See simd-inl.h for how this file is included.
+// Backward: queries in the SIMD lanes, as in forward-inl.h. Per block of 128 keys x 128 queries:
+// S^T, P^T = 2^(S - L), dP^T (whose accumulator starts at -delta) and dS^T = P * dP, panel by
+// panel; then dQ^T += K^T dS^T with queries in the lanes and dV += P^T dO, dK += dS^T Q with
+// head_dim in the lanes. Only Q, dO and dQ are ever transposed. See simd-inl.h for how this file is
+// included.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -21,7 +22,8 @@ class Backward {
   };
 
  public:
-  static void run(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch_bytes) {
+  static void run(const Problem& problem, const BackwardTask& task,
+                  std::span<std::byte> scratch_bytes) {
     Backward self(problem, task, scratch_bytes);
     RowStream keys(task.keys, task.key_begin, task.key_end, task.canonical_keys);
     while (keys.remaining() > 0) {
@@ -77,10 +79,10 @@ class Backward {
     const int count = stream.take(chunk_, key_refs_);
     key_count_ = count;
     key_rows_ = (count + kKeyAlign - 1) / kKeyAlign * kKeyAlign;
-    keys_finite_ = Packer<M, kLd>::pack(problem_.dtype, key_refs_, kKey, count, key_rows_, 1.0F, head_dim(), padded_dim_,
-                                        k_, k_pairs_);
-    keys_finite_ &= Packer<M, kLd>::pack(problem_.dtype, key_refs_, kValue, count, key_rows_, 1.0F, head_dim(),
-                                         padded_dim_, v_, nullptr);
+    keys_finite_ = Packer<M, kLd>::pack(problem_.dtype, key_refs_, kKey, count, key_rows_, 1.0F,
+                                        head_dim(), padded_dim_, k_, k_pairs_);
+    keys_finite_ &= Packer<M, kLd>::pack(problem_.dtype, key_refs_, kValue, count, key_rows_, 1.0F,
+                                         head_dim(), padded_dim_, v_, nullptr);
     for (int i = 0; i < key_rows_; ++i) {
       key_index_[i] = i >= count ? kMaskedIndex : problem_.causal ? key_refs_[i].index() : 0;
     }
@@ -95,8 +97,8 @@ class Backward {
     int limit = kGradBlock;
     query_pad_ = 0;
     if (task_.canonical_queries) {
-      // Blocks end at multiples of kGradBlock and start at even places, wherever this task's first query is: sums over
-      // queries then group the same rows for every sharding.
+      // Blocks end at multiples of kGradBlock and start at even places, wherever this task's first
+      // query is: sums over queries then group the same rows for every sharding.
       limit -= stream.next_index() % kGradBlock;
       query_pad_ = stream.next_index() % M::kPack;
     }
@@ -114,12 +116,18 @@ class Backward {
     for (int i = 0; i < lanes; ++i) {
       const bool real = i >= query_pad_ && i < query_pad_ + count;
       // Padding sees no key: index -1, weight 2^-inf.
-      query_index_[i] = !real ? -1 : problem_.causal ? query_refs_[i - query_pad_].index() : kMaskedIndex - 1;
+      query_index_[i] = !real             ? -1
+                        : problem_.causal ? query_refs_[i - query_pad_].index()
+                                          : kMaskedIndex - 1;
       minus_lse_[i] = -INFINITY;
       minus_delta_[i] = 0.0F;
       if (!real) continue;
       const float lse = *reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kLse));
-      if (lse != -INFINITY) minus_lse_[i] = -lse * kLog2E;
+      if (lse == -INFINITY) {  // all its scores are -inf: it has no gradient, whatever Inf made them so
+        query_index_[i] = -1;
+        continue;
+      }
+      minus_lse_[i] = -lse * kLog2E;
       minus_delta_[i] = -*reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kDelta));
     }
     std::memset(dq_, 0, sizeof(float) * static_cast<std::size_t>(lanes * padded_dim_));
@@ -131,14 +139,18 @@ class Backward {
     Element* rows = M::kPack == 1 ? pairs : rows_;
     const int lanes = panels_ * kPanel;
     if (query_pad_ > 0) {
-      // One dummy row in front: shift the references by one and let it read the first row, then clear it.
-      std::memmove(query_refs_ + 1, query_refs_, sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
+      // One dummy row in front: shift the references by one and let it read the first row, then
+      // clear it.
+      std::memmove(query_refs_ + 1, query_refs_,
+                   sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
       query_refs_[0] = query_refs_[1];
     }
-    const bool finite = Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, query_pad_ + queries_, lanes, factor,
-                                             head_dim(), padded_dim_, rows, pairs);
+    const bool finite =
+        Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, query_pad_ + queries_, lanes,
+                             factor, head_dim(), padded_dim_, rows, pairs);
     if (query_pad_ > 0) {
-      std::memmove(query_refs_, query_refs_ + 1, sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
+      std::memmove(query_refs_, query_refs_ + 1,
+                   sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
       std::memset(rows, 0, sizeof(Element) * kRowElements);
       for (int d = 0; d < padded_dim_; ++d) reinterpret_cast<std::uint16_t*>(pairs + d)[0] = 0;
     }
@@ -172,19 +184,24 @@ class Backward {
     const std::int32_t highest0 = *std::max_element(index, index + kLanes);
     const std::int32_t* keys = key_index_ + block;
     Reach out{0, tiles, false};
-    while (out.end > 0 && *std::min_element(keys + (out.end - 1) * kRows, keys + out.end * kRows) > highest) --out.end;
+    while (out.end > 0 &&
+           *std::min_element(keys + (out.end - 1) * kRows, keys + out.end * kRows) > highest)
+      --out.end;
     out.first_end = out.end;
-    while (out.first_end > 0 &&
-           *std::min_element(keys + (out.first_end - 1) * kRows, keys + out.first_end * kRows) > highest0) {
+    while (out.first_end > 0 && *std::min_element(keys + (out.first_end - 1) * kRows,
+                                                  keys + out.first_end * kRows) > highest0) {
       --out.first_end;
     }
     out.masked = out.end > 0 && *std::max_element(keys, keys + out.end * kRows) > lowest;
     return out;
   }
 
-  [[nodiscard]] HWY_INLINE Element* panel_rows(Element* base, int p) const { return base + p * kGradBlock * kPanelElements; }
+  [[nodiscard]] HWY_INLINE Element* panel_rows(Element* base, int p) const {
+    return base + p * kGradBlock * kPanelElements;
+  }
 
-  // P^T and dS^T of one panel. All of S first: Q^T and dO^T together would not fit L1 at head_dim 128.
+  // P^T and dS^T of one panel. All of S first: Q^T and dO^T together would not fit L1 at head_dim
+  // 128.
   void score_gradients(int block, int p) {
     const Reach& r = reach_[p];
     const Element* q = q_columns_ + p * kPanel * padded_dim_ / M::kPack;
@@ -197,7 +214,8 @@ class Backward {
         score_tile<1>(k, q, s_ + t * kRows * kPanel);
       }
     }
-    const std::int32_t lowest = *std::min_element(query_index_ + p * kPanel, query_index_ + (p + 1) * kPanel);
+    const std::int32_t lowest =
+        *std::min_element(query_index_ + p * kPanel, query_index_ + (p + 1) * kPanel);
     for (int t = 0; t < r.end; ++t) {
       const std::int32_t* keys = key_index_ + block + t * kRows;
       const Element* v = v_ + (block + t * kRows) * kRowElements;
@@ -220,14 +238,16 @@ class Backward {
   }
 
   template <int kV0, bool kMasked>
-  HWY_NOINLINE void gradient_tile(int p, int t, const Element* v, const Element* dout, const std::int32_t* keys) const {
+  HWY_NOINLINE void gradient_tile(int p, int t, const Element* v, const Element* dout,
+                                  const std::int32_t* keys) const {
     VF acc[kRows][kVectors];
     fill_tile<kV0>(acc, minus_delta_ + p * kPanel);
     float* s = s_ + t * kRows * kPanel;
     const std::int32_t* index = query_index_ + p * kPanel;
     const int steps = head_dim() / M::kPack / (kRows / 2);
     VF minus_lse[kVectors];
-    for (int j = kV0; j < kVectors; ++j) minus_lse[j] = hn::Load(kF, minus_lse_ + p * kPanel + j * kLanes);
+    for (int j = kV0; j < kVectors; ++j)
+      minus_lse[j] = hn::Load(kF, minus_lse_ + p * kPanel + j * kLanes);
     // Exponentials of two score rows between the products, as in forward.
     ANNULUS_UNROLL(1)
     for (int r = 0; r < kRows; r += 2) {
@@ -237,8 +257,9 @@ class Backward {
         for (int j = kV0; j < kVectors; ++j) {
           float* at = s + i * kPanel + j * kLanes;
           const VF score = hn::Load(kF, at);
-          VF w = exp2_vector(M::kPack == 1 ? hn::Add(score, minus_lse[j])
-                                           : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_lse[j]));
+          VF w = exp2_vector(M::kPack == 1
+                                 ? hn::Add(score, minus_lse[j])
+                                 : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_lse[j]));
           if constexpr (kMasked) w = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), w);
           hn::Store(w, kF, at);
         }
@@ -265,7 +286,8 @@ class Backward {
         w[j] = hn::Load(kF, s + i * kPanel + j * kLanes);
         acc[i][j] = hn::Mul(acc[i][j], w[j]);
         // dP may be Inf or NaN where the pair is not allowed; 0 times that is no 0.
-        if constexpr (kMasked) acc[i][j] = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), acc[i][j]);
+        if constexpr (kMasked)
+          acc[i][j] = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), acc[i][j]);
       }
       M::store_panel_row(p_row + i * kPanelElements, w[0], w[1]);
       M::store_panel_row(ds_row + i * kPanelElements, acc[i][0], acc[i][1]);
@@ -274,7 +296,8 @@ class Backward {
       ANNULUS_UNROLL(4)
       for (int i = 0; i < kRows; i += 2) {
         for (int j = 0; j < kVectors; ++j) {
-          M::store_key_pair(ds_pairs_ + (t * kRows + i) / 2 * kPanel + j * kLanes, acc[i][j], acc[i + 1][j]);
+          M::store_key_pair(ds_pairs_ + (t * kRows + i) / 2 * kPanel + j * kLanes, acc[i][j],
+                            acc[i + 1][j]);
         }
       }
     }
@@ -291,19 +314,24 @@ class Backward {
     }
     const int first_end = r.first_end * kRows / M::kPack;
     const int end = r.end * kRows / M::kPack;
-    for (int d = 0; d < head_dim(); d += kRows) query_gradient_tile(k + d, ds, first_end, end, dq + d * kPanel);
+    for (int d = 0; d < head_dim(); d += kRows)
+      query_gradient_tile(k + d, ds, first_end, end, dq + d * kPanel);
   }
 
-  HWY_NOINLINE static void query_gradient_tile(const Element* k, const Element* ds, int first_end, int end, float* dq) {
+  HWY_NOINLINE static void query_gradient_tile(const Element* k, const Element* ds, int first_end,
+                                               int end, float* dq) {
     VF acc[kRows][kVectors];
     fill_tile<0>(acc, nullptr);
     multiply<M, 0, 1, kLd, kPanel>(acc, k, ds, first_end);
-    if (end > first_end) multiply<M, 1, 1, kLd, kPanel>(acc, k + first_end * kLd, ds + first_end * kPanel, end - first_end);
+    if (end > first_end)
+      multiply<M, 1, 1, kLd, kPanel>(acc, k + first_end * kLd, ds + first_end * kPanel,
+                                     end - first_end);
     add_tile<kPanel>(acc, dq);
   }
 
   // Sum over the panels of weights[key][query] x x[query][column], keys of one tile.
-  HWY_INLINE void key_gradients(int block, int t, Element* weights, const Element* x, float* gradient) {
+  HWY_INLINE void key_gradients(int block, int t, Element* weights, const Element* x,
+                                float* gradient) {
     bool careful = false;
     if (!queries_finite_) {
       for (int p = 0; p < panels_; ++p) careful |= reach_[p].masked && t < reach_[p].end;
@@ -316,22 +344,25 @@ class Backward {
     for (int d = 0; d < padded_dim_; d += kPanel) key_gradient_tile(t, weights, x + d, out + d);
   }
 
-  HWY_NOINLINE void key_gradient_tile(int t, const Element* weights, const Element* x, float* out) const {
+  HWY_NOINLINE void key_gradient_tile(int t, const Element* weights, const Element* x,
+                                      float* out) const {
     VF acc[kRows][kVectors];
     fill_tile<0>(acc, nullptr);
     for (int p = 0; p < panels_; ++p) {
       const Reach& r = reach_[p];
       if (t >= r.end) continue;
       const int skip = t >= r.first_end ? kLanes / M::kPack : 0;
-      multiply<M, 0, kPanelElements, 1, kLd>(acc, weights + (p * kGradBlock + t * kRows) * kPanelElements + skip,
-                                             x + (p * kPanelElements + skip) * kLd, kPanelElements - skip);
+      multiply<M, 0, kPanelElements, 1, kLd>(
+          acc, weights + (p * kGradBlock + t * kRows) * kPanelElements + skip,
+          x + (p * kPanelElements + skip) * kLd, kPanelElements - skip);
     }
     add_tile<kLd>(acc, out);
   }
 
-  // Exact masking for inputs with Inf or NaN, slow: only allowed pairs are touched. Sums keep the order and grouping of the
-  // fast path, so that rows which nothing poisons keep their bits.
-  HWY_NOINLINE void query_gradients_visible(int block, int p, const Element* k, const Element* ds, float* dq) const {
+  // Exact masking for inputs with Inf or NaN, slow: only allowed pairs are touched. Sums keep the
+  // order and grouping of the fast path, so that rows which nothing poisons keep their bits.
+  HWY_NOINLINE void query_gradients_visible(int block, int p, const Element* k, const Element* ds,
+                                            float* dq) const {
     const std::int32_t* index = query_index_ + p * kPanel;
     const int rows = reach_[p].end * kRows;
     for (int d = 0; d < head_dim(); ++d) {
@@ -345,7 +376,8 @@ class Backward {
           if constexpr (M::kPack == 2) {
             const auto first = visible(index + j * kLanes, key_index_[block + i]);
             const Element low = *at & 0xffffU;
-            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, w, acc), acc);
+            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, w, acc),
+                                 acc);
           }
         }
         float* out = dq + d * kPanel + j * kLanes;
@@ -354,7 +386,8 @@ class Backward {
     }
   }
 
-  HWY_NOINLINE void key_gradients_visible(int block, int t, const Element* weights, const Element* x, float* out) const {
+  HWY_NOINLINE void key_gradients_visible(int block, int t, const Element* weights,
+                                          const Element* x, float* out) const {
     for (int i = 0; i < kRows; ++i) {
       const std::int32_t key = key_index_[block + t * kRows + i];
       for (int d = 0; d < padded_dim_; d += kLanes) {
@@ -370,7 +403,8 @@ class Backward {
             HWY_ALIGN Element column[kLanes];
             for (int c = 0; c < kLanes; ++c) {
               column[c] = x[(p * kPanel + q) / M::kPack * kLd + d + c];
-              if constexpr (M::kPack == 2) column[c] &= (first ? 0xffffU : 0U) | (last ? 0xffff0000U : 0U);
+              if constexpr (M::kPack == 2)
+                column[c] &= (first ? 0xffffU : 0U) | (last ? 0xffff0000U : 0U);
             }
             acc = M::broadcast_multiply_add(&w, M::load(column), acc);
           }
@@ -405,7 +439,8 @@ class Backward {
     auto* to = reinterpret_cast<float*>(out);
     int d = 0;
     for (; d + kLanes <= head_dim(); d += kLanes) {
-      hn::StoreU(hn::MulAdd(hn::Set(kF, factor), hn::Load(kF, row + d), hn::LoadU(kF, to + d)), kF, to + d);
+      hn::StoreU(hn::MulAdd(hn::Set(kF, factor), hn::Load(kF, row + d), hn::LoadU(kF, to + d)), kF,
+                 to + d);
     }
     for (; d < head_dim(); ++d) to[d] = std::fma(factor, row[d], to[d]);
   }
@@ -436,17 +471,17 @@ class Backward {
   std::int32_t* query_index_;
   float* minus_lse_;
   float* minus_delta_;
-  Element* q_pairs_;     // pair form, [kGradBlock / kPack][kLd]
+  Element* q_pairs_;  // pair form, [kGradBlock / kPack][kLd]
   Element* do_pairs_;
-  Element* q_columns_;   // per panel [head_dim / kPack][kPanel]
+  Element* q_columns_;  // per panel [head_dim / kPack][kPanel]
   Element* do_columns_;
   Element* rows_;
-  float* dq_;            // per panel [head_dim][kPanel]
+  float* dq_;  // per panel [head_dim][kPanel]
   float* wide_rows_;
-  float* s_;             // [kGradBlock][kPanel]
-  Element* p_;           // per panel [kGradBlock][kPanel / kPack]
+  float* s_;    // [kGradBlock][kPanel]
+  Element* p_;  // per panel [kGradBlock][kPanel / kPack]
   Element* ds_;
-  Element* ds_pairs_;    // [kGradBlock / kPack][kPanel], of one panel
+  Element* ds_pairs_;  // [kGradBlock / kPack][kPanel], of one panel
 };
 
 template <class M>

@@ -14,7 +14,8 @@ namespace {
 const std::vector<Implementation>& implementations() {
   static const std::vector<Implementation> all = [] {
     std::vector<Implementation> out = avx512_bf16_implementations();
-    for (const Implementation& implementation : highway_implementations()) out.push_back(implementation);
+    for (const Implementation& implementation : highway_implementations())
+      out.push_back(implementation);
     return out;
   }();
   return all;
@@ -45,14 +46,16 @@ const Kernels& kernels_by_name(const std::string& name) {
     if (name == kernels->name) return *kernels;
     usable.emplace_back(kernels->name);
   }
-  throw ConfigError(fmt::format("ANNULUS_ISA: instruction set '{}' cannot run here; usable on this CPU: {} (compiled in: {})",
-                                name, fmt::join(usable, ", "), fmt::join(compiled_kernel_names(), ", ")));
+  throw ConfigError(fmt::format(
+      "ANNULUS_ISA: instruction set '{}' cannot run here; usable on this CPU: {} (compiled in: {})",
+      name, fmt::join(usable, ", "), fmt::join(compiled_kernel_names(), ", ")));
 }
 
 const Kernels& chosen_kernels() {
   static const Kernels& chosen = [&]() -> const Kernels& {
     const char* forced = std::getenv("ANNULUS_ISA");
-    return forced != nullptr && *forced != '\0' ? kernels_by_name(forced) : *available_kernels().front();
+    return forced != nullptr && *forced != '\0' ? kernels_by_name(forced)
+                                                : *available_kernels().front();
   }();
   return chosen;
 }

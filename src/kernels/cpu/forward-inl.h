@@ -1,17 +1,21 @@
-// Forward: queries in the SIMD lanes. S^T[k][q] = K[k][d] (broadcast) x Q^T[d][q], then O^T[d][q] += V[k][d] (broadcast) x
-// P^T[k][q]. K and V need no transpose, maximum and sum are lane-wise, and what a lane computes depends on
-// its own row alone: that is what makes results independent of how rows are grouped. See simd-inl.h for how this is included.
+// Forward: queries in the SIMD lanes. S^T[k][q] = K[k][d] (broadcast) x Q^T[d][q], then O^T[d][q]
+// += V[k][d] (broadcast) x P^T[k][q]. K and V need no transpose, maximum and sum are lane-wise, and
+// what a lane computes depends on its own row alone: that is what makes results independent of how
+// rows are grouped. See simd-inl.h for how this is included.
 //
-// There is no running maximum. Scores are taken relative to a reference per row that starts at 0 (or at the log-sum-exp of a
-// running state): fp32 holds 2^x for x in +-126 at full precision, so any reference within a factor 2^48 of the truth is as
-// good as the maximum. The row sums say whether it was; if not, the block is computed again with the exact maximum.
+// There is no running maximum. Scores are taken relative to a reference per row: the maximum over
+// its first tile of keys, or the log-sum-exp of a running state. fp32 holds 2^x for x in +-126 at
+// full precision, so any reference within a factor 2^48 of the truth is as good as the maximum. The
+// row sums say whether it was; if not, which even logits of standard deviation 9 hardly ever cause,
+// the block is computed again with the exact maximum.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
 constexpr float kLog2E = 1.4426950408889634F;
 constexpr float kLn2 = 0.6931471805599453F;
-constexpr float kSumTooLarge = 0x1p48F;   // O = sum of p * v still has 2^79 to spare
-constexpr float kSumTooSmall = 0x1p-64F;  // of a row's first block: smaller weights would be lost to underflow
+constexpr float kSumTooLarge = 0x1p48F;  // O = sum of p * v still has 2^79 to spare
+constexpr float kSumTooSmall =
+    0x1p-64F;  // of a row's first block: smaller weights would be lost to underflow
 
 // kLd: elements of a packed row. kFd: head_dim where it is known at compile time, else 0.
 template <class M, int kLd, int kFd>
@@ -21,14 +25,14 @@ class Forward {
   static constexpr int kTiles = kKeyBlock / kRows;
 
   struct Panel {
-    const Element* q;          // [head_dim / kPack][kPanel]
-    float* o;                  // [head_dim][kPanel], not normalised
-    float* minus_reference;    // [kPanel]; added to a score in log2 units
-    float* sum;                // [kPanel]; 0: no key seen yet
-    const std::int32_t* index; // [kPanel]
-    std::int32_t min_index;    // over the panel
+    const Element* q;           // [head_dim / kPack][kPanel]
+    float* o;                   // [head_dim][kPanel], not normalised
+    float* minus_reference;     // [kPanel]; added to a score in log2 units
+    float* sum;                 // [kPanel]; 0: no key seen yet
+    const std::int32_t* index;  // [kPanel]
+    std::int32_t min_index;     // over the panel
     std::int32_t max_index;
-    std::int32_t max_index0;   // over its first vector
+    std::int32_t max_index0;  // over its first vector
   };
 
   struct Block {
@@ -42,7 +46,8 @@ class Forward {
   };
 
  public:
-  static void run(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch_bytes) {
+  static void run(const Problem& problem, const ForwardTask& task,
+                  std::span<std::byte> scratch_bytes) {
     Forward self(problem, task, scratch_bytes);
     self.load_queries();
     self.attend_keys();
@@ -56,7 +61,8 @@ class Forward {
         padded_dim_((head_dim() + 31) / 32 * 32),
         queries_(static_cast<int>(task.query_end - task.query_begin)),
         panels_((queries_ + kPanel - 1) / kPanel),
-        // fp32 folds scale and log2(e) into Q; bf16 must not round Q again and applies them to the score.
+        // fp32 folds scale and log2(e) into Q; bf16 must not round Q again and applies them to the
+        // score.
         query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
         score_factor_(M::kPack == 1 ? 1.0F : problem.scale * kLog2E) {
     Scratch scratch(scratch_bytes);
@@ -80,10 +86,12 @@ class Forward {
   }
 
   [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
-  // The reference is added here and not as the start of the score's sum: at its magnitude every step would round.
+  // The reference is added here and not as the start of the score's sum: at its magnitude every
+  // step would round.
   [[nodiscard]] HWY_INLINE VF weight_of(VF score, VF minus_reference) const {
-    return exp2_vector(M::kPack == 1 ? hn::Add(score, minus_reference)
-                                     : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_reference));
+    return exp2_vector(M::kPack == 1
+                           ? hn::Add(score, minus_reference)
+                           : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_reference));
   }
 
   void load_queries() {
@@ -97,11 +105,13 @@ class Forward {
       for (int i = first + kPanel; i < std::min(queries_, first + 2 * kPanel); ++i) {
         prefetch_row(query_refs_[i].at(kQuery), row_bytes);
       }
-      Packer<M, kLd>::pack(problem_.dtype, query_refs_ + first, kQuery, count, kPanel, query_factor_, head_dim(),
-                           padded_dim_, rows, nullptr);
-      rows_to_panel(rows, kRowElements, padded_dim_ / M::kPack, q_ + first * padded_dim_ / M::kPack);
+      Packer<M, kLd>::pack(problem_.dtype, query_refs_ + first, kQuery, count, kPanel,
+                           query_factor_, head_dim(), padded_dim_, rows, nullptr);
+      rows_to_panel(rows, kRowElements, padded_dim_ / M::kPack,
+                    q_ + first * padded_dim_ / M::kPack);
       for (int i = 0; i < kPanel; ++i) {
-        // Lanes past the end repeat the last index: they then never decide which tiles a panel skips.
+        // Lanes past the end repeat the last index: they then never decide which tiles a panel
+        // skips.
         const RowStream::Ref& ref = query_refs_[first + std::min(i, count - 1)];
         query_index_[first + i] = problem_.causal ? ref.index() : kMaskedIndex - 1;
         minus_reference_[first + i] = 0.0F;
@@ -110,23 +120,27 @@ class Forward {
       if (task_.load_state) {
         load_state(first, count);
       } else {
-        std::memset(o_ + first * padded_dim_, 0, sizeof(float) * static_cast<std::size_t>(kPanel * padded_dim_));
+        std::memset(o_ + first * padded_dim_, 0,
+                    sizeof(float) * static_cast<std::size_t>(kPanel * padded_dim_));
       }
     }
   }
 
-  // The state is normalised: O as it would be output now and its log-sum-exp L. So reference = L and sum = 1.
+  // The state is normalised: O as it would be output now and its log-sum-exp L. So reference = L
+  // and sum = 1.
   void load_state(int first, int count) {
     for (int i = 0; i < kPanel; ++i) {
       float* row = rows_ + i * kLd;
-      const float lse = i < count ? *reinterpret_cast<const float*>(query_refs_[first + i].at(kLse)) : -INFINITY;
+      const float lse =
+          i < count ? *reinterpret_cast<const float*>(query_refs_[first + i].at(kLse)) : -INFINITY;
       if (lse == -INFINITY) {  // nothing seen yet: what the state holds is not even initialised
         std::memset(row, 0, sizeof(float) * static_cast<std::size_t>(padded_dim_));
         continue;
       }
       const auto* state = reinterpret_cast<const float*>(query_refs_[first + i].at(kState));
       std::memcpy(row, state, sizeof(float) * static_cast<std::size_t>(head_dim()));
-      std::memset(row + head_dim(), 0, sizeof(float) * static_cast<std::size_t>(padded_dim_ - head_dim()));
+      std::memset(row + head_dim(), 0,
+                  sizeof(float) * static_cast<std::size_t>(padded_dim_ - head_dim()));
       minus_reference_[first + i] = -lse * kLog2E;
       sum_[first + i] = 1.0F;
     }
@@ -159,10 +173,10 @@ class Forward {
   Block pack_block(const RowStream::Ref* refs, int count) {
     Block block;
     block.rows = (count + kKeyAlign - 1) / kKeyAlign * kKeyAlign;
-    block.finite = Packer<M, kLd>::pack(problem_.dtype, refs, kKey, count, block.rows, 1.0F, head_dim(), padded_dim_, k_,
-                                        nullptr);
-    block.finite &= Packer<M, kLd>::pack(problem_.dtype, refs, kValue, count, block.rows, 1.0F, head_dim(), padded_dim_,
-                                         M::kPack == 1 ? v_ : nullptr, v_);
+    block.finite = Packer<M, kLd>::pack(problem_.dtype, refs, kKey, count, block.rows, 1.0F,
+                                        head_dim(), padded_dim_, k_, nullptr);
+    block.finite &= Packer<M, kLd>::pack(problem_.dtype, refs, kValue, count, block.rows, 1.0F,
+                                         head_dim(), padded_dim_, M::kPack == 1 ? v_ : nullptr, v_);
     block.k = k_;
     block.v = v_;
     block.index = key_index_;
@@ -178,8 +192,14 @@ class Forward {
 
   Panel panel(int p) {
     const int first = p * kPanel;
-    Panel out{q_ + first * padded_dim_ / M::kPack, o_ + first * padded_dim_, minus_reference_ + first, sum_ + first,
-              query_index_ + first, 0, 0, 0};
+    Panel out{q_ + first * padded_dim_ / M::kPack,
+              o_ + first * padded_dim_,
+              minus_reference_ + first,
+              sum_ + first,
+              query_index_ + first,
+              0,
+              0,
+              0};
     out.min_index = *std::min_element(out.index, out.index + kPanel);
     out.max_index = *std::max_element(out.index, out.index + kPanel);
     out.max_index0 = *std::max_element(out.index, out.index + kLanes);
@@ -187,20 +207,22 @@ class Forward {
   }
 
   void attend(const Panel& panel, const Block& block) {
-    // Tiles [0, first_end) concern both vectors, [first_end, end) only the second one, later ones nobody.
+    // Tiles [0, first_end) concern both vectors, [first_end, end) only the second one, later ones
+    // nobody.
     int end = block.rows / kRows;
     while (end > 0 && block.tile_min[end - 1] > panel.max_index) --end;
     int first_end = end;
     while (first_end > 0 && block.tile_min[first_end - 1] > panel.max_index0) --first_end;
     if (end == 0) return;
 
-    bool masked = weigh(panel, block, first_end, end);
+    bool masked = weigh(panel, block, first_end, end, true);
     if (!sums_fit(panel, block)) {
       move_reference(panel, block, end);
-      masked = weigh(panel, block, first_end, end);
+      masked = weigh(panel, block, first_end, end, false);
     }
     for (int j = 0; j < kPanel; j += kLanes) {
-      hn::Store(hn::Add(hn::Load(kF, panel.sum + j), hn::Load(kF, block_sum_ + j)), kF, panel.sum + j);
+      hn::Store(hn::Add(hn::Load(kF, panel.sum + j), hn::Load(kF, block_sum_ + j)), kF,
+                panel.sum + j);
     }
     if (masked && !block.finite) {
       accumulate_visible(panel, block, end * kRows);
@@ -209,8 +231,10 @@ class Forward {
     }
   }
 
-  // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked.
-  bool weigh(const Panel& panel, const Block& block, int first_end, int end) {
+  // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked. With
+  // `choose_reference` rows without keys so far take their reference from the first tile.
+  bool weigh(const Panel& panel, const Block& block, int first_end, int end,
+             bool choose_reference) {
     for (int j = 0; j < kPanel; j += kLanes) hn::Store(hn::Zero(kF), kF, block_sum_ + j);
     bool masked = end > first_end;
     bool pending = false;  // the previous tile's exponentials are still to be taken
@@ -223,6 +247,7 @@ class Forward {
           score_tile_and_weights(panel, k, s, previous, weights(t - 1));
         } else {
           score_tile<0, false>(panel, k, nullptr, s);
+          if (t == 0 && choose_reference) first_reference(panel, s);
         }
         pending = true;
         std::swap(s, previous);
@@ -231,6 +256,7 @@ class Forward {
         pending = false;
         masked = true;
         score_tile<0, true>(panel, k, block.index + t * kRows, s);
+        if (t == 0 && choose_reference) first_reference(panel, s);
         take_weights<0>(panel, s, weights(t));
       }
     }
@@ -242,10 +268,25 @@ class Forward {
     return masked;
   }
 
-  [[nodiscard]] HWY_INLINE Element* weights(int tile) const { return p_ + tile * kRows / M::kPack * kPanel; }
+  HWY_INLINE void first_reference(const Panel& panel, const float* s) const {
+    for (int j = 0; j < kPanel; j += kLanes) {
+      VF highest = hn::Load(kF, s + j);
+      for (int i = 1; i < kRows; ++i) highest = hn::Max(highest, hn::Load(kF, s + i * kPanel + j));
+      const auto fresh = hn::And(hn::Eq(hn::Load(kF, panel.sum + j), hn::Zero(kF)),
+                                 hn::Gt(highest, hn::Set(kF, -INFINITY)));
+      const VF old = hn::Load(kF, panel.minus_reference + j);
+      hn::Store(hn::IfThenElse(fresh, hn::Neg(hn::Mul(highest, hn::Set(kF, score_factor_))), old),
+                kF, panel.minus_reference + j);
+    }
+  }
+
+  [[nodiscard]] HWY_INLINE Element* weights(int tile) const {
+    return p_ + tile * kRows / M::kPack * kPanel;
+  }
 
   template <int kV0, bool kMasked>
-  HWY_NOINLINE void score_tile(const Panel& panel, const Element* k, const std::int32_t* key_index, float* s) const {
+  HWY_NOINLINE void score_tile(const Panel& panel, const Element* k, const std::int32_t* key_index,
+                               float* s) const {
     VF acc[kRows][kVectors];
     fill_tile<kV0>(acc, nullptr);
     multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, panel.q, head_dim() / M::kPack);
@@ -254,16 +295,18 @@ class Forward {
       for (int i = 0; i < kRows; ++i) {
         ANNULUS_UNROLL(2)
         for (int j = kV0; j < kVectors; ++j) {
-          acc[i][j] = hn::IfThenElse(visible(panel.index + j * kLanes, key_index[i]), acc[i][j], hn::Set(kF, -INFINITY));
+          acc[i][j] = hn::IfThenElse(visible(panel.index + j * kLanes, key_index[i]), acc[i][j],
+                                     hn::Set(kF, -INFINITY));
         }
       }
     }
     store_tile<kV0, kPanel>(acc, s);
   }
 
-  // A score tile with the previous tile's exponentials woven in: their latency hides behind the products.
-  HWY_NOINLINE void score_tile_and_weights(const Panel& panel, const Element* k, float* s, const float* previous,
-                                           Element* p) const {
+  // A score tile with the previous tile's exponentials woven in: their latency hides behind the
+  // products.
+  HWY_NOINLINE void score_tile_and_weights(const Panel& panel, const Element* k, float* s,
+                                           const float* previous, Element* p) const {
     VF acc[kRows][kVectors];
     fill_tile<0>(acc, nullptr);
     const Element* q = panel.q;
@@ -315,7 +358,8 @@ class Forward {
       VF sum = hn::Load(kF, block_sum_ + j * kLanes);
       ANNULUS_UNROLL(4)
       for (int i = 0; i < kRows; i += 2) {
-        take_weight_pair(s + i * kPanel + j * kLanes, p + i / M::kPack * kPanel + j * kLanes, minus_reference, sum);
+        take_weight_pair(s + i * kPanel + j * kLanes, p + i / M::kPack * kPanel + j * kLanes,
+                         minus_reference, sum);
       }
       hn::Store(sum, kF, block_sum_ + j * kLanes);
     }
@@ -330,15 +374,17 @@ class Forward {
   }
 
   [[nodiscard]] bool sums_fit(const Panel& panel, const Block& block) const {
-    const std::int32_t first_key = *std::min_element(block.tile_min, block.tile_min + block.rows / kRows);
+    const std::int32_t first_key =
+        *std::min_element(block.tile_min, block.tile_min + block.rows / kRows);
     for (int j = 0; j < kPanel; j += kLanes) {
-      if (!hn::AllFalse(kF, hn::And(misfits(panel, j), visible(panel.index + j, first_key)))) return false;
+      if (!hn::AllFalse(kF, hn::And(misfits(panel, j), visible(panel.index + j, first_key))))
+        return false;
     }
     return true;
   }
 
-  // Misfit lanes get their maximum over the block as reference; what they have summed so far is rescaled. Lanes that fit are
-  // left alone: their result must not depend on their neighbours.
+  // Misfit lanes get their maximum over the block as reference; what they have summed so far is
+  // rescaled. Lanes that fit are left alone: their result must not depend on their neighbours.
   HWY_NOINLINE void move_reference(const Panel& panel, const Block& block, int end) {
     VF highest[kVectors];
     for (int j = 0; j < kVectors; ++j) highest[j] = hn::Set(kF, -INFINITY);
@@ -347,7 +393,8 @@ class Forward {
       for (int i = 0; i < kRows; ++i) {
         for (int j = 0; j < kVectors; ++j) {
           const VF score = hn::Load(kF, s_ + i * kPanel + j * kLanes);
-          highest[j] = hn::IfThenElse(hn::Gt(score, highest[j]), score, highest[j]);  // NaN is not greater
+          highest[j] =
+              hn::IfThenElse(hn::Gt(score, highest[j]), score, highest[j]);  // NaN is not greater
         }
       }
     }
@@ -355,11 +402,14 @@ class Forward {
       const int at = j * kLanes;
       const auto move = hn::And(misfits(panel, at), hn::Gt(highest[j], hn::Set(kF, -INFINITY)));
       const VF old = hn::Load(kF, panel.minus_reference + at);
-      const VF moved = hn::IfThenElse(move, hn::Neg(hn::Mul(highest[j], hn::Set(kF, score_factor_))), old);
+      const VF moved =
+          hn::IfThenElse(move, hn::Neg(hn::Mul(highest[j], hn::Set(kF, score_factor_))), old);
       const VF sum = hn::Load(kF, panel.sum + at);
-      // A lane that stays, or has no keys yet, has nothing to rescale; 2^(moved - old) might overflow.
+      // A lane that stays, or has no keys yet, has nothing to rescale; 2^(moved - old) might
+      // overflow.
       const auto rescale = hn::And(move, hn::Ne(sum, hn::Zero(kF)));
-      const VF weight = hn::IfThenElse(rescale, exp2_vector(hn::Sub(moved, old)), hn::Set(kF, 1.0F));
+      const VF weight =
+          hn::IfThenElse(rescale, exp2_vector(hn::Sub(moved, old)), hn::Set(kF, 1.0F));
       hn::Store(hn::Mul(sum, weight), kF, panel.sum + at);
       hn::Store(moved, kF, panel.minus_reference + at);
       for (int d = 0; d < head_dim(); ++d) {
@@ -371,18 +421,23 @@ class Forward {
 
   // O^T += V^T P^T. Steps [0, first_end) have both vectors, [first_end, end) only the second.
   void accumulate(const Panel& panel, const Block& block, int first_end, int end) const {
-    for (int d = 0; d < head_dim(); d += kRows) accumulate_tile(block.v + d, p_, first_end, end, panel.o + d * kPanel);
+    for (int d = 0; d < head_dim(); d += kRows)
+      accumulate_tile(block.v + d, p_, first_end, end, panel.o + d * kPanel);
   }
 
-  HWY_NOINLINE static void accumulate_tile(const Element* v, const Element* p, int first_end, int end, float* o) {
+  HWY_NOINLINE static void accumulate_tile(const Element* v, const Element* p, int first_end,
+                                           int end, float* o) {
     VF acc[kRows][kVectors];
     fill_tile<0>(acc, nullptr);
     multiply<M, 0, 1, kLd, kPanel>(acc, v, p, first_end);
-    if (end > first_end) multiply<M, 1, 1, kLd, kPanel>(acc, v + first_end * kLd, p + first_end * kPanel, end - first_end);
+    if (end > first_end)
+      multiply<M, 1, 1, kLd, kPanel>(acc, v + first_end * kLd, p + first_end * kPanel,
+                                     end - first_end);
     add_tile<kPanel>(acc, o);
   }
 
-  // The same sums where V holds Inf or NaN: a masked weight is 0, and 0 x Inf would poison rows that never see the key.
+  // The same sums where V holds Inf or NaN: a masked weight is 0, and 0 x Inf would poison rows
+  // that never see the key.
   HWY_NOINLINE void accumulate_visible(const Panel& panel, const Block& block, int rows) const {
     for (int d = 0; d < head_dim(); ++d) {
       for (int j = 0; j < kVectors; ++j) {
@@ -396,7 +451,8 @@ class Forward {
             // Lanes that see the first key of the pair only.
             const auto first = visible(panel.index + j * kLanes, block.index[i]);
             const Element low = *v & 0xffffU;
-            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, p, acc), acc);
+            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, p, acc),
+                                 acc);
           }
         }
         float* o = panel.o + d * kPanel + j * kLanes;
@@ -415,7 +471,8 @@ class Forward {
         inverse[i] = sum == 0.0F ? 0.0F : 1.0F / sum;
         if (i >= count) continue;
         const float log_sum = std::log2(sum) - minus_reference_[first + i];
-        *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) = sum == 0.0F ? -INFINITY : log_sum * kLn2;
+        *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) =
+            sum == 0.0F ? -INFINITY : log_sum * kLn2;
       }
       float* o = o_ + first * padded_dim_;
       for (int d = 0; d < head_dim(); ++d) {
@@ -426,7 +483,8 @@ class Forward {
       }
       panel_to_rows(o, padded_dim_, rows_, kLd);
       for (int i = 0; i < count; ++i) {
-        store_row(task_.out_dtype, rows_ + i * kLd, 1.0F, query_refs_[first + i].at(kOut), head_dim());
+        store_row(task_.out_dtype, rows_ + i * kLd, 1.0F, query_refs_[first + i].at(kOut),
+                  head_dim());
       }
     }
   }

@@ -9,12 +9,14 @@
 
 #include "annulus/tensor.h"
 
-// The contract between the ring executor and the CPU kernels: a task is one head, one segment, a block of query rows and
-// all key rows that are at hand. A kernel adds it to the rows' running state and knows nothing of ranks or tensors.
+// The contract between the ring executor and the CPU kernels: a task is one head, one segment, a
+// block of query rows and all key rows that are at hand. A kernel adds it to the rows' running
+// state and knows nothing of ranks or tensors.
 namespace annulus::cpu {
 
-// A stretch of rows of one head. Channel c of row i is at base[c] + i * step[c] bytes. `index` is the row's number within its
-// segment's progression (first row selected = 0): causal means key index <= query index.
+// A stretch of rows of one head. Channel c of row i is at base[c] + i * step[c] bytes. `index` is
+// the row's number within its segment's progression (first row selected = 0): causal means key
+// index <= query index.
 inline constexpr int kChannels = 5;
 struct RowRun {
   std::array<std::byte*, kChannels> base{};
@@ -31,21 +33,23 @@ inline constexpr int kKeyGrad = 2;    // fp32, backward only
 inline constexpr int kValueGrad = 3;  // fp32, backward only
 // Channels of query rows.
 inline constexpr int kQuery = 0;
-inline constexpr int kLse = 1;        // one float, natural log
-inline constexpr int kState = 2;      // forward: fp32 O so far, normalised
-inline constexpr int kOut = 3;        // forward: where O goes (kState again, or the caller's tensor)
-inline constexpr int kOutGrad = 2;    // backward: dO
-inline constexpr int kDelta = 3;      // backward: one float, rowsum(dO * O)
+inline constexpr int kLse = 1;      // one float, natural log
+inline constexpr int kState = 2;    // forward: fp32 O so far, normalised
+inline constexpr int kOut = 3;      // forward: where O goes (kState again, or the caller's tensor)
+inline constexpr int kOutGrad = 2;  // backward: dO
+inline constexpr int kDelta = 3;    // backward: one float, rowsum(dO * O)
 inline constexpr int kQueryGrad = 4;  // backward: fp32 dQ
 
-// Rows per task and per block. 512 queries x 64..128 fp32 of Q^T and O^T stay in a 1 MiB L2 beside a key block; 128 rows
-// of 32 scores are half of L1.
+// Rows per task and per block. 512 queries x 64..128 fp32 of Q^T and O^T stay in a 1 MiB L2 beside
+// a key block; 128 rows of 32 scores are half of L1.
 inline constexpr int kQueryBlock = 512;
 inline constexpr int kKeyBlock = 128;
 inline constexpr int kGradBlock = 128;  // queries and keys of a backward block
-// Key rows of one backward task: K, V, dK, dV of a chunk stream from L2/L3 while query blocks pass by. 2 MiB of fp32; head
-// dims other than 64 and 128 are packed into rows of 256.
-[[nodiscard]] constexpr int max_key_chunk(int head_dim) { return head_dim == 64 ? 2048 : head_dim == 128 ? 1024 : 512; }
+// Key rows of one backward task: K, V, dK, dV of a chunk stream from L2/L3 while query blocks pass
+// by. 2 MiB of fp32; head dims other than 64 and 128 are packed into rows of 256.
+[[nodiscard]] constexpr int max_key_chunk(int head_dim) {
+  return head_dim == 64 ? 2048 : head_dim == 128 ? 1024 : 512;
+}
 
 inline constexpr int kMaxHeadDim = 256;
 
@@ -58,11 +62,12 @@ struct Problem {
 
 struct ForwardTask {
   std::span<const RowRun> queries;
-  std::int64_t query_begin = 0;  // rows [query_begin, query_end) of the concatenated runs, at most kQueryBlock
+  std::int64_t query_begin =
+      0;  // rows [query_begin, query_end) of the concatenated runs, at most kQueryBlock
   std::int64_t query_end = 0;
   std::span<const RowRun> keys;
-  // Take keys in ascending index over all runs, which must leave no gap from index 0 on: the canonical order that makes
-  // results independent of how rows are spread over runs.
+  // Take keys in ascending index over all runs, which must leave no gap from index 0 on: the
+  // canonical order that makes results independent of how rows are spread over runs.
   bool canonical = false;
   bool load_state = false;  // start from (kState, kLse); otherwise from nothing
   DType out_dtype = DType::f32;
@@ -77,11 +82,12 @@ struct BackwardTask {
   std::int64_t key_end = 0;
   bool canonical_keys = false;     // see ForwardTask
   bool canonical_queries = false;  // the same for queries, without a gap from the first index on
-  bool query_grad = true;  // add into kQueryGrad
-  bool key_grad = true;    // add into kKeyGrad and kValueGrad
+  bool query_grad = true;          // add into kQueryGrad
+  bool key_grad = true;            // add into kKeyGrad and kValueGrad
 };
 
-// One instruction set. All functions are pure in their arguments; scratch is ThreadPool::kScratchBytes.
+// One instruction set. All functions are pure in their arguments; scratch is
+// ThreadPool::kScratchBytes.
 struct Kernels {
   const char* name;  // "avx512_bf16", "avx512", "avx2", "neon", "scalar"
   // True if 16-bit brain floats are multiplied as such instead of being widened first.
@@ -98,11 +104,13 @@ struct Kernels {
 [[nodiscard]] const std::vector<const Kernels*>& available_kernels();
 // Compiled in, whether usable or not.
 [[nodiscard]] std::vector<std::string> compiled_kernel_names();
-// The best, or the one that the environment variable ANNULUS_ISA names; ConfigError if that one cannot run here.
+// The best, or the one that the environment variable ANNULUS_ISA names; ConfigError if that one
+// cannot run here.
 [[nodiscard]] const Kernels& chosen_kernels();
 [[nodiscard]] const Kernels& kernels_by_name(const std::string& name);
 
-// Measured fused multiply-add rate of one thread in GFLOP/s, the roof that kernels are compared with.
+// Measured fused multiply-add rate of one thread in GFLOP/s, the roof that kernels are compared
+// with.
 [[nodiscard]] double measure_fma_peak_gflops(bool bf16);
 
 }  // namespace annulus::cpu

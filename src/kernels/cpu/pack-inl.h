@@ -1,5 +1,5 @@
-// Rows in and out of scratch: widening, padding, transposing. Packing is also the gather of a dilated branch: rows come from
-// wherever they are. See simd-inl.h for how this file is included.
+// Rows in and out of scratch: widening, padding, transposing. Packing is also the gather of a
+// dilated branch: rows come from wherever they are. See simd-inl.h for how this file is included.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -18,8 +18,17 @@ class Scratch {
   std::byte* next_;
 };
 
-// out[0, padded) = row * factor, zeros past head_dim. `poison` collects row * 0: it stays 0 iff every element is finite.
-HWY_INLINE void load_row(DType dtype, const std::byte* row, float factor, float* out, int head_dim, int padded, VF& poison) {
+// The packaged scalar conversions from and to fp16 truncate and know neither Inf nor NaN: ours are used there.
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+constexpr bool kVectorHalf = false;
+#else
+constexpr bool kVectorHalf = true;
+#endif
+
+// out[0, padded) = row * factor, zeros past head_dim. `poison` collects row * 0: it stays 0 iff
+// every element is finite.
+HWY_INLINE void load_row(DType dtype, const std::byte* row, float factor, float* out, int head_dim,
+                         int padded, VF& poison) {
   const VF f = hn::Set(kF, factor);
   int d = 0;
   if (dtype == DType::f32) {
@@ -37,7 +46,7 @@ HWY_INLINE void load_row(DType dtype, const std::byte* row, float factor, float*
     const auto* in = reinterpret_cast<const std::uint16_t*>(row);
     const hn::Rebind<std::uint16_t, DF> d16;
     const hn::RebindToUnsigned<DF> d32;
-    for (; d + kLanes <= head_dim; d += kLanes) {
+    for (; (kVectorHalf || dtype == DType::bf16) && d + kLanes <= head_dim; d += kLanes) {
       const auto bits = hn::LoadU(d16, in + d);
       const VF x = dtype == DType::bf16
                        ? hn::BitCast(kF, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)))
@@ -61,7 +70,8 @@ inline void store_row(DType dtype, const float* row, float factor, std::byte* ou
   int d = 0;
   if (dtype == DType::f32) {
     auto* to = reinterpret_cast<float*>(out);
-    for (; d + kLanes <= head_dim; d += kLanes) hn::StoreU(hn::Mul(f, hn::LoadU(kF, row + d)), kF, to + d);
+    for (; d + kLanes <= head_dim; d += kLanes)
+      hn::StoreU(hn::Mul(f, hn::LoadU(kF, row + d)), kF, to + d);
     for (; d < head_dim; ++d) to[d] = row[d] * factor;
     return;
   }
@@ -69,8 +79,9 @@ inline void store_row(DType dtype, const float* row, float factor, std::byte* ou
   if (dtype == DType::f16) {
     const hn::Rebind<hwy::float16_t, DF> d16;
     const hn::Rebind<std::uint16_t, DF> d16u;
-    for (; d + kLanes <= head_dim; d += kLanes) {
-      hn::StoreU(hn::BitCast(d16u, hn::DemoteTo(d16, hn::Mul(f, hn::LoadU(kF, row + d)))), d16u, to + d);
+    for (; kVectorHalf && d + kLanes <= head_dim; d += kLanes) {
+      hn::StoreU(hn::BitCast(d16u, hn::DemoteTo(d16, hn::Mul(f, hn::LoadU(kF, row + d)))), d16u,
+                 to + d);
     }
     for (; d < head_dim; ++d) to[d] = float_to_f16(row[d] * factor);
     return;
@@ -87,7 +98,8 @@ inline float dot_rows(DType dtype, const std::byte* a, const std::byte* b, int h
   load_row(dtype, a, 1.0F, wide_a, head_dim, padded, ignored);
   load_row(dtype, b, 1.0F, wide_b, head_dim, padded, ignored);
   VF sum = hn::Zero(kF);
-  for (int d = 0; d < padded; d += kLanes) sum = hn::MulAdd(hn::Load(kF, wide_a + d), hn::Load(kF, wide_b + d), sum);
+  for (int d = 0; d < padded; d += kLanes)
+    sum = hn::MulAdd(hn::Load(kF, wide_a + d), hn::Load(kF, wide_b + d), sum);
   return hn::GetLane(hn::SumOfLanes(kF, sum));
 }
 
@@ -115,7 +127,8 @@ HWY_INLINE void transpose_block(const Word* in, int in_stride, Word* out, int ou
     r[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
     r[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
   }
-  // r[4i + j], 128-bit lane L: column 4L + j of rows 4i..4i+3. Transpose the 4 x 4 matrix of lanes for each j.
+  // r[4i + j], 128-bit lane L: column 4L + j of rows 4i..4i+3. Transpose the 4 x 4 matrix of lanes
+  // for each j.
   ANNULUS_UNROLL(4)
   for (int j = 0; j < 4; ++j) {
     const __m512 a = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88);
@@ -136,7 +149,8 @@ HWY_INLINE void transpose_block(const Word* in, int in_stride, Word* out, int ou
 #endif
 }
 
-// One panel of rows (kPanel x words) to columns (words x kPanel) and back; `words` is rounded up to whole blocks.
+// One panel of rows (kPanel x words) to columns (words x kPanel) and back; `words` is rounded up to
+// whole blocks.
 template <typename Word>
 HWY_INLINE void rows_to_panel(const Word* rows, int row_stride, int words, Word* panel) {
   for (int j = 0; j < kPanel; j += kLanes) {
@@ -154,20 +168,23 @@ HWY_INLINE void panel_to_rows(const Word* panel, int words, Word* rows, int row_
   }
 }
 
-// Packs rows for products over head_dim (row form: [rows][kLd / kPack]) and over rows (pair form: [rows / kPack][kLd]).
-// For fp32 both are the same array. Rows from `count` to `padded` are zero. Returns whether every element is finite.
+// Packs rows for products over head_dim (row form: [rows][kLd / kPack]) and over rows (pair form:
+// [rows / kPack][kLd]). For fp32 both are the same array. Rows from `count` to `padded` are zero.
+// Returns whether every element is finite.
 template <class M, int kLd>
 struct Packer;
 
 template <int kLd>
 struct Packer<MultiplyF32, kLd> {
-  static bool pack(DType dtype, const RowStream::Ref* refs, int channel, int count, int padded, float factor, int head_dim,
-                   int padded_dim, float* rows, float* /*pairs: the same*/) {
+  static bool pack(DType dtype, const RowStream::Ref* refs, int channel, int count, int padded,
+                   float factor, int head_dim, int padded_dim, float* rows,
+                   float* /*pairs: the same*/) {
     VF poison = hn::Zero(kF);
     for (int i = 0; i < count; ++i) {
       load_row(dtype, refs[i].at(channel), factor, rows + i * kLd, head_dim, padded_dim, poison);
     }
-    std::memset(rows + count * kLd, 0, sizeof(float) * static_cast<std::size_t>((padded - count) * kLd));
+    std::memset(rows + count * kLd, 0,
+                sizeof(float) * static_cast<std::size_t>((padded - count) * kLd));
     return is_clean(poison);
   }
 };
@@ -176,18 +193,22 @@ struct Packer<MultiplyF32, kLd> {
 template <int kLd>
 struct Packer<MultiplyBf16, kLd> {
   // bf16 stays bf16, `factor` is 1. Either destination may be null.
-  static bool pack(DType /*bf16*/, const RowStream::Ref* refs, int channel, int count, int padded, float /*factor*/,
-                   int head_dim, int padded_dim, std::uint32_t* rows, std::uint32_t* pairs) {
+  static bool pack(DType /*bf16*/, const RowStream::Ref* refs, int channel, int count, int padded,
+                   float /*factor*/, int head_dim, int padded_dim, std::uint32_t* rows,
+                   std::uint32_t* pairs) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     const __m512i index = MultiplyBf16::interleave_index();
     __mmask32 poison = 0;
     for (int i = 0; i < padded; i += 2) {
       for (int d = 0; d < padded_dim; d += 32) {
         // Whole vectors only inside the row: past its end may be past the tensor.
-        const __mmask32 keep = head_dim - d >= 32 ? ~__mmask32{0} : (__mmask32{1} << (head_dim - d)) - 1;
-        const __m512i x = i < count ? _mm512_maskz_loadu_epi16(keep, word(refs[i], channel, d)) : _mm512_setzero_si512();
-        const __m512i y =
-            i + 1 < count ? _mm512_maskz_loadu_epi16(keep, word(refs[i + 1], channel, d)) : _mm512_setzero_si512();
+        const __mmask32 keep =
+            head_dim - d >= 32 ? ~__mmask32{0} : (__mmask32{1} << (head_dim - d)) - 1;
+        const __m512i x = i < count ? _mm512_maskz_loadu_epi16(keep, word(refs[i], channel, d))
+                                    : _mm512_setzero_si512();
+        const __m512i y = i + 1 < count
+                              ? _mm512_maskz_loadu_epi16(keep, word(refs[i + 1], channel, d))
+                              : _mm512_setzero_si512();
         poison |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent) |
                   _mm512_cmpeq_epi16_mask(_mm512_and_si512(y, exponent), exponent);
         if (rows != nullptr) {
@@ -214,7 +235,7 @@ struct Packer<MultiplyBf16, kLd> {
 #endif
 
 HWY_INLINE void prefetch_row(const std::byte* row, std::size_t bytes) {
-  for (std::size_t b = 0; b < bytes; b += 64) hwy::Prefetch(row + b);
+  for (std::size_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
 }
 
 }  // namespace annulus::cpu::ANNULUS_ISA

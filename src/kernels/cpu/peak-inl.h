@@ -1,9 +1,10 @@
-// The machine's multiply-add rate: the roof that bench and docs compare with. See simd-inl.h for how this is included.
+// The machine's multiply-add rate: the roof that bench and docs compare with. See simd-inl.h for
+// how this is included.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
-// Runs `rounds` x kRows x kVectors dependent chains through the same multiply-add as the kernels; returns the FLOPs done.
-// The sum goes through `sink` so that nothing can be left out.
+// Runs `rounds` x kRows x kVectors dependent chains through the same multiply-add as the kernels;
+// returns the FLOPs done. The sum goes through `sink` so that nothing can be left out.
 template <class M>
 HWY_NOINLINE double multiply_add_rounds(std::int64_t rounds, float* sink) {
   VF acc[kRows][kVectors];
@@ -28,6 +29,8 @@ HWY_NOINLINE double multiply_add_rounds(std::int64_t rounds, float* sink) {
   return static_cast<double>(rounds) * kRows * kVectors * kLanes * 2 * M::kPack;
 }
 
-inline double fma_rate(std::int64_t rounds, float* sink) { return multiply_add_rounds<MultiplyF32>(rounds, sink); }
+inline double fma_rate(std::int64_t rounds, float* sink) {
+  return multiply_add_rounds<MultiplyF32>(rounds, sink);
+}
 
 }  // namespace annulus::cpu::ANNULUS_ISA

@@ -63,7 +63,8 @@ class RowStream {
   }
 
  private:
-  // Runs ascend by first index but may interleave (striped shards): each puts its rows of the index window in place.
+  // Runs ascend by first index but may interleave (striped shards): each puts its rows of the index
+  // window in place.
   void take_canonical(int wanted, Ref* refs) {
     const std::int32_t begin = next_index_;
     const std::int32_t end = begin + wanted;
@@ -74,7 +75,8 @@ class RowStream {
         if (i == run_) ++run_;  // exhausted runs at the front are never looked at again
         continue;
       }
-      std::int32_t row = run.index >= begin ? 0 : (begin - run.index + run.index_stride - 1) / run.index_stride;
+      std::int32_t row =
+          run.index >= begin ? 0 : (begin - run.index + run.index_stride - 1) / run.index_stride;
       for (; row < run.count; ++row) {
         const std::int32_t index = run.index + row * run.index_stride;
         if (index >= end) break;

@@ -1,6 +1,6 @@
-// Vectors, exp2 and the register tile that all products go through. Included once per instruction set, inside
-// HWY_BEFORE_NAMESPACE; ANNULUS_ISA names the namespace and ANNULUS_BF16_DOT says whether the bf16 dot product exists.
-// No include guard on purpose.
+// Vectors, exp2 and the register tile that all products go through. Included once per instruction
+// set, inside HWY_BEFORE_NAMESPACE; ANNULUS_ISA names the namespace and ANNULUS_BF16_DOT says
+// whether the bf16 dot product exists. No include guard on purpose.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -13,8 +13,9 @@ constexpr DF kF;
 constexpr DI kI;
 constexpr int kLanes = static_cast<int>(HWY_LANES(float));
 
-// A panel is two vectors of queries. With 32 registers a tile of 8 rows x 2 vectors leaves room for its operands; with 16
-// (AVX2), 4 x 2 accumulators are just enough to hide the latency of two FMAs per cycle.
+// A panel is two vectors of queries. With 32 registers a tile of 8 rows x 2 vectors leaves room for
+// its operands; with 16 (AVX2), 4 x 2 accumulators are just enough to hide the latency of two FMAs
+// per cycle.
 constexpr int kVectors = 2;
 constexpr int kPanel = kVectors * kLanes;
 #if HWY_TARGET == HWY_AVX2
@@ -31,10 +32,11 @@ constexpr int kKeyAlign = 8;  // key blocks are padded to this; a multiple of kR
 #define ANNULUS_UNROLL(n) ANNULUS_PRAGMA(GCC unroll n)
 #endif
 
-// GCC folds loads back into every FMA of small tiles (80 % of peak instead of 99 %) unless the value is pinned in a
-// register. Takes a copy: naming an array element in the asm would force the whole array into memory.
+// GCC folds loads back into every FMA of small tiles (80 % of peak instead of 99 %) unless the
+// value is pinned in a register. Takes a copy: naming an array element in the asm would force the
+// whole array into memory.
 HWY_INLINE VF pin(VF v) {
-#if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
   auto raw = v.raw;
   asm("" : "+v"(raw));
   return VF{raw};
@@ -43,15 +45,18 @@ HWY_INLINE VF pin(VF v) {
 #endif
 }
 
-// 2^x, 2.2e-7 relative. exp2(-inf) is exactly 0 (masked scores); NaN stays NaN; above 2^127 it saturates.
+// 2^x, 2.2e-7 relative. exp2(-inf) is exactly 0 (masked scores); NaN stays NaN; above 2^127 it
+// saturates.
 HWY_INLINE VF exp2_vector(VF x) {
 #if HWY_TARGET <= HWY_AVX3
-  // scalef underflows and overflows by itself, and scalef(NaN, -inf) = 0 covers -inf, whose fraction is NaN.
+  // scalef underflows and overflows by itself, and scalef(NaN, -inf) = 0 covers -inf, whose
+  // fraction is NaN.
   const __m512 n = _mm512_roundscale_ps(x.raw, 8);
   const VF f{_mm512_sub_ps(x.raw, n)};
 #else
-  // Min/Max return their second operand when one is NaN on x86; scalar code needs the comparison spelled out.
-#if HWY_TARGET == HWY_SCALAR
+  // Min/Max return their second operand when one is NaN on x86; scalar code needs the comparison
+  // spelled out.
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
   VF y = hn::IfThenElse(hn::Lt(x, hn::Set(kF, -127.0F)), hn::Set(kF, -127.0F), x);
   y = hn::IfThenElse(hn::Gt(y, hn::Set(kF, 127.0F)), hn::Set(kF, 127.0F), y);
 #else
@@ -68,15 +73,16 @@ HWY_INLINE VF exp2_vector(VF x) {
 #if HWY_TARGET <= HWY_AVX3
   return VF{_mm512_scalef_ps(p.raw, n)};
 #else
-  // p is within a factor sqrt(2) of 1, so n goes straight to its exponent; n = -127 with f = 0 gives exactly 0.
+  // p is within a factor sqrt(2) of 1, so n goes straight to its exponent; n = -127 with f = 0
+  // gives exactly 0.
   const VF scaled =
       hn::BitCast(kF, hn::Add(hn::BitCast(kI, p), hn::ShiftLeft<23>(hn::ConvertTo(kI, n))));
   return hn::IfThenElse(hn::Eq(x, x), scaled, x);
 #endif
 }
 
-// How numbers are multiplied. An Element is what one broadcast covers: one float, or two bf16 that are multiplied with
-// two bf16 of the other side and summed into fp32.
+// How numbers are multiplied. An Element is what one broadcast covers: one float, or two bf16 that
+// are multiplied with two bf16 of the other side and summed into fp32.
 struct MultiplyF32 {
   using Element = float;
   static constexpr int kPack = 1;
@@ -84,7 +90,8 @@ struct MultiplyF32 {
     return hn::MulAdd(hn::Set(kF, *a), b, acc);
   }
   static HWY_INLINE VF load(const float* b) { return hn::Load(kF, b); }
-  // Two key rows of one vector of queries, at the same place of a [keys][kPanel] (bf16: [keys / 2][kPanel]) array.
+  // Two key rows of one vector of queries, at the same place of a [keys][kPanel] (bf16: [keys /
+  // 2][kPanel]) array.
   static HWY_INLINE void store_key_pair(float* out, VF row0, VF row1) {
     hn::Store(row0, kF, out);
     hn::Store(row1, kF, out + kPanel);
@@ -100,7 +107,9 @@ struct MultiplyF32 {
 struct MultiplyBf16 {
   using Element = std::uint32_t;
   static constexpr int kPack = 2;
-  static HWY_INLINE VF load(const std::uint32_t* b) { return VF{_mm512_castsi512_ps(_mm512_load_si512(b))}; }
+  static HWY_INLINE VF load(const std::uint32_t* b) {
+    return VF{_mm512_castsi512_ps(_mm512_load_si512(b))};
+  }
   static HWY_INLINE VF broadcast_multiply_add(const std::uint32_t* a, VF b, VF acc) {
     const __m512i broadcast = _mm512_set1_epi32(static_cast<int>(*a));
     return VF{_mm512_dpbf16_ps(acc.raw, (__m512bh)broadcast, (__m512bh)_mm512_castps_si512(b.raw))};
@@ -117,14 +126,16 @@ struct MultiplyBf16 {
   // 0, 16, 1, 17, ...: merges the two halves of a vector of 32 words.
   static HWY_INLINE __m512i interleave_index() {
     const __m512i low = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+    return _mm512_or_si512(low,
+                           _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
   }
 };
 #endif
 
 // acc[i][j] += A[i * kRowStep] (broadcast) x B[j], vectors from kV0 on.
 template <class M, int kV0, int kRowStep>
-HWY_INLINE void multiply_step(VF (&acc)[kRows][kVectors], const typename M::Element* a, const typename M::Element* b) {
+HWY_INLINE void multiply_step(VF (&acc)[kRows][kVectors], const typename M::Element* a,
+                              const typename M::Element* b) {
   VF bv[kVectors];
   ANNULUS_UNROLL(2)
   for (int j = kV0; j < kVectors; ++j) {
@@ -134,18 +145,21 @@ HWY_INLINE void multiply_step(VF (&acc)[kRows][kVectors], const typename M::Elem
   ANNULUS_UNROLL(8)
   for (int i = 0; i < kRows; ++i) {
     ANNULUS_UNROLL(2)
-    for (int j = kV0; j < kVectors; ++j) acc[i][j] = M::broadcast_multiply_add(a + i * kRowStep, bv[j], acc[i][j]);
+    for (int j = kV0; j < kVectors; ++j)
+      acc[i][j] = M::broadcast_multiply_add(a + i * kRowStep, bv[j], acc[i][j]);
   }
 }
 
 // `steps` steps; A advances by kStepA elements, B by kStepB.
 template <class M, int kV0, int kRowStep, int kStepA, int kStepB>
-HWY_INLINE void multiply(VF (&acc)[kRows][kVectors], const typename M::Element* a, const typename M::Element* b, int steps) {
+HWY_INLINE void multiply(VF (&acc)[kRows][kVectors], const typename M::Element* a,
+                         const typename M::Element* b, int steps) {
   int s = 0;
   ANNULUS_UNROLL(1)
   for (; s + 4 <= steps; s += 4) {
     ANNULUS_UNROLL(4)
-    for (int u = 0; u < 4; ++u) multiply_step<M, kV0, kRowStep>(acc, a + u * kStepA, b + u * kStepB);
+    for (int u = 0; u < 4; ++u)
+      multiply_step<M, kV0, kRowStep>(acc, a + u * kStepA, b + u * kStepB);
     a += 4 * kStepA;
     b += 4 * kStepB;
   }
@@ -162,7 +176,8 @@ HWY_INLINE void fill_tile(VF (&acc)[kRows][kVectors], const float* row) {
   ANNULUS_UNROLL(8)
   for (int i = 0; i < kRows; ++i) {
     ANNULUS_UNROLL(2)
-    for (int j = kV0; j < kVectors; ++j) acc[i][j] = row == nullptr ? hn::Zero(kF) : hn::Load(kF, row + j * kLanes);
+    for (int j = kV0; j < kVectors; ++j)
+      acc[i][j] = row == nullptr ? hn::Zero(kF) : hn::Load(kF, row + j * kLanes);
   }
 }
 
@@ -175,8 +190,9 @@ HWY_INLINE void store_tile(const VF (&acc)[kRows][kVectors], float* out) {
   }
 }
 
-// out += tile. Every block starts its sums from zero and adds them here once, so that rounding errors grow with the
-// square root of the block length and of the number of blocks, not of the row length.
+// out += tile. Every block starts its sums from zero and adds them here once, so that rounding
+// errors grow with the square root of the block length and of the number of blocks, not of the row
+// length.
 template <int kStride>
 HWY_INLINE void add_tile(const VF (&acc)[kRows][kVectors], float* out) {
   ANNULUS_UNROLL(8)

@@ -1,0 +1,200 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/in_process.h"
+#include "annulus/ring_check.h"
+#include "cli/commands.h"
+#include "cli/console.h"
+#include "cli/machine.h"
+#include "cli/options.h"
+#include "cli/oracle_check.h"
+#include "kernels/cpu/kernel.h"
+
+namespace annulus::cli {
+namespace {
+
+constexpr const char* kExamples = R"(Examples:
+  annulus doctor
+      what this machine has, what will be used, and whether it works
+  annulus doctor --ranks 16
+      the ring check over more ranks
+  ANNULUS_ISA=avx2 annulus doctor
+      does a forced instruction set work here?
+  annulus doctor --json > report.json
+      to attach to a bug report)";
+
+struct DoctorFlags {
+  ProblemFlags problem;  // ranks, threads
+  bool json = false;
+};
+
+struct Check {
+  std::string name;
+  bool ok = false;
+  std::string detail;
+};
+
+// What may be linked in. A backend that is absent costs nothing and says so.
+const std::vector<std::pair<std::string, std::string>> kBackends = {
+    {"cpu", "built"},      {"in_process", "built"}, {"mpi", "not built"},   {"gloo", "not built"},
+    {"nccl", "not built"}, {"cuda", "not built"},   {"python", "not built"}};
+
+// A block goes once around the ring in each direction.
+std::vector<Check> check_links(int ranks) {
+  std::vector<RingCheck> found(static_cast<std::size_t>(ranks));
+  run_in_process(ranks, [&](Transport& transport) {
+    found[static_cast<std::size_t>(transport.rank())] = check_ring(transport);
+  });
+  const auto direction = [&](const char* name, bool RingCheck::*ok) {
+    Check check{.name = fmt::format("ring pass {}", name), .ok = true, .detail = ""};
+    for (int rank = 0; rank < ranks; ++rank) {
+      const RingCheck& one = found[static_cast<std::size_t>(rank)];
+      if (one.*ok) continue;
+      check.ok = false;
+      check.detail += fmt::format("rank {}: {} ", rank, one.detail);
+    }
+    if (check.ok) check.detail = fmt::format("{} ranks, in_process", ranks);
+    return check;
+  };
+  return {direction("forward", &RingCheck::forward_ok),
+          direction("backward", &RingCheck::backward_ok)};
+}
+
+// A tiny LongNet on a ring of three against the oracle, with the kernels that would be used.
+Check check_kernels(DType dtype, const ProblemFlags& flags) {
+  Check check{.name = fmt::format("attention {}", name_of(dtype)), .ok = false, .detail = ""};
+  try {
+    const std::vector<std::int64_t> segments = {32, 64};
+    const std::vector<std::int64_t> dilations = {1, 2};
+    RingOptions options{.pattern = longnet(4, segments, dilations, true),
+                        .placement = Placement::zigzag(150, 3)};
+    options.kv_heads = 2;
+    options.dtype = dtype;
+    options.schedule = Schedule::ring;
+    options.pool = pool_from(flags);
+    check.ok = true;
+    for (const Deviation& deviation : OracleCheck(options, 1).run(options)) {
+      check.ok = check.ok && deviation.ok();
+      check.detail += fmt::format("{}{} {:.1e}", check.detail.empty() ? "" : ", ", deviation.tensor,
+                                  deviation.found);
+    }
+    if (!check.ok) check.detail += ": too large; run 'annulus verify' and report its output";
+  } catch (const Error& error) {
+    check = {.name = check.name, .ok = false, .detail = error.what()};
+  }
+  return check;
+}
+
+std::string memory_text() {
+  const auto text = [](const std::optional<std::int64_t>& bytes) {
+    return bytes ? format_bytes(*bytes) : std::string("unknown");
+  };
+  return text(available_memory_bytes()) + " available of " + text(total_memory_bytes());
+}
+
+int doctor(const DoctorFlags& flags) {
+  const cpu::Kernels& chosen = cpu::chosen_kernels();  // ConfigError names what is possible instead
+  const char* forced = std::getenv("ANNULUS_ISA");
+  const bool is_forced = forced != nullptr && *forced != '\0';
+  const std::vector<std::string> compiled = cpu::compiled_kernel_names();
+  std::vector<std::string> usable;
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) usable.emplace_back(kernels->name);
+  const std::shared_ptr<ThreadPool> own = pool_from(flags.problem);
+  const int threads = (own != nullptr ? own : ThreadPool::shared())->threads();
+  const double peak = cpu::measure_fma_peak_gflops(false);
+  const double bf16_peak = cpu::measure_fma_peak_gflops(true);
+
+  std::vector<Check> checks = check_links(flags.problem.ranks);
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    checks.push_back(check_kernels(dtype, flags.problem));
+  }
+  const bool healthy =
+      std::all_of(checks.begin(), checks.end(), [](const Check& check) { return check.ok; });
+
+  if (flags.json) {
+    const auto bytes = [](const std::optional<std::int64_t>& value) {
+      return value ? Json(*value) : Json();
+    };
+    Json json;
+    json["command"] = "doctor";
+    json["healthy"] = healthy;
+    json["version"] = ANNULUS_VERSION;
+    json["cpu"] = cpu_name();
+    json["cpu_features"] = cpu_features();
+    json["isa"] = chosen.name;
+    json["isa_forced"] = is_forced;
+    json["isa_usable"] = usable;
+    json["isa_compiled"] = compiled;
+    json["native_bf16"] = chosen.native_bf16;
+    json["peak_gflops_per_thread"] = {{"fp32", peak},
+                                      {"bf16", bf16_peak > 0.0 ? Json(bf16_peak) : Json()}};
+    json["threads"] = threads;
+    json["memory_total_bytes"] = bytes(total_memory_bytes());
+    json["memory_available_bytes"] = bytes(available_memory_bytes());
+    for (const auto& [name, state] : kBackends) json["backends"][name] = state;
+    json["checks"] = Json::array();
+    for (const Check& check : checks) {
+      json["checks"].push_back({{"name", check.name}, {"ok", check.ok}, {"detail", check.detail}});
+    }
+    print_json(json);
+    return healthy ? kOk : kFailed;
+  }
+
+  std::string text;
+  const auto fact = [&](const char* name, const std::string& value) {
+    text += fmt::format("  {:<16} {}\n", name, value);
+  };
+  fact("version", ANNULUS_VERSION);
+  fact("CPU", cpu_name());
+  fact("features", fmt::format("{}", fmt::join(cpu_features(), " ")));
+  fact("instruction set",
+       fmt::format("{}, {}{}", chosen.name,
+                   is_forced ? "forced by ANNULUS_ISA" : "the best that runs here",
+                   chosen.native_bf16 ? ", multiplies bf16 natively" : ""));
+  fact("", fmt::format("usable: {}; compiled in: {}", fmt::join(usable, ", "),
+                       fmt::join(compiled, ", ")));
+  fact("", fmt::format("force another: ANNULUS_ISA={} annulus ...", usable.back()));
+  fact("peak per thread",
+       fmt::format("{} fp32{}", format_flops(peak),
+                   bf16_peak > 0.0 ? ", " + format_flops(bf16_peak) + " bf16" : ""));
+  fact("threads", fmt::format("{} (--threads or ANNULUS_THREADS choose another number)", threads));
+  fact("memory", memory_text());
+  std::string backends;
+  for (const auto& [name, state] : kBackends) {
+    backends += fmt::format("{}{} {}", backends.empty() ? "" : ", ", name, state);
+  }
+  fact("backends", backends);
+  text += "\n";
+  for (const Check& check : checks) {
+    text +=
+        fmt::format("  {} {:<20} {}\n", check.ok ? "ok    " : "FAILED", check.name, check.detail);
+  }
+  text += healthy ? "\n  All is well.\n" : "\n  Something is wrong: see FAILED above.\n";
+  print(text);
+  return healthy ? kOk : kFailed;
+}
+
+}  // namespace
+
+void add_doctor(CLI::App& tool, Action& chosen) {
+  CLI::App* command =
+      tool.add_subcommand("doctor", "Show what this machine has and check that it works");
+  const auto flags = std::make_shared<DoctorFlags>();
+  command->add_option("--ranks", flags->problem.ranks, "Ranks of the ring check (default 4)")
+      ->check(whole_number(1, 256))
+      ->type_name("P");
+  command->add_flag("--json", flags->json, "Print one JSON object");
+  add_thread_flag(*command, flags->problem);
+  command->footer(kExamples);
+  command->callback([flags, &chosen] { chosen = [flags] { return doctor(*flags); }; });
+}
+
+}  // namespace annulus::cli

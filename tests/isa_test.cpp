@@ -1,0 +1,150 @@
+// Which kernels run, and that the environment variable ANNULUS_ISA decides it. The choice is made once per process, so every
+// setting gets a process of its own: this program again, with a test that is disabled otherwise.
+
+#include <gtest/gtest.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/pattern.h"
+#include "annulus/ring_attention.h"
+#include "kernels/cpu/kernel.h"
+#include "support/kernel_task.h"
+#include "support/ring_fixture.h"
+
+namespace annulus {
+namespace {
+
+std::vector<std::string> available_names() {
+  std::vector<std::string> names;
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) names.emplace_back(kernels->name);
+  return names;
+}
+
+// What the child prints on one line: "isa=avx2" or "ConfigError=...". `setting` is a shell assignment.
+std::string run_child(const std::string& setting) {
+  char path[PATH_MAX] = {};
+  if (readlink("/proc/self/exe", path, sizeof(path) - 1) <= 0) return "no /proc/self/exe";
+  const std::string command = setting + " '" + path +
+                              "' --gtest_also_run_disabled_tests --gtest_filter=IsaChild.DISABLED_RunsARing 2>&1";
+  FILE* const pipe = popen(command.c_str(), "r");
+  if (pipe == nullptr) return "popen failed";
+  std::string answer;
+  std::array<char, 4096> line{};
+  while (std::fgets(line.data(), static_cast<int>(line.size()), pipe) != nullptr) {
+    const std::string text = line.data();
+    if (text.starts_with("isa=") || text.find("Error=") != std::string::npos) answer = text.substr(0, text.size() - 1);
+  }
+  const int status = pclose(pipe);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? answer : "exit status " + std::to_string(status) + ", " + answer;
+}
+
+// Runs a small ring and says on stdout which kernels did it, and whether they were right.
+TEST(IsaChild, DISABLED_RunsARing) {
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    const std::vector<std::int64_t> segments = {16, 64};
+    const std::vector<std::int64_t> dilations = {1, 2};
+    test::Problem problem =
+        test::make_problem("child", longnet(2, segments, dilations, true), 1, 150, 40, 2);
+    problem.dtype = dtype;
+    const RingOptions options = ring_options(problem, Placement::zigzag(150, 3));
+    const test::Inputs inputs = test::random_inputs(problem, 1);
+    std::string isa;
+    const auto outcomes = test::run_ranks(1, [&](Transport& transport) {
+      RingOptions alone = options;
+      alone.placement = Placement::contiguous(150, 1);
+      isa = RingAttention(alone, transport).isa();
+    });
+    std::printf("%s=%s\n", outcomes[0].kind.empty() ? "isa" : outcomes[0].kind.c_str(),
+                outcomes[0].kind.empty() ? isa.c_str() : outcomes[0].message.c_str());
+    if (!outcomes[0].kind.empty()) return;
+    test::expect_matches(problem, test::run_ring(options, inputs), test::reference_of(problem, inputs));
+  }
+}
+
+TEST(Isa, EnvironmentVariableForcesEachAvailableOne) {
+  for (const std::string& name : available_names()) EXPECT_EQ(run_child("ANNULUS_ISA=" + name), "isa=" + name);
+}
+
+TEST(Isa, BestOneRunsWhenNothingIsForced) {
+  const std::string best = cpu::available_kernels().front()->name;
+  EXPECT_EQ(run_child("env -u ANNULUS_ISA"), "isa=" + best);
+  EXPECT_EQ(run_child("ANNULUS_ISA="), "isa=" + best);
+}
+
+TEST(Isa, UnknownOrUnusableOneIsAConfigErrorThatNamesTheUsable) {
+  std::vector<std::string> wrong = {"avx1024", "AVX2", "avx2 ", "best"};
+  const std::vector<std::string> usable = available_names();
+  for (const std::string& name : {"avx512_bf16", "avx512", "avx2", "neon", "scalar"}) {
+    if (std::find(usable.begin(), usable.end(), name) == usable.end()) wrong.push_back(name);
+  }
+  for (const std::string& name : wrong) {
+    const std::string answer = run_child("ANNULUS_ISA='" + name + "'");
+    EXPECT_TRUE(answer.starts_with("ConfigError=")) << answer;
+    EXPECT_NE(answer.find("'" + name + "'"), std::string::npos) << answer;
+    for (const std::string& good : usable) EXPECT_NE(answer.find(good), std::string::npos) << answer;
+  }
+}
+
+TEST(Isa, EveryAvailableOneCanBeAskedForByName) {
+  const std::vector<std::string> compiled = cpu::compiled_kernel_names();
+  for (const std::string& name : available_names()) {
+    EXPECT_EQ(cpu::kernels_by_name(name).name, name);
+    EXPECT_NE(std::find(compiled.begin(), compiled.end(), name), compiled.end());
+  }
+  EXPECT_THROW((void)cpu::kernels_by_name("sse2"), ConfigError);
+}
+
+TEST(Isa, ScalarRunsEverywhereAndComesLast) { EXPECT_EQ(available_names().back(), "scalar"); }
+
+// The CPU says what it has; all of it must be used.
+TEST(Isa, AvailableOnesAreThoseOfTheCpu) {
+#if defined(__x86_64__)
+  std::vector<std::string> expected;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) expected.emplace_back("avx512_bf16");
+  if (avx512) expected.emplace_back("avx512");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) expected.emplace_back("avx2");
+  expected.emplace_back("scalar");
+  EXPECT_EQ(available_names(), expected);
+#endif
+}
+
+// Native bf16 rounds the weights to bf16 and multiplies pairs; widening first does not. So the bits tell which one ran.
+TEST(Isa, NativeBf16IsReportedAndIsWhatRuns) {
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    EXPECT_EQ(kernels->native_bf16, std::string(kernels->name) == "avx512_bf16") << kernels->name;
+    if (!kernels->native_bf16) continue;
+    const cpu::Kernels& wide = cpu::kernels_by_name("avx512");
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      const test::TaskData data =
+          test::random_task(1, dtype, 64, false, test::progression(0, 1, 40), test::progression(0, 1, 80));
+      const test::TaskResult native = test::run_task(*kernels, data);
+      const test::TaskResult widened = test::run_task(wide, data);
+      EXPECT_EQ(native.o != widened.o, dtype == DType::bf16) << name_of(dtype);
+      EXPECT_EQ(native.dq != widened.dq, dtype == DType::bf16) << name_of(dtype);
+      // Both are bf16-accurate, one of them to fp32: that is how far apart they are.
+      const std::vector<double> o(widened.o.begin(), widened.o.end());
+      EXPECT_LT(test::relative_rms(native.o, o), 4e-3);
+    }
+  }
+}
+
+TEST(Isa, PeakIsMeasured) {
+  EXPECT_GT(cpu::measure_fma_peak_gflops(false), 0.1);
+  const bool native = cpu::available_kernels().front()->native_bf16;
+  EXPECT_EQ(cpu::measure_fma_peak_gflops(true) > 0, native);
+}
+
+}  // namespace
+}  // namespace annulus

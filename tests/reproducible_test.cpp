@@ -1,0 +1,174 @@
+// reproducible = true: the same bits for every ring size and placement. Without it: the same bits in
+// every run of one configuration, whatever the threads do.
+
+#include <gtest/gtest.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <climits>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "annulus/pattern.h"
+#include "annulus/ring_attention.h"
+#include "core/thread_pool.h"
+#include "kernels/cpu/kernel.h"
+#include "support/ring_fixture.h"
+
+namespace annulus {
+namespace {
+
+using test::Inputs;
+using test::make_problem;
+using test::Problem;
+using test::Results;
+
+using List = std::vector<std::int64_t>;
+
+// Sequences that span several key blocks (128) and ragged ends; segments that divide by nothing.
+const std::vector<Problem>& problems() {
+  constexpr MixGradient kDetached = MixGradient::detached;
+  static const std::vector<Problem> all = {
+      make_problem("dense", dense(1), 1, 331, 24),
+      make_problem("dense_causal_gqa2", dense(4, true), 2, 307, 40),
+      make_problem("dense_causal_mqa3_batch2_d64", dense(3, true), 1, 163, 64, 2),
+      make_problem("head_groups_scaled_gqa2_causal",
+                   head_groups(6, List{50, 130, 400}, List{1, 3, 2}, true, true), 3, 293, 16),
+      make_problem("head_groups_scaled_full",
+                   head_groups(3, List{37, 400, 90}, List{1, 2, 3}, false, true), 3, 211, 16),
+      make_problem("longnet_awkward_gqa2_causal",
+                   longnet(4, List{37, 150, 301}, List{1, 3, 2}, true), 2, 301, 24),
+      make_problem("longnet_interleaved_full",
+                   longnet(4, List{64, 128, 17}, List{1, 4, 3}, false, Offsets::interleaved), 4,
+                   259, 8),
+      make_problem("longnet_detached_causal",
+                   longnet(2, List{37, 150}, List{1, 3}, true), 2, 229, 16, 1, kDetached),
+      make_problem("longnet_detached_7_tokens", longnet(2, List{3, 8}, List{2, 3}), 1, 7, 128, 10,
+                   kDetached),
+      // Striped over three ranks, each has rows of one branch only; alone, a rank has those of all.
+      make_problem("head_groups_scaled_one_branch_per_rank",
+                   head_groups(6, List{60, 60, 60}, List{3, 3, 3}, true, true), 2, 200, 16),
+  };
+  return all;
+}
+
+using Case = std::tuple<std::size_t, DType>;
+
+std::string name_of_case(const ::testing::TestParamInfo<Case>& info) {
+  return problems()[std::get<0>(info.param)].name + "_" + name_of(std::get<1>(info.param));
+}
+
+class ReproducibleTest : public ::testing::TestWithParam<Case> {
+ protected:
+  ReproducibleTest() : problem_(problems()[std::get<0>(GetParam())]) {
+    problem_.dtype = std::get<1>(GetParam());
+    inputs_ = test::random_inputs(problem_, test::seed_of(problem_.name));
+  }
+
+  [[nodiscard]] RingOptions options(const std::string& placement, int ranks) const {
+    return ring_options(problem_, test::placement_of(placement, problem_.shape.tokens, ranks));
+  }
+
+  Problem problem_;
+  Inputs inputs_;
+};
+
+TEST_P(ReproducibleTest, BitsAreEqualForEveryRingSizeAndPlacement) {
+  SCOPED_TRACE("seed " + std::to_string(test::seed_of(problem_.name)));
+  RingOptions alone = options("contiguous", 1);
+  alone.reproducible = true;
+  const Results expected = test::run_ring(alone, inputs_);
+  int turn = 0;
+  for (const int ranks : {1, 2, 3, 5, 8}) {
+    for (const char* placement : test::kPlacementNames) {
+      if (ranks == 1 && std::string(placement) != "explicit") continue;
+      SCOPED_TRACE(std::to_string(ranks) + " ranks, " + placement);
+      RingOptions ring = options(placement, ranks);
+      ring.reproducible = true;
+      ring.schedule = turn % 2 == 0 ? Schedule::automatic : Schedule::gather;
+      ring.blocking = turn % 5 == 4;
+      const auto layout = turn % 3 == 0 ? test::Layout::heads_major : test::Layout::dense;
+      turn += 1;
+      EXPECT_EQ(test::first_difference(test::run_ring(ring, inputs_, layout), expected), "");
+    }
+  }
+}
+
+// One thread or many cut the work differently; rows must not notice.
+TEST_P(ReproducibleTest, BitsDoNotDependOnTheNumberOfThreads) {
+  RingOptions ring = options("zigzag", 3);
+  ring.reproducible = true;
+  const Results expected = test::run_ring(ring, inputs_);
+  for (const int threads : {1, 3, 7}) {
+    ring.pool = std::make_shared<ThreadPool>(threads);
+    EXPECT_EQ(test::first_difference(test::run_ring(ring, inputs_), expected), "")
+        << threads << " threads";
+  }
+}
+
+TEST_P(ReproducibleTest, MatchesReference) {
+  if (problem_.shape.tokens > 250) problem_.shape.tokens = 151;  // the oracle is slow
+  inputs_ = test::random_inputs(problem_, test::seed_of(problem_.name));
+  const test::Expected expected = test::reference_of(problem_, inputs_);
+  RingOptions ring = options("striped", 4);
+  ring.reproducible = true;
+  test::expect_matches(problem_, test::run_ring(ring, inputs_), expected);
+}
+
+// Nothing is asked for here: sums are made in a fixed order anyway.
+TEST_P(ReproducibleTest, OrdinaryRunsRepeatBitForBit) {
+  int turn = 0;
+  for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
+    for (const BackwardTravel travel : {BackwardTravel::keys, BackwardTravel::queries}) {
+      RingOptions ring = options(test::kPlacementNames[turn % 6], 2 + turn);
+      turn += 1;
+      ring.schedule = schedule;
+      ring.backward_travel = travel;
+      const Results first = test::run_ring(ring, inputs_);
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        EXPECT_EQ(test::first_difference(test::run_ring(ring, inputs_), first), "")
+            << name_of(schedule) << ", travel " << static_cast<int>(travel);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReproducibleTest,
+                         ::testing::Combine(::testing::Range(std::size_t{0}, problems().size()),
+                                            ::testing::Values(DType::f32, DType::bf16, DType::f16)),
+                         name_of_case);
+
+TEST(Reproducible, NamesTheKernelsThatRan) {
+  const Problem problem = make_problem("isa", dense(1), 1, 4, 8);
+  std::string isa;
+  const auto outcomes = test::run_ranks(1, [&](Transport& transport) {
+    isa = RingAttention(ring_options(problem, Placement::contiguous(4, 1)), transport).isa();
+  });
+  EXPECT_EQ(outcomes[0].message, "");
+  const char* const forced = std::getenv("ANNULUS_ISA");
+  EXPECT_EQ(isa, forced != nullptr ? forced : cpu::available_kernels().front()->name);
+}
+
+// Kernels are chosen once per process, so the others need processes of their own: this program again,
+// on some of the problems above.
+TEST(Reproducible, HoldsForEveryKernelSet) {
+  if (std::getenv("ANNULUS_ISA") != nullptr) return;  // we are such a process
+  char path[PATH_MAX] = {};
+  ASSERT_GT(readlink("/proc/self/exe", path, sizeof(path) - 1), 0);
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    if (kernels == cpu::available_kernels().front()) continue;  // ran above
+    const std::string command =
+        std::string("ANNULUS_ISA=") + kernels->name + " '" + path +
+        "' --gtest_brief=1 --gtest_filter='Reproducible.*:*ForEveryRingSize*/longnet_aw*:*ForEveryRingSize*/"
+        "head_groups_scaled_full*:*OrdinaryRuns*/longnet_detached_c*' >&2";
+    const int status = std::system(command.c_str());
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << command;
+  }
+}
+
+}  // namespace
+}  // namespace annulus

@@ -1,0 +1,336 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "annulus/half.h"
+#include "core/thread_pool.h"
+#include "kernels/cpu/kernel.h"
+
+// One kernel task with its data, an oracle in fp64 and the memory that kernels want: rows that are aligned to nothing, in
+// runs that are cut as a test likes.
+namespace annulus::test {
+
+inline constexpr double kNegInf = -std::numeric_limits<double>::infinity();
+
+struct TaskData {
+  DType dtype = DType::f32;
+  int dim = 8;
+  double scale = 1;
+  bool causal = false;
+  std::vector<std::int32_t> q_index, k_index;
+  std::vector<double> q, dout;  // [queries][dim], representable in dtype
+  std::vector<double> k, v;     // [keys][dim]
+
+  [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
+  [[nodiscard]] std::int64_t keys() const { return std::ssize(k_index); }
+  [[nodiscard]] bool sees(std::int64_t query, std::int64_t key) const {
+    return !causal || k_index[static_cast<std::size_t>(key)] <= q_index[static_cast<std::size_t>(query)];
+  }
+};
+
+inline std::vector<std::int32_t> progression(std::int32_t first, std::int32_t stride, std::int64_t count) {
+  std::vector<std::int32_t> out(static_cast<std::size_t>(count));
+  for (std::size_t i = 0; i < out.size(); ++i) out[i] = first + stride * static_cast<std::int32_t>(i);
+  return out;
+}
+
+inline double as_stored(DType dtype, double value) {
+  std::uint32_t bits = 0;
+  store_element(&bits, dtype, 0, static_cast<float>(value));
+  return load_element(&bits, dtype, 0);
+}
+
+inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causal, std::vector<std::int32_t> q_index,
+                            std::vector<std::int32_t> k_index) {
+  TaskData data{dtype, dim, 1.0 / std::sqrt(dim), causal, std::move(q_index), std::move(k_index), {}, {}, {}, {}};
+  std::mt19937_64 engine(seed);
+  std::normal_distribution<double> normal;
+  const auto fill = [&](std::int64_t rows) {
+    std::vector<double> out(static_cast<std::size_t>(rows * dim));
+    for (double& x : out) x = as_stored(dtype, normal(engine));
+    return out;
+  };
+  data.q = fill(data.queries());
+  data.dout = fill(data.queries());
+  data.k = fill(data.keys());
+  data.v = fill(data.keys());
+  return data;
+}
+
+// Results of a task, by row number. Gradients are what a kernel adds.
+template <typename T>
+struct BasicTaskResult {
+  std::vector<T> o, lse, dq, dk, dv;
+  [[nodiscard]] std::vector<const std::vector<T>*> members() const { return {&o, &lse, &dq, &dk, &dv}; }
+};
+using TaskResult = BasicTaskResult<float>;
+using TaskOracle = BasicTaskResult<double>;
+
+// The definition: softmax over the keys a query sees, its gradient with delta = dO.O. A row that sees nothing, or nothing
+// but scores of -inf, has O = 0, no gradient and gives none.
+inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = nullptr) {
+  const auto dim = static_cast<std::size_t>(data.dim);
+  const auto dot = [&](const std::vector<double>& a, std::int64_t i, const std::vector<double>& b, std::int64_t j) {
+    double sum = 0;
+    for (std::size_t d = 0; d < dim; ++d) {
+      sum += a[static_cast<std::size_t>(i) * dim + d] * b[static_cast<std::size_t>(j) * dim + d];
+    }
+    return sum;
+  };
+  const auto add = [&](std::vector<double>& into, std::int64_t i, double w, const std::vector<double>& from, std::int64_t j) {
+    for (std::size_t d = 0; d < dim; ++d) {
+      into[static_cast<std::size_t>(i) * dim + d] += w * from[static_cast<std::size_t>(j) * dim + d];
+    }
+  };
+  TaskOracle out;
+  out.o.assign(data.q.size(), 0);
+  out.dq.assign(data.q.size(), 0);
+  out.dk.assign(data.k.size(), 0);
+  out.dv.assign(data.k.size(), 0);
+  out.lse.assign(data.q_index.size(), kNegInf);
+  if (delta_out != nullptr) delta_out->assign(data.q_index.size(), 0);
+  for (std::int64_t i = 0; i < data.queries(); ++i) {
+    std::vector<std::int64_t> seen;
+    std::vector<double> score;
+    for (std::int64_t j = 0; j < data.keys(); ++j) {
+      if (!data.sees(i, j)) continue;
+      seen.push_back(j);
+      score.push_back(data.scale * dot(data.q, i, data.k, j));
+    }
+    const bool nothing = std::all_of(score.begin(), score.end(), [](double s) { return s == kNegInf; });
+    if (!nothing) {
+      double highest = kNegInf;
+      for (const double s : score) highest = s > highest ? s : highest;
+      double sum = 0;
+      for (const double s : score) sum += std::exp(s - highest);
+      const double lse = highest + std::log(sum);
+      out.lse[static_cast<std::size_t>(i)] = lse;
+      for (std::size_t n = 0; n < seen.size(); ++n) add(out.o, i, std::exp(score[n] - lse), data.v, seen[n]);
+    }
+    const double delta = dot(data.dout, i, out.o, i);
+    if (delta_out != nullptr) (*delta_out)[static_cast<std::size_t>(i)] = delta;
+    if (nothing) continue;
+    for (std::size_t n = 0; n < seen.size(); ++n) {
+      const std::int64_t j = seen[n];
+      const double p = std::exp(score[n] - out.lse[static_cast<std::size_t>(i)]);
+      const double ds = p * (dot(data.dout, i, data.v, j) - delta);
+      add(out.dv, j, p, data.dout, i);
+      add(out.dq, i, data.scale * ds, data.k, j);
+      add(out.dk, j, data.scale * ds, data.q, i);
+    }
+  }
+  return out;
+}
+
+// Rows first, first + stride, ... of a row array that become one run.
+struct Cut {
+  std::int64_t first = 0;
+  std::int64_t stride = 1;
+  std::int64_t count = 0;
+};
+
+// Rows of one channel: `width` elements each, a gap behind every row, the start off by one element.
+class ChannelRows {
+ public:
+  ChannelRows(DType dtype, std::int64_t rows, int width)
+      : dtype_(dtype), rows_(rows), width_(width), step_(width + 1),
+        bytes_(static_cast<std::size_t>(rows * step_ + 2) * size_of(dtype), std::byte{0x7b}) {}
+
+  [[nodiscard]] std::byte* row(std::int64_t i) {
+    return bytes_.data() + static_cast<std::size_t>(1 + i * step_) * size_of(dtype_);
+  }
+  [[nodiscard]] std::int64_t step_bytes() const { return step_ * static_cast<std::int64_t>(size_of(dtype_)); }
+  template <typename T>
+  void store(const std::vector<T>& values) {
+    for (std::int64_t i = 0; i < rows_; ++i) {
+      for (int d = 0; d < width_; ++d) {
+        store_element(row(i), dtype_, d, static_cast<float>(values[static_cast<std::size_t>(i * width_ + d)]));
+      }
+    }
+  }
+  [[nodiscard]] std::vector<float> load() {
+    std::vector<float> out;
+    for (std::int64_t i = 0; i < rows_; ++i) {
+      for (int d = 0; d < width_; ++d) out.push_back(load_element(row(i), dtype_, d));
+    }
+    return out;
+  }
+
+ private:
+  DType dtype_;
+  std::int64_t rows_;
+  int width_;
+  std::int64_t step_;
+  std::vector<std::byte> bytes_;
+};
+
+// ThreadPool::kScratchBytes with a fence behind them.
+class FencedScratch {
+ public:
+  FencedScratch() : memory_(static_cast<std::byte*>(std::aligned_alloc(64, kAll))) {
+    std::memset(memory_.get(), 0xff, ThreadPool::kScratchBytes);  // NaN: nobody may rely on zeros
+    std::memset(memory_.get() + ThreadPool::kScratchBytes, 0x5a, kFence);
+  }
+  [[nodiscard]] std::span<std::byte> span() const { return {memory_.get(), ThreadPool::kScratchBytes}; }
+  [[nodiscard]] bool fence_stands() const {
+    const std::byte* fence = memory_.get() + ThreadPool::kScratchBytes;
+    return std::all_of(fence, fence + kFence, [](std::byte b) { return b == std::byte{0x5a}; });
+  }
+
+ private:
+  static constexpr std::size_t kFence = std::size_t{2} << 20;
+  static constexpr std::size_t kAll = ThreadPool::kScratchBytes + kFence;
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+};
+
+struct TaskRun {
+  std::vector<Cut> query_cuts, key_cuts;  // empty: one run of all rows
+  bool canonical_keys = false;
+  bool canonical_queries = false;
+  bool query_grad = true;
+  bool key_grad = true;
+  DType out_dtype = DType::f32;
+  // Forward continues from this state where it is given.
+  const std::vector<float>* state_o = nullptr;
+  const std::vector<float>* state_lse = nullptr;
+};
+
+inline FencedScratch& shared_scratch() {
+  static FencedScratch scratch;
+  return scratch;
+}
+
+inline cpu::Problem problem_of(const TaskData& data) {
+  return {data.dtype, data.dim, static_cast<float>(data.scale), data.causal};
+}
+
+inline std::vector<cpu::RowRun> runs_of(const std::vector<std::int32_t>& index, std::vector<Cut> cuts,
+                                        std::initializer_list<std::pair<int, ChannelRows*>> channels) {
+  if (cuts.empty()) cuts = {{0, 1, std::ssize(index)}};
+  std::vector<cpu::RowRun> runs;
+  for (const Cut& cut : cuts) {
+    if (cut.count == 0) continue;
+    cpu::RowRun run;
+    run.index = index[static_cast<std::size_t>(cut.first)];
+    run.index_stride = cut.count > 1 ? index[static_cast<std::size_t>(cut.first + cut.stride)] - run.index : 1;
+    run.count = static_cast<std::int32_t>(cut.count);
+    for (const auto& [channel, rows] : channels) {
+      run.base[static_cast<std::size_t>(channel)] = rows->row(cut.first);
+      run.step[static_cast<std::size_t>(channel)] = cut.stride * rows->step_bytes();
+    }
+    runs.push_back(run);
+  }
+  return runs;
+}
+
+inline std::int64_t count_of(const std::vector<cpu::RowRun>& runs) {
+  return std::accumulate(runs.begin(), runs.end(), std::int64_t{0},
+                         [](std::int64_t sum, const cpu::RowRun& run) { return sum + run.count; });
+}
+
+// Forward of all queries of the runs, in tasks of kQueryBlock.
+inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run, TaskResult& result) {
+  ChannelRows q(data.dtype, data.queries(), data.dim);
+  ChannelRows k(data.dtype, data.keys(), data.dim);
+  ChannelRows v(data.dtype, data.keys(), data.dim);
+  ChannelRows lse(DType::f32, data.queries(), 1);
+  ChannelRows state(DType::f32, data.queries(), data.dim);
+  ChannelRows out(run.out_dtype, data.queries(), data.dim);
+  q.store(data.q);
+  k.store(data.k);
+  v.store(data.v);
+  if (run.state_o != nullptr) state.store(*run.state_o);
+  if (run.state_lse != nullptr) lse.store(*run.state_lse);
+  const auto queries = runs_of(
+      data.q_index, run.query_cuts, {{cpu::kQuery, &q}, {cpu::kLse, &lse}, {cpu::kState, &state}, {cpu::kOut, &out}});
+  const auto keys = runs_of(data.k_index, run.key_cuts, {{cpu::kKey, &k}, {cpu::kValue, &v}});
+  const std::int64_t rows = count_of(queries);
+  for (std::int64_t begin = 0; begin < rows; begin += cpu::kQueryBlock) {
+    cpu::ForwardTask task;
+    task.queries = queries;
+    task.query_begin = begin;
+    task.query_end = std::min<std::int64_t>(rows, begin + cpu::kQueryBlock);
+    task.keys = keys;
+    task.canonical = run.canonical_keys;
+    task.load_state = run.state_o != nullptr;
+    task.out_dtype = run.out_dtype;
+    kernels.forward(problem_of(data), task, shared_scratch().span());
+  }
+  result.o = out.load();
+  result.lse = lse.load();
+}
+
+// Backward with the given statistics; gradients start from `start` and what was there is taken off again by the caller.
+inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run,
+                         const std::vector<double>& lse_in, const std::vector<double>& delta_in, TaskResult& result,
+                         float start = 0.0F) {
+  ChannelRows q(data.dtype, data.queries(), data.dim);
+  ChannelRows dout(data.dtype, data.queries(), data.dim);
+  ChannelRows k(data.dtype, data.keys(), data.dim);
+  ChannelRows v(data.dtype, data.keys(), data.dim);
+  ChannelRows lse(DType::f32, data.queries(), 1);
+  ChannelRows delta(DType::f32, data.queries(), 1);
+  ChannelRows dq(DType::f32, data.queries(), data.dim);
+  ChannelRows dk(DType::f32, data.keys(), data.dim);
+  ChannelRows dv(DType::f32, data.keys(), data.dim);
+  q.store(data.q);
+  dout.store(data.dout);
+  k.store(data.k);
+  v.store(data.v);
+  lse.store(lse_in);
+  delta.store(delta_in);
+  dq.store(std::vector<float>(data.q.size(), start));
+  dk.store(std::vector<float>(data.k.size(), start));
+  dv.store(std::vector<float>(data.k.size(), start));
+  auto queries = runs_of(data.q_index, run.query_cuts,
+                         {{cpu::kQuery, &q}, {cpu::kOutGrad, &dout}, {cpu::kLse, &lse}, {cpu::kDelta, &delta}, {cpu::kQueryGrad, &dq}});
+  auto keys = runs_of(data.k_index, run.key_cuts, {{cpu::kKey, &k}, {cpu::kValue, &v}, {cpu::kKeyGrad, &dk}, {cpu::kValueGrad, &dv}});
+  // A gradient that is not asked for may have no memory.
+  for (cpu::RowRun& r : queries) {
+    if (!run.query_grad) r.base[cpu::kQueryGrad] = nullptr;
+  }
+  for (cpu::RowRun& r : keys) {
+    if (!run.key_grad) r.base[cpu::kKeyGrad] = r.base[cpu::kValueGrad] = nullptr;
+  }
+  cpu::BackwardTask task;
+  task.queries = queries;
+  task.query_end = count_of(queries);
+  task.keys = keys;
+  task.key_end = count_of(keys);
+  task.canonical_keys = run.canonical_keys;
+  task.canonical_queries = run.canonical_queries;
+  task.query_grad = run.query_grad;
+  task.key_grad = run.key_grad;
+  kernels.backward(problem_of(data), task, shared_scratch().span());
+  result.dq = dq.load();
+  result.dk = dk.load();
+  result.dv = dv.load();
+}
+
+// Forward and backward; backward gets the oracle's statistics, rounded to fp32.
+inline TaskResult run_task(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run = {}) {
+  TaskResult result;
+  run_forward(kernels, data, run, result);
+  std::vector<double> delta;
+  const TaskOracle expected = oracle(data, &delta);
+  run_backward(kernels, data, run, expected.lse, delta, result);
+  return result;
+}
+
+}  // namespace annulus::test

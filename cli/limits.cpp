@@ -13,7 +13,7 @@
 namespace annulus::cli {
 
 ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType dtype,
-                           bool backward, const Pattern& pattern, const Placement& placement) {
+                           bool backward) {
   ChosenLimits chosen;
   const std::optional<std::int64_t> available = available_memory_bytes();
   chosen.origin = "the library's defaults: the memory of this machine is unknown";
@@ -28,9 +28,10 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
     double bytes = passes * (2.0 * q + kv) * element;  // q, k, v, o and their gradients
     if (dtype != DType::f32) bytes += 4.0 * (backward ? q + kv : q);
     if (backward && flags.mix_gradient == "detached") {
-      bytes += 4.0 * q * static_cast<double>(pattern.branches.size());
+      const std::size_t branches = pattern_from(flags, shape.heads).branches.size();
+      bytes += 4.0 * q * static_cast<double>(branches);
     }
-    const double share = static_cast<double>(*available) / placement.ranks();
+    const double share = static_cast<double>(*available) / flags.ranks;
     chosen.limits.communication_bytes = static_cast<std::int64_t>(0.2 * share);
     chosen.limits.qkv_elements = static_cast<std::int64_t>(0.8 * share * (q + kv) / bytes);
     chosen.origin = "derived from " + format_bytes(*available) + " of available memory";
@@ -46,10 +47,8 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
                     chosen.origin + ", the other as given";
   }
 
-  std::int64_t longest = 0;
-  for (int rank = 0; rank < placement.ranks(); ++rank) {
-    longest = std::max(longest, placement.local_tokens(rank));
-  }
+  // The executor counts the rows of its shard exactly.
+  const std::int64_t longest = (shape.tokens - 1) / flags.ranks + 1;
   const double elements = static_cast<double>(shape.batch) * static_cast<double>(longest) *
                           (shape.heads + 2.0 * shape.kv_heads) * shape.head_dim;
   if (elements > static_cast<double>(chosen.limits.qkv_elements)) {

@@ -6,14 +6,13 @@
 
 namespace annulus::cli {
 
-// Limits, and where they come from, in words. Throws ConfigError if q, k and v of the largest rank
-// exceed them: before anything is allocated, and in arithmetic that cannot overflow.
+// Limits, and where they come from, in words. Throws ConfigError if q, k and v of a rank exceed
+// them: before anything is planned or allocated, and in arithmetic that cannot overflow.
 struct ChosenLimits {
   Limits limits;
   std::string origin;  // "derived from 21.4 GiB of available memory", "as given"
 };
 [[nodiscard]] ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType dtype,
-                                         bool backward, const Pattern& pattern,
-                                         const Placement& placement);
+                                         bool backward);
 
 }  // namespace annulus::cli

@@ -57,15 +57,22 @@ int main_in_namespace(int argc, char** argv) {
     add_plan(tool, chosen);
     add_bench(tool, chosen);
     add_doctor(tool, chosen);
+    if (argc == 1) {
+      print(tool.help());
+      return kUsage;
+    }
+    const std::string command = argv[1];
+    if (!command.starts_with('-') && tool.get_subcommand_no_throw(command) == nullptr) {
+      return report("there is no command '" + command +
+                        "', expected run, verify, plan, bench or doctor; see 'annulus --help'",
+                    "usage", kUsage, json);
+    }
     try {
-      if (argc == 1) {
-        print(tool.help());
-        return kUsage;
-      }
       tool.parse(argc, argv);
     } catch (const CLI::ParseError& error) {
       if (error.get_exit_code() == 0) return tool.exit(error);  // --help, --version
-      return report(std::string(error.what()) + "; see 'annulus COMMAND --help'", "usage", kUsage,
+      const std::string help = command.starts_with('-') ? "annulus" : "annulus " + command;
+      return report(std::string(error.what()) + "; see '" + help + " --help'", "usage", kUsage,
                     json);
     }
     return chosen();

@@ -7,7 +7,6 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
-#include <map>
 
 #include "annulus/error.h"
 #include "core/thread_pool.h"
@@ -36,10 +35,20 @@ CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
 }
 
 CLI::Validator token_count() {
-  const std::map<std::string, std::int64_t> units = {{"k", 1024}, {"m", 1024 * 1024}};
-  CLI::Validator validator = CLI::AsNumberWithUnit(units);
-  validator.description("");
-  return validator;
+  // What it does not understand it leaves alone, for whole_number() to complain about.
+  const auto expand = [](std::string& text) {
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() >> 20;
+    std::int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, value);
+    if (problem != std::errc() || end - stop != 1 || value > kMost) return std::string();
+    if (*stop == 'k' || *stop == 'K')
+      text = std::to_string(value << 10);
+    else if (*stop == 'm' || *stop == 'M')
+      text = std::to_string(value << 20);
+    return std::string();
+  };
+  return {expand, "", "token_count"};
 }
 
 CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
@@ -61,12 +70,14 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->transform(token_count())
+      ->check(whole_number(1, std::numeric_limits<std::int64_t>::max()))
       ->group(group);
   command
       .add_option("--dilations", flags.dilations, "Dilation of each branch (default 1,2,4,8,16)")
       ->type_name("R,R")
       ->delimiter(',')
       ->allow_extra_args(false)
+      ->check(whole_number(1, std::numeric_limits<std::int64_t>::max()))
       ->group(group);
   add_choice(command, "--offsets", flags.offsets, {"blocked", "interleaved"},
              "longnet: offset of head h is h / ceil(H/r) (default) or h mod r")
@@ -96,12 +107,12 @@ void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
       ->type_name("N")
       ->group(group);
   command.add_option("--heads", flags.heads, "Query heads (default 8)")
-      ->check(whole_number(1, kLargestCount))
+      ->check(whole_number(1, kMostHeads))
       ->type_name("H")
       ->group(group);
   command
       .add_option("--kv-heads", flags.kv_heads, "Key/value heads, a divisor of --heads (default H)")
-      ->check(whole_number(1, kLargestCount))
+      ->check(whole_number(1, kMostHeads))
       ->type_name("H2")
       ->group(group);
   command.add_option("--head-dim", flags.head_dim, "Multiple of 8 up to 256 (default 64)")
@@ -112,6 +123,7 @@ void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
              "Compute in (default fp32, or what the files have)")
       ->group(group);
   command.add_option("--seed", flags.seed, "Seed of synthetic data (default 1)")
+      ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()))
       ->type_name("S")
       ->group(group);
 }
@@ -232,6 +244,13 @@ Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
   }
   if (grid && (flags.grid_rows == 0 || flags.grid_cols == 0)) {
     throw ConfigError("--grid-rows and --grid-cols: found one of them, expected both or none");
+  }
+  // The curve is a list of all cells. A typing error should be an error, not an invitation to the
+  // out-of-memory killer.
+  constexpr std::int64_t kMostCells = std::int64_t{1} << 27;
+  if (flags.placement == "hilbert" && tokens > kMostCells) {
+    throw ConfigError(
+        fmt::format("--placement hilbert: {} tokens, expected at most {}", tokens, kMostCells));
   }
   if (flags.placement == "contiguous")
     return Placement::contiguous(tokens, flags.ranks, flags.align);

@@ -12,6 +12,9 @@
 
 namespace annulus::cli {
 
+inline constexpr std::int64_t kMostHeads =
+    65536;  // a typing error should not become gigabytes of offsets
+
 struct Shape {
   std::int64_t batch = 1;
   std::int64_t tokens = 32768;

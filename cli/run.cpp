@@ -173,15 +173,14 @@ int run(const RunFlags& flags) {
                       : files                      ? files->dtype
                                                    : DType::f32;
 
+  const ChosenLimits limits = choose_limits(flags.problem, shape, dtype, backward);
   Result result{.options = ring_options_from(flags.problem, shape, dtype, backward),
-                .limits = {},
+                .limits = limits,
                 .job = {},
                 .errors = {}};
   RingOptions& options = result.options;
   if (options.pool == nullptr) options.pool = ThreadPool::shared();
-  result.limits =
-      choose_limits(flags.problem, shape, dtype, backward, options.pattern, options.placement);
-  options.limits = result.limits.limits;
+  options.limits = limits.limits;
 
   Progress progress(flags.progress);
   JobTensors tensors(options);

@@ -175,6 +175,9 @@ InputFiles inspect_inputs(const fs::path& folder, bool backward, const ProblemFl
         fail("the shape is " + text_of(header.shape), "axes from 1 to 2^31 - 1");
       }
     }
+    if (header.shape[2] > kMostHeads) {
+      fail(fmt::format("has {} heads", header.shape[2]), fmt::format("at most {}", kMostHeads));
+    }
     if (name == "q.npy") {
       q = header.shape;
       files.dtype = header.dtype;

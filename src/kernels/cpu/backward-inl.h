@@ -123,7 +123,8 @@ class Backward {
       minus_delta_[i] = 0.0F;
       if (!real) continue;
       const float lse = *reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kLse));
-      if (lse == -INFINITY) {  // all its scores are -inf: it has no gradient, whatever Inf made them so
+      if (lse ==
+          -INFINITY) {  // all its scores are -inf: it has no gradient, whatever Inf made them so
         query_index_[i] = -1;
         continue;
       }
@@ -371,14 +372,9 @@ class Backward {
         for (int i = 0; i < rows; i += M::kPack) {
           const Element* at = k + i / M::kPack * kLd + d;
           const VF w = M::load(ds + i / M::kPack * kPanel + j * kLanes);
+          const auto first = visible(index + j * kLanes, key_index_[block + i]);
           const auto last = visible(index + j * kLanes, key_index_[block + i + M::kPack - 1]);
-          acc = hn::IfThenElse(last, M::broadcast_multiply_add(at, w, acc), acc);
-          if constexpr (M::kPack == 2) {
-            const auto first = visible(index + j * kLanes, key_index_[block + i]);
-            const Element low = *at & 0xffffU;
-            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, w, acc),
-                                 acc);
-          }
+          acc = multiply_add_visible<M>(at, w, first, last, acc);
         }
         float* out = dq + d * kPanel + j * kLanes;
         hn::Store(hn::Add(acc, hn::Load(kF, out)), kF, out);

@@ -445,15 +445,9 @@ class Forward {
         for (int i = 0; i < rows; i += M::kPack) {
           const Element* v = block.v + i / M::kPack * kLd + d;
           const VF p = M::load(p_ + i / M::kPack * kPanel + j * kLanes);
+          const auto first = visible(panel.index + j * kLanes, block.index[i]);
           const auto last = visible(panel.index + j * kLanes, block.index[i + M::kPack - 1]);
-          acc = hn::IfThenElse(last, M::broadcast_multiply_add(v, p, acc), acc);
-          if constexpr (M::kPack == 2) {
-            // Lanes that see the first key of the pair only.
-            const auto first = visible(panel.index + j * kLanes, block.index[i]);
-            const Element low = *v & 0xffffU;
-            acc = hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, p, acc),
-                                 acc);
-          }
+          acc = multiply_add_visible<M>(v, p, first, last, acc);
         }
         float* o = panel.o + d * kPanel + j * kLanes;
         hn::Store(hn::Add(acc, hn::Load(kF, o)), kF, o);

@@ -18,7 +18,8 @@ class Scratch {
   std::byte* next_;
 };
 
-// The packaged scalar conversions from and to fp16 truncate and know neither Inf nor NaN: ours are used there.
+// The packaged scalar conversions from and to fp16 truncate and know neither Inf nor NaN: ours are
+// used there.
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
 constexpr bool kVectorHalf = false;
 #else

@@ -210,4 +210,22 @@ HWY_INLINE auto visible(const std::int32_t* query_index, std::int32_t key_index)
   return hn::RebindMask(kF, hn::Gt(hn::Load(kI, query_index), hn::Set(kI, key_index - 1)));
 }
 
+// acc + a (broadcast) x b in the lanes that see the keys behind a: its only one, or the two of a
+// pair (of which a lane may see both, either or none, as keys need not ascend). What a lane does
+// not see is not even multiplied by 0.
+template <class M, class Mask>
+HWY_INLINE VF multiply_add_visible(const typename M::Element* a, VF b, Mask first, Mask last,
+                                   VF acc) {
+  const VF both = hn::IfThenElse(hn::And(first, last), M::broadcast_multiply_add(a, b, acc), acc);
+  if constexpr (M::kPack == 1) {
+    return both;
+  } else {
+    const typename M::Element low = *a & 0xffffU;
+    const typename M::Element high = *a & 0xffff0000U;
+    const VF one =
+        hn::IfThenElse(hn::AndNot(last, first), M::broadcast_multiply_add(&low, b, acc), both);
+    return hn::IfThenElse(hn::AndNot(first, last), M::broadcast_multiply_add(&high, b, acc), one);
+  }
+}
+
 }  // namespace annulus::cpu::ANNULUS_ISA

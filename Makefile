@@ -11,11 +11,11 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test unit asan tsan bench lint format clean
+.PHONY: help setup build demo test unit asan tsan bench pytorch-bench lint format clean
 
 help: ## List these commands
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
-	  printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
+	  printf '  make %-14s %s\n' "$$name" "$$text"; done
 
 setup: ## Install the needed packages (Debian and relatives; does nothing if they are there)
 	@scripts/setup.sh
@@ -54,6 +54,14 @@ bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.js
 	@for program in build/release/bench/*_bench; do \
 	  if [ -x "$$program" ]; then \
 	    "$$program" --benchmark_out="$$program.json" --benchmark_out_format=json || exit 1; fi; done
+
+pytorch-bench: setup ## Measure beside PyTorch (installs it into .venv), results and plots into bench/results and docs/images
+	@$(CONFIGURE) release
+	@$(BUILD) release --target annulus_benches
+	@test -d .venv || python3 -m venv .venv
+	@.venv/bin/python -c 'import torch, matplotlib' 2>/dev/null || .venv/bin/pip install --quiet torch==2.13.0 numpy matplotlib
+	.venv/bin/python bench/peer/versus_pytorch.py --out bench/results/versus_pytorch.json
+	.venv/bin/python bench/plot.py bench/results/versus_pytorch.json
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
 	@scripts/setup.sh --lint

@@ -8,7 +8,6 @@
 #include "annulus/in_process.h"
 #include "cli/commands.h"
 #include "cli/console.h"
-#include "ring/agreement.h"
 
 namespace annulus::cli {
 namespace {
@@ -28,45 +27,14 @@ struct RankRecord {
   std::int64_t predicted_backward = 0;
 };
 
-// Passes everything on, and tells the rows that the plan predicts from the few hundred bytes with
-// which the ranks agree on a call before it: the transport's own counters know no difference.
-class MeteredTransport final : public Transport {
- public:
-  explicit MeteredTransport(Transport& inner) : inner_(inner) {}
-
-  [[nodiscard]] int rank() const override { return inner_.rank(); }
-  [[nodiscard]] int size() const override { return inner_.size(); }
-  [[nodiscard]] std::string name() const override { return inner_.name(); }
-  [[nodiscard]] std::unique_ptr<Transfer> send(int peer, std::uint32_t tag,
-                                               std::span<const std::byte> bytes) override {
-    if (tag == ring::kTagAgree) agreement_bytes_ += bytes.size();
-    return inner_.send(peer, tag, bytes);
-  }
-  [[nodiscard]] std::unique_ptr<Transfer> receive(int peer, std::uint32_t tag,
-                                                  std::span<std::byte> bytes) override {
-    return inner_.receive(peer, tag, bytes);
-  }
-  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
-  void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
-  [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }
-
-  [[nodiscard]] std::uint64_t row_bytes_sent() const {
-    return inner_.counters().bytes_sent - agreement_bytes_;
-  }
-
- private:
-  Transport& inner_;
-  std::uint64_t agreement_bytes_ = 0;  // used by one thread: the rank's
-};
-
 template <typename Pass>
-PassRecord record(const MeteredTransport& transport, const Pass& pass) {
+PassRecord record(const Transport& transport, const Pass& pass) {
   PassRecord record;
-  const std::uint64_t before = transport.row_bytes_sent();
+  const std::uint64_t before = transport.counters().bytes_sent;
   record.start = Clock::now();
   pass();
   record.end = Clock::now();
-  record.bytes = static_cast<std::int64_t>(transport.row_bytes_sent() - before);
+  record.bytes = static_cast<std::int64_t>(transport.counters().bytes_sent - before);
   return record;
 }
 
@@ -132,8 +100,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
   ring_settings.deadline +=
       std::chrono::seconds(static_cast<std::int64_t>(pair_flops * 14.0 / 1e9));
 
-  const auto body = [&](Transport& in_process) {
-    MeteredTransport transport(in_process);
+  const auto body = [&](Transport& transport) {
     const int rank = transport.rank();
     const auto at = static_cast<std::size_t>(rank);
     const auto announce = [&](const char* pass, int repetition, double expected) {

@@ -1,10 +1,15 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <new>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "annulus/error.h"
 #include "cli/commands.h"
@@ -62,10 +67,16 @@ int main_in_namespace(int argc, char** argv) {
       return kUsage;
     }
     const std::string command = argv[1];
-    if (!command.starts_with('-') && tool.get_subcommand_no_throw(command) == nullptr) {
-      return report("there is no command '" + command +
-                        "', expected run, verify, plan, bench or doctor; see 'annulus --help'",
-                    "usage", kUsage, json);
+    std::vector<std::string> names;
+    for (const CLI::App* known : tool.get_subcommands([](const CLI::App*) { return true; })) {
+      names.push_back(known->get_name());
+    }
+    if (!command.starts_with('-') &&
+        std::find(names.begin(), names.end(), command) == names.end()) {
+      return report(
+          fmt::format("there is no command '{}', expected one of {}; see 'annulus --help'", command,
+                      fmt::join(names, ", ")),
+          "usage", kUsage, json);
     }
     try {
       tool.parse(argc, argv);

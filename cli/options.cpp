@@ -245,13 +245,6 @@ Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
   if (grid && (flags.grid_rows == 0 || flags.grid_cols == 0)) {
     throw ConfigError("--grid-rows and --grid-cols: found one of them, expected both or none");
   }
-  // The curve is a list of all cells. A typing error should be an error, not an invitation to the
-  // out-of-memory killer.
-  constexpr std::int64_t kMostCells = std::int64_t{1} << 27;
-  if (flags.placement == "hilbert" && tokens > kMostCells) {
-    throw ConfigError(
-        fmt::format("--placement hilbert: {} tokens, expected at most {}", tokens, kMostCells));
-  }
   if (flags.placement == "contiguous")
     return Placement::contiguous(tokens, flags.ranks, flags.align);
   if (grid) return Placement::hilbert(tokens, flags.ranks, flags.grid_rows, flags.grid_cols);

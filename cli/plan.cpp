@@ -15,6 +15,7 @@
 #include "cli/console.h"
 #include "cli/options.h"
 #include "plan/plan_text.h"
+#include "ring/agreement.h"
 #include "ring/schedule.h"
 
 namespace annulus::cli {
@@ -69,11 +70,19 @@ Plan make_plan(const RingOptions& options, Travel travel) {
   return make(schedule, travel);
 }
 
+// Sent by all ranks, with the records by which they agree on the call: what a transport would
+// count.
+std::int64_t forward_bytes(const RingOptions& options, const Plan& plan) {
+  return plan.total_unit_rows() * row_bytes(options, Travel::keys, false).there +
+         plan.ranks() * ring::agreement_bytes(plan.ranks());
+}
+
 std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
+  const std::int64_t agreement = plan.ranks() * ring::agreement_bytes(plan.ranks());
   const RowBytes bytes = row_bytes(options, plan.options().travel, true);
-  if (!options.reproducible) return plan.total_unit_rows() * (bytes.there + bytes.back);
+  if (!options.reproducible) return plan.total_unit_rows() * (bytes.there + bytes.back) + agreement;
   // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
-  std::int64_t sum = 0;
+  std::int64_t sum = agreement;
   for (const Travel travel : {Travel::keys, Travel::queries}) {
     const Plan side(
         {options.pattern, options.placement, options.kv_heads, Schedule::gather, travel});
@@ -86,7 +95,6 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
              double plan_seconds) {
   const PlanTotals totals = plan_totals(plan);
   const Travel travel = plan.options().travel;
-  const RowBytes forward = row_bytes(options, travel, false);
   Json json;
   json["command"] = "plan";
   json["schedule"] = name_of(plan.options().schedule);
@@ -101,7 +109,7 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
       {"balance", totals.balance},
       {"unit_rows_moved", totals.moved},
       {"unit_rows_all_gather", totals.all_gather},
-      {"forward_bytes", travel == Travel::keys ? Json(totals.moved * forward.there) : Json()},
+      {"forward_bytes", travel == Travel::keys ? Json(forward_bytes(options, plan)) : Json()},
       {"backward_bytes", backward_bytes(options, plan)}};
   json["ranks"] = Json::array();
   for (int rank = 0; rank < plan.ranks(); ++rank) {
@@ -157,11 +165,10 @@ int plan_command(const PlanFlags& flags) {
     print_json(to_json(flags, options, plan, seconds));
     return kOk;
   }
-  const RowBytes forward = row_bytes(options, travel, false);
-  const std::int64_t moved = plan.total_unit_rows();
   std::string text = plan_table(plan);
   if (travel == Travel::keys) {
-    text += fmt::format("{:<18} {} in forward\n", "bytes", format_bytes(moved * forward.there));
+    text +=
+        fmt::format("{:<18} {} in forward\n", "bytes", format_bytes(forward_bytes(options, plan)));
   }
   text += fmt::format(
       "{:<18} {} in backward, fp32 gradients included ({}, head dim {}, batch {})\n",

@@ -1,6 +1,6 @@
 """Annulus beside PyTorch on identical tensors, in one process, runs alternating, medians: ratios that survive a noisy machine.
 
-    make bench-pytorch                       everything; results go to bench/results/
+    make pytorch-bench                       everything; results go to bench/results/
     .venv/bin/python bench/peer/versus_pytorch.py --suite forward backward --repeat 9 --out FILE.json
 
 Suites: forward, backward (dense SDPA), peaky (large logits), dilated (r = 1..16 at equal FLOPs), longnet (131,072 tokens against
@@ -177,22 +177,18 @@ def suite_peaky(args):
 
 
 def suite_dilated(args):
-    """One branch of 2048 rows per segment, dilation r, against r = 1: the same FLOPs on strided rows."""
+    """One branch of segment 512 r^2 and dilation r: the same sequence, the same FLOPs, rows ever further apart."""
     rows = []
+    rates = (1, 2, 4, 8, 16)
+    shape = (1, 131072, 8, 64)
     for dtype in args.dtypes:
+        q, k, v = make(shape, dtype, 3)
+        o, lse = torch.empty_like(q), torch.empty(shape[:3])
         for causal in (False, True):
-            bodies, kept = [], []
-            for r in (1, 2, 4, 8, 16):
-                # All offsets are in use (8 heads share out the offsets), so tokens scale with r at equal pairs per head.
-                shape = (1, 4096 * r, 8, 64)
-                tensors = make(shape, dtype, 3)
-                o, lse = torch.empty_like(tensors[0]), torch.empty(shape[:3])
-                ring = Annulus(shape, dtype, causal, branches=[(2048 * r, r)], threads=args.threads, backward=False)
-                kept.append((ring, tensors, o, lse))
-                bodies.append(lambda ring=ring, t=tensors, o=o, lse=lse: ring.forward(*t, o, lse))
-            seconds = alternate(bodies, args.repeat)
+            rings = [Annulus(shape, dtype, causal, branches=[(512 * r * r, r)], threads=args.threads, backward=False) for r in rates]
+            seconds = alternate([lambda ring=ring: ring.forward(q, k, v, o, lse) for ring in rings], args.repeat)
             base = statistics.median(seconds[0])
-            for r, s in zip((1, 2, 4, 8, 16), seconds):
+            for r, s in zip(rates, seconds):
                 rows.append({"dtype": dtype, "causal": causal, "dilation": r, "seconds": summary(s),
                              "ratio": statistics.median(s) / base})
             print(f"dilated  {dtype} {'causal' if causal else 'full':6} time over r = 1: " +

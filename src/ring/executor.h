@@ -43,8 +43,11 @@ struct RingAttention::Impl {
   void guard(FunctionRef<void()> pass);
   void run_steps(ring::Courier& courier, std::span<const ring::LocalRows> sections, int steps,
                  FunctionRef<void(int step)> compute);
-  void merge_branches(const BranchState::Data& state, int branches, std::int64_t batch,
-                      std::int64_t token, int head, float* row, float* lse) const;
+  void finish_output(const ring::LocalRows& out_rows, const ring::LocalRows& lse_rows,
+                     const ring::LocalRows& state_rows, bool direct,
+                     const BranchState::Data* state);
+  void merge_branches(const BranchState::Data& state, std::int64_t batch, std::int64_t token,
+                      int head, float* row, float* lse) const;
   void fill_statistics(const ConstTensorView& o, const ConstTensorView& lse,
                        const ConstTensorView& dout, const BranchState::Data* state);
 
@@ -107,7 +110,8 @@ struct RingAttention::Impl {
   };
   std::vector<Runs> runs;  // per pool slot
   [[nodiscard]] Runs& runs_of(int slot) { return runs[static_cast<std::size_t>(slot)]; }
-  bool direct_output = false;  // every row is written once: no fp32 state is needed
+  bool every_row_attends = false;  // no row of the output can be empty
+  bool direct_output = false;      // every row is written once: no fp32 state is needed
 };
 
 }  // namespace annulus

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
-#include "annulus/half.h"
 #include "ring/executor.h"
 
 namespace annulus {
@@ -81,37 +81,53 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
   run_steps(*key_courier, sections, key_plan->steps(),
             [&](int step) { compute(forward_work[static_cast<std::size_t>(step)], step == 0); });
 
-  // What the caller gets: merged, scaled, in its dtype; zeros where a row attended to nothing.
+  finish_output(out_rows, lse_rows, state_rows, direct, state);
+}
+
+// What the caller gets: merged, scaled, in its dtype; zeros where a row attended to nothing.
+void RingAttention::Impl::finish_output(const ring::LocalRows& out_rows,
+                                        const ring::LocalRows& lse_rows,
+                                        const ring::LocalRows& state_rows, bool direct,
+                                        const BranchState::Data* state) {
+  const int heads = options.pattern.heads;
   const auto factor = static_cast<float>(options.pattern.output_scale);
-  const auto branches = per_branch ? static_cast<int>(options.pattern.branches.size()) : 0;
+  const bool convert = !direct && !wide();
+  if (state == nullptr && every_row_attends && !convert && factor == 1.0F) return;
+  const auto row_bytes = static_cast<std::int64_t>(size_of(options.dtype)) * options.head_dim;
   for_each_token([&](std::int64_t b, std::int64_t t) {
     alignas(64) float row[cpu::kMaxHeadDim];
+    std::byte* empty = nullptr;      // zeros are due from here ...
+    std::byte* empty_end = nullptr;  // ... to here: rows of neighbouring heads are cleared together
     for (int h = 0; h < heads; ++h) {
       auto* l = reinterpret_cast<float*>(lse_rows.at(b, h) + t * lse_rows.row_step);
       std::byte* out = out_rows.at(b, h) + t * out_rows.row_step;
-      if (per_branch) {
-        merge_branches(*state, branches, b, t, h, row, l);
+      if (state != nullptr) {
+        merge_branches(*state, b, t, h, row, l);
         kernels->store_row(options.dtype, row, factor, out, options.head_dim);
       } else if (*l == -INFINITY) {
-        std::fill_n(row, options.head_dim, 0.0F);
-        kernels->store_row(options.dtype, row, 1.0F, out, options.head_dim);
-      } else if (!direct && !wide()) {
+        if (out != empty_end) {
+          if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));
+          empty = out;
+        }
+        empty_end = out + row_bytes;
+      } else if (convert) {
         const auto* wide_row =
             reinterpret_cast<const float*>(state_rows.at(b, h) + t * state_rows.row_step);
         kernels->store_row(options.dtype, wide_row, factor, out, options.head_dim);
-      } else if (factor != 1.0F) {
-        for (int d = 0; d < options.head_dim; ++d) {
-          store_element(out, options.dtype, d, load_element(out, options.dtype, d) * factor);
-        }
+      } else if (factor != 1.0F) {  // fp32, in place
+        kernels->store_row(options.dtype, reinterpret_cast<const float*>(out), factor, out,
+                           options.head_dim);
       }
     }
+    if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));
   });
 }
 
 // One softmax over all branches: weights exp(L_b - L).
-void RingAttention::Impl::merge_branches(const BranchState::Data& state, int branches,
-                                         std::int64_t batch, std::int64_t token, int head,
-                                         float* row, float* lse) const {
+void RingAttention::Impl::merge_branches(const BranchState::Data& state, std::int64_t batch,
+                                         std::int64_t token, int head, float* row,
+                                         float* lse) const {
+  const auto branches = static_cast<int>(options.pattern.branches.size());
   const std::int64_t at = (batch * local_tokens() + token) * options.pattern.heads + head;
   float highest = -INFINITY;
   bool poisoned = false;

@@ -200,6 +200,14 @@ void RingAttention::Impl::make_work() {
     longest = std::max(longest, w.longest_run_list());
   }
   for (const Work& w : backward_work) longest = std::max(longest, w.longest_run_list());
+  every_row_attends = true;
+  for (int h = 0; h < options.pattern.heads; ++h) {
+    const auto& branches = options.pattern.branches;
+    every_row_attends =
+        every_row_attends && std::any_of(branches.begin(), branches.end(), [&](const Branch& b) {
+          return b.dilation == 1 && b.offset[static_cast<std::size_t>(h)] == 0;
+        });
+  }
   // A scaled 16-bit output would be rounded twice.
   direct_output = passes <= 1 && (wide() || options.pattern.output_scale == 1.0);
   runs.resize(static_cast<std::size_t>(threads));

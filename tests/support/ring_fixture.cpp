@@ -411,7 +411,10 @@ Results run_ring(const RingOptions& options, const Inputs& inputs, Layout layout
 }
 
 std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport&)>& body) {
-  auto transports = make_in_process_ring(ranks);
+  // A rank that waits for another in vain does so for this long: tests notice, and need not wait a minute.
+  InProcessOptions options;
+  options.deadline = std::chrono::milliseconds(static_cast<int>(5000 * slowness()));
+  auto transports = make_in_process_ring(ranks, options);
   std::vector<RankOutcome> outcomes(static_cast<std::size_t>(ranks));
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {

@@ -49,8 +49,14 @@ class Forward {
   static void run(const Problem& problem, const ForwardTask& task,
                   std::span<std::byte> scratch_bytes) {
     Forward self(problem, task, scratch_bytes);
+    std::int64_t keys = 0;
+    for (const RowRun& run : task.keys) keys += run.count;
+    RowStream stream(task.keys, 0, keys, task.canonical);
+    // Strided rows lie on a page each: whatever is known to come is asked for early.
+    const int first_keys = stream.take(kKeyBlock, self.key_refs_[0]);
+    self.prefetch_keys(self.key_refs_[0], 0, first_keys);
     self.load_queries();
-    self.attend_keys();
+    self.attend_keys(stream, first_keys);
     self.store_output();
   }
 
@@ -98,12 +104,14 @@ class Forward {
     RowStream stream(task_.queries, task_.query_begin, task_.query_end, false);
     stream.take(queries_, query_refs_);
     const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
+    const std::size_t state_bytes = static_cast<std::size_t>(head_dim()) * sizeof(float);
     for (int p = 0; p < panels_; ++p) {
       const int first = p * kPanel;
       const int count = std::min(kPanel, queries_ - first);
       auto* rows = reinterpret_cast<Element*>(rows_);
       for (int i = first + kPanel; i < std::min(queries_, first + 2 * kPanel); ++i) {
         prefetch_row(query_refs_[i].at(kQuery), row_bytes);
+        if (task_.load_state) prefetch_row(query_refs_[i].at(kState), state_bytes);
       }
       Packer<M, kLd>::pack(problem_.dtype, query_refs_ + first, kQuery, count, kPanel,
                            query_factor_, head_dim(), padded_dim_, rows, nullptr);
@@ -147,23 +155,22 @@ class Forward {
     rows_to_panel(rows_, kLd, padded_dim_, o_ + first * padded_dim_);
   }
 
-  void attend_keys() {
-    std::int64_t keys = 0;
-    for (const RowRun& run : task_.keys) keys += run.count;
-    RowStream stream(task_.keys, 0, keys, task_.canonical);
+  void prefetch_keys(const RowStream::Ref* refs, int begin, int end) const {
     const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
-    int count = stream.take(kKeyBlock, key_refs_[0]);
+    for (int i = begin; i < end; ++i) {
+      prefetch_row(refs[i].at(kKey), row_bytes);
+      prefetch_row(refs[i].at(kValue), row_bytes);
+    }
+  }
+
+  void attend_keys(RowStream& stream, int count) {
     for (int slot = 0; count > 0; slot ^= 1) {
       const Block block = pack_block(key_refs_[slot], count);
-      const RowStream::Ref* next = key_refs_[slot ^ 1];
       const int next_count = stream.take(kKeyBlock, key_refs_[slot ^ 1]);
-      int prefetched = 0;
       for (int p = 0; p < panels_; ++p) {
         // The next block's rows arrive in L2 while this one computes, a share per panel.
-        for (const int end = next_count * (p + 1) / panels_; prefetched < end; ++prefetched) {
-          prefetch_row(next[prefetched].at(kKey), row_bytes);
-          prefetch_row(next[prefetched].at(kValue), row_bytes);
-        }
+        prefetch_keys(key_refs_[slot ^ 1], next_count * p / panels_,
+                      next_count * (p + 1) / panels_);
         attend(panel(p), block);
       }
       count = next_count;
@@ -459,6 +466,9 @@ class Forward {
     for (int p = 0; p < panels_; ++p) {
       const int first = p * kPanel;
       const int count = std::min(kPanel, queries_ - first);
+      const std::size_t out_bytes = static_cast<std::size_t>(head_dim()) * size_of(task_.out_dtype);
+      for (int i = first; i < first + count; ++i)
+        prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
       HWY_ALIGN float inverse[kPanel];
       for (int i = 0; i < kPanel; ++i) {
         const float sum = sum_[first + i];

@@ -239,4 +239,8 @@ HWY_INLINE void prefetch_row(const std::byte* row, std::size_t bytes) {
   for (std::size_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
 }
 
+HWY_INLINE void prefetch_row_to_write(std::byte* row, std::size_t bytes) {
+  for (std::size_t b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 1, 3);
+}
+
 }  // namespace annulus::cpu::ANNULUS_ISA

@@ -1,0 +1,239 @@
+// The commands of the tool: what they accept, print and return. Files are in cli_files_test.cpp.
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "support/tool.h"
+
+namespace annulus::cli {
+namespace {
+
+// --- run -----------------------------------------------------------------------------------------
+
+TEST_F(Cli, RunJsonHasWhatScriptsRelyOn) {
+  const Json json =
+      annulus_json(kSmall + Words{"--ranks", "3", "--repeat", "2", "--schedule", "ring",
+                                  "--segments", "32,128", "--dilations", "1,4"});
+  for (const char* key : {"forward_seconds", "backward_seconds", "forward_gflops",
+                          "backward_gflops", "sampled_relative_error"}) {
+    ASSERT_TRUE(json.contains(key) && json[key].is_number()) << key;
+    EXPECT_GT(json[key].get<double>(), 0.0) << key;
+  }
+  for (const char* pass : {"forward", "backward"}) {
+    EXPECT_GT(json["predicted_bytes"][pass].get<std::int64_t>(), 0);
+    EXPECT_EQ(json["predicted_bytes"][pass], json["measured_bytes"][pass]);
+  }
+  EXPECT_LT(json["sampled_relative_error"].get<double>(), 2e-6);
+  EXPECT_EQ(json["peak_bytes_per_rank"].size(), 3U);
+  EXPECT_EQ(json["schedule"], "ring");
+  EXPECT_TRUE(json["isa"].is_string());
+  EXPECT_GE(json["threads"].get<int>(), 1);
+  EXPECT_EQ(json["forward_seconds_all"].size(), 2U);
+  EXPECT_EQ(json["parameters"]["tokens"], 200);
+  EXPECT_EQ(json["parameters"]["dilations"], Json({1, 4}));
+  EXPECT_EQ(json["parameters"]["placement"], "contiguous");
+}
+
+TEST_F(Cli, RunTableShowsTimeSpeedBytesMemoryErrorAndWhereLimitsComeFrom) {
+  const Outcome outcome = annulus(kSmall);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(outcome.err, "");  // no progress: it is no terminal
+  for (const char* word : {"forward", "backward", "time", "GFLOP/s", "sent", "memory", "error",
+                           "longnet", "contiguous", "fp32", "derived from"}) {
+    EXPECT_NE(outcome.out.find(word), std::string::npos) << word << "\n" << outcome.out;
+  }
+  EXPECT_NE(annulus(kSmall + Words{"--progress"}).err.find("annulus: backward"), std::string::npos);
+}
+
+TEST_F(Cli, RunAcceptsEveryCombinationOfTheMainFlags) {
+  const std::vector<Words> cases = {
+      {"--pattern", "dense", "--causal", "--placement", "zigzag", "--schedule", "ring"},
+      {"--pattern", "head_groups", "--segments", "16,64", "--dilations", "1,2", "--group-scale"},
+      {"--offsets", "interleaved", "--mix-gradient", "detached", "--placement", "striped"},
+      {"--kv-heads", "2", "--batch", "2", "--dtype", "bf16", "--placement", "hilbert"},
+      {"--placement", "hilbert", "--grid-rows", "10", "--grid-cols", "20", "--dtype", "fp16"},
+      {"--align", "64", "--backward-travel", "keys", "--schedule", "gather", "--scale", "0.5"},
+      {"--reproducible", "--ranks", "5", "--threads", "1", "--seed", "9"},
+      {"--no-backward", "--min-tokens-for-ring", "10"},
+  };
+  for (const Words& more : cases) {
+    const Outcome outcome = annulus(kSmall + more);
+    EXPECT_EQ(outcome.code, 0) << more[0] << " " << outcome.err;
+  }
+  EXPECT_EQ(annulus({"run", "--tokens", "3", "--ranks", "8"}).code, 0);  // ranks without tokens
+}
+
+TEST_F(Cli, RunWithoutBackwardReportsNone) {
+  const Json json = annulus_json(kSmall + Words{"--no-backward"});
+  EXPECT_TRUE(json["backward_seconds"].is_null());
+  EXPECT_EQ(json["predicted_bytes"]["backward"], 0);
+}
+
+TEST_F(Cli, LimitsAreCheckedAndNamed) {
+  expect_refused(annulus(kSmall + Words{"--max-qkv-elements", "100"}), "--max-qkv-elements");
+  expect_refused(annulus(kSmall + Words{"--max-communication-bytes", "1KiB"}), "allows 1024");
+  expect_refused(annulus({"run", "--tokens", "2000m", "--batch", "2147483647"}), "elements");
+}
+
+// --- bad arguments -------------------------------------------------------------------------------
+
+struct BadArguments {
+  Words words;
+  const char* complaint;
+};
+
+TEST_F(Cli, BadArgumentsAreRefusedWithAReason) {
+  const std::vector<BadArguments> cases = {
+      {{"frobnicate"}, "there is no command 'frobnicate'"},
+      {{"run", "--nope"}, "--nope"},
+      {{"run", "stray"}, "stray"},
+      {{"run", "--tokens", "0"}, "--tokens: found '0'"},
+      {{"run", "--tokens", "12x"}, "--tokens: found '12x'"},
+      {{"run", "--tokens"}, "--tokens"},
+      {{"run", "--heads", "6", "--kv-heads", "4"}, "divisor"},
+      {{"run", "--head-dim", "20"}, "multiple of 8"},
+      {{"run", "--head-dim", "264"}, "multiple of 8"},
+      {{"run", "--pattern", "snake"}, "snake"},
+      {{"run", "--dtype", "fp8"}, "fp8"},
+      {{"run", "--placement", "random"}, "random"},
+      {{"run", "--ranks", "0"}, "--ranks"},
+      {{"run", "--segments", "4,8"}, "--segments without --dilations"},
+      {{"run", "--segments", "4,8", "--dilations", "1"}, "expected one of each per branch"},
+      {{"run", "--segments", "4", "--dilations", "0"}, "--dilations: found '0'"},
+      {{"run", "--pattern", "dense", "--segments", "4", "--dilations", "1"}, "found dense"},
+      {{"run", "--pattern", "head_groups", "--heads", "2"}, "at most one branch per head"},
+      {{"run", "--group-scale"}, "head_groups"},
+      {{"run", "--scale", "nan"}, "scale is nan"},
+      {{"run", "--scale", "x"}, "--scale"},
+      {{"run", "--reproducible", "--schedule", "ring"}, "reproducible"},
+      {{"run", "--placement", "zigzag", "--align", "8"}, "--align"},
+      {{"run", "--grid-rows", "8"}, "hilbert"},
+      {{"run", "--repeat", "0"}, "--repeat"},
+      {{"run", "--threads", "0"}, "--threads"},
+      {{"run", "--seed", "-1"}, "--seed"},
+      {{"plan", "--travel", "sideways"}, "sideways"},
+      {{"plan", "--heads", "6", "--kv-heads", "4"}, "divisor"},
+      {{"plan", "--svg", folder_ / "no" / "plan.svg"}, "cannot be written"},
+      {{"verify", "--quick", "--full"}, "--full"},
+      {{"verify", "--filter", "nothing_has_this_name"}, "--filter"},
+      {{"bench", "--suite", "everything"}, "everything"},
+      {{"doctor", "--ranks", "x"}, "--ranks"},
+  };
+  for (const BadArguments& one : cases) {
+    SCOPED_TRACE(one.words[0] + " " + one.words.back());
+    expect_refused(annulus(one.words), one.complaint);
+  }
+}
+
+TEST_F(Cli, ErrorsAreJsonForThoseWhoAskForJson) {
+  const Json usage = annulus_json({"run", "--tokens", "zero"}, 2);
+  EXPECT_EQ(usage["kind"], "usage");
+  EXPECT_NE(usage["error"].get<std::string>().find("--tokens"), std::string::npos);
+  const Json config = annulus_json({"run", "--input", folder_ / "nowhere"}, 2);
+  EXPECT_EQ(config["kind"], "config");
+}
+
+TEST_F(Cli, InstructionSetsCanBeForcedAndUnknownOnesAreErrors) {
+  const Json json = annulus_json(kSmall, 0, {.environment = {{"ANNULUS_ISA", "scalar"}}});
+  EXPECT_EQ(json["isa"], "scalar");
+  for (const char* command : {"run", "verify", "bench", "doctor"}) {
+    expect_refused(annulus({command}, {.environment = {{"ANNULUS_ISA", "mmx"}}}), "mmx");
+  }
+  expect_refused(annulus(kSmall, {.environment = {{"ANNULUS_THREADS", "many"}}}),
+                 "ANNULUS_THREADS");
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they reserve address space
+TEST_F(Cli, OutOfMemoryHasItsOwnExitCode) {
+  const Outcome outcome =
+      annulus({"run", "--tokens", "1M", "--heads", "64", "--max-qkv-elements", "1000000000000"},
+              {.environment = {}, .address_bytes = rlim_t{2} << 30});
+  EXPECT_EQ(outcome.code, 4) << outcome.err;
+  EXPECT_NE(outcome.err.find("out of memory"), std::string::npos) << outcome.err;
+}
+#endif
+
+// --- the other commands --------------------------------------------------------------------------
+
+TEST_F(Cli, HelpTeachesByExamples) {
+  for (const char* command : {"run", "verify", "plan", "bench", "doctor"}) {
+    const Outcome outcome = annulus({command, "--help"});
+    EXPECT_EQ(outcome.code, 0);
+    EXPECT_NE(outcome.out.find(std::string("Examples:\n  annulus ") + command), std::string::npos);
+    EXPECT_NE(outcome.out.find("--json"), std::string::npos) << command;
+  }
+  EXPECT_EQ(annulus({"--help"}).code, 0);
+  EXPECT_EQ(annulus({"--version"}).out, "annulus " ANNULUS_VERSION "\n");
+  EXPECT_EQ(annulus({}).code, 2);
+}
+
+TEST_F(Cli, VerifyPassesAndSaysHowMany) {
+  const Json json = annulus_json({"verify", "--filter", "longnet_causal", "--filter", "fp32"});
+  EXPECT_EQ(json["passed"], true) << json["failures"];
+  EXPECT_GT(json["configurations"].get<int>(), 5);
+  EXPECT_LT(json["worst"]["fp32 dq"]["found"].get<double>(), 2e-6);
+  const Outcome outcome = annulus({"verify", "--filter", "dense_gqa8_full_fp32", "--full"});
+  EXPECT_EQ(outcome.code, 0) << outcome.out;
+  EXPECT_NE(outcome.out.find("80 of 80 configurations passed"), std::string::npos) << outcome.out;
+}
+
+TEST_F(Cli, PlanPredictsWhatRunMeasures) {
+  const Words problem = {"--tokens",   "600",  "--ranks",    "3",      "--heads",     "4",
+                         "--head-dim", "16",   "--kv-heads", "2",      "--schedule",  "ring",
+                         "--dtype",    "bf16", "--segments", "64,512", "--dilations", "1,4"};
+  for (const char* travel : {"keys", "queries"}) {
+    const Json plan = annulus_json(Words{"plan", "--travel", travel} + problem);
+    const Json run = annulus_json(Words{"run", "--backward-travel", travel} + problem);
+    EXPECT_EQ(plan["totals"]["backward_bytes"], run["measured_bytes"]["backward"]) << travel;
+    if (std::string(travel) == "keys") {
+      EXPECT_EQ(plan["totals"]["forward_bytes"], run["measured_bytes"]["forward"]);
+    }
+    EXPECT_EQ(plan["ranks"].size(), 3U);
+    double pairs = 0.0;
+    for (const Json& rank : plan["ranks"]) pairs += rank["pairs"].get<double>();
+    EXPECT_EQ(pairs, run["allowed_pairs"].get<double>());
+  }
+}
+
+TEST_F(Cli, PlanDrawsAPicture) {
+  const Outcome outcome = annulus({"plan", "--tokens", "64k", "--svg", folder_ / "plan.svg"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_NE(outcome.out.find("work balance"), std::string::npos);
+  const std::string picture = read_text(folder_ / "plan.svg");
+  EXPECT_NE(picture.find("<svg"), std::string::npos);
+  EXPECT_NE(picture.find("</svg>"), std::string::npos);
+}
+
+TEST_F(Cli, DoctorFindsThisMachineHealthy) {
+  const Json json = annulus_json({"doctor", "--ranks", "5"});
+  EXPECT_EQ(json["healthy"], true) << json["checks"];
+  EXPECT_EQ(json["backends"]["in_process"], "built");
+  EXPECT_EQ(json["backends"]["cuda"], "not built");
+  EXPECT_GE(json["checks"].size(), 5U);
+  EXPECT_FALSE(json["isa_usable"].empty());
+  EXPECT_NE(annulus({"doctor"}).out.find("ANNULUS_ISA"), std::string::npos);
+}
+
+TEST_F(Cli, BenchReportsMedianSpreadAndShareOfPeak) {
+  const Json json = annulus_json({"bench", "--tokens", "64,128", "--head-dim", "16", "--dtype",
+                                  "fp32", "--causal", "both", "--repeat", "2"});
+  EXPECT_TRUE(json["cpu"].is_string());
+  ASSERT_EQ(json["rows"].size(), 4U);
+  for (const Json& row : json["rows"]) {
+    EXPECT_GT(row["forward"]["gflops"].get<double>(), 0.0);
+    EXPECT_EQ(row["backward"]["seconds_all"].size(), 2U);
+    EXPECT_GT(row["forward"]["share_of_peak"].get<double>(), 0.0);
+  }
+  for (const char* suite : {"ring", "dilated", "scaling"}) {
+    const Json other = annulus_json({"bench", "--suite", suite, "--tokens", "64", "--repeat", "1",
+                                     "--head-dim", "16", "--heads", "2"});
+    EXPECT_GE(other["rows"].size(), 1U) << suite;
+  }
+  EXPECT_NE(annulus({"bench", "--tokens", "64", "--repeat", "1"}).out.find("of peak"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace annulus::cli

@@ -1,0 +1,335 @@
+// Random configurations over everything at once: right results, no byte or message more than planned, no allocation, no
+// copy that strides could make visible.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <new>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "annulus/in_process.h"
+#include "annulus/pattern.h"
+#include "annulus/ring_attention.h"
+#include "ring/agreement.h"
+#include "support/random_plans.h"
+#include "support/ring_fixture.h"
+
+namespace {
+// Allocations of this thread while it is watched.
+thread_local bool watched = false;
+thread_local std::int64_t allocations = 0;
+}  // namespace
+
+// noinline: GCC otherwise sees malloc paired with delete and warns.
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  if (watched) ++allocations;
+  if (void* const memory = std::malloc(size > 0 ? size : 1)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace annulus {
+namespace {
+
+using test::Layout;
+using test::Problem;
+using test::Random;
+using test::Shard;
+
+struct Configuration {
+  Problem problem;
+  RingOptions options;
+  Layout layout;
+  std::string text;
+};
+
+Configuration random_configuration(std::uint64_t seed) {
+  Random random(seed);
+  const std::int64_t tokens = random.between(1, random.one_of<std::int64_t>({8, 40, 40, 90}));
+  const int ranks = static_cast<int>(random.between(1, 8));
+  const int group = random.one_of<int>({1, 1, 2, 4, 8});
+  const int kv_heads = static_cast<int>(random.between(1, group > 2 ? 1 : 3));
+  Problem problem = test::make_problem("random", test::any_pattern(random, tokens, group * kv_heads), kv_heads, tokens,
+                                       random.one_of<int>({8, 8, 16, 24, 40, 64}), random.between(1, 2),
+                                       random.coin() ? MixGradient::full : MixGradient::detached);
+  if (random.between(0, 3) == 0) problem.pattern.output_scale = random.one_of<double>({0.5, 1.0 / 3, -2.0});
+  if (random.between(0, 3) == 0) problem.scale = 0.3;
+  problem.dtype = random.one_of<DType>({DType::f32, DType::f32, DType::bf16, DType::f16});
+  RingOptions options = ring_options(problem, test::any_placement(random, tokens, ranks));
+  options.reproducible = random.between(0, 4) == 0;
+  options.schedule = random.one_of<Schedule>({Schedule::ring, Schedule::gather, Schedule::automatic});
+  if (options.reproducible && options.schedule == Schedule::ring) options.schedule = Schedule::gather;
+  options.min_tokens_for_ring = random.between(0, 100);
+  options.backward_travel =
+      random.one_of<BackwardTravel>({BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries});
+  options.blocking = random.between(0, 3) == 0;
+  Configuration out{problem, options, random.one_of<Layout>({Layout::dense, Layout::padded, Layout::heads_major}), ""};
+  out.text = "seed " + std::to_string(seed) + ": " + problem.pattern.name + (problem.pattern.causal ? " causal, " : ", ") +
+             std::to_string(tokens) + " tokens, heads " + std::to_string(problem.shape.q_heads) + "/" +
+             std::to_string(kv_heads) + ", d " + std::to_string(problem.shape.head_dim) + ", " + name_of(problem.dtype) + ", " +
+             std::to_string(ranks) + " ranks, " + options.placement.name() + ", " + name_of(options.schedule) +
+             (options.reproducible ? ", reproducible" : "") +
+             (problem.mix == MixGradient::detached ? ", detached" : "");
+  return out;
+}
+
+// fp32 as everywhere. In a handful of 16-bit rows the rounding of one score is no statistic: a looser bound, on all results.
+void expect_right(const Configuration& c, const test::Results& results, const test::Expected& expected) {
+  if (c.problem.dtype == DType::f32) {
+    test::expect_matches(c.problem, results, expected);
+    return;
+  }
+  const double unit = c.problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
+  const double gradients = std::max({test::rms(expected.gradients.dq), test::rms(expected.gradients.dk),
+                                     test::rms(expected.gradients.dv)});
+  for (std::size_t m = 0; m < 5; ++m) {
+    const double floor = m == 1 ? 1.0 : m == 0 ? 0.0 : gradients;
+    EXPECT_LE(test::relative_rms(*test::members(results)[m], *test::members(expected)[m], floor), m == 1 ? 2e-6 : 2 * unit)
+        << test::kResultNames[m];
+  }
+}
+
+TEST(RingProperty, RandomConfigurationsMatchTheReference) {
+  for (std::uint64_t seed = 0; seed < 400; ++seed) {
+    const Configuration c = random_configuration(seed);
+    SCOPED_TRACE(c.text);
+    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    expect_right(c, test::run_ring(c.options, inputs, c.layout), test::reference_of(c.problem, inputs));
+    if (HasFailure()) return;
+  }
+}
+
+// ---- traffic -----------------------------------------------------------------------------------
+
+// (step, peer) pairs of a plan's outgoing hops: what may be a message.
+std::map<int, std::int64_t> messages_by_peer(const Plan& plan, int rank) {
+  std::map<int, std::int64_t> out;
+  for (int step = 1; step <= plan.steps(); ++step) {
+    std::set<int> peers;
+    for (const Hop& hop : plan.outgoing(rank, step)) peers.insert(hop.peer);
+    for (const int peer : peers) ++out[peer];
+  }
+  return out;
+}
+
+TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
+  for (std::uint64_t seed = 1000; seed < 1300; ++seed) {
+    const Configuration c = random_configuration(seed);
+    SCOPED_TRACE(c.text);
+    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const std::int64_t row_bytes = c.options.batch * c.options.head_dim * 2 * static_cast<std::int64_t>(size_of(c.options.dtype));
+    run_in_process(c.options.placement.ranks(), [&](Transport& inner) {
+      test::WatchedTransport transport(inner);
+      const int rank = transport.rank();
+      RingAttention ring(c.options, transport);
+      Shard shard(c.options, rank);
+      shard.load(inputs);
+      for (const bool backward : {false, true, true, false}) {
+        transport.clear();
+        const TransportCounters before = transport.counters();
+        backward ? shard.backward(ring) : shard.forward(ring);
+        const TransportCounters after = transport.counters();
+        const std::int64_t predicted = backward ? ring.predicted_backward_bytes() : ring.predicted_forward_bytes();
+        EXPECT_EQ(static_cast<std::int64_t>(after.bytes_sent - before.bytes_sent), predicted);
+        const auto parcels = transport.sent(ring::kTagParcels);
+        const auto returns = transport.sent(ring::kTagReturns);
+        const auto agreement = transport.sent(ring::kTagAgree);
+        EXPECT_EQ(predicted, parcels.bytes + returns.bytes + agreement.bytes);
+        EXPECT_LE(agreement.messages, 3);  // log2(8)
+        EXPECT_LE(agreement.bytes, 3 * 1024);
+        if (!backward) {
+          // Forward is the plan: every row of every hop once, K and V together in one message per peer and step.
+          std::int64_t unit_rows = 0;
+          for (int step = 1; step <= ring.plan().steps(); ++step) {
+            unit_rows += ring.plan().unit_rows(ring.plan().outgoing(rank, step));
+          }
+          EXPECT_EQ(parcels.bytes, unit_rows * row_bytes);
+          EXPECT_EQ(returns.messages, 0);
+          std::map<int, std::int64_t> sent;
+          for (const auto& [key, count] : transport.sent()) {
+            if (key.first == ring::kTagParcels) sent[key.second] += count.messages;
+          }
+          EXPECT_EQ(sent, messages_by_peer(ring.plan(), rank));
+        } else if (!c.options.reproducible) {
+          std::map<int, std::int64_t> sent;
+          for (const auto& [key, count] : transport.sent()) {
+            if (key.first == ring::kTagParcels) sent[key.second] += count.messages;
+          }
+          EXPECT_EQ(sent, messages_by_peer(ring.backward_plan(), rank));
+          // Gradients go straight home: at most one message per owner and step.
+          for (const auto& [key, count] : transport.sent()) {
+            if (key.first == ring::kTagReturns) EXPECT_LE(count.messages, ring.backward_plan().steps());
+          }
+        }
+      }
+    });
+    if (HasFailure()) return;
+  }
+}
+
+// What is sent is received: over all ranks, and by tag.
+TEST(RingProperty, EverythingSentIsReceived) {
+  for (std::uint64_t seed = 2000; seed < 2040; ++seed) {
+    const Configuration c = random_configuration(seed);
+    SCOPED_TRACE(c.text);
+    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const int ranks = c.options.placement.ranks();
+    auto transports = make_in_process_ring(ranks);
+    std::vector<std::thread> threads;
+    for (auto& transport : transports) {
+      threads.emplace_back([&, t = transport.get()] {
+        RingAttention ring(c.options, *t);
+        Shard shard(c.options, t->rank());
+        shard.load(inputs);
+        shard.forward(ring);
+        shard.backward(ring);
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    std::uint64_t sent = 0;
+    std::uint64_t received = 0;
+    for (const auto& transport : transports) {
+      sent += transport->counters().bytes_sent;
+      received += transport->counters().bytes_received;
+    }
+    EXPECT_EQ(sent, received);
+  }
+}
+
+// Fewer bytes is what decides which side travels.
+TEST(RingProperty, AutomaticTravelNeverSendsMoreThanTheForcedOnes) {
+  for (std::uint64_t seed = 3000; seed < 3060; ++seed) {
+    Configuration c = random_configuration(seed);
+    c.options.reproducible = false;
+    SCOPED_TRACE(c.text);
+    std::map<BackwardTravel, std::int64_t> bytes;
+    for (const auto travel : {BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries}) {
+      c.options.backward_travel = travel;
+      std::atomic<std::int64_t> sum{0};
+      run_in_process(c.options.placement.ranks(), [&](Transport& transport) {
+        sum += RingAttention(c.options, transport).predicted_backward_bytes();
+      });
+      bytes[travel] = sum;
+    }
+    EXPECT_EQ(bytes[BackwardTravel::automatic], std::min(bytes[BackwardTravel::keys], bytes[BackwardTravel::queries]));
+  }
+}
+
+// ---- memory ------------------------------------------------------------------------------------
+
+TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
+  for (std::uint64_t seed = 4000; seed < 4120; ++seed) {
+    const Configuration c = random_configuration(seed);
+    SCOPED_TRACE(c.text);
+    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    run_in_process(c.options.placement.ranks(), [&](Transport& transport) {
+      RingAttention ring(c.options, transport);
+      Shard shard(c.options, transport.rank(), c.layout);
+      shard.load(inputs);
+      shard.state = ring.make_branch_state();
+      BranchState* const state = shard.detached ? &shard.state : nullptr;
+      const auto forward = [&] {
+        ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view(), state);
+      };
+      forward();
+      shard.backward(ring);
+      allocations = 0;
+      watched = true;
+      forward();
+      const std::int64_t in_forward = allocations;
+      shard.backward(ring);
+      watched = false;
+      EXPECT_EQ(in_forward, 0) << "rank " << transport.rank() << ", forward";
+      EXPECT_EQ(allocations - in_forward, 0) << "rank " << transport.rank() << ", backward";
+    });
+    if (HasFailure()) return;
+  }
+}
+
+TEST(RingProperty, CommunicationBytesAreWithinTheLimitThatWasChecked) {
+  for (std::uint64_t seed = 5000; seed < 5040; ++seed) {
+    const Configuration c = random_configuration(seed);
+    SCOPED_TRACE(c.text);
+    run_in_process(c.options.placement.ranks(), [&](Transport& transport) {
+      const RingAttention ring(c.options, transport);
+      const MemoryInfo info = ring.memory_info();
+      EXPECT_LE(info.communication_bytes, c.options.limits.communication_bytes);
+      EXPECT_GE(info.workspace_bytes, info.communication_bytes + info.state_bytes);
+      EXPECT_GT(info.scratch_bytes, 0);
+      EXPECT_FALSE(info.complexity.empty());
+    });
+  }
+}
+
+// ---- zero copy ---------------------------------------------------------------------------------
+
+// run_ring itself throws when an input or a byte between rows has changed.
+TEST(RingProperty, StridesChangeNoBit) {
+  for (std::uint64_t seed = 6000; seed < 6120; ++seed) {
+    const Configuration c = random_configuration(seed);
+    SCOPED_TRACE(c.text);
+    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const test::Results dense = test::run_ring(c.options, inputs, Layout::dense);
+    EXPECT_EQ(test::first_difference(test::run_ring(c.options, inputs, Layout::heads_major), dense), "");
+    EXPECT_EQ(test::first_difference(test::run_ring(c.options, inputs, Layout::padded), dense), "");
+    if (HasFailure()) return;
+  }
+}
+
+// Strides may be negative, and 0 for inputs: a sequence stored backwards, and one K/V for the whole batch.
+TEST(RingProperty, NegativeAndZeroStridesWork) {
+  const Problem problem = test::make_problem("strides", dense(2, true), 2, 30, 16, 2);
+  const RingOptions options = ring_options(problem, Placement::zigzag(30, 3));
+  test::Inputs inputs = test::random_inputs(problem, 1);
+  const std::size_t half = inputs.k.size() / 2;
+  for (auto* tensor : {&inputs.k, &inputs.v}) std::copy_n(tensor->begin(), half, tensor->begin() + static_cast<std::ptrdiff_t>(half));
+  const test::Results expected = test::run_ring(options, inputs);
+  test::Results results = test::empty_results(options);
+  run_in_process(3, [&](Transport& transport) {
+    RingAttention ring(options, transport);
+    Shard shard(options, transport.rank());
+    shard.load(inputs);
+    const std::int64_t local = shard.q.view().shape[1];
+    const auto reversed = [&](test::ShardTensor& tensor) {
+      TensorView view = tensor.view();
+      view.data = static_cast<std::byte*>(view.data) + (local - 1) * view.stride[1] * static_cast<std::int64_t>(size_of(view.dtype));
+      view.stride[1] = -view.stride[1];
+      return view;
+    };
+    // Store q and dout backwards, read results backwards.
+    for (test::ShardTensor* tensor : {&shard.q, &shard.dout}) {
+      for (std::int64_t b = 0; b < 2; ++b) {
+        for (std::int64_t t = 0; t < local / 2; ++t) {
+          for (std::int64_t h = 0; h < 2; ++h) {
+            for (std::int64_t d = 0; d < 16; ++d) {
+              const float x = tensor->get(b, t, h, d);
+              tensor->set(b, t, h, d, tensor->get(b, local - 1 - t, h, d));
+              tensor->set(b, local - 1 - t, h, d, x);
+            }
+          }
+        }
+      }
+    }
+    TensorView k = shard.k.view();
+    TensorView v = shard.v.view();
+    k.stride[0] = v.stride[0] = 0;
+    ring.forward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view());
+    ring.backward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view(), reversed(shard.dout), shard.dq.view(),
+                  shard.dk.view(), shard.dv.view());
+    shard.collect(results);
+  });
+  EXPECT_EQ(test::first_difference(results, expected), "");
+}
+
+}  // namespace
+}  // namespace annulus

@@ -168,7 +168,8 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
           EXPECT_EQ(sent, messages_by_peer(ring.backward_plan(), rank));
           // Gradients go straight home: at most one message per owner and step.
           for (const auto& [key, count] : transport.sent()) {
-            if (key.first == ring::kTagReturns) EXPECT_LE(count.messages, ring.backward_plan().steps());
+            if (key.first != ring::kTagReturns) continue;
+            EXPECT_LE(count.messages, ring.backward_plan().steps());
           }
         }
       }
@@ -226,6 +227,15 @@ TEST(RingProperty, AutomaticTravelNeverSendsMoreThanTheForcedOnes) {
 }
 
 // ---- memory ------------------------------------------------------------------------------------
+
+TEST(RingProperty, AllocationsAreCounted) {
+  allocations = 0;
+  watched = true;
+  ::operator delete(::operator new(1));
+  const std::string longer(static_cast<std::size_t>(::testing::UnitTest::GetInstance()->random_seed() + 100), 'x');
+  watched = false;
+  EXPECT_EQ(allocations, 2);
+}
 
 TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
   for (std::uint64_t seed = 4000; seed < 4120; ++seed) {

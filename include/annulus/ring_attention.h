@@ -53,10 +53,9 @@ struct MemoryInfo {
   std::int64_t workspace_bytes = 0;      // everything this executor has allocated
   std::int64_t communication_bytes = 0;  // of these: send and receive buffers
   std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
-  std::int64_t scratch_bytes = 0;  // the thread pool's, shared by all executors of the process
-  std::int64_t cached_workspaces =
-      0;  // executors held by the cache that owns this one, 0 without cache
-  double device_utilization = -1.0;  // -1: unknown (CPU)
+  std::int64_t scratch_bytes = 0;      // the thread pool's, shared by all executors of the process
+  std::int64_t cached_workspaces = 0;  // filled by RingAttentionCache, else 0
+  double device_utilization = -1.0;    // -1: unknown (CPU)
 };
 
 // What `detached` mixing needs from forward: the normalised output of every branch. Made by

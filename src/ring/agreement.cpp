@@ -72,16 +72,21 @@ void agree(Transport& transport, const char* where, const std::string& complaint
 
   // Dissemination: after round i everybody knows of 2^(i+1) ranks behind it. Merging a record twice
   // changes nothing.
-  for (int distance = 1; distance < size; distance *= 2) {
-    Record theirs;
-    const Record out = mine;
-    const auto receive = transport.receive((rank + size - distance) % size, kTagAgree,
-                                           std::as_writable_bytes(std::span(&theirs, 1)));
-    const auto send =
-        transport.send((rank + distance) % size, kTagAgree, std::as_bytes(std::span(&out, 1)));
-    receive->wait();
-    send->wait();
-    merge(mine, theirs);
+  try {
+    for (int distance = 1; distance < size; distance *= 2) {
+      Record theirs;
+      const Record out = mine;
+      const auto receive = transport.receive((rank + size - distance) % size, kTagAgree,
+                                             std::as_writable_bytes(std::span(&theirs, 1)));
+      const auto send =
+          transport.send((rank + distance) % size, kTagAgree, std::as_bytes(std::span(&out, 1)));
+      receive->wait();
+      send->wait();
+      merge(mine, theirs);
+    }
+  } catch (const std::exception& error) {
+    transport.abort(error.what());  // the others would wait for this rank's record
+    throw;
   }
 
   if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);

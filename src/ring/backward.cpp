@@ -24,7 +24,9 @@ void RingAttention::Impl::fill_statistics(const ConstTensorView& o, const ConstT
   const LocalRows o_rows = rows_of(o);
   const LocalRows lse_rows = rows_of(lse);
   const LocalRows dout_rows = rows_of(dout);
-  const auto unscale = static_cast<float>(1.0 / options.pattern.output_scale);
+  // A scale of 0 makes every gradient 0 at the end.
+  const double factor = options.pattern.output_scale;
+  const auto unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
   for_each_token([&](std::int64_t b, std::int64_t t) {
     for (int h = 0; h < heads; ++h) {
       const std::int64_t at = (b * local_tokens() + t) * heads + h;

@@ -23,6 +23,7 @@ namespace annulus {
 struct BranchState::Data {
   ring::Buffer o;
   ring::Buffer lse;
+  bool filled = false;  // by a forward that ended well
 };
 
 // What one rank's executor holds. forward.cpp and backward.cpp run it; ring_attention.cpp builds
@@ -63,6 +64,7 @@ struct RingAttention::Impl {
   [[nodiscard]] std::string check_tensor(const char* name, const ConstTensorView& view,
                                          bool heads_of_keys) const;
   [[nodiscard]] std::string check_lse(const ConstTensorView& view) const;
+  [[nodiscard]] std::string check_state(const BranchState::Data& state) const;
   [[nodiscard]] std::int64_t local_tokens() const { return options.placement.local_tokens(rank); }
   [[nodiscard]] std::int64_t query_rows() const {
     return options.batch * local_tokens() * options.pattern.heads;

@@ -30,6 +30,7 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
   };
 
   if (per_branch) {
+    state->filled = false;
     std::fill_n(state->lse.floats(), state->lse.bytes() / 4, -INFINITY);
   } else {
     for_each_token([&](std::int64_t b, std::int64_t t) {
@@ -82,6 +83,7 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
             [&](int step) { compute(forward_work[static_cast<std::size_t>(step)], step == 0); });
 
   finish_output(out_rows, lse_rows, state_rows, direct, state);
+  if (per_branch) state->filled = true;
 }
 
 // What the caller gets: merged, scaled, in its dtype; zeros where a row attended to nothing.

@@ -45,18 +45,31 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
   const auto number = [](auto value) { return static_cast<std::uint64_t>(value); };
   ring::agree(*transport, "RingAttention", complaint,
               {{"the call", 0},
-               {"pattern, placement or schedule", pattern_digest},
                {"batch", number(options.batch)},
                {"kv_heads", number(options.kv_heads)},
                {"head_dim", number(options.head_dim)},
                {"dtype", number(options.dtype)},
                {"scale", std::bit_cast<std::uint64_t>(scale)},
+               {"pattern, placement or schedule", pattern_digest},
                {"mix_gradient", number(options.mix_gradient)},
                {"reproducible", number(options.reproducible)},
                {"backward", number(options.backward)},
                {"which rows travel in backward", number(travel)}});
-  make_work();
-  allocate();
+  // What only one rank may fail at (memory) is again everybody's error.
+  std::exception_ptr failure;
+  try {
+    make_work();
+    allocate();
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    complaint = error.what();
+  }
+  try {
+    ring::agree(*transport, "RingAttention", complaint, {});
+  } catch (const ConfigError&) {
+    if (failure != nullptr) std::rethrow_exception(failure);
+    throw;
+  }
 }
 
 void RingAttention::Impl::check_options() const {
@@ -84,6 +97,17 @@ void RingAttention::Impl::check_options() const {
     throw ConfigError(
         "reproducible needs every row's keys in one order: use schedule gather or auto instead of "
         "ring");
+  }
+  // In floating point, and before anything is multiplied out in integers: a huge batch must not
+  // wrap.
+  const double elements = static_cast<double>(options.batch) * static_cast<double>(local_tokens()) *
+                          (options.pattern.heads + 2.0 * options.kv_heads) * options.head_dim;
+  constexpr double kMostElements = 0x1p58;  // of which byte counts still fit 63 bits
+  if (elements > static_cast<double>(options.limits.qkv_elements) || elements > kMostElements) {
+    throw ConfigError(
+        fmt::format("q, k and v of this rank have {:.0f} elements, limits.qkv_elements allows {}: "
+                    "use more ranks or raise the limit",
+                    elements, options.limits.qkv_elements));
   }
   constexpr std::int64_t kMaxTokens = std::int64_t{1} << 31;
   if (options.placement.tokens() >= kMaxTokens) {
@@ -155,13 +179,6 @@ void RingAttention::Impl::make_couriers() {
 }
 
 void RingAttention::Impl::check_limits() const {
-  const std::int64_t elements = (query_rows() + 2 * key_rows()) * options.head_dim;
-  if (elements > options.limits.qkv_elements) {
-    throw ConfigError(
-        fmt::format("q, k and v of this rank have {} elements, limits.qkv_elements allows {}: use "
-                    "more ranks or raise the limit",
-                    elements, options.limits.qkv_elements));
-  }
   std::int64_t bytes = key_courier->buffer_bytes();
   if (query_courier != nullptr) bytes += query_courier->buffer_bytes();
   if (returns != nullptr) bytes += returns->buffer_bytes();
@@ -269,6 +286,14 @@ std::string RingAttention::Impl::check_lse(const ConstTensorView& view) const {
   return "";
 }
 
+std::string RingAttention::Impl::check_state(const BranchState::Data& state) const {
+  const std::int64_t rows =
+      static_cast<std::int64_t>(options.pattern.branches.size()) * query_rows();
+  if (state.o.bytes() == rows * options.head_dim * 4 && state.lse.bytes() == rows * 4) return "";
+  return "the branch state was made by an executor of another shape: make it with this one's "
+         "make_branch_state()";
+}
+
 cpu::Problem RingAttention::Impl::problem() const {
   return {options.dtype, options.head_dim, static_cast<float>(scale), options.pattern.causal};
 }
@@ -354,7 +379,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
   ring::agree(*impl_->transport, where,
               first_of({impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
                         impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
-                        impl_->check_lse(lse)}),
+                        impl_->check_lse(lse), keep ? impl_->check_state(*state->data_) : ""}),
               {{"the call (forward or backward)", 1},
                {"whether a branch state is passed", keep ? 1U : 0U}});
   impl_->guard([&] { impl_->forward(q, k, v, o, lse, keep ? state->data_.get() : nullptr); });
@@ -377,10 +402,11 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                 impl_->check_lse(lse), impl_->check_tensor("dout", dout, false),
                 impl_->check_tensor("dq", dq, false), impl_->check_tensor("dk", dk, true),
                 impl_->check_tensor("dv", dv, true),
-                detached && !have_state ? "mix_gradient detached needs the branch state of "
-                                          "forward: make it with make_branch_state() "
-                                          "and pass it to forward and backward"
-                                        : ""}),
+                detached && (!have_state || !state->data_->filled)
+                    ? "mix_gradient detached needs the branch state of forward: make it with "
+                      "make_branch_state() and pass it to forward and backward"
+                    : "",
+                detached && have_state ? impl_->check_state(*state->data_) : ""}),
       {{"the call (forward or backward)", 2}});
   impl_->guard([&] {
     impl_->backward(q, k, v, o, lse, dout, dq, dk, dv, detached ? state->data_.get() : nullptr);

@@ -1,0 +1,115 @@
+// Peak memory per rank against the formula of docs/ARCHITECTURE.md, for the dense pattern on equal
+// contiguous shards, where every rank owns n rows per head, sends all of them and receives n rows
+// per head in every step.
+
+#include <gtest/gtest.h>
+
+#include "annulus/in_process.h"
+#include "annulus/ring_attention.h"
+
+namespace annulus {
+namespace {
+
+struct Case {
+  const char* name;
+  DType dtype;
+  Schedule schedule;
+  bool backward;
+  BackwardTravel travel;
+};
+
+class Memory : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Memory, FollowsTheDocumentedFormula) {
+  const Case& c = GetParam();
+  constexpr int kRanks = 4;
+  constexpr std::int64_t kLocal = 2048;
+  constexpr std::int64_t kBatch = 2;
+  constexpr int kHeads = 4;
+  constexpr int kKvHeads = 2;
+  constexpr std::int64_t kDim = 64;
+  RingOptions options{dense(kHeads), Placement::contiguous(kLocal * kRanks, kRanks)};
+  options.batch = kBatch;
+  options.kv_heads = kKvHeads;
+  options.head_dim = kDim;
+  options.dtype = c.dtype;
+  options.schedule = c.schedule;
+  options.backward = c.backward;
+  options.backward_travel = c.travel;
+
+  const auto e = static_cast<std::int64_t>(size_of(c.dtype));
+  const bool ring = c.schedule == Schedule::ring;
+  const bool wide = c.dtype == DType::f32;
+  const std::int64_t keys = kBatch * kLocal * kKvHeads;
+  const std::int64_t queries = kBatch * kLocal * kHeads;
+  const std::int64_t slots = ring ? 2 : kRanks - 1;  // shards held beside the own ones
+  std::int64_t communication = 2 * kDim * e * keys * (1 + slots);
+  std::int64_t state = wide ? 0 : queries * kDim * 4;
+  if (c.backward) {
+    if (!wide) state += 2 * keys * kDim * 4;
+    state += queries * 2 * 4;
+    // Returning gradients: what was received, and what comes back (ring: one step's, gather: two
+    // messages).
+    const std::int64_t returning = slots + (ring ? 1 : 2);
+    if (c.travel == BackwardTravel::keys) {
+      communication += 2 * kDim * 4 * keys * returning;
+    } else {
+      communication += (2 * kDim * e + 8) * queries * (1 + slots) + kDim * 4 * queries * returning;
+    }
+  }
+
+  run_in_process(kRanks, [&](Transport& transport) {
+    const RingAttention executor(options, transport);
+    const MemoryInfo info = executor.memory_info();
+    EXPECT_EQ(info.communication_bytes, communication);
+    EXPECT_EQ(info.state_bytes, state);
+    EXPECT_GE(info.workspace_bytes, communication + state);
+    EXPECT_LE(static_cast<double>(info.workspace_bytes),
+              1.05 * static_cast<double>(communication + state));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Dense, Memory,
+    ::testing::Values(
+        Case{"ring_forward_fp32", DType::f32, Schedule::ring, false, BackwardTravel::automatic},
+        Case{"ring_forward_bf16", DType::bf16, Schedule::ring, false, BackwardTravel::automatic},
+        Case{"gather_forward_fp32", DType::f32, Schedule::gather, false, BackwardTravel::automatic},
+        Case{"ring_keys_fp32", DType::f32, Schedule::ring, true, BackwardTravel::keys},
+        Case{"ring_keys_bf16", DType::bf16, Schedule::ring, true, BackwardTravel::keys},
+        Case{"ring_queries_bf16", DType::bf16, Schedule::ring, true, BackwardTravel::queries},
+        Case{"gather_keys_fp16", DType::f16, Schedule::gather, true, BackwardTravel::keys},
+        Case{"gather_queries_fp32", DType::f32, Schedule::gather, true, BackwardTravel::queries}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST(Memory, ARowWrittenOnceNeedsNoState) {
+  RingOptions options{dense(4), Placement::contiguous(1024, 1)};
+  options.kv_heads = 4;
+  options.dtype = DType::bf16;
+  options.backward = false;
+  run_in_process(1, [&](Transport& transport) {
+    EXPECT_EQ(RingAttention(options, transport).memory_info().state_bytes, 0);
+  });
+}
+
+// Doubling tokens and ranks together leaves a rank's memory as it is: O(n/P).
+TEST(Memory, DoesNotGrowWithTheRing) {
+  const auto bytes = [](int ranks) {
+    const std::vector<std::int64_t> segments{512, 4096};
+    const std::vector<std::int64_t> dilations{1, 8};
+    RingOptions options{longnet(4, segments, dilations),
+                        Placement::contiguous(std::int64_t{2048} * ranks, ranks)};
+    options.kv_heads = 4;
+    options.schedule = Schedule::ring;
+    std::int64_t out = 0;
+    run_in_process(ranks, [&](Transport& transport) {
+      const RingAttention executor(options, transport);
+      if (transport.rank() == 0) out = executor.memory_info().workspace_bytes;
+    });
+    return static_cast<double>(out);
+  };
+  EXPECT_LT(bytes(8), 1.05 * bytes(4));
+}
+
+}  // namespace
+}  // namespace annulus

@@ -84,8 +84,8 @@ TEST(Isa, BestOneRunsWhenNothingIsForced) {
 TEST(Isa, UnknownOrUnusableOneIsAConfigErrorThatNamesTheUsable) {
   std::vector<std::string> wrong = {"avx1024", "AVX2", "avx2 ", "best"};
   const std::vector<std::string> usable = available_names();
-  for (const std::string& name : {"avx512_bf16", "avx512", "avx2", "neon", "scalar"}) {
-    if (std::find(usable.begin(), usable.end(), name) == usable.end()) wrong.push_back(name);
+  for (const char* name : {"avx512_bf16", "avx512", "avx2", "neon", "scalar"}) {
+    if (std::find(usable.begin(), usable.end(), name) == usable.end()) wrong.emplace_back(name);
   }
   for (const std::string& name : wrong) {
     const std::string answer = run_child("ANNULUS_ISA='" + name + "'");

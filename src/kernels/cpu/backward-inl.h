@@ -310,24 +310,14 @@ class Backward {
     const Element* k = k_pairs_ + block / M::kPack * kLd;
     float* dq = dq_ + p * kPanel * padded_dim_;
     if (r.masked && !keys_finite_) {
-      query_gradients_visible(block, p, k, ds, dq);
+      add_visible_rows<M, kLd>(k, ds, key_index_ + block, r.end * kRows, query_index_ + p * kPanel,
+                               head_dim(), dq);
       return;
     }
-    const int first_end = r.first_end * kRows / M::kPack;
-    const int end = r.end * kRows / M::kPack;
-    for (int d = 0; d < head_dim(); d += kRows)
-      query_gradient_tile(k + d, ds, first_end, end, dq + d * kPanel);
-  }
-
-  HWY_NOINLINE static void query_gradient_tile(const Element* k, const Element* ds, int first_end,
-                                               int end, float* dq) {
-    VF acc[kRows][kVectors];
-    fill_tile<0>(acc, nullptr);
-    multiply<M, 0, 1, kLd, kPanel>(acc, k, ds, first_end);
-    if (end > first_end)
-      multiply<M, 1, 1, kLd, kPanel>(acc, k + first_end * kLd, ds + first_end * kPanel,
-                                     end - first_end);
-    add_tile<kPanel>(acc, dq);
+    for (int d = 0; d < head_dim(); d += kRows) {
+      add_weighted_rows<M, kLd>(k + d, ds, r.first_end * kRows / M::kPack, r.end * kRows / M::kPack,
+                                dq + d * kPanel);
+    }
   }
 
   // Sum over the panels of weights[key][query] x x[query][column], keys of one tile.
@@ -360,28 +350,8 @@ class Backward {
     add_tile<kLd>(acc, out);
   }
 
-  // Exact masking for inputs with Inf or NaN, slow: only allowed pairs are touched. Sums keep the
-  // order and grouping of the fast path, so that rows which nothing poisons keep their bits.
-  HWY_NOINLINE void query_gradients_visible(int block, int p, const Element* k, const Element* ds,
-                                            float* dq) const {
-    const std::int32_t* index = query_index_ + p * kPanel;
-    const int rows = reach_[p].end * kRows;
-    for (int d = 0; d < head_dim(); ++d) {
-      for (int j = 0; j < kVectors; ++j) {
-        VF acc = hn::Zero(kF);
-        for (int i = 0; i < rows; i += M::kPack) {
-          const Element* at = k + i / M::kPack * kLd + d;
-          const VF w = M::load(ds + i / M::kPack * kPanel + j * kLanes);
-          const auto first = visible(index + j * kLanes, key_index_[block + i]);
-          const auto last = visible(index + j * kLanes, key_index_[block + i + M::kPack - 1]);
-          acc = multiply_add_visible<M>(at, w, first, last, acc);
-        }
-        float* out = dq + d * kPanel + j * kLanes;
-        hn::Store(hn::Add(acc, hn::Load(kF, out)), kF, out);
-      }
-    }
-  }
-
+  // The same where queries hold Inf or NaN: only allowed pairs are touched. Slow; keeps the order
+  // of the fast path.
   HWY_NOINLINE void key_gradients_visible(int block, int t, const Element* weights,
                                           const Element* x, float* out) const {
     for (int i = 0; i < kRows; ++i) {

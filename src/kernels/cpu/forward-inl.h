@@ -232,9 +232,13 @@ class Forward {
                 panel.sum + j);
     }
     if (masked && !block.finite) {
-      accumulate_visible(panel, block, end * kRows);
-    } else {
-      accumulate(panel, block, first_end * kRows / M::kPack, end * kRows / M::kPack);
+      add_visible_rows<M, kLd>(block.v, p_, block.index, end * kRows, panel.index, head_dim(),
+                               panel.o);
+      return;
+    }
+    for (int d = 0; d < head_dim(); d += kRows) {
+      add_weighted_rows<M, kLd>(block.v + d, p_, first_end * kRows / M::kPack,
+                                end * kRows / M::kPack, panel.o + d * kPanel);
     }
   }
 
@@ -422,42 +426,6 @@ class Forward {
       for (int d = 0; d < head_dim(); ++d) {
         float* o = panel.o + d * kPanel + at;
         hn::Store(hn::Mul(hn::Load(kF, o), weight), kF, o);
-      }
-    }
-  }
-
-  // O^T += V^T P^T. Steps [0, first_end) have both vectors, [first_end, end) only the second.
-  void accumulate(const Panel& panel, const Block& block, int first_end, int end) const {
-    for (int d = 0; d < head_dim(); d += kRows)
-      accumulate_tile(block.v + d, p_, first_end, end, panel.o + d * kPanel);
-  }
-
-  HWY_NOINLINE static void accumulate_tile(const Element* v, const Element* p, int first_end,
-                                           int end, float* o) {
-    VF acc[kRows][kVectors];
-    fill_tile<0>(acc, nullptr);
-    multiply<M, 0, 1, kLd, kPanel>(acc, v, p, first_end);
-    if (end > first_end)
-      multiply<M, 1, 1, kLd, kPanel>(acc, v + first_end * kLd, p + first_end * kPanel,
-                                     end - first_end);
-    add_tile<kPanel>(acc, o);
-  }
-
-  // The same sums where V holds Inf or NaN: a masked weight is 0, and 0 x Inf would poison rows
-  // that never see the key.
-  HWY_NOINLINE void accumulate_visible(const Panel& panel, const Block& block, int rows) const {
-    for (int d = 0; d < head_dim(); ++d) {
-      for (int j = 0; j < kVectors; ++j) {
-        VF acc = hn::Zero(kF);
-        for (int i = 0; i < rows; i += M::kPack) {
-          const Element* v = block.v + i / M::kPack * kLd + d;
-          const VF p = M::load(p_ + i / M::kPack * kPanel + j * kLanes);
-          const auto first = visible(panel.index + j * kLanes, block.index[i]);
-          const auto last = visible(panel.index + j * kLanes, block.index[i + M::kPack - 1]);
-          acc = multiply_add_visible<M>(v, p, first, last, acc);
-        }
-        float* o = panel.o + d * kPanel + j * kLanes;
-        hn::Store(hn::Add(acc, hn::Load(kF, o)), kF, o);
       }
     }
   }

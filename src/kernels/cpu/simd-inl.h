@@ -228,4 +228,44 @@ HWY_INLINE VF multiply_add_visible(const typename M::Element* a, VF b, Mask firs
   }
 }
 
+// out[d][query] += sum over keys of rows[key][d] x weights[key][query], kRows values of d at a
+// time: O in forward, dQ in backward. Steps [0, first_end) concern both vectors of the panel,
+// [first_end, end) only the second.
+template <class M, int kLd>
+HWY_NOINLINE void add_weighted_rows(const typename M::Element* rows,
+                                    const typename M::Element* weights, int first_end, int end,
+                                    float* out) {
+  VF acc[kRows][kVectors];
+  fill_tile<0>(acc, nullptr);
+  multiply<M, 0, 1, kLd, kPanel>(acc, rows, weights, first_end);
+  if (end > first_end) {
+    multiply<M, 1, 1, kLd, kPanel>(acc, rows + first_end * kLd, weights + first_end * kPanel,
+                                   end - first_end);
+  }
+  add_tile<kPanel>(acc, out);
+}
+
+// The same sum where rows hold Inf or NaN: a masked weight is 0, and 0 x Inf would poison queries
+// that never see the key. Slow; keeps the order and grouping of the fast path, so that what nothing
+// poisons keeps its bits.
+template <class M, int kLd>
+HWY_NOINLINE void add_visible_rows(const typename M::Element* rows,
+                                   const typename M::Element* weights, const std::int32_t* keys,
+                                   int key_count, const std::int32_t* queries, int head_dim,
+                                   float* out) {
+  for (int d = 0; d < head_dim; ++d) {
+    for (int j = 0; j < kPanel; j += kLanes) {
+      VF acc = hn::Zero(kF);
+      for (int i = 0; i < key_count; i += M::kPack) {
+        const VF w = M::load(weights + i / M::kPack * kPanel + j);
+        const auto first = visible(queries + j, keys[i]);
+        const auto last = visible(queries + j, keys[i + M::kPack - 1]);
+        acc = multiply_add_visible<M>(rows + i / M::kPack * kLd + d, w, first, last, acc);
+      }
+      float* at = out + d * kPanel + j;
+      hn::Store(hn::Add(acc, hn::Load(kF, at)), kF, at);
+    }
+  }
+}
+
 }  // namespace annulus::cpu::ANNULUS_ISA

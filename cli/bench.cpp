@@ -11,6 +11,7 @@
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/job.h"
+#include "cli/limits.h"
 #include "cli/machine.h"
 #include "cli/options.h"
 #include "cli/sample_check.h"
@@ -80,8 +81,6 @@ Case make_case(const BenchFlags& flags, std::string name, Pattern pattern, Place
   result.options.dtype = dtype;
   result.options.backward = !flags.no_backward;
   result.options.pool = flags.threads.threads ? pool_from(flags.threads) : ThreadPool::shared();
-  result.options.limits = {.communication_bytes = std::int64_t{1} << 40,
-                           .qkv_elements = std::int64_t{1} << 40};
   return result;
 }
 
@@ -154,8 +153,24 @@ double peak_of(const RingOptions& options) {
   return cpu::measure_fma_peak_gflops(native) * options.pool->threads();
 }
 
+// Refuses what the memory cannot hold: the tensors of a whole group are there at once.
+void apply_limits(Group& group) {
+  for (Case& one : group) {
+    RingOptions& options = one.options;
+    ProblemFlags ring;
+    ring.ranks = options.placement.ranks();
+    const Shape shape{.batch = static_cast<std::int64_t>(group.size()),
+                      .tokens = options.placement.tokens(),
+                      .heads = options.pattern.heads,
+                      .kv_heads = options.kv_heads,
+                      .head_dim = options.head_dim};
+    options.limits = choose_limits(ring, shape, options.dtype, options.backward).limits;
+  }
+}
+
 // One pass to warm up, on which the results are checked, then the timed ones.
 void measure(Group& group, const BenchFlags& flags, Progress& progress) {
+  apply_limits(group);
   std::vector<std::unique_ptr<JobTensors>> tensors;
   const int rounds = group.size() == 1 ? 1 : flags.repeat;
   const int repeat = group.size() == 1 ? flags.repeat : 1;

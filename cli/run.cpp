@@ -112,9 +112,10 @@ void print_table(const RunFlags& flags, const Result& result) {
       "lse: absolute");
   if (backward) row("", "", "dv " + error_text(errors.dv));
   const auto [least, most] = std::minmax_element(job.peak_bytes.begin(), job.peak_bytes.end());
+  const std::string smallest = format_bytes(*least);
+  const std::string largest = format_bytes(*most);
   text += fmt::format("\n  {:<9} {}{} per rank, and {} of scratch for the threads\n", "memory",
-                      format_bytes(*most),
-                      *least == *most ? "" : " (smallest " + format_bytes(*least) + ")",
+                      largest, smallest == largest ? "" : " (smallest " + smallest + ")",
                       format_bytes(job.scratch_bytes));
   if (!flags.output.empty()) {
     text += fmt::format("  {:<9} o, lse{} in {}\n", "written", backward ? ", dq, dk, dv" : "",

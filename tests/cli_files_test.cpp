@@ -164,6 +164,21 @@ TEST_F(Cli, ForwardNeedsNoOutputGradientAndWritesNone) {
   EXPECT_EQ(contents(folder_ / "out").size(), 2U);
 }
 
+TEST_F(Cli, NaNInTheInputIsComputedWithAndReachesOnlyWhatAttendsToIt) {
+  Data data;
+  data.k[0] = std::nan("");  // token 0, key/value head 0: query heads 0 and 1
+  data.save_all(folder_ / "in");
+  const Json json = annulus_json({"run", "--input", folder_ / "in", "--output", folder_ / "out",
+                                  "--segments", "35", "--dilations", "1"});
+  EXPECT_TRUE(json["sampled_relative_error"].is_null());
+  const NpyArray o = read_npy(folder_ / "out" / "o.npy");
+  for (std::int64_t i = 0; i < 2 * 70 * 4 * 16; ++i) {
+    const std::int64_t token = i / (4 * 16);  // over both sequences
+    const bool attends = token < 35 && i / 16 % 4 < 2;
+    ASSERT_EQ(std::isnan(load_element(o.data.data(), o.dtype, i)), attends) << i;
+  }
+}
+
 // What is wrong with the files, how to make it so, and a word of the complaint.
 struct BadFile {
   const char* name;

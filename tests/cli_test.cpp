@@ -75,6 +75,9 @@ TEST_F(Cli, LimitsAreCheckedAndNamed) {
   expect_refused(annulus(kSmall + Words{"--max-qkv-elements", "100"}), "--max-qkv-elements");
   expect_refused(annulus(kSmall + Words{"--max-communication-bytes", "1KiB"}), "allows 1024");
   expect_refused(annulus({"run", "--tokens", "2000m", "--batch", "2147483647"}), "elements");
+  const Outcome bench = annulus({"bench", "--tokens", "900m"});
+  EXPECT_EQ(bench.code, 2);
+  EXPECT_NE(bench.err.find("elements"), std::string::npos) << bench.err;
 }
 
 // --- bad arguments -------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ HWY_INLINE VF pin(VF v) {
 #endif
 }
 
-// 2^x, 2.2e-7 relative. exp2(-inf) is exactly 0 (masked scores); NaN stays NaN; above 2^127 it
+// 2^x by a polynomial of degree 5 (2.2e-7 relative), or 4 (7e-7: enough for weights that are rounded to bf16). exp2(-inf) is exactly 0 (masked scores); NaN stays NaN; above 2^127 it
 // saturates.
+template <int kDegree = 5>
 HWY_INLINE VF exp2_vector(VF x) {
 #if HWY_TARGET <= HWY_AVX3
   // scalef underflows and overflows by itself, and scalef(NaN, -inf) = 0 covers -inf, whose
@@ -65,11 +66,19 @@ HWY_INLINE VF exp2_vector(VF x) {
   const VF n = hn::Round(y);
   const VF f = hn::Sub(y, n);
 #endif
-  VF p = hn::MulAdd(f, hn::Set(kF, 0.00132647F), hn::Set(kF, 0.00967151F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.05550734F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.24022242F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 0.69314698F));
-  p = hn::MulAdd(p, f, hn::Set(kF, 1.0F));
+  VF p;
+  if constexpr (kDegree == 5) {
+    p = hn::MulAdd(f, hn::Set(kF, 0.00132647F), hn::Set(kF, 0.00967151F));
+    p = hn::MulAdd(p, f, hn::Set(kF, 0.05550734F));
+    p = hn::MulAdd(p, f, hn::Set(kF, 0.24022242F));
+    p = hn::MulAdd(p, f, hn::Set(kF, 0.69314698F));
+    p = hn::MulAdd(p, f, hn::Set(kF, 1.0F));
+  } else {
+    p = hn::MulAdd(f, hn::Set(kF, 0.0095701F), hn::Set(kF, 0.05591786F));
+    p = hn::MulAdd(p, f, hn::Set(kF, 0.24024745F));
+    p = hn::MulAdd(p, f, hn::Set(kF, 0.69312181F));
+    p = hn::MulAdd(p, f, hn::Set(kF, 0.99999926F));
+  }
 #if HWY_TARGET <= HWY_AVX3
   return VF{_mm512_scalef_ps(p.raw, n)};
 #else
@@ -86,6 +95,7 @@ HWY_INLINE VF exp2_vector(VF x) {
 struct MultiplyF32 {
   using Element = float;
   static constexpr int kPack = 1;
+  static constexpr int kExpDegree = 5;
   static HWY_INLINE VF broadcast_multiply_add(const float* a, VF b, VF acc) {
     return hn::MulAdd(hn::Set(kF, *a), b, acc);
   }
@@ -107,6 +117,7 @@ struct MultiplyF32 {
 struct MultiplyBf16 {
   using Element = std::uint32_t;
   static constexpr int kPack = 2;
+  static constexpr int kExpDegree = 4;
   static HWY_INLINE VF load(const std::uint32_t* b) {
     return VF{_mm512_castsi512_ps(_mm512_load_si512(b))};
   }

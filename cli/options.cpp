@@ -285,7 +285,8 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
   std::vector<std::int64_t> segments;
   std::vector<std::int64_t> dilations;
   for (const Branch& branch : options.pattern.branches) {
-    segments.push_back(std::min(branch.segment_length, options.placement.tokens()));
+    segments.push_back(branch.segment_length == kWholeSequence ? options.placement.tokens()
+                                                               : branch.segment_length);
     dilations.push_back(branch.dilation);
   }
   return {{"pattern", options.pattern.name},

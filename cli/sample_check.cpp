@@ -23,19 +23,22 @@ struct Place {
   int head = 0;
 };
 
+// NaN where NaN is due, and equal infinities.
+bool same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
 struct SquaredError {
   double error = 0.0;
   double size = 0.0;
 
   void add(std::span<const double> found, std::span<const double> expected) {
     for (std::size_t d = 0; d < found.size(); ++d) {
+      if (std::isfinite(expected[d])) size += expected[d] * expected[d];
+      if (same(found[d], expected[d])) continue;
       error += (found[d] - expected[d]) * (found[d] - expected[d]);
-      size += expected[d] * expected[d];
     }
   }
   [[nodiscard]] double relative() const {
-    if (size > 0.0 || std::isnan(size)) return std::sqrt(error / size);
-    return error > 0.0 ? std::numeric_limits<double>::infinity() : error;
+    return error == 0.0 ? 0.0 : std::sqrt(error / size);  // infinite if zeros were expected
   }
 };
 
@@ -44,9 +47,9 @@ struct RowErrors {
   double lse = 0.0;
   double largest_score = 0.0;
 
-  // NaN must not get lost in a comparison.
+  // Once NaN, always NaN.
   static void raise(double& most, double value) {
-    if (!(value <= most)) most = value;
+    if (!std::isnan(most) && !(value <= most)) most = value;
   }
 };
 
@@ -113,7 +116,7 @@ class Checker {
     for (const BranchRow& row : branches) add_scaled(o, std::exp(row.lse - lse), row.o);
 
     const double found_lse = load_lse(place);
-    if (found_lse != lse) RowErrors::raise(errors.lse, std::fabs(found_lse - lse));
+    if (!same(found_lse, lse)) RowErrors::raise(errors.lse, std::fabs(found_lse - lse));
     Row scaled_o = zeros();
     add_scaled(scaled_o, pattern_.output_scale, o);
     errors.o.add(load(tensors_.o, place), scaled_o);

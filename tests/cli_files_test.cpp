@@ -170,7 +170,7 @@ TEST_F(Cli, NaNInTheInputIsComputedWithAndReachesOnlyWhatAttendsToIt) {
   data.save_all(folder_ / "in");
   const Json json = annulus_json({"run", "--input", folder_ / "in", "--output", folder_ / "out",
                                   "--segments", "35", "--dilations", "1"});
-  EXPECT_TRUE(json["sampled_relative_error"].is_null());
+  EXPECT_LT(json["sampled_relative_error"].get<double>(), 2e-6);  // NaN where NaN is due is right
   const NpyArray o = read_npy(folder_ / "out" / "o.npy");
   for (std::int64_t i = 0; i < 2 * 70 * 4 * 16; ++i) {
     const std::int64_t token = i / (4 * 16);  // over both sequences

@@ -1,5 +1,6 @@
-// Which kernels run, and that the environment variable ANNULUS_ISA decides it. The choice is made once per process, so every
-// setting gets a process of its own: this program again, with a test that is disabled otherwise.
+// Which kernels run, and that the environment variable ANNULUS_ISA decides it. The choice is made
+// once per process, so every setting gets a process of its own: this program again, with a test
+// that is disabled otherwise.
 
 #include <gtest/gtest.h>
 
@@ -30,22 +31,27 @@ std::vector<std::string> available_names() {
   return names;
 }
 
-// What the child prints on one line: "isa=avx2" or "ConfigError=...". `setting` is a shell assignment.
+// What the child prints on one line: "isa=avx2" or "ConfigError=...". `setting` is a shell
+// assignment.
 std::string run_child(const std::string& setting) {
   char path[PATH_MAX] = {};
   if (readlink("/proc/self/exe", path, sizeof(path) - 1) <= 0) return "no /proc/self/exe";
-  const std::string command = setting + " '" + path +
-                              "' --gtest_also_run_disabled_tests --gtest_filter=IsaChild.DISABLED_RunsARing 2>&1";
+  const std::string command =
+      setting + " '" + path +
+      "' --gtest_also_run_disabled_tests --gtest_filter=IsaChild.DISABLED_RunsARing 2>&1";
   FILE* const pipe = popen(command.c_str(), "r");
   if (pipe == nullptr) return "popen failed";
   std::string answer;
   std::array<char, 4096> line{};
   while (std::fgets(line.data(), static_cast<int>(line.size()), pipe) != nullptr) {
     const std::string text = line.data();
-    if (text.starts_with("isa=") || text.find("Error=") != std::string::npos) answer = text.substr(0, text.size() - 1);
+    if (text.starts_with("isa=") || text.find("Error=") != std::string::npos)
+      answer = text.substr(0, text.size() - 1);
   }
   const int status = pclose(pipe);
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? answer : "exit status " + std::to_string(status) + ", " + answer;
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0
+             ? answer
+             : "exit status " + std::to_string(status) + ", " + answer;
 }
 
 // Runs a small ring and says on stdout which kernels did it, and whether they were right.
@@ -67,12 +73,14 @@ TEST(IsaChild, DISABLED_RunsARing) {
     std::printf("%s=%s\n", outcomes[0].kind.empty() ? "isa" : outcomes[0].kind.c_str(),
                 outcomes[0].kind.empty() ? isa.c_str() : outcomes[0].message.c_str());
     if (!outcomes[0].kind.empty()) return;
-    test::expect_matches(problem, test::run_ring(options, inputs), test::reference_of(problem, inputs));
+    test::expect_matches(problem, test::run_ring(options, inputs),
+                         test::reference_of(problem, inputs));
   }
 }
 
 TEST(Isa, EnvironmentVariableForcesEachAvailableOne) {
-  for (const std::string& name : available_names()) EXPECT_EQ(run_child("ANNULUS_ISA=" + name), "isa=" + name);
+  for (const std::string& name : available_names())
+    EXPECT_EQ(run_child("ANNULUS_ISA=" + name), "isa=" + name);
 }
 
 TEST(Isa, BestOneRunsWhenNothingIsForced) {
@@ -91,7 +99,8 @@ TEST(Isa, UnknownOrUnusableOneIsAConfigErrorThatNamesTheUsable) {
     const std::string answer = run_child("ANNULUS_ISA='" + name + "'");
     EXPECT_TRUE(answer.starts_with("ConfigError=")) << answer;
     EXPECT_NE(answer.find("'" + name + "'"), std::string::npos) << answer;
-    for (const std::string& good : usable) EXPECT_NE(answer.find(good), std::string::npos) << answer;
+    for (const std::string& good : usable)
+      EXPECT_NE(answer.find(good), std::string::npos) << answer;
   }
 }
 
@@ -114,21 +123,23 @@ TEST(Isa, AvailableOnesAreThoseOfTheCpu) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) expected.emplace_back("avx512_bf16");
   if (avx512) expected.emplace_back("avx512");
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) expected.emplace_back("avx2");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    expected.emplace_back("avx2");
   expected.emplace_back("scalar");
   EXPECT_EQ(available_names(), expected);
 #endif
 }
 
-// Native bf16 rounds the weights to bf16 and multiplies pairs; widening first does not. So the bits tell which one ran.
+// Native bf16 rounds the weights to bf16 and multiplies pairs; widening first does not. So the bits
+// tell which one ran.
 TEST(Isa, NativeBf16IsReportedAndIsWhatRuns) {
   for (const cpu::Kernels* kernels : cpu::available_kernels()) {
     EXPECT_EQ(kernels->native_bf16, std::string(kernels->name) == "avx512_bf16") << kernels->name;
     if (!kernels->native_bf16) continue;
     const cpu::Kernels& wide = cpu::kernels_by_name("avx512");
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-      const test::TaskData data =
-          test::random_task(1, dtype, 64, false, test::progression(0, 1, 40), test::progression(0, 1, 80));
+      const test::TaskData data = test::random_task(
+          1, dtype, 64, false, test::progression(0, 1, 40), test::progression(0, 1, 80));
       const test::TaskResult native = test::run_task(*kernels, data);
       const test::TaskResult widened = test::run_task(wide, data);
       EXPECT_EQ(native.o != widened.o, dtype == DType::bf16) << name_of(dtype);

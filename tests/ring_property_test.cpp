@@ -1,5 +1,5 @@
-// Random configurations over everything at once: right results, no byte or message more than planned, no allocation, no
-// copy that strides could make visible.
+// Random configurations over everything at once: right results, no byte or message more than
+// planned, no allocation, no copy that strides could make visible.
 
 #include <gtest/gtest.h>
 
@@ -35,7 +35,8 @@ thread_local std::int64_t allocations = 0;
   if (void* const memory = std::malloc(size > 0 ? size : 1)) return memory;
   throw std::bad_alloc();
 }
-// std::stable_sort asks in this way; AddressSanitizer insists that new and delete come from one place.
+// std::stable_sort asks in this way; AddressSanitizer insists that new and delete come from one
+// place.
 [[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
   if (watched) ++allocations;
   return std::malloc(size > 0 ? size : 1);
@@ -64,42 +65,54 @@ Configuration random_configuration(std::uint64_t seed) {
   const int ranks = static_cast<int>(random.between(1, 8));
   const int group = random.one_of<int>({1, 1, 2, 4, 8});
   const int kv_heads = static_cast<int>(random.between(1, group > 2 ? 1 : 3));
-  Problem problem = test::make_problem("random", test::any_pattern(random, tokens, group * kv_heads), kv_heads, tokens,
-                                       random.one_of<int>({8, 8, 16, 24, 40, 64}), random.between(1, 2),
-                                       random.coin() ? MixGradient::full : MixGradient::detached);
-  if (random.between(0, 3) == 0) problem.pattern.output_scale = random.one_of<double>({0.5, 1.0 / 3, -2.0});
+  Problem problem =
+      test::make_problem("random", test::any_pattern(random, tokens, group * kv_heads), kv_heads,
+                         tokens, random.one_of<int>({8, 8, 16, 24, 40, 64}), random.between(1, 2),
+                         random.coin() ? MixGradient::full : MixGradient::detached);
+  if (random.between(0, 3) == 0)
+    problem.pattern.output_scale = random.one_of<double>({0.5, 1.0 / 3, -2.0});
   if (random.between(0, 3) == 0) problem.scale = 0.3;
   problem.dtype = random.one_of<DType>({DType::f32, DType::f32, DType::bf16, DType::f16});
   RingOptions options = ring_options(problem, test::any_placement(random, tokens, ranks));
   options.reproducible = random.between(0, 4) == 0;
-  options.schedule = random.one_of<Schedule>({Schedule::ring, Schedule::gather, Schedule::automatic});
-  if (options.reproducible && options.schedule == Schedule::ring) options.schedule = Schedule::gather;
+  options.schedule =
+      random.one_of<Schedule>({Schedule::ring, Schedule::gather, Schedule::automatic});
+  if (options.reproducible && options.schedule == Schedule::ring)
+    options.schedule = Schedule::gather;
   options.min_tokens_for_ring = random.between(0, 100);
-  options.backward_travel =
-      random.one_of<BackwardTravel>({BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries});
+  options.backward_travel = random.one_of<BackwardTravel>(
+      {BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries});
   options.blocking = random.between(0, 3) == 0;
-  Configuration out{problem, options, random.one_of<Layout>({Layout::dense, Layout::padded, Layout::heads_major}), ""};
-  out.text = "seed " + std::to_string(seed) + ": " + problem.pattern.name + (problem.pattern.causal ? " causal, " : ", ") +
-             std::to_string(tokens) + " tokens, heads " + std::to_string(problem.shape.q_heads) + "/" +
-             std::to_string(kv_heads) + ", d " + std::to_string(problem.shape.head_dim) + ", " + name_of(problem.dtype) + ", " +
-             std::to_string(ranks) + " ranks, " + options.placement.name() + ", " + name_of(options.schedule) +
+  Configuration out{problem, options,
+                    random.one_of<Layout>({Layout::dense, Layout::padded, Layout::heads_major}),
+                    ""};
+  out.text = "seed " + std::to_string(seed) + ": " + problem.pattern.name +
+             (problem.pattern.causal ? " causal, " : ", ") + std::to_string(tokens) +
+             " tokens, heads " + std::to_string(problem.shape.q_heads) + "/" +
+             std::to_string(kv_heads) + ", d " + std::to_string(problem.shape.head_dim) + ", " +
+             name_of(problem.dtype) + ", " + std::to_string(ranks) + " ranks, " +
+             options.placement.name() + ", " + name_of(options.schedule) +
              (options.reproducible ? ", reproducible" : "") +
              (problem.mix == MixGradient::detached ? ", detached" : "");
   return out;
 }
 
-// fp32 as everywhere. In a handful of 16-bit rows the rounding of one score is no statistic: a looser bound, on all results.
-void expect_right(const Configuration& c, const test::Results& results, const test::Expected& expected) {
+// fp32 as everywhere. In a handful of 16-bit rows the rounding of one score is no statistic: a
+// looser bound, on all results.
+void expect_right(const Configuration& c, const test::Results& results,
+                  const test::Expected& expected) {
   if (c.problem.dtype == DType::f32) {
     test::expect_matches(c.problem, results, expected);
     return;
   }
   const double unit = c.problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
-  const double gradients = std::max({test::rms(expected.gradients.dq), test::rms(expected.gradients.dk),
-                                     test::rms(expected.gradients.dv)});
+  const double gradients =
+      std::max({test::rms(expected.gradients.dq), test::rms(expected.gradients.dk),
+                test::rms(expected.gradients.dv)});
   for (std::size_t m = 0; m < 5; ++m) {
     const double floor = m == 1 ? 1.0 : m == 0 ? 0.0 : gradients;
-    EXPECT_LE(test::relative_rms(*test::members(results)[m], *test::members(expected)[m], floor), m == 1 ? 2e-6 : 2 * unit)
+    EXPECT_LE(test::relative_rms(*test::members(results)[m], *test::members(expected)[m], floor),
+              m == 1 ? 2e-6 : 2 * unit)
         << test::kResultNames[m];
   }
 }
@@ -109,7 +122,8 @@ TEST(RingProperty, RandomConfigurationsMatchTheReference) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
-    expect_right(c, test::run_ring(c.options, inputs, c.layout), test::reference_of(c.problem, inputs));
+    expect_right(c, test::run_ring(c.options, inputs, c.layout),
+                 test::reference_of(c.problem, inputs));
     if (HasFailure()) return;
   }
 }
@@ -132,7 +146,8 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
-    const std::int64_t row_bytes = c.options.batch * c.options.head_dim * 2 * static_cast<std::int64_t>(size_of(c.options.dtype));
+    const std::int64_t row_bytes = c.options.batch * c.options.head_dim * 2 *
+                                   static_cast<std::int64_t>(size_of(c.options.dtype));
     run_in_process(c.options.placement.ranks(), [&](Transport& inner) {
       test::WatchedTransport transport(inner);
       const int rank = transport.rank();
@@ -144,7 +159,8 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
         const TransportCounters before = transport.counters();
         backward ? shard.backward(ring) : shard.forward(ring);
         const TransportCounters after = transport.counters();
-        const std::int64_t predicted = backward ? ring.predicted_backward_bytes() : ring.predicted_forward_bytes();
+        const std::int64_t predicted =
+            backward ? ring.predicted_backward_bytes() : ring.predicted_forward_bytes();
         EXPECT_EQ(static_cast<std::int64_t>(after.bytes_sent - before.bytes_sent), predicted);
         const auto parcels = transport.sent(ring::kTagParcels);
         const auto returns = transport.sent(ring::kTagReturns);
@@ -153,7 +169,8 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
         EXPECT_LE(agreement.messages, 3);  // log2(8)
         EXPECT_LE(agreement.bytes, 3 * 1024);
         if (!backward) {
-          // Forward is the plan: every row of every hop once, K and V together in one message per peer and step.
+          // Forward is the plan: every row of every hop once, K and V together in one message per
+          // peer and step.
           std::int64_t unit_rows = 0;
           for (int step = 1; step <= ring.plan().steps(); ++step) {
             unit_rows += ring.plan().unit_rows(ring.plan().outgoing(rank, step));
@@ -219,7 +236,8 @@ TEST(RingProperty, AutomaticTravelNeverSendsMoreThanTheForcedOnes) {
     c.options.reproducible = false;
     SCOPED_TRACE(c.text);
     std::map<BackwardTravel, std::int64_t> bytes;
-    for (const auto travel : {BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries}) {
+    for (const auto travel :
+         {BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries}) {
       c.options.backward_travel = travel;
       std::atomic<std::int64_t> sum{0};
       run_in_process(c.options.placement.ranks(), [&](Transport& transport) {
@@ -227,7 +245,8 @@ TEST(RingProperty, AutomaticTravelNeverSendsMoreThanTheForcedOnes) {
       });
       bytes[travel] = sum;
     }
-    EXPECT_EQ(bytes[BackwardTravel::automatic], std::min(bytes[BackwardTravel::keys], bytes[BackwardTravel::queries]));
+    EXPECT_EQ(bytes[BackwardTravel::automatic],
+              std::min(bytes[BackwardTravel::keys], bytes[BackwardTravel::queries]));
   }
 }
 
@@ -237,7 +256,8 @@ TEST(RingProperty, AllocationsAreCounted) {
   allocations = 0;
   watched = true;
   ::operator delete(::operator new(1));
-  const std::string longer(static_cast<std::size_t>(::testing::UnitTest::GetInstance()->random_seed() + 100), 'x');
+  const std::string longer(
+      static_cast<std::size_t>(::testing::UnitTest::GetInstance()->random_seed() + 100), 'x');
   watched = false;
   EXPECT_EQ(allocations, 2);
 }
@@ -254,7 +274,8 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
       shard.state = ring.make_branch_state();
       BranchState* const state = shard.detached ? &shard.state : nullptr;
       const auto forward = [&] {
-        ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view(), state);
+        ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                     shard.lse.view(), state);
       };
       forward();
       shard.backward(ring);
@@ -295,19 +316,22 @@ TEST(RingProperty, StridesChangeNoBit) {
     SCOPED_TRACE(c.text);
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
     const test::Results dense = test::run_ring(c.options, inputs, Layout::dense);
-    EXPECT_EQ(test::first_difference(test::run_ring(c.options, inputs, Layout::heads_major), dense), "");
+    EXPECT_EQ(test::first_difference(test::run_ring(c.options, inputs, Layout::heads_major), dense),
+              "");
     EXPECT_EQ(test::first_difference(test::run_ring(c.options, inputs, Layout::padded), dense), "");
     if (HasFailure()) return;
   }
 }
 
-// Strides may be negative, and 0 for inputs: a sequence stored backwards, and one K/V for the whole batch.
+// Strides may be negative, and 0 for inputs: a sequence stored backwards, and one K/V for the whole
+// batch.
 TEST(RingProperty, NegativeAndZeroStridesWork) {
   const Problem problem = test::make_problem("strides", dense(2, true), 2, 30, 16, 2);
   const RingOptions options = ring_options(problem, Placement::zigzag(30, 3));
   test::Inputs inputs = test::random_inputs(problem, 1);
   const std::size_t half = inputs.k.size() / 2;
-  for (auto* tensor : {&inputs.k, &inputs.v}) std::copy_n(tensor->begin(), half, tensor->begin() + static_cast<std::ptrdiff_t>(half));
+  for (auto* tensor : {&inputs.k, &inputs.v})
+    std::copy_n(tensor->begin(), half, tensor->begin() + static_cast<std::ptrdiff_t>(half));
   const test::Results expected = test::run_ring(options, inputs);
   test::Results results = test::empty_results(options);
   run_in_process(3, [&](Transport& transport) {
@@ -317,7 +341,8 @@ TEST(RingProperty, NegativeAndZeroStridesWork) {
     const std::int64_t local = shard.q.view().shape[1];
     const auto reversed = [&](test::ShardTensor& tensor) {
       TensorView view = tensor.view();
-      view.data = static_cast<std::byte*>(view.data) + (local - 1) * view.stride[1] * static_cast<std::int64_t>(size_of(view.dtype));
+      view.data = static_cast<std::byte*>(view.data) +
+                  (local - 1) * view.stride[1] * static_cast<std::int64_t>(size_of(view.dtype));
       view.stride[1] = -view.stride[1];
       return view;
     };
@@ -339,8 +364,8 @@ TEST(RingProperty, NegativeAndZeroStridesWork) {
     TensorView v = shard.v.view();
     k.stride[0] = v.stride[0] = 0;
     ring.forward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view());
-    ring.backward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view(), reversed(shard.dout), shard.dq.view(),
-                  shard.dk.view(), shard.dv.view());
+    ring.backward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view(), reversed(shard.dout),
+                  shard.dq.view(), shard.dk.view(), shard.dv.view());
     shard.collect(results);
   });
   EXPECT_EQ(test::first_difference(results, expected), "");

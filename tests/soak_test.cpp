@@ -1,4 +1,5 @@
-// Long runs: the thousandth answer is the first one, and memory, threads and descriptors stay where they were.
+// Long runs: the thousandth answer is the first one, and memory, threads and descriptors stay where
+// they were.
 
 #include <gtest/gtest.h>
 
@@ -82,7 +83,8 @@ TEST_P(SoakTest, ThousandIterationsGiveTheSameBits) {
       shard.backward(ring);
       shard.collect(first);
       const auto outputs = [&] {
-        return std::vector<std::vector<std::byte>>{shard.o.bytes(), shard.lse.bytes(), shard.dq.bytes(), shard.dk.bytes(),
+        return std::vector<std::vector<std::byte>>{shard.o.bytes(), shard.lse.bytes(),
+                                                   shard.dq.bytes(), shard.dk.bytes(),
                                                    shard.dv.bytes()};
       };
       const auto expected = outputs();
@@ -119,13 +121,14 @@ TEST(Soak, ResidentMemoryIsFlatOverTenThousandCalls) {
     }
     if (transport.rank() == 0) after = resident_bytes();
   });
-  std::printf("[   RSS    ] %.1f MiB after a tenth of the calls, %.1f MiB after all\n", static_cast<double>(before) / 0x1p20,
-              static_cast<double>(after) / 0x1p20);
+  std::printf("[   RSS    ] %.1f MiB after a tenth of the calls, %.1f MiB after all\n",
+              static_cast<double>(before) / 0x1p20, static_cast<double>(after) / 0x1p20);
   EXPECT_LE(after - before, test::slowness() > 1 ? 64 << 20 : 1 << 20);
 }
 
 TEST(Soak, ExecutorsComeAndGoWithoutATrace) {
-  const Problem problem = make_problem("come and go", longnet(2, List{16, 64}, List{1, 2}), 2, 64, 16);
+  const Problem problem =
+      make_problem("come and go", longnet(2, List{16, 64}, List{1, 2}), 2, 64, 16);
   const test::Inputs inputs = test::random_inputs(problem, 1);
   const auto round = [&](int i) {
     RingOptions options = ring_options(problem, Placement::contiguous(64, 2 + i % 3));
@@ -157,7 +160,8 @@ TEST(Soak, FailuresLeaveNoTrace) {
   const auto round = [&] {
     RingOptions bad = ring_options(problem, Placement::contiguous(20, 3));
     bad.head_dim = 12;
-    const auto refused = test::run_ranks(3, [&](Transport& transport) { const RingAttention ring(bad, transport); });
+    const auto refused =
+        test::run_ranks(3, [&](Transport& transport) { const RingAttention ring(bad, transport); });
     EXPECT_EQ(refused[0].kind, "ConfigError");
     const RingOptions options = ring_options(problem, Placement::contiguous(20, 3));
     const auto died = test::run_ranks(3, [&](Transport& inner) {
@@ -198,16 +202,19 @@ TEST(Soak, ConcurrentExecutorsDoNotDisturbEachOther) {
     jobs.push_back(std::move(job));
   };
   add(make_problem("a", dense(2, true), 1, 200, 64), Placement::zigzag(200, 3), DType::f32, false);
-  add(make_problem("b", longnet(4, List{16, 128}, List{1, 4}), 4, 150, 24, 2), Placement::striped(150, 2), DType::bf16, false);
+  add(make_problem("b", longnet(4, List{16, 128}, List{1, 4}), 4, 150, 24, 2),
+      Placement::striped(150, 2), DType::bf16, false);
   add(make_problem("c", dense(1), 1, 77, 128), Placement::contiguous(77, 1), DType::f16, true);
-  add(make_problem("d", longnet(4, List{32, 64}, List{1, 2}, true), 2, 180, 40, 1, MixGradient::detached),
+  add(make_problem("d", longnet(4, List{32, 64}, List{1, 2}, true), 2, 180, 40, 1,
+                   MixGradient::detached),
       Placement::hilbert(180, 4), DType::f32, true);
   std::atomic<int> wrong{0};
   std::vector<std::thread> threads;
   for (const Job& job : jobs) {
     threads.emplace_back([&wrong, &job] {
       for (int i = 0; i < rounds(60); ++i) {
-        if (!test::first_difference(test::run_ring(job.options, job.inputs), job.alone).empty()) ++wrong;
+        if (!test::first_difference(test::run_ring(job.options, job.inputs), job.alone).empty())
+          ++wrong;
       }
     });
   }
@@ -222,7 +229,8 @@ TEST(Soak, ManyRanksShareOneThread) {
   options.pool = std::make_shared<ThreadPool>(1);
   const test::Inputs inputs = test::random_inputs(problem, 1);
   const test::Expected expected = test::reference_of(problem, inputs);
-  for (int i = 0; i < rounds(100); ++i) test::expect_matches(problem, test::run_ring(options, inputs), expected);
+  for (int i = 0; i < rounds(100); ++i)
+    test::expect_matches(problem, test::run_ring(options, inputs), expected);
 }
 
 }  // namespace

@@ -187,8 +187,23 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
       }
     }
   }
-  std::stable_sort(phase.items.begin(), phase.items.end(),
-                   [](const WorkItem& a, const WorkItem& b) { return a.cost > b.cost; });
+  // Few items: the longest first, so that threads end together. Many: segment by segment, so that
+  // heads, whose rows share pages, follow each other; the last item is then a small part of the
+  // whole anyway.
+  constexpr std::size_t kManyPerThread = 32;
+  if (phase.items.size() > kManyPerThread * static_cast<std::size_t>(threads)) {
+    std::stable_sort(
+        phase.items.begin(), phase.items.end(), [&](const WorkItem& a, const WorkItem& b) {
+          const auto key = [&](const WorkItem& item) {
+            const WorkGroup& group = groups_[static_cast<std::size_t>(item.group)];
+            return std::tuple(item.batch, group.segment, group.branch, member(item).q_head);
+          };
+          return key(a) < key(b);
+        });
+  } else {
+    std::stable_sort(phase.items.begin(), phase.items.end(),
+                     [](const WorkItem& a, const WorkItem& b) { return a.cost > b.cost; });
+  }
   if (kind == WorkKind::gradients || kind == WorkKind::key_gradient) {
     assign_turns(phase, kind == WorkKind::gradients, threads);
   }

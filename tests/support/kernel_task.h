@@ -19,8 +19,8 @@
 #include "core/thread_pool.h"
 #include "kernels/cpu/kernel.h"
 
-// One kernel task with its data, an oracle in fp64 and the memory that kernels want: rows that are aligned to nothing, in
-// runs that are cut as a test likes.
+// One kernel task with its data, an oracle in fp64 and the memory that kernels want: rows that are
+// aligned to nothing, in runs that are cut as a test likes.
 namespace annulus::test {
 
 inline constexpr double kNegInf = -std::numeric_limits<double>::infinity();
@@ -37,13 +37,16 @@ struct TaskData {
   [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
   [[nodiscard]] std::int64_t keys() const { return std::ssize(k_index); }
   [[nodiscard]] bool sees(std::int64_t query, std::int64_t key) const {
-    return !causal || k_index[static_cast<std::size_t>(key)] <= q_index[static_cast<std::size_t>(query)];
+    return !causal ||
+           k_index[static_cast<std::size_t>(key)] <= q_index[static_cast<std::size_t>(query)];
   }
 };
 
-inline std::vector<std::int32_t> progression(std::int32_t first, std::int32_t stride, std::int64_t count) {
+inline std::vector<std::int32_t> progression(std::int32_t first, std::int32_t stride,
+                                             std::int64_t count) {
   std::vector<std::int32_t> out(static_cast<std::size_t>(count));
-  for (std::size_t i = 0; i < out.size(); ++i) out[i] = first + stride * static_cast<std::int32_t>(i);
+  for (std::size_t i = 0; i < out.size(); ++i)
+    out[i] = first + stride * static_cast<std::int32_t>(i);
   return out;
 }
 
@@ -53,9 +56,11 @@ inline double as_stored(DType dtype, double value) {
   return load_element(&bits, dtype, 0);
 }
 
-inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causal, std::vector<std::int32_t> q_index,
-                            std::vector<std::int32_t> k_index) {
-  TaskData data{dtype, dim, 1.0 / std::sqrt(dim), causal, std::move(q_index), std::move(k_index), {}, {}, {}, {}};
+inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causal,
+                            std::vector<std::int32_t> q_index, std::vector<std::int32_t> k_index) {
+  TaskData data{
+      dtype, dim, 1.0 / std::sqrt(dim), causal, std::move(q_index), std::move(k_index), {}, {},
+      {},    {}};
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal;
   const auto fill = [&](std::int64_t rows) {
@@ -74,25 +79,30 @@ inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causa
 template <typename T>
 struct BasicTaskResult {
   std::vector<T> o, lse, dq, dk, dv;
-  [[nodiscard]] std::vector<const std::vector<T>*> members() const { return {&o, &lse, &dq, &dk, &dv}; }
+  [[nodiscard]] std::vector<const std::vector<T>*> members() const {
+    return {&o, &lse, &dq, &dk, &dv};
+  }
 };
 using TaskResult = BasicTaskResult<float>;
 using TaskOracle = BasicTaskResult<double>;
 
-// The definition: softmax over the keys a query sees, its gradient with delta = dO.O. A row that sees nothing, or nothing
-// but scores of -inf, has O = 0, no gradient and gives none.
+// The definition: softmax over the keys a query sees, its gradient with delta = dO.O. A row that
+// sees nothing, or nothing but scores of -inf, has O = 0, no gradient and gives none.
 inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = nullptr) {
   const auto dim = static_cast<std::size_t>(data.dim);
-  const auto dot = [&](const std::vector<double>& a, std::int64_t i, const std::vector<double>& b, std::int64_t j) {
+  const auto dot = [&](const std::vector<double>& a, std::int64_t i, const std::vector<double>& b,
+                       std::int64_t j) {
     double sum = 0;
     for (std::size_t d = 0; d < dim; ++d) {
       sum += a[static_cast<std::size_t>(i) * dim + d] * b[static_cast<std::size_t>(j) * dim + d];
     }
     return sum;
   };
-  const auto add = [&](std::vector<double>& into, std::int64_t i, double w, const std::vector<double>& from, std::int64_t j) {
+  const auto add = [&](std::vector<double>& into, std::int64_t i, double w,
+                       const std::vector<double>& from, std::int64_t j) {
     for (std::size_t d = 0; d < dim; ++d) {
-      into[static_cast<std::size_t>(i) * dim + d] += w * from[static_cast<std::size_t>(j) * dim + d];
+      into[static_cast<std::size_t>(i) * dim + d] +=
+          w * from[static_cast<std::size_t>(j) * dim + d];
     }
   };
   TaskOracle out;
@@ -110,7 +120,8 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
       seen.push_back(j);
       score.push_back(data.scale * dot(data.q, i, data.k, j));
     }
-    const bool nothing = std::all_of(score.begin(), score.end(), [](double s) { return s == kNegInf; });
+    const bool nothing =
+        std::all_of(score.begin(), score.end(), [](double s) { return s == kNegInf; });
     if (!nothing) {
       double highest = kNegInf;
       for (const double s : score) highest = s > highest ? s : highest;
@@ -118,7 +129,8 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
       for (const double s : score) sum += std::exp(s - highest);
       const double lse = highest + std::log(sum);
       out.lse[static_cast<std::size_t>(i)] = lse;
-      for (std::size_t n = 0; n < seen.size(); ++n) add(out.o, i, std::exp(score[n] - lse), data.v, seen[n]);
+      for (std::size_t n = 0; n < seen.size(); ++n)
+        add(out.o, i, std::exp(score[n] - lse), data.v, seen[n]);
     }
     const double delta = dot(data.dout, i, out.o, i);
     if (delta_out != nullptr) (*delta_out)[static_cast<std::size_t>(i)] = delta;
@@ -146,18 +158,24 @@ struct Cut {
 class ChannelRows {
  public:
   ChannelRows(DType dtype, std::int64_t rows, int width)
-      : dtype_(dtype), rows_(rows), width_(width), step_(width + 1),
+      : dtype_(dtype),
+        rows_(rows),
+        width_(width),
+        step_(width + 1),
         bytes_(static_cast<std::size_t>(rows * step_ + 2) * size_of(dtype), std::byte{0x7b}) {}
 
   [[nodiscard]] std::byte* row(std::int64_t i) {
     return bytes_.data() + static_cast<std::size_t>(1 + i * step_) * size_of(dtype_);
   }
-  [[nodiscard]] std::int64_t step_bytes() const { return step_ * static_cast<std::int64_t>(size_of(dtype_)); }
+  [[nodiscard]] std::int64_t step_bytes() const {
+    return step_ * static_cast<std::int64_t>(size_of(dtype_));
+  }
   template <typename T>
   void store(const std::vector<T>& values) {
     for (std::int64_t i = 0; i < rows_; ++i) {
       for (int d = 0; d < width_; ++d) {
-        store_element(row(i), dtype_, d, static_cast<float>(values[static_cast<std::size_t>(i * width_ + d)]));
+        store_element(row(i), dtype_, d,
+                      static_cast<float>(values[static_cast<std::size_t>(i * width_ + d)]));
       }
     }
   }
@@ -184,7 +202,9 @@ class FencedScratch {
     std::memset(memory_.get(), 0xff, ThreadPool::kScratchBytes);  // NaN: nobody may rely on zeros
     std::memset(memory_.get() + ThreadPool::kScratchBytes, 0x5a, kFence);
   }
-  [[nodiscard]] std::span<std::byte> span() const { return {memory_.get(), ThreadPool::kScratchBytes}; }
+  [[nodiscard]] std::span<std::byte> span() const {
+    return {memory_.get(), ThreadPool::kScratchBytes};
+  }
   [[nodiscard]] bool fence_stands() const {
     const std::byte* fence = memory_.get() + ThreadPool::kScratchBytes;
     return std::all_of(fence, fence + kFence, [](std::byte b) { return b == std::byte{0x5a}; });
@@ -220,15 +240,17 @@ inline cpu::Problem problem_of(const TaskData& data) {
   return {data.dtype, data.dim, static_cast<float>(data.scale), data.causal};
 }
 
-inline std::vector<cpu::RowRun> runs_of(const std::vector<std::int32_t>& index, std::vector<Cut> cuts,
-                                        std::initializer_list<std::pair<int, ChannelRows*>> channels) {
+inline std::vector<cpu::RowRun> runs_of(
+    const std::vector<std::int32_t>& index, std::vector<Cut> cuts,
+    std::initializer_list<std::pair<int, ChannelRows*>> channels) {
   if (cuts.empty()) cuts = {{0, 1, std::ssize(index)}};
   std::vector<cpu::RowRun> runs;
   for (const Cut& cut : cuts) {
     if (cut.count == 0) continue;
     cpu::RowRun run;
     run.index = index[static_cast<std::size_t>(cut.first)];
-    run.index_stride = cut.count > 1 ? index[static_cast<std::size_t>(cut.first + cut.stride)] - run.index : 1;
+    run.index_stride =
+        cut.count > 1 ? index[static_cast<std::size_t>(cut.first + cut.stride)] - run.index : 1;
     run.count = static_cast<std::int32_t>(cut.count);
     for (const auto& [channel, rows] : channels) {
       run.base[static_cast<std::size_t>(channel)] = rows->row(cut.first);
@@ -245,7 +267,8 @@ inline std::int64_t count_of(const std::vector<cpu::RowRun>& runs) {
 }
 
 // Forward of all queries of the runs, in tasks of kQueryBlock.
-inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run, TaskResult& result) {
+inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run,
+                        TaskResult& result) {
   ChannelRows q(data.dtype, data.queries(), data.dim);
   ChannelRows k(data.dtype, data.keys(), data.dim);
   ChannelRows v(data.dtype, data.keys(), data.dim);
@@ -257,8 +280,9 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
   v.store(data.v);
   if (run.state_o != nullptr) state.store(*run.state_o);
   if (run.state_lse != nullptr) lse.store(*run.state_lse);
-  const auto queries = runs_of(
-      data.q_index, run.query_cuts, {{cpu::kQuery, &q}, {cpu::kLse, &lse}, {cpu::kState, &state}, {cpu::kOut, &out}});
+  const auto queries =
+      runs_of(data.q_index, run.query_cuts,
+              {{cpu::kQuery, &q}, {cpu::kLse, &lse}, {cpu::kState, &state}, {cpu::kOut, &out}});
   const auto keys = runs_of(data.k_index, run.key_cuts, {{cpu::kKey, &k}, {cpu::kValue, &v}});
   const std::int64_t rows = count_of(queries);
   for (std::int64_t begin = 0; begin < rows; begin += cpu::kQueryBlock) {
@@ -276,10 +300,11 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
   result.lse = lse.load();
 }
 
-// Backward with the given statistics; gradients start from `start` and what was there is taken off again by the caller.
+// Backward with the given statistics; gradients start from `start` and what was there is taken off
+// again by the caller.
 inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run,
-                         const std::vector<double>& lse_in, const std::vector<double>& delta_in, TaskResult& result,
-                         float start = 0.0F) {
+                         const std::vector<double>& lse_in, const std::vector<double>& delta_in,
+                         TaskResult& result, float start = 0.0F) {
   ChannelRows q(data.dtype, data.queries(), data.dim);
   ChannelRows dout(data.dtype, data.queries(), data.dim);
   ChannelRows k(data.dtype, data.keys(), data.dim);
@@ -299,8 +324,14 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
   dk.store(std::vector<float>(data.k.size(), start));
   dv.store(std::vector<float>(data.k.size(), start));
   auto queries = runs_of(data.q_index, run.query_cuts,
-                         {{cpu::kQuery, &q}, {cpu::kOutGrad, &dout}, {cpu::kLse, &lse}, {cpu::kDelta, &delta}, {cpu::kQueryGrad, &dq}});
-  auto keys = runs_of(data.k_index, run.key_cuts, {{cpu::kKey, &k}, {cpu::kValue, &v}, {cpu::kKeyGrad, &dk}, {cpu::kValueGrad, &dv}});
+                         {{cpu::kQuery, &q},
+                          {cpu::kOutGrad, &dout},
+                          {cpu::kLse, &lse},
+                          {cpu::kDelta, &delta},
+                          {cpu::kQueryGrad, &dq}});
+  auto keys =
+      runs_of(data.k_index, run.key_cuts,
+              {{cpu::kKey, &k}, {cpu::kValue, &v}, {cpu::kKeyGrad, &dk}, {cpu::kValueGrad, &dv}});
   // A gradient that is not asked for may have no memory.
   for (cpu::RowRun& r : queries) {
     if (!run.query_grad) r.base[cpu::kQueryGrad] = nullptr;
@@ -324,7 +355,8 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
 }
 
 // Forward and backward; backward gets the oracle's statistics, rounded to fp32.
-inline TaskResult run_task(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run = {}) {
+inline TaskResult run_task(const cpu::Kernels& kernels, const TaskData& data,
+                           const TaskRun& run = {}) {
   TaskResult result;
   run_forward(kernels, data, run, result);
   std::vector<double> delta;

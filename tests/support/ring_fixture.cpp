@@ -83,8 +83,8 @@ double ratio(double numerator, double denominator) {
 }
 
 ShardTensor shard_tensor(const RingOptions& options, int rank, int heads, Layout layout) {
-  return {options.dtype,    options.batch, options.placement.local_tokens(rank), heads,
-          options.head_dim, layout};
+  return {options.dtype, options.batch,    options.placement.local_tokens(rank),
+          heads,         options.head_dim, layout};
 }
 
 struct Worst {
@@ -130,8 +130,9 @@ Inputs random_inputs(const Problem& problem, std::uint64_t seed, double deviatio
 
 namespace {
 
-// Backward's delta = rowsum(dO * O) comes from the o that forward has written. An error e of delta changes dS
-// by -P e; the reference itself gives the sums over P that this changes: O with V = K, and dV with dO = e Q.
+// Backward's delta = rowsum(dO * O) comes from the o that forward has written. An error e of delta
+// changes dS by -P e; the reference itself gives the sums over P that this changes: O with V = K,
+// and dV with dO = e Q.
 reference::Gradients gradients_from_rounded_output(const Problem& p, const Inputs& in,
                                                    const Expected& expected) {
   reference::Gradients gradients = expected.gradients;
@@ -151,8 +152,8 @@ reference::Gradients gradients_from_rounded_output(const Problem& p, const Input
       error_times_q[i] *= scale * error / p.pattern.output_scale;
     }
   }
-  const reference::Gradients change = reference::backward(p.pattern, p.shape, in.q, in.k, in.v,
-                                                          error_times_q, p.mix, p.scale);
+  const reference::Gradients change =
+      reference::backward(p.pattern, p.shape, in.q, in.k, in.v, error_times_q, p.mix, p.scale);
   for (std::size_t i = 0; i < gradients.dk.size(); ++i) gradients.dk[i] -= change.dv[i];
   return gradients;
 }
@@ -167,10 +168,8 @@ Expected reference_of(const Problem& p, const Inputs& in) {
   if (p.dtype == DType::f32) return expected;
   const reference::Gradients gradients = gradients_from_rounded_output(p, in, expected);
   expected.one_piece = {rounded(expected.output.o, p.dtype),
-                        rounded(expected.output.lse, DType::f32),
-                        rounded(gradients.dq, p.dtype),
-                        rounded(gradients.dk, p.dtype),
-                        rounded(gradients.dv, p.dtype)};
+                        rounded(expected.output.lse, DType::f32), rounded(gradients.dq, p.dtype),
+                        rounded(gradients.dk, p.dtype), rounded(gradients.dv, p.dtype)};
   return expected;
 }
 
@@ -198,9 +197,10 @@ std::string first_difference(const Results& a, const Results& b) {
     }
     if (different == 0) continue;
     char text[160];
-    std::snprintf(text, sizeof(text), "%s differs in %zu of %zu elements, first [%zu]: %.9g and %.9g",
-                  name.c_str(), different, left[m]->size(), first,
-                  static_cast<double>((*left[m])[first]), static_cast<double>((*right[m])[first]));
+    std::snprintf(text, sizeof(text),
+                  "%s differs in %zu of %zu elements, first [%zu]: %.9g and %.9g", name.c_str(),
+                  different, left[m]->size(), first, static_cast<double>((*left[m])[first]),
+                  static_cast<double>((*right[m])[first]));
     return text;
   }
   return "";
@@ -266,10 +266,10 @@ void ShardTensor::fill(float value) {
 bool ShardTensor::gaps_untouched() const {
   std::vector<bool> used(bytes_.size(), false);
   const std::size_t size = size_of(view_.dtype);
-  const auto start = view_.data == nullptr
-                         ? 0
-                         : static_cast<std::size_t>(static_cast<const std::byte*>(view_.data) -
-                                                    bytes_.data());
+  const auto start =
+      view_.data == nullptr
+          ? 0
+          : static_cast<std::size_t>(static_cast<const std::byte*>(view_.data) - bytes_.data());
   for_each_element([&](std::int64_t i) {
     for (std::size_t byte = 0; byte < size; ++byte) {
       used[start + static_cast<std::size_t>(i) * size + byte] = true;
@@ -411,7 +411,8 @@ Results run_ring(const RingOptions& options, const Inputs& inputs, Layout layout
 }
 
 std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport&)>& body) {
-  // A rank that waits for another in vain does so for this long: tests notice, and need not wait a minute.
+  // A rank that waits for another in vain does so for this long: tests notice, and need not wait a
+  // minute.
   InProcessOptions options;
   options.deadline = std::chrono::milliseconds(static_cast<int>(5000 * slowness()));
   auto transports = make_in_process_ring(ranks, options);
@@ -442,6 +443,19 @@ std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport
   }
   for (std::thread& thread : threads) thread.join();
   return outcomes;
+}
+
+void expect_everywhere(const std::vector<RankOutcome>& outcomes, const std::string& kind,
+                       const std::vector<std::string>& texts) {
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    const RankOutcome& outcome = outcomes[rank];
+    EXPECT_EQ(outcome.kind, kind) << "rank " << rank << ": " << outcome.message;
+    EXPECT_LT(outcome.seconds, 1.0 * slowness()) << "rank " << rank;
+    for (const std::string& text : texts) {
+      EXPECT_NE(outcome.message.find(text), std::string::npos)
+          << "rank " << rank << " says '" << outcome.message << "', without '" << text << "'";
+    }
+  }
 }
 
 WatchedTransport::Count WatchedTransport::sent(std::uint32_t tag) const {
@@ -502,7 +516,8 @@ Errors error_ratios(const Problem& problem, const Results& results, const Expect
   const auto actual = members(results);
   const auto one_piece = members(expected.one_piece);
   const auto wanted = members(expected);
-  // Rounding a typical gradient: for problems whose gradients vanish, or happen to be representable.
+  // Rounding a typical gradient: for problems whose gradients vanish, or happen to be
+  // representable.
   const double unit = problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
   const double nominal = 0.4 * unit * joint_rms(expected.gradients);
   Errors errors;
@@ -510,8 +525,9 @@ Errors error_ratios(const Problem& problem, const Results& results, const Expect
     const double error = difference_rms(*actual[m], *wanted[m]);
     const double floor = m >= 2 && mean_keys(problem) < 8 ? nominal : 0.0;
     // lse is fp32 whatever the dtype of the rest.
-    errors.value[m] = m == 1 ? ratio(error, std::max(1.0, rms(*wanted[m])))
-                             : ratio(error, std::max(difference_rms(*one_piece[m], *wanted[m]), floor));
+    errors.value[m] =
+        m == 1 ? ratio(error, std::max(1.0, rms(*wanted[m])))
+               : ratio(error, std::max(difference_rms(*one_piece[m], *wanted[m]), floor));
   }
   return errors;
 }
@@ -539,7 +555,8 @@ void note_worst(const std::string& what, double value) {
   entry.second = info != nullptr ? info->name() : "";
 }
 
-Placement placement_of(const std::string& name, std::int64_t tokens, int ranks, std::uint64_t seed) {
+Placement placement_of(const std::string& name, std::int64_t tokens, int ranks,
+                       std::uint64_t seed) {
   if (name == "aligned") return Placement::contiguous(tokens, ranks, 16);
   if (name == "explicit") {
     Random random(seed);

@@ -18,8 +18,9 @@
 #include "annulus/tensor.h"
 #include "annulus/transport.h"
 
-// What the tests of the ring share: global random tensors, their shards in awkward memory layouts, an
-// in-process ring that turns them into global results, and the measures that compare those with the oracle.
+// What the tests of the ring share: global random tensors, their shards in awkward memory layouts,
+// an in-process ring that turns them into global results, and the measures that compare those with
+// the oracle.
 namespace annulus::test {
 
 // What is computed, whatever the ring.
@@ -47,8 +48,9 @@ struct Results {
 struct Expected {
   reference::Output output;
   reference::Gradients gradients;
-  // 16-bit problems: what the reference gives with the inputs and outputs that an executor has. Outputs are
-  // rounded to the dtype, and backward gets the rounded o, from which it takes rowsum(dO * O).
+  // 16-bit problems: what the reference gives with the inputs and outputs that an executor has.
+  // Outputs are rounded to the dtype, and backward gets the rounded o, from which it takes
+  // rowsum(dO * O).
   Results one_piece;
 };
 [[nodiscard]] Expected reference_of(const Problem& problem, const Inputs& inputs);
@@ -60,8 +62,8 @@ inline constexpr const char* kResultNames[] = {"o", "lse", "dq", "dk", "dv"};
 // Empty if every bit is equal, else the first difference. NaNs are equal whatever their payload.
 [[nodiscard]] std::string first_difference(const Results& a, const Results& b);
 
-// dense: [batch, tokens, heads, dim]. heads_major: a transposed view of [batch, heads, tokens, dim].
-// padded: gaps behind rows, tokens and batch entries, and a start that is aligned to nothing.
+// dense: [batch, tokens, heads, dim]. heads_major: a transposed view of [batch, heads, tokens,
+// dim]. padded: gaps behind rows, tokens and batch entries, and a start that is aligned to nothing.
 enum class Layout : std::uint8_t { dense, heads_major, padded };
 
 // One rank's tensor in some layout. Bytes outside the view hold a pattern that nobody may change.
@@ -94,11 +96,12 @@ class ShardTensor {
 struct Shard {
   Shard(const RingOptions& options, int rank, Layout layout = Layout::dense);
 
-  void load(const Inputs& inputs);              // and fills the outputs with NaN: nothing may survive
-  void forward(RingAttention& ring);            // makes a branch state where backward will need one
+  void load(const Inputs& inputs);    // and fills the outputs with NaN: nothing may survive
+  void forward(RingAttention& ring);  // makes a branch state where backward will need one
   void backward(RingAttention& ring);
-  void collect(Results& results) const;         // own rows only: ranks may do so at the same time
-  [[nodiscard]] std::string damage() const;     // inputs or gaps that changed since load(); empty: none
+  void collect(Results& results) const;  // own rows only: ranks may do so at the same time
+  [[nodiscard]] std::string damage()
+      const;  // inputs or gaps that changed since load(); empty: none
 
   std::vector<std::int64_t> positions;
   std::int64_t batch;
@@ -114,8 +117,8 @@ struct Shard {
 [[nodiscard]] RingOptions ring_options(const Problem& problem, Placement placement);
 [[nodiscard]] Results empty_results(const RingOptions& options);
 
-// Builds the executors, runs forward and (options.backward) backward, and returns the global results.
-// Throws std::runtime_error if an input or a gap between rows was written to.
+// Builds the executors, runs forward and (options.backward) backward, and returns the global
+// results. Throws std::runtime_error if an input or a gap between rows was written to.
 [[nodiscard]] Results run_ring(const RingOptions& options, const Inputs& inputs,
                                Layout layout = Layout::dense);
 
@@ -128,7 +131,12 @@ struct RankOutcome {
 [[nodiscard]] std::vector<RankOutcome> run_ranks(int ranks,
                                                  const std::function<void(Transport&)>& body);
 
-// Forwards to another transport and keeps books: bytes and messages by tag and peer. May refuse to send.
+// Every rank ended as `kind`, within a second, with a message that holds all of `texts`.
+void expect_everywhere(const std::vector<RankOutcome>& outcomes, const std::string& kind,
+                       const std::vector<std::string>& texts);
+
+// Forwards to another transport and keeps books: bytes and messages by tag and peer. May refuse to
+// send.
 class WatchedTransport : public Transport {
  public:
   explicit WatchedTransport(Transport& inner) : inner_(inner) {}
@@ -174,8 +182,9 @@ class WatchedTransport : public Transport {
 [[nodiscard]] double rms(std::span<const double> values);  // of the finite ones
 [[nodiscard]] std::vector<float> rounded(std::span<const double> values, DType dtype);
 
-// fp32: relative RMS error of each result. Gradients of q and k are differences that vanish for rows
-// with few keys: for such problems they are measured against the size of all gradients together.
+// fp32: relative RMS error of each result. Gradients of q and k are differences that vanish for
+// rows with few keys: for such problems they are measured against the size of all gradients
+// together.
 struct Errors {
   double value[5] = {};  // as kResultNames
 };
@@ -185,8 +194,8 @@ struct Errors {
 [[nodiscard]] Errors error_ratios(const Problem& problem, const Results& results,
                                   const Expected& expected);
 
-// Fails unless fp32 results are within 2e-6 of the oracle, and 16-bit ones within twice the error of
-// rounding it. Worst values are printed when the program ends.
+// Fails unless fp32 results are within 2e-6 of the oracle, and 16-bit ones within twice the error
+// of rounding it. Worst values are printed when the program ends.
 void expect_matches(const Problem& problem, const Results& results, const Expected& expected);
 void note_worst(const std::string& what, double value);
 

@@ -1,0 +1,320 @@
+// Options that are wrong, differ between ranks or ask for too much: a ConfigError on every rank
+// that says so, before anything is allocated.
+
+#include <gtest/gtest.h>
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/pattern.h"
+#include "annulus/ring_attention.h"
+#include "support/ring_fixture.h"
+
+namespace annulus {
+namespace {
+
+using test::expect_everywhere;
+using test::make_problem;
+using test::Problem;
+using test::RankOutcome;
+using test::run_ranks;
+
+using List = std::vector<std::int64_t>;
+using Texts = std::vector<std::string>;
+
+constexpr int kRanks = 3;
+constexpr std::int64_t kTokens = 22;  // 8, 7 and 7 of them
+
+Problem small_problem() {
+  return make_problem("small", longnet(4, List{8, 16}, List{1, 2}, true), 2, kTokens, 16, 2);
+}
+
+RingOptions small_options() {
+  return ring_options(small_problem(), Placement::contiguous(kTokens, kRanks));
+}
+
+// ---- ranks that differ -------------------------------------------------------------------------
+
+struct Mismatch {
+  const char* name;
+  std::function<void(RingOptions&)> change;
+  const char* text;  // every rank's message says what differs
+};
+
+class MismatchTest : public ::testing::TestWithParam<Mismatch> {};
+
+TEST_P(MismatchTest, IsAConfigErrorEverywhereThatSaysWhatDiffers) {
+  for (const int odd_rank : {0, 1, 4}) {
+    const RingOptions options = ring_options(small_problem(), Placement::contiguous(kTokens, 5));
+    const auto outcomes = run_ranks(5, [&](Transport& transport) {
+      RingOptions mine = options;
+      if (transport.rank() == odd_rank) GetParam().change(mine);
+      const RingAttention ring(mine, transport);
+    });
+    expect_everywhere(outcomes, "ConfigError", {GetParam().text, "disagree"});
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, MismatchTest,
+    ::testing::Values(
+        Mismatch{"pattern", [](RingOptions& o) { o.pattern = dense(4, true); }, "pattern"},
+        Mismatch{"causal", [](RingOptions& o) { o.pattern.causal = false; }, "pattern"},
+        Mismatch{"output_scale", [](RingOptions& o) { o.pattern.output_scale = 0.5; }, "pattern"},
+        Mismatch{"offsets", [](RingOptions& o) { o.pattern.branches[1].offset[0] = 1; }, "pattern"},
+        Mismatch{"placement", [](RingOptions& o) { o.placement = Placement::striped(kTokens, 5); },
+                 "placement"},
+        Mismatch{"tokens",
+                 [](RingOptions& o) { o.placement = Placement::contiguous(kTokens + 1, 5); },
+                 "placement"},
+        Mismatch{"dtype", [](RingOptions& o) { o.dtype = DType::bf16; }, "dtype"},
+        Mismatch{"scale", [](RingOptions& o) { o.scale = 0.3; }, "scale"},
+        Mismatch{"batch", [](RingOptions& o) { o.batch = 1; }, "batch"},
+        Mismatch{"head_dim",
+                 [](RingOptions& o) {
+                   o.head_dim = 24;
+                   o.scale = 0.25;
+                 },
+                 "head_dim"},
+        Mismatch{"kv_heads", [](RingOptions& o) { o.kv_heads = 4; }, "kv_heads"},
+        Mismatch{"schedule", [](RingOptions& o) { o.schedule = Schedule::ring; }, "schedule"},
+        Mismatch{"reproducible", [](RingOptions& o) { o.reproducible = true; }, "reproducible"},
+        Mismatch{"mix_gradient", [](RingOptions& o) { o.mix_gradient = MixGradient::detached; },
+                 "mix_gradient"},
+        Mismatch{"backward", [](RingOptions& o) { o.backward = false; }, "backward"},
+        Mismatch{"backward_travel",
+                 [](RingOptions& o) { o.backward_travel = BackwardTravel::queries; }, "travel"}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+// The default scale is the same as one given in full: not a mismatch.
+TEST(RingOptions, SpelledOutDefaultsAreNoMismatch) {
+  const RingOptions options = small_options();
+  const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
+    RingOptions mine = options;
+    if (transport.rank() == 1) mine.scale = 1.0 / std::sqrt(16.0);
+    if (transport.rank() == 2) mine.blocking = true;
+    const RingAttention ring(mine, transport);
+  });
+  expect_everywhere(outcomes, "", {});
+}
+
+struct BadOption {
+  const char* name;
+  std::function<void(RingOptions&)> change;
+  Texts texts;
+};
+
+// Sizes below would take the machine with them if a check failed: then memory runs out for this
+// process alone.
+class MemoryCap {
+ public:
+  MemoryCap() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    getrlimit(RLIMIT_AS, &before_);
+    rlimit capped = before_;
+    capped.rlim_cur = std::min<rlim_t>(before_.rlim_max, rlim_t{6} << 30);
+    setrlimit(RLIMIT_AS, &capped);
+#endif
+  }
+  ~MemoryCap() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    setrlimit(RLIMIT_AS, &before_);
+#endif
+  }
+  MemoryCap(const MemoryCap&) = delete;
+  MemoryCap& operator=(const MemoryCap&) = delete;
+
+ private:
+  [[maybe_unused]] rlimit before_{};
+};
+
+class BadOptionTest : public ::testing::TestWithParam<BadOption> {};
+
+TEST_P(BadOptionTest, IsAConfigErrorEverywhere) {
+  const MemoryCap cap;
+  for (const bool all_ranks : {true, false}) {
+    SCOPED_TRACE(all_ranks ? "on all ranks" : "on rank 2");
+    const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
+      RingOptions mine = small_options();
+      if (all_ranks || transport.rank() == 2) GetParam().change(mine);
+      const RingAttention ring(mine, transport);
+    });
+    expect_everywhere(outcomes, "ConfigError", GetParam().texts);
+  }
+}
+
+constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+
+INSTANTIATE_TEST_SUITE_P(
+    All, BadOptionTest,
+    ::testing::Values(
+        BadOption{"head_dim_60",
+                  [](RingOptions& o) { o.head_dim = 60; },
+                  {"head_dim is 60", "multiple of 8", "256"}},
+        BadOption{
+            "head_dim_264", [](RingOptions& o) { o.head_dim = 264; }, {"head_dim is 264", "256"}},
+        BadOption{"head_dim_0", [](RingOptions& o) { o.head_dim = 0; }, {"head_dim is 0"}},
+        BadOption{"head_dim_minus_8", [](RingOptions& o) { o.head_dim = -8; }, {"head_dim is -8"}},
+        BadOption{"batch_0", [](RingOptions& o) { o.batch = 0; }, {"batch is 0"}},
+        BadOption{"batch_2_to_60",
+                  [](RingOptions& o) { o.batch = std::int64_t{1} << 60; },
+                  {"limits.qkv_elements"}},
+        BadOption{
+            "batch_largest", [](RingOptions& o) { o.batch = kHuge; }, {"limits.qkv_elements"}},
+        BadOption{"kv_heads_0", [](RingOptions& o) { o.kv_heads = 0; }, {"kv_heads is 0"}},
+        BadOption{"kv_heads_3", [](RingOptions& o) { o.kv_heads = 3; }, {"kv_heads is 3", "4"}},
+        BadOption{"kv_heads_8", [](RingOptions& o) { o.kv_heads = 8; }, {"kv_heads is 8", "4"}},
+        BadOption{"scale_0", [](RingOptions& o) { o.scale = 0; }, {"scale is 0"}},
+        BadOption{"scale_nan", [](RingOptions& o) { o.scale = std::nan(""); }, {"scale is"}},
+        BadOption{"scale_infinite", [](RingOptions& o) { o.scale = INFINITY; }, {"scale is inf"}},
+        BadOption{"reproducible_ring",
+                  [](RingOptions& o) {
+                    o.reproducible = true;
+                    o.schedule = Schedule::ring;
+                  },
+                  {"reproducible", "gather"}},
+        BadOption{"placement_for_others",
+                  [](RingOptions& o) { o.placement = Placement::contiguous(kTokens, 2); },
+                  {"placement 'contiguous' is for 2 ranks", "3"}},
+        BadOption{
+            "no_branches", [](RingOptions& o) { o.pattern.branches.clear(); }, {"no branches"}},
+        BadOption{"dilation_0",
+                  [](RingOptions& o) { o.pattern.branches[0].dilation = 0; },
+                  {"dilation is 0"}},
+        BadOption{"output_scale_nan",
+                  [](RingOptions& o) { o.pattern.output_scale = std::nan(""); },
+                  {"output_scale"}}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+// An output scale of 0 is odd but finite: everything is 0, and not 0/0.
+TEST(RingOptions, OutputScaleOfZeroGivesZeros) {
+  Problem problem = small_problem();
+  problem.pattern.output_scale = 0;
+  const test::Inputs inputs = test::random_inputs(problem, 1);
+  const RingOptions options = ring_options(problem, Placement::contiguous(kTokens, kRanks));
+  try {
+    const test::Results results = test::run_ring(options, inputs);
+    for (const std::size_t m : {0, 2, 3, 4}) {
+      for (const float x : *test::members(results)[m]) ASSERT_EQ(x, 0.0F) << test::kResultNames[m];
+    }
+  } catch (const ConfigError& error) {  // as good
+    EXPECT_NE(std::string(error.what()).find("output_scale"), std::string::npos);
+  }
+}
+
+// ---- limits ------------------------------------------------------------------------------------
+
+std::vector<RankOutcome> build(const RingOptions& options) {
+  return run_ranks(options.placement.ranks(),
+                   [&](Transport& transport) { const RingAttention ring(options, transport); });
+}
+
+TEST(RingLimits, CommunicationBytesMayBeReachedButNotExceeded) {
+  for (const bool backward : {false, true}) {
+    for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
+      RingOptions options = small_options();
+      options.schedule = schedule;
+      options.backward = backward;
+      std::atomic<std::int64_t> most{0};
+      (void)run_ranks(kRanks, [&](Transport& transport) {
+        const std::int64_t bytes =
+            RingAttention(options, transport).memory_info().communication_bytes;
+        std::int64_t seen = most;
+        while (bytes > seen && !most.compare_exchange_weak(seen, bytes)) {
+        }
+      });
+      ASSERT_GT(most, 0);
+      options.limits.communication_bytes = most;
+      expect_everywhere(build(options), "", {});
+      options.limits.communication_bytes = most - 1;
+      expect_everywhere(build(options), "ConfigError",
+                        {"limits.communication_bytes allows " + std::to_string(most - 1),
+                         std::to_string(most) + " bytes", "more ranks", "raise the limit"});
+    }
+  }
+}
+
+TEST(RingLimits, QkvElementsMayBeReachedButNotExceeded) {
+  RingOptions options = small_options();
+  const std::int64_t elements =
+      2 * 8 * (4 + 2 * 2) * 16;  // of rank 0, which has 8 tokens; the others have 7
+  options.limits.qkv_elements = elements;
+  expect_everywhere(build(options), "", {});
+  options.limits.qkv_elements = elements - 1;
+  const auto outcomes = build(options);
+  expect_everywhere(outcomes, "ConfigError",
+                    {std::to_string(elements) + " elements",
+                     "limits.qkv_elements allows " + std::to_string(elements - 1), "more ranks",
+                     "raise the limit"});
+  EXPECT_NE(outcomes[1].message.find("rank 0 refused"), std::string::npos) << outcomes[1].message;
+}
+
+// Nothing may be allocated before the limits are checked: this would be 2^45 bytes.
+TEST(RingLimits, AreCheckedBeforeAnythingIsAllocated) {
+  const MemoryCap cap;
+  RingOptions options = small_options();
+  options.batch = std::int64_t{1} << 32;
+  expect_everywhere(build(options), "ConfigError", {"limits.qkv_elements"});
+  options.limits.qkv_elements = std::numeric_limits<std::int64_t>::max();
+  expect_everywhere(build(options), "ConfigError", {"limits.communication_bytes"});
+}
+
+TEST(RingLimits, AutomaticScheduleFallsBackToRingWhereGatherIsTooLarge) {
+  const Problem problem = make_problem("large", dense(2), 2, 512, 16);
+  RingOptions options = ring_options(problem, Placement::contiguous(512, 8));
+  options.min_tokens_for_ring = 0;
+  const auto bytes = [&](Schedule schedule) {
+    std::int64_t out = 0;
+    options.schedule = schedule;
+    (void)run_ranks(8, [&](Transport& transport) {
+      const RingAttention ring(options, transport);
+      if (transport.rank() == 0) out = ring.memory_info().communication_bytes;
+    });
+    return out;
+  };
+  const std::int64_t by_ring = bytes(Schedule::ring);
+  const std::int64_t by_gather = bytes(Schedule::gather);
+  ASSERT_LT(by_ring, by_gather);
+  options.schedule = Schedule::automatic;
+  for (const std::int64_t limit : {by_ring, (by_ring + by_gather) / 2, by_gather - 1}) {
+    options.limits.communication_bytes = limit;
+    Schedule chosen = Schedule::automatic;
+    const auto outcomes = run_ranks(8, [&](Transport& transport) {
+      const RingAttention ring(options, transport);
+      if (transport.rank() == 0) chosen = ring.schedule();
+    });
+    expect_everywhere(outcomes, "", {});
+    EXPECT_EQ(chosen, Schedule::ring)
+        << "limit " << limit << ", ring needs " << by_ring << ", gather " << by_gather;
+  }
+}
+
+TEST(RingLimits, AutomaticScheduleGathersBelowMinTokensForRing) {
+  const Problem problem = make_problem("auto", dense(2), 2, 96, 16);
+  RingOptions options = ring_options(problem, Placement::contiguous(96, 4));
+  const auto chosen = [&](std::int64_t min_tokens) {
+    options.min_tokens_for_ring = min_tokens;
+    Schedule schedule = Schedule::automatic;
+    (void)run_ranks(4, [&](Transport& transport) {
+      const RingAttention ring(options, transport);
+      if (transport.rank() == 3) schedule = ring.schedule();
+    });
+    return schedule;
+  };
+  EXPECT_EQ(chosen(97), Schedule::gather);
+  // From 96 on the predicted times decide, as they would with any lower threshold.
+  EXPECT_EQ(chosen(96), chosen(0));
+  EXPECT_EQ(chosen(95), chosen(0));
+}
+
+}  // namespace
+}  // namespace annulus

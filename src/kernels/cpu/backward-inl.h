@@ -258,9 +258,9 @@ class Backward {
         for (int j = kV0; j < kVectors; ++j) {
           float* at = s + i * kPanel + j * kLanes;
           const VF score = hn::Load(kF, at);
-          VF w = exp2_vector<M::kExpDegree>(M::kPack == 1
-                                 ? hn::Add(score, minus_lse[j])
-                                 : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_lse[j]));
+          VF w = exp2_vector<M::kExpDegree>(
+              M::kPack == 1 ? hn::Add(score, minus_lse[j])
+                            : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_lse[j]));
           if constexpr (kMasked) w = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), w);
           hn::Store(w, kF, at);
         }

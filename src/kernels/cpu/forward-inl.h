@@ -95,9 +95,9 @@ class Forward {
   // The reference is added here and not as the start of the score's sum: at its magnitude every
   // step would round.
   [[nodiscard]] HWY_INLINE VF weight_of(VF score, VF minus_reference) const {
-    return exp2_vector<M::kExpDegree>(M::kPack == 1
-                           ? hn::Add(score, minus_reference)
-                           : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_reference));
+    return exp2_vector<M::kExpDegree>(
+        M::kPack == 1 ? hn::Add(score, minus_reference)
+                      : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_reference));
   }
 
   void load_queries() {

@@ -45,7 +45,8 @@ HWY_INLINE VF pin(VF v) {
 #endif
 }
 
-// 2^x by a polynomial of degree 5 (2.2e-7 relative), or 4 (7e-7: enough for weights that are rounded to bf16). exp2(-inf) is exactly 0 (masked scores); NaN stays NaN; above 2^127 it
+// 2^x by a polynomial of degree 5 (2.2e-7 relative), or 4 (7e-7: enough for weights that are
+// rounded to bf16). exp2(-inf) is exactly 0 (masked scores); NaN stays NaN; above 2^127 it
 // saturates.
 template <int kDegree = 5>
 HWY_INLINE VF exp2_vector(VF x) {

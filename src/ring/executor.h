@@ -91,7 +91,8 @@ struct RingAttention::Impl {
   int rank = 0;
   double scale = 1;
   Schedule schedule = Schedule::ring;
-  Travel travel = Travel::keys;  // backward
+  Travel travel = Travel::keys;                  // backward
+  std::uint64_t identity = 0xcbf29ce484222325U;  // digest of what the ranks agreed on
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
   std::unique_ptr<Plan> key_plan;

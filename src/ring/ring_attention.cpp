@@ -43,18 +43,20 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
     complaint = error.what();
   }
   const auto number = [](auto value) { return static_cast<std::uint64_t>(value); };
-  ring::agree(*transport, "RingAttention", complaint,
-              {{"the call", 0},
-               {"batch", number(options.batch)},
-               {"kv_heads", number(options.kv_heads)},
-               {"head_dim", number(options.head_dim)},
-               {"dtype", number(options.dtype)},
-               {"scale", std::bit_cast<std::uint64_t>(scale)},
-               {"pattern, placement or schedule", pattern_digest},
-               {"mix_gradient", number(options.mix_gradient)},
-               {"reproducible", number(options.reproducible)},
-               {"backward", number(options.backward)},
-               {"which rows travel in backward", number(travel)}});
+  const std::initializer_list<ring::Claim> claims = {
+      {"batch", number(options.batch)},
+      {"kv_heads", number(options.kv_heads)},
+      {"head_dim", number(options.head_dim)},
+      {"dtype", number(options.dtype)},
+      {"scale", std::bit_cast<std::uint64_t>(scale)},
+      {"pattern, placement or schedule", pattern_digest},
+      {"mix_gradient", number(options.mix_gradient)},
+      {"reproducible", number(options.reproducible)},
+      {"backward", number(options.backward)},
+      {"which rows travel in backward", number(travel)},
+      {"the call", 0}};
+  ring::agree(*transport, "RingAttention", complaint, claims);
+  for (const ring::Claim& claim : claims) identity = (identity ^ claim.value) * 0x100000001b3U;
   // What only one rank may fail at (memory) is again everybody's error.
   std::exception_ptr failure;
   try {
@@ -381,6 +383,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                         impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
                         impl_->check_lse(lse), keep ? impl_->check_state(*state->data_) : ""}),
               {{"the call (forward or backward)", 1},
+               {"the executor: its options differ", impl_->identity},
                {"whether a branch state is passed", keep ? 1U : 0U}});
   impl_->guard([&] { impl_->forward(q, k, v, o, lse, keep ? state->data_.get() : nullptr); });
 }
@@ -407,7 +410,8 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                       "make_branch_state() and pass it to forward and backward"
                     : "",
                 detached && have_state ? impl_->check_state(*state->data_) : ""}),
-      {{"the call (forward or backward)", 2}});
+      {{"the call (forward or backward)", 2},
+       {"the executor: its options differ", impl_->identity}});
   impl_->guard([&] {
     impl_->backward(q, k, v, o, lse, dout, dq, dk, dv, detached ? state->data_.get() : nullptr);
   });

@@ -28,7 +28,7 @@ demo: setup ## Build the tool and run LongNet attention over 131,072 tokens on a
 	@$(CONFIGURE) release
 	@$(BUILD) release --target annulus_tool
 	build/release/annulus run --ranks 4 --tokens 131072 --heads 8 --head-dim 64 --pattern longnet \
-	  --segments 2048,4096,8192,16384,32768 --dilations 1,2,4,8,16
+	  --segments 2048,8192,32768,131072 --dilations 1,4,16,64
 
 test: build ## Build everything and run the whole test suite
 	@$(CTEST) all

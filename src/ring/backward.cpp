@@ -131,6 +131,9 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
         task.keys = r.keys;
         task.canonical_keys = kind == WorkKind::query_gradient;
         task.canonical_queries = kind == WorkKind::key_gradient;
+        task.key_gap = work.group(item).keys.gap;
+        task.query_gap = work.group(item).queries.gap;
+        task.repeats = work.group(item).repeats;
         task.query_grad = kind != WorkKind::key_gradient;
         task.key_grad = kind != WorkKind::query_gradient;
         work.wait_turn(item);

@@ -70,6 +70,8 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
         task.query_end = item.query_end;
         task.keys = r.keys;
         task.canonical = options.reproducible;
+        task.key_gap = work.group(item).keys.gap;
+        task.repeats = work.group(item).repeats;
         task.load_state = per_branch ? !first_step : !first_phase;
         task.out_dtype = per_branch ? DType::f32 : state_dtype;
         kernels->forward(prob, task, pool->scratch(slot));

@@ -196,7 +196,8 @@ void RingAttention::Impl::check_limits() const {
 void RingAttention::Impl::make_work() {
   const int threads = pool->threads();
   const auto work = [&](const Plan& plan, int first, int last, WorkKind kind) {
-    return Work(plan, rank, first, last, kind, options.batch, options.head_dim, threads);
+    return Work(plan, rank, first, last, kind, options.mix_gradient == MixGradient::full,
+                options.batch, options.head_dim, threads);
   };
   if (options.reproducible) {
     forward_work.push_back(work(*key_plan, 0, key_plan->steps(), WorkKind::forward));

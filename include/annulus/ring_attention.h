@@ -97,6 +97,12 @@ class RingAttention {
                 const TensorView& dq, const TensorView& dk, const TensorView& dv,
                 const BranchState* state = nullptr);
 
+  // From any thread: the pass that runs, or else the next one, soon ends with Interrupted on this
+  // rank and with a TransportError on the others. Results are then undefined, and the executor and
+  // its transport are of no further use. A rank that is waiting for rows first waits for them: its
+  // transport's deadline limits that.
+  void interrupt() noexcept;
+
   [[nodiscard]] BranchState make_branch_state() const;
 
   [[nodiscard]] const RingOptions& options() const;

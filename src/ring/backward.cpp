@@ -137,9 +137,11 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
         task.query_grad = kind != WorkKind::key_gradient;
         task.key_grad = kind != WorkKind::query_gradient;
         work.wait_turn(item);
-        kernels->backward(prob, task, pool->scratch(slot));
+        if (!interrupted.load(std::memory_order_relaxed))
+          kernels->backward(prob, task, pool->scratch(slot));
         work.pass_turn(item);
       });
+      check_interrupt();
     }
   };
 

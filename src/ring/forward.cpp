@@ -44,6 +44,7 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
     for (const Work::Phase& phase : work.phases()) {
       pool->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
                                                                             int slot) {
+        if (interrupted.load(std::memory_order_relaxed)) return;
         const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
         const int head = work.member(item).q_head;
         const int branch = work.group(item).branch;
@@ -76,6 +77,7 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
         task.out_dtype = per_branch ? DType::f32 : state_dtype;
         kernels->forward(prob, task, pool->scratch(slot));
       });
+      check_interrupt();
       first_phase = false;
     }
   };

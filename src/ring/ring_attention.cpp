@@ -338,6 +338,11 @@ void RingAttention::Impl::guard(FunctionRef<void()> pass) {
   }
 }
 
+void RingAttention::Impl::check_interrupt() const {
+  if (interrupted.load(std::memory_order_relaxed))
+    throw Interrupted(ring::prefix(*transport, "RingAttention") + "interrupted");
+}
+
 namespace {
 
 // Marks the executor as in use. The flag is cleared on every way out.
@@ -416,6 +421,10 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
   impl_->guard([&] {
     impl_->backward(q, k, v, o, lse, dout, dq, dk, dv, detached ? state->data_.get() : nullptr);
   });
+}
+
+void RingAttention::interrupt() noexcept {
+  impl_->interrupted.store(true, std::memory_order_relaxed);
 }
 
 BranchState RingAttention::make_branch_state() const {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -104,6 +105,12 @@ class RingAttention {
   void interrupt() noexcept;
 
   [[nodiscard]] BranchState make_branch_state() const;
+  // The same over the caller's memory, branch_state_rows() * head_dim and branch_state_rows()
+  // floats: for frameworks that own whatever lives between forward and backward. `filled`: a
+  // forward has written it already.
+  [[nodiscard]] BranchState make_branch_state(std::span<float> o, std::span<float> lse,
+                                              bool filled) const;
+  [[nodiscard]] std::int64_t branch_state_rows() const;
 
   [[nodiscard]] const RingOptions& options() const;
   [[nodiscard]] const Plan& plan() const;  // forward

@@ -70,6 +70,9 @@ struct RingAttention::Impl {
   [[nodiscard]] std::int64_t query_rows() const {
     return options.batch * local_tokens() * options.pattern.heads;
   }
+  [[nodiscard]] std::int64_t branch_rows() const {
+    return static_cast<std::int64_t>(options.pattern.branches.size()) * query_rows();
+  }
   [[nodiscard]] std::int64_t key_rows() const {
     return options.batch * local_tokens() * options.kv_heads;
   }

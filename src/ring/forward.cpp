@@ -25,7 +25,7 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
   const ring::LocalRows state_rows =
       wide() || direct ? out_rows : rows_of(wide_queries.floats(), heads, options.head_dim);
   const DType state_dtype = direct ? options.dtype : DType::f32;
-  const auto branch_rows = [&](const ring::Buffer& buffer, int branch, std::int64_t width) {
+  const auto rows_of_branch = [&](const ring::Buffer& buffer, int branch, std::int64_t width) {
     return rows_of(buffer.floats() + branch * query_rows() * width, heads, width);
   };
 
@@ -49,8 +49,8 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
         const int head = work.member(item).q_head;
         const int branch = work.group(item).branch;
         const ring::LocalRows so =
-            per_branch ? branch_rows(state->o, branch, options.head_dim) : state_rows;
-        const ring::LocalRows sl = per_branch ? branch_rows(state->lse, branch, 1) : lse_rows;
+            per_branch ? rows_of_branch(state->o, branch, options.head_dim) : state_rows;
+        const ring::LocalRows sl = per_branch ? rows_of_branch(state->lse, branch, 1) : lse_rows;
         const ChannelSource queries[] = {{cpu::kQuery, rows_of(q), nullptr, nullptr, nullptr, 0, 0},
                                          {cpu::kLse, sl, nullptr, nullptr, nullptr, 0, 0},
                                          {cpu::kState, so, nullptr, nullptr, nullptr, 0, 0},

@@ -290,9 +290,9 @@ std::string RingAttention::Impl::check_lse(const ConstTensorView& view) const {
 }
 
 std::string RingAttention::Impl::check_state(const BranchState::Data& state) const {
-  const std::int64_t rows =
-      static_cast<std::int64_t>(options.pattern.branches.size()) * query_rows();
-  if (state.o.bytes() == rows * options.head_dim * 4 && state.lse.bytes() == rows * 4) return "";
+  if (state.o.bytes() == branch_rows() * options.head_dim * 4 &&
+      state.lse.bytes() == branch_rows() * 4)
+    return "";
   return "the branch state was made by an executor of another shape: make it with this one's "
          "make_branch_state()";
 }
@@ -428,14 +428,25 @@ void RingAttention::interrupt() noexcept {
 }
 
 BranchState RingAttention::make_branch_state() const {
-  const auto branches = static_cast<std::int64_t>(impl_->options.pattern.branches.size());
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
   state.data_->o =
-      ring::Buffer(branches * impl_->query_rows() * impl_->options.head_dim * 4, "branch outputs");
-  state.data_->lse = ring::Buffer(branches * impl_->query_rows() * 4, "branch log-sum-exps");
+      ring::Buffer(branch_state_rows() * impl_->options.head_dim * 4, "branch outputs");
+  state.data_->lse = ring::Buffer(branch_state_rows() * 4, "branch log-sum-exps");
   return state;
 }
+
+BranchState RingAttention::make_branch_state(std::span<float> o, std::span<float> lse,
+                                             bool filled) const {
+  BranchState state;
+  state.data_ = std::make_unique<BranchState::Data>();
+  state.data_->o = ring::Buffer(o);
+  state.data_->lse = ring::Buffer(lse);
+  state.data_->filled = filled;
+  return state;
+}
+
+std::int64_t RingAttention::branch_state_rows() const { return impl_->branch_rows(); }
 
 const RingOptions& RingAttention::options() const { return impl_->options; }
 const Plan& RingAttention::plan() const { return *impl_->key_plan; }

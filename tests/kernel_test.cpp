@@ -177,6 +177,21 @@ TEST_P(KernelTest, MatchesOracleAcrossBlocks) {
   }
 }
 
+TEST_P(KernelTest, WeighsRepeatedPairs) {
+  const std::vector<std::vector<Repeat>> lists = {
+      {{1, 0}}, {{2, 1}}, {{2, 0}, {4, 2}, {8, 6}, {16, 6}}, {{3, 1}, {6, 1}, {4, 3}}};
+  for (const auto& repeats : lists) {
+    for (const DType dtype : kDTypes) {
+      for (const bool causal : {false, true}) {
+        TaskData data =
+            random_task(17, dtype, 64, causal, progression(100, 1, 300), progression(0, 1, 410));
+        data.repeats = repeats;
+        expect_close(data, run_task(kernels(), data), oracle(data));
+      }
+    }
+  }
+}
+
 TEST_P(KernelTest, ScratchIsEnoughForTheLargestTasks) {
   for (const int dim : {8, 56, 64, 72, 128, 136, 256}) {
     for (const DType dtype : kDTypes) {

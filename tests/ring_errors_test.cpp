@@ -421,6 +421,41 @@ TEST(RingFailures, RankThatNeverComesIsATransportErrorOnTheOthers) {
   EXPECT_EQ(transport_errors, kRanks - 1);
 }
 
+// The interrupted rank ends at once, the other one when it next waits for rows.
+TEST(RingFailures, InterruptEndsAPassOnEveryRank) {
+  constexpr std::int64_t kMany = 8192;
+  const Problem problem = make_problem("long", dense(4), 4, kMany, 64);
+  const RingOptions options = ring_options(problem, Placement::contiguous(kMany, 2));
+  for (const bool backward : {false, true}) {
+    std::atomic<bool> caught{false};
+    const auto outcomes = run_ranks(2, [&](Transport& transport) {
+      RingAttention ring(options, transport);
+      Shard shard(options, transport.rank());  // zeros
+      std::thread interrupter;
+      if (transport.rank() == 1) {
+        interrupter = std::thread([&ring] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+          ring.interrupt();
+        });
+      }
+      try {
+        backward ? shard.backward(ring) : shard.forward(ring);
+      } catch (const Interrupted&) {
+        EXPECT_EQ(transport.rank(), 1);
+        caught = true;
+      } catch (const TransportError& error) {
+        EXPECT_EQ(transport.rank(), 0);
+        EXPECT_EQ(error.rank(), 1);
+        EXPECT_NE(std::string(error.what()).find("interrupted"), std::string::npos) << error.what();
+      }
+      if (interrupter.joinable()) interrupter.join();
+      EXPECT_THROW(shard.forward(ring), TransportError);
+    });
+    EXPECT_TRUE(caught);
+    for (const RankOutcome& outcome : outcomes) EXPECT_EQ(outcome.kind, "") << outcome.message;
+  }
+}
+
 // Once broken, always broken: later calls fail at once instead of waiting for anybody.
 TEST(RingFailures, CallsAfterAFailureFailAtOnce) {
   const RingOptions options = small_options();

@@ -64,6 +64,14 @@ const std::vector<Problem>& problems() {
                    kDetached),
       make_problem("longnet_awkward_causal", longnet(3, List{7, 13, 50, 3}, List{2, 5, 3, 8}, true),
                    3, 75, 80),
+      // Segments long enough that branches compute common pairs once (shared_pairs.h).
+      make_problem("longnet_shared_gqa2", longnet(4, List{64, 128, 256}, List{1, 2, 4}), 2, 211,
+                   24),
+      make_problem("longnet_shared_causal_mqa8",
+                   longnet(8, List{64, 128, 256}, List{1, 2, 4}, true, Offsets::interleaved), 1,
+                   190, 8),
+      make_problem("repeated_branches_coarse_first",
+                   longnet(2, List{256, 64, 64, 64, 128}, List{2, 1, 1, 2, 1}, true), 2, 150, 40),
       // Ten of them: in a few rows of few keys, the rounding of one score is no statistic.
       make_problem("longnet_awkward_6_tokens_batch10", longnet(4, List{4, 16}, List{3, 2}), 2, 6,
                    128, 10),

@@ -36,4 +36,10 @@ class DeviceError : public Error {
   using Error::Error;
 };
 
+// RingAttention::interrupt() ended a pass on this rank.
+class Interrupted : public Error {
+ public:
+  using Error::Error;
+};
+
 }  // namespace annulus

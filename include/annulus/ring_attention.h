@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -97,7 +98,19 @@ class RingAttention {
                 const TensorView& dq, const TensorView& dk, const TensorView& dv,
                 const BranchState* state = nullptr);
 
+  // From any thread: the pass that runs, or else the next one, soon ends with Interrupted on this
+  // rank and with a TransportError on the others. Results are then undefined, and the executor and
+  // its transport are of no further use. A rank that is waiting for rows first waits for them: its
+  // transport's deadline limits that.
+  void interrupt() noexcept;
+
   [[nodiscard]] BranchState make_branch_state() const;
+  // The same over the caller's memory, branch_state_rows() * head_dim and branch_state_rows()
+  // floats: for frameworks that own whatever lives between forward and backward. `filled`: a
+  // forward has written it already.
+  [[nodiscard]] BranchState make_branch_state(std::span<float> o, std::span<float> lse,
+                                              bool filled) const;
+  [[nodiscard]] std::int64_t branch_state_rows() const;
 
   [[nodiscard]] const RingOptions& options() const;
   [[nodiscard]] const Plan& plan() const;  // forward

@@ -131,12 +131,17 @@ void RingAttention::Impl::backward(const ConstTensorView& q, const ConstTensorVi
         task.keys = r.keys;
         task.canonical_keys = kind == WorkKind::query_gradient;
         task.canonical_queries = kind == WorkKind::key_gradient;
+        task.key_gap = work.group(item).keys.gap;
+        task.query_gap = work.group(item).queries.gap;
+        task.repeats = work.group(item).repeats;
         task.query_grad = kind != WorkKind::key_gradient;
         task.key_grad = kind != WorkKind::query_gradient;
         work.wait_turn(item);
-        kernels->backward(prob, task, pool->scratch(slot));
+        if (!interrupted.load(std::memory_order_relaxed))
+          kernels->backward(prob, task, pool->scratch(slot));
         work.pass_turn(item);
       });
+      check_interrupt();
     }
   };
 

@@ -34,6 +34,8 @@ Buffer::Buffer(std::int64_t bytes, const char* what) : bytes_(bytes) {
 #endif
 }
 
-void Buffer::Free::operator()(std::byte* memory) const { std::free(memory); }
+void Buffer::Free::operator()(std::byte* memory) const {
+  if (owned) std::free(memory);
+}
 
 }  // namespace annulus::ring

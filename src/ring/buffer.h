@@ -13,6 +13,10 @@ class Buffer {
  public:
   Buffer() = default;
   Buffer(std::int64_t bytes, const char* what);
+  // Somebody else's memory.
+  explicit Buffer(std::span<float> memory)
+      : data_(reinterpret_cast<std::byte*>(memory.data()), Free(false)),
+        bytes_(static_cast<std::int64_t>(memory.size_bytes())) {}
 
   [[nodiscard]] std::byte* data() const { return data_.get(); }
   [[nodiscard]] float* floats() const { return reinterpret_cast<float*>(data_.get()); }
@@ -20,6 +24,9 @@ class Buffer {
 
  private:
   struct Free {
+    Free() : owned(true) {}
+    explicit Free(bool is_owned) : owned(is_owned) {}
+    bool owned;
     void operator()(std::byte* memory) const;
   };
   std::unique_ptr<std::byte, Free> data_;

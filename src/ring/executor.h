@@ -42,6 +42,7 @@ struct RingAttention::Impl {
 
   // Runs a pass; on an error drops its transfers and tells the other ranks.
   void guard(FunctionRef<void()> pass);
+  void check_interrupt() const;
   void run_steps(ring::Courier& courier, std::span<const ring::LocalRows> sections, int steps,
                  FunctionRef<void(int step)> compute);
   void finish_output(const ring::LocalRows& out_rows, const ring::LocalRows& lse_rows,
@@ -69,6 +70,9 @@ struct RingAttention::Impl {
   [[nodiscard]] std::int64_t query_rows() const {
     return options.batch * local_tokens() * options.pattern.heads;
   }
+  [[nodiscard]] std::int64_t branch_rows() const {
+    return static_cast<std::int64_t>(options.pattern.branches.size()) * query_rows();
+  }
   [[nodiscard]] std::int64_t key_rows() const {
     return options.batch * local_tokens() * options.kv_heads;
   }
@@ -94,6 +98,7 @@ struct RingAttention::Impl {
   Travel travel = Travel::keys;                  // backward
   std::uint64_t identity = 0xcbf29ce484222325U;  // digest of what the ranks agreed on
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  std::atomic<bool> interrupted = false;  // items still to come are skipped; never taken back
 
   std::unique_ptr<Plan> key_plan;
   std::unique_ptr<Plan> query_plan;  // backward with travelling queries, or reproducible

@@ -25,7 +25,7 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
   const ring::LocalRows state_rows =
       wide() || direct ? out_rows : rows_of(wide_queries.floats(), heads, options.head_dim);
   const DType state_dtype = direct ? options.dtype : DType::f32;
-  const auto branch_rows = [&](const ring::Buffer& buffer, int branch, std::int64_t width) {
+  const auto rows_of_branch = [&](const ring::Buffer& buffer, int branch, std::int64_t width) {
     return rows_of(buffer.floats() + branch * query_rows() * width, heads, width);
   };
 
@@ -44,12 +44,13 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
     for (const Work::Phase& phase : work.phases()) {
       pool->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
                                                                             int slot) {
+        if (interrupted.load(std::memory_order_relaxed)) return;
         const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
         const int head = work.member(item).q_head;
         const int branch = work.group(item).branch;
         const ring::LocalRows so =
-            per_branch ? branch_rows(state->o, branch, options.head_dim) : state_rows;
-        const ring::LocalRows sl = per_branch ? branch_rows(state->lse, branch, 1) : lse_rows;
+            per_branch ? rows_of_branch(state->o, branch, options.head_dim) : state_rows;
+        const ring::LocalRows sl = per_branch ? rows_of_branch(state->lse, branch, 1) : lse_rows;
         const ChannelSource queries[] = {{cpu::kQuery, rows_of(q), nullptr, nullptr, nullptr, 0, 0},
                                          {cpu::kLse, sl, nullptr, nullptr, nullptr, 0, 0},
                                          {cpu::kState, so, nullptr, nullptr, nullptr, 0, 0},
@@ -70,10 +71,13 @@ void RingAttention::Impl::forward(const ConstTensorView& q, const ConstTensorVie
         task.query_end = item.query_end;
         task.keys = r.keys;
         task.canonical = options.reproducible;
+        task.key_gap = work.group(item).keys.gap;
+        task.repeats = work.group(item).repeats;
         task.load_state = per_branch ? !first_step : !first_phase;
         task.out_dtype = per_branch ? DType::f32 : state_dtype;
         kernels->forward(prob, task, pool->scratch(slot));
       });
+      check_interrupt();
       first_phase = false;
     }
   };

@@ -196,7 +196,8 @@ void RingAttention::Impl::check_limits() const {
 void RingAttention::Impl::make_work() {
   const int threads = pool->threads();
   const auto work = [&](const Plan& plan, int first, int last, WorkKind kind) {
-    return Work(plan, rank, first, last, kind, options.batch, options.head_dim, threads);
+    return Work(plan, rank, first, last, kind, options.mix_gradient == MixGradient::full,
+                options.batch, options.head_dim, threads);
   };
   if (options.reproducible) {
     forward_work.push_back(work(*key_plan, 0, key_plan->steps(), WorkKind::forward));
@@ -289,9 +290,9 @@ std::string RingAttention::Impl::check_lse(const ConstTensorView& view) const {
 }
 
 std::string RingAttention::Impl::check_state(const BranchState::Data& state) const {
-  const std::int64_t rows =
-      static_cast<std::int64_t>(options.pattern.branches.size()) * query_rows();
-  if (state.o.bytes() == rows * options.head_dim * 4 && state.lse.bytes() == rows * 4) return "";
+  if (state.o.bytes() == branch_rows() * options.head_dim * 4 &&
+      state.lse.bytes() == branch_rows() * 4)
+    return "";
   return "the branch state was made by an executor of another shape: make it with this one's "
          "make_branch_state()";
 }
@@ -335,6 +336,11 @@ void RingAttention::Impl::guard(FunctionRef<void()> pass) {
     transport->abort(error.what());  // the others would wait for rows that never come
     throw;
   }
+}
+
+void RingAttention::Impl::check_interrupt() const {
+  if (interrupted.load(std::memory_order_relaxed))
+    throw Interrupted(ring::prefix(*transport, "RingAttention") + "interrupted");
 }
 
 namespace {
@@ -417,15 +423,30 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
   });
 }
 
+void RingAttention::interrupt() noexcept {
+  impl_->interrupted.store(true, std::memory_order_relaxed);
+}
+
 BranchState RingAttention::make_branch_state() const {
-  const auto branches = static_cast<std::int64_t>(impl_->options.pattern.branches.size());
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
   state.data_->o =
-      ring::Buffer(branches * impl_->query_rows() * impl_->options.head_dim * 4, "branch outputs");
-  state.data_->lse = ring::Buffer(branches * impl_->query_rows() * 4, "branch log-sum-exps");
+      ring::Buffer(branch_state_rows() * impl_->options.head_dim * 4, "branch outputs");
+  state.data_->lse = ring::Buffer(branch_state_rows() * 4, "branch log-sum-exps");
   return state;
 }
+
+BranchState RingAttention::make_branch_state(std::span<float> o, std::span<float> lse,
+                                             bool filled) const {
+  BranchState state;
+  state.data_ = std::make_unique<BranchState::Data>();
+  state.data_->o = ring::Buffer(o);
+  state.data_->lse = ring::Buffer(lse);
+  state.data_->filled = filled;
+  return state;
+}
+
+std::int64_t RingAttention::branch_state_rows() const { return impl_->branch_rows(); }
 
 const RingOptions& RingAttention::options() const { return impl_->options; }
 const Plan& RingAttention::plan() const { return *impl_->key_plan; }

@@ -11,8 +11,7 @@ namespace annulus::ring {
 namespace {
 
 std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t segment_start,
-                                   std::int64_t offset, std::int64_t dilation,
-                                   std::int64_t& total) {
+                                   std::int64_t offset, std::int64_t dilation) {
   std::vector<RunTemplate> out;
   out.reserve(rows.size());
   for (const PlacedRows& placed : rows) {
@@ -24,39 +23,49 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
     run.index_stride =
         static_cast<std::int32_t>(std::max<std::int64_t>(1, placed.rows.stride / dilation));
     run.count = static_cast<std::int32_t>(placed.rows.count);
-    total += placed.rows.count;
     out.push_back(run);
   }
   return out;
 }
 
-std::int32_t last_index(const RunTemplate& run) {
-  return run.index + (run.count - 1) * run.index_stride;
+// Rows of `runs` that count, and the runs that hold them.
+struct Extent {
+  std::int64_t rows = 0;
+  std::size_t runs = 0;
+};
+Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
+  Extent out;
+  for (const RunTemplate& run : runs) {
+    filter.apply(run, [&](std::int32_t, std::int32_t count) {
+      out.rows += count;
+      ++out.runs;
+    });
+  }
+  return out;
 }
 
 // Rough number of allowed pairs between two stretches of a group's rows, for balancing.
-double pair_estimate(bool causal, std::int64_t q_begin, std::int64_t q_end, std::int64_t q_rows,
-                     std::int64_t k_begin, std::int64_t k_end, std::int64_t k_rows,
-                     const WorkGroup& group) {
-  const double all = static_cast<double>(q_end - q_begin) * static_cast<double>(k_end - k_begin);
-  if (!causal || q_rows == 0 || k_rows == 0) return all;
+double pair_estimate(bool causal, const WorkItem& item, const WorkGroup& group,
+                     const WorkRows& rows) {
+  const auto q_begin = static_cast<double>(item.query_begin);
+  const auto q_count = static_cast<double>(item.query_end - item.query_begin);
+  const auto k_begin = static_cast<double>(item.key_begin);
+  const auto k_count = static_cast<double>(item.key_end - item.key_begin);
+  if (!causal || !group.whole) return q_count * k_count;
   // As if rows were spread evenly over their index range.
-  const double q_first = group.queries.front().index;
-  const double q_span = last_index(group.queries.back()) + 1 - q_first;
-  const double k_first = group.keys.front().index;
-  const double k_span = last_index(group.keys.back()) + 1 - k_first;
+  const double q_first = rows.queries.front().index;
+  const double q_span = rows.queries.back().last_index() + 1 - q_first;
+  const double k_first = rows.keys.front().index;
+  const double k_span = rows.keys.back().last_index() + 1 - k_first;
   double visible = 0;
   constexpr int kSamples = 8;
   for (int i = 0; i < kSamples; ++i) {
-    const double q = q_first + q_span *
-                                   (static_cast<double>(q_begin) +
-                                    (i + 0.5) / kSamples * static_cast<double>(q_end - q_begin)) /
-                                   static_cast<double>(q_rows);
-    const double upto = (q - k_first) / std::max(1.0, k_span) * static_cast<double>(k_rows);
-    visible += std::clamp(
-        (upto - static_cast<double>(k_begin)) / static_cast<double>(k_end - k_begin), 0.0, 1.0);
+    const double q = q_first + q_span * (q_begin + (i + 0.5) / kSamples * q_count) /
+                                   static_cast<double>(group.query_rows);
+    const double upto = (q - k_first) / std::max(1.0, k_span) * static_cast<double>(group.key_rows);
+    visible += std::clamp((upto - k_begin) / k_count, 0.0, 1.0);
   }
-  return all * visible / kSamples;
+  return q_count * k_count * visible / kSamples;
 }
 
 std::int64_t pieces(std::int64_t rows, std::int64_t size) {
@@ -65,10 +74,10 @@ std::int64_t pieces(std::int64_t rows, std::int64_t size) {
 
 }  // namespace
 
-Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind,
+Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, bool share,
            std::int64_t batch, int head_dim, int threads)
     : plan_(&plan) {
-  add_groups(rank, first_step, last_step);
+  add_groups(rank, first_step, last_step, kind, share, batch, threads);
 
   // Phases: take branches in order and open a new phase when a K/V head is already in use.
   const int ratio = plan.pattern().heads / plan.options().kv_heads;
@@ -102,22 +111,119 @@ Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind k
   turns_ = std::make_unique<std::atomic<std::int32_t>[]>(turn_count_);
 }
 
-void Work::add_groups(int rank, int first_step, int last_step) {
-  for (const TileGroup& tiles : plan_->tile_groups(rank, first_step, last_step)) {
-    const Selection& selection = plan_->classes()[static_cast<std::size_t>(tiles.head_class)]
-                                     .selections[static_cast<std::size_t>(tiles.selection)];
-    const Branch& branch = plan_->pattern().branches[static_cast<std::size_t>(selection.branch)];
+void Work::add_groups(int rank, int first_step, int last_step, WorkKind kind, bool share,
+                      std::int64_t batch, int threads) {
+  const Pattern& pattern = plan_->pattern();
+  const std::vector<TileGroup> tile_groups = plan_->tile_groups(rank, first_step, last_step);
+  const auto selection_of = [&](const TileGroup& tiles) -> const Selection& {
+    return plan_->classes()[static_cast<std::size_t>(tiles.head_class)]
+        .selections[static_cast<std::size_t>(tiles.selection)];
+  };
+
+  std::vector<std::vector<PairSharing>> sharing(static_cast<std::size_t>(pattern.heads));
+  for (int h = 0; h < pattern.heads; ++h) {
+    sharing[static_cast<std::size_t>(h)] =
+        share ? share_pairs(pattern, plan_->placement().tokens(), h)
+              : std::vector<PairSharing>(pattern.branches.size());
+  }
+  if (kind == WorkKind::gradients) {
+    // Groups that leave out pairs take turns at a segment's keys (see assign_turns). If that would
+    // leave threads idle, every branch computes all its pairs.
+    std::vector<std::int64_t> chains(pattern.branches.size(), 0);
+    std::vector<bool> guest(pattern.branches.size(), false);
+    for (const TileGroup& tiles : tile_groups) {
+      const Selection& selection = selection_of(tiles);
+      const auto branch = static_cast<std::size_t>(selection.branch);
+      chains[branch] += batch * static_cast<std::int64_t>(selection.members.size());
+      for (const Selection::Member& member : selection.members) {
+        if (sharing[static_cast<std::size_t>(member.q_head)][branch].host >= 0)
+          guest[branch] = true;
+      }
+    }
+    for (std::size_t branch = 0; branch < chains.size(); ++branch) {
+      if (guest[branch] && chains[branch] < 4 * static_cast<std::int64_t>(threads))
+        for (auto& of_head : sharing) of_head.assign(pattern.branches.size(), {});
+    }
+  }
+
+  for (const TileGroup& tiles : tile_groups) {
+    const Selection& selection = selection_of(tiles);
+    const Branch& branch = pattern.branches[static_cast<std::size_t>(selection.branch)];
     const std::int64_t start = tiles.segment == 0 ? 0 : tiles.segment * branch.segment_length;
-    WorkGroup group;
-    group.branch = selection.branch;
-    group.head_class = tiles.head_class;
-    group.selection = tiles.selection;
-    group.segment = tiles.segment;
-    group.queries =
-        templates(tiles.queries, start, selection.offset, branch.dilation, group.query_rows);
-    group.keys = templates(tiles.keys, start, selection.offset, branch.dilation, group.key_rows);
-    longest_run_list_ = std::max({longest_run_list_, group.queries.size(), group.keys.size()});
-    groups_.push_back(std::move(group));
+    rows_.push_back({templates(tiles.queries, start, selection.offset, branch.dilation),
+                     templates(tiles.keys, start, selection.offset, branch.dilation)});
+    // One group for all members that share alike.
+    std::vector<bool> done(selection.members.size(), false);
+    for (std::size_t m = 0; m < selection.members.size(); ++m) {
+      if (done[m]) continue;
+      const auto sharing_of = [&](std::size_t member) -> const PairSharing& {
+        return sharing[static_cast<std::size_t>(selection.members[member].q_head)]
+                      [static_cast<std::size_t>(selection.branch)];
+      };
+      WorkGroup group;
+      group.branch = selection.branch;
+      group.offset = selection.offset;
+      group.segment = tiles.segment;
+      group.rows = static_cast<int>(rows_.size()) - 1;
+      group.repeats = sharing_of(m).repeats;
+      for (std::size_t other = m; other < selection.members.size(); ++other) {
+        if (done[other] || !(sharing_of(other) == sharing_of(m))) continue;
+        done[other] = true;
+        group.members.push_back(selection.members[other]);
+      }
+      if (sharing_of(m).host < 0) {
+        add_group(std::move(group));
+      } else {
+        add_shared_groups(group, sharing_of(m), kind);
+      }
+    }
+  }
+}
+
+void Work::add_group(WorkGroup group) {
+  const WorkRows& rows = rows_[static_cast<std::size_t>(group.rows)];
+  const Extent queries = extent(rows.queries, group.queries);
+  const Extent keys = extent(rows.keys, group.keys);
+  if (queries.rows == 0 || keys.rows == 0) return;
+  group.query_rows = queries.rows;
+  group.key_rows = keys.rows;
+  longest_run_list_ = std::max({longest_run_list_, queries.runs, keys.runs});
+  groups_.push_back(std::move(group));
+}
+
+// A group per segment of the host. Where items own key rows, the keys lie within that segment and
+// the queries outside; else the other way round.
+void Work::add_shared_groups(const WorkGroup& like, const PairSharing& sharing, WorkKind kind) {
+  const bool keys_within = kind == WorkKind::key_gradient;
+  const bool causal = plan_->pattern().causal;
+  const WorkRows& rows = rows_[static_cast<std::size_t>(like.rows)];
+  std::int64_t first = std::numeric_limits<std::int64_t>::max();
+  std::int64_t last = -1;
+  for (const RunTemplate& run : keys_within ? rows.keys : rows.queries) {
+    first = std::min<std::int64_t>(first, run.index);
+    last = std::max<std::int64_t>(last, run.last_index());
+  }
+  for (std::int64_t begin = first / sharing.host_rows * sharing.host_rows; begin <= last;
+       begin += sharing.host_rows) {
+    WorkGroup group = like;
+    group.whole = false;
+    group.window = static_cast<std::int32_t>(begin);
+    const auto end = static_cast<std::int32_t>(std::min<std::int64_t>(
+        begin + sharing.host_rows, std::numeric_limits<std::int32_t>::max()));
+    IndexFilter within;
+    within.begin = group.window;
+    within.end = end;
+    IndexFilter outside;
+    if (!causal) {
+      outside.gap = {group.window, end};
+    } else if (keys_within) {
+      outside.begin = end;
+    } else {
+      outside.end = group.window;
+    }
+    group.queries = keys_within ? outside : within;
+    group.keys = keys_within ? within : outside;
+    add_group(std::move(group));
   }
 }
 
@@ -129,18 +235,12 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
   std::int64_t heads = 0;
   for (int g : groups) {
     const WorkGroup& group = groups_[static_cast<std::size_t>(g)];
-    heads += batch *
-             static_cast<std::int64_t>(plan_->classes()[static_cast<std::size_t>(group.head_class)]
-                                           .selections[static_cast<std::size_t>(group.selection)]
-                                           .members.size());
+    heads += batch * static_cast<std::int64_t>(group.members.size());
   }
   const std::int64_t split = pieces(wanted, heads);  // pieces per head that would be enough
 
   for (int g : groups) {
     const WorkGroup& group = groups_[static_cast<std::size_t>(g)];
-    const auto& members = plan_->classes()[static_cast<std::size_t>(group.head_class)]
-                              .selections[static_cast<std::size_t>(group.selection)]
-                              .members;
     std::int64_t q_size = group.query_rows;
     std::int64_t k_size = group.key_rows;
     const auto cut = [&](std::int64_t rows, std::int64_t least, std::int64_t into) {
@@ -168,7 +268,7 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
     q_size = std::max<std::int64_t>(1, q_size);
     k_size = std::max<std::int64_t>(1, k_size);
     for (std::int64_t b = 0; b < batch; ++b) {
-      for (std::size_t m = 0; m < members.size(); ++m) {
+      for (std::size_t m = 0; m < group.members.size(); ++m) {
         for (std::int64_t q = 0; q < group.query_rows; q += q_size) {
           for (std::int64_t k = 0; k < group.key_rows; k += k_size) {
             WorkItem item;
@@ -179,8 +279,8 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
             item.query_end = std::min(group.query_rows, q + q_size);
             item.key_begin = k;
             item.key_end = std::min(group.key_rows, k + k_size);
-            item.cost = pair_estimate(causal, q, item.query_end, group.query_rows, k, item.key_end,
-                                      group.key_rows, group);
+            item.cost =
+                pair_estimate(causal, item, group, rows_[static_cast<std::size_t>(group.rows)]);
             phase.items.push_back(item);
           }
         }
@@ -213,9 +313,17 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind
 // do, and numbers their turns.
 void Work::assign_turns(Phase& phase, bool query_rows, int threads) {
   const int ratio = plan_->pattern().heads / plan_->options().kv_heads;
-  // Where queries travel, query heads that share a K/V head may be in different groups whose local
-  // key rows are cut differently: such items count as touching the whole segment's keys.
-  const bool coarse = plan_->options().travel == Travel::queries && ratio > 1;
+  // Items that add into the same key rows but cut them differently count as touching all keys of
+  // the segment: where queries travel, query heads that share a K/V head may be in different
+  // groups; and groups that leave out pairs cut them at the window, if they own key rows, or have
+  // them on both sides of it.
+  std::set<int> with_gaps;
+  for (const WorkGroup& group : groups_)
+    if (!group.whole && (query_rows || ratio > 1)) with_gaps.insert(group.branch);
+  const auto coarse = [&](const WorkGroup& group) {
+    return (plan_->options().travel == Travel::queries && ratio > 1) ||
+           with_gaps.contains(group.branch);
+  };
   using Key = std::tuple<int, int, std::int64_t, std::int64_t, std::int32_t, std::int64_t>;
   std::map<Key, std::int32_t> query_ids;
   std::map<Key, std::int32_t> key_ids;
@@ -224,15 +332,13 @@ void Work::assign_turns(Phase& phase, bool query_rows, int threads) {
   };
   for (WorkItem& item : phase.items) {
     const WorkGroup& group = groups_[static_cast<std::size_t>(item.group)];
-    const Selection& selection = plan_->classes()[static_cast<std::size_t>(group.head_class)]
-                                     .selections[static_cast<std::size_t>(group.selection)];
-    const int q_head = selection.members[static_cast<std::size_t>(item.member)].q_head;
+    const int q_head = member(item).q_head;
     if (query_rows) {
-      item.query_turns = id(query_ids, {q_head, group.branch, selection.offset, group.segment,
-                                        item.batch, item.query_begin});
+      item.query_turns = id(query_ids, {q_head, group.branch, group.offset, group.segment,
+                                        item.batch, group.window + item.query_begin});
     }
-    item.key_turns = id(key_ids, {q_head / ratio, group.branch, selection.offset, group.segment,
-                                  item.batch, coarse ? -1 : item.key_begin});
+    item.key_turns = id(key_ids, {q_head / ratio, group.branch, group.offset, group.segment,
+                                  item.batch, coarse(group) ? -1 : group.window + item.key_begin});
   }
   // The canonical order of a key row's sum is by query head.
   if (!query_rows) {
@@ -279,18 +385,15 @@ void Work::assign_turns(Phase& phase, bool query_rows, int threads) {
   turn_count_ = std::max(turn_count_, query_ids.size() + key_ids.size());
 }
 
-const Selection::Member& Work::member(const WorkItem& item) const {
-  const WorkGroup& group = groups_[static_cast<std::size_t>(item.group)];
-  return plan_->classes()[static_cast<std::size_t>(group.head_class)]
-      .selections[static_cast<std::size_t>(group.selection)]
-      .members[static_cast<std::size_t>(item.member)];
-}
-
 std::int64_t Work::bytes() const {
   std::size_t bytes = turn_count_ * sizeof(std::int32_t);
+  for (const WorkRows& rows : rows_) {
+    bytes +=
+        sizeof(WorkRows) + (rows.queries.capacity() + rows.keys.capacity()) * sizeof(RunTemplate);
+  }
   for (const WorkGroup& group : groups_) {
-    bytes += sizeof(WorkGroup) +
-             (group.queries.capacity() + group.keys.capacity()) * sizeof(RunTemplate);
+    bytes += sizeof(WorkGroup) + group.members.capacity() * sizeof(Selection::Member) +
+             group.repeats.capacity() * sizeof(Repeat);
   }
   for (const Phase& phase : phases_) bytes += phase.items.capacity() * sizeof(WorkItem);
   return static_cast<std::int64_t>(bytes);
@@ -299,32 +402,36 @@ std::int64_t Work::bytes() const {
 void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels,
                   int local_head, std::vector<cpu::RowRun>& runs) const {
   const WorkGroup& group = groups_[static_cast<std::size_t>(item.group)];
+  const WorkRows& rows = rows_[static_cast<std::size_t>(group.rows)];
+  const IndexFilter& filter = queries ? group.queries : group.keys;
   const int unit_slot = member(item).unit_slot;
-  const std::vector<RunTemplate>& from = queries ? group.queries : group.keys;
-  runs.resize(from.size());
-  for (std::size_t i = 0; i < from.size(); ++i) {
-    const RunTemplate& run = from[i];
-    cpu::RowRun& out = runs[i];
-    out.index = run.index;
-    out.index_stride = run.index_stride;
-    out.count = run.count;
-    for (const ChannelSource& source : channels) {
-      const auto c = static_cast<std::size_t>(source.channel);
-      std::byte* base = nullptr;
-      std::int64_t row = 0;
-      if (run.parcel < 0) {
-        base = source.local.at(item.batch, local_head);
-        row = source.local.row_step;
-      } else {
-        base = source.courier != nullptr ? source.courier->parcel(run.parcel)
-                                         : source.returns->parcel(run.parcel);
-        base += source.shape->offset(run.parcel, item.batch, unit_slot, source.section);
-        row = source.shape->section_bytes(source.section);
+  runs.clear();
+  for (const RunTemplate& run : queries ? rows.queries : rows.keys) {
+    filter.apply(run, [&](std::int32_t first, std::int32_t count) {
+      cpu::RowRun& out = runs.emplace_back();
+      out.index = run.index + first * run.index_stride;
+      out.index_stride = run.index_stride;
+      out.count = count;
+      for (const ChannelSource& source : channels) {
+        const auto c = static_cast<std::size_t>(source.channel);
+        std::byte* base = nullptr;
+        std::int64_t row = 0;
+        if (run.parcel < 0) {
+          base = source.local.at(item.batch, local_head);
+          row = source.local.row_step;
+        } else {
+          base = source.courier != nullptr ? source.courier->parcel(run.parcel)
+                                           : source.returns->parcel(run.parcel);
+          base += source.shape->offset(run.parcel, item.batch, unit_slot, source.section);
+          row = source.shape->section_bytes(source.section);
+        }
+        out.base[c] =
+            base + (run.store_first + first * run.store_stride) * row + source.byte_offset;
+        out.step[c] = run.store_stride * row;
       }
-      out.base[c] = base + run.store_first * row + source.byte_offset;
-      out.step[c] = run.store_stride * row;
-    }
+    });
   }
+  if (!filter.keeps_all()) sort_by_index(runs);
 }
 
 void Work::begin_phase() const {
@@ -351,55 +458,6 @@ void Work::pass_turn(const WorkItem& item) const {
     turns_[static_cast<std::size_t>(item.query_turns)].fetch_add(1, std::memory_order_release);
   if (item.key_turns >= 0)
     turns_[static_cast<std::size_t>(item.key_turns)].fetch_add(1, std::memory_order_release);
-}
-
-void drop_keys_after(std::vector<cpu::RowRun>& keys, std::int32_t last_query) {
-  std::size_t kept = 0;
-  for (cpu::RowRun run : keys) {
-    if (run.index > last_query) continue;
-    run.count = std::min(run.count, (last_query - run.index) / run.index_stride + 1);
-    keys[kept++] = run;
-  }
-  keys.resize(kept);
-}
-
-void drop_queries_before(std::vector<cpu::RowRun>& queries, std::int32_t first_key) {
-  std::size_t kept = 0;
-  for (cpu::RowRun run : queries) {
-    if (run.index < first_key) {
-      const std::int32_t skip = (first_key - run.index + run.index_stride - 1) / run.index_stride;
-      if (skip >= run.count) continue;
-      for (std::size_t c = 0; c < run.base.size(); ++c) run.base[c] += run.step[c] * skip;
-      run.index += skip * run.index_stride;
-      run.count -= skip;
-    }
-    queries[kept++] = run;
-  }
-  queries.resize(kept);
-  // Cutting the front can change the order, on which canonical streams rely.
-  std::sort(queries.begin(), queries.end(),
-            [](const cpu::RowRun& a, const cpu::RowRun& b) { return a.index < b.index; });
-}
-
-IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin, std::int64_t end) {
-  IndexSpan span{std::numeric_limits<std::int32_t>::max(), -1};
-  std::int64_t row = 0;
-  for (const cpu::RowRun& run : runs) {
-    const auto first = static_cast<std::int32_t>(std::max<std::int64_t>(0, begin - row));
-    const auto last = static_cast<std::int32_t>(std::min<std::int64_t>(run.count, end - row) - 1);
-    if (first <= last) {
-      span.first = std::min(span.first, run.index + first * run.index_stride);
-      span.last = std::max(span.last, run.index + last * run.index_stride);
-    }
-    row += run.count;
-  }
-  return span;
-}
-
-std::int64_t row_count(const std::vector<cpu::RowRun>& runs) {
-  std::int64_t rows = 0;
-  for (const cpu::RowRun& run : runs) rows += run.count;
-  return rows;
 }
 
 }  // namespace annulus::ring

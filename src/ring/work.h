@@ -8,27 +8,32 @@
 
 #include "annulus/plan.h"
 #include "kernels/cpu/kernel.h"
+#include "pattern/shared_pairs.h"
 #include "ring/parcels.h"
+#include "ring/row_runs.h"
 
 namespace annulus::ring {
 
-// Rows of a tile group as the kernels see them, for no head in particular yet.
-struct RunTemplate {
-  int parcel = -1;  // < 0: the local shard
-  std::int64_t store_first = 0;
-  std::int64_t store_stride = 1;
-  std::int32_t index = 0;  // within the segment's progression
-  std::int32_t index_stride = 1;
-  std::int32_t count = 0;
-};
-
-struct WorkGroup {
-  int branch = 0;
-  int head_class = 0;
-  int selection = 0;
-  std::int64_t segment = 0;
+// The rows of a tile group; several work groups may share them.
+struct WorkRows {
   std::vector<RunTemplate> queries;
   std::vector<RunTemplate> keys;
+};
+
+// Query rows against key rows of one segment, for heads that do the same. A branch whose pairs are
+// partly computed by another one (see shared_pairs.h) has a group for each segment of that other
+// branch: the rows of one side lie within it, those of the other side outside.
+struct WorkGroup {
+  int branch = 0;
+  std::int64_t offset = 0;
+  std::int64_t segment = 0;
+  std::vector<Selection::Member> members;
+  std::vector<Repeat> repeats;
+  int rows = 0;             // index of its WorkRows
+  std::int32_t window = 0;  // first index within; 0 also where the group has the whole segment
+  bool whole = true;        // it has all pairs of the segment
+  IndexFilter queries;
+  IndexFilter keys;
   std::int64_t query_rows = 0;
   std::int64_t key_rows = 0;
 };
@@ -75,8 +80,10 @@ enum class WorkKind : std::uint8_t {
 // items within a phase in parallel. Branches whose K/V heads are disjoint share a phase.
 class Work {
  public:
-  Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, std::int64_t batch,
-       int head_dim, int threads);
+  // `share`: compute pairs that several branches have in common once. Must be false where branches
+  // are kept apart.
+  Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, bool share,
+       std::int64_t batch, int head_dim, int threads);
 
   struct Phase {
     std::vector<WorkItem> items;
@@ -86,7 +93,9 @@ class Work {
   [[nodiscard]] const WorkGroup& group(const WorkItem& item) const {
     return groups_[static_cast<std::size_t>(item.group)];
   }
-  [[nodiscard]] const Selection::Member& member(const WorkItem& item) const;
+  [[nodiscard]] const Selection::Member& member(const WorkItem& item) const {
+    return group(item).members[static_cast<std::size_t>(item.member)];
+  }
   [[nodiscard]] std::size_t longest_run_list() const { return longest_run_list_; }
   [[nodiscard]] bool empty() const { return phases_.empty(); }
   [[nodiscard]] std::int64_t bytes() const;  // of the lists themselves
@@ -102,30 +111,21 @@ class Work {
   void pass_turn(const WorkItem& item) const;
 
  private:
-  void add_groups(int rank, int first_step, int last_step);
+  void add_groups(int rank, int first_step, int last_step, WorkKind kind, bool share,
+                  std::int64_t batch, int threads);
+  void add_group(WorkGroup group);
+  void add_shared_groups(const WorkGroup& like, const PairSharing& sharing, WorkKind kind);
   void add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind, std::int64_t batch,
                  int head_dim, int threads);
   void assign_turns(Phase& phase, bool query_rows, int threads);
 
   const Plan* plan_;
+  std::vector<WorkRows> rows_;
   std::vector<WorkGroup> groups_;
   std::vector<Phase> phases_;
   std::size_t longest_run_list_ = 0;
   std::size_t turn_count_ = 0;
   std::unique_ptr<std::atomic<std::int32_t>[]> turns_;
 };
-
-// Rows of a causal task that none of its other rows can be paired with: they would be packed for
-// nobody, and in canonical order they may leave gaps (a row can be here for another branch's sake).
-void drop_keys_after(std::vector<cpu::RowRun>& keys, std::int32_t last_query);
-void drop_queries_before(std::vector<cpu::RowRun>& queries, std::int32_t first_key);
-// Smallest and largest index among rows [begin, end) of the concatenated runs; empty: first > last.
-struct IndexSpan {
-  std::int32_t first;
-  std::int32_t last;
-};
-[[nodiscard]] IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin,
-                                   std::int64_t end);
-[[nodiscard]] std::int64_t row_count(const std::vector<cpu::RowRun>& runs);
 
 }  // namespace annulus::ring

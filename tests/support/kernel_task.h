@@ -33,12 +33,22 @@ struct TaskData {
   std::vector<std::int32_t> q_index, k_index;
   std::vector<double> q, dout;  // [queries][dim], representable in dtype
   std::vector<double> k, v;     // [keys][dim]
+  std::vector<Repeat> repeats;
 
   [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
   [[nodiscard]] std::int64_t keys() const { return std::ssize(k_index); }
   [[nodiscard]] bool sees(std::int64_t query, std::int64_t key) const {
     return !causal ||
            k_index[static_cast<std::size_t>(key)] <= q_index[static_cast<std::size_t>(query)];
+  }
+  [[nodiscard]] double times(std::int64_t query, std::int64_t key) const {
+    double count = 1;
+    for (const Repeat& r : repeats) {
+      if (q_index[static_cast<std::size_t>(query)] % r.stride == r.phase &&
+          k_index[static_cast<std::size_t>(key)] % r.stride == r.phase)
+        count += 1;
+    }
+    return count;
   }
 };
 
@@ -59,7 +69,7 @@ inline double as_stored(DType dtype, double value) {
 inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causal,
                             std::vector<std::int32_t> q_index, std::vector<std::int32_t> k_index) {
   TaskData data{
-      dtype, dim, 1.0 / std::sqrt(dim), causal, std::move(q_index), std::move(k_index), {}, {},
+      dtype, dim, 1.0 / std::sqrt(dim), causal, std::move(q_index), std::move(k_index), {}, {}, {},
       {},    {}};
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal;
@@ -86,7 +96,8 @@ struct BasicTaskResult {
 using TaskResult = BasicTaskResult<float>;
 using TaskOracle = BasicTaskResult<double>;
 
-// The definition: softmax over the keys a query sees, its gradient with delta = dO.O. A row that
+// The definition: softmax over the keys a query sees, as often as they count, its gradient with
+// delta = dO.O. A row that
 // sees nothing, or nothing but scores of -inf, has O = 0, no gradient and gives none.
 inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = nullptr) {
   const auto dim = static_cast<std::size_t>(data.dim);
@@ -118,7 +129,7 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
     for (std::int64_t j = 0; j < data.keys(); ++j) {
       if (!data.sees(i, j)) continue;
       seen.push_back(j);
-      score.push_back(data.scale * dot(data.q, i, data.k, j));
+      score.push_back(data.scale * dot(data.q, i, data.k, j) + std::log(data.times(i, j)));
     }
     const bool nothing =
         std::all_of(score.begin(), score.end(), [](double s) { return s == kNegInf; });
@@ -292,6 +303,7 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
     task.query_end = std::min<std::int64_t>(rows, begin + cpu::kQueryBlock);
     task.keys = keys;
     task.canonical = run.canonical_keys;
+    task.repeats = data.repeats;
     task.load_state = run.state_o != nullptr;
     task.out_dtype = run.out_dtype;
     kernels.forward(problem_of(data), task, shared_scratch().span());
@@ -346,6 +358,7 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
   task.key_end = count_of(keys);
   task.canonical_keys = run.canonical_keys;
   task.canonical_queries = run.canonical_queries;
+  task.repeats = data.repeats;
   task.query_grad = run.query_grad;
   task.key_grad = run.key_grad;
   kernels.backward(problem_of(data), task, shared_scratch().span());

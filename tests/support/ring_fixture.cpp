@@ -323,11 +323,18 @@ void Shard::load(const Inputs& inputs) {
 }
 
 void Shard::forward(RingAttention& ring) {
-  if (detached) state = ring.make_branch_state();
+  if (detached && positions.size() % 2 == 0) {
+    state = ring.make_branch_state();
+  } else if (detached) {  // the same in memory of our own, which is all that backward then gets
+    state_lse_.resize(static_cast<std::size_t>(ring.branch_state_rows()));
+    state_o_.resize(state_lse_.size() * static_cast<std::size_t>(ring.options().head_dim));
+    state = ring.make_branch_state(state_o_, state_lse_, false);
+  }
   ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view(), detached ? &state : nullptr);
 }
 
 void Shard::backward(RingAttention& ring) {
+  if (!state_o_.empty()) state = ring.make_branch_state(state_o_, state_lse_, true);
   ring.backward(q.view(), k.view(), v.view(), o.view(), lse.view(), dout.view(), dq.view(),
                 dk.view(), dv.view(), detached ? &state : nullptr);
 }

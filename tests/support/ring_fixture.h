@@ -112,6 +112,8 @@ struct Shard {
 
  private:
   std::vector<std::vector<std::byte>> loaded_;
+  std::vector<float> state_o_;
+  std::vector<float> state_lse_;
 };
 
 [[nodiscard]] RingOptions ring_options(const Problem& problem, Placement placement);

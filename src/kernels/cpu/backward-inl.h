@@ -25,10 +25,11 @@ class Backward {
   static void run(const Problem& problem, const BackwardTask& task,
                   std::span<std::byte> scratch_bytes) {
     Backward self(problem, task, scratch_bytes);
-    RowStream keys(task.keys, task.key_begin, task.key_end, task.canonical_keys);
+    RowStream keys(task.keys, task.key_begin, task.key_end, task.canonical_keys, task.key_gap);
     while (keys.remaining() > 0) {
       self.load_keys(keys);
-      RowStream queries(task.queries, task.query_begin, task.query_end, task.canonical_queries);
+      RowStream queries(task.queries, task.query_begin, task.query_end, task.canonical_queries,
+                        task.query_gap);
       while (queries.remaining() > 0) {
         if (!self.load_queries(queries)) continue;
         for (int block = 0; block < self.key_rows_; block += kGradBlock) self.process(block);
@@ -50,6 +51,7 @@ class Backward {
     const auto keys = static_cast<std::size_t>(chunk_);
     key_refs_ = scratch.take<RowStream::Ref>(keys);
     key_index_ = scratch.take<std::int32_t>(keys);
+    key_repeats_ = scratch.take<std::int32_t>(keys);
     k_ = scratch.take<Element>(keys * kRowElements);
     v_ = scratch.take<Element>(keys * kRowElements);
     k_pairs_ = M::kPack == 1 ? k_ : scratch.take<Element>(keys / M::kPack * kLd);
@@ -60,6 +62,7 @@ class Backward {
     minus_lse_ = scratch.take<float>(kPanels * kPanel);
     minus_delta_ = scratch.take<float>(kPanels * kPanel);
     const auto lanes = static_cast<std::size_t>(kPanels * kPanel);
+    repeats_ = scratch.take<float>(lanes << kMaxRepeats);
     q_pairs_ = scratch.take<Element>(lanes * kLd / M::kPack);
     do_pairs_ = scratch.take<Element>(lanes * kLd / M::kPack);
     q_columns_ = scratch.take<Element>(lanes * kLd / M::kPack);
@@ -85,6 +88,8 @@ class Backward {
                                          head_dim(), padded_dim_, v_, nullptr);
     for (int i = 0; i < key_rows_; ++i) {
       key_index_[i] = i >= count ? kMaskedIndex : problem_.causal ? key_refs_[i].index() : 0;
+      key_repeats_[i] =
+          i >= count ? 0 : repeat_class(task_.repeats, key_refs_[i].index()) * (kPanels * kPanel);
     }
     first_key_ = *std::min_element(key_index_, key_index_ + count);
     const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(key_rows_) * kLd;
@@ -121,6 +126,8 @@ class Backward {
                                           : kMaskedIndex - 1;
       minus_lse_[i] = -INFINITY;
       minus_delta_[i] = 0.0F;
+      repeat_weights(task_.repeats, real ? query_refs_[i - query_pad_].index() : 0, repeats_ + i,
+                     kPanels * kPanel);
       if (!real) continue;
       const float lse = *reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kLse));
       if (lse ==
@@ -168,7 +175,11 @@ class Backward {
     for (int p = 0; p < panels_; ++p) {
       reach_[p] = reach(block, tiles, p);
       if (reach_[p].end == 0) continue;
-      score_gradients(block, p);
+      if (task_.repeats.empty()) {
+        score_gradients<false>(block, p);
+      } else {
+        score_gradients<true>(block, p);
+      }
       if (task_.query_grad) query_gradients(block, p);
     }
     if (!task_.key_grad) return;
@@ -203,6 +214,7 @@ class Backward {
 
   // P^T and dS^T of one panel. All of S first: Q^T and dO^T together would not fit L1 at head_dim
   // 128.
+  template <bool kRepeats>
   void score_gradients(int block, int p) {
     const Reach& r = reach_[p];
     const Element* q = q_columns_ + p * kPanel * padded_dim_ / M::kPack;
@@ -221,11 +233,11 @@ class Backward {
       const std::int32_t* keys = key_index_ + block + t * kRows;
       const Element* v = v_ + (block + t * kRows) * kRowElements;
       if (t >= r.first_end) {
-        gradient_tile<1, true>(p, t, v, dout, keys);
+        gradient_tile<1, true, kRepeats>(p, t, v, dout, keys);
       } else if (*std::max_element(keys, keys + kRows) > lowest) {
-        gradient_tile<0, true>(p, t, v, dout, keys);
+        gradient_tile<0, true, kRepeats>(p, t, v, dout, keys);
       } else {
-        gradient_tile<0, false>(p, t, v, dout, keys);
+        gradient_tile<0, false, kRepeats>(p, t, v, dout, keys);
       }
     }
   }
@@ -238,7 +250,7 @@ class Backward {
     store_tile<kV0, kPanel>(acc, s);
   }
 
-  template <int kV0, bool kMasked>
+  template <int kV0, bool kMasked, bool kRepeats>
   HWY_NOINLINE void gradient_tile(int p, int t, const Element* v, const Element* dout,
                                   const std::int32_t* keys) const {
     VF acc[kRows][kVectors];
@@ -261,6 +273,11 @@ class Backward {
           VF w = exp2_vector<M::kExpDegree>(
               M::kPack == 1 ? hn::Add(score, minus_lse[j])
                             : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_lse[j]));
+          if constexpr (kRepeats) {
+            // keys points into key_index_, which has the same numbering.
+            const std::int32_t key_class = key_repeats_[keys - key_index_ + i];
+            w = hn::Mul(w, hn::Load(kF, repeats_ + key_class + p * kPanel + j * kLanes));
+          }
           if constexpr (kMasked) w = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), w);
           hn::Store(w, kF, at);
         }
@@ -428,15 +445,17 @@ class Backward {
   Reach reach_[kPanels];
   RowStream::Ref* key_refs_;
   std::int32_t* key_index_;
-  Element* k_;        // row form
-  Element* v_;        // row form
-  Element* k_pairs_;  // pair form
-  float* dk_;         // [chunk][kLd]
+  std::int32_t* key_repeats_;  // where a key's class begins in repeats_
+  Element* k_;                 // row form
+  Element* v_;                 // row form
+  Element* k_pairs_;           // pair form
+  float* dk_;                  // [chunk][kLd]
   float* dv_;
   RowStream::Ref* query_refs_;
   std::int32_t* query_index_;
   float* minus_lse_;
   float* minus_delta_;
+  float* repeats_;    // [key class][lanes]; see repeat_weights
   Element* q_pairs_;  // pair form, [kGradBlock / kPack][kLd]
   Element* do_pairs_;
   Element* q_columns_;  // per panel [head_dim / kPack][kPanel]

@@ -30,15 +30,17 @@ class Forward {
     float* minus_reference;     // [kPanel]; added to a score in log2 units
     float* sum;                 // [kPanel]; 0: no key seen yet
     const std::int32_t* index;  // [kPanel]
+    const float* repeats;       // [key class][kPanel]; see repeat_weights
     std::int32_t min_index;     // over the panel
     std::int32_t max_index;
     std::int32_t max_index0;  // over its first vector
   };
 
   struct Block {
-    const Element* k;           // row form
-    const Element* v;           // pair form
-    const std::int32_t* index;  // [rows], kMaskedIndex in the padding
+    const Element* k;             // row form
+    const Element* v;             // pair form
+    const std::int32_t* index;    // [rows], kMaskedIndex in the padding
+    const std::int32_t* repeats;  // [rows], where a key's class begins in Panel::repeats
     std::int32_t tile_min[kTiles];
     std::int32_t tile_max[kTiles];
     int rows = 0;  // a multiple of kKeyAlign
@@ -51,7 +53,7 @@ class Forward {
     Forward self(problem, task, scratch_bytes);
     std::int64_t keys = 0;
     for (const RowRun& run : task.keys) keys += run.count;
-    RowStream stream(task.keys, 0, keys, task.canonical);
+    RowStream stream(task.keys, 0, keys, task.canonical, task.key_gap);
     // Strided rows lie on a page each: whatever is known to come is asked for early.
     const int first_keys = stream.take(kKeyBlock, self.key_refs_[0]);
     self.prefetch_keys(self.key_refs_[0], 0, first_keys);
@@ -67,6 +69,7 @@ class Forward {
         padded_dim_((head_dim() + 31) / 32 * 32),
         queries_(static_cast<int>(task.query_end - task.query_begin)),
         panels_((queries_ + kPanel - 1) / kPanel),
+        classes_(task.repeats.empty() ? 0 : 1 << task.repeats.size()),
         // fp32 folds scale and log2(e) into Q; bf16 must not round Q again and applies them to the
         // score.
         query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
@@ -80,10 +83,12 @@ class Forward {
     minus_reference_ = scratch.take<float>(lanes);
     sum_ = scratch.take<float>(lanes);
     query_index_ = scratch.take<std::int32_t>(lanes);
+    repeats_ = scratch.take<float>(lanes * static_cast<std::size_t>(classes_));
     rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
     key_refs_[0] = scratch.take<RowStream::Ref>(kKeyBlock);
     key_refs_[1] = scratch.take<RowStream::Ref>(kKeyBlock);
     key_index_ = scratch.take<std::int32_t>(kKeyBlock);
+    key_repeats_ = scratch.take<std::int32_t>(kKeyBlock);
     k_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kLd);
     v_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kLd);
     p_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kPanel);
@@ -101,7 +106,7 @@ class Forward {
   }
 
   void load_queries() {
-    RowStream stream(task_.queries, task_.query_begin, task_.query_end, false);
+    RowStream stream(task_.queries, task_.query_begin, task_.query_end, false, {});
     stream.take(queries_, query_refs_);
     const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
     const std::size_t state_bytes = static_cast<std::size_t>(head_dim()) * sizeof(float);
@@ -124,6 +129,7 @@ class Forward {
         query_index_[first + i] = problem_.causal ? ref.index() : kMaskedIndex - 1;
         minus_reference_[first + i] = 0.0F;
         sum_[first + i] = 0.0F;
+        repeat_weights(task_.repeats, ref.index(), repeats_ + first * classes_ + i, kPanel);
       }
       if (task_.load_state) {
         load_state(first, count);
@@ -187,8 +193,10 @@ class Forward {
     block.k = k_;
     block.v = v_;
     block.index = key_index_;
+    block.repeats = key_repeats_;
     for (int i = 0; i < block.rows; ++i) {
       key_index_[i] = i >= count ? kMaskedIndex : problem_.causal ? refs[i].index() : 0;
+      key_repeats_[i] = i >= count ? 0 : repeat_class(task_.repeats, refs[i].index()) * kPanel;
     }
     for (int t = 0; t * kRows < block.rows; ++t) {
       block.tile_min[t] = *std::min_element(key_index_ + t * kRows, key_index_ + (t + 1) * kRows);
@@ -204,6 +212,7 @@ class Forward {
               minus_reference_ + first,
               sum_ + first,
               query_index_ + first,
+              repeats_ + first * classes_,
               0,
               0,
               0};
@@ -222,10 +231,14 @@ class Forward {
     while (first_end > 0 && block.tile_min[first_end - 1] > panel.max_index0) --first_end;
     if (end == 0) return;
 
-    bool masked = weigh(panel, block, first_end, end, true);
+    const auto weigh_block = [&](bool choose_reference) {
+      return classes_ > 0 ? weigh<true>(panel, block, first_end, end, choose_reference)
+                          : weigh<false>(panel, block, first_end, end, choose_reference);
+    };
+    bool masked = weigh_block(true);
     if (!sums_fit(panel, block)) {
       move_reference(panel, block, end);
-      masked = weigh(panel, block, first_end, end, false);
+      masked = weigh_block(false);
     }
     for (int j = 0; j < kPanel; j += kLanes) {
       hn::Store(hn::Add(hn::Load(kF, panel.sum + j), hn::Load(kF, block_sum_ + j)), kF,
@@ -243,7 +256,9 @@ class Forward {
   }
 
   // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked. With
-  // `choose_reference` rows without keys so far take their reference from the first tile.
+  // `choose_reference` rows without keys so far take their reference from the first tile. kRepeats:
+  // pairs may count several times.
+  template <bool kRepeats>
   bool weigh(const Panel& panel, const Block& block, int first_end, int end,
              bool choose_reference) {
     for (int j = 0; j < kPanel; j += kLanes) hn::Store(hn::Zero(kF), kF, block_sum_ + j);
@@ -255,7 +270,8 @@ class Forward {
       const Element* k = block.k + t * kRows * kRowElements;
       if (block.tile_max[t] <= panel.min_index) {
         if (pending) {
-          score_tile_and_weights(panel, k, s, previous, weights(t - 1));
+          score_tile_and_weights<kRepeats>(panel, k, s, previous, block.repeats + (t - 1) * kRows,
+                                           weights(t - 1));
         } else {
           score_tile<0, false>(panel, k, nullptr, s);
           if (t == 0 && choose_reference) first_reference(panel, s);
@@ -263,18 +279,22 @@ class Forward {
         pending = true;
         std::swap(s, previous);
       } else {
-        if (pending) take_weights<0>(panel, previous, weights(t - 1));
+        if (pending)
+          take_weights<0, kRepeats>(panel, previous, block.repeats + (t - 1) * kRows,
+                                    weights(t - 1));
         pending = false;
         masked = true;
         score_tile<0, true>(panel, k, block.index + t * kRows, s);
         if (t == 0 && choose_reference) first_reference(panel, s);
-        take_weights<0>(panel, s, weights(t));
+        take_weights<0, kRepeats>(panel, s, block.repeats + t * kRows, weights(t));
       }
     }
-    if (pending) take_weights<0>(panel, previous, weights(first_end - 1));
+    if (pending)
+      take_weights<0, kRepeats>(panel, previous, block.repeats + (first_end - 1) * kRows,
+                                weights(first_end - 1));
     for (int t = first_end; t < end; ++t) {
       score_tile<1, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s);
-      take_weights<1>(panel, s, weights(t));
+      take_weights<1, kRepeats>(panel, s, block.repeats + t * kRows, weights(t));
     }
     return masked;
   }
@@ -316,8 +336,10 @@ class Forward {
 
   // A score tile with the previous tile's exponentials woven in: their latency hides behind the
   // products.
+  template <bool kRepeats>
   HWY_NOINLINE void score_tile_and_weights(const Panel& panel, const Element* k, float* s,
-                                           const float* previous, Element* p) const {
+                                           const float* previous,
+                                           const std::int32_t* previous_repeats, Element* p) const {
     VF acc[kRows][kVectors];
     fill_tile<0>(acc, nullptr);
     const Element* q = panel.q;
@@ -333,7 +355,8 @@ class Forward {
     for (int r = 0; r < kRows / 2; ++r) {
       ANNULUS_UNROLL(2)
       for (int j = 0; j < kVectors; ++j) {
-        take_weight_pair(previous + j * kLanes, p + j * kLanes, minus_reference[j], sum[j]);
+        take_weight_pair<kRepeats>(previous + j * kLanes, p + j * kLanes, minus_reference[j],
+                                   panel.repeats + j * kLanes, previous_repeats, sum[j]);
         const int half_end = j == 0 ? steps / 2 : steps;
         if constexpr (kFd != 0) {
           ANNULUS_UNROLL(16)
@@ -349,28 +372,38 @@ class Forward {
       k += steps;
       q += steps * kPanel;
       previous += 2 * kPanel;
+      previous_repeats += 2;
       p += 2 / M::kPack * kPanel;
     }
     for (int j = 0; j < kVectors; ++j) hn::Store(sum[j], kF, block_sum_ + j * kLanes);
     store_tile<0, kPanel>(acc, s);
   }
 
-  HWY_INLINE void take_weight_pair(const float* s, Element* p, VF minus_reference, VF& sum) const {
-    const VF p0 = weight_of(hn::Load(kF, s), minus_reference);
-    const VF p1 = weight_of(hn::Load(kF, s + kPanel), minus_reference);
+  template <bool kRepeats>
+  HWY_INLINE void take_weight_pair(const float* s, Element* p, VF minus_reference,
+                                   const float* repeats, const std::int32_t* key_repeats,
+                                   VF& sum) const {
+    VF p0 = weight_of(hn::Load(kF, s), minus_reference);
+    VF p1 = weight_of(hn::Load(kF, s + kPanel), minus_reference);
+    if constexpr (kRepeats) {
+      p0 = hn::Mul(p0, hn::Load(kF, repeats + key_repeats[0]));
+      p1 = hn::Mul(p1, hn::Load(kF, repeats + key_repeats[1]));
+    }
     sum = hn::Add(hn::Add(sum, p0), p1);
     M::store_key_pair(p, p0, p1);
   }
 
-  template <int kV0>
-  HWY_NOINLINE void take_weights(const Panel& panel, const float* s, Element* p) const {
+  template <int kV0, bool kRepeats>
+  HWY_NOINLINE void take_weights(const Panel& panel, const float* s,
+                                 const std::int32_t* key_repeats, Element* p) const {
     for (int j = kV0; j < kVectors; ++j) {
       const VF minus_reference = hn::Load(kF, panel.minus_reference + j * kLanes);
       VF sum = hn::Load(kF, block_sum_ + j * kLanes);
       ANNULUS_UNROLL(4)
       for (int i = 0; i < kRows; i += 2) {
-        take_weight_pair(s + i * kPanel + j * kLanes, p + i / M::kPack * kPanel + j * kLanes,
-                         minus_reference, sum);
+        take_weight_pair<kRepeats>(s + i * kPanel + j * kLanes,
+                                   p + i / M::kPack * kPanel + j * kLanes, minus_reference,
+                                   panel.repeats + j * kLanes, key_repeats + i, sum);
       }
       hn::Store(sum, kF, block_sum_ + j * kLanes);
     }
@@ -466,6 +499,7 @@ class Forward {
   int padded_dim_;
   int queries_;
   int panels_;
+  int classes_;  // of keys, by which repeats contain them; 0: every pair counts once
   float query_factor_;
   float score_factor_;
   RowStream::Ref* query_refs_;
@@ -474,9 +508,11 @@ class Forward {
   float* minus_reference_;
   float* sum_;
   std::int32_t* query_index_;
+  float* repeats_;  // per panel [classes_][kPanel]
   float* rows_;
   RowStream::Ref* key_refs_[2];
   std::int32_t* key_index_;
+  std::int32_t* key_repeats_;
   Element* k_;
   Element* v_;
   Element* p_;

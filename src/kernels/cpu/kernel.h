@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "annulus/tensor.h"
+#include "pattern/shared_pairs.h"
 
 // The contract between the ring executor and the CPU kernels: a task is one head, one segment, a
 // block of query rows and all key rows that are at hand. A kernel adds it to the rows' running
@@ -60,16 +61,26 @@ struct Problem {
   bool causal = false;
 };
 
+// Indices that a canonical stream of rows jumps over.
+struct IndexGap {
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
+
+  [[nodiscard]] std::int32_t rows() const { return end - begin; }
+};
+
 struct ForwardTask {
   std::span<const RowRun> queries;
   std::int64_t query_begin =
       0;  // rows [query_begin, query_end) of the concatenated runs, at most kQueryBlock
   std::int64_t query_end = 0;
   std::span<const RowRun> keys;
-  // Take keys in ascending index over all runs, which must leave no gap from index 0 on: the
-  // canonical order that makes results independent of how rows are spread over runs.
+  // Take keys in ascending index over all runs, which must leave no gap but `key_gap` from index 0
+  // on: the canonical order that makes results independent of how rows are spread over runs.
   bool canonical = false;
-  bool load_state = false;  // start from (kState, kLse); otherwise from nothing
+  IndexGap key_gap;
+  std::span<const Repeat> repeats;  // pairs that count several times
+  bool load_state = false;          // start from (kState, kLse); otherwise from nothing
   DType out_dtype = DType::f32;
 };
 
@@ -81,9 +92,12 @@ struct BackwardTask {
   std::int64_t key_begin = 0;  // at most max_key_chunk(head_dim) rows, unless only dQ is asked for
   std::int64_t key_end = 0;
   bool canonical_keys = false;     // see ForwardTask
-  bool canonical_queries = false;  // the same for queries, without a gap from the first index on
-  bool query_grad = true;          // add into kQueryGrad
-  bool key_grad = true;            // add into kKeyGrad and kValueGrad
+  bool canonical_queries = false;  // the same for queries, from their first index on
+  IndexGap key_gap;
+  IndexGap query_gap;
+  std::span<const Repeat> repeats;
+  bool query_grad = true;  // add into kQueryGrad
+  bool key_grad = true;    // add into kKeyGrad and kValueGrad
 };
 
 // One instruction set. All functions are pure in their arguments; scratch is

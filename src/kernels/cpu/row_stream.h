@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 
@@ -10,14 +11,32 @@ namespace annulus::cpu {
 
 inline constexpr std::int32_t kMaskedIndex = std::numeric_limits<std::int32_t>::max();
 
+// A pair counts once, and once more for every repeat that contains both its rows. Keys fall into
+// classes by the set of repeats they are in; a query has one weight per class.
+inline std::int32_t repeat_class(std::span<const Repeat> repeats, std::int32_t key) {
+  std::int32_t out = 0;
+  for (std::size_t i = 0; i < repeats.size(); ++i) out |= repeats[i].contains(key) ? 1 << i : 0;
+  return out;
+}
+// weights[c * step] for every class c of keys; nothing without repeats.
+inline void repeat_weights(std::span<const Repeat> repeats, std::int32_t query, float* weights,
+                           int step) {
+  if (repeats.empty()) return;
+  const auto mine = static_cast<std::uint32_t>(repeat_class(repeats, query));
+  for (std::uint32_t c = 0; c < 1U << repeats.size(); ++c)
+    weights[static_cast<std::ptrdiff_t>(c) * step] =
+        1.0F + static_cast<float>(std::popcount(c & mine));
+}
+
 // Hands out the rows of a list of runs block by block.
 class RowStream {
  public:
-  RowStream(std::span<const RowRun> runs, std::int64_t begin, std::int64_t end, bool canonical)
-      : runs_(runs), remaining_(end - begin), canonical_(canonical) {
+  RowStream(std::span<const RowRun> runs, std::int64_t begin, std::int64_t end, bool canonical,
+            IndexGap gap)
+      : runs_(runs), remaining_(end - begin), canonical_(canonical), gap_(gap) {
     if (canonical_) {
       next_index_ = std::numeric_limits<std::int32_t>::max();
-      for (const RowRun& run : runs_) next_index_ = std::min(next_index_, run.index);
+      for (const RowRun& run : runs_) next_index_ = std::min(next_index_, place(run));
       next_index_ += static_cast<std::int32_t>(begin);
       return;
     }
@@ -26,7 +45,7 @@ class RowStream {
   }
 
   [[nodiscard]] std::int64_t remaining() const { return remaining_; }
-  // In canonical order: the index of the next row.
+  // In canonical order: the index of the next row, not counting the gap.
   [[nodiscard]] std::int32_t next_index() const { return next_index_; }
 
   // Fills run/row references of the next rows, at most `limit` of them.
@@ -68,17 +87,18 @@ class RowStream {
   void take_canonical(int wanted, Ref* refs) {
     const std::int32_t begin = next_index_;
     const std::int32_t end = begin + wanted;
-    for (std::size_t i = run_; i < runs_.size() && runs_[i].index < end; ++i) {
+    for (std::size_t i = run_; i < runs_.size() && place(runs_[i]) < end; ++i) {
       const RowRun& run = runs_[i];
-      const std::int32_t last = run.index + (run.count - 1) * run.index_stride;
+      const std::int32_t first = place(run);
+      const std::int32_t last = first + (run.count - 1) * run.index_stride;
       if (last < begin) {
         if (i == run_) ++run_;  // exhausted runs at the front are never looked at again
         continue;
       }
       std::int32_t row =
-          run.index >= begin ? 0 : (begin - run.index + run.index_stride - 1) / run.index_stride;
+          first >= begin ? 0 : (begin - first + run.index_stride - 1) / run.index_stride;
       for (; row < run.count; ++row) {
-        const std::int32_t index = run.index + row * run.index_stride;
+        const std::int32_t index = first + row * run.index_stride;
         if (index >= end) break;
         refs[index - begin] = {&run, row};
       }
@@ -86,9 +106,15 @@ class RowStream {
     next_index_ = end;
   }
 
+  // A run lies on one side of the gap; behind it, rows close up.
+  [[nodiscard]] std::int32_t place(const RowRun& run) const {
+    return run.index - (run.index >= gap_.end ? gap_.rows() : 0);
+  }
+
   std::span<const RowRun> runs_;
   std::int64_t remaining_;
   bool canonical_;
+  IndexGap gap_;
   std::size_t run_ = 0;
   std::int32_t row_ = 0;
   std::int32_t next_index_ = 0;

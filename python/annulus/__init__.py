@@ -12,6 +12,7 @@ from annulus._core import (
     ConfigError,
     DeviceError,
     Error,
+    Interrupted,
     Pattern,
     Placement,
     Plan,
@@ -20,7 +21,6 @@ from annulus._core import (
     Transfer,
     Transport,
     TransportError,
-    __version__,
     attention,
     attention_backward,
     cache_info,
@@ -29,6 +29,7 @@ from annulus._core import (
     make_in_process_ring,
     threads,
 )
+from annulus._core import version as __version__
 
 __all__ = [
     "Branch",
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "Error",
+    "Interrupted",
     "Pattern",
     "Placement",
     "Plan",
@@ -53,3 +55,9 @@ __all__ = [
     "make_in_process_ring",
     "threads",
 ]
+
+# Users see annulus.ConfigError, not where it is compiled: in tracebacks, and in what is pickled.
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = __name__
+del _name

@@ -199,6 +199,18 @@ TensorView Arrays::output(nb::handle array, const char* name, int axes) {
   return view;
 }
 
+std::span<float> Arrays::floats(nb::handle array, const char* name) {
+  nb::ndarray<float, nb::c_contig, nb::device::cpu> found;
+  if (!nb::try_cast(nb::borrow(array), found, /*convert=*/false)) {
+    complain(fmt::format(
+        "{} is a {}, expected a contiguous float32 array on the CPU that can be written to", name,
+        type_text(array)));
+    return {};
+  }
+  outputs_.emplace_back(found);
+  return {found.data(), found.size()};
+}
+
 namespace {
 
 constexpr std::size_t kAlignment = 64;  // what JAX asks of memory that it takes over

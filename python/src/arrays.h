@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,9 @@ class Arrays {
   [[nodiscard]] ConstTensorView input(nb::handle array, const char* name, int axes = 4);
   // Refuses what cannot be written to, and what was passed before: results would overwrite it.
   [[nodiscard]] TensorView output(nb::handle array, const char* name, int axes = 4);
+
+  // All elements of a contiguous float32 array of any shape, to be written to.
+  [[nodiscard]] std::span<float> floats(nb::handle array, const char* name);
 
   // The first thing that is wrong: "q is float64, expected float32, ...". Empty: nothing.
   [[nodiscard]] const std::string& complaint() const { return complaint_; }

@@ -13,6 +13,7 @@
 #include "annulus/error.h"
 #include "arrays.h"
 #include "bindings.h"
+#include "interrupt.h"
 #include "local_ring.h"
 #include "values.h"
 
@@ -143,8 +144,14 @@ class Lease {
     ring_ = std::make_unique<LocalRing>(std::move(options));
   }
 
-  [[nodiscard]] LocalRing& ring() { return *ring_; }
-  void give_back() { local_rings().give_back(std::move(key_), std::move(ring_)); }
+  // `cost`: operations, in multiples of forward's.
+  template <typename Pass>
+  void run(double cost, const Pass& pass) {
+    const bool watch = cost * ring_->forward_flops() >= kLongPass && on_main_thread();
+    run_interruptibly(
+        watch, [&] { pass(*ring_); }, [&] { ring_->interrupt(); });
+    local_rings().give_back(std::move(key_), std::move(ring_));
+  }
 
  private:
   std::string key_;
@@ -179,11 +186,9 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
               {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
                schedule, reproducible},
               q_view, k_view, /*backward=*/false);
-  {
-    const nb::gil_scoped_release no_gil;
-    lease.ring().forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
-    lease.give_back();
-  }
+  lease.run(1.0, [&](LocalRing& ring) {
+    ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
+  });
   if (!return_lse) return o.finish();
   return nb::make_tuple(o.finish(), lse->finish());
 }
@@ -218,37 +223,38 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
               {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
                schedule, reproducible},
               q_view, k_view, /*backward=*/true);
-  {
-    const nb::gil_scoped_release no_gil;
-    lease.ring().backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view,
-                          dv_view);
-    lease.give_back();
-  }
+  lease.run(2.5, [&](LocalRing& ring) {
+    ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view);
+  });
   return nb::make_tuple(dq.finish(), dk.finish(), dv.finish());
 }
 
-#define ANNULUS_ATTENTION_SIGNATURE                                                         \
-  "pattern: Pattern | Literal['dense', 'longnet', 'head_groups'] | None = None, "           \
-  "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "   \
-  "None, is_causal: bool = False, offsets: Literal['blocked', 'interleaved'] = 'blocked', " \
-  "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "      \
-  "Placement | Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', "      \
-  "schedule: Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
+#define ANNULUS_ATTENTION_SIGNATURE                                                                \
+  "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "           \
+  "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "          \
+  "None, is_causal: bool = False, offsets: typing.Literal['blocked', 'interleaved'] = 'blocked', " \
+  "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "             \
+  "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', "      \
+  "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
 
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  module.def(
-      "attention", &attention, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::kw_only(),
-      nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
-      nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
-      nb::arg("offsets") = "blocked", nb::arg("group_scale") = false, nb::arg("scale") = nb::none(),
-      nb::arg("ranks") = 1, nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
-      nb::arg("reproducible") = false, nb::arg("out") = nb::none(), nb::arg("return_lse") = false,
-      nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
-              ", out: ArrayT | None = None, return_lse: bool = False) -> ArrayT | tuple[ArrayT, "
-              "ArrayT]"),
-      R"(Exact attention over whole sequences in one process.
+  // Two signatures of one function, so that type checkers know what comes out.
+  const auto define = [&](const auto&... signature_and_doc) {
+    module.def("attention", &attention, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::kw_only(),
+               nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
+               nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
+               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+               nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
+               nb::arg("return_lse") = false, signature_and_doc...);
+  };
+  define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
+                 ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False) -> "
+                 "ArrayT"),
+         R"(Exact attention over whole sequences in one process.
 
 Args:
     q: [batch, tokens, heads, head_dim], float32, float16 or bfloat16, on the CPU. Any array with DLPack
@@ -274,6 +280,9 @@ Returns:
 
 What is needed between calls of one shape is kept (:func:`clear_cache` frees it). Threads may call at
 the same time. The GIL is released.)");
+  define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
+                 ", out: ArrayT | None = None, return_lse: typing.Literal[True]) -> tuple[ArrayT, "
+                 "ArrayT]"));
   module.def(
       "attention_backward", &attention_backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
       nb::arg("o"), nb::arg("lse"), nb::arg("do"), nb::kw_only(), nb::arg("pattern") = nb::none(),
@@ -286,6 +295,23 @@ the same time. The GIL is released.)");
       "Gradients (dq, dk, dv) of attention, given its output o, its lse and the gradient `do` of "
       "o. "
       "The other arguments are those of attention.");
+  module.def(
+      "view_of",
+      [](nb::handle array) {
+        Arrays arrays;
+        const ConstTensorView view = arrays.input(array, "array");
+        arrays.check("view_of");
+        nb::dict dict;
+        dict["address"] = reinterpret_cast<std::uintptr_t>(view.data);
+        dict["dtype"] = python_name_of(view.dtype);
+        dict["shape"] = nb::make_tuple(view.shape[0], view.shape[1], view.shape[2], view.shape[3]);
+        dict["strides"] =
+            nb::make_tuple(view.stride[0], view.stride[1], view.stride[2], view.stride[3]);
+        return dict;
+      },
+      nb::arg("array"), nb::sig("def view_of(array: typing.Any) -> dict[str, typing.Any]"),
+      "How the library sees an array of four axes: its address, dtype, shape and strides in "
+      "elements. For tests that nothing is copied.");
   module.def(
       "clear_cache",
       [] {

@@ -17,13 +17,13 @@ struct Classes {
   PyObject* config = nullptr;
   PyObject* transport = nullptr;
   PyObject* device = nullptr;
+  PyObject* interrupted = nullptr;
 };
 Classes classes;
 
 PyObject* make_class(nb::module_& module, const char* name, const char* doc, nb::tuple bases,
                      nb::dict members = nb::dict()) {
-  // The class lives where users find it, so that it can be pickled under that name.
-  const std::string full = std::string("annulus.") + name;
+  const std::string full = std::string(nb::str(module.attr("__name__")).c_str()) + "." + name;
   nb::object type =
       nb::steal(PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), members.ptr()));
   if (!type.is_valid()) nb::raise_python_error();
@@ -49,6 +49,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     PyErr_SetString(classes.config, error.what());
   } catch (const DeviceError& error) {
     PyErr_SetString(classes.device, error.what());
+  } catch (const Interrupted& error) {
+    PyErr_SetString(classes.interrupted, error.what());
   } catch (const Error& error) {
     PyErr_SetString(classes.error, error.what());
   }
@@ -117,6 +119,9 @@ void bind_errors(nb::module_& module) {
       make_class(module, "DeviceError",
                  "The device cannot do it: out of memory, a missing instruction set, CUDA.",
                  nb::make_tuple(base, builtin(PyExc_RuntimeError)));
+  classes.interrupted =
+      make_class(module, "Interrupted", "RingAttention.interrupt() ended a pass on this rank.",
+                 nb::make_tuple(base));
   nb::register_exception_translator(translate);
 }
 

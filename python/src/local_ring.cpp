@@ -65,6 +65,8 @@ TensorView dense_view(std::byte* data, const ConstTensorView& whole, std::int64_
 
 LocalRing::LocalRing(RingOptions options)
     : options_(std::move(options)),
+      forward_flops_(4.0 * allowed_pairs(options_.pattern, options_.placement.tokens()) *
+                     static_cast<double>(options_.batch) * options_.head_dim),
       transports_(make_in_process_ring(options_.placement.ranks(), ring_settings(options_))),
       executors_(transports_.size()),
       copies_(transports_.size()) {
@@ -193,6 +195,12 @@ void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
     collect(rank, dk_part, dk);
     collect(rank, dv_part, dv);
   });
+}
+
+void LocalRing::interrupt() noexcept {
+  for (const auto& executor : executors_) executor->interrupt();
+  // Ranks that wait for rows hear of it through the transport.
+  transports_[0]->abort("interrupted");
 }
 
 std::int64_t LocalRing::bytes() const {

@@ -26,6 +26,10 @@ class LocalRing {
                 const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
                 const TensorView& dq, const TensorView& dk, const TensorView& dv);
 
+  // From another thread: the pass that runs ends soon, by an exception.
+  void interrupt() noexcept;
+
+  [[nodiscard]] double forward_flops() const { return forward_flops_; }
   [[nodiscard]] std::int64_t bytes() const;  // of executors and copies
 
  private:
@@ -43,6 +47,7 @@ class LocalRing {
   [[nodiscard]] std::byte* memory(int rank, std::size_t slot, std::size_t bytes);
 
   RingOptions options_;
+  double forward_flops_;
   // Executors refer to their transports, hence go first.
   std::vector<std::unique_ptr<Transport>> transports_;
   std::vector<std::unique_ptr<RingAttention>> executors_;

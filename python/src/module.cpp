@@ -6,13 +6,14 @@
 
 #include "bindings.h"
 #include "core/thread_pool.h"
+#include "interrupt.h"
 #include "kernels/cpu/kernel.h"
 
 namespace annulus::python {
 
 NB_MODULE(_core, module) {
   module.doc() = "The compiled part of annulus. Import annulus instead.";
-  module.attr("__version__") = ANNULUS_VERSION;
+  module.attr("version") = ANNULUS_VERSION;
   // Results have the type of the arrays that came in.
   module.attr("ArrayT") = nb::type_var("ArrayT");
 
@@ -23,6 +24,7 @@ NB_MODULE(_core, module) {
       "threads", [] { return ThreadPool::shared()->threads(); },
       "How many threads compute: one per hardware thread, or ANNULUS_THREADS.");
 
+  find_main_thread();
   bind_errors(module);
   bind_pattern(module);
   bind_placement(module);

@@ -163,7 +163,7 @@ offset i % dilation_rates[i]. group_scale multiplies the output by 1/G.)")
                   nb::arg("dilation_rates"), nb::arg("causal") = false,
                   nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
                   nb::sig("def longnet(heads: int, segment_lengths: Sequence[int], dilation_rates: "
-                          "Sequence[int], causal: bool = False, offsets: Literal['blocked', "
+                          "Sequence[int], causal: bool = False, offsets: typing.Literal['blocked', "
                           "'interleaved'] = 'blocked', group_scale: bool = False) -> Pattern"),
                   R"(LongNet: every head is in every branch.
 

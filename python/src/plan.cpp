@@ -84,8 +84,8 @@ Args:
           nb::arg("pattern"), nb::arg("placement"), nb::kw_only(), nb::arg("kv_heads") = nb::none(),
           nb::arg("schedule") = "ring", nb::arg("travel") = "keys",
           nb::sig("def __init__(self, pattern: Pattern, placement: Placement, *, kv_heads: int | "
-                  "None = None, schedule: Literal['ring', 'gather'] = 'ring', travel: "
-                  "Literal['keys', 'queries'] = 'keys') -> None"))
+                  "None = None, schedule: typing.Literal['ring', 'gather'] = 'ring', travel: "
+                  "typing.Literal['keys', 'queries'] = 'keys') -> None"))
       .def_prop_ro(
           "pattern", [](const Plan& p) { return p.pattern(); }, "Which pairs are allowed.")
       .def_prop_ro(

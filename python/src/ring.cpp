@@ -2,10 +2,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 
+#include <functional>
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -13,6 +16,8 @@
 #include "annulus/ring_attention.h"
 #include "arrays.h"
 #include "bindings.h"
+#include "interrupt.h"
+#include "transport.h"
 #include "values.h"
 
 namespace annulus::python {
@@ -22,6 +27,23 @@ namespace {
 struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
+  bool waits = false;  // for other ranks, in C++, where Ctrl-C is not heard
+  double flops = 0;    // of forward
+
+  Ring(nb::object link, std::shared_ptr<RingAttention> executor)
+      : transport(std::move(link)), core(std::move(executor)) {
+    const auto& ends = nb::cast<const Transport&>(transport);
+    waits = ends.size() > 1 && dynamic_cast<const PyTransport*>(&ends) == nullptr;
+    const RingOptions& options = core->options();
+    flops = 4.0 * allowed_pairs(options.pattern, options.placement.tokens()) *
+            static_cast<double>(options.batch) * options.head_dim / ends.size();
+  }
+};
+
+// Memory for the branches' outputs, and the caller's arrays if it is theirs.
+struct State {
+  BranchState core;
+  Arrays arrays;
 };
 
 struct Cache {
@@ -101,33 +123,39 @@ void def_with_options(Class& type, const char* name, Function&& function, const 
 // What the signatures of __init__ and get have in common, for the stub.
 #define ANNULUS_OPTIONS_SIGNATURE                                                            \
   "pattern: Pattern, placement: Placement, *, batch: int = 1, kv_heads: int | None = None, " \
-  "head_dim: int, dtype: Any = 'float32', scale: float | None = None, mix_gradient: "        \
-  "Literal['full', 'detached'] = 'full', schedule: Literal['auto', 'ring', 'gather'] = "     \
+  "head_dim: int, dtype: typing.Any = 'float32', scale: float | None = None, mix_gradient: " \
+  "typing.Literal['full', 'detached'] = 'full', schedule: typing.Literal['auto', 'ring', "   \
+  "'gather'] = "                                                                             \
   "'auto', reproducible: bool = False, backward: bool = True, backward_travel: "             \
-  "Literal['auto', 'keys', 'queries'] = 'auto', min_tokens_for_ring: int = 32768, "          \
+  "typing.Literal['auto', 'keys', 'queries'] = 'auto', min_tokens_for_ring: int = 32768, "   \
   "max_qkv_elements: int = 100000000, max_communication_bytes: int = 1073741824, blocking: " \
   "bool = False"
 
 // Runs a pass without the GIL. With a complaint about an array it is run all the same, to fail on
 // every rank: the array's view has no axes, and the executor tells the others before it throws.
-template <typename Pass>
-void run(const Arrays& arrays, const char* where, const Pass& pass) {
+void run(const Ring& ring, const Arrays& arrays, const char* method, double flops,
+         const std::function<void()>& pass) {
+  auto& transport = nb::cast<Transport&>(ring.transport);
   try {
-    const nb::gil_scoped_release no_gil;
-    pass();
+    run_interruptibly((flops >= kLongPass || ring.waits) && on_main_thread(), pass, [&] {
+      ring.core->interrupt();
+      transport.abort("interrupted");  // so that a rank that waits for rows need not get them first
+    });
   } catch (const ConfigError&) {
-    arrays.check(where);
+    arrays.check(
+        fmt::format("[rank {}/{}] RingAttention.{}", transport.rank(), transport.size(), method)
+            .c_str());
     throw;
   }
 }
 
-std::string where_of(const Ring& ring, const char* method) {
-  const auto& transport = nb::cast<const Transport&>(ring.transport);
-  return fmt::format("[rank {}/{}] RingAttention.{}", transport.rank(), transport.size(), method);
+template <typename T>
+auto* core_of(T* state) {
+  return state == nullptr ? nullptr : &state->core;
 }
 
 nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o,
-                  nb::object lse, BranchState* state) {
+                  nb::object lse, State* state) {
   Arrays arrays;
   const ConstTensorView q_view = arrays.input(q, "q");
   const ConstTensorView k_view = arrays.input(k, "k");
@@ -137,14 +165,14 @@ nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::obje
   const Result lse_result(std::move(lse), q, q_view, DType::f32, 3);
   const TensorView o_view = arrays.output(o_result.writable(), "o");
   const TensorView lse_view = arrays.output(lse_result.writable(), "lse", 3);
-  run(arrays, where_of(self, "forward").c_str(),
-      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, state); });
+  run(self, arrays, "forward", self.flops,
+      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, core_of(state)); });
   return nb::make_tuple(o_result.finish(), lse_result.finish());
 }
 
 nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o,
                    nb::handle lse, nb::handle dout, nb::object dq, nb::object dk, nb::object dv,
-                   const BranchState* state) {
+                   const State* state) {
   Arrays arrays;
   const ConstTensorView q_view = arrays.input(q, "q");
   const ConstTensorView k_view = arrays.input(k, "k");
@@ -159,11 +187,24 @@ nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::han
   const TensorView dq_view = arrays.output(dq_result.writable(), "dq");
   const TensorView dk_view = arrays.output(dk_result.writable(), "dk");
   const TensorView dv_view = arrays.output(dv_result.writable(), "dv");
-  run(arrays, where_of(self, "backward").c_str(), [&] {
+  run(self, arrays, "backward", 2.5 * self.flops, [&] {
     self.core->backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view,
-                        dv_view, state);
+                        dv_view, core_of(state));
   });
   return nb::make_tuple(dq_result.finish(), dk_result.finish(), dv_result.finish());
+}
+
+std::unique_ptr<State> make_state(const Ring& self, nb::object o, nb::object lse, bool filled) {
+  auto state = std::make_unique<State>();
+  if (o.is_none() && lse.is_none() && !filled) {
+    state->core = self.core->make_branch_state();
+    return state;
+  }
+  const std::span<float> o_floats = state->arrays.floats(o, "o");
+  const std::span<float> lse_floats = state->arrays.floats(lse, "lse");
+  state->arrays.check("RingAttention.make_branch_state");
+  state->core = self.core->make_branch_state(o_floats, lse_floats, filled);
+  return state;
 }
 
 nb::dict dict_of(const MemoryInfo& info) {
@@ -231,7 +272,7 @@ void bind_executor(nb::module_& module) {
           const nb::gil_scoped_release no_gil;
           core = std::make_shared<RingAttention>(std::move(options), link);
         }
-        new (self) Ring{std::move(transport), std::move(core)};
+        new (self) Ring(std::move(transport), std::move(core));
       },
       nb::arg("transport"),
       nb::sig("def __init__(self, " ANNULUS_OPTIONS_SIGNATURE ", transport: Transport) -> None"));
@@ -258,8 +299,25 @@ gradient: this is the bare computation, not an autograd function.)")
           "Gradients (dq, dk, dv) of this rank's shards, given forward's o and lse and the "
           "gradient `do` of o. Arrays as for forward.")
       .def(
-          "make_branch_state", [](const Ring& self) { return self.core->make_branch_state(); },
-          "Memory for the branch outputs that mix_gradient='detached' needs.")
+          "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
+          nb::arg("lse") = nb::none(), nb::arg("filled") = false,
+          nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
+                  "None = None, filled: bool = False) -> BranchState"),
+          R"(What mix_gradient='detached' keeps from forward for backward: the output of every branch.
+
+In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim and `lse` of
+branch_state_rows elements, contiguous float32 arrays of any shape, which the state keeps alive.
+filled: a forward has written them already.)")
+      .def_prop_ro(
+          "branch_state_rows", [](const Ring& self) { return self.core->branch_state_rows(); },
+          "Rows of a branch state: branches x batch x local tokens x heads.")
+      .def(
+          "interrupt", [](Ring& self) { self.core->interrupt(); },
+          "From any thread: the pass that runs, or else the next one, soon ends with Interrupted "
+          "on "
+          "this rank and with a TransportError on the others. The executor and its transport are "
+          "of "
+          "no further use. Ctrl-C does this for a pass that the main thread has called.")
       .def_prop_ro(
           "plan", [](const Ring& self) -> const Plan& { return self.core->plan(); },
           nb::rv_policy::reference_internal, "The plan of forward.")
@@ -287,7 +345,7 @@ gradient: this is the bare computation, not an autograd function.)")
           "Bytes that this rank sends in one backward.")
       .def_prop_ro(
           "memory_info", [](const Ring& self) { return dict_of(self.core->memory_info()); },
-          nb::sig("def memory_info(self) -> dict[str, Any]"),
+          nb::sig("def memory_info(self) -> dict[str, typing.Any]"),
           "Bytes that this executor holds: complexity (in words), workspace_bytes (all), of these "
           "communication_bytes and state_bytes; scratch_bytes (the threads', shared), "
           "cached_workspaces, device_utilization (-1: unknown).")
@@ -331,7 +389,7 @@ asks for the same options in the same order.)");
           const nb::gil_scoped_release no_gil;
           core = self.core->get(options);
         }
-        return Ring{self.transport, std::move(core)};
+        return Ring(self.transport, std::move(core));
       },
       nb::sig("def get(self, " ANNULUS_OPTIONS_SIGNATURE ") -> RingAttention"),
       "The executor for these options, which are those of RingAttention.");
@@ -347,7 +405,7 @@ asks for the same options in the same order.)");
           "size", [](const Cache& self) { return self.core->size(); }, "Executors held.")
       .def_prop_ro(
           "memory_info", [](const Cache& self) { return dict_of(self.core->memory_info()); },
-          nb::sig("def memory_info(self) -> dict[str, Any]"),
+          nb::sig("def memory_info(self) -> dict[str, typing.Any]"),
           "Sums over the cached executors; keys as in RingAttention.memory_info.");
 }
 

@@ -277,7 +277,8 @@ void bind_transport(nb::module_& module) {
 - ``abort(reason)``: make every pending and future operation of every rank fail. Without it other ranks
   find out by their deadline.
 
-They are called on the thread that calls the executor. An exception in them becomes a
+They are called by one thread at a time: the one that calls the executor, or, so that Ctrl-C works, a helper
+of it while the main thread runs a long pass; abort may come from the main thread then. An exception in them becomes a
 :class:`TransportError` of the pass, with the exception as its ``__cause__`` (annulus's own exceptions and
 KeyboardInterrupt come out as they are). Counters are kept here: a subclass has nothing to count.
 
@@ -296,7 +297,7 @@ Args:
             return post(transport, true, peer, tag, buffer);
           },
           nb::arg("peer"), nb::arg("tag"), nb::arg("buffer"),
-          nb::sig("def send(self, peer: int, tag: int, buffer: Any) -> Any"),
+          nb::sig("def send(self, peer: int, tag: int, buffer: typing.Any) -> typing.Any"),
           "Begins to send a contiguous buffer; it must not change until wait() of the returned "
           "transfer.")
       .def(
@@ -305,7 +306,7 @@ Args:
             return post(transport, false, peer, tag, buffer);
           },
           nb::arg("peer"), nb::arg("tag"), nb::arg("buffer"),
-          nb::sig("def receive(self, peer: int, tag: int, buffer: Any) -> Any"),
+          nb::sig("def receive(self, peer: int, tag: int, buffer: typing.Any) -> typing.Any"),
           "Begins to receive into a writable contiguous buffer of exactly the size that is sent.")
       .def(
           "abort",

@@ -12,9 +12,9 @@
 #include "cli/console.h"
 #include "cli/job.h"
 #include "cli/limits.h"
-#include "cli/machine.h"
 #include "cli/options.h"
 #include "cli/sample_check.h"
+#include "core/machine.h"
 #include "kernels/cpu/kernel.h"
 #include "plan/plan_text.h"
 

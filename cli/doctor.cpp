@@ -13,9 +13,9 @@
 #include "annulus/ring_check.h"
 #include "cli/commands.h"
 #include "cli/console.h"
-#include "cli/machine.h"
 #include "cli/options.h"
 #include "cli/oracle_check.h"
+#include "core/machine.h"
 #include "kernels/cpu/kernel.h"
 
 namespace annulus::cli {

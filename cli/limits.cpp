@@ -8,7 +8,7 @@
 
 #include "annulus/error.h"
 #include "cli/console.h"
-#include "cli/machine.h"
+#include "core/machine.h"
 
 namespace annulus::cli {
 

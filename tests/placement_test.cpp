@@ -270,6 +270,8 @@ TEST(Placement, ExplicitAcceptsWhatOtherPlacementsProduceInAnyOrder) {
 
 TEST(Placement, ExplicitKeepsStorageOrder) {
   const Placement placement = Placement::explicit_ranges(6, {{{4, 2, 1}, {0, 2, 2}}, {{1, 2, 2}}});
+  EXPECT_EQ(placement.name(), "explicit");
+  EXPECT_EQ(Placement::explicit_ranges(1, {{{0, 1, 1}}}, "mine").name(), "mine");
   EXPECT_EQ(placement.positions(0), (std::vector<std::int64_t>{4, 5, 0, 2}));
   EXPECT_EQ(placement.positions(1), (std::vector<std::int64_t>{1, 3}));
 }

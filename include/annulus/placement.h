@@ -27,9 +27,10 @@ class Placement {
   // position. rows = cols = 0: the squarest grid.
   [[nodiscard]] static Placement hilbert(std::int64_t tokens, int ranks, std::int64_t rows = 0,
                                          std::int64_t cols = 0);
-  // Anything else: ranges[r] are the positions of rank r in storage order.
+  // Anything else: ranges[r] are the positions of rank r in storage order. `name` is for messages.
   [[nodiscard]] static Placement explicit_ranges(std::int64_t tokens,
-                                                 std::vector<std::vector<RowSet>> ranges);
+                                                 std::vector<std::vector<RowSet>> ranges,
+                                                 std::string name = "explicit");
   // "contiguous", "zigzag", "striped" or "hilbert"; ConfigError on anything else.
   [[nodiscard]] static Placement named(const std::string& name, std::int64_t tokens, int ranks);
 

@@ -177,7 +177,8 @@ Placement Placement::striped(std::int64_t tokens, int ranks) {
   return {"striped", tokens, std::move(ranges)};
 }
 
-Placement Placement::explicit_ranges(std::int64_t tokens, std::vector<std::vector<RowSet>> ranges) {
+Placement Placement::explicit_ranges(std::int64_t tokens, std::vector<std::vector<RowSet>> ranges,
+                                     std::string name) {
   check_counts("Placement::explicit_ranges", tokens, static_cast<std::int64_t>(ranges.size()));
   std::vector<OwnedRows> all;
   for (std::size_t rank = 0; rank < ranges.size(); ++rank) {
@@ -190,7 +191,7 @@ Placement Placement::explicit_ranges(std::int64_t tokens, std::vector<std::vecto
   }
   check_disjoint(all);
   check_covers(all, tokens);
-  return {"explicit", tokens, std::move(ranges)};
+  return {std::move(name), tokens, std::move(ranges)};
 }
 
 Placement Placement::named(const std::string& name, std::int64_t tokens, int ranks) {

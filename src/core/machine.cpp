@@ -1,4 +1,4 @@
-#include "cli/machine.h"
+#include "core/machine.h"
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 #include <sstream>
 #include <string_view>
 
-namespace annulus::cli {
+namespace annulus {
 namespace {
 
 // The value behind "key" in a file of "key: value" or "key value" lines.
@@ -83,4 +83,4 @@ std::optional<std::int64_t> available_memory_bytes() {
   return machine ? machine : group;
 }
 
-}  // namespace annulus::cli
+}  // namespace annulus

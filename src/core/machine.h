@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace annulus::cli {
+namespace annulus {
 
 // What the operating system says about the machine. Nothing here fails: what cannot be found out is
 // absent.
@@ -16,4 +16,4 @@ namespace annulus::cli {
 // allows less.
 [[nodiscard]] std::optional<std::int64_t> available_memory_bytes();
 
-}  // namespace annulus::cli
+}  // namespace annulus

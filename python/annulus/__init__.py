@@ -1,0 +1,63 @@
+"""Exact attention over sequences that may be spread over the ranks of a ring.
+
+`attention` computes on whole arrays in one process; `RingAttention` is one rank's part of a ring over a
+`Transport`. A `Pattern` says who attends to whom (dense, LongNet, head groups), a `Placement` which rank
+holds which tokens, and a `Plan` shows what moves where. Arrays of NumPy, PyTorch and anything else with DLPack
+are used in place.
+"""
+
+from annulus._core import (
+    Branch,
+    BranchState,
+    ConfigError,
+    DeviceError,
+    Error,
+    Interrupted,
+    Pattern,
+    Placement,
+    Plan,
+    RingAttention,
+    RingAttentionCache,
+    Transfer,
+    Transport,
+    TransportError,
+    attention,
+    attention_backward,
+    cache_info,
+    clear_cache,
+    isa,
+    make_in_process_ring,
+    threads,
+)
+from annulus._core import version as __version__
+
+__all__ = [
+    "Branch",
+    "BranchState",
+    "ConfigError",
+    "DeviceError",
+    "Error",
+    "Interrupted",
+    "Pattern",
+    "Placement",
+    "Plan",
+    "RingAttention",
+    "RingAttentionCache",
+    "Transfer",
+    "Transport",
+    "TransportError",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "cache_info",
+    "clear_cache",
+    "isa",
+    "make_in_process_ring",
+    "threads",
+]
+
+# Users see annulus.ConfigError, not where it is compiled: in tracebacks, and in what is pickled.
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = __name__
+del _name

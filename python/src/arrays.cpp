@@ -1,0 +1,279 @@
+#include "arrays.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdlib>
+#include <limits>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "annulus/error.h"
+#include "values.h"
+
+namespace annulus::python {
+namespace {
+
+constexpr nb::dlpack::dtype kBfloat16{static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat), 16,
+                                      1};
+
+std::optional<DType> dtype_of(const nb::dlpack::dtype& dtype) {
+  if (dtype == nb::dtype<float>()) return DType::f32;
+  if (dtype == kBfloat16) return DType::bf16;
+  const auto floats = static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float);
+  if (dtype.code == floats && dtype.bits == 16 && dtype.lanes == 1) return DType::f16;
+  return std::nullopt;
+}
+
+std::string dtype_text(const nb::dlpack::dtype& dtype) {
+  using Code = nb::dlpack::dtype_code;
+  const auto code = static_cast<Code>(dtype.code);
+  const char* kind = code == Code::Int       ? "int"
+                     : code == Code::UInt    ? "uint"
+                     : code == Code::Float   ? "float"
+                     : code == Code::Bfloat  ? "bfloat"
+                     : code == Code::Complex ? "complex"
+                     : code == Code::Bool    ? "bool"
+                                             : "a dtype of another kind, bits ";
+  return code == Code::Bool ? kind : kind + std::to_string(dtype.bits);
+}
+
+std::string type_text(nb::handle object) {
+  const std::string module = nb::str(object.type().attr("__module__")).c_str();
+  const std::string name = nb::str(object.type().attr("__qualname__")).c_str();
+  return module == "builtins" ? name : module + "." + name;
+}
+
+bool on_cpu(int device) {
+  constexpr int kCpu = 1;
+  constexpr int kPinnedByCuda = 3;  // host memory
+  constexpr int kPinnedByRocm = 11;
+  return device == kCpu || device == kPinnedByCuda || device == kPinnedByRocm;
+}
+
+std::string device_text(int device) {
+  switch (device) {
+    case 2:
+    case 13:
+      return "a CUDA device";
+    case 8:
+      return "a Metal device";
+    case 10:
+      return "a ROCm device";
+    default:
+      return fmt::format("a device of DLPack type {}", device);
+  }
+}
+
+bool requires_grad(nb::handle array) {
+  return nb::getattr(array, "requires_grad", nb::none()).is(Py_True);
+}
+
+bool is_bfloat16_numpy(nb::handle array) {
+  const nb::object dtype = nb::getattr(array, "dtype", nb::none());
+  return nb::hasattr(array, "__array_interface__") && nb::hasattr(dtype, "name") &&
+         nb::str(dtype.attr("name")).equal(nb::str("bfloat16"));
+}
+
+// Python's own words for why an array cannot be exported.
+std::string export_problem(nb::handle array) {
+  try {
+    array.attr("__dlpack__")();
+  } catch (const nb::python_error& error) {
+    return nb::str(error.value()).c_str();
+  }
+  return "";
+}
+
+template <typename Array>
+bool try_import(nb::handle array, Array& out) {
+  return nb::try_cast(nb::borrow(array), out, /*convert=*/false);
+}
+
+}  // namespace
+
+void Arrays::complain(const std::string& text) {
+  if (complaint_.empty()) complaint_ = text;
+}
+
+void Arrays::check(const char* where) const {
+  if (!complaint_.empty()) throw ConfigError(std::string(where) + ": " + complaint_);
+}
+
+template <typename Array>
+TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vector<Array>& held) {
+  constexpr bool kWritable = std::is_same_v<Array, nb::ndarray<>>;
+  Array imported;
+  bool bfloat16 = false;
+  bool found = try_import(array, imported);
+  if (!found) {
+    // The rarer kinds, each brought into a form that can be exported without a copy.
+    nb::object other;
+    if (requires_grad(array)) {
+      other = array.attr("detach")();
+    } else if (is_bfloat16_numpy(array)) {  // ml_dtypes: NumPy cannot export its bits by their name
+      other = array.attr("view")("uint16");
+      bfloat16 = true;
+    } else if (nb::hasattr(array, "__array_interface__") && !nb::hasattr(array, "__dlpack__")) {
+      other = nb::module_::import_("numpy").attr("asarray")(array);
+    }
+    found = other.is_valid() && try_import(other, imported);
+  }
+  if (!found) {
+    nb::ndarray<nb::ro> readable;
+    if (kWritable && try_import(array, readable)) {
+      complain(fmt::format("{} is read-only, expected an array that can be written to", name));
+    } else if (!nb::hasattr(array, "__dlpack__")) {
+      complain(fmt::format(
+          "{} is a {}, expected an array with __dlpack__ or __array_interface__ (NumPy, "
+          "PyTorch, JAX, ...)",
+          name, type_text(array)));
+    } else {
+      complain(fmt::format("{} (a {}) cannot be used without a copy: {}", name, type_text(array),
+                           export_problem(array)));
+    }
+    return {};
+  }
+  if (!on_cpu(imported.device_type())) {
+    complain(fmt::format("{} is on {}, expected the CPU: CUDA is not built", name,
+                         device_text(imported.device_type())));
+    return {};
+  }
+  const std::optional<DType> dtype =
+      bfloat16 ? std::optional(DType::bf16) : dtype_of(imported.dtype());
+  if (!dtype) {
+    complain(fmt::format("{} is {}, expected float32, float16 or bfloat16", name,
+                         dtype_text(imported.dtype())));
+    return {};
+  }
+  const auto count = static_cast<int>(imported.ndim());
+  if (count != axes) {
+    std::vector<std::int64_t> shape;
+    for (int axis = 0; axis < count; ++axis) {
+      shape.push_back(static_cast<std::int64_t>(imported.shape(static_cast<std::size_t>(axis))));
+    }
+    complain(fmt::format("{} is [{}], expected {} axes: [batch, tokens, heads{}]", name,
+                         fmt::join(shape, ", "), axes, axes == 4 ? ", head_dim" : ""));
+    return {};
+  }
+  TensorView view;
+  view.data = const_cast<void*>(static_cast<const void*>(imported.data()));
+  view.dtype = *dtype;
+  view.rank = axes;
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(axes); ++axis) {
+    view.shape[axis] = static_cast<std::int64_t>(imported.shape(axis));
+    view.stride[axis] = imported.stride(axis);
+  }
+  held.push_back(std::move(imported));
+  return view;
+}
+
+ConstTensorView Arrays::input(nb::handle array, const char* name, int axes) {
+  const TensorView view = import(array, name, axes, inputs_);
+  seen_.push_back({view.data, name});
+  return view;
+}
+
+TensorView Arrays::output(nb::handle array, const char* name, int axes) {
+  const TensorView view = import(array, name, axes, outputs_);
+  if (view.rank == 0) return view;
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(axes); ++axis) {
+    if (view.stride[axis] != 0 || view.shape[axis] <= 1) continue;
+    complain(fmt::format(
+        "{} has stride 0 on axis {}, expected an array whose elements are distinct", name, axis));
+    return {};
+  }
+  // Only the same start is a sure sign: views of one packed array interleave without overlapping.
+  for (const Seen& other : seen_) {
+    if (view.data == nullptr || other.data != view.data || view.elements() == 0) continue;
+    complain(
+        fmt::format("{} is the same memory as {}, expected an array of its own", name, other.name));
+    return {};
+  }
+  seen_.push_back({view.data, name});
+  return view;
+}
+
+std::span<float> Arrays::floats(nb::handle array, const char* name) {
+  nb::ndarray<float, nb::c_contig, nb::device::cpu> found;
+  if (!nb::try_cast(nb::borrow(array), found, /*convert=*/false)) {
+    complain(fmt::format(
+        "{} is a {}, expected a contiguous float32 array on the CPU that can be written to", name,
+        type_text(array)));
+    return {};
+  }
+  outputs_.emplace_back(found);
+  return {found.data(), found.size()};
+}
+
+namespace {
+
+constexpr std::size_t kAlignment = 64;  // what JAX asks of memory that it takes over
+
+nb::object numpy_empty(const nb::tuple& shape, nb::handle dtype) {
+  return nb::module_::import_("numpy").attr("empty")(shape, dtype);
+}
+
+nb::object own_memory(const ConstTensorView& shape_of, DType dtype, int axes) {
+  std::vector<std::size_t> shape;
+  std::size_t bytes = size_of(dtype);
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(axes); ++axis) {
+    shape.push_back(static_cast<std::size_t>(shape_of.shape[axis]));
+    bytes *= shape.back();
+  }
+  bytes = (bytes + kAlignment) / kAlignment * kAlignment;
+  void* data = std::aligned_alloc(kAlignment, bytes);
+  if (data == nullptr) throw std::bad_alloc();
+  const nb::capsule owner(data, [](void* pointer) noexcept { std::free(pointer); });
+  const auto floats = static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float);
+  const nb::dlpack::dtype type =
+      dtype == DType::bf16
+          ? kBfloat16
+          : nb::dlpack::dtype{floats, static_cast<std::uint8_t>(8 * size_of(dtype)), 1};
+  return nb::cast(nb::ndarray<>(data, shape.size(), shape.data(), owner, nullptr, type));
+}
+
+}  // namespace
+
+Result::Result(nb::object given, nb::handle like, const ConstTensorView& shape_of, DType dtype,
+               int axes) {
+  if (!given.is_none()) {
+    writable_ = std::move(given);
+    return;
+  }
+  nb::list extents;
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(axes); ++axis) {
+    extents.append(shape_of.shape[axis]);
+  }
+  const nb::tuple shape(extents);
+  const bool same_dtype = shape_of.rank > 0 && shape_of.dtype == dtype;
+  if (nb::hasattr(like, "new_empty")) {  // PyTorch, which is loaded, since here is a tensor of it
+    writable_ = same_dtype
+                    ? like.attr("new_empty")(shape)
+                    : like.attr("new_empty")(
+                          shape, nb::arg("dtype") =
+                                     nb::module_::import_("torch").attr(python_name_of(dtype)));
+  } else if (nb::isinstance(like, nb::module_::import_("numpy").attr("ndarray"))) {
+    writable_ = numpy_empty(shape, same_dtype ? nb::object(like.attr("dtype"))
+                                              : nb::object(nb::str(python_name_of(dtype))));
+  } else if (nb::hasattr(like, "__array_namespace__")) {
+    writable_ = own_memory(shape_of, dtype, axes);
+    convert_ = like.attr("__array_namespace__")().attr("from_dlpack");
+  } else {
+    if (dtype == DType::bf16) {
+      throw ConfigError("a " + type_text(like) +
+                        " of bfloat16 came in, and NumPy has no such dtype: pass arrays for the "
+                        "results");
+    }
+    writable_ = numpy_empty(shape, nb::str(python_name_of(dtype)));
+  }
+}
+
+nb::object Result::finish() const { return convert_.is_valid() ? convert_(writable_) : writable_; }
+
+}  // namespace annulus::python

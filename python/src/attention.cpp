@@ -1,0 +1,334 @@
+#include <fmt/format.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "annulus/error.h"
+#include "arrays.h"
+#include "bindings.h"
+#include "interrupt.h"
+#include "local_ring.h"
+#include "values.h"
+
+namespace annulus::python {
+namespace {
+
+using Lengths = std::optional<std::vector<std::int64_t>>;
+
+// Never destroyed: at exit other threads may still be in a call.
+LocalRings& local_rings() {
+  static auto* rings = new LocalRings;
+  return *rings;
+}
+
+// The arguments of attention and attention_backward but for the arrays.
+struct Request {
+  nb::handle pattern;
+  const Lengths& segments;
+  const Lengths& dilations;
+  bool causal;
+  const std::string& offsets;
+  bool group_scale;
+  std::optional<double> scale;
+  int ranks;
+  nb::handle placement;
+  const std::string& schedule;
+  bool reproducible;
+};
+
+void expect_shape(const char* where, const char* name, const ConstTensorView& view,
+                  const ConstTensorView& like, const char* like_name, bool heads_too) {
+  const auto same = [&](std::size_t axis) { return view.shape[axis] == like.shape[axis]; };
+  if (!same(0) || !same(1) || (heads_too && !same(2)) || (view.rank == 4 && !same(3))) {
+    throw ConfigError(fmt::format(
+        "{}: {} is {}, expected [{}, {}, {}{}] like {}", where, name, shape_string(view),
+        like.shape[0], like.shape[1], heads_too ? std::to_string(like.shape[2]) : "key heads",
+        view.rank == 4 ? fmt::format(", {}", like.shape[3]) : "", like_name));
+  }
+  if (view.rank == 4 && view.dtype != like.dtype) {
+    throw ConfigError(fmt::format("{}: {} is {}, expected {} like {}", where, name,
+                                  python_name_of(view.dtype), python_name_of(like.dtype),
+                                  like_name));
+  }
+}
+
+template <typename T>
+void append(std::string& key, const T& value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof(T));
+}
+
+// A ring for the request: the last one of its kind if it is free, else a new one. Given back when
+// the pass has ended well; after an error its transport may be dead, and a new one is made next
+// time.
+class Lease {
+ public:
+  Lease(const char* where, const Request& request, const ConstTensorView& q,
+        const ConstTensorView& k, bool backward) {
+    const auto heads = static_cast<int>(std::min<std::int64_t>(q.shape[2], 1 << 20));
+    Pattern pattern = parse_pattern(request.pattern, heads, request.segments, request.dilations,
+                                    request.causal, request.offsets, request.group_scale);
+    if (pattern.heads != heads) {
+      throw ConfigError(
+          fmt::format("{}: q has {} heads, the pattern is for {}", where, heads, pattern.heads));
+    }
+    const Schedule schedule = parse_schedule(request.schedule);
+    const bool named = nb::isinstance<nb::str>(request.placement);
+    if (!named && !nb::isinstance<Placement>(request.placement)) {
+      throw ConfigError(std::string(where) +
+                        ": placement is neither a name nor a Placement: expected 'contiguous', "
+                        "'zigzag', 'striped', 'hilbert' or annulus.Placement");
+    }
+
+    // Everything that an executor depends on. Named placements are made only when there is no ring
+    // yet: a Hilbert curve takes longer than a small attention.
+    append(key_, pattern.heads);
+    append(key_, pattern.causal);
+    append(key_, pattern.output_scale);
+    for (const Branch& branch : pattern.branches) {
+      append(key_, branch.segment_length);
+      append(key_, branch.dilation);
+      key_.append(reinterpret_cast<const char*>(branch.offset.data()),
+                  branch.offset.size() * sizeof(std::int64_t));
+    }
+    append(key_, q.shape);
+    append(key_, k.shape[2]);
+    append(key_, q.dtype);
+    append(key_, request.scale.has_value());
+    append(key_, request.scale.value_or(0.0));
+    append(key_, schedule);
+    append(key_, request.reproducible);
+    append(key_, backward);
+    append(key_, named);
+    if (named) {
+      append(key_, request.ranks);
+      key_ += nb::cast<std::string>(request.placement);
+    } else {
+      const auto& placement = nb::cast<const Placement&>(request.placement);
+      if (placement.tokens() != q.shape[1] ||
+          (request.ranks != 1 && request.ranks != placement.ranks())) {
+        throw ConfigError(
+            fmt::format("{}: placement '{}' is for {} tokens on {} ranks, expected {} tokens{}",
+                        where, placement.name(), placement.tokens(), placement.ranks(), q.shape[1],
+                        request.ranks == 1 ? "" : fmt::format(" on {} ranks", request.ranks)));
+      }
+      for (int rank = 0; rank < placement.ranks(); ++rank) {
+        append(key_, placement.ranges(rank).size());
+        for (const RowSet& rows : placement.ranges(rank)) append(key_, rows);
+      }
+    }
+
+    ring_ = local_rings().take(key_);
+    if (ring_ != nullptr) return;
+    RingOptions options{
+        .pattern = std::move(pattern),
+        .placement = named ? Placement::named(nb::cast<std::string>(request.placement), q.shape[1],
+                                              request.ranks)
+                           : nb::cast<const Placement&>(request.placement)};
+    options.batch = q.shape[0];
+    options.kv_heads = static_cast<int>(std::min<std::int64_t>(k.shape[2], 1 << 20));
+    options.head_dim = static_cast<int>(std::min<std::int64_t>(q.shape[3], 1 << 20));
+    options.dtype = q.dtype;
+    options.scale = request.scale;
+    options.schedule = schedule;
+    options.reproducible = request.reproducible;
+    options.backward = backward;
+    options.limits = local_limits(options);
+    const nb::gil_scoped_release no_gil;
+    ring_ = std::make_unique<LocalRing>(std::move(options));
+  }
+
+  // `cost`: operations, in multiples of forward's.
+  template <typename Pass>
+  void run(double cost, const Pass& pass) {
+    const bool watch = cost * ring_->forward_flops() >= kLongPass && on_main_thread();
+    run_interruptibly(
+        watch, [&] { pass(*ring_); }, [&] { ring_->interrupt(); });
+    local_rings().give_back(std::move(key_), std::move(ring_));
+  }
+
+ private:
+  std::string key_;
+  std::unique_ptr<LocalRing> ring_;
+};
+
+nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
+                     const Lengths& segments, const Lengths& dilations, bool causal,
+                     const std::string& offsets, bool group_scale, std::optional<double> scale,
+                     int ranks, nb::handle placement, const std::string& schedule,
+                     bool reproducible, nb::object out, bool return_lse) {
+  const char* where = "attention";
+  Arrays arrays;
+  const ConstTensorView q_view = arrays.input(q, "q");
+  const ConstTensorView k_view = arrays.input(k, "k");
+  const ConstTensorView v_view = arrays.input(v, "v");
+  arrays.check(where);
+  expect_shape(where, "k", k_view, q_view, "q", false);
+  expect_shape(where, "v", v_view, k_view, "k", true);
+  const Result o(std::move(out), q, q_view, q_view.dtype, 4);
+  const TensorView o_view = arrays.output(o.writable(), "out");
+  arrays.check(where);
+  expect_shape(where, "out", o_view, q_view, "q", true);
+  std::optional<Result> lse;
+  TensorView lse_view;
+  if (return_lse) {
+    lse.emplace(nb::none(), q, q_view, DType::f32, 3);
+    lse_view = arrays.output(lse->writable(), "lse", 3);
+    arrays.check(where);
+  }
+  Lease lease(where,
+              {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
+               schedule, reproducible},
+              q_view, k_view, /*backward=*/false);
+  lease.run(1.0, [&](LocalRing& ring) {
+    ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
+  });
+  if (!return_lse) return o.finish();
+  return nb::make_tuple(o.finish(), lse->finish());
+}
+
+nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
+                             nb::handle dout, nb::handle pattern, const Lengths& segments,
+                             const Lengths& dilations, bool causal, const std::string& offsets,
+                             bool group_scale, std::optional<double> scale, int ranks,
+                             nb::handle placement, const std::string& schedule, bool reproducible) {
+  const char* where = "attention_backward";
+  Arrays arrays;
+  const ConstTensorView q_view = arrays.input(q, "q");
+  const ConstTensorView k_view = arrays.input(k, "k");
+  const ConstTensorView v_view = arrays.input(v, "v");
+  const ConstTensorView o_view = arrays.input(o, "o");
+  const ConstTensorView lse_view = arrays.input(lse, "lse", 3);
+  const ConstTensorView dout_view = arrays.input(dout, "do");
+  arrays.check(where);
+  expect_shape(where, "k", k_view, q_view, "q", false);
+  expect_shape(where, "v", v_view, k_view, "k", true);
+  expect_shape(where, "o", o_view, q_view, "q", true);
+  expect_shape(where, "lse", lse_view, q_view, "q", true);
+  expect_shape(where, "do", dout_view, q_view, "q", true);
+  const Result dq(nb::none(), q, q_view, q_view.dtype, 4);
+  const Result dk(nb::none(), k, k_view, q_view.dtype, 4);
+  const Result dv(nb::none(), v, v_view, q_view.dtype, 4);
+  const TensorView dq_view = arrays.output(dq.writable(), "dq");
+  const TensorView dk_view = arrays.output(dk.writable(), "dk");
+  const TensorView dv_view = arrays.output(dv.writable(), "dv");
+  arrays.check(where);
+  Lease lease(where,
+              {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
+               schedule, reproducible},
+              q_view, k_view, /*backward=*/true);
+  lease.run(2.5, [&](LocalRing& ring) {
+    ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view);
+  });
+  return nb::make_tuple(dq.finish(), dk.finish(), dv.finish());
+}
+
+#define ANNULUS_ATTENTION_SIGNATURE                                                                \
+  "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "           \
+  "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "          \
+  "None, is_causal: bool = False, offsets: typing.Literal['blocked', 'interleaved'] = 'blocked', " \
+  "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "             \
+  "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', "      \
+  "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
+
+}  // namespace
+
+void bind_attention(nb::module_& module) {
+  // Two signatures of one function, so that type checkers know what comes out.
+  const auto define = [&](const auto&... signature_and_doc) {
+    module.def("attention", &attention, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::kw_only(),
+               nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
+               nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
+               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+               nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
+               nb::arg("return_lse") = false, signature_and_doc...);
+  };
+  define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
+                 ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False) -> "
+                 "ArrayT"),
+         R"(Exact attention over whole sequences in one process.
+
+Args:
+    q: [batch, tokens, heads, head_dim], float32, float16 or bfloat16, on the CPU. Any array with DLPack
+        (NumPy, PyTorch, JAX, ...) whose last axis is contiguous is used in place; PyTorch tensors that
+        require gradients are read as if detached.
+    k, v: like q, with as many heads or a divisor of them (GQA, MQA).
+    pattern: None, 'dense', 'longnet', 'head_groups' or a :class:`Pattern`. None is 'longnet' when
+        segment_lengths are given, else 'dense'.
+    segment_lengths, dilation_rates: of the branches; one each.
+    is_causal: only keys at or before the query.
+    offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
+    group_scale: multiply the output by one over the number of branches.
+    scale: of q.k; None: 1/sqrt(head_dim).
+    ranks: more than 1 computes on a ring of that many threads, to try things out: the result is the same.
+    placement: of the tokens on these ranks: a name or a :class:`Placement`.
+    schedule: 'auto', 'ring' or 'gather', see :class:`RingAttention`.
+    reproducible: the same bits for every number of ranks and placement.
+    out: array for the result; None: a new one of q's framework.
+    return_lse: also return the log-sum-exp, float32 [batch, tokens, heads].
+
+Returns:
+    The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.
+
+What is needed between calls of one shape is kept (:func:`clear_cache` frees it). Threads may call at
+the same time. The GIL is released.)");
+  define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
+                 ", out: ArrayT | None = None, return_lse: typing.Literal[True]) -> tuple[ArrayT, "
+                 "ArrayT]"));
+  module.def(
+      "attention_backward", &attention_backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+      nb::arg("o"), nb::arg("lse"), nb::arg("do"), nb::kw_only(), nb::arg("pattern") = nb::none(),
+      nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
+      nb::arg("is_causal") = false, nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+      nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
+      nb::arg("schedule") = "auto", nb::arg("reproducible") = false,
+      nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
+              "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE ") -> tuple[ArrayT, ArrayT, ArrayT]"),
+      "Gradients (dq, dk, dv) of attention, given its output o, its lse and the gradient `do` of "
+      "o. "
+      "The other arguments are those of attention.");
+  module.def(
+      "view_of",
+      [](nb::handle array) {
+        Arrays arrays;
+        const ConstTensorView view = arrays.input(array, "array");
+        arrays.check("view_of");
+        nb::dict dict;
+        dict["address"] = reinterpret_cast<std::uintptr_t>(view.data);
+        dict["dtype"] = python_name_of(view.dtype);
+        dict["shape"] = nb::make_tuple(view.shape[0], view.shape[1], view.shape[2], view.shape[3]);
+        dict["strides"] =
+            nb::make_tuple(view.stride[0], view.stride[1], view.stride[2], view.stride[3]);
+        return dict;
+      },
+      nb::arg("array"), nb::sig("def view_of(array: typing.Any) -> dict[str, typing.Any]"),
+      "How the library sees an array of four axes: its address, dtype, shape and strides in "
+      "elements. For tests that nothing is copied.");
+  module.def(
+      "clear_cache",
+      [] {
+        const nb::gil_scoped_release no_gil;
+        local_rings().clear();
+      },
+      "Frees what attention and attention_backward keep between calls.");
+  module.def(
+      "cache_info",
+      [] {
+        nb::dict dict;
+        dict["size"] = local_rings().size();
+        dict["bytes"] = local_rings().bytes();
+        return dict;
+      },
+      nb::sig("def cache_info() -> dict[str, int]"),
+      "How many executors attention and attention_backward keep between calls, and their bytes.");
+}
+
+}  // namespace annulus::python

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace annulus::python {
+
+namespace nb = nanobind;
+
+// One function per file of this folder, in the order in which the module calls them.
+void bind_errors(nb::module_& module);
+void bind_pattern(nb::module_& module);
+void bind_placement(nb::module_& module);
+void bind_plan(nb::module_& module);
+void bind_transport(nb::module_& module);
+void bind_ring(nb::module_& module);
+void bind_attention(nb::module_& module);
+
+}  // namespace annulus::python

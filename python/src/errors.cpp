@@ -1,0 +1,128 @@
+#include "errors.h"
+
+#include <nanobind/nanobind.h>
+
+#include <exception>
+#include <string>
+
+#include "annulus/error.h"
+#include "bindings.h"
+
+namespace annulus::python {
+namespace {
+
+// The module owns the classes; translation only happens while it lives.
+struct Classes {
+  PyObject* error = nullptr;
+  PyObject* config = nullptr;
+  PyObject* transport = nullptr;
+  PyObject* device = nullptr;
+  PyObject* interrupted = nullptr;
+};
+Classes classes;
+
+PyObject* make_class(nb::module_& module, const char* name, const char* doc, nb::tuple bases,
+                     nb::dict members = nb::dict()) {
+  const std::string full = std::string(nb::str(module.attr("__name__")).c_str()) + "." + name;
+  nb::object type =
+      nb::steal(PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), members.ptr()));
+  if (!type.is_valid()) nb::raise_python_error();
+  module.attr(name) = type;
+  return type.ptr();
+}
+
+nb::object make_transport_error(const std::string& message, int rank) {
+  nb::object error = nb::borrow(classes.transport)(message.c_str());
+  error.attr("rank") = rank;
+  return error;
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const PythonFailure& failure) {
+    failure.raise();
+  } catch (const TransportError& error) {
+    const nb::object object = make_transport_error(error.what(), error.rank());
+    PyErr_SetObject(classes.transport, object.ptr());
+  } catch (const ConfigError& error) {
+    PyErr_SetString(classes.config, error.what());
+  } catch (const DeviceError& error) {
+    PyErr_SetString(classes.device, error.what());
+  } catch (const Interrupted& error) {
+    PyErr_SetString(classes.interrupted, error.what());
+  } catch (const Error& error) {
+    PyErr_SetString(classes.error, error.what());
+  }
+}
+
+std::string message_of(const std::string& where, const nb::python_error& error) {
+  const nb::handle value = error.value();
+  const std::string text = nb::str(value).c_str();
+  // Ours already say where and what.
+  if (PyObject_IsInstance(value.ptr(), classes.error) == 1) return text;
+  const std::string type = nb::str(error.type().attr("__name__")).c_str();
+  return where + ": " + type + (text.empty() ? "" : ": " + text);
+}
+
+int rank_of(const nb::python_error& error) {
+  const nb::object rank = nb::getattr(error.value(), "rank", nb::int_(-1));
+  int number = -1;
+  return nb::try_cast(rank, number) ? number : -1;
+}
+
+}  // namespace
+
+void release_anywhere(PyObject* object) noexcept {
+  // Without an interpreter there is nothing left to release.
+  if (object == nullptr || !Py_IsInitialized()) return;
+  const nb::gil_scoped_acquire gil;
+  Py_DECREF(object);
+}
+
+PythonFailure::PythonFailure(const std::string& where, const nb::python_error& error)
+    : TransportError(message_of(where, error), rank_of(error)),
+      original_(error.value().inc_ref().ptr(), release_anywhere) {}
+
+void PythonFailure::raise() const {
+  PyObject* original = original_.get();
+  const bool ours = PyObject_IsInstance(original, classes.error) == 1;
+  if (ours || !PyErr_GivenExceptionMatches(original, PyExc_Exception)) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(original)), original);
+    return;
+  }
+  const nb::object error = make_transport_error(what(), rank());
+  PyException_SetCause(error.ptr(), Py_NewRef(original));
+  PyErr_SetObject(classes.transport, error.ptr());
+}
+
+void bind_errors(nb::module_& module) {
+  const auto builtin = [](PyObject* type) { return nb::borrow(type); };
+  classes.error = make_class(module, "Error",
+                             "Every error of annulus. Messages say where, what was found, what was "
+                             "expected and what to do.",
+                             nb::make_tuple(builtin(PyExc_Exception)));
+  const nb::object base = nb::borrow(classes.error);
+  classes.config = make_class(
+      module, "ConfigError",
+      "The caller is wrong: shapes, options, dtypes. Nothing has been changed; everything "
+      "still works.",
+      nb::make_tuple(base, builtin(PyExc_ValueError)));
+  nb::dict members;
+  members["rank"] = -1;
+  classes.transport = make_class(
+      module, "TransportError",
+      "The ring is broken; build new transports. `rank` is the rank at fault as far as it is "
+      "known, else -1.",
+      nb::make_tuple(base, builtin(PyExc_ConnectionError)), members);
+  classes.device =
+      make_class(module, "DeviceError",
+                 "The device cannot do it: out of memory, a missing instruction set, CUDA.",
+                 nb::make_tuple(base, builtin(PyExc_RuntimeError)));
+  classes.interrupted =
+      make_class(module, "Interrupted", "RingAttention.interrupt() ended a pass on this rank.",
+                 nb::make_tuple(base));
+  nb::register_exception_translator(translate);
+}
+
+}  // namespace annulus::python

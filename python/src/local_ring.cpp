@@ -1,0 +1,280 @@
+#include "local_ring.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "annulus/error.h"
+#include "annulus/in_process.h"
+#include "core/machine.h"
+
+namespace annulus::python {
+namespace {
+
+// Ranks share the cores, so one may wait for as long as all others compute. The deadline is there
+// to find hangs: allow for a machine of 1 GFLOP/s.
+InProcessOptions ring_settings(const RingOptions& options) {
+  constexpr double kLongest = 1e9;  // seconds
+  const double flops = allowed_pairs(options.pattern, options.placement.tokens()) * 14.0 *
+                       static_cast<double>(options.batch) * options.head_dim;
+  InProcessOptions settings;
+  settings.deadline +=
+      std::chrono::seconds(static_cast<std::int64_t>(std::min(kLongest, flops / 1e9)));
+  return settings;
+}
+
+// Copies rows between [batch, tokens, heads(, head_dim)] views. `positions` are the tokens of
+// `whole` that the shard's tokens 0, 1, ... are.
+template <typename Copy>
+void for_each_row(const Placement& placement, int rank, const ConstTensorView& whole,
+                  const ConstTensorView& part, const Copy& copy) {
+  const auto size = static_cast<std::int64_t>(size_of(whole.dtype));
+  std::int64_t local = 0;
+  for (const RowSet& rows : placement.ranges(rank)) {
+    for (std::int64_t i = 0; i < rows.count; ++i, ++local) {
+      for (std::int64_t batch = 0; batch < whole.shape[0]; ++batch) {
+        for (std::int64_t head = 0; head < whole.shape[2]; ++head) {
+          copy(
+              (batch * whole.stride[0] + rows[i] * whole.stride[1] + head * whole.stride[2]) * size,
+              (batch * part.stride[0] + local * part.stride[1] + head * part.stride[2]) * size);
+        }
+      }
+    }
+  }
+}
+
+std::size_t row_bytes(const ConstTensorView& view) {
+  return size_of(view.dtype) * (view.rank == 4 ? static_cast<std::size_t>(view.shape[3]) : 1);
+}
+
+std::int64_t bytes_of(const ConstTensorView& view) {
+  return view.elements() * static_cast<std::int64_t>(size_of(view.dtype));
+}
+
+TensorView dense_view(std::byte* data, const ConstTensorView& whole, std::int64_t tokens) {
+  return whole.rank == 4 ? TensorView(data, whole.dtype,
+                                      {whole.shape[0], tokens, whole.shape[2], whole.shape[3]})
+                         : TensorView(data, whole.dtype, {whole.shape[0], tokens, whole.shape[2]});
+}
+
+}  // namespace
+
+LocalRing::LocalRing(RingOptions options)
+    : options_(std::move(options)),
+      forward_flops_(4.0 * allowed_pairs(options_.pattern, options_.placement.tokens()) *
+                     static_cast<double>(options_.batch) * options_.head_dim),
+      transports_(make_in_process_ring(options_.placement.ranks(), ring_settings(options_))),
+      executors_(transports_.size()),
+      copies_(transports_.size()) {
+  on_every_rank([&](int rank) {
+    const auto at = static_cast<std::size_t>(rank);
+    executors_[at] = std::make_unique<RingAttention>(options_, *transports_[at]);
+  });
+}
+
+void LocalRing::on_every_rank(const std::function<void(int rank)>& body) {
+  if (transports_.size() == 1) {
+    body(0);
+    return;
+  }
+  std::atomic<int> first_to_fail{-1};
+  std::vector<std::exception_ptr> errors(transports_.size());
+  const auto run_rank = [&](std::size_t rank) {
+    try {
+      body(static_cast<int>(rank));
+    } catch (const std::exception& error) {
+      errors[rank] = std::current_exception();
+      int nobody = -1;
+      // Before the others hear of it: theirs are echoes.
+      first_to_fail.compare_exchange_strong(nobody, static_cast<int>(rank));
+      transports_[rank]->abort(error.what());
+    }
+  };
+  std::vector<std::thread> threads;
+  std::string cannot_start;
+  for (std::size_t rank = 0; rank < transports_.size() && cannot_start.empty(); ++rank) {
+    try {
+      threads.emplace_back(run_rank, rank);
+    } catch (const std::system_error& error) {
+      cannot_start =
+          "cannot start the thread of rank " + std::to_string(rank) + ": " + error.what();
+      transports_[rank]->abort(cannot_start);
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (!cannot_start.empty()) throw DeviceError("attention: " + cannot_start);
+  if (first_to_fail >= 0) {
+    std::rethrow_exception(errors[static_cast<std::size_t>(first_to_fail.load())]);
+  }
+}
+
+std::byte* LocalRing::memory(int rank, std::size_t slot, std::size_t bytes) {
+  Copies& copies = copies_[static_cast<std::size_t>(rank)];
+  if (copies.size() <= slot) copies.resize(slot + 1);
+  if (copies[slot].size() < bytes) copies[slot].resize(bytes);
+  return copies[slot].data();
+}
+
+TensorView LocalRing::shard(int rank, std::size_t slot, const ConstTensorView& whole,
+                            bool is_input) {
+  const auto size = static_cast<std::int64_t>(size_of(whole.dtype));
+  // Views of inputs are only read.
+  auto* data = static_cast<std::byte*>(const_cast<void*>(whole.data));
+  if (is_view(rank)) {
+    TensorView view;
+    view.dtype = whole.dtype;
+    view.rank = whole.rank;
+    view.shape = whole.shape;
+    view.stride = whole.stride;
+    const auto ranges = options_.placement.ranges(rank);
+    const RowSet rows = ranges.empty() ? RowSet{} : ranges[0];
+    view.data = data + rows.first * whole.stride[1] * size;
+    view.shape[1] = rows.count;
+    view.stride[1] = whole.stride[1] * rows.stride;
+    return view;
+  }
+  const std::int64_t tokens = options_.placement.local_tokens(rank);
+  TensorView part = dense_view(nullptr, whole, tokens);
+  part.data = memory(rank, slot, static_cast<std::size_t>(bytes_of(part)));
+  if (is_input) {
+    const std::size_t row = row_bytes(whole);
+    for_each_row(options_.placement, rank, whole, part, [&](std::int64_t from, std::int64_t to) {
+      std::memcpy(static_cast<std::byte*>(part.data) + to, data + from, row);
+    });
+  }
+  return part;
+}
+
+void LocalRing::collect(int rank, const ConstTensorView& part, const TensorView& whole) const {
+  if (is_view(rank)) return;
+  const std::size_t row = row_bytes(whole);
+  for_each_row(options_.placement, rank, whole, part, [&](std::int64_t to, std::int64_t from) {
+    std::memcpy(static_cast<std::byte*>(whole.data) + to,
+                static_cast<const std::byte*>(part.data) + from, row);
+  });
+}
+
+void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
+                        const ConstTensorView& v, const TensorView& o, const TensorView* lse) {
+  on_every_rank([&](int rank) {
+    const TensorView q_part = shard(rank, 0, q, true);
+    const TensorView k_part = shard(rank, 1, k, true);
+    const TensorView v_part = shard(rank, 2, v, true);
+    const TensorView o_part = shard(rank, 3, o, false);
+    TensorView lse_part;
+    if (lse != nullptr) {
+      lse_part = shard(rank, 4, *lse, false);
+    } else {
+      lse_part =
+          TensorView(nullptr, DType::f32, {q_part.shape[0], q_part.shape[1], q_part.shape[2]});
+      lse_part.data = memory(rank, 4, static_cast<std::size_t>(bytes_of(lse_part)));
+    }
+    executors_[static_cast<std::size_t>(rank)]->forward(q_part, k_part, v_part, o_part, lse_part);
+    collect(rank, o_part, o);
+    if (lse != nullptr) collect(rank, lse_part, *lse);
+  });
+}
+
+void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
+                         const ConstTensorView& v, const ConstTensorView& o,
+                         const ConstTensorView& lse, const ConstTensorView& dout,
+                         const TensorView& dq, const TensorView& dk, const TensorView& dv) {
+  on_every_rank([&](int rank) {
+    const TensorView dq_part = shard(rank, 6, dq, false);
+    const TensorView dk_part = shard(rank, 7, dk, false);
+    const TensorView dv_part = shard(rank, 8, dv, false);
+    executors_[static_cast<std::size_t>(rank)]->backward(
+        shard(rank, 0, q, true), shard(rank, 1, k, true), shard(rank, 2, v, true),
+        shard(rank, 3, o, true), shard(rank, 4, lse, true), shard(rank, 5, dout, true), dq_part,
+        dk_part, dv_part);
+    collect(rank, dq_part, dq);
+    collect(rank, dk_part, dk);
+    collect(rank, dv_part, dv);
+  });
+}
+
+void LocalRing::interrupt() noexcept {
+  for (const auto& executor : executors_) executor->interrupt();
+  // Ranks that wait for rows hear of it through the transport.
+  transports_[0]->abort("interrupted");
+}
+
+std::int64_t LocalRing::bytes() const {
+  std::int64_t sum = 0;
+  for (const auto& executor : executors_) sum += executor->memory_info().workspace_bytes;
+  for (const Copies& rank : copies_) {
+    for (const std::vector<std::byte>& copy : rank) sum += static_cast<std::int64_t>(copy.size());
+  }
+  return sum;
+}
+
+std::unique_ptr<LocalRing> LocalRings::take(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(entries_.begin(), entries_.end(),
+                                  [&](const Entry& entry) { return entry.key == key; });
+  if (found == entries_.end()) return nullptr;
+  std::unique_ptr<LocalRing> ring = std::move(found->ring);
+  entries_.erase(found);
+  return ring;
+}
+
+void LocalRings::give_back(std::string key, std::unique_ptr<LocalRing> ring) {
+  std::list<Entry> dropped;  // destroyed after the lock is gone
+  const std::int64_t bytes = ring->bytes();
+  const std::lock_guard lock(mutex_);
+  entries_.push_front({std::move(key), std::move(ring), bytes});
+  std::int64_t sum = 0;
+  for (const Entry& entry : entries_) sum += entry.bytes;
+  while (entries_.size() > kCapacity || (entries_.size() > 1 && sum - bytes > kMostBytes)) {
+    sum -= entries_.back().bytes;
+    dropped.splice(dropped.end(), entries_, std::prev(entries_.end()));
+  }
+}
+
+void LocalRings::clear() {
+  std::list<Entry> dropped;
+  const std::lock_guard lock(mutex_);
+  dropped.swap(entries_);
+}
+
+std::size_t LocalRings::size() const {
+  const std::lock_guard lock(mutex_);
+  return entries_.size();
+}
+
+std::int64_t LocalRings::bytes() const {
+  const std::lock_guard lock(mutex_);
+  std::int64_t sum = 0;
+  for (const Entry& entry : entries_) sum += entry.bytes;
+  return sum;
+}
+
+Limits local_limits(const RingOptions& options) {
+  Limits limits;
+  const std::optional<std::int64_t> available = available_memory_bytes();
+  if (!available) return limits;
+  // q, k and v exist. New are the results, fp32 accumulators where the dtype is narrower, and
+  // copies of everything where a placement's shards are no views; a fifth may be messages.
+  const double q = options.pattern.heads;
+  const double kv = 2.0 * options.kv_heads;
+  const auto element = static_cast<double>(size_of(options.dtype));
+  double bytes = (options.backward ? q + kv : q) * element;
+  if (options.dtype != DType::f32) bytes += 4.0 * (options.backward ? q + kv : q);
+  for (int rank = 0; rank < options.placement.ranks(); ++rank) {
+    if (options.placement.ranges(rank).size() <= 1) continue;
+    bytes += (options.backward ? 2.0 : 1.0) * (2.0 * q + kv) * element;
+    break;
+  }
+  const double share = static_cast<double>(*available) / options.placement.ranks();
+  limits.communication_bytes =
+      std::max(limits.communication_bytes, static_cast<std::int64_t>(0.2 * share));
+  limits.qkv_elements =
+      std::max(limits.qkv_elements, static_cast<std::int64_t>(0.8 * share * (q + kv) / bytes));
+  return limits;
+}
+
+}  // namespace annulus::python

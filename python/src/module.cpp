@@ -1,0 +1,37 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/typing.h>
+
+#include <string>
+
+#include "bindings.h"
+#include "core/thread_pool.h"
+#include "interrupt.h"
+#include "kernels/cpu/kernel.h"
+
+namespace annulus::python {
+
+NB_MODULE(_core, module) {
+  module.doc() = "The compiled part of annulus. Import annulus instead.";
+  module.attr("version") = ANNULUS_VERSION;
+  // Results have the type of the arrays that came in.
+  module.attr("ArrayT") = nb::type_var("ArrayT");
+
+  module.def(
+      "isa", [] { return std::string(cpu::chosen_kernels().name); },
+      "The instruction set of the kernels: the best that runs here, or what ANNULUS_ISA names.");
+  module.def(
+      "threads", [] { return ThreadPool::shared()->threads(); },
+      "How many threads compute: one per hardware thread, or ANNULUS_THREADS.");
+
+  find_main_thread();
+  bind_errors(module);
+  bind_pattern(module);
+  bind_placement(module);
+  bind_plan(module);
+  bind_transport(module);
+  bind_ring(module);
+  bind_attention(module);
+}
+
+}  // namespace annulus::python

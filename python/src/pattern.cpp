@@ -1,0 +1,212 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/operators.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <new>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "annulus/pattern.h"
+#include "bindings.h"
+#include "values.h"
+
+namespace annulus::python {
+namespace {
+
+using BranchTuple = std::tuple<std::int64_t, std::int64_t, std::vector<std::int64_t>>;
+using PatternTuple = std::tuple<std::string, int, bool, std::vector<Branch>, double>;
+
+std::optional<std::int64_t> segment_length(const Branch& branch) {
+  if (branch.segment_length == kWholeSequence) return std::nullopt;
+  return branch.segment_length;
+}
+
+std::string length_text(const Branch& branch, const char* whole) {
+  const std::optional<std::int64_t> length = segment_length(branch);
+  return length ? std::to_string(*length) : whole;
+}
+
+std::string repr(const Branch& branch) {
+  return fmt::format("Branch(segment_length={}, dilation={}, offset=[{}])",
+                     length_text(branch, "None"), branch.dilation, fmt::join(branch.offset, ", "));
+}
+
+std::string repr(const Pattern& pattern) {
+  std::string branches;
+  for (const Branch& branch : pattern.branches) {
+    branches += fmt::format(" {}/{}", length_text(branch, "all"), branch.dilation);
+  }
+  return fmt::format("<Pattern {}: {} heads{}, segments/dilations{}{}>", pattern.name,
+                     pattern.heads, pattern.causal ? ", causal" : "", branches,
+                     pattern.output_scale == 1.0
+                         ? ""
+                         : fmt::format(", output scaled by {:.6g}", pattern.output_scale));
+}
+
+bool equal(const Branch& a, const Branch& b) {
+  return a.segment_length == b.segment_length && a.dilation == b.dilation && a.offset == b.offset;
+}
+
+// The name is for messages: two patterns that allow the same pairs are equal.
+bool equal(const Pattern& a, const Pattern& b) {
+  if (a.heads != b.heads || a.causal != b.causal || a.output_scale != b.output_scale ||
+      a.branches.size() != b.branches.size()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < a.branches.size(); ++i) {
+    if (!equal(a.branches[i], b.branches[i])) return false;
+  }
+  return true;
+}
+
+std::int64_t hash(const nb::object& value) { return PyObject_Hash(value.ptr()); }
+
+// Only other values of the same type are comparable.
+template <typename T>
+nb::object compare(const T& a, nb::handle other) {
+  if (!nb::isinstance<T>(other)) return nb::borrow(Py_NotImplemented);
+  return nb::bool_(equal(a, nb::cast<const T&>(other)));
+}
+
+void bind_branch(nb::module_& module) {
+  nb::class_<Branch>(module, "Branch", R"(One set of allowed (query, key) pairs of a pattern.
+
+Position t is selected for head h iff ``offset[h] >= 0`` and ``(t % segment_length) % dilation ==
+offset[h]``. Query t attends key p iff both are selected, they lie in the same segment and, in a
+causal pattern, ``p <= t``. Positions are those of the whole sequence, never of a shard.
+
+Args:
+    segment_length: tokens per segment; None: one segment, the whole sequence.
+    dilation: every how many tokens one is selected.
+    offset: per query head; -1: the head is not in this branch.)")
+      .def(
+          "__init__",
+          [](Branch* self, std::optional<std::int64_t> length, std::int64_t dilation,
+             std::vector<std::int64_t> offset) {
+            new (self) Branch{length.value_or(kWholeSequence), dilation, std::move(offset)};
+          },
+          nb::arg("segment_length") = nb::none(), nb::arg("dilation") = 1, nb::kw_only(),
+          nb::arg("offset"))
+      .def_prop_ro("segment_length", segment_length,
+                   "Tokens per segment; None: the whole sequence.")
+      .def_ro("dilation", &Branch::dilation, "Every how many tokens one is selected.")
+      .def_ro("offset", &Branch::offset, "Per query head; -1: the head is not in this branch.")
+      .def(
+          "__eq__", [](const Branch& a, nb::handle b) { return compare(a, b); },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__hash__",
+           [](const Branch& b) {
+             return hash(
+                 nb::make_tuple(b.segment_length, b.dilation, nb::tuple(nb::cast(b.offset))));
+           })
+      .def("__repr__", [](const Branch& branch) { return repr(branch); })
+      .def("__getstate__",
+           [](const Branch& b) {
+             return BranchTuple{b.segment_length, b.dilation, b.offset};
+           })
+      .def("__setstate__", [](Branch& self, const BranchTuple& state) {
+        new (&self) Branch{std::get<0>(state), std::get<1>(state), std::get<2>(state)};
+      });
+}
+
+}  // namespace
+
+void bind_pattern(nb::module_& module) {
+  bind_branch(module);
+  nb::class_<Pattern>(module, "Pattern",
+                      R"(Which queries attend to which keys: branches and a causal flag.
+
+Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the branches'
+keys. A row that attends to nothing gives zeros, and -inf as its log-sum-exp. Usually made by
+:meth:`dense`, :meth:`longnet` or :meth:`head_groups`. A value: immutable, comparable, hashable and
+picklable; the name is for messages and does not count in comparisons.
+
+Args:
+    heads: query heads.
+    branches: at least one :class:`Branch`, each with one offset per head.
+    causal: only keys at or before the query.
+    output_scale: multiplies the output after the merge.
+    name: for messages and pictures.)")
+      .def(
+          "__init__",
+          [](Pattern* self, int heads, std::vector<Branch> branches, bool causal,
+             double output_scale, std::string name) {
+            Pattern pattern{std::move(name), heads, causal, std::move(branches), output_scale};
+            pattern.validate();
+            new (self) Pattern(std::move(pattern));
+          },
+          nb::arg("heads"), nb::arg("branches"), nb::kw_only(), nb::arg("causal") = false,
+          nb::arg("output_scale") = 1.0, nb::arg("name") = "custom")
+      .def_static("dense", &dense, nb::arg("heads"), nb::arg("causal") = false,
+                  "Plain attention: every query attends to every key (not after it, when causal).")
+      .def_static(
+          "head_groups",
+          [](int heads, const std::vector<std::int64_t>& segments,
+             const std::vector<std::int64_t>& dilations, bool causal, bool group_scale) {
+            return head_groups(heads, segments, dilations, causal, group_scale);
+          },
+          nb::arg("heads"), nb::arg("segment_lengths"), nb::arg("dilation_rates"),
+          nb::arg("causal") = false, nb::arg("group_scale") = false,
+          R"(The branches share the heads out: each head is in exactly one branch.
+
+Branch i of G gets heads // G neighbouring heads (the first heads % G branches one more), all with
+offset i % dilation_rates[i]. group_scale multiplies the output by 1/G.)")
+      .def_static("longnet", &make_longnet, nb::arg("heads"), nb::arg("segment_lengths"),
+                  nb::arg("dilation_rates"), nb::arg("causal") = false,
+                  nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+                  nb::sig("def longnet(heads: int, segment_lengths: Sequence[int], dilation_rates: "
+                          "Sequence[int], causal: bool = False, offsets: typing.Literal['blocked', "
+                          "'interleaved'] = 'blocked', group_scale: bool = False) -> Pattern"),
+                  R"(LongNet: every head is in every branch.
+
+With dilation r, head h of H has offset h // ceil(H / r) (offsets='blocked': heads that share a
+key/value head share rows, too) or h % r ('interleaved'). group_scale multiplies the output by
+one over the number of branches.)")
+      .def_prop_ro(
+          "name", [](const Pattern& p) { return p.name; }, "For messages and pictures.")
+      .def_ro("heads", &Pattern::heads, "Query heads.")
+      .def_ro("causal", &Pattern::causal, "Whether keys after the query are left out.")
+      .def_prop_ro(
+          "branches", [](const Pattern& p) { return p.branches; }, "A copy of the branches.")
+      .def_ro("output_scale", &Pattern::output_scale, "Multiplies the output after the merge.")
+      .def(
+          "allows",
+          [](const Pattern& p, int branch, int head, std::int64_t query, std::int64_t key) {
+            if (branch < 0 || static_cast<std::size_t>(branch) >= p.branches.size() || head < 0 ||
+                head >= p.heads || query < 0 || key < 0) {
+              throw nb::index_error("branch, head or position out of range");
+            }
+            return p.allows(p.branches[static_cast<std::size_t>(branch)], head, query, key);
+          },
+          nb::arg("branch"), nb::arg("head"), nb::arg("query"), nb::arg("key"),
+          "Whether the query at one position attends to the key at another in one branch.")
+      .def("allowed_pairs", &allowed_pairs, nb::arg("tokens"),
+           "Number of allowed (branch, head, query, key) pairs in a sequence of this length.")
+      .def(
+          "__eq__", [](const Pattern& a, nb::handle b) { return compare(a, b); },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__hash__",
+           [](const Pattern& p) {
+             return hash(nb::make_tuple(p.heads, p.causal, p.output_scale,
+                                        nb::tuple(nb::cast(p.branches))));
+           })
+      .def("__repr__", [](const Pattern& pattern) { return repr(pattern); })
+      .def("__getstate__",
+           [](const Pattern& p) {
+             return PatternTuple{p.name, p.heads, p.causal, p.branches, p.output_scale};
+           })
+      .def("__setstate__", [](Pattern& self, const PatternTuple& state) {
+        const auto& [name, heads, causal, branches, output_scale] = state;
+        new (&self) Pattern{name, heads, causal, branches, output_scale};
+      });
+}
+
+}  // namespace annulus::python

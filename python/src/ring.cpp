@@ -1,0 +1,419 @@
+#include <fmt/format.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <functional>
+#include <memory>
+#include <new>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "annulus/error.h"
+#include "annulus/ring_attention.h"
+#include "arrays.h"
+#include "bindings.h"
+#include "interrupt.h"
+#include "transport.h"
+#include "values.h"
+
+namespace annulus::python {
+namespace {
+
+// An executor and the transport that it uses.
+struct Ring {
+  nb::object transport;
+  std::shared_ptr<RingAttention> core;
+  bool waits = false;  // for other ranks, in C++, where Ctrl-C is not heard
+  double flops = 0;    // of forward
+
+  Ring(nb::object link, std::shared_ptr<RingAttention> executor)
+      : transport(std::move(link)), core(std::move(executor)) {
+    const auto& ends = nb::cast<const Transport&>(transport);
+    waits = ends.size() > 1 && dynamic_cast<const PyTransport*>(&ends) == nullptr;
+    const RingOptions& options = core->options();
+    flops = 4.0 * allowed_pairs(options.pattern, options.placement.tokens()) *
+            static_cast<double>(options.batch) * options.head_dim / ends.size();
+  }
+};
+
+// Memory for the branches' outputs, and the caller's arrays if it is theirs.
+struct State {
+  BranchState core;
+  Arrays arrays;
+};
+
+struct Cache {
+  nb::object transport;
+  std::unique_ptr<RingAttentionCache> core;
+};
+
+// A transport written in Python may refer back to its executor: the garbage collector has to see
+// both edges of such a cycle.
+template <typename T>
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<T>(self)->transport.ptr());
+  return 0;
+}
+
+template <typename T>
+int clear(PyObject* self) {
+  // The executor goes first: it holds transfers of the transport.
+  if (nb::inst_ready(self)) {
+    nb::inst_ptr<T>(self)->core.reset();
+    nb::inst_ptr<T>(self)->transport.reset();
+  }
+  return 0;
+}
+
+template <typename T>
+PyType_Slot* slots() {
+  static PyType_Slot table[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse<T>)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear<T>)},
+                                {0, nullptr}};
+  return table;
+}
+
+RingOptions make_options(const Pattern& pattern, const Placement& placement, std::int64_t batch,
+                         std::optional<int> kv_heads, int head_dim, nb::handle dtype,
+                         std::optional<double> scale, const std::string& mix_gradient,
+                         const std::string& schedule, bool reproducible, bool backward,
+                         const std::string& backward_travel, std::int64_t min_tokens_for_ring,
+                         std::int64_t max_qkv_elements, std::int64_t max_communication_bytes,
+                         bool blocking) {
+  RingOptions options{.pattern = pattern, .placement = placement};
+  options.batch = batch;
+  options.kv_heads = kv_heads.value_or(pattern.heads);
+  options.head_dim = head_dim;
+  options.dtype = parse_dtype(dtype);
+  options.scale = scale;
+  options.mix_gradient = parse_mix_gradient(mix_gradient);
+  options.schedule = parse_schedule(schedule);
+  options.reproducible = reproducible;
+  options.backward = backward;
+  options.backward_travel = parse_backward_travel(backward_travel);
+  options.min_tokens_for_ring = min_tokens_for_ring;
+  options.limits.qkv_elements = max_qkv_elements;
+  options.limits.communication_bytes = max_communication_bytes;
+  options.blocking = blocking;
+  return options;
+}
+
+// Defines `name` with the parameters of make_options, then `extra`.
+template <typename Class, typename Function, typename... Extra>
+void def_with_options(Class& type, const char* name, Function&& function, const Extra&... extra) {
+  const Limits limits;
+  const RingOptions usual{.pattern = {}, .placement = Placement::contiguous(1, 1)};
+  type.def(name, std::forward<Function>(function), nb::arg("pattern"), nb::arg("placement"),
+           nb::kw_only(), nb::arg("batch") = 1, nb::arg("kv_heads") = nb::none(),
+           nb::arg("head_dim"), nb::arg("dtype") = "float32", nb::arg("scale") = nb::none(),
+           nb::arg("mix_gradient") = "full", nb::arg("schedule") = "auto",
+           nb::arg("reproducible") = false, nb::arg("backward") = true,
+           nb::arg("backward_travel") = "auto",
+           nb::arg("min_tokens_for_ring") = usual.min_tokens_for_ring,
+           nb::arg("max_qkv_elements") = limits.qkv_elements,
+           nb::arg("max_communication_bytes") = limits.communication_bytes,
+           nb::arg("blocking") = false, extra...);
+}
+
+// What the signatures of __init__ and get have in common, for the stub.
+#define ANNULUS_OPTIONS_SIGNATURE                                                            \
+  "pattern: Pattern, placement: Placement, *, batch: int = 1, kv_heads: int | None = None, " \
+  "head_dim: int, dtype: typing.Any = 'float32', scale: float | None = None, mix_gradient: " \
+  "typing.Literal['full', 'detached'] = 'full', schedule: typing.Literal['auto', 'ring', "   \
+  "'gather'] = "                                                                             \
+  "'auto', reproducible: bool = False, backward: bool = True, backward_travel: "             \
+  "typing.Literal['auto', 'keys', 'queries'] = 'auto', min_tokens_for_ring: int = 32768, "   \
+  "max_qkv_elements: int = 100000000, max_communication_bytes: int = 1073741824, blocking: " \
+  "bool = False"
+
+// Runs a pass without the GIL. With a complaint about an array it is run all the same, to fail on
+// every rank: the array's view has no axes, and the executor tells the others before it throws.
+void run(const Ring& ring, const Arrays& arrays, const char* method, double flops,
+         const std::function<void()>& pass) {
+  auto& transport = nb::cast<Transport&>(ring.transport);
+  try {
+    run_interruptibly((flops >= kLongPass || ring.waits) && on_main_thread(), pass, [&] {
+      ring.core->interrupt();
+      transport.abort("interrupted");  // so that a rank that waits for rows need not get them first
+    });
+  } catch (const ConfigError&) {
+    arrays.check(
+        fmt::format("[rank {}/{}] RingAttention.{}", transport.rank(), transport.size(), method)
+            .c_str());
+    throw;
+  }
+}
+
+template <typename T>
+auto* core_of(T* state) {
+  return state == nullptr ? nullptr : &state->core;
+}
+
+nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o,
+                  nb::object lse, State* state) {
+  Arrays arrays;
+  const ConstTensorView q_view = arrays.input(q, "q");
+  const ConstTensorView k_view = arrays.input(k, "k");
+  const ConstTensorView v_view = arrays.input(v, "v");
+  const DType dtype = self.core->options().dtype;
+  const Result o_result(std::move(o), q, q_view, dtype, 4);
+  const Result lse_result(std::move(lse), q, q_view, DType::f32, 3);
+  const TensorView o_view = arrays.output(o_result.writable(), "o");
+  const TensorView lse_view = arrays.output(lse_result.writable(), "lse", 3);
+  run(self, arrays, "forward", self.flops,
+      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, core_of(state)); });
+  return nb::make_tuple(o_result.finish(), lse_result.finish());
+}
+
+nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o,
+                   nb::handle lse, nb::handle dout, nb::object dq, nb::object dk, nb::object dv,
+                   const State* state) {
+  Arrays arrays;
+  const ConstTensorView q_view = arrays.input(q, "q");
+  const ConstTensorView k_view = arrays.input(k, "k");
+  const ConstTensorView v_view = arrays.input(v, "v");
+  const ConstTensorView o_view = arrays.input(o, "o");
+  const ConstTensorView lse_view = arrays.input(lse, "lse", 3);
+  const ConstTensorView dout_view = arrays.input(dout, "do");
+  const DType dtype = self.core->options().dtype;
+  const Result dq_result(std::move(dq), q, q_view, dtype, 4);
+  const Result dk_result(std::move(dk), k, k_view, dtype, 4);
+  const Result dv_result(std::move(dv), v, v_view, dtype, 4);
+  const TensorView dq_view = arrays.output(dq_result.writable(), "dq");
+  const TensorView dk_view = arrays.output(dk_result.writable(), "dk");
+  const TensorView dv_view = arrays.output(dv_result.writable(), "dv");
+  run(self, arrays, "backward", 2.5 * self.flops, [&] {
+    self.core->backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view,
+                        dv_view, core_of(state));
+  });
+  return nb::make_tuple(dq_result.finish(), dk_result.finish(), dv_result.finish());
+}
+
+std::unique_ptr<State> make_state(const Ring& self, nb::object o, nb::object lse, bool filled) {
+  auto state = std::make_unique<State>();
+  if (o.is_none() && lse.is_none() && !filled) {
+    state->core = self.core->make_branch_state();
+    return state;
+  }
+  const std::span<float> o_floats = state->arrays.floats(o, "o");
+  const std::span<float> lse_floats = state->arrays.floats(lse, "lse");
+  state->arrays.check("RingAttention.make_branch_state");
+  state->core = self.core->make_branch_state(o_floats, lse_floats, filled);
+  return state;
+}
+
+nb::dict dict_of(const MemoryInfo& info) {
+  nb::dict dict;
+  dict["complexity"] = info.complexity;
+  dict["workspace_bytes"] = info.workspace_bytes;
+  dict["communication_bytes"] = info.communication_bytes;
+  dict["state_bytes"] = info.state_bytes;
+  dict["scratch_bytes"] = info.scratch_bytes;
+  dict["cached_workspaces"] = info.cached_workspaces;
+  dict["device_utilization"] = info.device_utilization;
+  return dict;
+}
+
+constexpr const char* kRingDoc = R"(Exact attention over one rank's shard of a sequence.
+
+Construction is collective: every rank makes one with the same options, and a mismatch is a
+:class:`ConfigError` on every rank. It plans and allocates everything; :meth:`forward` and
+:meth:`backward` are collective, too, and allocate only the results that they are not given. The GIL
+is released while they run. One executor serves one caller at a time.
+
+Args:
+    pattern: which queries attend to which keys; has the number of query heads.
+    placement: which rank holds which tokens, for as many ranks as the transport has.
+    transport: carries the rows; kept alive by the executor.
+    batch: sequences per call.
+    kv_heads: key/value heads, a divisor of the pattern's heads; None: as many.
+    head_dim: a multiple of 8 up to 256.
+    dtype: of q, k, v and the results: 'float32', 'float16', 'bfloat16' or a NumPy or PyTorch dtype.
+    scale: of q.k; None: 1/sqrt(head_dim).
+    mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant;
+        that needs a state (:meth:`make_branch_state`) passed to forward and backward.
+    schedule: 'ring' (rows hop from rank to rank: least memory), 'gather' (straight to who needs them)
+        or 'auto'.
+    reproducible: the same bits for every ring size and placement.
+    backward: False refuses backward and saves its memory.
+    backward_travel: which rows travel in backward; 'auto': fewer bytes.
+    min_tokens_for_ring: shorter sequences gather when the schedule is 'auto'.
+    max_qkv_elements: limit on the elements of q, k and v of one rank.
+    max_communication_bytes: limit on the buffers for messages of one rank.
+    blocking: for debugging: wait for each transfer where it is posted.)";
+
+void bind_executor(nb::module_& module) {
+  nb::class_<BranchState>(
+      module, "BranchState",
+      "What mix_gradient='detached' keeps from forward for backward: the output "
+      "of every branch. Made by RingAttention.make_branch_state().");
+
+  auto ring = nb::class_<Ring>(module, "RingAttention", nb::type_slots(slots<Ring>()), kRingDoc);
+  def_with_options(
+      ring, "__init__",
+      [](Ring* self, const Pattern& pattern, const Placement& placement, std::int64_t batch,
+         std::optional<int> kv_heads, int head_dim, nb::handle dtype, std::optional<double> scale,
+         const std::string& mix_gradient, const std::string& schedule, bool reproducible,
+         bool backward, const std::string& backward_travel, std::int64_t min_tokens_for_ring,
+         std::int64_t max_qkv_elements, std::int64_t max_communication_bytes, bool blocking,
+         nb::object transport) {
+        RingOptions options =
+            make_options(pattern, placement, batch, kv_heads, head_dim, dtype, scale, mix_gradient,
+                         schedule, reproducible, backward, backward_travel, min_tokens_for_ring,
+                         max_qkv_elements, max_communication_bytes, blocking);
+        auto& link = nb::cast<Transport&>(transport);
+        std::shared_ptr<RingAttention> core;
+        {
+          const nb::gil_scoped_release no_gil;
+          core = std::make_shared<RingAttention>(std::move(options), link);
+        }
+        new (self) Ring(std::move(transport), std::move(core));
+      },
+      nb::arg("transport"),
+      nb::sig("def __init__(self, " ANNULUS_OPTIONS_SIGNATURE ", transport: Transport) -> None"));
+  ring.def("forward", &forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o") = nb::none(),
+           nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
+           nb::sig("def forward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT | None = None, "
+                   "lse: ArrayT | None = None, state: BranchState | None = None) -> tuple[ArrayT, "
+                   "ArrayT]"),
+           R"(Attention of this rank's queries to all keys: (o, lse).
+
+q is [batch, local tokens, heads, head_dim], k and v have kv_heads heads; tokens are in the placement's
+order. o is like q; lse is float32 [batch, local tokens, heads], the natural log of the softmax's
+denominator. Arrays of any framework with DLPack on the CPU, any strides whose last axis is contiguous,
+are used in place. Results are written into `o` and `lse` where given, else into new arrays of q's
+framework. PyTorch tensors that require gradients are read as if detached, and results have no
+gradient: this is the bare computation, not an autograd function.)")
+      .def(
+          "backward", &backward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"),
+          nb::arg("lse"), nb::arg("do"), nb::arg("dq") = nb::none(), nb::arg("dk") = nb::none(),
+          nb::arg("dv") = nb::none(), nb::arg("state") = nb::none(),
+          nb::sig("def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
+                  "ArrayT, dq: ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = "
+                  "None, state: BranchState | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
+          "Gradients (dq, dk, dv) of this rank's shards, given forward's o and lse and the "
+          "gradient `do` of o. Arrays as for forward.")
+      .def(
+          "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
+          nb::arg("lse") = nb::none(), nb::arg("filled") = false,
+          nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
+                  "None = None, filled: bool = False) -> BranchState"),
+          R"(What mix_gradient='detached' keeps from forward for backward: the output of every branch.
+
+In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim and `lse` of
+branch_state_rows elements, contiguous float32 arrays of any shape, which the state keeps alive.
+filled: a forward has written them already.)")
+      .def_prop_ro(
+          "branch_state_rows", [](const Ring& self) { return self.core->branch_state_rows(); },
+          "Rows of a branch state: branches x batch x local tokens x heads.")
+      .def(
+          "interrupt", [](Ring& self) { self.core->interrupt(); },
+          "From any thread: the pass that runs, or else the next one, soon ends with Interrupted "
+          "on "
+          "this rank and with a TransportError on the others. The executor and its transport are "
+          "of "
+          "no further use. Ctrl-C does this for a pass that the main thread has called.")
+      .def_prop_ro(
+          "plan", [](const Ring& self) -> const Plan& { return self.core->plan(); },
+          nb::rv_policy::reference_internal, "The plan of forward.")
+      .def_prop_ro(
+          "backward_plan",
+          [](const Ring& self) -> const Plan& { return self.core->backward_plan(); },
+          nb::rv_policy::reference_internal,
+          "The plan of the side that travels in backward; ConfigError with backward=False.")
+      .def_prop_ro(
+          "schedule", [](const Ring& self) { return std::string(name_of(self.core->schedule())); },
+          "The schedule as chosen: 'ring' or 'gather'.")
+      .def_prop_ro(
+          "isa", [](const Ring& self) { return self.core->isa(); },
+          "The instruction set of the kernels.")
+      .def_prop_ro(
+          "transport", [](const Ring& self) { return self.transport; },
+          nb::sig("def transport(self) -> Transport"), "What carries the rows.")
+      .def_prop_ro(
+          "predicted_forward_bytes",
+          [](const Ring& self) { return self.core->predicted_forward_bytes(); },
+          "Bytes that this rank sends in one forward: what the transport counts.")
+      .def_prop_ro(
+          "predicted_backward_bytes",
+          [](const Ring& self) { return self.core->predicted_backward_bytes(); },
+          "Bytes that this rank sends in one backward.")
+      .def_prop_ro(
+          "memory_info", [](const Ring& self) { return dict_of(self.core->memory_info()); },
+          nb::sig("def memory_info(self) -> dict[str, typing.Any]"),
+          "Bytes that this executor holds: complexity (in words), workspace_bytes (all), of these "
+          "communication_bytes and state_bytes; scratch_bytes (the threads', shared), "
+          "cached_workspaces, device_utilization (-1: unknown).")
+      .def("__repr__", [](const Ring& self) {
+        const RingOptions& options = self.core->options();
+        const auto& transport = nb::cast<const Transport&>(self.transport);
+        return fmt::format("<RingAttention {}, {}: rank {} of {}, {} tokens, {}, schedule {}>",
+                           options.pattern.name, options.placement.name(), transport.rank(),
+                           transport.size(), options.placement.tokens(),
+                           python_name_of(options.dtype), name_of(self.core->schedule()));
+      });
+}
+
+void bind_cache(nb::module_& module) {
+  auto cache = nb::class_<Cache>(module, "RingAttentionCache", nb::type_slots(slots<Cache>()),
+                                 R"(Executors for changing shapes over one transport.
+
+The least recently used ones are dropped beyond `capacity`. Collective like the executors: every rank
+asks for the same options in the same order.)");
+  cache.def(
+      "__init__",
+      [](Cache* self, nb::object transport, std::size_t capacity) {
+        auto core = std::make_unique<RingAttentionCache>(nb::cast<Transport&>(transport), capacity);
+        new (self) Cache{std::move(transport), std::move(core)};
+      },
+      nb::arg("transport"), nb::arg("capacity") = 20,
+      nb::sig("def __init__(self, transport: Transport, capacity: int = 20) -> None"));
+  def_with_options(
+      cache, "get",
+      [](Cache& self, const Pattern& pattern, const Placement& placement, std::int64_t batch,
+         std::optional<int> kv_heads, int head_dim, nb::handle dtype, std::optional<double> scale,
+         const std::string& mix_gradient, const std::string& schedule, bool reproducible,
+         bool backward, const std::string& backward_travel, std::int64_t min_tokens_for_ring,
+         std::int64_t max_qkv_elements, std::int64_t max_communication_bytes, bool blocking) {
+        const RingOptions options =
+            make_options(pattern, placement, batch, kv_heads, head_dim, dtype, scale, mix_gradient,
+                         schedule, reproducible, backward, backward_travel, min_tokens_for_ring,
+                         max_qkv_elements, max_communication_bytes, blocking);
+        std::shared_ptr<RingAttention> core;
+        {
+          const nb::gil_scoped_release no_gil;
+          core = self.core->get(options);
+        }
+        return Ring(self.transport, std::move(core));
+      },
+      nb::sig("def get(self, " ANNULUS_OPTIONS_SIGNATURE ") -> RingAttention"),
+      "The executor for these options, which are those of RingAttention.");
+  cache
+      .def(
+          "clear_cache",
+          [](Cache& self) {
+            const nb::gil_scoped_release no_gil;
+            self.core->clear_cache();
+          },
+          "Drops every executor that is not in use elsewhere.")
+      .def_prop_ro(
+          "size", [](const Cache& self) { return self.core->size(); }, "Executors held.")
+      .def_prop_ro(
+          "memory_info", [](const Cache& self) { return dict_of(self.core->memory_info()); },
+          nb::sig("def memory_info(self) -> dict[str, typing.Any]"),
+          "Sums over the cached executors; keys as in RingAttention.memory_info.");
+}
+
+}  // namespace
+
+void bind_ring(nb::module_& module) {
+  bind_executor(module);
+  bind_cache(module);
+}
+
+}  // namespace annulus::python

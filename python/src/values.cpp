@@ -1,0 +1,129 @@
+#include "values.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <initializer_list>
+#include <utility>
+
+#include "annulus/error.h"
+
+namespace annulus::python {
+namespace {
+
+template <typename T>
+T parse(const char* option, const std::string& name,
+        std::initializer_list<std::pair<const char*, T>> values) {
+  std::string expected;
+  for (const auto& [text, value] : values) {
+    if (name == text) return value;
+    expected += std::string(expected.empty() ? "" : ", ") + "'" + text + "'";
+  }
+  throw ConfigError(std::string(option) + " is '" + name + "', expected one of " + expected);
+}
+
+}  // namespace
+
+Offsets parse_offsets(const std::string& name) {
+  return parse<Offsets>("offsets", name,
+                        {{"blocked", Offsets::blocked}, {"interleaved", Offsets::interleaved}});
+}
+
+Schedule parse_schedule(const std::string& name) {
+  return parse<Schedule>(
+      "schedule", name,
+      {{"auto", Schedule::automatic}, {"ring", Schedule::ring}, {"gather", Schedule::gather}});
+}
+
+Travel parse_travel(const std::string& name) {
+  return parse<Travel>("travel", name, {{"keys", Travel::keys}, {"queries", Travel::queries}});
+}
+
+MixGradient parse_mix_gradient(const std::string& name) {
+  return parse<MixGradient>("mix_gradient", name,
+                            {{"full", MixGradient::full}, {"detached", MixGradient::detached}});
+}
+
+BackwardTravel parse_backward_travel(const std::string& name) {
+  return parse<BackwardTravel>("backward_travel", name,
+                               {{"auto", BackwardTravel::automatic},
+                                {"keys", BackwardTravel::keys},
+                                {"queries", BackwardTravel::queries}});
+}
+
+DType parse_dtype(nb::handle dtype) {
+  // NumPy's dtypes have a name, its scalar types a __name__; PyTorch's only print as torch.<name>.
+  std::string name;
+  if (nb::isinstance<nb::str>(dtype)) {
+    name = nb::cast<std::string>(dtype);
+  } else if (nb::hasattr(dtype, "name")) {
+    name = nb::str(dtype.attr("name")).c_str();
+  } else if (nb::hasattr(dtype, "__name__")) {
+    name = nb::str(dtype.attr("__name__")).c_str();
+  } else {
+    name = nb::str(dtype).c_str();
+    if (name.starts_with("torch.")) name.erase(0, 6);
+  }
+  return parse<DType>("dtype", name,
+                      {{"float32", DType::f32},
+                       {"float16", DType::f16},
+                       {"bfloat16", DType::bf16},
+                       {"fp32", DType::f32},
+                       {"fp16", DType::f16},
+                       {"bf16", DType::bf16}});
+}
+
+const char* python_name_of(DType dtype) noexcept {
+  return dtype == DType::f32 ? "float32" : dtype == DType::f16 ? "float16" : "bfloat16";
+}
+
+Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
+                     const std::vector<std::int64_t>& dilations, bool causal,
+                     const std::string& offsets, bool group_scale) {
+  Pattern pattern = longnet(heads, segments, dilations, causal, parse_offsets(offsets));
+  if (group_scale) pattern.output_scale = 1.0 / static_cast<double>(segments.size());
+  return pattern;
+}
+
+Pattern parse_pattern(nb::handle pattern, int heads,
+                      const std::optional<std::vector<std::int64_t>>& segments,
+                      const std::optional<std::vector<std::int64_t>>& dilations, bool causal,
+                      const std::string& offsets, bool group_scale) {
+  const bool lengths = segments.has_value() || dilations.has_value();
+  if (nb::isinstance<Pattern>(pattern)) {
+    const auto& given = nb::cast<const Pattern&>(pattern);
+    // The pattern says all of it; a second opinion would be ignored silently.
+    if (lengths || group_scale || (causal && !given.causal)) {
+      throw ConfigError(
+          "pattern is a Pattern, which already has its segment_lengths, dilation_rates, causal "
+          "flag and group_scale: leave these arguments out");
+    }
+    return given;
+  }
+  if (!pattern.is_none() && !nb::isinstance<nb::str>(pattern)) {
+    throw ConfigError("pattern is a " +
+                      std::string(nb::str(pattern.type().attr("__name__")).c_str()) +
+                      ", expected None, a Pattern, 'dense', 'longnet' or 'head_groups'");
+  }
+  std::string name = lengths ? "longnet" : "dense";
+  if (!pattern.is_none()) name = nb::cast<std::string>(pattern);
+  if (name != "dense" && name != "longnet" && name != "head_groups") {
+    throw ConfigError("pattern is '" + name +
+                      "', expected None, a Pattern, 'dense', 'longnet' or 'head_groups'");
+  }
+  if (name == "dense") {
+    if (lengths || group_scale) {
+      throw ConfigError(
+          "pattern 'dense' has no segment_lengths, dilation_rates or group_scale: leave them out "
+          "or choose 'longnet'");
+    }
+    return dense(heads, causal);
+  }
+  if (!segments.has_value() || !dilations.has_value()) {
+    throw ConfigError("pattern '" + name + "' needs segment_lengths and dilation_rates");
+  }
+  if (name == "head_groups") return head_groups(heads, *segments, *dilations, causal, group_scale);
+  return make_longnet(heads, *segments, *dilations, causal, offsets, group_scale);
+}
+
+}  // namespace annulus::python

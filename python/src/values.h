@@ -1,0 +1,40 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "annulus/pattern.h"
+#include "annulus/placement.h"
+#include "annulus/plan.h"
+#include "annulus/ring_attention.h"
+#include "annulus/tensor.h"
+
+// What options look like in Python: strings for enumerations, None for "as usual".
+namespace annulus::python {
+
+namespace nb = nanobind;
+
+[[nodiscard]] Offsets parse_offsets(const std::string& name);
+[[nodiscard]] Schedule parse_schedule(const std::string& name);
+[[nodiscard]] Travel parse_travel(const std::string& name);
+[[nodiscard]] MixGradient parse_mix_gradient(const std::string& name);
+[[nodiscard]] BackwardTravel parse_backward_travel(const std::string& name);
+// "float32", "fp32", numpy.float32, numpy.dtype("float32"), torch.float32, ...
+[[nodiscard]] DType parse_dtype(nb::handle dtype);
+[[nodiscard]] const char* python_name_of(DType dtype) noexcept;  // "float32"
+
+// None, a name or a Pattern, with the arguments that go with a name.
+[[nodiscard]] Pattern parse_pattern(nb::handle pattern, int heads,
+                                    const std::optional<std::vector<std::int64_t>>& segments,
+                                    const std::optional<std::vector<std::int64_t>>& dilations,
+                                    bool causal, const std::string& offsets, bool group_scale);
+
+[[nodiscard]] Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
+                                   const std::vector<std::int64_t>& dilations, bool causal,
+                                   const std::string& offsets, bool group_scale);
+
+}  // namespace annulus::python

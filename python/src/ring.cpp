@@ -248,7 +248,7 @@ Args:
     blocking: for debugging: wait for each transfer where it is posted.)";
 
 void bind_executor(nb::module_& module) {
-  nb::class_<BranchState>(
+  nb::class_<State>(
       module, "BranchState",
       "What mix_gradient='detached' keeps from forward for backward: the output "
       "of every branch. Made by RingAttention.make_branch_state().");

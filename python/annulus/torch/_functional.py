@@ -40,7 +40,7 @@ def _attend(
         if c.mix_gradient == "detached" and c.backward:
             rows = executor.branch_state_rows
             state_o, state_lse = torch.empty(rows, q.shape[3]), torch.empty(rows)
-            state = executor.make_branch_state(state_o, state_lse, filled=False)
+            state = executor.make_branch_state(o=state_o, lse=state_lse)
         else:
             state_o, state_lse, state = nothing, nothing.clone(), None
         executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
@@ -88,7 +88,7 @@ def _attend_backward(
     with ring_of(c).take(config, q, k) as executor:
         state = None
         if c.mix_gradient == "detached":
-            state = executor.make_branch_state(state_o, state_lse, filled=True)
+            state = executor.make_branch_state(o=state_o, lse=state_lse, filled=True)
         inputs = [_readable(x) for x in (q, k, v, o)]
         executor.backward(*inputs, lse, _readable(grad), *grads, state)
     return grads
@@ -188,6 +188,7 @@ def ring_attention(
     schedule: str = "auto",
     reproducible: bool = False,
     min_tokens_for_ring: int = 32768,
+    max_communication_bytes: int = 1 << 30,
     timeout: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -218,6 +219,7 @@ def ring_attention(
         schedule: "ring", "gather" or "auto".
         reproducible: the same bits for every number of ranks and every placement; slower.
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
+        max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
         timeout: seconds that one transfer may take; None: the group's timeout.
         return_lse: also return the log-sum-exp of every row, [batch, local tokens, heads], without
             gradient.
@@ -263,6 +265,7 @@ def ring_attention(
         reproducible,
         needs_gradient,
         min_tokens_for_ring,
+        max_communication_bytes,
         timeout,
     )
     o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)

@@ -16,6 +16,7 @@ from annulus.torch._transport import ProcessGroupTransport
 
 # Workspaces kept per ring; the least recently used one is dropped first.
 CAPACITY = 20
+_NO_LIMIT = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Config:
     reproducible: bool
     backward: bool
     min_tokens_for_ring: int
+    max_communication_bytes: int
     timeout: float | None
 
     def text(self) -> str:
@@ -102,7 +104,7 @@ def placement_of_lengths(name: str, lengths: list[int]) -> Placement:
         )
     ranges, first = [], 0
     for n in lengths:
-        ranges.append([(first, n, 1)] if n > 0 else [])
+        ranges.append([range(first, first + n)] if n > 0 else [])
         first += n
     return Placement.explicit(tokens, ranges)
 
@@ -113,7 +115,6 @@ def _shape_key(text: str, q: torch.Tensor, k: torch.Tensor) -> tuple:
 
 def _make_executor(config: Config, placement: Placement, transport: annulus.Transport,
                    q: torch.Tensor, k: torch.Tensor) -> RingAttention:
-    communication, elements = annulus.default_limits(transport.size())
     return RingAttention(
         pattern_of(config, q.shape[2]),
         placement,
@@ -128,8 +129,9 @@ def _make_executor(config: Config, placement: Placement, transport: annulus.Tran
         reproducible=config.reproducible,
         backward=config.backward,
         min_tokens_for_ring=config.min_tokens_for_ring,
-        max_communication_bytes=communication,
-        max_qkv_elements=elements,
+        max_communication_bytes=config.max_communication_bytes,
+        # They exist already: there is nothing to protect them from.
+        max_qkv_elements=_NO_LIMIT,
     )
 
 

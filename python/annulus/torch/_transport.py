@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import datetime
 import threading
+import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from annulus import Transport, TransportError
+
+# PyTorch has no read-only tensors and says so once per process when one is made over read-only
+# memory. Ours are only sent.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class _Transfer:
@@ -26,7 +33,7 @@ class _Transfer:
         if self._work is None:
             return
         try:
-            self._work.wait(self._transport.deadline)
+            self._work.wait(self._transport._deadline())
         except RuntimeError as error:
             raise self._transport.failure(self._peer, self._verb, error) from error
         finally:
@@ -55,7 +62,6 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None):
-        super().__init__()
         if not dist.is_available() or not dist.is_initialized():
             raise TransportError(
                 "ProcessGroupTransport: torch.distributed is not initialised: call "
@@ -65,14 +71,16 @@ class ProcessGroupTransport(Transport):
         if parent is dist.GroupMember.NON_GROUP_MEMBER:
             raise TransportError("ProcessGroupTransport: this process is not in the group")
         ranks = dist.get_process_group_ranks(parent)
+        super().__init__(dist.get_rank(parent), len(ranks), "torch.distributed")
         self._global_ranks = ranks
-        self._rank = dist.get_rank(parent)
-        self._size = len(ranks)
-        self.deadline = _timeout_of(parent) if timeout is None else datetime.timedelta(seconds=timeout)
+        if timeout is None:
+            self.set_deadline(_timeout_of(parent).total_seconds())
+        else:
+            self.set_deadline(timeout)
         # Only its members make it: with data parallelism beside the ring, other rings do the same
         # at other times.
         self._group = dist.new_group(
-            ranks, timeout=self.deadline, backend="gloo", use_local_synchronization=True
+            ranks, timeout=self._deadline(), backend="gloo", use_local_synchronization=True
         )
         self._store = dist.PrefixStore(
             "annulus/" + self._group.group_name, dist.distributed_c10d._get_default_store()
@@ -85,15 +93,6 @@ class ProcessGroupTransport(Transport):
     def group(self) -> dist.ProcessGroup:
         """The private process group."""
         return self._group
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def name(self) -> str:
-        return "torch.distributed"
 
     def send(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
         return self._start(peer, tag, buffer, "send to", dist.isend, "group_dst")
@@ -122,7 +121,7 @@ class ProcessGroupTransport(Transport):
                 told = self._told()
                 self._failed_rank, why = told if told else (peer, str(error).strip())
                 self._failed = (
-                    f"[rank {self._rank}/{self._size}] {self.name()}: {verb} rank {peer} "
+                    f"[rank {self.rank()}/{self.size()}] {self.name()}: {verb} rank {peer} "
                     f"(process {self._global_ranks[peer]}) failed: "
                     + (f"rank {self._failed_rank} gave up: {why}" if told else why)
                 )
@@ -147,11 +146,11 @@ class ProcessGroupTransport(Transport):
         with self._lock:
             first = self._failed is None
             if first:
-                self._failed = f"[rank {self._rank}/{self._size}] {self.name()}: aborted: {reason}"
-                self._failed_rank = self._rank
+                self._failed = f"[rank {self.rank()}/{self.size()}] {self.name()}: aborted: {reason}"
+                self._failed_rank = self.rank()
         try:
             if first and not self._store.check(["abort"]):
-                self._store.set("abort", f"{self._rank} {reason}")
+                self._store.set("abort", f"{self.rank()} {reason}")
         except RuntimeError:
             pass  # the others then learn of it from the closed connections alone
         self.close()
@@ -165,12 +164,12 @@ class ProcessGroupTransport(Transport):
         """Closes the connections: whoever still waits for this rank gets an error at once."""
         group, self._group = self._group, None
         if self._failed is None:
-            self._failed = f"[rank {self._rank}/{self._size}] {self.name()}: closed"
+            self._failed = f"[rank {self.rank()}/{self.size()}] {self.name()}: closed"
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def set_deadline(self, seconds: float) -> None:
-        self.deadline = datetime.timedelta(seconds=seconds)
+    def _deadline(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.deadline)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:

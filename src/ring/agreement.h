@@ -20,6 +20,11 @@ struct Claim {
   std::uint64_t value;
 };
 
+// First claim of every agreement: ranks in different places would compare unlike things.
+inline constexpr const char* kTheCall =
+    "the call (some construct an executor, or run forward or backward, while others do not: their "
+    "options or shapes differ)";
+
 // Collective: returns if every rank came with an empty `complaint` and equal claims; else a
 // ConfigError on every rank, which is the rank's own complaint, or names the rank that complained
 // or differs and in what. `where` starts messages: "RingAttention::forward". Costs ceil(log2(size))

@@ -44,6 +44,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
   }
   const auto number = [](auto value) { return static_cast<std::uint64_t>(value); };
   const std::initializer_list<ring::Claim> claims = {
+      {ring::kTheCall, 0},
       {"batch", number(options.batch)},
       {"kv_heads", number(options.kv_heads)},
       {"head_dim", number(options.head_dim)},
@@ -53,8 +54,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
       {"mix_gradient", number(options.mix_gradient)},
       {"reproducible", number(options.reproducible)},
       {"backward", number(options.backward)},
-      {"which rows travel in backward", number(travel)},
-      {"the call", 0}};
+      {"which rows travel in backward", number(travel)}};
   ring::agree(*transport, "RingAttention", complaint, claims);
   for (const ring::Claim& claim : claims) identity = (identity ^ claim.value) * 0x100000001b3U;
   // What only one rank may fail at (memory) is again everybody's error.
@@ -388,7 +388,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
               first_of({impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
                         impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
                         impl_->check_lse(lse), keep ? impl_->check_state(*state->data_) : ""}),
-              {{"the call (forward or backward)", 1},
+              {{ring::kTheCall, 1},
                {"the executor: its options differ", impl_->identity},
                {"whether a branch state is passed", keep ? 1U : 0U}});
   impl_->guard([&] { impl_->forward(q, k, v, o, lse, keep ? state->data_.get() : nullptr); });
@@ -416,8 +416,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                       "make_branch_state() and pass it to forward and backward"
                     : "",
                 detached && have_state ? impl_->check_state(*state->data_) : ""}),
-      {{"the call (forward or backward)", 2},
-       {"the executor: its options differ", impl_->identity}});
+      {{ring::kTheCall, 2}, {"the executor: its options differ", impl_->identity}});
   impl_->guard([&] {
     impl_->backward(q, k, v, o, lse, dout, dq, dk, dv, detached ? state->data_.get() : nullptr);
   });

@@ -17,6 +17,7 @@ from annulus.torch._transport import ProcessGroupTransport
 # Workspaces kept per ring; the least recently used one is dropped first.
 CAPACITY = 20
 _NO_LIMIT = 2**62
+_TAG_LENGTHS = 100  # the executors' own tags are below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,25 +206,29 @@ class _GroupRing:
         self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
 
     def lengths(self, tokens: int) -> list[int]:
-        """How many tokens every rank holds. Collective."""
-        mine = torch.tensor([tokens])
-        all_lengths = [torch.empty_like(mine) for _ in range(self.transport.size())]
-        try:
-            dist.all_gather(all_lengths, mine, group=self.transport.group)
-        except RuntimeError as error:
-            self.dead = True
-            raise TransportError(
-                f"[rank {self.transport.rank()}/{self.transport.size()}] ring_attention: the ranks could "
-                f"not tell each other their lengths: {error}"
-            ) from error
-        return [int(t) for t in all_lengths]
+        """How many tokens every rank holds. Collective. Point to point, so that an error names a rank."""
+        rank, size = self.transport.rank(), self.transport.size()
+        mine = tokens.to_bytes(8, "little")
+        theirs = {peer: bytearray(8) for peer in range(size) if peer != rank}
+        transfers = [
+            self.transport.receive(peer, _TAG_LENGTHS, memoryview(buffer))
+            for peer, buffer in theirs.items()
+        ]
+        transfers += [self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs]
+        for transfer in transfers:
+            transfer.wait()
+        theirs[rank] = mine
+        return [int.from_bytes(theirs[peer], "little") for peer in range(size)]
 
     def take(self, text: str, q: torch.Tensor, k: torch.Tensor) -> _Lease:
         config = config_of(text)
+        lengths = None
         if config.n_global is None:
-            lengths = tuple(self.lengths(q.shape[1]))
-        else:
-            lengths = None
+            try:
+                lengths = tuple(self.lengths(q.shape[1]))
+            except TransportError:
+                self.dead = True
+                raise
         key = (*_shape_key(text, q, k), lengths)
         executor = self._executors.get(key)
         if executor is None:

@@ -27,6 +27,8 @@ from annulus._core import (
     clear_cache,
     isa,
     make_in_process_ring,
+    reference_backward,
+    reference_forward,
     threads,
 )
 from annulus._core import version as __version__
@@ -53,6 +55,8 @@ __all__ = [
     "clear_cache",
     "isa",
     "make_in_process_ring",
+    "reference_backward",
+    "reference_forward",
     "threads",
 ]
 

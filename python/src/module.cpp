@@ -32,6 +32,7 @@ NB_MODULE(_core, module) {
   bind_transport(module);
   bind_ring(module);
   bind_attention(module);
+  bind_reference(module);
 }
 
 }  // namespace annulus::python

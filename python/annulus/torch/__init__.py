@@ -1,0 +1,27 @@
+"""Ring attention for PyTorch: a differentiable function, modules, and a ring over torch.distributed.
+
+    from annulus.torch import ring_attention, shard, positions
+
+    o = ring_attention(q, k, v, segment_lengths=[2048, 8192], dilation_rates=[1, 4], is_causal=True)
+
+With ``group=`` every rank passes its shard of the sequence; see :func:`ring_attention`.
+"""
+
+from annulus.torch._functional import ring_attention
+from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
+from annulus.torch._rings import cleanup, clear_cache, get_memory_info
+from annulus.torch._sharding import positions, shard, unshard
+from annulus.torch._transport import ProcessGroupTransport
+
+__all__ = [
+    "ProcessGroupTransport",
+    "RingDilatedAttention",
+    "RingMultiheadDilatedAttention",
+    "cleanup",
+    "clear_cache",
+    "get_memory_info",
+    "positions",
+    "ring_attention",
+    "shard",
+    "unshard",
+]

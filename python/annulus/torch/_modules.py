@@ -1,0 +1,422 @@
+"""Attention as modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from annulus import ConfigError
+from annulus.torch import _rings
+from annulus.torch._functional import ring_attention
+
+# Added to the scores of padded keys: far below any score, yet finite, and small enough for float16.
+_MASKED_SCORE = -3e4
+
+
+class RingDilatedAttention(nn.Module):
+    """:func:`ring_attention` with its options fixed; no parameters.
+
+    Without segment lengths and dilation rates attention is dense. Every argument is as in
+    :func:`ring_attention`.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        pattern: str | None = None,
+        is_causal: bool = False,
+        offsets: str = "blocked",
+        mix_gradient: str = "full",
+        group_scale: bool = False,
+        scale: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        placement: str = "contiguous",
+        schedule: str = "auto",
+        reproducible: bool = False,
+        min_tokens_for_ring: int = 32768,
+        timeout: float | None = None,
+    ):
+        super().__init__()
+        self.segment_lengths = None if segment_lengths is None else tuple(segment_lengths)
+        self.dilation_rates = None if dilation_rates is None else tuple(dilation_rates)
+        self.pattern = pattern
+        self.is_causal = is_causal
+        self.offsets = offsets
+        self.mix_gradient = mix_gradient
+        self.group_scale = group_scale
+        self.scale = scale
+        self.group = group
+        self.placement = placement
+        self.schedule = schedule
+        self.reproducible = reproducible
+        self.min_tokens_for_ring = min_tokens_for_ring
+        self.timeout = timeout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool | None = None,
+        n_global: int | None = None,
+    ) -> torch.Tensor:
+        """query, key, value: this rank's shards [batch, local tokens, heads, head_dim]. `is_causal`
+        overrides the module's own."""
+        return ring_attention(
+            query,
+            key,
+            value,
+            segment_lengths=self.segment_lengths,
+            dilation_rates=self.dilation_rates,
+            pattern=self.pattern,
+            is_causal=self.is_causal if is_causal is None else is_causal,
+            offsets=self.offsets,
+            mix_gradient=self.mix_gradient,
+            group_scale=self.group_scale,
+            scale=self.scale,
+            group=self.group,
+            placement=self.placement,
+            n_global=n_global,
+            schedule=self.schedule,
+            reproducible=self.reproducible,
+            min_tokens_for_ring=self.min_tokens_for_ring,
+            timeout=self.timeout,
+        )
+
+    def extra_repr(self) -> str:
+        shown = "dense" if self.segment_lengths is None else (
+            f"segment_lengths={list(self.segment_lengths)}, dilation_rates={list(self.dilation_rates)}"
+        )
+        return f"{shown}, is_causal={self.is_causal}, placement={self.placement!r}"
+
+    def __getstate__(self) -> dict[str, object]:
+        # A process group cannot be copied or stored: copies share it, files do without.
+        state = dict(self.__dict__)
+        state["group"] = _rings.group_name(self.group)
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        name = state["group"]
+        if isinstance(name, str):
+            try:
+                state["group"] = dist.distributed_c10d._resolve_process_group(name)
+            except (RuntimeError, KeyError, ValueError) as error:
+                raise ConfigError(
+                    f"RingDilatedAttention: the process group {name!r} of the stored module does not exist "
+                    "here; set `group = None` before storing it"
+                ) from error
+        super().__setstate__(state)
+
+
+class RingMultiheadDilatedAttention(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` over a ring, dense or dilated.
+
+    Constructor, parameters, state dict, :meth:`forward` and what it returns are those of
+    ``torch.nn.MultiheadAttention``: either loads the other's state dict, and with a dense pattern on one
+    process both give the same numbers. It can stand as ``self_attn`` in ``nn.TransformerEncoderLayer``.
+    With a `group`, every rank passes its shard of the sequence.
+
+    Of nn.MultiheadAttention's options these are refused with a :class:`ConfigError`, because they cannot be
+    had without the matrix of scores or would silently change the result: ``dropout`` > 0 (of attention
+    weights), ``add_bias_kv``, ``add_zero_attn``.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
+            dtype: as in nn.MultiheadAttention. embed_dim / num_heads has to be a multiple of 8 up to 256.
+        segment_lengths, dilation_rates: branches as in LongNet; dense without them.
+        layer_norm: MAGNETO's sub-LayerNorm: normalises the heads' joint output before ``out_proj``.
+        layer_norm_eps: of that.
+        gamma_init: MAGNETO's gain of the value and output projections; initialises all projections by
+            Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
+        is_causal: every call is causal.
+        pattern, offsets, mix_gradient, group_scale, scale, group, placement, schedule, reproducible,
+            min_tokens_for_ring, timeout: as in :func:`ring_attention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        layer_norm: bool = False,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float | None = None,
+        is_causal: bool = False,
+        pattern: str | None = None,
+        offsets: str = "blocked",
+        mix_gradient: str = "full",
+        group_scale: bool = False,
+        scale: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        placement: str = "contiguous",
+        schedule: str = "auto",
+        reproducible: bool = False,
+        min_tokens_for_ring: int = 32768,
+        timeout: float | None = None,
+    ):
+        here = type(self).__name__
+        for name, value in (
+            ("dropout", dropout),
+            ("add_bias_kv", add_bias_kv),
+            ("add_zero_attn", add_zero_attn),
+        ):
+            if value:
+                raise ConfigError(f"{here}: {name} = {value} is not supported")
+        if num_heads <= 0 or embed_dim % num_heads != 0:
+            raise ConfigError(f"{here}: embed_dim {embed_dim} does not divide by num_heads {num_heads}")
+        if embed_dim // num_heads % 8 != 0 or embed_dim // num_heads > 256:
+            raise ConfigError(
+                f"{here}: embed_dim / num_heads is {embed_dim // num_heads}: a multiple of 8 up to 256 was expected"
+            )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            bias=bias,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        self._packed = self._qkv_same_embed_dim
+        # nn.TransformerEncoderLayer's fused path would take the weights and compute dense attention
+        # itself; this is the attribute that keeps it off.
+        self._qkv_same_embed_dim = False
+        self.attention = RingDilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            pattern=pattern,
+            is_causal=is_causal,
+            offsets=offsets,
+            mix_gradient=mix_gradient,
+            group_scale=group_scale,
+            scale=scale,
+            group=group,
+            placement=placement,
+            schedule=schedule,
+            reproducible=reproducible,
+            min_tokens_for_ring=min_tokens_for_ring,
+            timeout=timeout,
+        )
+        self.layer_norm = (
+            nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else None
+        )
+        if gamma_init is not None:
+            self._init_magneto(gamma_init)
+
+    def _projections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._packed:
+            return self.in_proj_weight.chunk(3)
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+
+    def _reset_parameters(self) -> None:
+        made = "_packed" in self.__dict__  # else nn.MultiheadAttention's constructor is at work
+        if made:
+            self._qkv_same_embed_dim = self._packed
+        super()._reset_parameters()
+        if made:
+            self._qkv_same_embed_dim = False
+
+    def _init_magneto(self, gamma: float) -> None:
+        with torch.no_grad():
+            for weight, gain in zip(self._projections(), (1.0, 1.0, gamma)):
+                nn.init.xavier_normal_(weight, gain=gain)
+            nn.init.xavier_normal_(self.out_proj.weight, gain=gamma)
+
+    def _project(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        split = (self.num_heads, self.head_dim)
+        if self._packed and query is key and key is value:
+            qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return qkv.unflatten(-1, (3, *split)).unbind(-3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(
+            F.linear(x, weight, b).unflatten(-1, split)
+            for x, weight, b in zip((query, key, value), self._projections(), biases)
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        n_global: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As nn.MultiheadAttention.forward, for this rank's shards.
+
+        Args:
+            query, key, value: [tokens, batch, features], or [batch, tokens, features] if batch_first, or
+                [tokens, features]; of equal length, because keys are told apart by position.
+            key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
+                floating point, added to the key's scores. A row that is left without any key gives zeros
+                before ``out_proj`` (nn.MultiheadAttention gives NaN).
+            need_weights: the weights are honoured for the dense pattern in one process, at the price of
+                their matrix, and refused otherwise: pass False.
+            attn_mask: honoured if it is the causal mask of the whole sequence in one process, which makes
+                the call causal, as `is_causal` does; any other mask is refused.
+            is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
+            n_global: as in :func:`ring_attention`.
+        """
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            raise ConfigError(self._say(f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was expected"))
+        self_attention = query is key and key is value
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if self_attention:
+            key = value = query
+        if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
+            raise ConfigError(self._say(
+                f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths were expected"
+            ))
+        causal = is_causal or self.attention.is_causal
+        if attn_mask is not None and not is_causal:
+            causal = self._is_causal_mask(attn_mask, query.shape[1])
+        if need_weights and (self.attention.segment_lengths is not None or self.attention.group is not None):
+            raise ConfigError(self._say(
+                "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
+            ))
+
+        q, k, v = self._project(query, key, value)
+        bias = self._key_bias(key_padding_mask, q)
+        if bias is None:
+            heads = self.attention(q, k, v, is_causal=causal, n_global=n_global)
+        else:
+            heads = self._attend_with_bias(q, k, v, bias, causal, n_global)
+        out = heads.flatten(-2)
+        if self.layer_norm is not None:
+            out = self.layer_norm(out)
+        out = self.out_proj(out)
+        weights = self._weights(q, k, bias, causal, average_attn_weights) if need_weights else None
+
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _say(self, text: str) -> str:
+        return f"{type(self).__name__}: {text}"
+
+    def _is_causal_mask(self, mask: torch.Tensor, tokens: int) -> bool:
+        """Whether every pair may attend (False) or exactly the causal ones (True)."""
+        if self.attention.group is not None:
+            raise ConfigError(self._say("attn_mask cannot be used with a group: pass is_causal=True"))
+        if mask.shape[-2:] != (tokens, tokens):
+            raise ConfigError(self._say(f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] was expected"))
+        masked = mask if mask.dtype == torch.bool else mask == -torch.inf
+        plain = mask.dtype == torch.bool or bool(((mask == 0) | masked).all())
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).triu(1)
+        if plain and bool((masked == later).all()):
+            return True
+        if plain and not bool(masked.any()):
+            return self.attention.is_causal
+        raise ConfigError(self._say(
+            "attn_mask is neither empty nor the causal mask: other masks are not supported"
+        ))
+
+    def _key_bias(self, mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+        """What is added to a key's scores, [batch, tokens]; None: nothing."""
+        if mask is None:
+            return None
+        if mask.shape != q.shape[:2]:
+            raise ConfigError(self._say(
+                f"key_padding_mask is {list(mask.shape)}: {list(q.shape[:2])} was expected"
+            ))
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+        return mask.to(q.dtype).clamp(min=_MASKED_SCORE)
+
+    def _attend_with_bias(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor,
+        causal: bool,
+        n_global: int | None,
+    ) -> torch.Tensor:
+        """A bias of keys as eight more columns of q and k: q gets a 1, k the bias, before scaling."""
+        scale = self.attention.scale
+        scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
+        if self.head_dim > 248:
+            raise ConfigError(self._say("key_padding_mask needs embed_dim / num_heads of at most 248"))
+        if scale <= 0:
+            raise ConfigError(self._say("key_padding_mask needs a positive scale"))
+        column = (bias / scale)[:, :, None, None].expand(-1, -1, k.shape[2], 1)
+        if q.dtype == torch.float16:
+            column = column.clamp(min=torch.finfo(torch.float16).min)
+        one = q.new_zeros(8)
+        one[0] = 1
+        q8 = torch.cat([q, one.expand(*q.shape[:3], 8)], -1)
+        k8 = torch.cat([k, column, k.new_zeros(*k.shape[:3], 7)], -1)
+        v8 = F.pad(v, (0, 8))
+        o, lse = ring_attention(
+            q8,
+            k8,
+            v8,
+            segment_lengths=self.attention.segment_lengths,
+            dilation_rates=self.attention.dilation_rates,
+            pattern=self.attention.pattern,
+            is_causal=causal,
+            offsets=self.attention.offsets,
+            mix_gradient=self.attention.mix_gradient,
+            group_scale=self.attention.group_scale,
+            scale=scale,
+            group=self.attention.group,
+            placement=self.attention.placement,
+            n_global=n_global,
+            schedule=self.attention.schedule,
+            reproducible=self.attention.reproducible,
+            min_tokens_for_ring=self.attention.min_tokens_for_ring,
+            timeout=self.attention.timeout,
+            return_lse=True,
+        )
+        # Rows that saw nothing but masked keys.
+        empty = (lse < _MASKED_SCORE / 8)[..., None]
+        return o[..., : self.head_dim].masked_fill(empty, 0)
+
+    def _weights(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        bias: torch.Tensor | None,
+        causal: bool,
+        average: bool,
+    ) -> torch.Tensor:
+        scale = self.attention.scale
+        scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+        if bias is not None:
+            scores = scores + bias[:, None, None, :]
+        if causal:
+            later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        weights = scores.softmax(-1)
+        return weights.mean(1) if average else weights

@@ -1,0 +1,323 @@
+"""Executors behind the operators: who runs a configuration, and where executors are kept."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import threading
+
+import torch
+import torch.distributed as dist
+
+import annulus
+from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
+from annulus.torch._transport import ProcessGroupTransport
+
+# Workspaces kept per ring; the least recently used one is dropped first.
+CAPACITY = 20
+_NO_LIMIT = 2**62
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything about a call that is not a tensor. Travels through operators as its JSON text."""
+
+    pattern: str
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    is_causal: bool
+    offsets: str
+    mix_gradient: str
+    group_scale: bool
+    scale: float | None
+    group: str | None  # name of the process group; None: this process alone
+    placement: str
+    n_global: int | None
+    schedule: str
+    reproducible: bool
+    backward: bool
+    min_tokens_for_ring: int
+    max_communication_bytes: int
+    timeout: float | None
+
+    def text(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+
+_configs: dict[str, Config] = {}
+
+
+def config_of(text: str) -> Config:
+    config = _configs.get(text)
+    if config is None:  # the text may come from a compiled graph of another process
+        config = Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
+        _configs[text] = config
+    return config
+
+
+def pattern_of(config: Config, heads: int) -> Pattern:
+    """The pattern of a configuration for this many query heads."""
+    if config.pattern == "dense":
+        return Pattern.dense(heads, causal=config.is_causal)
+    if config.pattern == "head_groups":
+        return Pattern.head_groups(
+            heads,
+            config.segment_lengths,
+            config.dilation_rates,
+            causal=config.is_causal,
+            group_scale=config.group_scale,
+        )
+    return Pattern.longnet(
+        heads,
+        config.segment_lengths,
+        config.dilation_rates,
+        causal=config.is_causal,
+        offsets=config.offsets,
+    )
+
+
+def placement_of(name: str, tokens: int, ranks: int) -> Placement:
+    """A placement by its name."""
+    makers = {
+        "contiguous": Placement.contiguous,
+        "zigzag": Placement.zigzag,
+        "striped": Placement.striped,
+        "hilbert": Placement.hilbert,
+    }
+    if name not in makers:
+        raise ConfigError(f"placement is {name!r}: one of {', '.join(makers)} was expected")
+    return makers[name](tokens, ranks)
+
+
+def placement_of_lengths(name: str, lengths: list[int]) -> Placement:
+    """The placement of these numbers of tokens per rank. Contiguous shards may have any lengths."""
+    tokens = sum(lengths)
+    placement = placement_of(name, tokens, len(lengths))
+    if all(placement.local_tokens(r) == n for r, n in enumerate(lengths)):
+        return placement
+    if name != "contiguous":
+        expected = [placement.local_tokens(r) for r in range(len(lengths))]
+        raise ConfigError(
+            f"the ranks hold {lengths} tokens, but placement {name!r} of {tokens} tokens gives them "
+            f"{expected}: make the shards with annulus.torch.shard"
+        )
+    ranges, first = [], 0
+    for n in lengths:
+        ranges.append([range(first, first + n)] if n > 0 else [])
+        first += n
+    return Placement.explicit(tokens, ranges)
+
+
+def _shape_key(text: str, q: torch.Tensor, k: torch.Tensor) -> tuple:
+    return text, tuple(q.shape), k.shape[2], q.dtype
+
+
+def _make_executor(config: Config, placement: Placement, transport: annulus.Transport,
+                   q: torch.Tensor, k: torch.Tensor) -> RingAttention:
+    return RingAttention(
+        pattern_of(config, q.shape[2]),
+        placement,
+        transport=transport,
+        batch=q.shape[0],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        dtype=q.dtype,
+        scale=config.scale,
+        mix_gradient=config.mix_gradient,
+        schedule=config.schedule,
+        reproducible=config.reproducible,
+        backward=config.backward,
+        min_tokens_for_ring=config.min_tokens_for_ring,
+        max_communication_bytes=config.max_communication_bytes,
+        # They exist already: there is nothing to protect them from.
+        max_qkv_elements=_NO_LIMIT,
+    )
+
+
+class _Lease:
+    """An executor for the length of a `with` block."""
+
+    def __init__(self, ring: _LocalRings | _GroupRing, key: tuple, executor: RingAttention):
+        self._ring = ring
+        self._key = key
+        self._executor = executor
+
+    def __enter__(self) -> RingAttention:
+        return self._executor
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self._ring.give_back(self._key, self._executor, kind is None)
+
+
+class _LocalRings:
+    """Rings of one rank. Threads may call at once: each takes an executor of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: collections.OrderedDict[tuple, list[RingAttention]] = collections.OrderedDict()
+
+    def take(self, text: str, q: torch.Tensor, k: torch.Tensor) -> _Lease:
+        key = _shape_key(text, q, k)
+        with self._lock:
+            free = self._free.get(key)
+            executor = free.pop() if free else None
+        if executor is None:
+            config = config_of(text)
+            if config.n_global not in (None, q.shape[1]):
+                raise ConfigError(
+                    f"n_global is {config.n_global}, but q has {q.shape[1]} tokens and there is no group"
+                )
+            transport = annulus.make_in_process_ring(1)[0]
+            placement = placement_of(config.placement, q.shape[1], 1)
+            executor = _make_executor(config, placement, transport, q, k)
+        return _Lease(self, key, executor)
+
+    def give_back(self, key: tuple, executor: RingAttention, healthy: bool) -> None:
+        if not healthy:  # its transport may be dead
+            return
+        with self._lock:
+            self._free.setdefault(key, []).append(executor)
+            self._free.move_to_end(key)
+            while sum(map(len, self._free.values())) > CAPACITY:
+                oldest = next(iter(self._free))
+                self._free[oldest].pop()
+                if not self._free[oldest]:
+                    del self._free[oldest]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+
+    def executors(self) -> list[RingAttention]:
+        with self._lock:
+            return [e for free in self._free.values() for e in free]
+
+
+class _GroupRing:
+    """The ring over one process group. Every rank calls in the same order, so that all keep and drop
+    the same executors."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None):
+        self.process_group = group
+        self.transport = ProcessGroupTransport(group, timeout)
+        self.dead = False
+        self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
+
+    def lengths(self, tokens: int) -> list[int]:
+        """How many tokens every rank holds. Collective."""
+        mine = torch.tensor([tokens])
+        all_lengths = [torch.empty_like(mine) for _ in range(self.transport.size())]
+        try:
+            dist.all_gather(all_lengths, mine, group=self.transport.group)
+        except RuntimeError as error:
+            self.dead = True
+            raise TransportError(
+                f"[rank {self.transport.rank()}/{self.transport.size()}] ring_attention: the ranks could "
+                f"not tell each other their lengths: {error}"
+            ) from error
+        return [int(t) for t in all_lengths]
+
+    def take(self, text: str, q: torch.Tensor, k: torch.Tensor) -> _Lease:
+        config = config_of(text)
+        if config.n_global is None:
+            lengths = tuple(self.lengths(q.shape[1]))
+        else:
+            lengths = None
+        key = (*_shape_key(text, q, k), lengths)
+        executor = self._executors.get(key)
+        if executor is None:
+            size = self.transport.size()
+            placement = (
+                placement_of(config.placement, config.n_global, size)
+                if lengths is None
+                else placement_of_lengths(config.placement, list(lengths))
+            )
+            executor = _make_executor(config, placement, self.transport, q, k)
+            self._executors[key] = executor
+            if len(self._executors) > CAPACITY:
+                self._executors.popitem(last=False)
+        self._executors.move_to_end(key)
+        return _Lease(self, key, executor)
+
+    def give_back(self, _key: tuple, _executor: RingAttention, healthy: bool) -> None:
+        # A ConfigError is everybody's and leaves the ring as it was; a broken one is made anew by
+        # the next call.
+        self.dead = self.dead or not healthy and self.transport.failed
+
+    def clear(self) -> None:
+        self._executors.clear()
+
+    def executors(self) -> list[RingAttention]:
+        return list(self._executors.values())
+
+
+_local = _LocalRings()
+_groups: dict[str, _GroupRing] = {}
+
+
+def ring_of(config: Config) -> _LocalRings | _GroupRing:
+    """The ring that runs a configuration, made on first use."""
+    if config.group is None:
+        return _local
+    ring = _groups.get(config.group)
+    group = dist.distributed_c10d._resolve_process_group(config.group)
+    # Names are given again once all groups have been destroyed.
+    if ring is None or ring.dead or ring.process_group is not group:
+        if ring is not None:
+            ring.transport.close()
+        ring = _GroupRing(group, config.timeout)
+        _groups[config.group] = ring
+    return ring
+
+
+def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Ranks of a ring and this process's place in it; without a group, one and 0."""
+    if group is None:
+        return 1, 0
+    if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError("group is not a process group that this process is in")
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def group_name(group: dist.ProcessGroup | None) -> str | None:
+    group_size_and_rank(group)
+    return None if group is None else group.group_name
+
+
+def clear_cache() -> None:
+    """Drops the workspaces of all rings of this process. Harmless at any time between calls; with a
+    process group, every rank does it or none."""
+    _local.clear()
+    for ring in _groups.values():
+        ring.clear()
+
+
+def cleanup() -> None:
+    """Drops all workspaces and closes the connections of all rings; later calls make new ones. Call it
+    before ``torch.distributed.destroy_process_group``, on every rank. Idempotent."""
+    clear_cache()
+    while _groups:
+        _groups.popitem()[1].transport.close()
+
+
+def get_memory_info() -> dict[str, object]:
+    """Bytes that the rings of this process hold. The keys are those of
+    :attr:`annulus.RingAttention.memory_info` and always present."""
+    executors = _local.executors() + [e for ring in _groups.values() for e in ring.executors()]
+    total: dict[str, object] = {
+        "complexity": "none yet",
+        "workspace_bytes": 0,
+        "communication_bytes": 0,
+        "state_bytes": 0,
+        "scratch_bytes": 0,
+        "device_utilization": -1.0,
+    }
+    for executor in executors:
+        info = executor.memory_info
+        total["complexity"] = info["complexity"]
+        total["scratch_bytes"] = info["scratch_bytes"]  # one pool for all
+        for name in ("workspace_bytes", "communication_bytes", "state_bytes"):
+            total[name] += info[name]
+    total["cached_workspaces"] = len(executors)
+    return total

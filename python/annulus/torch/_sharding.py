@@ -1,0 +1,105 @@
+"""Tokens to ranks and back."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from annulus import ConfigError
+from annulus.torch import _rings
+
+
+def positions(
+    n_global: int,
+    *,
+    placement: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    """The position in the whole sequence of each token that this rank holds, int64 [local tokens].
+
+    Rotary and other position-dependent embeddings need it: under "zigzag", "striped" and "hilbert" local
+    tokens are not neighbours.
+
+    Args:
+        n_global: tokens of the whole sequence.
+        placement: which rank holds which tokens.
+        group: the ranks of the ring; None: one.
+        rank: another rank of the group than this process's own.
+    """
+    ranks, own = _rings.group_size_and_rank(group)
+    placed = _rings.placement_of(placement, n_global, ranks)
+    return torch.from_numpy(placed.positions(own if rank is None else rank))
+
+
+def shard(
+    x: torch.Tensor,
+    *,
+    placement: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+    dim: int = 1,
+) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds whole, tokens along `dim`. A view where the
+    placement is contiguous. Differentiable."""
+    n = x.shape[dim]
+    mine = positions(n, placement=placement, group=group)
+    if placement == "contiguous":
+        return x.narrow(dim, int(mine[0]) if len(mine) else 0, len(mine))
+    return x.index_select(dim, mine.to(x.device))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, lengths, order, group, dim):
+        parts = [x.new_empty((*x.shape[:dim], n, *x.shape[dim + 1 :])) for n in lengths]
+        ctx.lengths, ctx.group, ctx.dim = lengths, group, dim
+        ctx.order = order
+        # Gloo's all_gather wants equal sizes: broadcasts take any.
+        rank = dist.get_rank(group)
+        for source, part in enumerate(parts):
+            if source == rank:
+                part.copy_(x)
+            if part.numel() > 0:
+                dist.broadcast(part, group=group, group_src=source)
+        return torch.cat(parts, dim).index_select(dim, torch.argsort(order))
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        rank = dist.get_rank(ctx.group)
+        first = sum(ctx.lengths[:rank])
+        mine = ctx.order[first : first + ctx.lengths[rank]]
+        return grad.index_select(ctx.dim, mine), None, None, None, None
+
+
+def unshard(
+    x: torch.Tensor,
+    *,
+    placement: str = "contiguous",
+    group: dist.ProcessGroup | None = None,
+    dim: int = 1,
+) -> torch.Tensor:
+    """The whole tensor, in the order of the sequence, on every rank: the inverse of :func:`shard`.
+    Collective.
+
+    Its gradient is that of the sum of all ranks' losses: what the ranks send back for a token is summed
+    up. If every rank computes the same loss from the whole tensor, count it on one rank or divide it by
+    the number of ranks.
+    """
+    if group is None:
+        _rings.placement_of(placement, x.shape[dim], 1)
+        if placement == "hilbert":
+            order = positions(x.shape[dim], placement=placement)
+            return x.index_select(dim, torch.argsort(order))
+        return x
+    dim = dim % x.dim()
+    ranks, _ = _rings.group_size_and_rank(group)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([x.shape[dim]]), group=group)
+    lengths = [int(c) for c in counts]
+    placed = _rings.placement_of_lengths(placement, lengths)
+    order = torch.cat([torch.from_numpy(placed.positions(r)) for r in range(ranks)])
+    if len(order) != sum(lengths):
+        raise ConfigError(f"unshard: the ranks hold {lengths} tokens of {len(order)}")
+    return _Gather.apply(x, lengths, order, group, dim)

@@ -1,0 +1,107 @@
+#include "annulus/reference.h"
+
+#include <fmt/format.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "annulus/error.h"
+#include "bindings.h"
+#include "values.h"
+
+namespace annulus::python {
+namespace {
+
+using Array = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using Result = nb::ndarray<nb::numpy, double>;
+
+std::span<const double> elements(const Array& array) { return {array.data(), array.size()}; }
+
+void require(const Array& array, const char* name, std::int64_t batch, std::int64_t tokens,
+             std::int64_t heads, std::int64_t dim) {
+  const std::int64_t expected[] = {batch, tokens, heads, dim};
+  for (std::size_t axis = 0; axis < 4; ++axis) {
+    if (static_cast<std::int64_t>(array.shape(axis)) == expected[axis]) continue;
+    throw ConfigError(fmt::format("reference: {} has {} elements along axis {}, expected {}", name,
+                                  array.shape(axis), axis, expected[axis]));
+  }
+}
+
+reference::Shape shape_of(const Pattern& pattern, const Array& q, const Array& k, const Array& v) {
+  reference::Shape shape;
+  shape.batch = static_cast<std::int64_t>(q.shape(0));
+  shape.tokens = static_cast<std::int64_t>(q.shape(1));
+  shape.q_heads = static_cast<int>(q.shape(2));
+  shape.kv_heads = static_cast<int>(k.shape(2));
+  shape.head_dim = static_cast<int>(q.shape(3));
+  require(q, "q", shape.batch, shape.tokens, pattern.heads, shape.head_dim);
+  require(k, "k", shape.batch, shape.tokens, shape.kv_heads, shape.head_dim);
+  require(v, "v", shape.batch, shape.tokens, shape.kv_heads, shape.head_dim);
+  if (shape.kv_heads < 1 || shape.q_heads % shape.kv_heads != 0) {
+    throw ConfigError(fmt::format("reference: k has {} heads, expected a divisor of q's {}",
+                                  shape.kv_heads, shape.q_heads));
+  }
+  return shape;
+}
+
+Result hand_over(std::vector<double> values, std::initializer_list<std::size_t> shape) {
+  auto* owned = new std::vector<double>(std::move(values));
+  const nb::capsule owner(owned,
+                          [](void* p) noexcept { delete static_cast<std::vector<double>*>(p); });
+  return Result(owned->data(), shape, owner);
+}
+
+nb::tuple forward(const Array& q, const Array& k, const Array& v, const Pattern& pattern,
+                  std::optional<double> scale) {
+  const reference::Shape shape = shape_of(pattern, q, k, v);
+  reference::Output out;
+  {
+    const nb::gil_scoped_release no_gil;
+    out = reference::forward(pattern, shape, elements(q), elements(k), elements(v), scale);
+  }
+  return nb::make_tuple(
+      hand_over(std::move(out.o), {q.shape(0), q.shape(1), q.shape(2), q.shape(3)}),
+      hand_over(std::move(out.lse), {q.shape(0), q.shape(1), q.shape(2)}));
+}
+
+nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& dout,
+                   const Pattern& pattern, std::optional<double> scale,
+                   const std::string& mix_gradient) {
+  const reference::Shape shape = shape_of(pattern, q, k, v);
+  require(dout, "do", shape.batch, shape.tokens, shape.q_heads, shape.head_dim);
+  const MixGradient mix = parse_mix_gradient(mix_gradient);
+  reference::Gradients out;
+  {
+    const nb::gil_scoped_release no_gil;
+    out = reference::backward(pattern, shape, elements(q), elements(k), elements(v), elements(dout),
+                              mix, scale);
+  }
+  const auto like = [](std::vector<double> values, const Array& array) {
+    return hand_over(std::move(values),
+                     {array.shape(0), array.shape(1), array.shape(2), array.shape(3)});
+  };
+  return nb::make_tuple(like(std::move(out.dq), q), like(std::move(out.dk), k),
+                        like(std::move(out.dv), v));
+}
+
+}  // namespace
+
+void bind_reference(nb::module_& module) {
+  module.def("reference_forward", &forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+             nb::arg("pattern"), nb::kw_only(), nb::arg("scale") = nb::none(),
+             R"(The definition of attention in float64, slow on purpose: (o, lse).
+
+q is [batch, tokens, heads, head_dim], k and v have as many or fewer heads; any head_dim. What
+everything else is compared with.)");
+  module.def("reference_backward", &backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+             nb::arg("do"), nb::arg("pattern"), nb::kw_only(), nb::arg("scale") = nb::none(),
+             nb::arg("mix_gradient") = "full", "Gradients (dq, dk, dv) of reference_forward.");
+}
+
+}  // namespace annulus::python

@@ -11,7 +11,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test unit asan tsan bench pytorch-bench lint format clean
+.PHONY: help setup build python demo test unit asan tsan bench pytorch-bench lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -30,8 +30,19 @@ demo: setup ## Build the tool and run LongNet attention over 131,072 tokens on a
 	build/release/annulus run --ranks 4 --tokens 131072 --heads 8 --head-dim 64 --pattern longnet \
 	  --segments 2048,8192,32768,131072 --dilations 1,4,16,64
 
-test: build ## Build everything and run the whole test suite
+# Without build isolation, so that build/python remembers where nanobind is and later builds are incremental.
+python: setup ## Build the Python package (build/python) and install it into .venv
+	@test -x .venv/bin/python || { echo "python: creating .venv"; python3 -m venv .venv; }
+	@.venv/bin/python -c 'import nanobind, scikit_build_core, numpy, pytest' 2>/dev/null || { \
+	  echo "python: installing nanobind, scikit-build-core, numpy and pytest into .venv"; \
+	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7'; }
+	@echo "python: building the package annulus and installing it into .venv"
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip install --quiet --no-build-isolation --no-deps \
+	  --config-settings=build-dir=build/python .
+
+test: build python ## Build everything and run the whole test suite, C++ (ctest) and Python (pytest)
 	@$(CTEST) all
+	@.venv/bin/python -m pytest -q -rs tests/python
 
 unit: setup ## Build with assertions and warnings as errors (build/dev), run the quick tests
 	@$(CONFIGURE) dev
@@ -70,7 +81,7 @@ lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: on
 
 format: ## Reformat the C++ files in place
 	@scripts/setup.sh --lint
-	@find include src cli tests bench examples -name '*.h' -o -name '*.cpp' 2>/dev/null | xargs clang-format -i
+	@find include src cli python tests bench examples -name '*.h' -o -name '*.cpp' 2>/dev/null | xargs clang-format -i
 
 clean: ## Remove all build directories
 	rm -rf build

@@ -44,8 +44,8 @@ struct Check {
 
 // What may be linked in. A backend that is absent costs nothing and says so.
 const std::vector<std::pair<std::string, std::string>> kBackends = {
-    {"cpu", "built"},      {"in_process", "built"}, {"mpi", "not built"},   {"gloo", "not built"},
-    {"nccl", "not built"}, {"cuda", "not built"},   {"python", "not built"}};
+    {"cpu", "built"},      {"in_process", "built"}, {"mpi", "not built"},
+    {"gloo", "not built"}, {"nccl", "not built"},   {"cuda", "not built"}};
 
 // A block goes once around the ring in each direction.
 std::vector<Check> check_links(int ranks) {

@@ -3,7 +3,7 @@
 
 A layer may include itself and whatever it uses, directly or through others. On top of that:
   public headers   include only public headers and the standard library: no third-party types reach users
-  cli              may use every layer
+  cli, python      may use every layer, but not each other
   bench, tests     may use every layer and cli
   examples         and the install test see public headers only, like a user
 """
@@ -113,8 +113,9 @@ class Checker:
                     self.report(path, line, f"a public header includes {what}; only the standard library and annulus/ are allowed")
 
     def check_cli(self):
-        # cli is above every layer: nothing to forbid but programs that are built on top of it.
-        self.forbid(self.root / "cli", ("bench/", "tests/"), "cli must not depend on it")
+        # cli and python are above every layer: nothing to forbid but programs that are built on top of it.
+        self.forbid(self.root / "cli", ("bench/", "tests/", "python/"), "cli must not depend on it")
+        self.forbid(self.root / "python", ("bench/", "tests/", "cli/"), "the bindings must not depend on it")
 
     def check_users(self):
         private = tuple(f"{name}/" for name in [*self.reach, "cli", "src"])
@@ -151,6 +152,7 @@ def self_test():
         "src/transport/in_process.cpp": '#include "annulus/transport.h"\n',
         "src/ring/run.cpp": '#include "kernels/tile.h"\n#include "annulus/transport.h"\n',
         "cli/main.cpp": '#include "ring/run.h"\n',
+        "python/src/ring.cpp": '#include "ring/run.h"\n',
         "examples/one.cpp": '#include "annulus/pattern.h"\n',
     }
     wrong = {
@@ -165,6 +167,7 @@ def self_test():
         "include/annulus/unknown.h": "",
         "include/annulus/half.h": "#include <hwy/base.h>\n",
         "include/annulus/tensor.h": '#include "core/thread_pool.h"\n',
+        "python/src/sees_cli.cpp": '#include "cli/options.h"\n',
         "examples/private.cpp": '#include "core/thread_pool.h"\n',
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 build=${1:?usage: scripts/lint.sh <build directory> [<git revision>]}
 base=${2:-}
-folders=(include src cli tests bench examples)
+folders=(include src cli python tests bench examples)
 
 if [[ ! -f $build/compile_commands.json ]]; then
   echo "lint: there is no $build/compile_commands.json: configure first (cmake --preset dev)" >&2

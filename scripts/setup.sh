@@ -9,7 +9,7 @@
 set -eu
 
 packages="build-essential cmake ninja-build libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libgtest-dev
-  libbenchmark-dev python3 python3-venv"
+  libbenchmark-dev python3 python3-dev python3-venv"
 for argument in "$@"; do
   case "$argument" in
     --lint) packages="$packages clang-format clang-tidy" ;;
@@ -24,7 +24,7 @@ fi
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
   cat >&2 <<'TEXT'
 setup: this is not a Debian-like system (no apt-get). Install these yourself, then run make with ANNULUS_SKIP_SETUP=1:
-  a C++20 compiler (GCC 12 or Clang 15 and newer), CMake 3.25 or newer, Ninja, Python 3
+  a C++20 compiler (GCC 12 or Clang 15 and newer), CMake 3.25 or newer, Ninja, Python 3.10 or newer with its headers
   libraries with their headers: Highway 1.0, fmt 9
   for the tool CLI11 2 and nlohmann-json 3, for the tests GoogleTest, for the benchmarks Google Benchmark
   for 'make lint' clang-format and clang-tidy 14

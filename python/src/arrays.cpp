@@ -169,6 +169,18 @@ TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vec
     view.shape[axis] = static_cast<std::int64_t>(imported.shape(axis));
     view.stride[axis] = imported.stride(axis);
   }
+  if (view.elements() == 0) {  // a rank without tokens; frameworks give such strides as they like
+    std::int64_t step = 1;
+    for (auto axis = static_cast<std::size_t>(axes); axis-- > 0;) {
+      view.stride[axis] = step;
+      step *= view.shape[axis];
+    }
+  }
+  if (axes == 4 && view.stride[3] != 1 && view.shape[3] > 1) {
+    complain(fmt::format("{} has stride {} on its last axis, expected 1: make head_dim contiguous",
+                         name, view.stride[3]));
+    return {};
+  }
   held.push_back(std::move(imported));
   return view;
 }
@@ -183,7 +195,7 @@ TensorView Arrays::output(nb::handle array, const char* name, int axes) {
   const TensorView view = import(array, name, axes, outputs_);
   if (view.rank == 0) return view;
   for (std::size_t axis = 0; axis < static_cast<std::size_t>(axes); ++axis) {
-    if (view.stride[axis] != 0 || view.shape[axis] <= 1) continue;
+    if (view.stride[axis] != 0 || view.shape[axis] <= 1 || view.elements() == 0) continue;
     complain(fmt::format(
         "{} has stride 0 on axis {}, expected an array whose elements are distinct", name, axis));
     return {};
@@ -235,7 +247,8 @@ nb::object own_memory(const ConstTensorView& shape_of, DType dtype, int axes) {
       dtype == DType::bf16
           ? kBfloat16
           : nb::dlpack::dtype{floats, static_cast<std::uint8_t>(8 * size_of(dtype)), 1};
-  return nb::cast(nb::ndarray<>(data, shape.size(), shape.data(), owner, nullptr, type));
+  return nb::cast(
+      nb::ndarray<nb::array_api>(data, shape.size(), shape.data(), owner, nullptr, type));
 }
 
 }  // namespace

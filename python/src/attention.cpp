@@ -242,11 +242,11 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
 void bind_attention(nb::module_& module) {
   // Two signatures of one function, so that type checkers know what comes out.
   const auto define = [&](const auto&... signature_and_doc) {
-    module.def("attention", &attention, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::kw_only(),
-               nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
-               nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
-               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
-               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+    module.def("attention", &attention, nb::arg("q").none(), nb::arg("k").none(),
+               nb::arg("v").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
+               nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
+               nb::arg("is_causal") = false, nb::arg("offsets") = "blocked",
+               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
                nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
                nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
                nb::arg("return_lse") = false, signature_and_doc...);
@@ -284,12 +284,13 @@ the same time. The GIL is released.)");
                  ", out: ArrayT | None = None, return_lse: typing.Literal[True]) -> tuple[ArrayT, "
                  "ArrayT]"));
   module.def(
-      "attention_backward", &attention_backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-      nb::arg("o"), nb::arg("lse"), nb::arg("do"), nb::kw_only(), nb::arg("pattern") = nb::none(),
-      nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
-      nb::arg("is_causal") = false, nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
-      nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
-      nb::arg("schedule") = "auto", nb::arg("reproducible") = false,
+      "attention_backward", &attention_backward, nb::arg("q").none(), nb::arg("k").none(),
+      nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
+      nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
+      nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
+      nb::arg("offsets") = "blocked", nb::arg("group_scale") = false, nb::arg("scale") = nb::none(),
+      nb::arg("ranks") = 1, nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+      nb::arg("reproducible") = false,
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE ") -> tuple[ArrayT, ArrayT, ArrayT]"),
       "Gradients (dq, dk, dv) of attention, given its output o, its lse and the gradient `do` of "

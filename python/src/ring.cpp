@@ -27,13 +27,11 @@ namespace {
 struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
-  bool waits = false;  // for other ranks, in C++, where Ctrl-C is not heard
-  double flops = 0;    // of forward
+  double flops = 0;  // of forward
 
   Ring(nb::object link, std::shared_ptr<RingAttention> executor)
       : transport(std::move(link)), core(std::move(executor)) {
     const auto& ends = nb::cast<const Transport&>(transport);
-    waits = ends.size() > 1 && dynamic_cast<const PyTransport*>(&ends) == nullptr;
     const RingOptions& options = core->options();
     flops = 4.0 * allowed_pairs(options.pattern, options.placement.tokens()) *
             static_cast<double>(options.batch) * options.head_dim / ends.size();
@@ -131,16 +129,29 @@ void def_with_options(Class& type, const char* name, Function&& function, const 
   "max_qkv_elements: int = 100000000, max_communication_bytes: int = 1073741824, blocking: " \
   "bool = False"
 
+// Whether calls wait for other ranks in C++, where Ctrl-C is not heard.
+bool waits_in_cpp(const Transport& transport) {
+  return transport.size() > 1 && dynamic_cast<const PyTransport*>(&transport) == nullptr;
+}
+
+// Construction is collective.
+void construct(Transport& transport, const std::function<void()>& make) {
+  run_interruptibly(waits_in_cpp(transport) && on_main_thread(), make,
+                    [&] { transport.abort("interrupted"); });
+}
+
 // Runs a pass without the GIL. With a complaint about an array it is run all the same, to fail on
 // every rank: the array's view has no axes, and the executor tells the others before it throws.
 void run(const Ring& ring, const Arrays& arrays, const char* method, double flops,
          const std::function<void()>& pass) {
   auto& transport = nb::cast<Transport&>(ring.transport);
   try {
-    run_interruptibly((flops >= kLongPass || ring.waits) && on_main_thread(), pass, [&] {
-      ring.core->interrupt();
-      transport.abort("interrupted");  // so that a rank that waits for rows need not get them first
-    });
+    run_interruptibly(
+        (flops >= kLongPass || waits_in_cpp(transport)) && on_main_thread(), pass, [&] {
+          ring.core->interrupt();
+          transport.abort(
+              "interrupted");  // so that a rank that waits for rows need not get them first
+        });
   } catch (const ConfigError&) {
     arrays.check(
         fmt::format("[rank {}/{}] RingAttention.{}", transport.rank(), transport.size(), method)
@@ -248,10 +259,9 @@ Args:
     blocking: for debugging: wait for each transfer where it is posted.)";
 
 void bind_executor(nb::module_& module) {
-  nb::class_<State>(
-      module, "BranchState",
-      "What mix_gradient='detached' keeps from forward for backward: the output "
-      "of every branch. Made by RingAttention.make_branch_state().");
+  nb::class_<State>(module, "BranchState",
+                    "What mix_gradient='detached' keeps from forward for backward: the output "
+                    "of every branch. Made by RingAttention.make_branch_state().");
 
   auto ring = nb::class_<Ring>(module, "RingAttention", nb::type_slots(slots<Ring>()), kRingDoc);
   def_with_options(
@@ -268,16 +278,13 @@ void bind_executor(nb::module_& module) {
                          max_qkv_elements, max_communication_bytes, blocking);
         auto& link = nb::cast<Transport&>(transport);
         std::shared_ptr<RingAttention> core;
-        {
-          const nb::gil_scoped_release no_gil;
-          core = std::make_shared<RingAttention>(std::move(options), link);
-        }
+        construct(link, [&] { core = std::make_shared<RingAttention>(std::move(options), link); });
         new (self) Ring(std::move(transport), std::move(core));
       },
       nb::arg("transport"),
       nb::sig("def __init__(self, " ANNULUS_OPTIONS_SIGNATURE ", transport: Transport) -> None"));
-  ring.def("forward", &forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o") = nb::none(),
-           nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
+  ring.def("forward", &forward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
+           nb::arg("o") = nb::none(), nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
            nb::sig("def forward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT | None = None, "
                    "lse: ArrayT | None = None, state: BranchState | None = None) -> tuple[ArrayT, "
                    "ArrayT]"),
@@ -290,9 +297,10 @@ are used in place. Results are written into `o` and `lse` where given, else into
 framework. PyTorch tensors that require gradients are read as if detached, and results have no
 gradient: this is the bare computation, not an autograd function.)")
       .def(
-          "backward", &backward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"),
-          nb::arg("lse"), nb::arg("do"), nb::arg("dq") = nb::none(), nb::arg("dk") = nb::none(),
-          nb::arg("dv") = nb::none(), nb::arg("state") = nb::none(),
+          "backward", &backward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
+          nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
+          nb::arg("dq") = nb::none(), nb::arg("dk") = nb::none(), nb::arg("dv") = nb::none(),
+          nb::arg("state") = nb::none(),
           nb::sig("def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
                   "ArrayT, dq: ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = "
                   "None, state: BranchState | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
@@ -385,10 +393,7 @@ asks for the same options in the same order.)");
                          schedule, reproducible, backward, backward_travel, min_tokens_for_ring,
                          max_qkv_elements, max_communication_bytes, blocking);
         std::shared_ptr<RingAttention> core;
-        {
-          const nb::gil_scoped_release no_gil;
-          core = self.core->get(options);
-        }
+        construct(nb::cast<Transport&>(self.transport), [&] { core = self.core->get(options); });
         return Ring(self.transport, std::move(core));
       },
       nb::sig("def get(self, " ANNULUS_OPTIONS_SIGNATURE ") -> RingAttention"),

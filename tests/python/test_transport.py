@@ -1,0 +1,226 @@
+"""Transports from Python: the built-in one, and one written in Python."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from support import normal, on_ranks
+
+import annulus
+from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
+
+PATTERN = Pattern.longnet(4, [16, 64], [1, 2], causal=True)
+
+
+class Receive:
+    def __init__(self, transport: QueueTransport, peer: int, tag: int, buffer: memoryview) -> None:
+        self.transport, self.source, self.buffer = transport, (peer, transport.rank(), tag), buffer
+        self.cancelled = False
+
+    def wait(self) -> None:
+        # Polls, so that an abort is heard; the ring's deadline is 60 s.
+        while True:
+            if self.transport.mesh.aborted:
+                raise annulus.TransportError(self.transport.mesh.aborted)
+            try:
+                self.buffer[:] = self.transport.mesh.channel(*self.source).get(timeout=0.01)
+                return
+            except queue.Empty:
+                pass
+
+    def done(self) -> bool:
+        return bool(self.transport.mesh.aborted) or not self.transport.mesh.channel(*self.source).empty()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.transport.mesh.cancelled += 1
+
+
+class Mesh:
+    """What the ranks share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.channels: dict[tuple[int, int, int], queue.Queue[bytes]] = {}
+        self.aborted = ""
+        self.cancelled = 0
+
+    def channel(self, source: int, target: int, tag: int) -> queue.Queue[bytes]:
+        with self.lock:
+            return self.channels.setdefault((source, target, tag), queue.Queue())
+
+
+class QueueTransport(Transport):
+    """Messages are bytes in queues between threads."""
+
+    def __init__(self, rank: int, size: int, mesh: Mesh) -> None:
+        super().__init__(rank, size, "queues")
+        self.mesh = mesh
+
+    def send(self, peer: int, tag: int, buffer: memoryview) -> None:
+        assert buffer.readonly
+        self.mesh.channel(self.rank(), peer, tag).put(bytes(buffer))
+
+    def receive(self, peer: int, tag: int, buffer: memoryview) -> Receive:
+        assert not buffer.readonly
+        return Receive(self, peer, tag, buffer)
+
+    def abort(self, reason: str) -> None:
+        self.mesh.aborted = f"rank {self.rank()} aborted: {reason}"
+
+
+def queue_ring(ranks: int, kind: type[QueueTransport] = QueueTransport) -> list[Transport]:
+    mesh = Mesh()
+    return [kind(rank, ranks, mesh) for rank in range(ranks)]
+
+
+def passes(transport: Transport) -> Any:
+    placement = Placement.zigzag(90, transport.size())
+    ring = RingAttention(PATTERN, placement, transport=transport, head_dim=16, schedule="ring")
+    mine = placement.positions(transport.rank())
+    q, k, v, do = (np.ascontiguousarray(normal(1, 90, 4, 16, seed=s)[:, mine]) for s in range(4))
+    before = transport.counters()["bytes_sent"]
+    o, lse = ring.forward(q, k, v)
+    assert transport.counters()["bytes_sent"] - before == ring.predicted_forward_bytes
+    return [o, lse, *ring.backward(q, k, v, o, lse, do)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_python_transport_gives_the_same_bits(ranks: int) -> None:
+    built_in = on_ranks(make_in_process_ring(ranks), passes)
+    in_python = on_ranks(queue_ring(ranks), passes)
+    for mine, theirs in zip(in_python, built_in):
+        assert not isinstance(mine, Exception), mine
+        assert all(np.array_equal(a, b) for a, b in zip(mine, theirs))
+
+
+def test_counters_are_kept_by_the_base_class() -> None:
+    transports = queue_ring(2)
+    on_ranks(transports, passes)
+    counted = [transport.counters() for transport in transports]
+    assert counted[0]["bytes_sent"] == counted[1]["bytes_received"] > 0
+    assert counted[0]["messages_received"] == counted[1]["messages_sent"] > 0
+
+
+class Broken(QueueTransport):
+    """Rank 1 fails in its tenth message."""
+
+    error: BaseException = OSError("the cable is cut")
+    messages = 0
+
+    def send(self, peer: int, tag: int, buffer: memoryview) -> None:
+        self.messages += 1
+        if self.rank() == 1 and self.messages == 10:
+            raise self.error
+        return super().send(peer, tag, buffer)
+
+
+def test_exceptions_surface_with_their_cause() -> None:
+    transports = queue_ring(3, Broken)
+    errors = on_ranks(transports, passes)
+    assert all(isinstance(error, annulus.TransportError) for error in errors), errors
+    assert "OSError: the cable is cut" in str(errors[1]) and "[rank 1/3] queues transport: send" in str(errors[1])
+    assert errors[1].__cause__ is Broken.error
+    for other in (errors[0], errors[2]):  # heard of it, as the transport told them
+        assert "rank 1 aborted" in str(other) and other.__cause__ is None
+    assert transports[0].mesh.cancelled > 0  # type: ignore[attr-defined]
+
+
+def test_our_own_exceptions_and_keyboard_interrupts_come_out_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = annulus.TransportError("rank 2 is gone")
+    mine.rank = 2
+    monkeypatch.setattr(Broken, "error", mine)
+    assert on_ranks(queue_ring(3, Broken), passes)[1] is mine
+
+    class Impatient(QueueTransport):
+        def receive(self, peer: int, tag: int, buffer: memoryview) -> Receive:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RingAttention(PATTERN, Placement.contiguous(9, 2), transport=Impatient(0, 2, Mesh()), head_dim=16)
+
+
+def test_missing_methods_are_named() -> None:
+    class Empty(Transport):
+        pass
+
+    with pytest.raises(annulus.TransportError, match="receive must be defined by the subclass") as caught:
+        RingAttention(PATTERN, Placement.contiguous(9, 2), transport=Empty(0, 2), head_dim=16)
+    assert isinstance(caught.value.__cause__, NotImplementedError)
+    with pytest.raises(annulus.ConfigError, match="rank is 2 of size 2"):
+        Empty(2, 2)
+    assert (Empty(1, 2).rank(), Empty(1, 2).size(), Empty(1, 2).name()) == (1, 2, "python")
+
+
+def test_deadline_of_a_python_transport() -> None:
+    transport = queue_ring(1)[0]
+    assert transport.deadline == 60
+    transport.set_deadline(2.5)
+    assert transport.deadline == 2.5 and make_in_process_ring(1)[0].deadline is None
+    with pytest.raises(annulus.ConfigError, match="deadline is 0"):
+        transport.set_deadline(0)
+
+
+def test_views_are_the_executors_memory_and_end_with_the_transfer() -> None:
+    kept: list[memoryview] = []
+
+    class Keeps(QueueTransport):
+        def receive(self, peer: int, tag: int, buffer: memoryview) -> Receive:
+            kept.append(buffer)
+            return super().receive(peer, tag, buffer)
+
+    results = on_ranks(queue_ring(2, Keeps), passes)
+    assert not any(isinstance(result, Exception) for result in results), results
+    assert kept
+    for view in kept:
+        with pytest.raises(ValueError, match="released memoryview"):
+            bytes(view)
+
+
+def test_cycles_through_a_transport_are_collected() -> None:
+    transport = queue_ring(1)[0]
+    transport.ring = RingAttention(PATTERN, Placement.contiguous(9, 1), transport=transport, head_dim=16)  # type: ignore[attr-defined]
+    alive = weakref.ref(transport.mesh)  # type: ignore[attr-defined]
+    del transport
+    gc.collect()
+    assert alive() is None
+
+
+def test_built_in_transport_moves_bytes() -> None:
+    a, b = make_in_process_ring(2)
+    assert (a.rank(), b.rank(), a.size(), a.name()) == (0, 1, 2, "in_process")
+    data, found = np.arange(10), np.zeros(10, int)
+    receive = b.receive(0, 7, found)
+    assert not receive.done()
+    a.send(1, 7, data).wait()
+    receive.wait()
+    receive.wait()
+    assert receive.done() and np.array_equal(found, data)
+    assert a.counters() == {"bytes_sent": 80, "messages_sent": 1, "bytes_received": 0, "messages_received": 0}
+    with pytest.raises((BufferError, ValueError)):
+        b.receive(0, 7, b"cannot be written")
+    with pytest.raises(annulus.ConfigError, match="peer is 5"):
+        a.send(5, 0, data)
+    cancelled = b.receive(0, 8, found)
+    cancelled.cancel()
+    a.set_deadline(0.05)
+    with pytest.raises(annulus.TransportError, match="timed out after 50 ms") as caught:
+        a.receive(1, 9, found).wait()
+    assert caught.value.rank == 1
+
+
+def test_abort_reaches_the_others() -> None:
+    a, b = make_in_process_ring(2)
+    receive = b.receive(0, 1, bytearray(4))
+    a.abort("enough")
+    with pytest.raises(annulus.TransportError, match="enough") as caught:
+        receive.wait()
+    assert caught.value.rank == 0
+    with pytest.raises(annulus.ConfigError, match="0 ranks"):
+        make_in_process_ring(0)

@@ -20,6 +20,13 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _result_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a result of x's shape, in x's layout where the kernels can write to it."""
+    if x.stride(-1) == 1:
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 # Two operators with plain tensors in and out: torch.compile, checkpointing and autograd take them as
 # they are. The two states are empty unless detached mixing needs them.
 
@@ -29,7 +36,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
-    o = torch.empty_like(q)
+    o = _result_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
     nothing = torch.empty(0)
     if q.dtype == torch.float64:
@@ -39,7 +46,8 @@ def _attend(
     with ring_of(c).take(config, q, k) as executor:
         if c.mix_gradient == "detached" and c.backward:
             rows = executor.branch_state_rows
-            state_o, state_lse = torch.empty(rows, q.shape[3]), torch.empty(rows)
+            # Rows that a branch does not select are never written: zeros, not what was there.
+            state_o, state_lse = torch.zeros(rows, q.shape[3]), torch.empty(rows)
             state = executor.make_branch_state(o=state_o, lse=state_lse)
         else:
             state_o, state_lse, state = nothing, nothing.clone(), None
@@ -52,7 +60,7 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows = 0
     if c.mix_gradient == "detached" and c.backward:
         rows = max(1, len(c.segment_lengths)) * q.shape[0] * q.shape[1] * q.shape[2]
@@ -84,7 +92,7 @@ def _attend_backward(
             *arrays, pattern, scale=c.scale, mix_gradient=c.mix_gradient
         )
         return tuple(torch.from_numpy(g) for g in grads)
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grads = _result_like(q), _result_like(k), _result_like(v)
     with ring_of(c).take(config, q, k) as executor:
         state = None
         if c.mix_gradient == "detached":
@@ -106,7 +114,7 @@ def _(
     grad: torch.Tensor,
     config: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _result_like(q), _result_like(k), _result_like(v)
 
 
 def _save(ctx, inputs: tuple, output: tuple) -> None:

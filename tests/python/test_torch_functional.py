@@ -1,0 +1,335 @@
+"""ring_attention in one process: values, gradients, and everything PyTorch does with an operator."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from support import resident_bytes
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch_reference  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import annulus  # noqa: E402
+import annulus.torch as at  # noqa: E402
+from annulus import ConfigError, Pattern  # noqa: E402
+
+LONGNET = {"segment_lengths": [16, 32, 64], "dilation_rates": [1, 2, 4]}
+
+
+def tensors(tokens=70, heads=4, kv_heads=2, dim=16, batch=2, dtype=torch.float32, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, do = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    return [x.requires_grad_(grad) for x in (q, k, v)] + [do]
+
+
+def gradients(function, q, k, v, do):
+    o = function(q, k, v)
+    return (o, *torch.autograd.grad(o, (q, k, v), do))
+
+
+CASES = [
+    ({}, lambda h, c: Pattern.dense(h, causal=c)),
+    (LONGNET, lambda h, c: Pattern.longnet(h, [16, 32, 64], [1, 2, 4], causal=c)),
+    (
+        {**LONGNET, "offsets": "interleaved"},
+        lambda h, c: Pattern.longnet(h, [16, 32, 64], [1, 2, 4], causal=c, offsets="interleaved"),
+    ),
+    (
+        {**LONGNET, "pattern": "head_groups", "group_scale": True},
+        lambda h, c: Pattern.head_groups(h, [16, 32, 64], [1, 2, 4], causal=c, group_scale=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_matches_a_pure_torch_reference(case: int, causal: bool, kv_heads: int) -> None:
+    options, pattern = CASES[case]
+    q, k, v, do = tensors(kv_heads=kv_heads)
+    found = gradients(lambda *x: at.ring_attention(*x, is_causal=causal, **options), q, k, v, do)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = gradients(lambda *x: torch_reference.attention(*x, pattern(4, causal)), *wide, do.double())
+    for f, e in zip(found, expected):
+        assert torch_reference.relative_error(f, e) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mix", ["full", "detached"])
+def test_has_the_bits_of_the_core(dtype: torch.dtype, mix: str) -> None:
+    q, k, v, do = tensors(dtype=dtype)
+    found = gradients(lambda *x: at.ring_attention(*x, mix_gradient=mix, is_causal=True, **LONGNET), q, k, v, do)
+    ring = annulus.RingAttention(
+        Pattern.longnet(4, [16, 32, 64], [1, 2, 4], causal=True),
+        annulus.Placement.contiguous(70, 1),
+        transport=annulus.make_in_process_ring(1)[0],
+        batch=2,
+        kv_heads=2,
+        head_dim=16,
+        dtype=dtype,
+        mix_gradient=mix,
+    )
+    state = ring.make_branch_state() if mix == "detached" else None
+    o, lse = ring.forward(q, k, v, state=state)
+    expected = (o, *ring.backward(q, k, v, o, lse, do, state=state))
+    for f, e in zip(found, expected):
+        assert torch.equal(f, e)
+
+
+@pytest.mark.parametrize("mix", ["full", "detached"])
+def test_gradcheck_in_float64(mix: str) -> None:
+    q, k, v, _ = tensors(tokens=12, dim=8, batch=1, heads=2, kv_heads=1, dtype=torch.float64)
+    options = {"segment_lengths": [4, 8], "dilation_rates": [1, 2], "is_causal": True}
+    if mix == "full":
+        assert torch.autograd.gradcheck(lambda *x: at.ring_attention(*x, **options), (q, k, v))
+    else:  # not the derivative, on purpose
+        with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+            torch.autograd.gradcheck(lambda *x: at.ring_attention(*x, mix_gradient=mix, **options), (q, k, v))
+
+
+def test_directional_derivative_in_float32() -> None:
+    q, k, v, do = tensors(tokens=40)
+    function = lambda *x: at.ring_attention(*x, **LONGNET)  # noqa: E731
+    _, dq, dk, dv = gradients(function, q, k, v, do)
+    steps = [torch.randn_like(x) for x in (q, k, v)]
+    slope = sum(float((g.double() * s.double()).sum()) for g, s in zip((dq, dk, dv), steps))
+    ends = []
+    with torch.no_grad():
+        for sign in (1, -1):
+            o = function(*[x + sign * 1e-2 * s for x, s in zip((q, k, v), steps)])
+            ends.append(float((o.double() * do.double()).sum()))
+    assert (ends[0] - ends[1]) / 2e-2 == pytest.approx(slope, rel=2e-3)
+
+
+def test_second_derivative_is_refused_in_words() -> None:
+    q, k, v, do = tensors()
+    (dq,) = torch.autograd.grad(at.ring_attention(q, k, v), q, do, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_return_lse_has_no_gradient() -> None:
+    q, k, v, _ = tensors()
+    o, lse = at.ring_attention(q, k, v, return_lse=True)
+    assert o.requires_grad and not lse.requires_grad
+    scores = torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double().repeat_interleave(2, 2)) / 4
+    assert torch_reference.relative_error(lse, scores.logsumexp(-1)) < 1e-6
+
+
+@pytest.mark.parametrize("mix", ["full", "detached"])
+def test_operators_pass_pytorchs_own_checks(mix: str) -> None:
+    q, k, v, _ = tensors()
+    at.ring_attention(q, k, v, mix_gradient=mix, **LONGNET)
+    text = next(t for t in at._rings._configs if f'"{mix}"' in t and "[16, 32, 64]" in t)
+    torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, text))
+
+
+def test_compile_takes_it_as_one_operator() -> None:
+    q, k, v, do = tensors()
+
+    def function(q, k, v):
+        return 2 * at.ring_attention(q * 1.5, k, v, is_causal=True, **LONGNET)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(gradients(compiled, q, k, v, do), gradients(function, q, k, v, do)):
+        assert torch.equal(found, expected)
+
+
+def test_checkpointing_computes_the_same() -> None:
+    q, k, v, do = tensors()
+    function = lambda *x: at.ring_attention(*x, is_causal=True, **LONGNET)  # noqa: E731
+    expected = gradients(function, q, k, v, do)
+    for reentrant in (False, True):
+        o = checkpoint(function, q, k, v, use_reentrant=reentrant)
+        for x in (q, k, v):
+            x.grad = None
+        o.backward(do)
+        for found, e in zip((o, q.grad, k.grad, v.grad), expected):
+            assert torch.equal(found, e)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    q, k, v, do = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = at.ring_attention(q, k, v)
+    assert o.dtype == torch.bfloat16
+    o.backward(do.bfloat16())
+    assert q.grad.dtype == torch.float32
+    expected = at.ring_attention(*(x.detach().bfloat16() for x in (q, k, v)))
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads_first", "packed"])
+def test_nothing_is_copied(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layout == "contiguous":
+        q, k, v = (torch.randn(2, 50, 4, 16) for _ in range(3))
+    elif layout == "heads_first":
+        q, k, v = (torch.randn(2, 4, 50, 16).transpose(1, 2) for _ in range(3))
+    else:
+        q, k, v = torch.randn(2, 50, 3, 4, 16).unbind(2)
+    seen: list[int] = []
+    take = at._rings._LocalRings.take
+
+    class Spy:
+        def __init__(self, executor):
+            self.executor = executor
+
+        def __getattr__(self, name):
+            return getattr(self.executor, name)
+
+        def forward(self, *arrays):
+            seen.extend(x.data_ptr() for x in arrays[:5])
+            return self.executor.forward(*arrays)
+
+    def spying_take(self, *arguments):
+        lease = take(self, *arguments)
+        lease.__class__ = type("SpyLease", (type(lease),), {"__enter__": lambda s: Spy(s._executor)})
+        return lease
+
+    monkeypatch.setattr(at._rings._LocalRings, "take", spying_take)
+    o, lse = at.ring_attention(q, k, v, return_lse=True)
+    assert seen == [x.data_ptr() for x in (q, k, v, o, lse)]
+    if layout != "packed":
+        assert o.stride() == q.stride()
+
+
+def test_gradients_of_any_layout() -> None:
+    q, k, v, do = tensors(kv_heads=4)
+    expected = gradients(at.ring_attention, q, k, v, torch.ones_like(do))
+    o = at.ring_attention(q, k, v)
+    found = torch.autograd.grad(o.sum(), (q, k, v))  # an expanded gradient: strides of 0
+    for f, e in zip(found, expected[1:]):
+        assert torch.equal(f, e)
+    strided = [torch.randn(2, 70, 16, 4).transpose(2, 3).requires_grad_() for _ in range(3)]  # last axis not dense
+    dense = [x.detach().contiguous().requires_grad_() for x in strided]
+    for f, e in zip(gradients(at.ring_attention, *strided, do), gradients(at.ring_attention, *dense, do)):
+        assert torch.equal(f, e)
+
+
+def test_keeps_nothing_but_q_k_v_o_and_lse() -> None:
+    q, k, v, _ = tensors()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        o = at.ring_attention(q, k, v, **LONGNET)
+    inputs = {x.data_ptr() for x in (q, k, v, o)}
+    others = [x for x in kept if x.data_ptr() not in inputs and x.numel() > 0]
+    assert [tuple(x.shape) for x in others] == [(2, 70, 4)]  # lse
+
+
+def test_threads_may_call_at_once() -> None:
+    q, k, v, do = tensors(tokens=300)
+    expected = gradients(lambda *x: at.ring_attention(*x, **LONGNET), q, k, v, do)
+    wrong: list[object] = []
+
+    def work() -> None:
+        mine = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        for _ in range(10):
+            found = gradients(lambda *x: at.ring_attention(*x, **LONGNET), *mine, do)
+            if not all(torch.equal(f, e) for f, e in zip(found, expected)):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(q=c["q"][0]), ["q", "3 axes"]),
+        (lambda c: c.update(k=c["k"].double()), ["k", "float64", "float32"]),
+        (lambda c: c.update(v=c["v"][:, :5]), ["v", "[2, 5, 2, 16]", "[2, 70, 2, 16]"]),
+        (lambda c: c.update(k=c["k"].to("meta")), ["k", "meta"]),
+        (lambda c: c.update(q=c["q"].int(), k=c["k"].int(), v=c["v"].int()), ["q", "int32"]),
+        (lambda c: c.update(q=np.zeros((2, 70, 4, 16))), ["q", "ndarray", "torch.Tensor"]),
+        (lambda c: c.update(segment_lengths=[16]), ["segment_lengths", "dilation_rates"]),
+        (lambda c: c.update(pattern="lognet"), ["lognet", "longnet"]),
+        (lambda c: c.update(pattern="longnet"), ["segment_lengths"]),
+        (lambda c: c.update(placement="zig"), ["zig", "zigzag"]),
+        (lambda c: c.update(schedule="rign"), ["rign"]),
+        (lambda c: c.update(n_global=71), ["71", "70"]),
+        (lambda c: c.update(segment_lengths=[16, 32], dilation_rates=[1]), ["segment", "dilation"]),
+        (lambda c: c.update(scale=float("nan")), ["scale"]),
+    ],
+)
+def test_wrong_arguments_are_config_errors(change, words: list[str]) -> None:
+    q, k, v, _ = tensors(grad=False)
+    call = {"q": q, "k": k, "v": v}
+    change(call)
+    with pytest.raises(ConfigError) as caught:
+        at.ring_attention(**call)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_workspaces_are_bounded_and_can_be_dropped() -> None:
+    at.clear_cache()
+    for tokens in range(10, 10 + 30):
+        q, k, v, _ = tensors(tokens=tokens, grad=False)
+        at.ring_attention(q, k, v)
+    info = at.get_memory_info()
+    assert info["cached_workspaces"] == 20 and info["workspace_bytes"] > 0
+    at.clear_cache()
+    at.cleanup()
+    at.cleanup()
+    info = at.get_memory_info()
+    assert info["cached_workspaces"] == 0 and info["workspace_bytes"] == 0
+    assert set(info) == set(annulus.RingAttention(
+        Pattern.dense(1), annulus.Placement.contiguous(1, 1), transport=annulus.make_in_process_ring(1)[0], head_dim=8
+    ).memory_info)
+
+
+def test_memory_stays_flat() -> None:
+    q, k, v, do = tensors(tokens=32)
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            gradients(lambda *x: at.ring_attention(*x, mix_gradient="detached", **LONGNET), q, k, v, do)
+
+    calls(500)
+    before = resident_bytes()
+    calls(4500)
+    assert resident_bytes() - before < 4 << 20
+
+
+def test_small_calls_cost_little() -> None:
+    """Budget: 200 microseconds per call. The best of several rounds: other work shares the machine."""
+    q, k, v, do = tensors(tokens=8, heads=1, kv_heads=1, batch=1)
+
+    def best(call) -> float:
+        times = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            for _ in range(50):
+                call()
+            times.append((time.perf_counter() - begin) / 50)
+        return 1e6 * min(times)
+
+    def both() -> None:
+        at.ring_attention(q, k, v).backward(do)
+
+    with torch.no_grad():
+        assert best(lambda: at.ring_attention(q, k, v)) < 200
+    assert best(both) < 2 * 200 + 100  # two calls, and PyTorch's engine
+
+
+def test_positions_and_shards_of_one_process() -> None:
+    x = torch.arange(24).reshape(1, 24, 1)
+    for placement in ("contiguous", "zigzag", "striped", "hilbert"):
+        mine = at.positions(24, placement=placement)
+        assert mine.dtype == torch.int64 and sorted(mine.tolist()) == list(range(24))
+        shard = at.shard(x, placement=placement)
+        assert torch.equal(shard[0, :, 0], mine)
+        assert torch.equal(at.unshard(shard, placement=placement), x)
+    assert at.shard(x).data_ptr() == x.data_ptr()
+    with pytest.raises(ConfigError, match="zigzag"):
+        at.positions(24, placement="nowhere")

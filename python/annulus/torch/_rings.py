@@ -199,9 +199,10 @@ class _GroupRing:
     """The ring over one process group. Every rank calls in the same order, so that all keep and drop
     the same executors."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None):
+    def __init__(self, group: dist.ProcessGroup):
         self.process_group = group
-        self.transport = ProcessGroupTransport(group, timeout)
+        self.transport = ProcessGroupTransport(group)
+        self._usual_deadline = self.transport.deadline
         self.dead = False
         self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
 
@@ -222,6 +223,9 @@ class _GroupRing:
 
     def take(self, text: str, q: torch.Tensor, k: torch.Tensor) -> _Lease:
         config = config_of(text)
+        self.transport.set_deadline(
+            self._usual_deadline if config.timeout is None else config.timeout
+        )
         lengths = None
         if config.n_global is None:
             try:
@@ -271,7 +275,7 @@ def ring_of(config: Config) -> _LocalRings | _GroupRing:
     if ring is None or ring.dead or ring.process_group is not group:
         if ring is not None:
             ring.transport.close()
-        ring = _GroupRing(group, config.timeout)
+        ring = _GroupRing(group)
         _groups[config.group] = ring
     return ring
 

@@ -1,0 +1,240 @@
+"""The modules beside torch.nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn  # noqa: E402
+
+import annulus.torch as at  # noqa: E402
+from annulus import ConfigError  # noqa: E402
+from annulus.torch import RingDilatedAttention, RingMultiheadDilatedAttention  # noqa: E402
+
+LONGNET = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
+PADDING = torch.arange(50)[None] > torch.tensor([[49], [30], [7]])
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(50)
+
+
+def pair(**options) -> tuple[nn.MultiheadAttention, RingMultiheadDilatedAttention]:
+    torch.manual_seed(1)
+    theirs = nn.MultiheadAttention(64, 4, **options)
+    if theirs.in_proj_bias is not None:
+        nn.init.normal_(theirs.in_proj_bias)
+    ours = RingMultiheadDilatedAttention(64, 4, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def check_equal(theirs: nn.Module, ours: nn.Module, inputs: list[torch.Tensor], **call) -> None:
+    leaves = [x for x in dict.fromkeys(inputs)]
+    o1, w1 = theirs(*inputs, **call)
+    o2, w2 = ours(*inputs, **call)
+    assert o1.shape == o2.shape
+    torch.testing.assert_close(o2, o1, rtol=1e-5, atol=1e-5)
+    assert (w1 is None) == (w2 is None)
+    if w1 is not None:
+        torch.testing.assert_close(w2, w1, rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(o1)
+    g1 = torch.autograd.grad(o1, leaves + list(theirs.parameters()), weight)
+    g2 = torch.autograd.grad(o2, leaves + list(ours.parameters()), weight)
+    for a, b in zip(g1, g2):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"need_weights": False},
+        {"average_attn_weights": False},
+        {"attn_mask": CAUSAL},
+        {"attn_mask": CAUSAL == -torch.inf, "need_weights": False},
+        {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
+        {"attn_mask": torch.zeros(50, 50)},
+        {"key_padding_mask": PADDING},
+        {"key_padding_mask": torch.zeros(3, 50).masked_fill(PADDING, -torch.inf), "need_weights": False},
+        {"key_padding_mask": torch.randn(3, 50), "need_weights": False},
+        {"key_padding_mask": PADDING, "attn_mask": CAUSAL == -torch.inf, "need_weights": False},
+    ],
+    ids=lambda c: "+".join(c) or "plain",
+)
+def test_equals_multihead_attention(bias: bool, batch_first: bool, call: dict) -> None:
+    theirs, ours = pair(bias=bias, batch_first=batch_first)
+    x = torch.randn((3, 50, 64) if batch_first else (50, 3, 64), requires_grad=True)
+    check_equal(theirs, ours, [x, x, x], **call)
+
+
+def test_equals_it_without_a_batch_and_for_separate_inputs() -> None:
+    theirs, ours = pair()
+    x = torch.randn(50, 64, requires_grad=True)
+    check_equal(theirs, ours, [x, x, x])
+    check_equal(theirs, ours, [torch.randn(50, 3, 64, requires_grad=True) for _ in range(3)])
+    theirs, ours = pair(kdim=24, vdim=40)
+    inputs = [torch.randn(50, 3, d, requires_grad=True) for d in (64, 24, 40)]
+    check_equal(theirs, ours, inputs)
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_state_dicts_go_both_ways() -> None:
+    theirs, ours = pair()
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for p in ours.parameters():
+        nn.init.normal_(p)
+    theirs.load_state_dict(ours.state_dict())
+    for a, b in zip(theirs.parameters(), ours.parameters()):
+        assert torch.equal(a, b)
+    assert isinstance(ours, nn.MultiheadAttention)
+
+
+def test_rows_without_any_key_give_zeros() -> None:
+    _, ours = pair(batch_first=True, bias=False)
+    x = torch.randn(2, 50, 64, requires_grad=True)
+    mask = torch.zeros(2, 50, dtype=torch.bool)
+    mask[1] = True
+    o, _ = ours(x, x, x, key_padding_mask=mask, need_weights=False)
+    assert torch.equal(o[1], torch.zeros(50, 64))
+    o.sum().backward()
+    assert torch.equal(x.grad[1], torch.zeros(50, 64)) and x.grad[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_padding_and_dilation(dtype: torch.dtype) -> None:
+    """Padded keys are as if they were not there: outputs do not change with them."""
+    torch.manual_seed(3)
+    ours = RingMultiheadDilatedAttention(64, 4, batch_first=True, dtype=dtype, **LONGNET)
+    x = torch.randn(3, 50, 64).to(dtype)
+    call = {"key_padding_mask": PADDING, "need_weights": False}
+    o, _ = ours(x, x, x, **call)
+    other = x.masked_fill(PADDING[..., None], 7.0)
+    o2, _ = ours(other, other, other, **call)
+    assert torch.equal(o[~PADDING], o2[~PADDING])
+    full, _ = ours(x, x, x, need_weights=False)
+    assert torch.equal(o[0], ours(x[:1], x[:1], x[:1], **call | {"key_padding_mask": PADDING[:1]})[0][0])
+    torch.testing.assert_close(o[0], full[0], rtol=0.02, atol=2e-6 if dtype == torch.float32 else 0.02)
+
+
+def encoder(layer: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_stands_in_a_transformer_encoder(mode: str) -> None:
+    torch.manual_seed(2)
+    theirs = encoder(nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True))
+    ours = copy.deepcopy(theirs)
+    for layer in ours.layers:
+        mine = RingMultiheadDilatedAttention(64, 4, batch_first=True)
+        mine.load_state_dict(layer.self_attn.state_dict())
+        layer.self_attn = mine
+    getattr(theirs, mode)()
+    getattr(ours, mode)()
+    x = torch.randn(3, 50, 64)
+    with torch.set_grad_enabled(mode == "train"):
+        for call in ({}, {"mask": CAUSAL}, {"mask": CAUSAL, "is_causal": True}, {"src_key_padding_mask": PADDING}):
+            a, b = theirs(x, **call), ours(x, **call)
+            keep = ~PADDING if "src_key_padding_mask" in call else torch.ones(3, 50, dtype=torch.bool)
+            torch.testing.assert_close(b[keep], a[keep], rtol=1e-5, atol=1e-5)
+
+
+def test_dilation_is_not_bypassed_by_the_fused_layer() -> None:
+    """In evaluation nn.TransformerEncoderLayer would compute dense attention from the weights itself."""
+    torch.manual_seed(2)
+    layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+    layer.self_attn = RingMultiheadDilatedAttention(64, 4, batch_first=True, **LONGNET)
+    stack = encoder(layer)  # copies the layer
+    x = torch.randn(3, 50, 64)
+    expected = stack(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(stack.eval()(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_trains_in_an_encoder_layer() -> None:
+    torch.manual_seed(4)
+    layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+    layer.self_attn = RingMultiheadDilatedAttention(64, 4, batch_first=True, is_causal=True, **LONGNET)
+    x, y = torch.randn(2, 40, 64), torch.randn(2, 40, 64)
+    optimizer = torch.optim.Adam(layer.parameters(), 3e-3)
+    losses = []
+    for _ in range(40):
+        loss = (layer(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_magneto_options() -> None:
+    torch.manual_seed(5)
+    plain = RingMultiheadDilatedAttention(64, 4, batch_first=True)
+    magneto = RingMultiheadDilatedAttention(64, 4, batch_first=True, layer_norm=True, gamma_init=0.5)
+    assert set(magneto.state_dict()) - set(plain.state_dict()) == {"layer_norm.weight", "layer_norm.bias"}
+    q, k, v = magneto.in_proj_weight.chunk(3)
+    deviation = (2 / (64 + 64)) ** 0.5  # Xavier's
+    for weight, gain in ((q, 1), (k, 1), (v, 0.5), (magneto.out_proj.weight, 0.5)):
+        assert weight.std().item() == pytest.approx(gain * deviation, rel=0.05)
+    x = torch.randn(2, 30, 64)
+    heads: list[torch.Tensor] = []
+    magneto.layer_norm.register_forward_hook(lambda m, i, o: heads.append(o))
+    magneto(x, x, x, need_weights=False)
+    torch.testing.assert_close(heads[0].mean(-1), torch.zeros(2, 30), atol=1e-5, rtol=0)
+
+
+def test_ring_dilated_attention_is_ring_attention() -> None:
+    q, k, v = (torch.randn(1, 40, 4, 16) for _ in range(3))
+    module = RingDilatedAttention([8, 16], [1, 2], is_causal=True, offsets="interleaved")
+    assert torch.equal(module(q, k, v), at.ring_attention(q, k, v, is_causal=True, offsets="interleaved", **LONGNET))
+    assert torch.equal(
+        module(q, k, v, is_causal=False), at.ring_attention(q, k, v, offsets="interleaved", **LONGNET)
+    )
+    assert not list(module.parameters()) and "dilation_rates=[1, 2]" in repr(module)
+
+
+def test_modules_can_be_stored() -> None:
+    _, ours = pair(batch_first=True)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    x = torch.randn(2, 20, 64)
+    assert torch.equal(again(x, x, x)[0], ours(x, x, x)[0])
+    again._reset_parameters()  # nn.MultiheadAttention's, which people call
+    assert not torch.equal(again.in_proj_weight, ours.in_proj_weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"add_bias_kv": True}, "add_bias_kv"),
+        ({"add_zero_attn": True}, "add_zero_attn"),
+        ({"num_heads": 5}, "num_heads 5"),
+        ({"num_heads": 16}, "multiple of 8"),
+    ],
+)
+def test_refuses_what_it_cannot_do(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RingMultiheadDilatedAttention(**({"embed_dim": 64, "num_heads": 4} | options))
+
+
+def test_refuses_calls_that_it_cannot_honour() -> None:
+    _, ours = pair(batch_first=True)
+    dilated = RingMultiheadDilatedAttention(64, 4, batch_first=True, **LONGNET)
+    x = torch.randn(3, 50, 64)
+    with pytest.raises(ConfigError, match="need_weights=False"):
+        dilated(x, x, x)
+    with pytest.raises(ConfigError, match="attn_mask"):
+        ours(x, x, x, attn_mask=torch.rand(50, 50) > 0.5)
+    with pytest.raises(ConfigError, match=r"\[50, 50\]"):
+        ours(x, x, x, attn_mask=torch.zeros(49, 50))
+    with pytest.raises(ConfigError, match="key_padding_mask"):
+        ours(x, x, x, key_padding_mask=torch.zeros(3, 49, dtype=torch.bool))
+    with pytest.raises(ConfigError, match="50 tokens, key 40"):
+        ours(x, x[:, :40], x[:, :40])

@@ -1,0 +1,219 @@
+"""One rank of test_torch_distributed.py; runs under torchrun: torch_worker.py <case>..."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import annulus
+import annulus.torch as at
+
+WORLD = None
+
+
+def whole(tokens: int, heads: int, kv_heads: int, dim: int, seed: int, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, tokens, h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads, heads)]
+
+
+def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def equals_one_process() -> None:
+    """All placements and schedules, lengths that do not divide and below the number of ranks, GQA, causal."""
+    patterns = [{}, {"segment_lengths": [32, 64, 128], "dilation_rates": [1, 2, 4]}]
+    placements = ["contiguous", "zigzag", "striped", "hilbert"]
+    cases = itertools.product(placements, patterns, [False, True], ["ring", "gather", "auto"])
+    for number, (placement, pattern, causal, schedule) in enumerate(cases):
+        tokens = [150, 2, 257][number % 3]
+        heads, kv_heads = [(4, 4), (4, 2), (8, 1)][number // 2 % 3]
+        dtype = [torch.float32, torch.float32, torch.bfloat16][number % 3]
+        reproducible = schedule == "gather"
+        options = {
+            **pattern,
+            "is_causal": causal,
+            "reproducible": reproducible,
+            "mix_gradient": "detached" if number % 5 == 0 else "full",
+        }
+        *qkv, do = whole(tokens, heads, kv_heads, [16, 64][number % 2], number, dtype)
+        alone = leaves(qkv)
+        o = at.ring_attention(*alone, **options)
+        o.backward(do)
+        expected = [o.detach()] + [x.grad for x in alone]
+
+        place = {"placement": placement, "group": WORLD}
+        mine = leaves([at.shard(x, **place) for x in qkv])
+        n_global = tokens if number % 2 else None
+        o = at.ring_attention(*mine, schedule=schedule, n_global=n_global, **options, **place)
+        o.backward(at.shard(do, **place))
+        found = [at.unshard(x, **place) for x in (o.detach(), *(x.grad for x in mine))]
+        for f, e in zip(found, expected):
+            if reproducible:
+                assert torch.equal(f, e), (number, placement)
+            limit = 1e-6 if dtype == torch.float32 else 0.01
+            assert (f.double() - e.double()).norm() <= limit * e.double().norm(), (number, placement)
+
+
+def lengths_of_your_own() -> None:
+    lengths = [5, 0, 17, 9][: dist.get_world_size()]
+    *qkv, do = whole(sum(lengths), 2, 2, 16, 7)
+    alone = leaves(qkv)
+    o = at.ring_attention(*alone, is_causal=True)
+    o.backward(do)
+    rank = dist.get_rank()
+    mine = leaves([x.split(lengths, 1)[rank] for x in qkv])
+    part = at.ring_attention(*mine, is_causal=True, group=WORLD)
+    part.backward(do.split(lengths, 1)[rank])
+    torch.testing.assert_close(part, o.split(lengths, 1)[rank], rtol=1e-5, atol=1e-6)
+    for a, b in zip(mine, alone):
+        torch.testing.assert_close(a.grad, b.grad.split(lengths, 1)[rank], rtol=1e-5, atol=1e-6)
+    try:
+        at.ring_attention(*mine, placement="zigzag", group=WORLD)
+    except annulus.ConfigError as error:
+        assert "shard" in str(error) and str(lengths) in str(error), error
+    else:
+        raise AssertionError("zigzag took shards of the wrong lengths")
+
+
+def errors_are_everybodys() -> None:
+    rank = dist.get_rank()
+    q = torch.randn(1, 8, 2, 16)
+    for wrong, words in (
+        ({"v": q[:, :5]}, ["v is [1, 5, 2, 16]"]),
+        ({"is_causal": True}, []),
+        ({"reproducible": True}, []),
+        ({"q": q.bfloat16(), "k": q.bfloat16(), "v": q.bfloat16()}, []),
+    ):
+        call = {"q": q, "k": q, "v": q, "group": WORLD} | (wrong if rank == 1 else {})
+        try:
+            at.ring_attention(**call)
+        except annulus.ConfigError as error:
+            assert all(w in str(error) for w in words), error
+        else:
+            raise AssertionError(f"{wrong} on one rank went unnoticed")
+    at.ring_attention(q, q, q, group=WORLD)  # still alive
+
+
+def unshard_and_its_gradient() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(2, 23, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for placement in ("contiguous", "zigzag", "striped", "hilbert"):
+        place = {"placement": placement, "group": WORLD}
+        mine = at.shard(x, **place).clone().requires_grad_()
+        assert torch.equal(mine[0, :, 0], x[0, at.positions(23, **place), 0])
+        back = at.unshard(mine, **place)
+        assert torch.equal(back, x)
+        (back * x * (rank + 1)).sum().backward()  # the sum of all ranks' losses
+        expected = at.shard(x, **place) * sum(range(1, ranks + 1))
+        torch.testing.assert_close(mine.grad, expected)
+
+
+def groups_beside_data_parallelism() -> None:
+    """2 x 2: rings of two within data parallelism of two, by a DeviceMesh; DDP averages over all."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    ring = mesh.get_group("ring")
+    torch.manual_seed(3)
+    model = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, is_causal=True, placement="zigzag")
+    alone = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, is_causal=True)
+    alone.load_state_dict(model.state_dict())
+    model.attention.group = ring
+    x = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(4))
+    o, _ = alone(x, x, x, need_weights=False)
+    o.square().sum().backward()
+
+    parallel = DistributedDataParallel(model)
+    mine = at.shard(x[mesh.get_local_rank("data")][None], placement="zigzag", group=ring)
+    o, _ = parallel(mine, mine, mine, need_weights=False)
+    (4 * o.square().sum()).backward()  # DDP divides by the number of processes
+    for a, b in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+
+
+def fully_sharded() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(5)
+    layer = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    attention = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, is_causal=True)
+    x = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(6))
+    h = layer(x)
+    o, _ = attention(h, h, h, need_weights=False)
+    loss = o.square().sum()
+    loss.backward()
+    expected = {n: p.grad.clone() for n, p in attention.named_parameters()}
+    attention.zero_grad()
+
+    attention.attention.group = WORLD
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(attention, mesh=mesh)
+    mine = at.shard(h.detach(), group=WORLD)
+    o, _ = attention(mine, mine, mine, need_weights=False)
+    (dist.get_world_size() * o.square().sum()).backward()
+    for name, p in attention.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
+
+
+def death(how: str) -> None:
+    """Rank 1 goes; everybody else gets a TransportError that names it, long before the timeout."""
+    q = torch.randn(1, 600, 4, 64)
+    at.ring_attention(q, q, q, group=WORLD)
+    for call in range(1000):
+        if dist.get_rank() == 1 and call == 20:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stopped":
+                time.sleep(12)
+                os._exit(0)
+            at._rings._groups[WORLD.group_name].transport.abort("out of coffee")
+            time.sleep(5)
+            os._exit(0)
+        begin = time.monotonic()
+        try:
+            at.ring_attention(q, q, q, group=WORLD, timeout=4.0)
+        except annulus.TransportError as error:
+            took = time.monotonic() - begin
+            assert took < (6 if how == "stopped" else 3), took
+            if how == "gave_up":
+                assert error.rank == 1 and "out of coffee" in str(error), error
+            print(f"rank {dist.get_rank()} lost rank {error.rank} ({how}): {str(error)[:160]}", flush=True)
+            time.sleep(1)  # the others find out for themselves
+            os._exit(0)
+    raise AssertionError("nobody missed rank 1")
+
+
+def death_killed() -> None:
+    death("killed")
+
+
+def death_gave_up() -> None:
+    death("gave_up")
+
+
+def death_stopped() -> None:
+    death("stopped")
+
+
+def main() -> None:
+    global WORLD
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    WORLD = dist.group.WORLD
+    for case in sys.argv[1:]:
+        globals()[case]()
+        print(f"rank {dist.get_rank()}: {case} done", flush=True)
+    at.cleanup()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

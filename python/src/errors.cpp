@@ -21,8 +21,8 @@ struct Classes {
 };
 Classes classes;
 
-PyObject* make_class(nb::module_& module, const char* name, const char* doc, nb::tuple bases,
-                     nb::dict members = nb::dict()) {
+PyObject* make_class(nb::module_& module, const char* name, const char* doc, const nb::tuple& bases,
+                     const nb::dict& members = nb::dict()) {
   const std::string full = std::string(nb::str(module.attr("__name__")).c_str()) + "." + name;
   nb::object type =
       nb::steal(PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), members.ptr()));
@@ -58,7 +58,7 @@ void translate(const std::exception_ptr& pointer, void*) {
 
 std::string message_of(const std::string& where, const nb::python_error& error) {
   const nb::handle value = error.value();
-  const std::string text = nb::str(value).c_str();
+  std::string text = nb::str(value).c_str();
   // Ours already say where and what.
   if (PyObject_IsInstance(value.ptr(), classes.error) == 1) return text;
   const std::string type = nb::str(error.type().attr("__name__")).c_str();

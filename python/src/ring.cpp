@@ -205,7 +205,7 @@ nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::han
   return nb::make_tuple(dq_result.finish(), dk_result.finish(), dv_result.finish());
 }
 
-std::unique_ptr<State> make_state(const Ring& self, nb::object o, nb::object lse, bool filled) {
+std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse, bool filled) {
   auto state = std::make_unique<State>();
   if (o.is_none() && lse.is_none() && !filled) {
     state->core = self.core->make_branch_state();
@@ -259,6 +259,7 @@ Args:
     blocking: for debugging: wait for each transfer where it is posted.)";
 
 void bind_executor(nb::module_& module) {
+  // NOLINTNEXTLINE(bugprone-unused-raii): making it registers the class
   nb::class_<State>(module, "BranchState",
                     "What mix_gradient='detached' keeps from forward for backward: the output "
                     "of every branch. Made by RingAttention.make_branch_state().");

@@ -1,6 +1,8 @@
 # One command for each thing people do here. On a bare Debian 12 machine: apt-get install make git, then 'make demo'.
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# 'make test TORCH=no' leaves PyTorch out: annulus.torch is then not tested, and pytest says so.
+TORCH ?= yes
 # 'make lint BASE=main' checks only what differs from that revision.
 BASE ?=
 
@@ -36,6 +38,9 @@ python: setup ## Build the Python package (build/python) and install it into .ve
 	@.venv/bin/python -c 'import nanobind, scikit_build_core, numpy, pytest' 2>/dev/null || { \
 	  echo "python: installing nanobind, scikit-build-core, numpy and pytest into .venv"; \
 	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7'; }
+	@test "$(TORCH)" = no || .venv/bin/python -c 'import torch' 2>/dev/null || { \
+	  echo "python: installing PyTorch into .venv for the tests of annulus.torch (TORCH=no leaves it out)"; \
+	  .venv/bin/pip install --quiet torch==2.13.0; }
 	@echo "python: building the package annulus and installing it into .venv"
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip install --quiet --no-build-isolation --no-deps \
 	  --config-settings=build-dir=build/python .
@@ -66,12 +71,12 @@ bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.js
 	  if [ -x "$$program" ]; then \
 	    "$$program" --benchmark_out="$$program.json" --benchmark_out_format=json || exit 1; fi; done
 
-pytorch-bench: setup ## Measure beside PyTorch (installs it into .venv), results and plots into bench/results and docs/images
+pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), results and plots into bench/results and docs/images
 	@$(CONFIGURE) release
 	@$(BUILD) release --target annulus_benches
-	@test -d .venv || python3 -m venv .venv
-	@.venv/bin/python -c 'import torch, matplotlib' 2>/dev/null || .venv/bin/pip install --quiet torch==2.13.0 numpy matplotlib
+	@.venv/bin/python -c 'import matplotlib' 2>/dev/null || .venv/bin/pip install --quiet matplotlib
 	.venv/bin/python bench/peer/versus_pytorch.py --out bench/results/versus_pytorch.json
+	.venv/bin/python bench/peer/annulus_torch.py --out bench/results/annulus_torch.json
 	.venv/bin/python bench/plot.py bench/results/versus_pytorch.json
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)

@@ -41,6 +41,20 @@ def main():
         table(["dtype", "mask", "Annulus s", "PyTorch s", "ratio"],
               [[r["dtype"], kind[r["causal"]], f"{r['annulus']['median']:.2f}", f"{r['pytorch']['median']:.2f}", f"**{r['ratio']:.2f}x**"]
                for r in suites["longnet"]])
+    if "training" in suites:
+        print("### LongNet pattern, forward and backward from PyTorch\n")
+        gib = 2**30
+        table(["dtype", "mask", "Annulus s", "peak GiB", "exact gradient s", "peak GiB", "PyTorch s", "peak GiB", "time", "memory"],
+              [[r["dtype"], kind[r["causal"]]]
+               + [f"{r[side][what]['median']:.2f}" if what == "seconds" else f"{r[side][what] / gib:.2f}"
+                  for side in ("detached", "full", "pytorch") for what in ("seconds", "peak_bytes")]
+               + [f"**{r['pytorch']['seconds']['median'] / r['detached']['seconds']['median']:.2f}x**",
+                  f"**{r['pytorch']['peak_bytes'] / r['detached']['peak_bytes']:.1f}x**"] for r in suites["training"]])
+    if "overhead" in suites:
+        print("### overhead of Python\n")
+        table(["tokens", "heads", "what", "C++ ms", "Python ms", "Python over C++", "per call"],
+              [[r["tokens"], r["heads"], r["what"], f"{1e3 * r['core']['median']:.3f}", f"{1e3 * r['python']['median']:.3f}",
+                f"{r['ratio']:.3f}", f"{r['microseconds_per_call']:.0f} us"] for r in suites["overhead"]])
     if "dilated" in suites:
         print("### dilated\n")
         table(["dtype", "mask", "r", "time over r = 1"],

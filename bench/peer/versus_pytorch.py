@@ -312,6 +312,15 @@ def cpu_name():
     return "unknown"
 
 
+def header(args):
+    """What a result needs to be read later; printed, too."""
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    result = {"cpu": cpu_name(), "isa": Annulus.lib.annulus_bench_isa().decode(), "threads": args.threads,
+              "torch": torch.__version__, "commit": commit.stdout.strip(), "command": " ".join(sys.argv), "suites": {}}
+    print(f"{result['cpu']}, {result['isa']}, {args.threads} threads, PyTorch {torch.__version__}", flush=True)
+    return result
+
+
 def main():
     suites = {"forward": lambda a: suite_dense("forward", a), "backward": lambda a: suite_dense("backward", a), "peaky": suite_peaky,
               "dilated": suite_dilated, "longnet": suite_longnet, "one_head": suite_one_head, "ring": suite_ring,
@@ -326,10 +335,7 @@ def main():
     args = parser.parse_args()
     Annulus.load(args.library)
     torch.set_num_threads(args.threads)
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result = {"cpu": cpu_name(), "isa": Annulus.lib.annulus_bench_isa().decode(), "threads": args.threads,
-              "torch": torch.__version__, "commit": commit.stdout.strip(), "command": " ".join(sys.argv), "suites": {}}
-    print(f"{result['cpu']}, {result['isa']}, {args.threads} threads, PyTorch {torch.__version__}", flush=True)
+    result = header(args)
     for name in args.suite:
         result["suites"][name] = suites[name](args)
         if args.out:

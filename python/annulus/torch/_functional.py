@@ -12,6 +12,7 @@ from annulus import ConfigError
 from annulus.torch import _rings
 from annulus.torch._rings import Config, config_of, ring_of
 
+_MOST_TEXTS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -162,19 +163,18 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
     return None
 
 
+# By the arguments of a call, to make its text once.
+_texts: dict[tuple, str] = {}
+
+
 @torch.compiler.assume_constant_result
 def _config_text(*values: object) -> str:
-    key = values
-    text = _texts.get(key)
+    text = _texts.get(values)
     if text is None:
-        config = Config(*values)
-        text = config.text()
-        _texts[key] = text
-        config_of(text)
+        if len(_texts) >= _MOST_TEXTS:
+            _texts.clear()
+        text = _texts[values] = Config(*values).text()
     return text
-
-
-_texts: dict[tuple, str] = {}
 
 
 def ring_attention(

@@ -22,7 +22,8 @@ _TAG_LENGTHS = 100  # the executors' own tags are below
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything about a call that is not a tensor. Travels through operators as its JSON text."""
+    """Everything about a call that is not a tensor. Travels through operators as its JSON text, which says
+    it all: a compiled graph that holds it may be loaded by another process."""
 
     pattern: str
     segment_lengths: tuple[int, ...]
@@ -51,7 +52,9 @@ _configs: dict[str, Config] = {}
 
 def config_of(text: str) -> Config:
     config = _configs.get(text)
-    if config is None:  # the text may come from a compiled graph of another process
+    if config is None:
+        if len(_configs) >= 1000:
+            _configs.clear()
         config = Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
         _configs[text] = config
     return config

@@ -1,0 +1,133 @@
+"""The Python package beside the C++ library it wraps and beside what a PyTorch user has today. Needs the package ('make python').
+
+    make pytorch-bench                       this and versus_pytorch.py
+    .venv/bin/python bench/peer/annulus_torch.py --suite training --out FILE.json
+
+Suites: overhead (annulus.torch.ring_attention over the same call from C++, large and small), training (LongNet attention
+forward and backward against index + SDPA + scatter + merge: time and peak memory, each side in a process of its own for the latter).
+"""
+
+import argparse
+import json
+import multiprocessing
+import pathlib
+import resource
+import statistics
+import sys
+
+import torch
+import versus_pytorch as versus
+
+import annulus.torch as at
+
+BRANCHES = {"segment_lengths": versus.SEGMENTS, "dilation_rates": versus.DILATIONS}
+
+
+def suite_overhead(args):
+    """Medians of alternating runs; the difference is what Python, autograd and allocation cost."""
+    rows = []
+    for tokens, branches, count in ((16384, list(zip(versus.SEGMENTS, versus.DILATIONS)), args.repeat), (64, [], 200 * args.repeat)):
+        shape = (1, tokens, 8 if tokens > 64 else 1, 64)
+        q, k, v, dout = versus.make(shape, "fp32", 4)
+        o, lse = torch.empty_like(q), torch.empty(shape[:3])
+        grads = [torch.empty_like(q) for _ in range(3)]
+        options = BRANCHES if branches else {}
+        core = versus.Annulus(shape, "fp32", False, branches=branches, threads=args.threads)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+        def python_forward():
+            with torch.no_grad():
+                at.ring_attention(q, k, v, **options)
+
+        def core_both():
+            return core.forward(q, k, v, o, lse) + core.backward(q, k, v, o, lse, dout, *grads)
+
+        def python_both():
+            torch.autograd.grad(at.ring_attention(*leaves, **options), leaves, dout)
+
+        bodies = [lambda: core.forward(q, k, v, o, lse), python_forward, core_both, python_both]
+        seconds = versus.alternate(bodies, count, pause=0.02 if tokens > 64 else 0)
+        for name, calls, ours, theirs in (("forward", 1, seconds[1], seconds[0]), ("forward and backward", 2, seconds[3], seconds[2])):
+            a, b = statistics.median(ours), statistics.median(theirs)
+            rows.append({"tokens": tokens, "heads": shape[2], "what": name, "python": versus.summary(ours), "core": versus.summary(theirs),
+                         "ratio": a / b, "microseconds_per_call": 1e6 * (a - b) / calls})
+            print(f"overhead {name:20} {tokens:6} tokens: C++ {1e3 * b:.3f} ms, Python {1e3 * a:.3f} ms: {a / b:.3f}x, "
+                  f"{rows[-1]['microseconds_per_call']:.0f} us per call", flush=True)
+    return rows
+
+
+def both_ways(side, dtype, causal, tokens):
+    shape = (1, tokens, 8, 64)
+    q, k, v, dout = versus.make(shape, dtype, 4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run():
+        if side == "pytorch":
+            o, _ = versus.longnet_pytorch(*leaves, causal, 8)
+        else:
+            o = at.ring_attention(*leaves, is_causal=causal, mix_gradient=side, **BRANCHES)
+        return o.detach(), *torch.autograd.grad(o, leaves, dout)
+
+    return run
+
+
+def peak_of(side, dtype, causal, tokens, threads, pipe):
+    torch.set_num_threads(threads)
+    run = both_ways(side, dtype, causal, tokens)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run()
+    pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+
+
+def suite_training(args):
+    """Both with the gradient that SDPA's log-sum-exp allows ("detached"), and ours with the exact one ("full")."""
+    rows = []
+    spawn = multiprocessing.get_context("spawn")
+    tokens = 65536
+    for dtype in ("fp32", "bf16"):
+        for causal in (False, True):
+            sides = ("detached", "full", "pytorch")
+            runs = [both_ways(side, dtype, causal, tokens) for side in sides]
+            found, expected = runs[0](), runs[2]()
+            for name, f, e in zip(("o", "dq", "dk", "dv"), found, expected):
+                versus.check(f"training {dtype} {name}", f, e, 1e-5 if dtype == "fp32" else 3e-2)
+            del found, expected
+            seconds = versus.alternate([lambda run=run: (run(), None)[1] for run in runs], max(3, args.repeat // 3))
+            peaks = []
+            for side in sides:
+                near, far = spawn.Pipe()
+                child = spawn.Process(target=peak_of, args=(side, dtype, causal, tokens, args.threads, far))
+                child.start()
+                peaks.append(near.recv())
+                child.join()
+            row = {"dtype": dtype, "causal": causal, "tokens": tokens}
+            for side, s, peak in zip(sides, seconds, peaks):
+                row[side] = {"seconds": versus.summary(s), "peak_bytes": peak}
+            rows.append(row)
+            times = {side: statistics.median(s) for side, s in zip(sides, seconds)}
+            print(f"training {dtype} {'causal' if causal else 'full':6} {tokens} tokens: " +
+                  ", ".join(f"{side} {times[side]:.2f} s {peak / 2**30:.2f} GiB" for side, peak in zip(sides, peaks)) +
+                  f": {times['pytorch'] / times['detached']:.2f}x, {times['pytorch'] / times['full']:.2f}x", flush=True)
+    return rows
+
+
+def main():
+    suites = {"overhead": suite_overhead, "training": suite_training}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", default=versus.ROOT / "build/release/bench/libannulus_bench_c.so")
+    parser.add_argument("--suite", nargs="+", choices=suites, default=list(suites))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    versus.Annulus.load(args.library)
+    torch.set_num_threads(args.threads)
+    result = versus.header(args)
+    for name in args.suite:
+        result["suites"][name] = suites[name](args)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,9 @@ def counts(pattern: annulus.Pattern, head: int, tokens: int) -> Array:
         offset = branch.offset[head]
         for query in range(tokens):
             for key in range(tokens):
-                selected = offset >= 0 and all(t % length % branch.dilation == offset for t in (query, key))
+                selected = offset >= 0 and all(
+                    t % length % branch.dilation == offset for t in (query, key)
+                )
                 same_segment = query // length == key // length
                 if selected and same_segment and (key <= query or not pattern.causal):
                     total[query, key] += 1
@@ -47,14 +49,22 @@ def attention(
     batch, tokens, heads, dim = q.shape
     scale = scale or 1 / np.sqrt(dim)
     shared = heads // k.shape[2]  # query heads per key/value head
-    found = Results(np.zeros_like(q), np.full(q.shape[:3], -np.inf), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v))
+    found = Results(
+        np.zeros_like(q),
+        np.full(q.shape[:3], -np.inf),
+        np.zeros_like(q),
+        np.zeros_like(k),
+        np.zeros_like(v),
+    )
     for head in range(heads):
         allowed = counts(pattern, head, tokens)
         kv = head // shared
         for b in range(batch):
             query, key, value, grad = q[b, :, head], k[b, :, kv], v[b, :, kv], do[b, :, head]
             score = scale * query @ key.T
-            largest = np.where(allowed > 0, score, -np.inf).max(axis=1, initial=-np.inf, keepdims=True)
+            largest = np.where(allowed > 0, score, -np.inf).max(
+                axis=1, initial=-np.inf, keepdims=True
+            )
             largest[np.isinf(largest)] = 0
             weight = allowed * np.exp(np.where(allowed > 0, score - largest, 0))
             total = weight.sum(axis=1, keepdims=True)

@@ -16,7 +16,12 @@ def normal(*shape: int, seed: int = 1, dtype: Any = np.float32) -> np.ndarray:
 
 
 def problem(
-    tokens: int = 70, heads: int = 4, kv_heads: int = 2, dim: int = 16, batch: int = 2, dtype: Any = np.float32
+    tokens: int = 70,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    batch: int = 2,
+    dtype: Any = np.float32,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """q, k, v and the gradient of the output."""
     q, do = (normal(batch, tokens, heads, dim, seed=s, dtype=dtype) for s in (1, 4))
@@ -24,7 +29,9 @@ def problem(
     return q, k, v, do
 
 
-def on_ranks(transports: Sequence[annulus.Transport], body: Callable[[annulus.Transport], Any]) -> list[Any]:
+def on_ranks(
+    transports: Sequence[annulus.Transport], body: Callable[[annulus.Transport], Any]
+) -> list[Any]:
     """body(transport) on one thread per rank: results, or the exceptions that ended them."""
 
     def run(transport: annulus.Transport) -> Any:

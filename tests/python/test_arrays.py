@@ -27,7 +27,13 @@ def make_ring(heads: int, tokens: int, dim: int, **options: Any) -> annulus.Ring
 def test_numpy_is_used_in_place() -> None:
     whole = normal(2, 5, 3, 16)
     packed = normal(2, 5, 3 * 3, 16)
-    for array in (whole, normal(2, 3, 5, 16).transpose(0, 2, 1, 3), packed[:, :, 3:6], whole[::-1, ::2], np.broadcast_to(whole[:1], whole.shape)):
+    for array in (
+        whole,
+        normal(2, 3, 5, 16).transpose(0, 2, 1, 3),
+        packed[:, :, 3:6],
+        whole[::-1, ::2],
+        np.broadcast_to(whole[:1], whole.shape),
+    ):
         view = view_of(array)
         assert view["address"] == array.__array_interface__["data"][0]
         assert view["shape"] == array.shape and view["dtype"] == "float32"
@@ -37,7 +43,13 @@ def test_numpy_is_used_in_place() -> None:
 def test_torch_is_used_in_place(torch: types.ModuleType) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         whole = torch.randn(2, 3, 5, 16).to(dtype)
-        for tensor in (whole, whole.transpose(1, 2), whole[:, :, 1:4], whole[:1].expand(2, 3, 5, 16), torch.nn.Parameter(whole)):
+        for tensor in (
+            whole,
+            whole.transpose(1, 2),
+            whole[:, :, 1:4],
+            whole[:1].expand(2, 3, 5, 16),
+            torch.nn.Parameter(whole),
+        ):
             view = view_of(tensor)
             assert view["address"] == tensor.data_ptr()
             assert view["strides"] == tensor.stride() and view["shape"] == tuple(tensor.shape)
@@ -53,7 +65,10 @@ def test_transposed_heads_give_the_same_bits(dtype: str) -> None:
 
     o, lse = annulus.attention(q, k, v, return_lse=True)
     out = transposed(np.zeros_like(q))
-    assert annulus.attention(*map(transposed, (q, k, v)), out=out) is out and not out.flags.c_contiguous
+    assert (
+        annulus.attention(*map(transposed, (q, k, v)), out=out) is out
+        and not out.flags.c_contiguous
+    )
     assert np.array_equal(out, o)
     expected = annulus.attention_backward(q, k, v, o, lse, do)
     found = annulus.attention_backward(*map(transposed, (q, k, v, o)), lse, transposed(do))
@@ -93,8 +108,13 @@ def test_bfloat16_of_torch(torch: types.ModuleType) -> None:
     expected, expected_lse = annulus.attention(*wide[:3], return_lse=True)
     assert relative_error(o.float(), expected.double().numpy()) < 5e-3
     dq, dk, dv = annulus.attention_backward(q, k, v, o, lse, do)
-    for found, wanted in zip((dq, dk, dv), annulus.attention_backward(*wide[:3], expected, expected_lse, wide[3])):
-        assert found.dtype == torch.bfloat16 and relative_error(found.float(), wanted.double().numpy()) < 2e-2
+    for found, wanted in zip(
+        (dq, dk, dv), annulus.attention_backward(*wide[:3], expected, expected_lse, wide[3])
+    ):
+        assert (
+            found.dtype == torch.bfloat16
+            and relative_error(found.float(), wanted.double().numpy()) < 2e-2
+        )
     ring = make_ring(4, 70, 16, batch=2, kv_heads=2, dtype=torch.bfloat16)
     assert torch.equal(ring.forward(q, k, v)[0], o)
 
@@ -102,7 +122,9 @@ def test_bfloat16_of_torch(torch: types.ModuleType) -> None:
 def test_tensors_that_require_gradients_are_read_detached(torch: types.ModuleType) -> None:
     q = torch.randn(1, 10, 2, 16, requires_grad=True)
     o = annulus.attention(q, q, q)
-    assert not o.requires_grad and torch.equal(o, annulus.attention(q.detach(), q.detach(), q.detach()))
+    assert not o.requires_grad and torch.equal(
+        o, annulus.attention(q.detach(), q.detach(), q.detach())
+    )
 
 
 def test_bfloat16_of_ml_dtypes() -> None:
@@ -110,7 +132,9 @@ def test_bfloat16_of_ml_dtypes() -> None:
     q, k, v, _ = problem()
     o = annulus.attention(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)))
     assert o.dtype == ml_dtypes.bfloat16
-    assert relative_error(o.astype(np.float64), annulus.attention(q, k, v).astype(np.float64)) < 1e-2
+    assert (
+        relative_error(o.astype(np.float64), annulus.attention(q, k, v).astype(np.float64)) < 1e-2
+    )
 
 
 class OnlyInterface:
@@ -154,7 +178,9 @@ def test_array_api_strict() -> None:
     xp = pytest.importorskip("array_api_strict", reason="array_api_strict is not installed")
     q, k, v, _ = problem()
     o = annulus.attention(*map(xp.asarray, (q, k, v)))
-    assert type(o) is type(xp.asarray(q)) and np.array_equal(np.from_dlpack(o), annulus.attention(q, k, v))
+    assert type(o) is type(xp.asarray(q)) and np.array_equal(
+        np.from_dlpack(o), annulus.attention(q, k, v)
+    )
 
 
 class Elsewhere:
@@ -202,7 +228,13 @@ NAMES = ["q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"]
 
 # None asks for a new array where results go.
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in WRONG for name in NAMES if kind != "None" or name not in ("dq", "dk", "dv")]
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind in WRONG
+        for name in NAMES
+        if kind != "None" or name not in ("dq", "dk", "dv")
+    ],
 )
 def test_wrong_arrays_are_config_errors_that_name_them(kind: str, name: str) -> None:
     array, message = WRONG[kind]
@@ -211,7 +243,9 @@ def test_wrong_arrays_are_config_errors_that_name_them(kind: str, name: str) -> 
         array, message = X, "is [1, 12, 2, 16]"
     ring = make_ring(2, 12, dim)
     usual = np.ascontiguousarray(X[..., :dim])
-    arrays: dict[str, Any] = {n: usual for n in ("q", "k", "v", "o", "do")} | {"lse": normal(1, 12, 2)}
+    arrays: dict[str, Any] = {n: usual for n in ("q", "k", "v", "o", "do")} | {
+        "lse": normal(1, 12, 2)
+    }
     arrays |= {n: usual.copy() for n in ("dq", "dk", "dv")}
     with pytest.raises(annulus.ConfigError) as caught:
         ring.backward(**{**arrays, name: array})

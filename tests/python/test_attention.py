@@ -22,14 +22,22 @@ PATTERNS: dict[str, tuple[dict[str, Any], Pattern]] = {
     "dense": ({}, Pattern.dense(4)),
     "causal": ({"is_causal": True}, Pattern.dense(4, causal=True)),
     "longnet": (LONGNET, Pattern.longnet(4, [16, 64], [1, 2])),
-    "longnet_causal": ({**LONGNET, "is_causal": True}, Pattern.longnet(4, [16, 64], [1, 2], causal=True)),
+    "longnet_causal": (
+        {**LONGNET, "is_causal": True},
+        Pattern.longnet(4, [16, 64], [1, 2], causal=True),
+    ),
     "interleaved": (
         {**LONGNET, "pattern": "longnet", "offsets": "interleaved", "group_scale": True},
         Pattern.longnet(4, [16, 64], [1, 2], offsets="interleaved", group_scale=True),
     ),
     # Heads of the second group attend to nothing at most positions.
     "head_groups": (
-        {"pattern": "head_groups", "segment_lengths": [16, 32], "dilation_rates": [1, 4], "group_scale": True},
+        {
+            "pattern": "head_groups",
+            "segment_lengths": [16, 32],
+            "dilation_rates": [1, 4],
+            "group_scale": True,
+        },
         Pattern.head_groups(4, [16, 32], [1, 4], group_scale=True),
     ),
 }
@@ -48,7 +56,8 @@ def test_matches_the_definition(name: str, kv_heads: int) -> None:
     assert np.abs(lse[attends] - expected.lse[attends]).max() < 5e-6
     assert (o[~attends] == 0).all()
     for found, wanted in zip(
-        annulus.attention_backward(q, k, v, o, lse, do, **options), (expected.dq, expected.dk, expected.dv)
+        annulus.attention_backward(q, k, v, o, lse, do, **options),
+        (expected.dq, expected.dk, expected.dv),
     ):
         assert relative_error(found, wanted) < 2e-6
     assert np.array_equal(annulus.attention(q, k, v, pattern=pattern), o)
@@ -75,13 +84,29 @@ def test_scale_is_honoured() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", ["dense", "longnet_causal"])
-def test_gives_the_bits_of_the_tool(tool: str, tmp_path: pathlib.Path, dtype: str, ranks: int, name: str) -> None:
+def test_gives_the_bits_of_the_tool(
+    tool: str, tmp_path: pathlib.Path, dtype: str, ranks: int, name: str
+) -> None:
     options, _ = PATTERNS[name]
     q, k, v, do = problem(dtype=dtype)
     for file, array in {"q": q, "k": k, "v": v, "do": do}.items():
         np.save(tmp_path / f"{file}.npy", array)
-    command = [tool, "run", "--input", str(tmp_path), "--output", str(tmp_path / "out"), "--json", "--ranks", str(ranks)]
-    command += ["--pattern", "dense"] if name == "dense" else ["--segments", "16,64", "--dilations", "1,2", "--causal"]
+    command = [
+        tool,
+        "run",
+        "--input",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "out"),
+        "--json",
+        "--ranks",
+        str(ranks),
+    ]
+    command += (
+        ["--pattern", "dense"]
+        if name == "dense"
+        else ["--segments", "16,64", "--dilations", "1,2", "--causal"]
+    )
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert report["isa"] == annulus.isa()
 
@@ -178,28 +203,52 @@ K = normal(1, 12, 2, 16)
         (lambda: annulus.attention(Q, K[:, :5], K), "k is [1, 5, 2, 16]"),
         (lambda: annulus.attention(Q, K, K[:, :, :1]), "v is [1, 12, 1, 16]"),
         (lambda: annulus.attention(Q, Q[:, :, :3], Q[:, :, :3]), "kv_heads is 3"),
-        (lambda: annulus.attention(Q, K, K.astype(np.float16)), "v is float16, expected float32 like k"),
+        (
+            lambda: annulus.attention(Q, K, K.astype(np.float16)),
+            "v is float16, expected float32 like k",
+        ),
         (lambda: annulus.attention(Q, K, K, out=Q[:, :5].copy()), "out is [1, 5, 4, 16]"),
         (lambda: annulus.attention(Q, K, K, pattern="spiral"), "pattern is 'spiral'"),
         (lambda: annulus.attention(Q, K, K, pattern=3), "pattern is a int"),
-        (lambda: annulus.attention(Q, K, K, pattern="longnet"), "needs segment_lengths and dilation_rates"),
-        (lambda: annulus.attention(Q, K, K, segment_lengths=[4]), "needs segment_lengths and dilation_rates"),
+        (
+            lambda: annulus.attention(Q, K, K, pattern="longnet"),
+            "needs segment_lengths and dilation_rates",
+        ),
+        (
+            lambda: annulus.attention(Q, K, K, segment_lengths=[4]),
+            "needs segment_lengths and dilation_rates",
+        ),
         (lambda: annulus.attention(Q, K, K, pattern="dense", **LONGNET), "leave them out"),
-        (lambda: annulus.attention(Q, K, K, pattern=Pattern.dense(4), is_causal=True), "leave these arguments out"),
-        (lambda: annulus.attention(Q, K, K, pattern=Pattern.dense(3)), "q has 4 heads, the pattern is for 3"),
+        (
+            lambda: annulus.attention(Q, K, K, pattern=Pattern.dense(4), is_causal=True),
+            "leave these arguments out",
+        ),
+        (
+            lambda: annulus.attention(Q, K, K, pattern=Pattern.dense(3)),
+            "q has 4 heads, the pattern is for 3",
+        ),
         (lambda: annulus.attention(Q, K, K, ranks=0), "ranks is 0"),
         (lambda: annulus.attention(Q, K, K, placement="spiral"), "'spiral'"),
         (lambda: annulus.attention(Q, K, K, placement=7), "placement is neither"),
         (lambda: annulus.attention(Q, K, K, placement=Placement.zigzag(11, 2)), "11 tokens"),
-        (lambda: annulus.attention(Q, K, K, placement=Placement.zigzag(12, 2), ranks=3), "on 2 ranks"),
+        (
+            lambda: annulus.attention(Q, K, K, placement=Placement.zigzag(12, 2), ranks=3),
+            "on 2 ranks",
+        ),
         (lambda: annulus.attention(Q, K, K, schedule="fast"), "schedule is 'fast'"),
         (lambda: annulus.attention(Q, K, K, scale=-1.0), "scale is -1"),
-        (lambda: annulus.attention(Q[..., :12].copy(), *[K[..., :12].copy()] * 2), "head_dim is 12"),
+        (
+            lambda: annulus.attention(Q[..., :12].copy(), *[K[..., :12].copy()] * 2),
+            "head_dim is 12",
+        ),
         (lambda: annulus.attention(*[np.zeros((1, 0, 2, 8), np.float32)] * 3), "tokens is 0"),
         (lambda: annulus.attention(*[np.zeros((0, 4, 2, 8), np.float32)] * 3), "batch is 0"),
         (lambda: annulus.attention_backward(Q, K, K, Q, normal(1, 12, 3), Q), "lse is [1, 12, 3]"),
         (lambda: annulus.attention_backward(Q, K, K, Q, Q, Q), "lse is [1, 12, 4, 16]"),
-        (lambda: annulus.attention_backward(Q, K, K, Q, normal(1, 12, 4), K), "do is [1, 12, 2, 16]"),
+        (
+            lambda: annulus.attention_backward(Q, K, K, Q, normal(1, 12, 4), K),
+            "do is [1, 12, 2, 16]",
+        ),
     ],
 )
 def test_wrong_arguments_are_config_errors_that_name_them(call, message: str) -> None:

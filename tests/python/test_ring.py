@@ -26,7 +26,9 @@ def run_ring(placement: Placement, **options: Any) -> tuple[list[np.ndarray], li
     arrays = problem()
 
     def body(transport: Transport) -> tuple[RingAttention, list[np.ndarray]]:
-        ring = RingAttention(PATTERN, placement, transport=transport, batch=2, kv_heads=2, head_dim=16, **options)
+        ring = RingAttention(
+            PATTERN, placement, transport=transport, batch=2, kv_heads=2, head_dim=16, **options
+        )
         q, k, v, do = shards(placement, transport.rank(), *arrays)
         state = ring.make_branch_state() if options.get("mix_gradient") == "detached" else None
         before = transport.counters()["bytes_sent"]
@@ -58,10 +60,14 @@ def test_matches_the_definition(name: str, schedule: str, travel: str) -> None:
     expected = reference(PATTERN, *problem())
     attends = np.isfinite(expected.lse)
     assert np.abs(found[1][attends] - expected.lse[attends]).max() < 5e-6
-    for mine, theirs in zip(found[:1] + found[2:], (expected.o, expected.dq, expected.dk, expected.dv)):
+    for mine, theirs in zip(
+        found[:1] + found[2:], (expected.o, expected.dq, expected.dk, expected.dv)
+    ):
         assert relative_error(mine, theirs) < 2e-6
     assert {ring.schedule for ring in rings} == {schedule}
-    assert rings[0].backward_plan.travel == travel and rings[0].plan.steps == (1 if schedule == "gather" else 2)
+    assert rings[0].backward_plan.travel == travel and rings[0].plan.steps == (
+        1 if schedule == "gather" else 2
+    )
 
 
 def test_reproducible_gives_the_same_bits_on_every_ring() -> None:
@@ -73,14 +79,23 @@ def test_reproducible_gives_the_same_bits_on_every_ring() -> None:
 def test_detached_mixing_needs_its_state_which_may_live_in_the_callers_arrays() -> None:
     found, _ = run_ring(Placement.contiguous(70, 2), mix_gradient="detached")
     full, _ = run_ring(Placement.contiguous(70, 2))
-    assert np.allclose(found[0], full[0], atol=1e-6) and not np.allclose(found[2], full[2], atol=1e-3)
-    exact = annulus.reference_backward(*(x.astype(np.float64) for x in problem()), PATTERN, mix_gradient="detached")
+    assert np.allclose(found[0], full[0], atol=1e-6) and not np.allclose(
+        found[2], full[2], atol=1e-3
+    )
+    exact = annulus.reference_backward(
+        *(x.astype(np.float64) for x in problem()), PATTERN, mix_gradient="detached"
+    )
     for mine, theirs in zip(found[2:], exact):
         assert relative_error(mine, theirs) < 2e-6
 
     q, k, v, do = problem()
     ring = RingAttention(
-        PATTERN, Placement.contiguous(70, 1), transport=make_in_process_ring(1)[0], batch=2, kv_heads=2, head_dim=16,
+        PATTERN,
+        Placement.contiguous(70, 1),
+        transport=make_in_process_ring(1)[0],
+        batch=2,
+        kv_heads=2,
+        head_dim=16,
         mix_gradient="detached",
     )
     assert ring.branch_state_rows == 2 * 2 * 70 * 4
@@ -98,13 +113,19 @@ def test_detached_mixing_needs_its_state_which_may_live_in_the_callers_arrays() 
         ring.backward(q, k, v, o, lse, do)
     with pytest.raises(annulus.ConfigError, match="lse is a NoneType"):
         ring.make_branch_state(o=branch_o)
-    with pytest.raises(annulus.ConfigError, match="o is a numpy.ndarray, expected a contiguous float32"):
+    with pytest.raises(
+        annulus.ConfigError, match="o is a numpy.ndarray, expected a contiguous float32"
+    ):
         ring.make_branch_state(o=np.zeros(branch_o.shape), lse=branch_lse)
 
 
 def one_rank(**options: Any) -> RingAttention:
     arguments: dict[str, Any] = {"transport": make_in_process_ring(1)[0], "head_dim": 16, **options}
-    return RingAttention(arguments.pop("pattern", PATTERN), arguments.pop("placement", Placement.contiguous(70, 1)), **arguments)
+    return RingAttention(
+        arguments.pop("pattern", PATTERN),
+        arguments.pop("placement", Placement.contiguous(70, 1)),
+        **arguments,
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +145,9 @@ def one_rank(**options: Any) -> RingAttention:
         ({"scale": float("nan")}, "scale is nan"),
     ],
 )
-def test_wrong_options_are_config_errors_that_name_them(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_config_errors_that_name_them(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(annulus.ConfigError) as caught:
         one_rank(**options)
     assert message in str(caught.value)
@@ -180,7 +203,9 @@ def test_wrong_array_on_one_rank_is_an_error_on_all() -> None:
 
     messages = on_ranks(make_in_process_ring(3, deadline=10), body)
     assert "k is float64, expected float32" in messages[1]
-    assert all(f"[rank {r}/3]" in messages[r] for r in range(3)) and all("rank 1 refused: k" in messages[r] for r in (0, 2))
+    assert all(f"[rank {r}/3]" in messages[r] for r in range(3)) and all(
+        "rank 1 refused: k" in messages[r] for r in (0, 2)
+    )
 
 
 def test_ranks_without_tokens() -> None:
@@ -196,12 +221,20 @@ def test_ranks_without_tokens() -> None:
 
     found = on_ranks(make_in_process_ring(4), body)
     assert [o.shape[1] for o in found] == [1, 1, 0, 0]
-    assert relative_error(np.concatenate(found, axis=1), annulus.attention(q, q, q, pattern=PATTERN)) < 1e-6
+    assert (
+        relative_error(np.concatenate(found, axis=1), annulus.attention(q, q, q, pattern=PATTERN))
+        < 1e-6
+    )
 
 
 def test_ranks_must_agree() -> None:
     def body(transport: Transport) -> Any:
-        return RingAttention(PATTERN, Placement.contiguous(70, 2), transport=transport, head_dim=8 * (1 + transport.rank()))
+        return RingAttention(
+            PATTERN,
+            Placement.contiguous(70, 2),
+            transport=transport,
+            head_dim=8 * (1 + transport.rank()),
+        )
 
     for error in on_ranks(make_in_process_ring(2, deadline=10), body):
         assert isinstance(error, annulus.ConfigError) and "head_dim" in str(error)

@@ -19,7 +19,11 @@ from annulus import Pattern, Placement, RingAttention, make_in_process_ring
 
 def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, **options
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
     )
 
 
@@ -27,7 +31,11 @@ def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]
 def test_other_threads_run_during_a_pass(how: str) -> None:
     q = normal(1, 6000, 4, 64)
     ring = RingAttention(
-        Pattern.dense(4), Placement.contiguous(6000, 1), transport=make_in_process_ring(1)[0], head_dim=64, backward=False
+        Pattern.dense(4),
+        Placement.contiguous(6000, 1),
+        transport=make_in_process_ring(1)[0],
+        head_dim=64,
+        backward=False,
     )
     seconds = 0.0
 
@@ -84,7 +92,11 @@ def test_ctrl_c_ends_a_long_pass(call: str) -> None:
 def test_ten_thousand_calls_leave_memory_flat() -> None:
     q, k, v, do = problem(tokens=16, dim=8, batch=1)
     ring = RingAttention(
-        Pattern.dense(4), Placement.contiguous(16, 1), transport=make_in_process_ring(1)[0], kv_heads=2, head_dim=8
+        Pattern.dense(4),
+        Placement.contiguous(16, 1),
+        transport=make_in_process_ring(1)[0],
+        kv_heads=2,
+        head_dim=8,
     )
 
     def calls(count: int) -> None:
@@ -134,15 +146,13 @@ def test_nothing_leaks_until_exit() -> None:
 
 
 def test_import_needs_no_torch() -> None:
-    found = run_python(
-        """
+    found = run_python("""
         import sys
         import numpy as np, annulus
         q = np.ones((1, 8, 1, 8), np.float32)
         annulus.attention(q, q, q)
         assert "torch" not in sys.modules
-        """
-    )
+        """)
     assert found.returncode == 0, found.stderr
 
 

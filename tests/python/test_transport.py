@@ -35,7 +35,10 @@ class Receive:
                 pass
 
     def done(self) -> bool:
-        return bool(self.transport.mesh.aborted) or not self.transport.mesh.channel(*self.source).empty()
+        return (
+            bool(self.transport.mesh.aborted)
+            or not self.transport.mesh.channel(*self.source).empty()
+        )
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -125,14 +128,18 @@ def test_exceptions_surface_with_their_cause() -> None:
     transports = queue_ring(3, Broken)
     errors = on_ranks(transports, passes)
     assert all(isinstance(error, annulus.TransportError) for error in errors), errors
-    assert "OSError: the cable is cut" in str(errors[1]) and "[rank 1/3] queues transport: send" in str(errors[1])
+    assert "OSError: the cable is cut" in str(
+        errors[1]
+    ) and "[rank 1/3] queues transport: send" in str(errors[1])
     assert errors[1].__cause__ is Broken.error
     for other in (errors[0], errors[2]):  # heard of it, as the transport told them
         assert "rank 1 aborted" in str(other) and other.__cause__ is None
     assert transports[0].mesh.cancelled > 0  # type: ignore[attr-defined]
 
 
-def test_our_own_exceptions_and_keyboard_interrupts_come_out_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_exceptions_and_keyboard_interrupts_come_out_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mine = annulus.TransportError("rank 2 is gone")
     mine.rank = 2
     monkeypatch.setattr(Broken, "error", mine)
@@ -143,14 +150,18 @@ def test_our_own_exceptions_and_keyboard_interrupts_come_out_as_they_are(monkeyp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        RingAttention(PATTERN, Placement.contiguous(9, 2), transport=Impatient(0, 2, Mesh()), head_dim=16)
+        RingAttention(
+            PATTERN, Placement.contiguous(9, 2), transport=Impatient(0, 2, Mesh()), head_dim=16
+        )
 
 
 def test_missing_methods_are_named() -> None:
     class Empty(Transport):
         pass
 
-    with pytest.raises(annulus.TransportError, match="receive must be defined by the subclass") as caught:
+    with pytest.raises(
+        annulus.TransportError, match="receive must be defined by the subclass"
+    ) as caught:
         RingAttention(PATTERN, Placement.contiguous(9, 2), transport=Empty(0, 2), head_dim=16)
     assert isinstance(caught.value.__cause__, NotImplementedError)
     with pytest.raises(annulus.ConfigError, match="rank is 2 of size 2"):
@@ -202,7 +213,12 @@ def test_built_in_transport_moves_bytes() -> None:
     receive.wait()
     receive.wait()
     assert receive.done() and np.array_equal(found, data)
-    assert a.counters() == {"bytes_sent": 80, "messages_sent": 1, "bytes_received": 0, "messages_received": 0}
+    assert a.counters() == {
+        "bytes_sent": 80,
+        "messages_sent": 1,
+        "bytes_received": 0,
+        "messages_received": 0,
+    }
     with pytest.raises((BufferError, ValueError)):
         b.receive(0, 7, b"cannot be written")
     with pytest.raises(annulus.ConfigError, match="peer is 5"):

@@ -56,9 +56,16 @@ def test_patterns_have_the_offsets_of_the_definition() -> None:
     assert [b.offset for b in mixed.branches] == [[0] * 4, [0, 1, 0, 1]]
     groups = Pattern.head_groups(5, [16, 32], [1, 4], group_scale=True)
     assert [b.offset for b in groups.branches] == [[0, 0, 0, -1, -1], [-1, -1, -1, 1, 1]]
-    assert groups.output_scale == 0.5 and Pattern.longnet(4, [8, 16], [1, 2], group_scale=True).output_scale == 0.5
+    assert (
+        groups.output_scale == 0.5
+        and Pattern.longnet(4, [8, 16], [1, 2], group_scale=True).output_scale == 0.5
+    )
     assert (blocked.name, blocked.heads, blocked.causal) == ("longnet", 4, False)
-    assert blocked.allows(1, 2, 3, 5) and not blocked.allows(1, 2, 3, 4) and not blocked.allows(0, 0, 15, 16)
+    assert (
+        blocked.allows(1, 2, 3, 5)
+        and not blocked.allows(1, 2, 3, 4)
+        and not blocked.allows(0, 0, 15, 16)
+    )
     assert Pattern.dense(2, causal=True).allowed_pairs(10) == 2 * 55
 
 
@@ -82,7 +89,10 @@ def test_positions_stay_valid_without_their_placement() -> None:
     [
         (lambda: Pattern.dense(0), "heads is 0"),
         (lambda: Pattern.longnet(4, [16, 32], [1]), "longnet"),
-        (lambda: Pattern.longnet(4, [16], [1], offsets="odd"), "offsets is 'odd', expected one of 'blocked', 'interleaved'"),
+        (
+            lambda: Pattern.longnet(4, [16], [1], offsets="odd"),
+            "offsets is 'odd', expected one of 'blocked', 'interleaved'",
+        ),
         (lambda: Pattern.head_groups(1, [8, 16], [1, 2]), "head_groups"),
         (lambda: Pattern(2, []), "no branches"),
         (lambda: Pattern(2, [Branch(8, 2, offset=[0, 2])]), "offset of head 1 is 2"),
@@ -113,8 +123,12 @@ def test_plan_prints_and_draws() -> None:
     assert "Plan longnet, zigzag: 100 tokens on 3 ranks" in repr(plan)
     root = xml.etree.ElementTree.fromstring(plan._repr_svg_())
     assert root.tag.endswith("svg") and plan.svg() == plan._repr_svg_()
-    assert plan.pattern == Pattern.longnet(4, [16, 64], [1, 2]) and plan.placement == Placement.zigzag(100, 3)
-    assert plan.kv_heads == 2 and plan.digest == Plan(plan.pattern, plan.placement, kv_heads=2).digest
+    assert plan.pattern == Pattern.longnet(
+        4, [16, 64], [1, 2]
+    ) and plan.placement == Placement.zigzag(100, 3)
+    assert (
+        plan.kv_heads == 2 and plan.digest == Plan(plan.pattern, plan.placement, kv_heads=2).digest
+    )
 
 
 def test_plan_counts_rows_and_bytes() -> None:
@@ -145,14 +159,20 @@ def test_every_public_name_is_documented_and_in_the_stub() -> None:
     package = pathlib.Path(annulus.__file__).parent
     assert (package / "py.typed").exists()
     stub = ast.parse((package / "_core.pyi").read_text())
-    bodies = {node.name: node for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    bodies = {
+        node.name: node for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
     for name in set(annulus.__all__) - {"__version__"}:
         assert getattr(annulus, name).__doc__, f"{name} has no docstring"
         assert name in bodies, f"{name} is not in the stub"
-        for member, value in vars(getattr(annulus, name)).items() if isinstance(bodies[name], ast.ClassDef) else []:
+        for member, value in (
+            vars(getattr(annulus, name)).items() if isinstance(bodies[name], ast.ClassDef) else []
+        ):
             if not member.startswith("_") and callable(getattr(value, "__get__", None)):
                 assert value.__doc__, f"{name}.{member} has no docstring"
-                assert member in {n.name for n in bodies[name].body if isinstance(n, ast.FunctionDef)}
+                assert member in {
+                    n.name for n in bodies[name].body if isinstance(n, ast.FunctionDef)
+                }
 
 
 def test_machine() -> None:

@@ -2,6 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#if defined(__linux__)
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -362,6 +367,26 @@ TEST(ThreadPool, SharedPoolFollowsTheEnvironment) {
   made = true;
   EXPECT_EQ(ThreadPool::shared(), ThreadPool::shared());
 }
+
+#if defined(__linux__) && !defined(__SANITIZE_THREAD__)  // TSan does not follow into such a child
+TEST(ThreadPool, ForkedChildHasASharedPoolOfItsOwn) {
+  const auto work = [] {
+    std::atomic<int> done{0};
+    ThreadPool::shared()->run_parallel(100, [&](std::int64_t, int) { ++done; });
+    return done.load();
+  };
+  ASSERT_EQ(work(), 100);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);  // a hang is a failure
+    _exit(work() == 100 ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(work(), 100);
+}
+#endif
 
 }  // namespace
 }  // namespace annulus

@@ -6,6 +6,8 @@ holds which tokens, and a `Plan` shows what moves where. Arrays of NumPy, PyTorc
 are used in place.
 """
 
+import os
+
 from annulus._core import (
     Branch,
     BranchState,
@@ -65,3 +67,8 @@ for _name in __all__:
     if isinstance(globals()[_name], type):
         globals()[_name].__module__ = __name__
 del _name
+
+# Executors kept between calls use threads that a forked child does not have.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=clear_cache)
+del os

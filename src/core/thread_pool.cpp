@@ -395,26 +395,58 @@ std::span<std::byte> ThreadPool::scratch(int slot) {
   return {state_->scratch.get() + static_cast<std::size_t>(slot) * kScratchBytes, kScratchBytes};
 }
 
+namespace {
+
+std::shared_ptr<ThreadPool> make_shared_pool() {
+  const char* const setting = std::getenv("ANNULUS_THREADS");
+  if (setting == nullptr) {
+    return std::make_shared<ThreadPool>(
+        std::max(1, static_cast<int>(std::thread::hardware_concurrency())));
+  }
+  const std::string_view text(setting);
+  int threads = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), threads);
+  if (problem != std::errc{} || end != text.data() + text.size() || threads < 1 ||
+      threads > kMostThreads) {
+    throw ConfigError("ThreadPool: environment variable ANNULUS_THREADS is '" + std::string(text) +
+                      "', expected a whole number from 1 to " + std::to_string(kMostThreads) +
+                      ": correct or unset it");
+  }
+  return std::make_shared<ThreadPool>(threads);
+}
+
+struct SharedPool {
+  std::mutex mutex;
+  std::shared_ptr<ThreadPool> pool;
+};
+SharedPool& shared_pool() {
+  static SharedPool state;
+  return state;
+}
+
+// Threads do not survive fork(). The child forgets the pool without destroying it, which would wait
+// for threads that do not exist, and makes one of its own when it needs it.
+void forget_after_fork() {
+#if defined(__linux__)
+  pthread_atfork([] { shared_pool().mutex.lock(); }, [] { shared_pool().mutex.unlock(); },
+                 [] {
+                   new std::shared_ptr<ThreadPool>(std::move(shared_pool().pool));
+                   shared_pool().mutex.unlock();
+                 });
+#endif
+}
+
+}  // namespace
+
 std::shared_ptr<ThreadPool> ThreadPool::shared() {
-  // A constructor that throws leaves the static unset: the next call tries again.
-  static const std::shared_ptr<ThreadPool> pool = [] {
-    const char* const setting = std::getenv("ANNULUS_THREADS");
-    if (setting == nullptr) {
-      return std::make_shared<ThreadPool>(
-          std::max(1, static_cast<int>(std::thread::hardware_concurrency())));
-    }
-    const std::string_view text(setting);
-    int threads = 0;
-    const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), threads);
-    if (problem != std::errc{} || end != text.data() + text.size() || threads < 1 ||
-        threads > kMostThreads) {
-      throw ConfigError("ThreadPool: environment variable ANNULUS_THREADS is '" +
-                        std::string(text) + "', expected a whole number from 1 to " +
-                        std::to_string(kMostThreads) + ": correct or unset it");
-    }
-    return std::make_shared<ThreadPool>(threads);
-  }();
-  return pool;
+  SharedPool& state = shared_pool();
+  const std::lock_guard lock(state.mutex);
+  if (state.pool == nullptr) {
+    state.pool = make_shared_pool();
+    static std::once_flag once;
+    std::call_once(once, forget_after_fork);
+  }
+  return state.pool;
 }
 
 }  // namespace annulus

@@ -165,3 +165,27 @@ def test_small_calls_cost_little() -> None:
         times.append(time.perf_counter() - begin)
     # About 25 microseconds with the attention itself; the bound is for busy machines.
     assert statistics.median(times) < 200e-6
+
+
+@pytest.mark.parametrize("module", ["annulus", "annulus.torch"])
+def test_forked_children_compute(module: str) -> None:
+    """As workers of a DataLoader do; the parent's threads are not theirs."""
+    if module == "annulus.torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+        make, call = "torch.randn(1, 300, 4, 64)", "annulus.torch.ring_attention(q, q, q)[0, 7, 1, 3].item()"
+    else:
+        make, call = "numpy.ones((1, 300, 4, 64), 'float32')", "annulus.attention(q, q, q).sum()"
+    code = f"""
+        import os, signal, numpy, annulus
+        {"import torch, annulus.torch" if module == "annulus.torch" else ""}
+        q = {make}
+        expected = {call}
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if {call} == expected else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert {call} == expected
+    """
+    run = run_python(code)
+    assert run.returncode == 0, run.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import threading
 
 import torch
@@ -333,3 +334,14 @@ def get_memory_info() -> dict[str, object]:
             total[name] += info[name]
     total["cached_workspaces"] = len(executors)
     return total
+
+
+def _forget_after_fork() -> None:
+    """A forked child has neither the threads of the executors nor a right to the connections."""
+    global _local
+    _local = _LocalRings()  # the lock of the old one may be held by a thread that is gone
+    _groups.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

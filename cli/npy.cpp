@@ -388,7 +388,7 @@ std::filesystem::path replaceable_target(const std::filesystem::path& path) {
     fail(path, "is not a regular file, expected a file name");
   }
   if (!std::filesystem::is_symlink(std::filesystem::symlink_status(path, error))) return path;
-  const std::filesystem::path target = std::filesystem::canonical(path, error);
+  std::filesystem::path target = std::filesystem::canonical(path, error);
   if (error) fail(path, "is a symbolic link that leads nowhere: " + error.message());
   return target;
 }

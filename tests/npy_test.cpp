@@ -323,7 +323,7 @@ TEST_F(Npy, RandomDamageNeverEscapesAsAnotherError) {
 
 TEST_F(Npy, WriteRefusesWhatTheFormatOrTheDataCannotHold) {
   const std::vector<std::byte> data(8);
-  const auto write = [&](DType dtype, std::vector<std::int64_t> shape) {
+  const auto write = [&](DType dtype, const std::vector<std::int64_t>& shape) {
     return [&, dtype, shape] { write_npy(path(), dtype, shape, data); };
   };
   expect_error(write(DType::bf16, {4}), {"array.npy'", "bf16", "fp32"});

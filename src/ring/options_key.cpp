@@ -1,5 +1,7 @@
 #include "ring/options_key.h"
 
+#include <cstdint>
+
 namespace annulus::ring {
 namespace {
 
@@ -41,7 +43,7 @@ std::string options_key(const RingOptions& options) {
   append(key, options.blocking);
   append(key, options.limits.communication_bytes);
   append(key, options.limits.qkv_elements);
-  append(key, options.pool.get());
+  append(key, reinterpret_cast<std::uintptr_t>(options.pool.get()));
   return key;
 }
 

@@ -15,13 +15,40 @@ OURS, THEIRS, ROOF = "#1f6f8b", "#c9a227", "#999999"
 
 def bars(axis, rows, title):
     """GFLOP/s of both sides per case, the ratio above, the roof as a line."""
-    labels = ["{}\nD{}".format("{}k".format(r["tokens"] // 1024) if r["tokens"] >= 1024 else r["tokens"], r["head_dim"]) for r in rows]
+    labels = [
+        "{}\nD{}".format(
+            "{}k".format(r["tokens"] // 1024) if r["tokens"] >= 1024 else r["tokens"], r["head_dim"]
+        )
+        for r in rows
+    ]
     x = range(len(rows))
-    axis.bar([i - 0.2 for i in x], [r["annulus_gflops"] for r in rows], 0.4, color=OURS, label="Annulus")
-    axis.bar([i + 0.2 for i in x], [r["pytorch_gflops"] for r in rows], 0.4, color=THEIRS, label="PyTorch SDPA")
-    axis.plot([-0.6, len(rows) - 0.4], [max(r["peak_gflops"] for r in rows)] * 2, color=ROOF, linewidth=1, linestyle="--")
+    axis.bar(
+        [i - 0.2 for i in x], [r["annulus_gflops"] for r in rows], 0.4, color=OURS, label="Annulus"
+    )
+    axis.bar(
+        [i + 0.2 for i in x],
+        [r["pytorch_gflops"] for r in rows],
+        0.4,
+        color=THEIRS,
+        label="PyTorch SDPA",
+    )
+    axis.plot(
+        [-0.6, len(rows) - 0.4],
+        [max(r["peak_gflops"] for r in rows)] * 2,
+        color=ROOF,
+        linewidth=1,
+        linestyle="--",
+    )
     for i, r in enumerate(rows):
-        axis.text(i - 0.2, r["annulus_gflops"] + 3, f"{r['ratio']:.1f}x", ha="center", va="bottom", fontsize=7, color=OURS)
+        axis.text(
+            i - 0.2,
+            r["annulus_gflops"] + 3,
+            f"{r['ratio']:.1f}x",
+            ha="center",
+            va="bottom",
+            fontsize=7,
+            color=OURS,
+        )
     axis.set_xticks(list(x), labels, fontsize=7)
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_ylim(0, 1.12 * max(r["peak_gflops"] for r in rows))
@@ -45,9 +72,15 @@ def main():
                     bars(axes[line][column], chosen, f"{dtype}, {'causal' if causal else 'full'}")
         axes[0][0].set_ylabel("GFLOP/s over allowed pairs", fontsize=8)
         axes[1][0].set_ylabel("GFLOP/s over allowed pairs", fontsize=8)
-        axes[0][1].legend(fontsize=8, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.2))
-        figure.suptitle(f"Attention {direction}, 8 heads, {result['cpu']}, {result['threads']} threads (dashed: measured multiply-add peak)",
-                        fontsize=10, x=0.01, ha="left")
+        axes[0][1].legend(
+            fontsize=8, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.2)
+        )
+        figure.suptitle(
+            f"Attention {direction}, 8 heads, {result['cpu']}, {result['threads']} threads (dashed: measured multiply-add peak)",
+            fontsize=10,
+            x=0.01,
+            ha="left",
+        )
         figure.savefig(images / f"versus_pytorch_{direction}.svg", metadata={"Date": None})
 
 

@@ -26,7 +26,10 @@ BRANCHES = {"segment_lengths": versus.SEGMENTS, "dilation_rates": versus.DILATIO
 def suite_overhead(args):
     """Medians of alternating runs; the difference is what Python, autograd and allocation cost."""
     rows = []
-    for tokens, branches, count in ((16384, list(zip(versus.SEGMENTS, versus.DILATIONS)), args.repeat), (64, [], 200 * args.repeat)):
+    for tokens, branches, count in (
+        (16384, list(zip(versus.SEGMENTS, versus.DILATIONS)), args.repeat),
+        (64, [], 200 * args.repeat),
+    ):
         shape = (1, tokens, 8 if tokens > 64 else 1, 64)
         q, k, v, dout = versus.make(shape, "fp32", 4)
         o, lse = torch.empty_like(q), torch.empty(shape[:3])
@@ -47,12 +50,27 @@ def suite_overhead(args):
 
         bodies = [lambda: core.forward(q, k, v, o, lse), python_forward, core_both, python_both]
         seconds = versus.alternate(bodies, count, pause=0.02 if tokens > 64 else 0)
-        for name, calls, ours, theirs in (("forward", 1, seconds[1], seconds[0]), ("forward and backward", 2, seconds[3], seconds[2])):
+        for name, calls, ours, theirs in (
+            ("forward", 1, seconds[1], seconds[0]),
+            ("forward and backward", 2, seconds[3], seconds[2]),
+        ):
             a, b = statistics.median(ours), statistics.median(theirs)
-            rows.append({"tokens": tokens, "heads": shape[2], "what": name, "python": versus.summary(ours), "core": versus.summary(theirs),
-                         "ratio": a / b, "microseconds_per_call": 1e6 * (a - b) / calls})
-            print(f"overhead {name:20} {tokens:6} tokens: C++ {1e3 * b:.3f} ms, Python {1e3 * a:.3f} ms: {a / b:.3f}x, "
-                  f"{rows[-1]['microseconds_per_call']:.0f} us per call", flush=True)
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "heads": shape[2],
+                    "what": name,
+                    "python": versus.summary(ours),
+                    "core": versus.summary(theirs),
+                    "ratio": a / b,
+                    "microseconds_per_call": 1e6 * (a - b) / calls,
+                }
+            )
+            print(
+                f"overhead {name:20} {tokens:6} tokens: C++ {1e3 * b:.3f} ms, Python {1e3 * a:.3f} ms: {a / b:.3f}x, "
+                f"{rows[-1]['microseconds_per_call']:.0f} us per call",
+                flush=True,
+            )
     return rows
 
 
@@ -92,11 +110,15 @@ def suite_training(args):
             for name, f, e in zip(("o", "dq", "dk", "dv"), found, expected):
                 versus.check(f"training {dtype} {name}", f, e, 1e-5 if dtype == "fp32" else 3e-2)
             del found, expected
-            seconds = versus.alternate([lambda run=run: (run(), None)[1] for run in runs], max(3, args.repeat // 3))
+            seconds = versus.alternate(
+                [lambda run=run: (run(), None)[1] for run in runs], max(3, args.repeat // 3)
+            )
             peaks = []
             for side in sides:
                 near, far = spawn.Pipe()
-                child = spawn.Process(target=peak_of, args=(side, dtype, causal, tokens, args.threads, far))
+                child = spawn.Process(
+                    target=peak_of, args=(side, dtype, causal, tokens, args.threads, far)
+                )
                 child.start()
                 peaks.append(near.recv())
                 child.join()
@@ -105,16 +127,26 @@ def suite_training(args):
                 row[side] = {"seconds": versus.summary(s), "peak_bytes": peak}
             rows.append(row)
             times = {side: statistics.median(s) for side, s in zip(sides, seconds)}
-            print(f"training {dtype} {'causal' if causal else 'full':6} {tokens} tokens: " +
-                  ", ".join(f"{side} {times[side]:.2f} s {peak / 2**30:.2f} GiB" for side, peak in zip(sides, peaks)) +
-                  f": {times['pytorch'] / times['detached']:.2f}x, {times['pytorch'] / times['full']:.2f}x", flush=True)
+            print(
+                f"training {dtype} {'causal' if causal else 'full':6} {tokens} tokens: "
+                + ", ".join(
+                    f"{side} {times[side]:.2f} s {peak / 2**30:.2f} GiB"
+                    for side, peak in zip(sides, peaks)
+                )
+                + f": {times['pytorch'] / times['detached']:.2f}x, {times['pytorch'] / times['full']:.2f}x",
+                flush=True,
+            )
     return rows
 
 
 def main():
     suites = {"overhead": suite_overhead, "training": suite_training}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", default=versus.ROOT / "build/release/bench/libannulus_bench_c.so")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--library", default=versus.ROOT / "build/release/bench/libannulus_bench_c.so"
+    )
     parser.add_argument("--suite", nargs="+", choices=suites, default=list(suites))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=9)

@@ -39,14 +39,39 @@ class Annulus:
         for name in ("forward", "backward", "peak_gflops"):
             getattr(cls.lib, "annulus_bench_" + name).restype = ctypes.c_double
 
-    def __init__(self, shape, dtype, causal, branches=(), ranks=1, threads=2, schedule=2, reproducible=False, backward=True):
+    def __init__(
+        self,
+        shape,
+        dtype,
+        causal,
+        branches=(),
+        ranks=1,
+        threads=2,
+        schedule=2,
+        reproducible=False,
+        backward=True,
+    ):
         batch, tokens, heads, dim = shape
         n = len(branches)
         segments = (ctypes.c_int64 * max(n, 1))(*[w for w, _ in branches])
         dilations = (ctypes.c_int64 * max(n, 1))(*[r for _, r in branches])
         self.handle = self.lib.annulus_bench_open(
-            ctypes.c_int64(batch), ctypes.c_int64(tokens), heads, heads, dim, DTYPES[dtype][1], int(causal), n, segments,
-            dilations, ranks, threads, schedule, int(reproducible), int(backward))
+            ctypes.c_int64(batch),
+            ctypes.c_int64(tokens),
+            heads,
+            heads,
+            dim,
+            DTYPES[dtype][1],
+            int(causal),
+            n,
+            segments,
+            dilations,
+            ranks,
+            threads,
+            schedule,
+            int(reproducible),
+            int(backward),
+        )
         if not self.handle:
             raise RuntimeError(self.lib.annulus_bench_error().decode())
 
@@ -55,10 +80,15 @@ class Annulus:
             self.lib.annulus_bench_close(ctypes.c_void_p(self.handle))
 
     def forward(self, q, k, v, o, lse):
-        return self.lib.annulus_bench_forward(ctypes.c_void_p(self.handle), *[ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, o, lse)])
+        return self.lib.annulus_bench_forward(
+            ctypes.c_void_p(self.handle),
+            *[ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, o, lse)],
+        )
 
     def backward(self, *tensors):
-        return self.lib.annulus_bench_backward(ctypes.c_void_p(self.handle), *[ctypes.c_void_p(t.data_ptr()) for t in tensors])
+        return self.lib.annulus_bench_backward(
+            ctypes.c_void_p(self.handle), *[ctypes.c_void_p(t.data_ptr()) for t in tensors]
+        )
 
 
 def timed(body):
@@ -84,18 +114,28 @@ def alternate(bodies, repeat, pause=0.02):
 
 def summary(seconds):
     ordered = sorted(seconds)
-    return {"median": statistics.median(ordered), "min": ordered[0], "max": ordered[-1], "runs": len(ordered)}
+    return {
+        "median": statistics.median(ordered),
+        "min": ordered[0],
+        "max": ordered[-1],
+        "runs": len(ordered),
+    }
 
 
 def make(shape, dtype, count, scale=1.0):
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(shape, generator=generator) * (scale if i < 2 else 1.0)).to(DTYPES[dtype][0]) for i in range(count)]
+    return [
+        (torch.randn(shape, generator=generator) * (scale if i < 2 else 1.0)).to(DTYPES[dtype][0])
+        for i in range(count)
+    ]
 
 
 def check(name, ours, theirs, limit):
     error = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
     if not error < limit:
-        sys.exit(f"versus_pytorch: {name}: results differ by {error:.2e} relative (limit {limit:.0e}): nothing was timed")
+        sys.exit(
+            f"versus_pytorch: {name}: results differ by {error:.2e} relative (limit {limit:.0e}): nothing was timed"
+        )
     return error
 
 
@@ -120,9 +160,19 @@ def dense_case(direction, dtype, dim, tokens, causal, args, scale=1.0):
     ring.forward(q, k, v, o, lse)
     repeat = max(3, args.repeat if tokens <= 1024 else args.repeat // 2)
     if direction == "forward":
-        check(f"forward {dtype}", o.transpose(1, 2), F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal), limit)
-        ours, theirs = alternate([lambda: ring.forward(q, k, v, o, lse),
-                                  lambda: (F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal), None)[1]], repeat)
+        check(
+            f"forward {dtype}",
+            o.transpose(1, 2),
+            F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal),
+            limit,
+        )
+        ours, theirs = alternate(
+            [
+                lambda: ring.forward(q, k, v, o, lse),
+                lambda: (F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal), None)[1],
+            ],
+            repeat,
+        )
         flops = 4
     else:
         grads = [torch.empty_like(q) for _ in range(3)]
@@ -133,15 +183,32 @@ def dense_case(direction, dtype, dim, tokens, causal, args, scale=1.0):
         expected = torch.autograd.grad(out, (tq, tk, tv), tdo, retain_graph=True)
         for name, g, e in zip(("dq", "dk", "dv"), grads, expected):
             check(f"backward {name} {dtype}", g.transpose(1, 2), e, limit)
-        ours, theirs = alternate([lambda: ring.backward(q, k, v, o, lse, dout, *grads),
-                                  lambda: (torch.autograd.grad(out, (tq, tk, tv), tdo, retain_graph=True), None)[1]], repeat)
+        ours, theirs = alternate(
+            [
+                lambda: ring.backward(q, k, v, o, lse, dout, *grads),
+                lambda: (torch.autograd.grad(out, (tq, tk, tv), tdo, retain_graph=True), None)[1],
+            ],
+            repeat,
+        )
         flops = 10
     work = flops * dim * 8 * pairs(tokens, causal)
     roof = peak(dtype, args.threads)
     a, b = summary(ours), summary(theirs)
-    return {"direction": direction, "dtype": dtype, "head_dim": dim, "tokens": tokens, "causal": causal, "logit_scale": scale,
-            "annulus": a, "pytorch": b, "ratio": b["median"] / a["median"], "annulus_gflops": work / a["median"] / 1e9,
-            "pytorch_gflops": work / b["median"] / 1e9, "peak_gflops": roof, "share_of_peak": work / a["median"] / 1e9 / roof}
+    return {
+        "direction": direction,
+        "dtype": dtype,
+        "head_dim": dim,
+        "tokens": tokens,
+        "causal": causal,
+        "logit_scale": scale,
+        "annulus": a,
+        "pytorch": b,
+        "ratio": b["median"] / a["median"],
+        "annulus_gflops": work / a["median"] / 1e9,
+        "pytorch_gflops": work / b["median"] / 1e9,
+        "peak_gflops": roof,
+        "share_of_peak": work / a["median"] / 1e9 / roof,
+    }
 
 
 def suite_dense(direction, args):
@@ -156,9 +223,13 @@ def suite_dense(direction, args):
 
 
 def report(row):
-    print("{direction:8} {dtype} D={head_dim:<3} s={tokens:<5} {kind:6} {annulus_gflops:7.1f} GFLOP/s {share:5.1f} % of peak, "
-          "PyTorch {pytorch_gflops:7.1f}: {ratio:.2f}x".format(kind="causal" if row["causal"] else "full",
-                                                             share=100 * row["share_of_peak"], **row), flush=True)
+    print(
+        "{direction:8} {dtype} D={head_dim:<3} s={tokens:<5} {kind:6} {annulus_gflops:7.1f} GFLOP/s {share:5.1f} % of peak, "
+        "PyTorch {pytorch_gflops:7.1f}: {ratio:.2f}x".format(
+            kind="causal" if row["causal"] else "full", share=100 * row["share_of_peak"], **row
+        ),
+        flush=True,
+    )
 
 
 def suite_peaky(args):
@@ -169,10 +240,24 @@ def suite_peaky(args):
         plain, spread = make(shape, "fp32", 3), make(shape, "fp32", 3, 3.0)
         o, lse = torch.empty(shape), torch.empty(shape[:3])
         ring = Annulus(shape, "fp32", False, threads=args.threads)
-        a, b = alternate([lambda: ring.forward(*plain, o, lse), lambda: ring.forward(*spread, o, lse)], args.repeat)
+        a, b = alternate(
+            [lambda: ring.forward(*plain, o, lse), lambda: ring.forward(*spread, o, lse)],
+            args.repeat,
+        )
         ratio = statistics.median(b) / statistics.median(a)
-        rows.append({"head_dim": dim, "tokens": 2048, "ordinary": summary(a), "peaky": summary(b), "ratio": ratio})
-        print(f"peaky    fp32 D={dim:<3} s=2048: {ratio:.3f} of the time of ordinary logits", flush=True)
+        rows.append(
+            {
+                "head_dim": dim,
+                "tokens": 2048,
+                "ordinary": summary(a),
+                "peaky": summary(b),
+                "ratio": ratio,
+            }
+        )
+        print(
+            f"peaky    fp32 D={dim:<3} s=2048: {ratio:.3f} of the time of ordinary logits",
+            flush=True,
+        )
     return rows
 
 
@@ -185,14 +270,36 @@ def suite_dilated(args):
         q, k, v = make(shape, dtype, 3)
         o, lse = torch.empty_like(q), torch.empty(shape[:3])
         for causal in (False, True):
-            rings = [Annulus(shape, dtype, causal, branches=[(512 * r * r, r)], threads=args.threads, backward=False) for r in rates]
-            seconds = alternate([lambda ring=ring: ring.forward(q, k, v, o, lse) for ring in rings], args.repeat)
+            rings = [
+                Annulus(
+                    shape,
+                    dtype,
+                    causal,
+                    branches=[(512 * r * r, r)],
+                    threads=args.threads,
+                    backward=False,
+                )
+                for r in rates
+            ]
+            seconds = alternate(
+                [lambda ring=ring: ring.forward(q, k, v, o, lse) for ring in rings], args.repeat
+            )
             base = statistics.median(seconds[0])
             for r, s in zip(rates, seconds):
-                rows.append({"dtype": dtype, "causal": causal, "dilation": r, "seconds": summary(s),
-                             "ratio": statistics.median(s) / base})
-            print(f"dilated  {dtype} {'causal' if causal else 'full':6} time over r = 1: " +
-                  ", ".join(f"r={r['dilation']} {r['ratio']:.3f}" for r in rows[-5:]), flush=True)
+                rows.append(
+                    {
+                        "dtype": dtype,
+                        "causal": causal,
+                        "dilation": r,
+                        "seconds": summary(s),
+                        "ratio": statistics.median(s) / base,
+                    }
+                )
+            print(
+                f"dilated  {dtype} {'causal' if causal else 'full':6} time over r = 1: "
+                + ", ".join(f"r={r['dilation']} {r['ratio']:.3f}" for r in rows[-5:]),
+                flush=True,
+            )
     return rows
 
 
@@ -207,8 +314,13 @@ def longnet_pytorch(q, k, v, causal, heads):
         for offset in range(-(-heads // per)):
             h = slice(offset * per, min(heads, (offset + 1) * per))
             # [segments, heads, rows, dim]
-            parts = [t[:, offset::r, h].reshape(tokens // w, w // r, -1, dim).transpose(1, 2) for t in (q, k, v)]
-            o_s, l_s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, causal)
+            parts = [
+                t[:, offset::r, h].reshape(tokens // w, w // r, -1, dim).transpose(1, 2)
+                for t in (q, k, v)
+            ]
+            o_s, l_s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *parts, 0.0, causal
+            )
             o_b[:, offset::r, h] = o_s.transpose(1, 2).reshape(batch, tokens // r, -1, dim)
             # The op returns [segments, rows, heads] in some builds and [segments, heads, rows] in others.
             l_s = l_s if l_s.shape[1] == w // r and l_s.shape[2] != w // r else l_s.transpose(1, 2)
@@ -231,16 +343,40 @@ def suite_longnet(args):
             shape = (1, 131072, 8, 64)
             q, k, v = make(shape, dtype, 3)
             o, lse = torch.empty_like(q), torch.empty(shape[:3])
-            ring = Annulus(shape, dtype, causal, branches=list(zip(SEGMENTS, DILATIONS)), threads=args.threads, backward=False)
+            ring = Annulus(
+                shape,
+                dtype,
+                causal,
+                branches=list(zip(SEGMENTS, DILATIONS)),
+                threads=args.threads,
+                backward=False,
+            )
             ring.forward(q, k, v, o, lse)
             expected, _ = longnet_pytorch(q, k, v, causal, 8)
             error = check(f"longnet {dtype}", o, expected, 1e-5 if dtype == "fp32" else 2e-2)
-            a, b = alternate([lambda: ring.forward(q, k, v, o, lse),
-                              lambda: (longnet_pytorch(q, k, v, causal, 8), None)[1]], max(3, args.repeat // 3))
-            rows.append({"dtype": dtype, "causal": causal, "tokens": 131072, "annulus": summary(a), "pytorch": summary(b),
-                         "ratio": statistics.median(b) / statistics.median(a), "relative_difference": error})
-            print(f"longnet  {dtype} {'causal' if causal else 'full':6} 131,072 tokens: {statistics.median(a):.2f} s, PyTorch "
-                  f"{statistics.median(b):.2f} s: {rows[-1]['ratio']:.2f}x", flush=True)
+            a, b = alternate(
+                [
+                    lambda: ring.forward(q, k, v, o, lse),
+                    lambda: (longnet_pytorch(q, k, v, causal, 8), None)[1],
+                ],
+                max(3, args.repeat // 3),
+            )
+            rows.append(
+                {
+                    "dtype": dtype,
+                    "causal": causal,
+                    "tokens": 131072,
+                    "annulus": summary(a),
+                    "pytorch": summary(b),
+                    "ratio": statistics.median(b) / statistics.median(a),
+                    "relative_difference": error,
+                }
+            )
+            print(
+                f"longnet  {dtype} {'causal' if causal else 'full':6} 131,072 tokens: {statistics.median(a):.2f} s, PyTorch "
+                f"{statistics.median(b):.2f} s: {rows[-1]['ratio']:.2f}x",
+                flush=True,
+            )
     return rows
 
 
@@ -254,32 +390,81 @@ def suite_one_head(args):
             grads = [torch.empty_like(q) for _ in range(3)]
             rings = [Annulus(shape, "fp32", causal, threads=t) for t in (1, args.threads)]
             rings[0].forward(q, k, v, o, lse)
-            bodies = [(lambda r=r: r.forward(q, k, v, o, lse)) if direction == "forward" else
-                      (lambda r=r: r.backward(q, k, v, o, lse, dout, *grads)) for r in rings]
+            bodies = [
+                (
+                    (lambda r=r: r.forward(q, k, v, o, lse))
+                    if direction == "forward"
+                    else (lambda r=r: r.backward(q, k, v, o, lse, dout, *grads))
+                )
+                for r in rings
+            ]
             one, many = alternate(bodies, args.repeat)
             ratio = statistics.median(one) / statistics.median(many)
-            rows.append({"direction": direction, "causal": causal, "tokens": 4096, "threads": args.threads, "speedup": ratio})
-            print(f"one head {direction} {'causal' if causal else 'full':6} s=4096: {ratio:.2f}x with {args.threads} threads", flush=True)
+            rows.append(
+                {
+                    "direction": direction,
+                    "causal": causal,
+                    "tokens": 4096,
+                    "threads": args.threads,
+                    "speedup": ratio,
+                }
+            )
+            print(
+                f"one head {direction} {'causal' if causal else 'full':6} s=4096: {ratio:.2f}x with {args.threads} threads",
+                flush=True,
+            )
     return rows
 
 
 def suite_ring(args):
     rows = []
-    for name, branches, tokens in (("longnet", list(zip(SEGMENTS, DILATIONS)), 65536), ("dense", [], 8192)):
+    for name, branches, tokens in (
+        ("longnet", list(zip(SEGMENTS, DILATIONS)), 65536),
+        ("dense", [], 8192),
+    ):
         for schedule, label in ((0, "ring"), (1, "gather")):
             shape = (1, tokens, 8, 64)
             q, k, v, dout = make(shape, "fp32", 4)
             o, lse = torch.empty_like(q), torch.empty(shape[:3])
             grads = [torch.empty_like(q) for _ in range(3)]
-            rings = [Annulus(shape, "fp32", False, branches=branches, ranks=p, threads=args.threads, schedule=schedule) for p in (1, 4)]
+            rings = [
+                Annulus(
+                    shape,
+                    "fp32",
+                    False,
+                    branches=branches,
+                    ranks=p,
+                    threads=args.threads,
+                    schedule=schedule,
+                )
+                for p in (1, 4)
+            ]
             for direction in ("forward", "backward"):
-                bodies = [(lambda r=r: r.forward(q, k, v, o, lse)) if direction == "forward" else
-                          (lambda r=r: r.backward(q, k, v, o, lse, dout, *grads)) for r in rings]
+                bodies = [
+                    (
+                        (lambda r=r: r.forward(q, k, v, o, lse))
+                        if direction == "forward"
+                        else (lambda r=r: r.backward(q, k, v, o, lse, dout, *grads))
+                    )
+                    for r in rings
+                ]
                 one, four = alternate(bodies, max(3, args.repeat // 3))
                 ratio = statistics.median(four) / statistics.median(one)
-                rows.append({"pattern": name, "schedule": label, "direction": direction, "tokens": tokens, "ratio": ratio,
-                             "one_rank": summary(one), "four_ranks": summary(four)})
-                print(f"ring     {name} {label} {direction} {tokens} tokens: P = 4 takes {ratio:.3f} of P = 1", flush=True)
+                rows.append(
+                    {
+                        "pattern": name,
+                        "schedule": label,
+                        "direction": direction,
+                        "tokens": tokens,
+                        "ratio": ratio,
+                        "one_rank": summary(one),
+                        "four_ranks": summary(four),
+                    }
+                )
+                print(
+                    f"ring     {name} {label} {direction} {tokens} tokens: P = 4 takes {ratio:.3f} of P = 1",
+                    flush=True,
+                )
     return rows
 
 
@@ -291,16 +476,38 @@ def suite_scaling(args):
         q = make((1, 32768, 8, 64), "bf16", 3)
         q, k, v = [t.repeat(1, tokens // 32768, 1, 1).contiguous() for t in q]
         o, lse = torch.empty_like(q), torch.empty(shape[:3])
-        ring = Annulus(shape, "bf16", False, branches=list(zip(SEGMENTS, DILATIONS)), threads=args.threads, backward=False)
+        ring = Annulus(
+            shape,
+            "bf16",
+            False,
+            branches=list(zip(SEGMENTS, DILATIONS)),
+            threads=args.threads,
+            backward=False,
+        )
         kept.append((ring, q, k, v, o, lse))
         bodies.append(lambda ring=ring, q=q, k=k, v=v, o=o, lse=lse: ring.forward(q, k, v, o, lse))
     seconds = alternate(bodies, max(3, args.repeat // 3))
     rows = []
     for i, tokens in enumerate(sizes):
-        rows.append({"dtype": "bf16", "tokens": tokens, "seconds": summary(seconds[i]),
-                     "ratio_to_half": statistics.median(seconds[i]) / statistics.median(seconds[i - 1]) if i else None})
-    print("scaling  " + ", ".join(f"{r['tokens'] // 1024}k {r['seconds']['median']:.2f} s" +
-                                  (f" ({r['ratio_to_half']:.2f}x)" if r["ratio_to_half"] else "") for r in rows), flush=True)
+        rows.append(
+            {
+                "dtype": "bf16",
+                "tokens": tokens,
+                "seconds": summary(seconds[i]),
+                "ratio_to_half": (
+                    statistics.median(seconds[i]) / statistics.median(seconds[i - 1]) if i else None
+                ),
+            }
+        )
+    print(
+        "scaling  "
+        + ", ".join(
+            f"{r['tokens'] // 1024}k {r['seconds']['median']:.2f} s"
+            + (f" ({r['ratio_to_half']:.2f}x)" if r["ratio_to_half"] else "")
+            for r in rows
+        ),
+        flush=True,
+    )
     return rows
 
 
@@ -314,18 +521,42 @@ def cpu_name():
 
 def header(args):
     """What a result needs to be read later; printed, too."""
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result = {"cpu": cpu_name(), "isa": Annulus.lib.annulus_bench_isa().decode(), "threads": args.threads,
-              "torch": torch.__version__, "commit": commit.stdout.strip(), "command": " ".join(sys.argv), "suites": {}}
-    print(f"{result['cpu']}, {result['isa']}, {args.threads} threads, PyTorch {torch.__version__}", flush=True)
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    result = {
+        "cpu": cpu_name(),
+        "isa": Annulus.lib.annulus_bench_isa().decode(),
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+        "command": " ".join(sys.argv),
+        "suites": {},
+    }
+    print(
+        f"{result['cpu']}, {result['isa']}, {args.threads} threads, PyTorch {torch.__version__}",
+        flush=True,
+    )
     return result
 
 
 def main():
-    suites = {"forward": lambda a: suite_dense("forward", a), "backward": lambda a: suite_dense("backward", a), "peaky": suite_peaky,
-              "dilated": suite_dilated, "longnet": suite_longnet, "one_head": suite_one_head, "ring": suite_ring,
-              "scaling": suite_scaling}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    suites = {
+        "forward": lambda a: suite_dense("forward", a),
+        "backward": lambda a: suite_dense("backward", a),
+        "peaky": suite_peaky,
+        "dilated": suite_dilated,
+        "longnet": suite_longnet,
+        "one_head": suite_one_head,
+        "ring": suite_ring,
+        "scaling": suite_scaling,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--library", default=ROOT / "build/release/bench/libannulus_bench_c.so")
     parser.add_argument("--suite", nargs="+", choices=suites, default=list(suites))
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])

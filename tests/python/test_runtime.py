@@ -58,6 +58,7 @@ def test_other_threads_run_during_a_pass(how: str) -> None:
 INTERRUPT = """
     import os, signal, threading, time
     import numpy as np, annulus
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
     q = np.zeros((1, 60_000, 8, 64), np.float32)
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     begin = time.perf_counter()
@@ -172,7 +173,10 @@ def test_forked_children_compute(module: str) -> None:
     """As workers of a DataLoader do; the parent's threads are not theirs."""
     if module == "annulus.torch":
         pytest.importorskip("torch", reason="PyTorch is not installed")
-        make, call = "torch.randn(1, 300, 4, 64)", "annulus.torch.ring_attention(q, q, q)[0, 7, 1, 3].item()"
+        make, call = (
+            "torch.randn(1, 300, 4, 64)",
+            "annulus.torch.ring_attention(q, q, q)[0, 7, 1, 3].item()",
+        )
     else:
         make, call = "numpy.ones((1, 300, 4, 64), 'float32')", "annulus.attention(q, q, q).sum()"
     code = f"""

@@ -19,8 +19,15 @@ HERE = pathlib.Path(__file__).parent
 
 def torchrun(processes: int, *arguments: str, check: bool = True) -> str:
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-         str(HERE / "torch_worker.py"), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+            str(HERE / "torch_worker.py"),
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -37,7 +44,15 @@ def torchrun(processes: int, *arguments: str, check: bool = True) -> str:
     ("processes", "cases"),
     [
         (2, ["equals_one_process", "fully_sharded"]),
-        (3, ["equals_one_process", "lengths_of_your_own", "errors_are_everybodys", "unshard_and_its_gradient"]),
+        (
+            3,
+            [
+                "equals_one_process",
+                "lengths_of_your_own",
+                "errors_are_everybodys",
+                "unshard_and_its_gradient",
+            ],
+        ),
         (4, ["equals_one_process", "lengths_of_your_own", "groups_beside_data_parallelism"]),
     ],
 )

@@ -21,7 +21,9 @@ from annulus import ConfigError, Pattern  # noqa: E402
 LONGNET = {"segment_lengths": [16, 32, 64], "dilation_rates": [1, 2, 4]}
 
 
-def tensors(tokens=70, heads=4, kv_heads=2, dim=16, batch=2, dtype=torch.float32, seed=0, grad=True):
+def tensors(
+    tokens=70, heads=4, kv_heads=2, dim=16, batch=2, dtype=torch.float32, seed=0, grad=True
+):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, tokens, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
     q, k, v, do = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
@@ -55,7 +57,9 @@ def test_matches_a_pure_torch_reference(case: int, causal: bool, kv_heads: int) 
     q, k, v, do = tensors(kv_heads=kv_heads)
     found = gradients(lambda *x: at.ring_attention(*x, is_causal=causal, **options), q, k, v, do)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = gradients(lambda *x: torch_reference.attention(*x, pattern(4, causal)), *wide, do.double())
+    expected = gradients(
+        lambda *x: torch_reference.attention(*x, pattern(4, causal)), *wide, do.double()
+    )
     for f, e in zip(found, expected):
         assert torch_reference.relative_error(f, e) < 2e-6
 
@@ -64,7 +68,9 @@ def test_matches_a_pure_torch_reference(case: int, causal: bool, kv_heads: int) 
 @pytest.mark.parametrize("mix", ["full", "detached"])
 def test_has_the_bits_of_the_core(dtype: torch.dtype, mix: str) -> None:
     q, k, v, do = tensors(dtype=dtype)
-    found = gradients(lambda *x: at.ring_attention(*x, mix_gradient=mix, is_causal=True, **LONGNET), q, k, v, do)
+    found = gradients(
+        lambda *x: at.ring_attention(*x, mix_gradient=mix, is_causal=True, **LONGNET), q, k, v, do
+    )
     ring = annulus.RingAttention(
         Pattern.longnet(4, [16, 32, 64], [1, 2, 4], causal=True),
         annulus.Placement.contiguous(70, 1),
@@ -90,7 +96,9 @@ def test_gradcheck_in_float64(mix: str) -> None:
         assert torch.autograd.gradcheck(lambda *x: at.ring_attention(*x, **options), (q, k, v))
     else:  # not the derivative, on purpose
         with pytest.raises(RuntimeError, match="Jacobian mismatch"):
-            torch.autograd.gradcheck(lambda *x: at.ring_attention(*x, mix_gradient=mix, **options), (q, k, v))
+            torch.autograd.gradcheck(
+                lambda *x: at.ring_attention(*x, mix_gradient=mix, **options), (q, k, v)
+            )
 
 
 def test_directional_derivative_in_float32() -> None:
@@ -189,7 +197,9 @@ def test_nothing_is_copied(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     def spying_take(self, *arguments):
         lease = take(self, *arguments)
-        lease.__class__ = type("SpyLease", (type(lease),), {"__enter__": lambda s: Spy(s._executor)})
+        lease.__class__ = type(
+            "SpyLease", (type(lease),), {"__enter__": lambda s: Spy(s._executor)}
+        )
         return lease
 
     monkeypatch.setattr(at._rings._LocalRings, "take", spying_take)
@@ -206,9 +216,13 @@ def test_gradients_of_any_layout() -> None:
     found = torch.autograd.grad(o.sum(), (q, k, v))  # an expanded gradient: strides of 0
     for f, e in zip(found, expected[1:]):
         assert torch.equal(f, e)
-    strided = [torch.randn(2, 70, 16, 4).transpose(2, 3).requires_grad_() for _ in range(3)]  # last axis not dense
+    strided = [
+        torch.randn(2, 70, 16, 4).transpose(2, 3).requires_grad_() for _ in range(3)
+    ]  # last axis not dense
     dense = [x.detach().contiguous().requires_grad_() for x in strided]
-    for f, e in zip(gradients(at.ring_attention, *strided, do), gradients(at.ring_attention, *dense, do)):
+    for f, e in zip(
+        gradients(at.ring_attention, *strided, do), gradients(at.ring_attention, *dense, do)
+    ):
         assert torch.equal(f, e)
 
 
@@ -283,9 +297,14 @@ def test_workspaces_are_bounded_and_can_be_dropped() -> None:
     at.cleanup()
     info = at.get_memory_info()
     assert info["cached_workspaces"] == 0 and info["workspace_bytes"] == 0
-    assert set(info) == set(annulus.RingAttention(
-        Pattern.dense(1), annulus.Placement.contiguous(1, 1), transport=annulus.make_in_process_ring(1)[0], head_dim=8
-    ).memory_info)
+    assert set(info) == set(
+        annulus.RingAttention(
+            Pattern.dense(1),
+            annulus.Placement.contiguous(1, 1),
+            transport=annulus.make_in_process_ring(1)[0],
+            head_dim=8,
+        ).memory_info
+    )
 
 
 def test_memory_stays_flat() -> None:
@@ -293,7 +312,9 @@ def test_memory_stays_flat() -> None:
 
     def calls(count: int) -> None:
         for _ in range(count):
-            gradients(lambda *x: at.ring_attention(*x, mix_gradient="detached", **LONGNET), q, k, v, do)
+            gradients(
+                lambda *x: at.ring_attention(*x, mix_gradient="detached", **LONGNET), q, k, v, do
+            )
 
     calls(500)
     before = resident_bytes()

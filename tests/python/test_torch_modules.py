@@ -59,7 +59,10 @@ def check_equal(theirs: nn.Module, ours: nn.Module, inputs: list[torch.Tensor], 
         {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
         {"attn_mask": torch.zeros(50, 50)},
         {"key_padding_mask": PADDING},
-        {"key_padding_mask": torch.zeros(3, 50).masked_fill(PADDING, -torch.inf), "need_weights": False},
+        {
+            "key_padding_mask": torch.zeros(3, 50).masked_fill(PADDING, -torch.inf),
+            "need_weights": False,
+        },
         {"key_padding_mask": torch.randn(3, 50), "need_weights": False},
         {"key_padding_mask": PADDING, "attn_mask": CAUSAL == -torch.inf, "need_weights": False},
     ],
@@ -116,8 +119,12 @@ def test_padding_and_dilation(dtype: torch.dtype) -> None:
     o2, _ = ours(other, other, other, **call)
     assert torch.equal(o[~PADDING], o2[~PADDING])
     full, _ = ours(x, x, x, need_weights=False)
-    assert torch.equal(o[0], ours(x[:1], x[:1], x[:1], **call | {"key_padding_mask": PADDING[:1]})[0][0])
-    torch.testing.assert_close(o[0], full[0], rtol=0.02, atol=2e-6 if dtype == torch.float32 else 0.02)
+    assert torch.equal(
+        o[0], ours(x[:1], x[:1], x[:1], **call | {"key_padding_mask": PADDING[:1]})[0][0]
+    )
+    torch.testing.assert_close(
+        o[0], full[0], rtol=0.02, atol=2e-6 if dtype == torch.float32 else 0.02
+    )
 
 
 def encoder(layer: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
@@ -137,9 +144,16 @@ def test_stands_in_a_transformer_encoder(mode: str) -> None:
     getattr(ours, mode)()
     x = torch.randn(3, 50, 64)
     with torch.set_grad_enabled(mode == "train"):
-        for call in ({}, {"mask": CAUSAL}, {"mask": CAUSAL, "is_causal": True}, {"src_key_padding_mask": PADDING}):
+        for call in (
+            {},
+            {"mask": CAUSAL},
+            {"mask": CAUSAL, "is_causal": True},
+            {"src_key_padding_mask": PADDING},
+        ):
             a, b = theirs(x, **call), ours(x, **call)
-            keep = ~PADDING if "src_key_padding_mask" in call else torch.ones(3, 50, dtype=torch.bool)
+            keep = (
+                ~PADDING if "src_key_padding_mask" in call else torch.ones(3, 50, dtype=torch.bool)
+            )
             torch.testing.assert_close(b[keep], a[keep], rtol=1e-5, atol=1e-5)
 
 
@@ -158,7 +172,9 @@ def test_dilation_is_not_bypassed_by_the_fused_layer() -> None:
 def test_trains_in_an_encoder_layer() -> None:
     torch.manual_seed(4)
     layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
-    layer.self_attn = RingMultiheadDilatedAttention(64, 4, batch_first=True, is_causal=True, **LONGNET)
+    layer.self_attn = RingMultiheadDilatedAttention(
+        64, 4, batch_first=True, is_causal=True, **LONGNET
+    )
     x, y = torch.randn(2, 40, 64), torch.randn(2, 40, 64)
     optimizer = torch.optim.Adam(layer.parameters(), 3e-3)
     losses = []
@@ -174,8 +190,13 @@ def test_trains_in_an_encoder_layer() -> None:
 def test_magneto_options() -> None:
     torch.manual_seed(5)
     plain = RingMultiheadDilatedAttention(64, 4, batch_first=True)
-    magneto = RingMultiheadDilatedAttention(64, 4, batch_first=True, layer_norm=True, gamma_init=0.5)
-    assert set(magneto.state_dict()) - set(plain.state_dict()) == {"layer_norm.weight", "layer_norm.bias"}
+    magneto = RingMultiheadDilatedAttention(
+        64, 4, batch_first=True, layer_norm=True, gamma_init=0.5
+    )
+    assert set(magneto.state_dict()) - set(plain.state_dict()) == {
+        "layer_norm.weight",
+        "layer_norm.bias",
+    }
     q, k, v = magneto.in_proj_weight.chunk(3)
     deviation = (2 / (64 + 64)) ** 0.5  # Xavier's
     for weight, gain in ((q, 1), (k, 1), (v, 0.5), (magneto.out_proj.weight, 0.5)):
@@ -190,9 +211,13 @@ def test_magneto_options() -> None:
 def test_ring_dilated_attention_is_ring_attention() -> None:
     q, k, v = (torch.randn(1, 40, 4, 16) for _ in range(3))
     module = RingDilatedAttention([8, 16], [1, 2], is_causal=True, offsets="interleaved")
-    assert torch.equal(module(q, k, v), at.ring_attention(q, k, v, is_causal=True, offsets="interleaved", **LONGNET))
     assert torch.equal(
-        module(q, k, v, is_causal=False), at.ring_attention(q, k, v, offsets="interleaved", **LONGNET)
+        module(q, k, v),
+        at.ring_attention(q, k, v, is_causal=True, offsets="interleaved", **LONGNET),
+    )
+    assert torch.equal(
+        module(q, k, v, is_causal=False),
+        at.ring_attention(q, k, v, offsets="interleaved", **LONGNET),
     )
     assert not list(module.parameters()) and "dilation_rates=[1, 2]" in repr(module)
 

@@ -20,9 +20,14 @@ import annulus.torch as at
 WORLD = None
 
 
-def whole(tokens: int, heads: int, kv_heads: int, dim: int, seed: int, dtype=torch.float32) -> list[torch.Tensor]:
+def whole(
+    tokens: int, heads: int, kv_heads: int, dim: int, seed: int, dtype=torch.float32
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, tokens, h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads, heads)]
+    return [
+        torch.randn(2, tokens, h, dim, generator=generator).to(dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
 
 
 def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -61,7 +66,10 @@ def equals_one_process() -> None:
             if reproducible:
                 assert torch.equal(f, e), (number, placement)
             limit = 1e-6 if dtype == torch.float32 else 0.01
-            assert (f.double() - e.double()).norm() <= limit * e.double().norm(), (number, placement)
+            assert (f.double() - e.double()).norm() <= limit * e.double().norm(), (
+                number,
+                placement,
+            )
 
 
 def lengths_of_your_own() -> None:
@@ -123,7 +131,9 @@ def groups_beside_data_parallelism() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
     ring = mesh.get_group("ring")
     torch.manual_seed(3)
-    model = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, is_causal=True, placement="zigzag")
+    model = at.RingMultiheadDilatedAttention(
+        32, 2, batch_first=True, is_causal=True, placement="zigzag"
+    )
     alone = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, is_causal=True)
     alone.load_state_dict(model.state_dict())
     model.attention.group = ring
@@ -185,7 +195,10 @@ def death(how: str) -> None:
             assert took < (6 if how == "stopped" else 3), took
             if how == "gave_up":
                 assert error.rank == 1 and "out of coffee" in str(error), error
-            print(f"rank {dist.get_rank()} lost rank {error.rank} ({how}): {str(error)[:160]}", flush=True)
+            print(
+                f"rank {dist.get_rank()} lost rank {error.rank} ({how}): {str(error)[:160]}",
+                flush=True,
+            )
             time.sleep(1)  # the others find out for themselves
             os._exit(0)
     raise AssertionError("nobody missed rank 1")

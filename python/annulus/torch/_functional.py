@@ -42,7 +42,9 @@ def _attend(
     nothing = torch.empty(0)
     if q.dtype == torch.float64:
         pattern = _rings.pattern_of(c, q.shape[2])
-        o64, lse64 = annulus.reference_forward(q.numpy(), k.numpy(), v.numpy(), pattern, scale=c.scale)
+        o64, lse64 = annulus.reference_forward(
+            q.numpy(), k.numpy(), v.numpy(), pattern, scale=c.scale
+        )
         return torch.from_numpy(o64), torch.from_numpy(lse64).float(), nothing, nothing.clone()
     with ring_of(c).take(config, q, k) as executor:
         if c.mix_gradient == "detached" and c.backward:
@@ -68,8 +70,11 @@ def _(
     empty = q.new_empty(0, dtype=torch.float32)
     if rows == 0:
         return o, lse, empty, empty.clone()
-    return o, lse, q.new_empty((rows, q.shape[3]), dtype=torch.float32), q.new_empty(
-        rows, dtype=torch.float32
+    return (
+        o,
+        lse,
+        q.new_empty((rows, q.shape[3]), dtype=torch.float32),
+        q.new_empty(rows, dtype=torch.float32),
     )
 
 

@@ -69,30 +69,37 @@ class RingDilatedAttention(nn.Module):
     ) -> torch.Tensor:
         """query, key, value: this rank's shards [batch, local tokens, heads, head_dim]. `is_causal`
         overrides the module's own."""
+        causal = self.is_causal if is_causal is None else is_causal
         return ring_attention(
-            query,
-            key,
-            value,
-            segment_lengths=self.segment_lengths,
-            dilation_rates=self.dilation_rates,
-            pattern=self.pattern,
-            is_causal=self.is_causal if is_causal is None else is_causal,
-            offsets=self.offsets,
-            mix_gradient=self.mix_gradient,
-            group_scale=self.group_scale,
-            scale=self.scale,
-            group=self.group,
-            placement=self.placement,
-            n_global=n_global,
-            schedule=self.schedule,
-            reproducible=self.reproducible,
-            min_tokens_for_ring=self.min_tokens_for_ring,
-            timeout=self.timeout,
+            query, key, value, **{**self._options(), "is_causal": causal, "n_global": n_global}
         )
 
+    def _options(self) -> dict[str, object]:
+        """The arguments of ring_attention that this module fixes."""
+        return {
+            "segment_lengths": self.segment_lengths,
+            "dilation_rates": self.dilation_rates,
+            "pattern": self.pattern,
+            "is_causal": self.is_causal,
+            "offsets": self.offsets,
+            "mix_gradient": self.mix_gradient,
+            "group_scale": self.group_scale,
+            "scale": self.scale,
+            "group": self.group,
+            "placement": self.placement,
+            "schedule": self.schedule,
+            "reproducible": self.reproducible,
+            "min_tokens_for_ring": self.min_tokens_for_ring,
+            "timeout": self.timeout,
+        }
+
     def extra_repr(self) -> str:
-        shown = "dense" if self.segment_lengths is None else (
-            f"segment_lengths={list(self.segment_lengths)}, dilation_rates={list(self.dilation_rates)}"
+        shown = (
+            "dense"
+            if self.segment_lengths is None
+            else (
+                f"segment_lengths={list(self.segment_lengths)}, dilation_rates={list(self.dilation_rates)}"
+            )
         )
         return f"{shown}, is_causal={self.is_causal}, placement={self.placement!r}"
 
@@ -181,7 +188,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             if value:
                 raise ConfigError(f"{here}: {name} = {value} is not supported")
         if num_heads <= 0 or embed_dim % num_heads != 0:
-            raise ConfigError(f"{here}: embed_dim {embed_dim} does not divide by num_heads {num_heads}")
+            raise ConfigError(
+                f"{here}: embed_dim {embed_dim} does not divide by num_heads {num_heads}"
+            )
         if embed_dim // num_heads % 8 != 0 or embed_dim // num_heads > 256:
             raise ConfigError(
                 f"{here}: embed_dim / num_heads is {embed_dim // num_heads}: a multiple of 8 up to 256 was expected"
@@ -217,7 +226,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             timeout=timeout,
         )
         self.layer_norm = (
-            nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype) if layer_norm else None
+            nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
+            if layer_norm
+            else None
         )
         if gamma_init is not None:
             self._init_magneto(gamma_init)
@@ -283,7 +294,11 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         """
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-            raise ConfigError(self._say(f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was expected"))
+            raise ConfigError(
+                self._say(
+                    f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was expected"
+                )
+            )
         self_attention = query is key and key is value
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -294,16 +309,22 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if self_attention:
             key = value = query
         if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
-            raise ConfigError(self._say(
-                f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths were expected"
-            ))
+            raise ConfigError(
+                self._say(
+                    f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths were expected"
+                )
+            )
         causal = is_causal or self.attention.is_causal
         if attn_mask is not None and not is_causal:
             causal = self._is_causal_mask(attn_mask, query.shape[1])
-        if need_weights and (self.attention.segment_lengths is not None or self.attention.group is not None):
-            raise ConfigError(self._say(
-                "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
-            ))
+        if need_weights and (
+            self.attention.segment_lengths is not None or self.attention.group is not None
+        ):
+            raise ConfigError(
+                self._say(
+                    "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
+                )
+            )
 
         q, k, v = self._project(query, key, value)
         bias = self._key_bias(key_padding_mask, q)
@@ -327,9 +348,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     def _is_causal_mask(self, mask: torch.Tensor, tokens: int) -> bool:
         """Whether every pair may attend (False) or exactly the causal ones (True)."""
         if self.attention.group is not None:
-            raise ConfigError(self._say("attn_mask cannot be used with a group: pass is_causal=True"))
+            raise ConfigError(
+                self._say("attn_mask cannot be used with a group: pass is_causal=True")
+            )
         if mask.shape[-2:] != (tokens, tokens):
-            raise ConfigError(self._say(f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] was expected"))
+            raise ConfigError(
+                self._say(f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] was expected")
+            )
         masked = mask if mask.dtype == torch.bool else mask == -torch.inf
         plain = mask.dtype == torch.bool or bool(((mask == 0) | masked).all())
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).triu(1)
@@ -337,18 +362,22 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             return True
         if plain and not bool(masked.any()):
             return self.attention.is_causal
-        raise ConfigError(self._say(
-            "attn_mask is neither empty nor the causal mask: other masks are not supported"
-        ))
+        raise ConfigError(
+            self._say(
+                "attn_mask is neither empty nor the causal mask: other masks are not supported"
+            )
+        )
 
     def _key_bias(self, mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
         """What is added to a key's scores, [batch, tokens]; None: nothing."""
         if mask is None:
             return None
         if mask.shape != q.shape[:2]:
-            raise ConfigError(self._say(
-                f"key_padding_mask is {list(mask.shape)}: {list(q.shape[:2])} was expected"
-            ))
+            raise ConfigError(
+                self._say(
+                    f"key_padding_mask is {list(mask.shape)}: {list(q.shape[:2])} was expected"
+                )
+            )
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
         return mask.to(q.dtype).clamp(min=_MASKED_SCORE)
@@ -366,7 +395,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         scale = self.attention.scale
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         if self.head_dim > 248:
-            raise ConfigError(self._say("key_padding_mask needs embed_dim / num_heads of at most 248"))
+            raise ConfigError(
+                self._say("key_padding_mask needs embed_dim / num_heads of at most 248")
+            )
         if scale <= 0:
             raise ConfigError(self._say("key_padding_mask needs a positive scale"))
         column = (bias / scale)[:, :, None, None].expand(-1, -1, k.shape[2], 1)
@@ -377,27 +408,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         q8 = torch.cat([q, one.expand(*q.shape[:3], 8)], -1)
         k8 = torch.cat([k, column, k.new_zeros(*k.shape[:3], 7)], -1)
         v8 = F.pad(v, (0, 8))
-        o, lse = ring_attention(
-            q8,
-            k8,
-            v8,
-            segment_lengths=self.attention.segment_lengths,
-            dilation_rates=self.attention.dilation_rates,
-            pattern=self.attention.pattern,
-            is_causal=causal,
-            offsets=self.attention.offsets,
-            mix_gradient=self.attention.mix_gradient,
-            group_scale=self.attention.group_scale,
-            scale=scale,
-            group=self.attention.group,
-            placement=self.attention.placement,
-            n_global=n_global,
-            schedule=self.attention.schedule,
-            reproducible=self.attention.reproducible,
-            min_tokens_for_ring=self.attention.min_tokens_for_ring,
-            timeout=self.attention.timeout,
-            return_lse=True,
-        )
+        changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
+        o, lse = ring_attention(q8, k8, v8, **{**self.attention._options(), **changes})
         # Rows that saw nothing but masked keys.
         empty = (lse < _MASKED_SCORE / 8)[..., None]
         return o[..., : self.head_dim].masked_fill(empty, 0)

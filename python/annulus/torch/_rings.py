@@ -118,8 +118,13 @@ def _shape_key(text: str, q: torch.Tensor, k: torch.Tensor) -> tuple:
     return text, tuple(q.shape), k.shape[2], q.dtype
 
 
-def _make_executor(config: Config, placement: Placement, transport: annulus.Transport,
-                   q: torch.Tensor, k: torch.Tensor) -> RingAttention:
+def _make_executor(
+    config: Config,
+    placement: Placement,
+    transport: annulus.Transport,
+    q: torch.Tensor,
+    k: torch.Tensor,
+) -> RingAttention:
     return RingAttention(
         pattern_of(config, q.shape[2]),
         placement,

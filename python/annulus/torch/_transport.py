@@ -22,7 +22,14 @@ with warnings.catch_warnings():
 class _Transfer:
     """One send or receive of a process group."""
 
-    def __init__(self, transport: ProcessGroupTransport, peer: int, verb: str, work: object, tensor: torch.Tensor):
+    def __init__(
+        self,
+        transport: ProcessGroupTransport,
+        peer: int,
+        verb: str,
+        work: object,
+        tensor: torch.Tensor,
+    ):
         self._transport = transport
         self._peer = peer
         self._verb = verb
@@ -101,7 +108,13 @@ class ProcessGroupTransport(Transport):
         return self._start(peer, tag, buffer, "receive from", dist.irecv, "group_src")
 
     def _start(
-        self, peer: int, tag: int, buffer: memoryview, verb: str, start: Callable, peer_argument: str
+        self,
+        peer: int,
+        tag: int,
+        buffer: memoryview,
+        verb: str,
+        start: Callable,
+        peer_argument: str,
     ) -> _Transfer:
         if self._failed is not None:
             raise self._error()
@@ -146,7 +159,9 @@ class ProcessGroupTransport(Transport):
         with self._lock:
             first = self._failed is None
             if first:
-                self._failed = f"[rank {self.rank()}/{self.size()}] {self.name()}: aborted: {reason}"
+                self._failed = (
+                    f"[rank {self.rank()}/{self.size()}] {self.name()}: aborted: {reason}"
+                )
                 self._failed_rank = self.rank()
         try:
             if first and not self._store.check(["abort"]):

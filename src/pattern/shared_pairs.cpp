@@ -39,7 +39,7 @@ std::int64_t rows_per_segment(const Grid& grid, std::int64_t length) {
 // that use it.
 bool worth_sharing(std::int64_t segment_rows, std::int64_t host_rows) {
   constexpr double kPackCost = 8;
-  constexpr std::int64_t kQueryBlock = 512;
+  constexpr std::int64_t kQueryBlock = 1024;
   constexpr std::int64_t kPanel = 32;
   const auto cost_per_pair = [](std::int64_t block) {
     const std::int64_t lanes = (block + kPanel - 1) / kPanel * kPanel;

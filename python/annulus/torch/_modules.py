@@ -22,7 +22,8 @@ class RingDilatedAttention(nn.Module):
     """:func:`ring_attention` with its options fixed; no parameters.
 
     Without segment lengths and dilation rates attention is dense. Every argument is as in
-    :func:`ring_attention`.
+    :func:`ring_attention`. A copy shares the process group; set ``group = None`` before storing the module
+    in a file.
     """
 
     def __init__(
@@ -67,8 +68,13 @@ class RingDilatedAttention(nn.Module):
         is_causal: bool | None = None,
         n_global: int | None = None,
     ) -> torch.Tensor:
-        """query, key, value: this rank's shards [batch, local tokens, heads, head_dim]. `is_causal`
-        overrides the module's own."""
+        """The output for this rank's queries, like `query`.
+
+        Args:
+            query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
+            is_causal: overrides the module's own; None: does not.
+            n_global: as in :func:`ring_attention`.
+        """
         return ring_attention(
             query,
             key,
@@ -276,10 +282,14 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 before ``out_proj`` (nn.MultiheadAttention gives NaN).
             need_weights: the weights are honoured for the dense pattern in one process, at the price of
                 their matrix, and refused otherwise: pass False.
+            average_attn_weights: the returned weights are the mean over the heads.
             attn_mask: honoured if it is the causal mask of the whole sequence in one process, which makes
                 the call causal, as `is_causal` does; any other mask is refused.
             is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
             n_global: as in :func:`ring_attention`.
+
+        Returns:
+            (output like query, weights or None).
         """
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():

@@ -293,9 +293,17 @@ the same time. The GIL is released.)");
       nb::arg("reproducible") = false,
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE ") -> tuple[ArrayT, ArrayT, ArrayT]"),
-      "Gradients (dq, dk, dv) of attention, given its output o, its lse and the gradient `do` of "
-      "o. "
-      "The other arguments are those of attention.");
+      R"(Gradients of :func:`attention`.
+
+Args:
+    q, k, v: as given to attention.
+    o, lse: what attention returned for them with return_lse=True.
+    do: gradient of o, like q.
+    pattern, segment_lengths, dilation_rates, is_causal, offsets, group_scale, scale, ranks, placement,
+        schedule, reproducible: as given to attention.
+
+Returns:
+    (dq, dk, dv), like q, k and v.)");
   module.def(
       "view_of",
       [](nb::handle array) {
@@ -319,7 +327,8 @@ the same time. The GIL is released.)");
         const nb::gil_scoped_release no_gil;
         local_rings().clear();
       },
-      "Frees what attention and attention_backward keep between calls.");
+      "Frees what attention and attention_backward keep between calls. Harmless at any time: what "
+      "a running call uses is not touched.");
   module.def(
       "cache_info",
       [] {
@@ -329,7 +338,8 @@ the same time. The GIL is released.)");
         return dict;
       },
       nb::sig("def cache_info() -> dict[str, int]"),
-      "How many executors attention and attention_backward keep between calls, and their bytes.");
+      "What attention and attention_backward keep between calls: 'size', the number of executors, "
+      "and 'bytes', what they hold.");
 }
 
 }  // namespace annulus::python

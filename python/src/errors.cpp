@@ -119,9 +119,9 @@ void bind_errors(nb::module_& module) {
       make_class(module, "DeviceError",
                  "The device cannot do it: out of memory, a missing instruction set, CUDA.",
                  nb::make_tuple(base, builtin(PyExc_RuntimeError)));
-  classes.interrupted =
-      make_class(module, "Interrupted", "RingAttention.interrupt() ended a pass on this rank.",
-                 nb::make_tuple(base));
+  classes.interrupted = make_class(module, "Interrupted",
+                                   ":meth:`RingAttention.interrupt` ended a pass on this rank.",
+                                   nb::make_tuple(base));
   nb::register_exception_translator(translate);
 }
 

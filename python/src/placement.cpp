@@ -92,19 +92,30 @@ void bind_placement(nb::module_& module) {
 
 Every token is held by exactly one rank; results never depend on the placement. Made by
 :meth:`contiguous`, :meth:`zigzag`, :meth:`striped`, :meth:`hilbert`, :meth:`explicit` or
-:meth:`named`. A value: immutable, comparable and picklable; the name does not count in comparisons.)")
+:meth:`named`. Any number of tokens goes with any number of ranks: where it does not divide, some ranks
+hold one token more than others, and with fewer tokens than ranks some hold none. A value: immutable,
+comparable and picklable; the name does not count in comparisons.)")
       .def_static("contiguous", &Placement::contiguous, nb::arg("tokens"), nb::arg("ranks"),
                   nb::arg("align") = 1,
-                  "Neighbouring tokens stay together. Shards are multiples of `align` tokens, "
-                  "except the last one.")
+                  R"(Neighbouring tokens stay together: rank 0 holds the first ones, and so on.
+
+Shards are multiples of `align` tokens, except the last one, and differ by at most `align`: segments of
+a length that divides `align` stay on one rank.)")
       .def_static("zigzag", &Placement::zigzag, nb::arg("tokens"), nb::arg("ranks"),
-                  "2P chunks; rank r holds chunks r and 2P-1-r: balances causal work.")
+                  R"(For causal patterns: an early and a late chunk for every rank.
+
+The sequence is cut into 2P chunks; of P ranks, rank r holds chunks r and 2P-1-r, in this order. All
+ranks then have the same number of causal pairs, but for what the rounding of the chunks leaves.)")
       .def_static("striped", &Placement::striped, nb::arg("tokens"), nb::arg("ranks"),
-                  "Token t lives on rank t mod P.")
+                  "Token t lives on rank t mod P, of P ranks: balances causal work, too, but cuts "
+                  "every segment up among all ranks.")
       .def_static("hilbert", &Placement::hilbert, nb::arg("tokens"), nb::arg("ranks"),
                   nb::arg("rows") = 0, nb::arg("cols") = 0,
-                  "Tokens are the cells of a rows x cols grid, row by row (0: the squarest grid); "
-                  "a rank holds one stretch of a Hilbert curve over it.")
+                  R"(For images: a rank holds neighbours in two dimensions.
+
+Tokens are the cells of a rows x cols grid, row by row; the last row may be ragged. A rank holds the
+cells of one stretch of a Hilbert curve over the grid, in ascending position. rows = cols = 0: the
+squarest grid, of ceil(sqrt(tokens)) columns.)")
       .def_static(
           "explicit",
           [](std::int64_t tokens, const std::vector<std::vector<nb::object>>& ranges) {
@@ -146,7 +157,10 @@ Every token is held by exactly one rank; results never depend on the placement. 
           nb::arg("rank"), nb::sig("def ranges(self, rank: int) -> list[range]"),
           "The positions of a rank's tokens in storage order, as Python ranges.")
       .def("positions", &positions_of, nb::arg("rank"),
-           "Global position of each of a rank's tokens, int64: what rotary embeddings need.")
+           nb::sig("def positions(self, rank: int) -> numpy.typing.NDArray[numpy.int64]"),
+           "Global position of each of a rank's tokens, int64 [local tokens]: what rotary "
+           "embeddings "
+           "need.")
       .def("position", &Placement::position, nb::arg("rank"), nb::arg("i"),
            "Global position of a rank's local token i.")
       .def(

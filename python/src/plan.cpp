@@ -130,9 +130,10 @@ Args:
             return received_rows(plan, rank) * row_bytes(plan, head_dim, dtype, batch);
           },
           nb::arg("rank"), nb::kw_only(), nb::arg("head_dim"), nb::arg("dtype") = "float32",
-          nb::arg("batch") = 1, "The same for what a rank receives.")
+          nb::arg("batch") = 1,
+          "Bytes of travelling rows that a rank receives, over all steps; see :meth:`sent_bytes`.")
       .def("table", &plan_table, "A table of who computes, receives and sends how much.")
-      .def("svg", &plan_svg, "A picture of who computes and sends what in which step.")
+      .def("svg", &plan_svg, "A picture of who computes and sends what in which step, as SVG text.")
       .def("_repr_svg_", &plan_svg, "The picture, for notebooks.")
       .def("__str__", &plan_table)
       .def("__repr__", [](const Plan& plan) {

@@ -90,18 +90,41 @@ nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& 
                         like(std::move(out.dv), v));
 }
 
+#define ANNULUS_DOUBLES "numpy.typing.NDArray[numpy.float64]"
+
 }  // namespace
 
 void bind_reference(nb::module_& module) {
-  module.def("reference_forward", &forward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::arg("pattern"), nb::kw_only(), nb::arg("scale") = nb::none(),
-             R"(The definition of attention in float64, slow on purpose: (o, lse).
+  module.def(
+      "reference_forward", &forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("pattern"),
+      nb::kw_only(), nb::arg("scale") = nb::none(),
+      nb::sig("def reference_forward(q: " ANNULUS_DOUBLES ", k: " ANNULUS_DOUBLES
+              ", v: " ANNULUS_DOUBLES ", pattern: Pattern, *, scale: float | None = None) "
+              "-> tuple[" ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
+      R"(The definition of attention in float64, slow on purpose: what everything else is compared with.
 
-q is [batch, tokens, heads, head_dim], k and v have as many or fewer heads; any head_dim. What
-everything else is compared with.)");
+Args:
+    q: [batch, tokens, heads, head_dim], C-contiguous; any head_dim.
+    k, v: like q, with as many heads or a divisor of them.
+    pattern: which queries attend to which keys.
+    scale: of q.k; None: 1/sqrt(head_dim).
+
+Returns:
+    (o, lse): like q, and the log-sum-exp of every row, [batch, tokens, heads].)");
   module.def("reference_backward", &backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
              nb::arg("do"), nb::arg("pattern"), nb::kw_only(), nb::arg("scale") = nb::none(),
-             nb::arg("mix_gradient") = "full", "Gradients (dq, dk, dv) of reference_forward.");
+             nb::arg("mix_gradient") = "full",
+             nb::sig("def reference_backward(q: " ANNULUS_DOUBLES ", k: " ANNULUS_DOUBLES
+                     ", v: " ANNULUS_DOUBLES ", do: " ANNULUS_DOUBLES
+                     ", pattern: Pattern, *, scale: float | None = None, mix_gradient: "
+                     "typing.Literal['full', 'detached'] = 'full') -> tuple[" ANNULUS_DOUBLES
+                     ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
+             R"(Gradients (dq, dk, dv) of :func:`reference_forward`, in float64.
+
+Args:
+    q, k, v, pattern, scale: as for reference_forward.
+    do: gradient of its output, like q.
+    mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant.)");
 }
 
 }  // namespace annulus::python

@@ -262,7 +262,7 @@ void bind_executor(nb::module_& module) {
   // NOLINTNEXTLINE(bugprone-unused-raii): making it registers the class
   nb::class_<State>(module, "BranchState",
                     "What mix_gradient='detached' keeps from forward for backward: the output "
-                    "of every branch. Made by RingAttention.make_branch_state().");
+                    "of every branch. Made by :meth:`RingAttention.make_branch_state`.");
 
   auto ring = nb::class_<Ring>(module, "RingAttention", nb::type_slots(slots<Ring>()), kRingDoc);
   def_with_options(
@@ -295,8 +295,9 @@ q is [batch, local tokens, heads, head_dim], k and v have kv_heads heads; tokens
 order. o is like q; lse is float32 [batch, local tokens, heads], the natural log of the softmax's
 denominator. Arrays of any framework with DLPack on the CPU, any strides whose last axis is contiguous,
 are used in place. Results are written into `o` and `lse` where given, else into new arrays of q's
-framework. PyTorch tensors that require gradients are read as if detached, and results have no
-gradient: this is the bare computation, not an autograd function.)")
+framework. With mix_gradient='detached', `state` is filled for backward. PyTorch tensors that require
+gradients are read as if detached, and results have no gradient: this is the bare computation, not an
+autograd function (:func:`annulus.torch.ring_attention` is one).)")
       .def(
           "backward", &backward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
           nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
@@ -305,8 +306,11 @@ gradient: this is the bare computation, not an autograd function.)")
           nb::sig("def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
                   "ArrayT, dq: ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = "
                   "None, state: BranchState | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
-          "Gradients (dq, dk, dv) of this rank's shards, given forward's o and lse and the "
-          "gradient `do` of o. Arrays as for forward.")
+          R"(Gradients (dq, dk, dv) of this rank's shards.
+
+q, k, v, o and lse are those of :meth:`forward`, `do` is the gradient of o, like q. Gradients are like
+q, k and v; they are written into `dq`, `dk` and `dv` where given, else into new arrays. With
+mix_gradient='detached', `state` is the one that forward has filled.)")
       .def(
           "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
           nb::arg("lse") = nb::none(), nb::arg("filled") = false,
@@ -322,11 +326,11 @@ filled: a forward has written them already.)")
           "Rows of a branch state: branches x batch x local tokens x heads.")
       .def(
           "interrupt", [](Ring& self) { self.core->interrupt(); },
-          "From any thread: the pass that runs, or else the next one, soon ends with Interrupted "
-          "on "
-          "this rank and with a TransportError on the others. The executor and its transport are "
-          "of "
-          "no further use. Ctrl-C does this for a pass that the main thread has called.")
+          R"(Ends the pass that runs, or else the next one; from any thread.
+
+The pass soon raises :class:`Interrupted` on this rank and :class:`TransportError` on the others. The
+executor and its transport are of no further use. Ctrl-C does this for a pass that the main thread has
+called.)")
       .def_prop_ro(
           "plan", [](const Ring& self) -> const Plan& { return self.core->plan(); },
           nb::rv_policy::reference_internal, "The plan of forward.")
@@ -372,8 +376,11 @@ void bind_cache(nb::module_& module) {
   auto cache = nb::class_<Cache>(module, "RingAttentionCache", nb::type_slots(slots<Cache>()),
                                  R"(Executors for changing shapes over one transport.
 
-The least recently used ones are dropped beyond `capacity`. Collective like the executors: every rank
-asks for the same options in the same order.)");
+Collective like the executors: every rank asks for the same options in the same order.
+
+Args:
+    transport: of all executors; kept alive by the cache.
+    capacity: executors kept; beyond it the least recently used ones are dropped.)");
   cache.def(
       "__init__",
       [](Cache* self, nb::object transport, std::size_t capacity) {
@@ -398,7 +405,8 @@ asks for the same options in the same order.)");
         return Ring(self.transport, std::move(core));
       },
       nb::sig("def get(self, " ANNULUS_OPTIONS_SIGNATURE ") -> RingAttention"),
-      "The executor for these options, which are those of RingAttention.");
+      "The executor for these options, which are those of :class:`RingAttention`: a kept one or a "
+      "new one.");
   cache
       .def(
           "clear_cache",

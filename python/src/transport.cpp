@@ -255,7 +255,9 @@ TransportCounters PyTransport::counters() const {
 }
 
 void bind_transport(nb::module_& module) {
-  nb::class_<Pending>(module, "Transfer", "One send or receive under way.")
+  nb::class_<Pending>(module, "Transfer",
+                      "One send or receive under way, as :meth:`Transport.send` and "
+                      ":meth:`Transport.receive` of built-in transports return it.")
       .def("wait", &Pending::wait,
            "Blocks until the bytes have moved. TransportError after the deadline or an abort.")
       .def("done", &Pending::done, "Whether wait() would return or raise at once.")
@@ -328,7 +330,8 @@ Args:
               transport.set_deadline(milliseconds_of(seconds));
             }
           },
-          nb::arg("seconds"), "How long one operation may take.")
+          nb::arg("seconds"),
+          "How long one operation may take; one that takes longer raises a TransportError.")
       .def_prop_ro(
           "deadline",
           [](const Transport& transport) -> std::optional<double> {
@@ -350,7 +353,8 @@ Args:
             return dict;
           },
           nb::sig("def counters(self) -> dict[str, int]"),
-          "Bytes and messages sent and received so far.")
+          "What has moved so far: 'bytes_sent', 'messages_sent', 'bytes_received' and "
+          "'messages_received'.")
       .def("__repr__", [](const Transport& transport) {
         return fmt::format("<Transport {}: rank {} of {}>", transport.name(), transport.rank(),
                            transport.size());
@@ -370,8 +374,14 @@ Args:
       nb::arg("ranks"), nb::kw_only(), nb::arg("deadline") = 60.0,
       nb::sig("def make_in_process_ring(ranks: int, *, deadline: float = 60.0) -> "
               "list[Transport]"),
-      "A ring whose ranks are threads of this process: element r is for the thread of rank r. "
-      "`deadline`: seconds that one operation may take.");
+      R"(A ring whose ranks are threads of this process.
+
+Args:
+    ranks: of the ring.
+    deadline: seconds that one operation may take.
+
+Returns:
+    One :class:`Transport` for each rank: element r is for the thread of rank r.)");
 }
 
 }  // namespace annulus::python

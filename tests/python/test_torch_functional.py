@@ -39,8 +39,10 @@ CASES = [
     ({}, lambda h, c: Pattern.dense(h, causal=c)),
     (LONGNET, lambda h, c: Pattern.longnet(h, [16, 32, 64], [1, 2, 4], causal=c)),
     (
-        {**LONGNET, "offsets": "interleaved"},
-        lambda h, c: Pattern.longnet(h, [16, 32, 64], [1, 2, 4], causal=c, offsets="interleaved"),
+        {**LONGNET, "offsets": "interleaved", "group_scale": True},
+        lambda h, c: Pattern.longnet(
+            h, [16, 32, 64], [1, 2, 4], causal=c, offsets="interleaved", group_scale=True
+        ),
     ),
     (
         {**LONGNET, "pattern": "head_groups", "group_scale": True},
@@ -268,6 +270,7 @@ def test_threads_may_call_at_once() -> None:
         (lambda c: c.update(segment_lengths=[16]), ["segment_lengths", "dilation_rates"]),
         (lambda c: c.update(pattern="lognet"), ["lognet", "longnet"]),
         (lambda c: c.update(pattern="longnet"), ["segment_lengths"]),
+        (lambda c: c.update(group_scale=True), ["dense", "group_scale"]),
         (lambda c: c.update(placement="zig"), ["zig", "zigzag"]),
         (lambda c: c.update(schedule="rign"), ["rign"]),
         (lambda c: c.update(n_global=71), ["71", "70"]),

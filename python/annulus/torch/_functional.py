@@ -222,7 +222,7 @@ def ring_attention(
         offsets: of a dilated branch's rows, by head: "blocked" or "interleaved".
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps every branch's output for it.
-        group_scale: with "head_groups", divides the output by the number of groups.
+        group_scale: divides the output by the number of branches.
         scale: of q.k; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.
         placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make
@@ -255,9 +255,10 @@ def ring_attention(
         raise ConfigError(
             f"ring_attention: pattern is {pattern!r}: 'dense', 'longnet' or 'head_groups' was expected"
         )
-    if (pattern == "dense") != (segment_lengths is None):
+    if (pattern == "dense") != (segment_lengths is None) or (pattern == "dense" and group_scale):
         raise ConfigError(
-            "ring_attention: pattern 'dense' has no segment_lengths and dilation_rates, the others need them"
+            "ring_attention: pattern 'dense' has no segment_lengths, dilation_rates or group_scale, the others "
+            "need segment_lengths and dilation_rates"
         )
     needs_gradient = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad

@@ -22,7 +22,8 @@ class RingDilatedAttention(nn.Module):
     """:func:`ring_attention` with its options fixed; no parameters.
 
     Without segment lengths and dilation rates attention is dense. Every argument is as in
-    :func:`ring_attention`.
+    :func:`ring_attention`. A copy shares the process group; set ``group = None`` before storing the module
+    in a file.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class RingDilatedAttention(nn.Module):
         schedule: str = "auto",
         reproducible: bool = False,
         min_tokens_for_ring: int = 32768,
+        max_communication_bytes: int = 1 << 30,
         timeout: float | None = None,
     ):
         super().__init__()
@@ -57,6 +59,7 @@ class RingDilatedAttention(nn.Module):
         self.schedule = schedule
         self.reproducible = reproducible
         self.min_tokens_for_ring = min_tokens_for_ring
+        self.max_communication_bytes = max_communication_bytes
         self.timeout = timeout
 
     def forward(
@@ -67,8 +70,13 @@ class RingDilatedAttention(nn.Module):
         is_causal: bool | None = None,
         n_global: int | None = None,
     ) -> torch.Tensor:
-        """query, key, value: this rank's shards [batch, local tokens, heads, head_dim]. `is_causal`
-        overrides the module's own."""
+        """The output for this rank's queries, like `query`.
+
+        Args:
+            query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
+            is_causal: overrides the module's own; None: does not.
+            n_global: as in :func:`ring_attention`.
+        """
         causal = self.is_causal if is_causal is None else is_causal
         return ring_attention(
             query, key, value, **{**self._options(), "is_causal": causal, "n_global": n_global}
@@ -90,6 +98,7 @@ class RingDilatedAttention(nn.Module):
             "schedule": self.schedule,
             "reproducible": self.reproducible,
             "min_tokens_for_ring": self.min_tokens_for_ring,
+            "max_communication_bytes": self.max_communication_bytes,
             "timeout": self.timeout,
         }
 
@@ -144,7 +153,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
         is_causal: every call is causal.
         pattern, offsets, mix_gradient, group_scale, scale, group, placement, schedule, reproducible,
-            min_tokens_for_ring, timeout: as in :func:`ring_attention`.
+            min_tokens_for_ring, max_communication_bytes, timeout: as in :func:`ring_attention`.
     """
 
     def __init__(
@@ -177,6 +186,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         schedule: str = "auto",
         reproducible: bool = False,
         min_tokens_for_ring: int = 32768,
+        max_communication_bytes: int = 1 << 30,
         timeout: float | None = None,
     ):
         here = type(self).__name__
@@ -223,6 +233,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             schedule=schedule,
             reproducible=reproducible,
             min_tokens_for_ring=min_tokens_for_ring,
+            max_communication_bytes=max_communication_bytes,
             timeout=timeout,
         )
         self.layer_norm = (
@@ -287,10 +298,14 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 before ``out_proj`` (nn.MultiheadAttention gives NaN).
             need_weights: the weights are honoured for the dense pattern in one process, at the price of
                 their matrix, and refused otherwise: pass False.
+            average_attn_weights: the returned weights are the mean over the heads.
             attn_mask: honoured if it is the causal mask of the whole sequence in one process, which makes
                 the call causal, as `is_causal` does; any other mask is refused.
             is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
             n_global: as in :func:`ring_attention`.
+
+        Returns:
+            (output like query, weights or None).
         """
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():

@@ -79,6 +79,7 @@ def pattern_of(config: Config, heads: int) -> Pattern:
         config.dilation_rates,
         causal=config.is_causal,
         offsets=config.offsets,
+        group_scale=config.group_scale,
     )
 
 
@@ -304,24 +305,32 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
 
 
 def clear_cache() -> None:
-    """Drops the workspaces of all rings of this process. Harmless at any time between calls; with a
-    process group, every rank does it or none."""
+    """Drops the workspaces of all rings of this process.
+
+    Harmless at any time between calls; with a process group, every rank does it or none.
+    """
     _local.clear()
     for ring in _groups.values():
         ring.clear()
 
 
 def cleanup() -> None:
-    """Drops all workspaces and closes the connections of all rings; later calls make new ones. Call it
-    before ``torch.distributed.destroy_process_group``, on every rank. Idempotent."""
+    """Drops all workspaces and closes the connections of all rings.
+
+    Call it before ``torch.distributed.destroy_process_group``, on every rank. Later calls of
+    :func:`ring_attention` make new rings. Idempotent.
+    """
     clear_cache()
     while _groups:
         _groups.popitem()[1].transport.close()
 
 
 def get_memory_info() -> dict[str, object]:
-    """Bytes that the rings of this process hold. The keys are those of
-    :attr:`annulus.RingAttention.memory_info` and always present."""
+    """Bytes that the rings of this process hold.
+
+    The keys are those of :attr:`annulus.RingAttention.memory_info` and always present; bytes are sums over
+    all rings, except scratch_bytes, which they share.
+    """
     executors = _local.executors() + [e for ring in _groups.values() for e in ring.executors()]
     total: dict[str, object] = {
         "complexity": "none yet",

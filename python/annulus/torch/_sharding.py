@@ -19,12 +19,12 @@ def positions(
     """The position in the whole sequence of each token that this rank holds, int64 [local tokens].
 
     Rotary and other position-dependent embeddings need it: under "zigzag", "striped" and "hilbert" local
-    tokens are not neighbours.
+    tokens are not neighbours. No communication.
 
     Args:
         n_global: tokens of the whole sequence.
-        placement: which rank holds which tokens.
-        group: the ranks of the ring; None: one.
+        placement: "contiguous", "zigzag", "striped" or "hilbert".
+        group: the ranks of the ring; None: this process alone, which holds all tokens in order.
         rank: another rank of the group than this process's own.
     """
     ranks, own = _rings.group_size_and_rank(group)
@@ -39,8 +39,16 @@ def shard(
     group: dist.ProcessGroup | None = None,
     dim: int = 1,
 ) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole, tokens along `dim`. A view where the
-    placement is contiguous. Differentiable."""
+    """This rank's part of a tensor that every rank holds whole.
+
+    A view where the placement is contiguous, else a copy. Differentiable. No communication.
+
+    Args:
+        x: the whole tensor, with the tokens of the sequence along `dim`: embeddings, q, k, v, labels.
+        placement: "contiguous", "zigzag", "striped" or "hilbert".
+        group: the ranks of the ring; None: this process alone, which gets all of x.
+        dim: the axis of the tokens.
+    """
     n = x.shape[dim]
     mine = positions(n, placement=placement, group=group)
     if placement == "contiguous":
@@ -81,11 +89,18 @@ def unshard(
     dim: int = 1,
 ) -> torch.Tensor:
     """The whole tensor, in the order of the sequence, on every rank: the inverse of :func:`shard`.
-    Collective.
+
+    Collective: every rank of the group calls it. Contiguous shards may have any lengths.
 
     Its gradient is that of the sum of all ranks' losses: what the ranks send back for a token is summed
     up. If every rank computes the same loss from the whole tensor, count it on one rank or divide it by
     the number of ranks.
+
+    Args:
+        x: this rank's shard.
+        placement: the one that the shards were made with.
+        group: the ranks of the ring; None: this process alone.
+        dim: the axis of the tokens.
     """
     if group is None:
         _rings.placement_of(placement, x.shape[dim], 1)

@@ -42,7 +42,7 @@ class _Transfer:
         try:
             self._work.wait(self._transport._deadline())
         except RuntimeError as error:
-            raise self._transport.failure(self._peer, self._verb, error) from error
+            raise self._transport._failure(self._peer, self._verb, error) from error
         finally:
             self.cancel()
 
@@ -61,7 +61,7 @@ class ProcessGroupTransport(Transport):
 
     It makes a process group of its own (Gloo, over the same ranks), so that its messages meet nobody
     else's and a failed pass takes nothing of the caller's down. Construction is collective over the
-    group. Every operation has the group's timeout as its deadline.
+    group. :func:`ring_attention` makes its own; this class is for :class:`annulus.RingAttention`.
 
     Args:
         group: the ranks of the ring, in this order; None: all of them.
@@ -102,9 +102,11 @@ class ProcessGroupTransport(Transport):
         return self._group
 
     def send(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
+        """Begins to send a buffer's bytes; they must not change until wait() of the returned transfer."""
         return self._start(peer, tag, buffer, "send to", dist.isend, "group_dst")
 
     def receive(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
+        """Begins to receive into a buffer of exactly the size that is sent."""
         return self._start(peer, tag, buffer, "receive from", dist.irecv, "group_src")
 
     def _start(
@@ -124,10 +126,10 @@ class ProcessGroupTransport(Transport):
         try:
             work = start(tensor, group=self._group, tag=tag, **{peer_argument: peer})
         except RuntimeError as error:
-            raise self.failure(peer, verb, error) from error
+            raise self._failure(peer, verb, error) from error
         return _Transfer(self, peer, verb, work, tensor)
 
-    def failure(self, peer: int, verb: str, error: Exception) -> TransportError:
+    def _failure(self, peer: int, verb: str, error: Exception) -> TransportError:
         """What an operation's error means; the transport is dead from here on."""
         with self._lock:
             if self._failed is None:
@@ -156,6 +158,8 @@ class ProcessGroupTransport(Transport):
             return None
 
     def abort(self, reason: str) -> None:
+        """Makes every pending and future operation of every rank fail; the others learn the reason
+        where the group's store can still be reached."""
         with self._lock:
             first = self._failed is None
             if first:
@@ -172,7 +176,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def failed(self) -> bool:
-        """Whether it is of no further use."""
+        """Whether it is of no further use: an operation failed, or it was aborted or closed."""
         return self._failed is not None
 
     def close(self) -> None:

@@ -78,6 +78,7 @@ pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), result
 	.venv/bin/python bench/peer/versus_pytorch.py --out bench/results/versus_pytorch.json
 	.venv/bin/python bench/peer/annulus_torch.py --out bench/results/annulus_torch.json
 	.venv/bin/python bench/plot.py bench/results/versus_pytorch.json
+	python3 bench/tables.py
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
 	@scripts/setup.sh --lint

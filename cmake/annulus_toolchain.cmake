@@ -31,6 +31,14 @@ function(annulus_warnings target)
   endif()
 endfunction()
 
+# annulus_exact_arithmetic(<target>): no fusing of a * b + c that the source does not ask for. Compilers fuse in one place and not in another, and
+# rows would get other bits when they are cut otherwise (seen with GCC for AArch64).
+function(annulus_exact_arithmetic target)
+  if(CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang")
+    target_compile_options(${target} PRIVATE -ffp-contract=off)
+  endif()
+endfunction()
+
 # Sanitizers apply to everything that is built here: mixing instrumented and plain objects gives false reports.
 if(ANNULUS_SANITIZE)
   if(NOT ANNULUS_SANITIZE MATCHES "^(address|undefined|address,undefined|thread)$")

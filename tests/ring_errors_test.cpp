@@ -207,6 +207,26 @@ TEST(RingErrors, ForwardHereAndBackwardThereIsAConfigErrorEverywhere) {
   expect_everywhere(outcomes, "ConfigError", {"forward or backward", "rank 1"});
 }
 
+TEST(RingErrors, RefusalOfOneRankIsAConfigErrorEverywhere) {
+  const RingOptions options = small_options();
+  const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
+    const bool refuses = transport.rank() == 1;
+    if (refuses) {
+      EXPECT_THROW(RingAttention::refuse(transport, "not today"), ConfigError);
+    } else {
+      EXPECT_THROW(RingAttention(options, transport), ConfigError);
+    }
+    // Nothing is broken: the next construction works, and its call can be refused, too.
+    RingAttention ring(options, transport);
+    Shard shard(options, transport.rank());
+    shard.load(test::random_inputs(small_problem(), 1));
+    shard.forward(ring);
+    if (refuses) RingAttention::refuse(transport, "still not");
+    shard.forward(ring);
+  });
+  expect_everywhere(outcomes, "ConfigError", {"still not"});
+}
+
 // Two executors on one transport whose messages have the same sizes: called at the same time they
 // would take each other's rows for their own, and nobody would notice.
 TEST(RingErrors, ExecutorsThatAreMixedUpAreAConfigErrorEverywhere) {

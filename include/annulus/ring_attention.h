@@ -98,6 +98,11 @@ class RingAttention {
                 const TensorView& dq, const TensorView& dk, const TensorView& dv,
                 const BranchState* state = nullptr);
 
+  // Instead of constructing or calling forward or backward, for callers that find something wrong
+  // before they can: the other ranks' construction or call becomes a ConfigError that gives the
+  // reason, and so does this.
+  [[noreturn]] static void refuse(Transport& transport, const std::string& reason);
+
   // From any thread: the pass that runs, or else the next one, soon ends with Interrupted on this
   // rank and with a TransportError on the others. Results are then undefined, and the executor and
   // its transport are of no further use. A rank that is waiting for rows first waits for them: its

@@ -23,7 +23,8 @@ class Arrays {
  public:
   // `axes` is 4, or 3 for a log-sum-exp.
   [[nodiscard]] ConstTensorView input(nb::handle array, const char* name, int axes = 4);
-  // Refuses what cannot be written to, and what was passed before: results would overwrite it.
+  // Refuses what cannot be written to, and what overlaps arrays passed before: results would
+  // overwrite them.
   [[nodiscard]] TensorView output(nb::handle array, const char* name, int axes = 4);
 
   // All elements of a contiguous float32 array of any shape, to be written to.
@@ -43,7 +44,7 @@ class Arrays {
   std::vector<nb::ndarray<nb::ro>> inputs_;
   std::vector<nb::ndarray<>> outputs_;
   struct Seen {
-    const void* data;
+    ConstTensorView view;
     const char* name;
   };
   std::vector<Seen> seen_;

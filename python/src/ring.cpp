@@ -324,6 +324,16 @@ filled: a forward has written them already.)")
       .def_prop_ro(
           "branch_state_rows", [](const Ring& self) { return self.core->branch_state_rows(); },
           "Rows of a branch state: branches x batch x local tokens x heads.")
+      .def_static(
+          "refuse",
+          [](Transport& transport, const std::string& reason) {
+            construct(transport, [&] { RingAttention::refuse(transport, reason); });
+          },
+          nb::arg("transport"), nb::arg("reason"),
+          nb::sig("def refuse(transport: Transport, reason: str) -> typing.NoReturn"),
+          R"(Instead of constructing or calling forward or backward, for callers that find something wrong before
+they can: makes the other ranks' construction or call a :class:`ConfigError` that gives the reason,
+and raises it here.)")
       .def(
           "interrupt", [](Ring& self) { self.core->interrupt(); },
           R"(Ends the pass that runs, or else the next one; from any thread.

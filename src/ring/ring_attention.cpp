@@ -426,6 +426,12 @@ void RingAttention::interrupt() noexcept {
   impl_->interrupted.store(true, std::memory_order_relaxed);
 }
 
+void RingAttention::refuse(Transport& transport, const std::string& reason) {
+  const std::string complaint = reason.empty() ? "no reason given" : reason;
+  ring::agree(transport, "RingAttention", complaint, {});
+  throw ConfigError(complaint);  // not reached: agree has thrown it
+}
+
 BranchState RingAttention::make_branch_state() const {
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();

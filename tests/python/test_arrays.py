@@ -258,12 +258,12 @@ def test_results_need_memory_of_their_own() -> None:
     out = np.empty_like(X)
     for o, message in [
         (READ_ONLY, "o is read-only"),
-        (X, "o is the same memory as q"),
+        (X, "o shares memory with q"),
         (np.broadcast_to(X[:, :1], X.shape), "o is read-only"),
         (np.lib.stride_tricks.as_strided(out, X.shape, (0, 0, 64, 4)), "o has stride 0 on axis 1"),
     ]:
         with pytest.raises(annulus.ConfigError) as caught:
             ring.forward(X, X, X, o)
         assert message in str(caught.value)
-    with pytest.raises(annulus.ConfigError, match="dv is the same memory as dk"):
+    with pytest.raises(annulus.ConfigError, match="dv shares memory with dk"):
         ring.backward(X, X, X, X, normal(1, 12, 2), X, None, out, out)

@@ -7,18 +7,20 @@ import dataclasses
 import json
 import os
 import threading
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
-from annulus.torch._transport import ProcessGroupTransport
+from annulus.torch._transport import ProcessGroupTransport, timeout_of
 
 # Workspaces kept per ring; the least recently used one is dropped first.
 CAPACITY = 20
 _NO_LIMIT = 2**62
 _TAG_LENGTHS = 100  # the executors' own tags are below
+_REFUSED = -1  # instead of a number of tokens: this rank cannot make the call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Config:
     timeout: float | None
 
     def text(self) -> str:
-        return json.dumps(dataclasses.astuple(self))
+        # Numbers of NumPy's and tensors of one element are fine, too.
+        return json.dumps(dataclasses.astuple(self), default=lambda x: x.item())
 
 
 _configs: dict[str, Config] = {}
@@ -121,13 +124,14 @@ def _shape_key(text: str, q: torch.Tensor, k: torch.Tensor) -> tuple:
 
 def _make_executor(
     config: Config,
+    pattern: Pattern,
     placement: Placement,
     transport: annulus.Transport,
     q: torch.Tensor,
     k: torch.Tensor,
 ) -> RingAttention:
     return RingAttention(
-        pattern_of(config, q.shape[2]),
+        pattern,
         placement,
         transport=transport,
         batch=q.shape[0],
@@ -181,7 +185,9 @@ class _LocalRings:
                 )
             transport = annulus.make_in_process_ring(1)[0]
             placement = placement_of(config.placement, q.shape[1], 1)
-            executor = _make_executor(config, placement, transport, q, k)
+            executor = _make_executor(
+                config, pattern_of(config, q.shape[2]), placement, transport, q, k
+            )
         return _Lease(self, key, executor)
 
     def give_back(self, key: tuple, executor: RingAttention, healthy: bool) -> None:
@@ -209,50 +215,62 @@ class _GroupRing:
     """The ring over one process group. Every rank calls in the same order, so that all keep and drop
     the same executors."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None):
         self.process_group = group
-        self.transport = ProcessGroupTransport(group)
-        self._usual_deadline = self.transport.deadline
+        self.transport = ProcessGroupTransport(group, timeout)
+        self._usual_deadline = timeout_of(group)
         self.dead = False
         self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
 
     def lengths(self, tokens: int) -> list[int]:
         """How many tokens every rank holds. Collective. Point to point, so that an error names a rank."""
         rank, size = self.transport.rank(), self.transport.size()
-        mine = tokens.to_bytes(8, "little")
+        mine = tokens.to_bytes(8, "little", signed=True)
         theirs = {peer: bytearray(8) for peer in range(size) if peer != rank}
-        transfers = [
-            self.transport.receive(peer, _TAG_LENGTHS, memoryview(buffer))
-            for peer, buffer in theirs.items()
-        ]
-        transfers += [self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs]
-        for transfer in transfers:
-            transfer.wait()
+        try:
+            transfers = [
+                self.transport.receive(peer, _TAG_LENGTHS, memoryview(buffer))
+                for peer, buffer in theirs.items()
+            ]
+            transfers += [self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs]
+            for transfer in transfers:
+                transfer.wait()
+        except TransportError:
+            self.dead = True
+            raise
         theirs[rank] = mine
-        return [int.from_bytes(theirs[peer], "little") for peer in range(size)]
+        lengths = [int.from_bytes(theirs[peer], "little", signed=True) for peer in range(size)]
+        if _REFUSED in lengths and tokens != _REFUSED:
+            # That rank says why in what would be the construction or the pass.
+            RingAttention.refuse(self.transport, f"rank {lengths.index(_REFUSED)} refused the call")
+        return lengths
+
+    def refuse(self, reason: str, timeout: float | None, tells_lengths: bool) -> NoReturn:
+        """Takes part in a call that this rank cannot make, so that it is a ConfigError on every rank."""
+        self.transport.set_deadline(self._usual_deadline if timeout is None else timeout)
+        if tells_lengths:
+            self.lengths(_REFUSED)
+        RingAttention.refuse(self.transport, reason)
 
     def take(self, text: str, q: torch.Tensor, k: torch.Tensor) -> _Lease:
         config = config_of(text)
         self.transport.set_deadline(
             self._usual_deadline if config.timeout is None else config.timeout
         )
-        lengths = None
-        if config.n_global is None:
-            try:
-                lengths = tuple(self.lengths(q.shape[1]))
-            except TransportError:
-                self.dead = True
-                raise
+        lengths = tuple(self.lengths(q.shape[1])) if config.n_global is None else None
         key = (*_shape_key(text, q, k), lengths)
         executor = self._executors.get(key)
         if executor is None:
-            size = self.transport.size()
-            placement = (
-                placement_of(config.placement, config.n_global, size)
-                if lengths is None
-                else placement_of_lengths(config.placement, list(lengths))
-            )
-            executor = _make_executor(config, placement, self.transport, q, k)
+            try:
+                placement = (
+                    placement_of(config.placement, config.n_global, self.transport.size())
+                    if lengths is None
+                    else placement_of_lengths(config.placement, list(lengths))
+                )
+                pattern = pattern_of(config, q.shape[2])
+            except ConfigError as error:
+                RingAttention.refuse(self.transport, str(error))
+            executor = _make_executor(config, pattern, placement, self.transport, q, k)
             self._executors[key] = executor
             if len(self._executors) > CAPACITY:
                 self._executors.popitem(last=False)
@@ -277,23 +295,40 @@ _groups: dict[str, _GroupRing] = {}
 
 def ring_of(config: Config) -> _LocalRings | _GroupRing:
     """The ring that runs a configuration, made on first use."""
-    if config.group is None:
-        return _local
-    ring = _groups.get(config.group)
-    group = dist.distributed_c10d._resolve_process_group(config.group)
+    return _local if config.group is None else _group_ring(config.group, config.timeout)
+
+
+def _group_ring(name: str, timeout: float | None) -> _GroupRing:
+    ring = _groups.get(name)
+    group = dist.distributed_c10d._resolve_process_group(name)
     # Names are given again once all groups have been destroyed.
     if ring is None or ring.dead or ring.process_group is not group:
         if ring is not None:
+            del _groups[name]
             ring.transport.close()
-        ring = _GroupRing(group)
-        _groups[config.group] = ring
+        ring = _groups[name] = _GroupRing(group, timeout)
     return ring
+
+
+def refuse(
+    group: dist.ProcessGroup | None, n_global: object, timeout: object, error: ConfigError
+) -> NoReturn:
+    """Raises the error, on the other ranks of the group, too."""
+    if group is not None:
+        limit = timeout if isinstance(timeout, (int, float)) and timeout > 0 else None
+        _group_ring(group.group_name, limit).refuse(str(error), limit, n_global is None)
+    raise error
 
 
 def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Ranks of a ring and this process's place in it; without a group, one and 0."""
     if group is None:
         return 1, 0
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            f"group is a {type(group).__name__}: a torch.distributed.ProcessGroup was expected (of a DeviceMesh: "
+            "mesh.get_group(...))"
+        )
     if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError("group is not a process group that this process is in")
     return dist.get_world_size(group), dist.get_rank(group)

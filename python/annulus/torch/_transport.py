@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
+import uuid
 import warnings
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -56,16 +57,67 @@ class _Transfer:
         self._tensor = None
 
 
+# What a store's `request/<rank>` held when rank 0 last answered it, by store prefix and rank.
+_answered: dict[tuple[str, int], bytes] = {}
+
+
+def _value_of(store: dist.Store, key: str, until: float) -> bytes | None:
+    """What a key holds as soon as it does; None: not in time. Short naps, so that Ctrl-C is heard."""
+    nap = 0.001
+    while not store.check([key]):
+        if time.monotonic() >= until:
+            return None
+        time.sleep(nap)
+        nap = min(2 * nap, 0.02)
+    return store.get(key)
+
+
+def _new_name(prefix: str, rank: int, size: int, seconds: float) -> str | int:
+    """A name that no ring had before, the same on every rank; or the rank that did not come. Collective.
+
+    Over the store alone: neither do the ranks' other groups have to be the same ones, nor is a message of
+    the caller's group left behind when a rank is missing. Every other rank asks rank 0 by a word of its
+    own, so that what is left of an earlier attempt is never taken for an answer to this one.
+    """
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    until = time.monotonic() + seconds
+    if rank != 0:
+        word = uuid.uuid4().hex
+        store.set(f"request/{rank}", word)
+        name = _value_of(store, f"answer/{word}", until)
+        if name is not None:
+            return name.decode()
+        store.delete_key(f"request/{rank}")
+        return 0
+    words = {}
+    for peer in range(1, size):
+        key = f"request/{peer}"
+        word = _value_of(store, key, until)
+        while word is not None and _answered.get((prefix, peer)) == word:
+            if time.monotonic() >= until:
+                return peer
+            time.sleep(0.005)
+            word = _value_of(store, key, until)
+        if word is None:
+            return peer
+        words[peer] = word
+    name = uuid.uuid4().hex
+    for peer, word in words.items():
+        _answered[prefix, peer] = word
+        store.set(f"answer/{word.decode()}", name)
+    return name
+
+
 class ProcessGroupTransport(Transport):
     """Carries a ring over the ranks of a torch.distributed process group.
 
-    It makes a process group of its own (Gloo, over the same ranks), so that its messages meet nobody
-    else's and a failed pass takes nothing of the caller's down. Construction is collective over the
-    group. :func:`ring_attention` makes its own; this class is for :class:`annulus.RingAttention`.
+    It has connections of its own (Gloo, over the same ranks), so that its messages meet nobody else's and a
+    failed pass takes nothing of the caller's down. Construction is collective over the group.
+    :func:`ring_attention` makes its own; this class is for :class:`annulus.RingAttention`.
 
     Args:
         group: the ranks of the ring, in this order; None: all of them.
-        timeout: seconds that one operation may take; None: the group's own timeout.
+        timeout: seconds that one operation may take, construction included; None: the group's own timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None):
@@ -80,51 +132,52 @@ class ProcessGroupTransport(Transport):
         ranks = dist.get_process_group_ranks(parent)
         super().__init__(dist.get_rank(parent), len(ranks), "torch.distributed")
         self._global_ranks = ranks
-        if timeout is None:
-            self.set_deadline(_timeout_of(parent).total_seconds())
-        else:
-            self.set_deadline(timeout)
-        # Only its members make it: with data parallelism beside the ring, other rings do the same
-        # at other times.
-        self._group = dist.new_group(
-            ranks, timeout=self._deadline(), backend="gloo", use_local_synchronization=True
-        )
-        self._store = dist.PrefixStore(
-            "annulus/" + self._group.group_name, dist.distributed_c10d._get_default_store()
-        )
+        self.set_deadline(timeout_of(parent) if timeout is None else timeout)
         self._failed: str | None = None
         self._failed_rank = -1
         self._lock = threading.Lock()
+        self._gloo: dist.ProcessGroupGloo | None = None
+        if len(ranks) > 1:
+            self._connect("annulus/" + parent.group_name)
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The private process group."""
-        return self._group
+    def _connect(self, prefix: str) -> None:
+        try:
+            name = _new_name(prefix, self.rank(), self.size(), self.deadline)
+            if isinstance(name, int):
+                self._failed_rank = name
+                raise RuntimeError(
+                    f"rank {name} (process {self._global_ranks[name]}) did not come within {self.deadline:g} s: "
+                    "is it still running and making the same calls?"
+                )
+            self._store = dist.PrefixStore(
+                f"{prefix}/{name}", dist.distributed_c10d._get_default_store()
+            )
+            self._gloo = dist.ProcessGroupGloo(
+                self._store, self.rank(), self.size(), self._deadline()
+            )
+        except RuntimeError as error:
+            self._failed = (
+                f"[rank {self.rank()}/{self.size()}] {self.name()}: connecting failed: {str(error).strip()}"
+            )
+            raise self._error() from error
 
     def send(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
-        """Begins to send a buffer's bytes; they must not change until wait() of the returned transfer."""
-        return self._start(peer, tag, buffer, "send to", dist.isend, "group_dst")
+        """Starts sending a buffer of bytes to a rank."""
+        return self._start("send", peer, tag, buffer)
 
     def receive(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
-        """Begins to receive into a buffer of exactly the size that is sent."""
-        return self._start(peer, tag, buffer, "receive from", dist.irecv, "group_src")
+        """Starts receiving a buffer of bytes from a rank."""
+        return self._start("recv", peer, tag, buffer)
 
-    def _start(
-        self,
-        peer: int,
-        tag: int,
-        buffer: memoryview,
-        verb: str,
-        start: Callable,
-        peer_argument: str,
-    ) -> _Transfer:
+    def _start(self, way: str, peer: int, tag: int, buffer: memoryview) -> _Transfer:
+        verb = "send to" if way == "send" else "receive from"
         if self._failed is not None:
             raise self._error()
         if len(buffer) == 0:
             return _Transfer(self, peer, verb, None, None)
         tensor = torch.frombuffer(buffer, dtype=torch.uint8)
         try:
-            work = start(tensor, group=self._group, tag=tag, **{peer_argument: peer})
+            work = getattr(self._gloo, way)([tensor], peer, tag)
         except RuntimeError as error:
             raise self._failure(peer, verb, error) from error
         return _Transfer(self, peer, verb, work, tensor)
@@ -181,20 +234,21 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """Closes the connections: whoever still waits for this rank gets an error at once."""
-        group, self._group = self._group, None
         if self._failed is None:
             self._failed = f"[rank {self.rank()}/{self.size()}] {self.name()}: closed"
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None:
+            gloo.abort()
 
     def _deadline(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self.deadline)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that an operation of a group may take."""
     for device in ("cpu", "cuda"):
         try:
-            return group._get_backend(torch.device(device)).options._timeout
+            return group._get_backend(torch.device(device)).options._timeout.total_seconds()
         except (RuntimeError, AttributeError):
             continue
-    return dist.distributed_c10d.default_pg_timeout
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()

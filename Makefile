@@ -35,9 +35,9 @@ demo: setup ## Build the tool and run LongNet attention over 131,072 tokens on a
 # Without build isolation, so that build/python remembers where nanobind is and later builds are incremental.
 python: setup ## Build the Python package (build/python) and install it into .venv
 	@test -x .venv/bin/python || { echo "python: creating .venv"; python3 -m venv .venv; }
-	@.venv/bin/python -c 'import nanobind, scikit_build_core, numpy, pytest' 2>/dev/null || { \
-	  echo "python: installing nanobind, scikit-build-core, numpy and pytest into .venv"; \
-	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7'; }
+	@.venv/bin/python -c 'import nanobind, scikit_build_core, numpy, pytest, ml_dtypes, array_api_strict' 2>/dev/null || { \
+	  echo "python: installing nanobind, scikit-build-core, numpy, pytest, ml-dtypes and array-api-strict into .venv"; \
+	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' ml-dtypes array-api-strict; }
 	@test "$(TORCH)" = no || .venv/bin/python -c 'import torch' 2>/dev/null || { \
 	  echo "python: installing PyTorch into .venv for the tests of annulus.torch (TORCH=no leaves it out)"; \
 	  .venv/bin/pip install --quiet torch==2.13.0; }

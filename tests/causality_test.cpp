@@ -170,7 +170,7 @@ TEST(EmptyRows, AreZerosWithoutGradient) {
       const Results results =
           test::run_ring(ring_options(problem, Placement::contiguous(21, ranks)), inputs);
       for (const float x : results.lse) EXPECT_EQ(x, -std::numeric_limits<float>::infinity());
-      for (const std::size_t m : {0, 2, 3, 4}) {
+      for (const std::size_t m : {0U, 2U, 3U, 4U}) {
         for (const float x : *test::members(results)[m])
           ASSERT_EQ(x, 0.0F) << test::kResultNames[m];
       }

@@ -203,7 +203,7 @@ TEST(RingOptions, OutputScaleOfZeroGivesZeros) {
   const RingOptions options = ring_options(problem, Placement::contiguous(kTokens, kRanks));
   try {
     const test::Results results = test::run_ring(options, inputs);
-    for (const std::size_t m : {0, 2, 3, 4}) {
+    for (const std::size_t m : {0U, 2U, 3U, 4U}) {
       for (const float x : *test::members(results)[m]) ASSERT_EQ(x, 0.0F) << test::kResultNames[m];
     }
   } catch (const ConfigError& error) {  // as good

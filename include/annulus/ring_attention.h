@@ -100,7 +100,7 @@ class RingAttention {
 
   // Instead of constructing or calling forward or backward, for callers that find something wrong
   // before they can: the other ranks' construction or call becomes a ConfigError that gives the
-  // reason, and so does this.
+  // reason, and so does this. Empty: another rank has the reason.
   [[noreturn]] static void refuse(Transport& transport, const std::string& reason);
 
   // From any thread: the pass that runs, or else the next one, soon ends with Interrupted on this

@@ -333,7 +333,7 @@ filled: a forward has written them already.)")
           nb::sig("def refuse(transport: Transport, reason: str) -> typing.NoReturn"),
           R"(Instead of constructing or calling forward or backward, for callers that find something wrong before
 they can: makes the other ranks' construction or call a :class:`ConfigError` that gives the reason,
-and raises it here.)")
+and raises it here. Empty: another rank has the reason.)")
       .def(
           "interrupt", [](Ring& self) { self.core->interrupt(); },
           R"(Ends the pass that runs, or else the next one; from any thread.

@@ -427,9 +427,8 @@ void RingAttention::interrupt() noexcept {
 }
 
 void RingAttention::refuse(Transport& transport, const std::string& reason) {
-  const std::string complaint = reason.empty() ? "no reason given" : reason;
-  ring::agree(transport, "RingAttention", complaint, {});
-  throw ConfigError(complaint);  // not reached: agree has thrown it
+  ring::agree(transport, "RingAttention", reason, {});
+  throw ConfigError(ring::prefix(transport, "RingAttention") + "refused without a reason");
 }
 
 BranchState RingAttention::make_branch_state() const {

@@ -265,5 +265,18 @@ def test_results_need_memory_of_their_own() -> None:
         with pytest.raises(annulus.ConfigError) as caught:
             ring.forward(X, X, X, o)
         assert message in str(caught.value)
+    packed = normal(1, 12, 6, 16)  # q, k and v of one projection interleave, and so may results
+    q, k, v = packed[:, :, :2], packed[:, :, 2:4], packed[:, :, 4:]
+    expected = annulus.attention(q, k, v)
+    room = np.empty((1, 12, 4, 16), np.float32)
+    room[:, :, :2] = q
+    assert np.array_equal(annulus.attention(room[:, :, :2], k, v, out=room[:, :, 2:]), expected)
+    assert np.array_equal(room[:, :, :2], q)
+    for shifted in (packed[:, 1:], packed[:, ::-1], packed[:, :, 1:], packed[..., 4:]):
+        size = [min(a, b) for a, b in zip(shifted.shape, (1, 11, 2, 8))]
+        part = tuple(slice(n) for n in size)
+        a, b = packed[part], shifted[part]
+        with pytest.raises(annulus.ConfigError, match="out shares memory with q"):
+            annulus.attention(a, a.copy(), a.copy(), out=b)
     with pytest.raises(annulus.ConfigError, match="dv shares memory with dk"):
         ring.backward(X, X, X, X, normal(1, 12, 2), X, None, out, out)

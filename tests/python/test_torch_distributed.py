@@ -43,7 +43,7 @@ def torchrun(processes: int, *arguments: str, check: bool = True) -> str:
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [
-        (2, ["equals_one_process", "fully_sharded"]),
+        (2, ["equals_one_process", "fully_sharded", "rings_are_made_anew", "group_made_again"]),
         (
             3,
             [
@@ -51,6 +51,8 @@ def torchrun(processes: int, *arguments: str, check: bool = True) -> str:
                 "lengths_of_your_own",
                 "errors_are_everybodys",
                 "unshard_and_its_gradient",
+                "groups_that_not_everybody_is_in",
+                "rings_are_made_anew",
             ],
         ),
         (4, ["equals_one_process", "lengths_of_your_own", "groups_beside_data_parallelism"]),

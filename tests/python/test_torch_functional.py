@@ -107,7 +107,7 @@ def test_directional_derivative_in_float32() -> None:
     q, k, v, do = tensors(tokens=40)
     function = lambda *x: at.ring_attention(*x, **LONGNET)  # noqa: E731
     _, dq, dk, dv = gradients(function, q, k, v, do)
-    steps = [torch.randn_like(x) for x in (q, k, v)]
+    *steps, _ = tensors(tokens=40, seed=1, grad=False)
     slope = sum(float((g.double() * s.double()).sum()) for g, s in zip((dq, dk, dv), steps))
     ends = []
     with torch.no_grad():
@@ -276,6 +276,16 @@ def test_threads_may_call_at_once() -> None:
         (lambda c: c.update(n_global=71), ["71", "70"]),
         (lambda c: c.update(segment_lengths=[16, 32], dilation_rates=[1]), ["segment", "dilation"]),
         (lambda c: c.update(scale=float("nan")), ["scale"]),
+        (lambda c: c.update(scale="1"), ["scale"]),
+        (lambda c: c.update(offsets="interleaved"), ["offsets", "longnet"]),
+        (lambda c: c.update(mix_gradient="half"), ["half", "detached"]),
+        (lambda c: c.update(is_causal=None), ["is_causal"]),
+        (lambda c: c.update(n_global=-3), ["n_global"]),
+        (lambda c: c.update(n_global=2.5), ["n_global"]),
+        (lambda c: c.update(timeout=-1), ["timeout"]),
+        (lambda c: c.update(segment_lengths=[16.5], dilation_rates=[1]), ["segment_lengths"]),
+        (lambda c: c.update(group=0), ["group", "ProcessGroup"]),
+        (lambda c: c.update(v=c["v"][:, :50]), ["v is [2, 50, 2, 16]"]),
     ],
 )
 def test_wrong_arguments_are_config_errors(change, words: list[str]) -> None:
@@ -286,6 +296,57 @@ def test_wrong_arguments_are_config_errors(change, words: list[str]) -> None:
         at.ring_attention(**call)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_numbers_of_numpy_are_fine() -> None:
+    q, k, v, _ = tensors(grad=False)
+    plain = at.ring_attention(q, k, v, scale=0.25, **LONGNET)
+    lengths = np.array(LONGNET["segment_lengths"])
+    rates = tuple(np.int32(r) for r in LONGNET["dilation_rates"])
+    found = at.ring_attention(
+        q, k, v, scale=np.float32(0.25), segment_lengths=lengths, dilation_rates=rates
+    )
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4, 16), (0, 5, 4, 16)])
+def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
+    q = torch.empty(shape, requires_grad=True)
+    o = at.ring_attention(q, q, q, is_causal=True, mix_gradient="detached", **LONGNET)
+    o.sum().backward()
+    assert o.shape == shape and q.grad.shape == shape
+
+
+def test_other_ways_to_differentiate_are_refused_in_words() -> None:
+    q, k, v, _ = tensors(kv_heads=4, grad=False)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: at.ring_attention(q, k, v), (q,), (k,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, k)
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            at.ring_attention(dual, k, v)
+    with pytest.raises(NotImplementedError, match="torch.func.grad"):
+        torch.func.grad(lambda q: at.ring_attention(q, k, v).sum())(q)
+
+
+def test_vmap_adds_an_axis() -> None:
+    q, k, v, _ = tensors(kv_heads=4)
+    stacked = torch.stack([q, q.flip(1)])
+    o = torch.vmap(lambda q: at.ring_attention(q, k, v))(stacked)
+    assert torch.equal(o[1], at.ring_attention(q.flip(1), k, v))
+    o.sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("mix", ["full", "detached"])
+def test_float64_has_the_layout_that_compilers_expect(mix: str) -> None:
+    q, k, v = (x.transpose(1, 2) for x in torch.randn(3, 1, 2, 12, 8, dtype=torch.float64).unbind())
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        attend = torch.ops.annulus.attend
+        patch.setattr(torch.ops.annulus, "attend", lambda *x: calls.append(x) or attend(*x))
+        at.ring_attention(q.requires_grad_(), k, v, mix_gradient=mix, **LONGNET)
+    torch.library.opcheck(attend, calls[0])
 
 
 def test_workspaces_are_bounded_and_can_be_dropped() -> None:

@@ -263,3 +263,51 @@ def test_refuses_calls_that_it_cannot_honour() -> None:
         ours(x, x, x, key_padding_mask=torch.zeros(3, 49, dtype=torch.bool))
     with pytest.raises(ConfigError, match="50 tokens, key 40"):
         ours(x, x[:, :40], x[:, :40])
+
+
+def test_swapped_into_an_encoder_that_makes_nested_tensors() -> None:
+    """An encoder decides for nested tensors when it is made, before its layers are changed."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).eval()
+    x = torch.randn(2, 20, 64)
+    padding = torch.zeros(2, 20, dtype=torch.bool)
+    padding[0, 15:] = True
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        ours = at.RingMultiheadDilatedAttention(64, 4, batch_first=True)
+        ours.load_state_dict(encoder.layers[0].self_attn.state_dict())
+        encoder.layers[0].self_attn = ours
+        found = encoder.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], expected[~padding], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("low", [-5000.0, -10000.0, -1e6])
+def test_low_biases_are_not_missing_keys(low: float) -> None:
+    theirs = nn.MultiheadAttention(64, 4, batch_first=True)
+    ours = at.RingMultiheadDilatedAttention(64, 4, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 64)
+    mask = torch.full((2, 6), low)
+    mask[1, 3:] = -torch.inf
+    expected, found = (m(x, x, x, key_padding_mask=mask)[0] for m in (theirs, ours))
+    # A score of about 1 beside 1e6 has steps of a sixteenth.
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 if low > -1e5 else 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_without_keys_are_zeros_at_any_scale(dtype: torch.dtype) -> None:
+    module = at.RingMultiheadDilatedAttention(64, 4, batch_first=True, scale=0.01, bias=False).to(
+        dtype
+    )
+    x = torch.randn(2, 40, 64).to(dtype)
+    padding = torch.zeros(2, 40, dtype=torch.bool)
+    padding[1] = True
+    o, weights = module(x, x, x, key_padding_mask=padding)
+    assert torch.equal(o[1], torch.zeros_like(o[1])) and torch.equal(
+        weights[1], torch.zeros_like(weights[1])
+    )
+    alone, _ = module(x[:1], x[:1], x[:1])
+    torch.testing.assert_close(
+        o[0], alone[0], rtol=0.02, atol=1e-5 if dtype == torch.float32 else 0.01
+    )

@@ -101,15 +101,93 @@ def errors_are_everybodys() -> None:
         ({"is_causal": True}, []),
         ({"reproducible": True}, []),
         ({"q": q.bfloat16(), "k": q.bfloat16(), "v": q.bfloat16()}, []),
+        # What Python finds before the executor is asked.
+        ({"q": q[0]}, ["q has 3 axes"]),
+        ({"q": q.double(), "k": q.double(), "v": q.double()}, ["float64"]),
+        ({"placement": "zig-zag"}, ["zig-zag"]),
+        ({"schedule": "rign"}, ["rign"]),
+        ({"timeout": -1}, ["timeout"]),
+        ({"segment_lengths": [16.5], "dilation_rates": [1]}, ["segment_lengths"]),
+        ({"segment_lengths": [16, 32], "dilation_rates": [1]}, ["dilation_rates"]),
     ):
-        call = {"q": q, "k": q, "v": q, "group": WORLD} | (wrong if rank == 1 else {})
+        for common in ({}, {"n_global": 8 * dist.get_world_size()}):
+            call = {"q": q, "k": q, "v": q, "group": WORLD, **common} | (wrong if rank == 1 else {})
+            try:
+                at.ring_attention(**call)
+            except annulus.ConfigError as error:
+                assert all(w in str(error) for w in words), error
+            else:
+                raise AssertionError(f"{wrong} on one rank went unnoticed")
+    at.ring_attention(q, q, q, group=WORLD)  # still alive
+
+    module = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, group=WORLD)
+    x = torch.randn(1, 8, 32)
+    for wrong in (
+        {"need_weights": True},
+        {"attn_mask": torch.zeros(8, 8)},
+        {"key_padding_mask": torch.zeros(1, 7, dtype=torch.bool)},
+    ):
         try:
-            at.ring_attention(**call)
+            module(x, x, x, **{"need_weights": False} | (wrong if rank == 1 else {}))
         except annulus.ConfigError as error:
-            assert all(w in str(error) for w in words), error
+            assert next(iter(wrong)) in str(error), error
         else:
             raise AssertionError(f"{wrong} on one rank went unnoticed")
-    at.ring_attention(q, q, q, group=WORLD)  # still alive
+    module(x, x, x, need_weights=False)
+
+
+def groups_that_not_everybody_is_in() -> None:
+    """Ranks may be in different numbers of groups."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([0, peer]) for peer in range(1, ranks)]
+    q = torch.randn(1, 8, 2, 16)
+    at.ring_attention(q, q, q, group=WORLD)
+    for peer, pair in enumerate(pairs, 1):
+        if rank in (0, peer):
+            at.ring_attention(q, q, q, group=pair)
+
+
+def rings_are_made_anew() -> None:
+    """After a timeout, a cleanup, and a new process group."""
+    rank = dist.get_rank()
+    q = torch.randn(1, 8, 2, 16)
+    at.ring_attention(q, q, q, group=WORLD)
+    if rank == 1:
+        time.sleep(2)
+    failed = False
+    for timeout in (0.5, 20):  # whoever noticed first waits for the others in the second call
+        begin = time.monotonic()
+        try:
+            at.ring_attention(q, q, q, group=WORLD, timeout=timeout)
+        except annulus.TransportError:
+            assert timeout == 0.5 and time.monotonic() - begin < 4
+            failed = True
+    assert failed
+    for _ in range(5):
+        at.ring_attention(q, q, q, group=WORLD)
+        at.cleanup()
+    # Nobody has to come to a call that one rank alone makes, and it ends in time.
+    if rank == 0:
+        begin = time.monotonic()
+        try:
+            at.ring_attention(q, q, q, group=WORLD, timeout=1.0)
+        except annulus.TransportError as error:
+            assert error.rank == 1 and 0.9 < time.monotonic() - begin < 5, error
+        else:
+            raise AssertionError("a ring of one rank out of several worked")
+    dist.barrier()
+    at.ring_attention(q, q, q, group=WORLD)
+
+
+def group_made_again() -> None:
+    """Without cleanup() in between. Last of its process: the worker's own group is gone."""
+    q = torch.randn(1, 8, 2, 16)
+    for _ in range(2):
+        at.ring_attention(q, q, q, group=dist.group.WORLD)
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
 
 
 def unshard_and_its_gradient() -> None:
@@ -124,6 +202,20 @@ def unshard_and_its_gradient() -> None:
         (back * x * (rank + 1)).sum().backward()  # the sum of all ranks' losses
         expected = at.shard(x, **place) * sum(range(1, ranks + 1))
         torch.testing.assert_close(mine.grad, expected)
+
+        # Gradients of other tensors are theirs alone.
+        other = torch.ones(2, 23, 3, dtype=torch.float64, requires_grad=True)
+        (
+            (at.unshard(mine.detach().requires_grad_(), **place) + 2 * other) * (rank + 1)
+        ).sum().backward()
+        torch.testing.assert_close(other.grad, torch.full_like(other, 2.0 * (rank + 1)))
+    for wrong in (x[..., : 2 + (rank == 1)], x[0], x.float()):
+        try:
+            at.unshard(wrong if rank == 1 else x[..., :2], group=WORLD)
+        except annulus.ConfigError as error:
+            assert "unshard" in str(error), error
+        else:
+            raise AssertionError("shards that do not fit together went unnoticed")
 
 
 def groups_beside_data_parallelism() -> None:

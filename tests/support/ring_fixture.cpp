@@ -3,10 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <mutex>
@@ -192,7 +193,9 @@ std::string first_difference(const Results& a, const Results& b) {
     for (std::size_t i = 0; i < left[m]->size(); ++i) {
       const float x = (*left[m])[i];
       const float y = (*right[m])[i];
-      if (std::memcmp(&x, &y, sizeof(float)) == 0 || (std::isnan(x) && std::isnan(y))) continue;
+      if (std::bit_cast<std::uint32_t>(x) == std::bit_cast<std::uint32_t>(y) ||
+          (std::isnan(x) && std::isnan(y)))
+        continue;
       if (different++ == 0) first = i;
     }
     if (different == 0) continue;

@@ -7,6 +7,13 @@
 With ``group=`` every rank passes its shard of the sequence; see :func:`ring_attention`.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "annulus.torch needs PyTorch (pip install torch)", name="torch"
+    ) from error
+
 from annulus.torch._functional import ring_attention
 from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
 from annulus.torch._rings import cleanup, clear_cache, get_memory_info

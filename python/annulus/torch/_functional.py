@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import annulus
 from annulus import ConfigError
@@ -28,6 +30,11 @@ def _result_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _is_nothing(q: torch.Tensor, config: Config) -> bool:
+    """No sequences, or one process's sequence without tokens: a plan needs at least one of each."""
+    return config.group is None and q.shape[0] * q.shape[1] == 0
+
+
 # Two operators with plain tensors in and out: torch.compile, checkpointing and autograd take them as
 # they are. The two states are empty unless detached mixing needs them.
 
@@ -40,12 +47,15 @@ def _attend(
     o = _result_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32)
     nothing = torch.empty(0)
+    if _is_nothing(q, c):
+        return o, lse, nothing, nothing.clone()
     if q.dtype == torch.float64:
         pattern = _rings.pattern_of(c, q.shape[2])
         o64, lse64 = annulus.reference_forward(
             q.numpy(), k.numpy(), v.numpy(), pattern, scale=c.scale
         )
-        return torch.from_numpy(o64), torch.from_numpy(lse64).float(), nothing, nothing.clone()
+        o.copy_(torch.from_numpy(o64))
+        return o, torch.from_numpy(lse64).float(), nothing, nothing.clone()
     with ring_of(c).take(config, q, k) as executor:
         if c.mix_gradient == "detached" and c.backward:
             rows = executor.branch_state_rows
@@ -65,7 +75,12 @@ def _(
     c = config_of(config)
     o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows = 0
-    if c.mix_gradient == "detached" and c.backward:
+    if (
+        c.mix_gradient == "detached"
+        and c.backward
+        and q.dtype != torch.float64
+        and not _is_nothing(q, c)
+    ):
         rows = max(1, len(c.segment_lengths)) * q.shape[0] * q.shape[1] * q.shape[2]
     empty = q.new_empty(0, dtype=torch.float32)
     if rows == 0:
@@ -91,14 +106,16 @@ def _attend_backward(
     config: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
+    grads = _result_like(q), _result_like(k), _result_like(v)
+    if _is_nothing(q, c):
+        return grads
     if q.dtype == torch.float64:
         pattern = _rings.pattern_of(c, q.shape[2])
         arrays = [x.numpy() for x in (q, k, v, grad)]
-        grads = annulus.reference_backward(
+        exact = annulus.reference_backward(
             *arrays, pattern, scale=c.scale, mix_gradient=c.mix_gradient
         )
-        return tuple(torch.from_numpy(g) for g in grads)
-    grads = _result_like(q), _result_like(k), _result_like(v)
+        return tuple(g.copy_(torch.from_numpy(e)) for g, e in zip(grads, exact))
     with ring_of(c).take(config, q, k) as executor:
         state = None
         if c.mix_gradient == "detached":
@@ -156,10 +173,17 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
             return f"{name} is a {type(x).__name__}: a torch.Tensor was expected"
         if x.dim() != 4:
             return f"{name} has {x.dim()} axes: [batch, local tokens, heads, head_dim] was expected"
+        if x.is_nested:
+            return f"{name} is a nested tensor: a padded one was expected"
         if x.device.type != "cpu":
             return f"{name} is on {x.device}: this build has kernels for the CPU only"
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype}, but q is {q.dtype}: one dtype was expected"
+    if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or v.shape != k.shape:
+        return (
+            f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: equal shapes were expected, but "
+            "that k and v may have fewer heads"
+        )
     if q.dtype == torch.float64:
         if group is not None:
             return "float64 runs on the reference, in one process only: use float32 with a group"
@@ -168,17 +192,44 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
     return None
 
 
+def _refuse(
+    group: dist.ProcessGroup | None, n_global: object, timeout: object, text: str
+) -> NoReturn:
+    _rings.refuse(group, n_global, timeout, ConfigError(f"ring_attention: {text}"))
+
+
+def _refuse_transforms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Raises where forward-mode or functional derivatives would be lost; whether vmap is at work."""
+    if forward_ad._current_level >= 0:
+        for x in (q, k, v):
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    "annulus: ring_attention has no forward-mode derivative; use backward"
+                )
+    inner = torch._C._functorch.peek_interpreter_stack()
+    if inner is not None and inner.key() != torch._C._functorch.TransformType.Vmap:
+        raise NotImplementedError(
+            "annulus: ring_attention does not work inside torch.func.grad, vjp or jvp; use torch.autograd"
+        )
+    return inner is not None
+
+
 # By the arguments of a call, to make its text once.
 _texts: dict[tuple, str] = {}
 
 
 @torch.compiler.assume_constant_result
 def _config_text(*values: object) -> str:
+    """The configuration's text; "!" and what is wrong with it."""
     text = _texts.get(values)
     if text is None:
+        config = Config(*values)
+        complaint = config.complaint()
+        if complaint is not None:
+            return "!" + complaint
         if len(_texts) >= _MOST_TEXTS:
             _texts.clear()
-        text = _texts[values] = Config(*values).text()
+        text = _texts[values] = config.text()
     return text
 
 
@@ -241,28 +292,21 @@ def ring_attention(
         ConfigError: wrong arguments; on every rank, whichever rank they are wrong on.
         TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
     """
-    if torch.is_autocast_enabled("cpu") and isinstance(q, torch.Tensor) and q.is_floating_point():
+    group_name = _rings.group_name(group)
+    if torch.is_autocast_enabled("cpu") and all(
+        isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v)
+    ):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     complaint = _complaint(q, k, v, group)
     if complaint is not None:
-        raise ConfigError(f"ring_attention: {complaint}")
-    if (segment_lengths is None) != (dilation_rates is None):
-        raise ConfigError("ring_attention: segment_lengths and dilation_rates go together")
-    if pattern is None:
-        pattern = "dense" if segment_lengths is None else "longnet"
-    if pattern not in ("dense", "longnet", "head_groups"):
-        raise ConfigError(
-            f"ring_attention: pattern is {pattern!r}: 'dense', 'longnet' or 'head_groups' was expected"
-        )
-    if (pattern == "dense") != (segment_lengths is None) or (pattern == "dense" and group_scale):
-        raise ConfigError(
-            "ring_attention: pattern 'dense' has no segment_lengths, dilation_rates or group_scale, the others "
-            "need segment_lengths and dilation_rates"
-        )
+        _refuse(group, n_global, timeout, complaint)
+    inside_vmap = not torch.compiler.is_compiling() and _refuse_transforms(q, k, v)
     needs_gradient = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
+        inside_vmap or q.requires_grad or k.requires_grad or v.requires_grad
     )
+    if pattern is None:
+        pattern = "dense" if segment_lengths is None and dilation_rates is None else "longnet"
     text = _config_text(
         pattern,
         () if segment_lengths is None else tuple(segment_lengths),
@@ -272,7 +316,7 @@ def ring_attention(
         mix_gradient,
         group_scale,
         scale,
-        _rings.group_name(group),
+        group_name,
         placement,
         n_global,
         schedule,
@@ -282,5 +326,7 @@ def ring_attention(
         max_communication_bytes,
         timeout,
     )
+    if text[0] == "!":
+        _refuse(group, n_global, timeout, text[1:])
     o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
     return (o, lse) if return_lse else o

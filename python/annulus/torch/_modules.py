@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,16 @@ from annulus import ConfigError
 from annulus.torch import _rings
 from annulus.torch._functional import ring_attention
 
-# Added to the scores of padded keys: far below any score, yet finite, and small enough for float16.
-_MASKED_SCORE = -3e4
+# Its square times the scale, taken from a score, is far below any other score; float16 holds it.
+_LARGE = 60000.0
+
+
+def _key_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to a key's scores, in float32 at least; -inf: the key is left out."""
+    wide = dtype if dtype == torch.float64 else torch.float32
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=wide).masked_fill_(mask, -torch.inf)
+    return mask.to(wide)
 
 
 class RingDilatedAttention(nn.Module):
@@ -307,12 +316,14 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         Returns:
             (output like query, weights or None).
         """
+        if query.is_nested:
+            return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-            raise ConfigError(
-                self._say(
-                    f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was expected"
-                )
+            self._refuse(
+                f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was "
+                "expected",
+                n_global,
             )
         self_attention = query is key and key is value
         if not batched:
@@ -324,25 +335,29 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if self_attention:
             key = value = query
         if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
-            raise ConfigError(
-                self._say(
-                    f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths were expected"
-                )
+            self._refuse(
+                f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths "
+                "were expected",
+                n_global,
             )
-        causal = is_causal or self.attention.is_causal
-        if attn_mask is not None and not is_causal:
-            causal = self._is_causal_mask(attn_mask, query.shape[1])
+        if key_padding_mask is not None and key_padding_mask.shape != query.shape[:2]:
+            self._refuse(
+                f"key_padding_mask is {list(key_padding_mask.shape)}: {list(query.shape[:2])} was expected",
+                n_global,
+            )
         if need_weights and (
             self.attention.segment_lengths is not None or self.attention.group is not None
         ):
-            raise ConfigError(
-                self._say(
-                    "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
-                )
+            self._refuse(
+                "need_weights is honoured only for the dense pattern in one process: pass need_weights=False",
+                n_global,
             )
+        causal = is_causal or self.attention.is_causal
+        if attn_mask is not None and not is_causal:
+            causal = self._is_causal_mask(attn_mask, query.shape[1], n_global)
 
         q, k, v = self._project(query, key, value)
-        bias = self._key_bias(key_padding_mask, q)
+        bias = None if key_padding_mask is None else _key_bias(key_padding_mask, q.dtype)
         if bias is None:
             heads = self.attention(q, k, v, is_causal=causal, n_global=n_global)
         else:
@@ -357,18 +372,45 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
-    def _say(self, text: str) -> str:
-        return f"{type(self).__name__}: {text}"
+    def _forward_nested(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        need_weights: bool,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, None]:
+        """nn.TransformerEncoder makes nested tensors of padded ones when it is not training."""
+        if query is not key or key is not value or need_weights or self.attention.group is not None:
+            self._refuse(
+                "nested tensors are honoured for self-attention in one process with need_weights=False only",
+                None,
+            )
+        lengths = torch.tensor([len(x) for x in query.unbind()])
+        padded = query.to_padded_tensor(0.0)
+        padding = torch.arange(padded.shape[1]) >= lengths[:, None]
+        if not self.batch_first:
+            padded = padded.transpose(0, 1)
+        out, _ = self.forward(
+            padded, padded, padded, padding, False, attn_mask, is_causal=is_causal
+        )
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        return torch.nested.as_nested_tensor([x[:n] for x, n in zip(out, lengths)]), None
 
-    def _is_causal_mask(self, mask: torch.Tensor, tokens: int) -> bool:
+    def _refuse(self, text: str, n_global: int | None) -> NoReturn:
+        """A ConfigError, on every rank of the group."""
+        error = ConfigError(f"{type(self).__name__}: {text}")
+        _rings.refuse(self.attention.group, n_global, self.attention.timeout, error)
+
+    def _is_causal_mask(self, mask: torch.Tensor, tokens: int, n_global: int | None) -> bool:
         """Whether every pair may attend (False) or exactly the causal ones (True)."""
         if self.attention.group is not None:
-            raise ConfigError(
-                self._say("attn_mask cannot be used with a group: pass is_causal=True")
-            )
+            self._refuse("attn_mask cannot be used with a group: pass is_causal=True", n_global)
         if mask.shape[-2:] != (tokens, tokens):
-            raise ConfigError(
-                self._say(f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] was expected")
+            self._refuse(
+                f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] was expected", n_global
             )
         masked = mask if mask.dtype == torch.bool else mask == -torch.inf
         plain = mask.dtype == torch.bool or bool(((mask == 0) | masked).all())
@@ -377,25 +419,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             return True
         if plain and not bool(masked.any()):
             return self.attention.is_causal
-        raise ConfigError(
-            self._say(
-                "attn_mask is neither empty nor the causal mask: other masks are not supported"
-            )
+        self._refuse(
+            "attn_mask is neither empty nor the causal mask: other masks are not supported",
+            n_global,
         )
-
-    def _key_bias(self, mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-        """What is added to a key's scores, [batch, tokens]; None: nothing."""
-        if mask is None:
-            return None
-        if mask.shape != q.shape[:2]:
-            raise ConfigError(
-                self._say(
-                    f"key_padding_mask is {list(mask.shape)}: {list(q.shape[:2])} was expected"
-                )
-            )
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
-        return mask.to(q.dtype).clamp(min=_MASKED_SCORE)
 
     def _attend_with_bias(
         self,
@@ -406,27 +433,28 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         causal: bool,
         n_global: int | None,
     ) -> torch.Tensor:
-        """A bias of keys as eight more columns of q and k: q gets a 1, k the bias, before scaling."""
+        """A bias of keys as eight more columns of q and k: q has a 1 in the first, k the bias before scaling.
+        Keys that are left out altogether differ from those with a low bias: in the second column q has a large
+        number, and theirs is its negative."""
         scale = self.attention.scale
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         if self.head_dim > 248:
-            raise ConfigError(
-                self._say("key_padding_mask needs embed_dim / num_heads of at most 248")
-            )
+            self._refuse("key_padding_mask needs embed_dim / num_heads of at most 248", n_global)
         if scale <= 0:
-            raise ConfigError(self._say("key_padding_mask needs a positive scale"))
-        column = (bias / scale)[:, :, None, None].expand(-1, -1, k.shape[2], 1)
-        if q.dtype == torch.float16:
-            column = column.clamp(min=torch.finfo(torch.float16).min)
-        one = q.new_zeros(8)
-        one[0] = 1
-        q8 = torch.cat([q, one.expand(*q.shape[:3], 8)], -1)
-        k8 = torch.cat([k, column, k.new_zeros(*k.shape[:3], 7)], -1)
+            self._refuse("key_padding_mask needs a positive scale", n_global)
+        out = bias == -torch.inf
+        # A tenth of what the keys that are left out get; in float16, what it can hold.
+        least = max(-0.1 * _LARGE * _LARGE, torch.finfo(q.dtype).min)
+        low = (bias.masked_fill(out, 0) / scale).clamp(min=least)
+        columns = torch.stack([low.to(q.dtype), out.to(q.dtype) * -_LARGE], -1)
+        ones = q.new_tensor([1.0, _LARGE, 0, 0, 0, 0, 0, 0])
+        q8 = torch.cat([q, ones.expand(*q.shape[:3], 8)], -1)
+        k8 = torch.cat([k, F.pad(columns, (0, 6))[:, :, None].expand(*k.shape[:3], 8)], -1)
         v8 = F.pad(v, (0, 8))
         changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
         o, lse = ring_attention(q8, k8, v8, **{**self.attention._options(), **changes})
-        # Rows that saw nothing but masked keys.
-        empty = (lse < _MASKED_SCORE / 8)[..., None]
+        # Rows that saw no key, or none but those that are left out.
+        empty = (lse < -0.5 * _LARGE * _LARGE * scale)[..., None]
         return o[..., : self.head_dim].masked_fill(empty, 0)
 
     def _weights(
@@ -445,5 +473,6 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if causal:
             later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
-        weights = scores.softmax(-1)
+        # A row that sees nothing has zeros for weights, as its output has.
+        weights = scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
         return weights.mean(1) if average else weights

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
+import operator
 import os
 import threading
 from typing import NoReturn
@@ -21,6 +23,23 @@ CAPACITY = 20
 _NO_LIMIT = 2**62
 _TAG_LENGTHS = 100  # the executors' own tags are below
 _REFUSED = -1  # instead of a number of tokens: this rank cannot make the call
+
+
+_NAMES = {
+    "pattern": ("dense", "longnet", "head_groups"),
+    "offsets": ("blocked", "interleaved"),
+    "mix_gradient": ("full", "detached"),
+    "placement": ("contiguous", "zigzag", "striped", "hilbert"),
+    "schedule": ("auto", "ring", "gather"),
+}
+
+
+def _is_whole(x: object) -> bool:
+    try:
+        operator.index(x)
+    except TypeError:
+        return False
+    return not isinstance(x, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +64,49 @@ class Config:
     min_tokens_for_ring: int
     max_communication_bytes: int
     timeout: float | None
+
+    def complaint(self) -> str | None:
+        """What is wrong with it that no tensor is needed to see."""
+        for name, names in _NAMES.items():
+            value = getattr(self, name)
+            if value not in names:
+                return f"{name} is {value!r}: one of {', '.join(map(repr, names))} was expected"
+        for name in ("is_causal", "group_scale", "reproducible"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                return f"{name} is {value!r}: True or False was expected"
+        plain = self.pattern == "dense"
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            return (
+                f"there are {len(self.segment_lengths)} segment_lengths and {len(self.dilation_rates)} "
+                "dilation_rates: one of each per branch was expected"
+            )
+        if plain == bool(self.segment_lengths) or (plain and self.group_scale):
+            return (
+                "pattern 'dense' has no segment_lengths, dilation_rates or group_scale, the others need "
+                "segment_lengths and dilation_rates"
+            )
+        if self.offsets != "blocked" and self.pattern != "longnet":
+            return f"offsets is {self.offsets!r}, which means something for pattern 'longnet' only"
+        for name in ("segment_lengths", "dilation_rates"):
+            values = getattr(self, name)
+            if not all(_is_whole(x) and x > 0 for x in values):
+                return f"{name} is {list(values)}: positive whole numbers were expected"
+        for name in ("n_global", "min_tokens_for_ring", "max_communication_bytes"):
+            value = getattr(self, name)
+            if not (_is_whole(value) and value >= 0 or name == "n_global" and value is None):
+                return f"{name} is {value!r}: a whole number was expected"
+        for name in ("scale", "timeout"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                fine = math.isfinite(value) and (name == "scale" or value > 0)
+            except TypeError:
+                fine = False
+            if not fine:
+                return f"{name} is {value!r}: a finite{' positive' * (name == 'timeout')} number was expected"
+        return None
 
     def text(self) -> str:
         # Numbers of NumPy's and tensors of one element are fine, too.
@@ -232,7 +294,9 @@ class _GroupRing:
                 self.transport.receive(peer, _TAG_LENGTHS, memoryview(buffer))
                 for peer, buffer in theirs.items()
             ]
-            transfers += [self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs]
+            transfers += [
+                self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs
+            ]
             for transfer in transfers:
                 transfer.wait()
         except TransportError:
@@ -241,8 +305,7 @@ class _GroupRing:
         theirs[rank] = mine
         lengths = [int.from_bytes(theirs[peer], "little", signed=True) for peer in range(size)]
         if _REFUSED in lengths and tokens != _REFUSED:
-            # That rank says why in what would be the construction or the pass.
-            RingAttention.refuse(self.transport, f"rank {lengths.index(_REFUSED)} refused the call")
+            RingAttention.refuse(self.transport, "")  # to hear the reason
         return lengths
 
     def refuse(self, reason: str, timeout: float | None, tells_lengths: bool) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 import torch.distributed as dist
 
@@ -73,12 +75,23 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.contiguous()
+        grad = grad.clone(memory_format=torch.contiguous_format)  # others may hold what came in
         dist.all_reduce(grad, group=ctx.group)
         rank = dist.get_rank(ctx.group)
         first = sum(ctx.lengths[:rank])
         mine = ctx.order[first : first + ctx.lengths[rank]]
         return grad.index_select(ctx.dim, mine), None, None, None, None
+
+
+def _shapes(x: torch.Tensor, group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every rank's tensor. Collective."""
+    mine = torch.zeros(256, dtype=torch.uint8)
+    text = json.dumps([str(x.dtype), list(x.shape)]).encode()
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    all_ranks = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_ranks, mine, group=group)
+    texts = (bytes(t.tolist()).rstrip(b"\0").decode() for t in all_ranks)
+    return [(dtype, tuple(shape)) for dtype, shape in map(json.loads, texts)]
 
 
 def unshard(
@@ -102,6 +115,7 @@ def unshard(
         group: the ranks of the ring; None: this process alone.
         dim: the axis of the tokens.
     """
+    _rings.group_size_and_rank(group)  # refuses what is no group
     if group is None:
         _rings.placement_of(placement, x.shape[dim], 1)
         if placement == "hilbert":
@@ -109,12 +123,16 @@ def unshard(
             return x.index_select(dim, torch.argsort(order))
         return x
     dim = dim % x.dim()
-    ranks, _ = _rings.group_size_and_rank(group)
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([x.shape[dim]]), group=group)
-    lengths = [int(c) for c in counts]
+    shapes = _shapes(x, group)
+    lengths = [shape[dim] for _, shape in shapes if dim < len(shape)]
+    if len({(dtype, *shape[:dim], None, *shape[dim + 1 :]) for dtype, shape in shapes}) > 1:
+        raise ConfigError(
+            "unshard: the ranks hold "
+            + ", ".join(f"{dtype} {list(shape)}" for dtype, shape in shapes)
+            + f": tensors that differ in axis {dim} alone were expected"
+        )
     placed = _rings.placement_of_lengths(placement, lengths)
-    order = torch.cat([torch.from_numpy(placed.positions(r)) for r in range(ranks)])
+    order = torch.cat([torch.from_numpy(placed.positions(r)) for r in range(len(lengths))])
     if len(order) != sum(lengths):
         raise ConfigError(f"unshard: the ranks hold {lengths} tokens of {len(order)}")
     return _Gather.apply(x, lengths, order, group, dim)

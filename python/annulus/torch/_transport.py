@@ -156,9 +156,7 @@ class ProcessGroupTransport(Transport):
                 self._store, self.rank(), self.size(), self._deadline()
             )
         except RuntimeError as error:
-            self._failed = (
-                f"[rank {self.rank()}/{self.size()}] {self.name()}: connecting failed: {str(error).strip()}"
-            )
+            self._failed = f"[rank {self.rank()}/{self.size()}] {self.name()}: connecting failed: {str(error).strip()}"
             raise self._error() from error
 
     def send(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:

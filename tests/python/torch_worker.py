@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
 import time
 
 import torch
@@ -180,13 +181,17 @@ def rings_are_made_anew() -> None:
 
 
 def group_made_again() -> None:
-    """Without cleanup() in between. Last of its process: the worker's own group is gone."""
+    """Without cleanup() in between. Over stores of its own: PyTorch's groups now and then meet the addresses of
+    the ones before them in torchrun's. Last of its process: the worker's own group is gone."""
     q = torch.randn(1, 8, 2, 16)
-    for _ in range(2):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for number in range(2):
         at.ring_attention(q, q, q, group=dist.group.WORLD)
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+        name = f"annulus_{os.environ['MASTER_PORT']}_{number}"
+        store = dist.FileStore(os.path.join(tempfile.gettempdir(), name), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     at.ring_attention(q, q, q, group=dist.group.WORLD)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import json
@@ -421,6 +422,10 @@ def cleanup() -> None:
     clear_cache()
     while _groups:
         _groups.popitem()[1].transport.close()
+
+
+# Connections have threads of their own: they end before Python does.
+atexit.register(cleanup)
 
 
 def get_memory_info() -> dict[str, object]:

@@ -36,7 +36,7 @@ std::int64_t rows_per_segment(const Grid& grid, std::int64_t length) {
 
 // A guest's queries are computed in blocks of one host segment, which meet fewer keys but pack them
 // more often, and fill vectors of queries less well. Packing a key costs about as much as 8 queries
-// that use it.
+// that use it; blocks are as long as the CPU kernels', which this layer does not know.
 bool worth_sharing(std::int64_t segment_rows, std::int64_t host_rows) {
   constexpr double kPackCost = 8;
   constexpr std::int64_t kQueryBlock = 1024;

@@ -43,6 +43,7 @@ def torchrun(processes: int, *arguments: str, check: bool = True) -> str:
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [
+        (1, ["alone", "equals_one_process"]),
         (2, ["equals_one_process", "fully_sharded", "rings_are_made_anew", "group_made_again"]),
         (
             3,

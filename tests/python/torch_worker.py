@@ -153,17 +153,20 @@ def rings_are_made_anew() -> None:
     rank = dist.get_rank()
     q = torch.randn(1, 8, 2, 16)
     at.ring_attention(q, q, q, group=WORLD)
-    if rank == 1:
-        time.sleep(2)
-    failed = False
-    for timeout in (0.5, 20):  # whoever noticed first waits for the others in the second call
-        begin = time.monotonic()
-        try:
-            at.ring_attention(q, q, q, group=WORLD, timeout=timeout)
-        except annulus.TransportError:
-            assert timeout == 0.5 and time.monotonic() - begin < 4
-            failed = True
-    assert failed
+    # Without n_global the exchange of lengths fails, with it the construction of an executor.
+    for options in ({}, {"n_global": 8 * dist.get_world_size(), "is_causal": True}):
+        dist.barrier()
+        if rank == 1:
+            time.sleep(2)
+        failed = False
+        for timeout in (0.5, 20):  # whoever noticed first waits for the others in the second call
+            begin = time.monotonic()
+            try:
+                at.ring_attention(q, q, q, group=WORLD, timeout=timeout, **options)
+            except annulus.TransportError:
+                assert timeout == 0.5 and time.monotonic() - begin < 4
+                failed = True
+        assert failed
     for _ in range(5):
         at.ring_attention(q, q, q, group=WORLD)
         at.cleanup()
@@ -178,6 +181,15 @@ def rings_are_made_anew() -> None:
             raise AssertionError("a ring of one rank out of several worked")
     dist.barrier()
     at.ring_attention(q, q, q, group=WORLD)
+
+
+def alone() -> None:
+    """A group of one rank, which has nobody to talk to."""
+    q = torch.randn(1, 8, 2, 16)
+    o = at.ring_attention(q, q, q, group=WORLD)
+    assert torch.equal(o, at.ring_attention(q, q, q))
+    at._rings._groups[WORLD.group_name].transport.abort("out of tea")
+    assert torch.equal(o, at.ring_attention(q, q, q, group=WORLD))
 
 
 def group_made_again() -> None:

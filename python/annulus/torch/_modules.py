@@ -317,7 +317,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             (output like query, weights or None).
         """
         if query.is_nested:
-            return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
+            return self._forward_nested(
+                query, key, value, need_weights, attn_mask, is_causal, n_global
+            )
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             self._refuse(
@@ -380,12 +382,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         need_weights: bool,
         attn_mask: torch.Tensor | None,
         is_causal: bool,
+        n_global: int | None,
     ) -> tuple[torch.Tensor, None]:
         """nn.TransformerEncoder makes nested tensors of padded ones when it is not training."""
         if query is not key or key is not value or need_weights or self.attention.group is not None:
             self._refuse(
                 "nested tensors are honoured for self-attention in one process with need_weights=False only",
-                None,
+                n_global,
             )
         lengths = torch.tensor([len(x) for x in query.unbind()])
         padded = query.to_padded_tensor(0.0)

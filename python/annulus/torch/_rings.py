@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import annulus
-from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
+from annulus import ConfigError, Pattern, Placement, RingAttention
 from annulus.torch._transport import ProcessGroupTransport, timeout_of
 
 # Workspaces kept per ring; the least recently used one is dropped first.
@@ -149,23 +150,10 @@ def pattern_of(config: Config, heads: int) -> Pattern:
     )
 
 
-def placement_of(name: str, tokens: int, ranks: int) -> Placement:
-    """A placement by its name."""
-    makers = {
-        "contiguous": Placement.contiguous,
-        "zigzag": Placement.zigzag,
-        "striped": Placement.striped,
-        "hilbert": Placement.hilbert,
-    }
-    if name not in makers:
-        raise ConfigError(f"placement is {name!r}: one of {', '.join(makers)} was expected")
-    return makers[name](tokens, ranks)
-
-
 def placement_of_lengths(name: str, lengths: list[int]) -> Placement:
     """The placement of these numbers of tokens per rank. Contiguous shards may have any lengths."""
     tokens = sum(lengths)
-    placement = placement_of(name, tokens, len(lengths))
+    placement = Placement.named(name, tokens, len(lengths))
     if all(placement.local_tokens(r) == n for r, n in enumerate(lengths)):
         return placement
     if name != "contiguous":
@@ -214,9 +202,9 @@ def _make_executor(
 
 
 class _Lease:
-    """An executor for the length of a `with` block."""
+    """An executor for the length of a `with` block; other threads get others."""
 
-    def __init__(self, ring: _LocalRings | _GroupRing, key: tuple, executor: RingAttention):
+    def __init__(self, ring: _LocalRings, key: tuple, executor: RingAttention):
         self._ring = ring
         self._key = key
         self._executor = executor
@@ -247,7 +235,7 @@ class _LocalRings:
                     f"n_global is {config.n_global}, but q has {q.shape[1]} tokens and there is no group"
                 )
             transport = annulus.make_in_process_ring(1)[0]
-            placement = placement_of(config.placement, q.shape[1], 1)
+            placement = Placement.named(config.placement, q.shape[1], 1)
             executor = _make_executor(
                 config, pattern_of(config, q.shape[2]), placement, transport, q, k
             )
@@ -282,7 +270,6 @@ class _GroupRing:
         self.process_group = group
         self.transport = ProcessGroupTransport(group, timeout)
         self._usual_deadline = timeout_of(group)
-        self.dead = False
         self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
 
     def lengths(self, tokens: int) -> list[int]:
@@ -290,19 +277,13 @@ class _GroupRing:
         rank, size = self.transport.rank(), self.transport.size()
         mine = tokens.to_bytes(8, "little", signed=True)
         theirs = {peer: bytearray(8) for peer in range(size) if peer != rank}
-        try:
-            transfers = [
-                self.transport.receive(peer, _TAG_LENGTHS, memoryview(buffer))
-                for peer, buffer in theirs.items()
-            ]
-            transfers += [
-                self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs
-            ]
-            for transfer in transfers:
-                transfer.wait()
-        except TransportError:
-            self.dead = True
-            raise
+        transfers = [
+            self.transport.receive(peer, _TAG_LENGTHS, memoryview(buffer))
+            for peer, buffer in theirs.items()
+        ]
+        transfers += [self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs]
+        for transfer in transfers:
+            transfer.wait()
         theirs[rank] = mine
         lengths = [int.from_bytes(theirs[peer], "little", signed=True) for peer in range(size)]
         if _REFUSED in lengths and tokens != _REFUSED:
@@ -316,7 +297,9 @@ class _GroupRing:
             self.lengths(_REFUSED)
         RingAttention.refuse(self.transport, reason)
 
-    def take(self, text: str, q: torch.Tensor, k: torch.Tensor) -> _Lease:
+    def take(
+        self, text: str, q: torch.Tensor, k: torch.Tensor
+    ) -> contextlib.AbstractContextManager[RingAttention]:
         config = config_of(text)
         self.transport.set_deadline(
             self._usual_deadline if config.timeout is None else config.timeout
@@ -327,7 +310,7 @@ class _GroupRing:
         if executor is None:
             try:
                 placement = (
-                    placement_of(config.placement, config.n_global, self.transport.size())
+                    Placement.named(config.placement, config.n_global, self.transport.size())
                     if lengths is None
                     else placement_of_lengths(config.placement, list(lengths))
                 )
@@ -339,12 +322,7 @@ class _GroupRing:
             if len(self._executors) > CAPACITY:
                 self._executors.popitem(last=False)
         self._executors.move_to_end(key)
-        return _Lease(self, key, executor)
-
-    def give_back(self, _key: tuple, _executor: RingAttention, healthy: bool) -> None:
-        # A ConfigError is everybody's and leaves the ring as it was; a broken one is made anew by
-        # the next call.
-        self.dead = self.dead or not healthy and self.transport.failed
+        return contextlib.nullcontext(executor)
 
     def clear(self) -> None:
         self._executors.clear()
@@ -365,8 +343,9 @@ def ring_of(config: Config) -> _LocalRings | _GroupRing:
 def _group_ring(name: str, timeout: float | None) -> _GroupRing:
     ring = _groups.get(name)
     group = dist.distributed_c10d._resolve_process_group(name)
-    # Names are given again once all groups have been destroyed.
-    if ring is None or ring.dead or ring.process_group is not group:
+    # A ConfigError leaves a ring as it was, a broken one is made anew. Names are given again once all groups
+    # have been destroyed.
+    if ring is None or ring.transport.failed or ring.process_group is not group:
         if ring is not None:
             del _groups[name]
             ring.transport.close()

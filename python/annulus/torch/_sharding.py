@@ -7,7 +7,7 @@ import json
 import torch
 import torch.distributed as dist
 
-from annulus import ConfigError
+from annulus import ConfigError, Placement
 from annulus.torch import _rings
 
 
@@ -30,7 +30,7 @@ def positions(
         rank: another rank of the group than this process's own.
     """
     ranks, own = _rings.group_size_and_rank(group)
-    placed = _rings.placement_of(placement, n_global, ranks)
+    placed = Placement.named(placement, n_global, ranks)
     return torch.from_numpy(placed.positions(own if rank is None else rank))
 
 
@@ -117,7 +117,7 @@ def unshard(
     """
     _rings.group_size_and_rank(group)  # refuses what is no group
     if group is None:
-        _rings.placement_of(placement, x.shape[dim], 1)
+        Placement.named(placement, x.shape[dim], 1)
         if placement == "hilbert":
             order = positions(x.shape[dim], placement=placement)
             return x.index_select(dim, torch.argsort(order))

@@ -137,6 +137,7 @@ class ProcessGroupTransport(Transport):
         self._failed_rank = -1
         self._lock = threading.Lock()
         self._gloo: dist.ProcessGroupGloo | None = None
+        self._store: dist.Store | None = None  # a rank alone needs neither
         if len(ranks) > 1:
             self._connect("annulus/" + parent.group_name)
 
@@ -219,7 +220,7 @@ class ProcessGroupTransport(Transport):
                 )
                 self._failed_rank = self.rank()
         try:
-            if first and not self._store.check(["abort"]):
+            if first and self._store is not None and not self._store.check(["abort"]):
                 self._store.set("abort", f"{self.rank()} {reason}")
         except RuntimeError:
             pass  # the others then learn of it from the closed connections alone

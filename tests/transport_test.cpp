@@ -645,5 +645,39 @@ TEST(RunInProcess, PassesOnExceptionsOfAnyType) {
   EXPECT_THROW(run_in_process(0, [](Transport&) {}), ConfigError);
 }
 
+TEST(RunInProcess, RunsOnARingThatExistsAgainAndAgain) {
+  const auto ring = make_in_process_ring(3);
+  for (int round = 0; round < 3; ++round) {
+    run_in_process(ring,
+                   [](Transport& transport) { EXPECT_TRUE(check_ring(transport).forward_ok); });
+  }
+  EXPECT_EQ(ring[0]->counters().messages_sent, 6U);
+  try {
+    run_in_process(ring, [](Transport& transport) {
+      if (transport.rank() == 1) {
+        transport.abort("cleaning up");
+        std::this_thread::sleep_for(milliseconds(50));
+        throw ConfigError("the root cause");
+      }
+      Bytes in(8);
+      transport.receive(1, 0, in)->wait();
+    });
+    FAIL() << "nothing was thrown";
+  } catch (const ConfigError& error) {
+    EXPECT_STREQ(error.what(), "the root cause");
+  }
+  // What is left of it is an aborted ring.
+  EXPECT_EQ(transport_error([&] { (void)ring[0]->send(2, 0, {}); }).rank(), 1);
+}
+
+TEST(RunInProcess, OneRankNeedsNoThread) {
+  const std::thread::id here = std::this_thread::get_id();
+  std::vector<std::thread::id> seen;
+  const auto note = [&](Transport&) { seen.push_back(std::this_thread::get_id()); };
+  run_in_process(1, note);
+  run_in_process(make_in_process_ring(1), note);
+  EXPECT_EQ(seen, std::vector(2, here));
+}
+
 }  // namespace
 }  // namespace annulus

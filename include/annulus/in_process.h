@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "annulus/transport.h"
@@ -20,10 +21,15 @@ struct InProcessOptions {
 [[nodiscard]] std::vector<std::unique_ptr<Transport>> make_in_process_ring(
     int ranks, const InProcessOptions& options = {});
 
-// Runs body(transport) on one thread per rank and joins them. If a rank throws, the transport is
-// aborted so that no other rank hangs, and the first failure (the root cause, not the echoes on
-// other ranks) is thrown again here.
+// Runs body(transport) on one thread per rank (a single rank's on the caller's) and joins them. If
+// a rank throws, the transport is aborted so that no other rank hangs, and the first failure (the
+// root cause, not the echoes on other ranks) is thrown again here. A rank that returns has left:
+// whoever still waits for it fails at once.
 void run_in_process(int ranks, const std::function<void(Transport&)>& body,
                     const InProcessOptions& options = {});
+
+// The same on a ring that exists and can be used again, unless a rank threw.
+void run_in_process(std::span<const std::unique_ptr<Transport>> ring,
+                    const std::function<void(Transport&)>& body);
 
 }  // namespace annulus

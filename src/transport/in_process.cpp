@@ -8,14 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -540,68 +536,17 @@ std::shared_ptr<Ring> make_ring(int ranks, const InProcessOptions& options) {
   return std::make_shared<Ring>(ranks, options);
 }
 
-std::vector<std::unique_ptr<Transport>> make_transports(const std::shared_ptr<Ring>& ring) {
-  std::vector<std::unique_ptr<Transport>> transports;
-  transports.reserve(static_cast<std::size_t>(ring->size));
-  for (int rank = 0; rank < ring->size; ++rank) {
-    transports.push_back(std::make_unique<InProcessTransport>(ring, rank));
-  }
-  return transports;
-}
-
 }  // namespace
 
 std::vector<std::unique_ptr<Transport>> make_in_process_ring(int ranks,
                                                              const InProcessOptions& options) {
-  return make_transports(make_ring(ranks, options));
-}
-
-void run_in_process(int ranks, const std::function<void(Transport&)>& body,
-                    const InProcessOptions& options) {
   const std::shared_ptr<Ring> ring = make_ring(ranks, options);
-  std::vector<std::unique_ptr<Transport>> transports = make_transports(ring);
-  std::vector<std::exception_ptr> errors(transports.size());
-  std::atomic<int> first_to_fail{-1};
-
-  const auto run_rank = [&](std::size_t rank) {
-    const auto fail = [&](const std::string& reason) {
-      errors[rank] = std::current_exception();
-      int nobody = -1;
-      first_to_fail.compare_exchange_strong(nobody, static_cast<int>(rank));
-      transports[rank]->abort(reason);
-    };
-    try {
-      body(*transports[rank]);
-    } catch (const std::exception& exception) {
-      fail(exception.what());
-    } catch (...) {
-      fail("an exception of unknown type");
-    }
-    // A rank that returns while others still wait for it must not keep them until their deadline.
-    transports[rank].reset();
-  };
-
-  std::vector<std::thread> threads;
-  threads.reserve(transports.size());
-  std::string cannot_start;
-  for (std::size_t rank = 0; rank < transports.size() && cannot_start.empty(); ++rank) {
-    try {
-      threads.emplace_back(run_rank, rank);
-    } catch (const std::system_error& error) {
-      cannot_start = "in-process ring: cannot start the thread of rank " + std::to_string(rank) +
-                     "/" + std::to_string(ranks) + ": " + error.what();
-      ring->abort(static_cast<int>(rank), cannot_start);
-    }
+  std::vector<std::unique_ptr<Transport>> transports;
+  transports.reserve(static_cast<std::size_t>(ranks));
+  for (int rank = 0; rank < ranks; ++rank) {
+    transports.push_back(std::make_unique<InProcessTransport>(ring, rank));
   }
-  for (std::thread& thread : threads) thread.join();
-  if (!cannot_start.empty()) throw DeviceError(cannot_start);
-
-  if (first_to_fail < 0) return;
-  // Whoever aborted first has the root cause, even if an echo on another rank was quicker to leave
-  // its body: a body may call abort() itself and throw later. Should that rank have swallowed its
-  // own error, the first failure has to do.
-  const std::exception_ptr& root = errors[static_cast<std::size_t>(ring->abort_rank)];
-  std::rethrow_exception(root ? root : errors[static_cast<std::size_t>(first_to_fail)]);
+  return transports;
 }
 
 }  // namespace annulus

@@ -1,0 +1,120 @@
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/in_process.h"
+
+// Ranks as threads of this process: starts them, and finds out which failure began it all.
+
+namespace annulus {
+namespace {
+
+// Who aborted the ring first; -1: nobody has. After an abort every operation of every rank fails
+// and names that rank, so an empty message to oneself asks any transport.
+int first_to_abort(Transport& transport) {
+  try {
+    (void)transport.send(transport.rank(), 0, {});
+  } catch (const TransportError& error) {
+    return error.rank();
+  } catch (...) {
+  }
+  return -1;
+}
+
+class Launcher {
+ public:
+  explicit Launcher(std::size_t ranks) : ranks_(ranks), errors_(ranks) {}
+
+  // run_rank(rank) on every rank; it calls attempt().
+  void run(const std::function<void(std::size_t rank)>& run_rank,
+           const std::function<void(std::size_t rank, const std::string& reason)>& abort) {
+    if (ranks_ == 1) {
+      run_rank(0);
+      rethrow();
+      return;
+    }
+    std::vector<std::thread> threads;
+    threads.reserve(ranks_);
+    std::string cannot_start;
+    for (std::size_t rank = 0; rank < ranks_ && cannot_start.empty(); ++rank) {
+      try {
+        threads.emplace_back(run_rank, rank);
+      } catch (const std::system_error& error) {
+        cannot_start = "in-process ring: cannot start the thread of rank " + std::to_string(rank) +
+                       "/" + std::to_string(ranks_) + ": " + error.what();
+        abort(rank, cannot_start);
+      }
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (!cannot_start.empty()) throw DeviceError(cannot_start);
+    rethrow();
+  }
+
+  // The body of one rank, on its thread.
+  void attempt(Transport& transport, const std::function<void(Transport&)>& body) {
+    const auto rank = static_cast<std::size_t>(transport.rank());
+    const auto fail = [&](const std::string& reason) {
+      errors_[rank] = std::current_exception();
+      int nobody = -1;
+      first_to_fail_.compare_exchange_strong(nobody, transport.rank());
+      transport.abort(reason);
+      first_to_abort_.store(first_to_abort(transport));  // the same on every rank
+    };
+    try {
+      body(transport);
+    } catch (const std::exception& exception) {
+      fail(exception.what());
+    } catch (...) {
+      fail("an exception of unknown type");
+    }
+  }
+
+ private:
+  void rethrow() const {
+    if (first_to_fail_ < 0) return;
+    // Whoever aborted first has the root cause, even if an echo on another rank was quicker to
+    // leave its body: a body may call abort() itself and throw later. Should that rank have
+    // swallowed its own error, the first failure has to do.
+    const int aborter = first_to_abort_;
+    const std::exception_ptr root =
+        aborter >= 0 ? errors_[static_cast<std::size_t>(aborter)] : nullptr;
+    std::rethrow_exception(root ? root : errors_[static_cast<std::size_t>(first_to_fail_)]);
+  }
+
+  const std::size_t ranks_;
+  std::vector<std::exception_ptr> errors_;
+  std::atomic<int> first_to_fail_{-1};
+  std::atomic<int> first_to_abort_{-1};
+};
+
+}  // namespace
+
+void run_in_process(int ranks, const std::function<void(Transport&)>& body,
+                    const InProcessOptions& options) {
+  std::vector<std::unique_ptr<Transport>> ring = make_in_process_ring(ranks, options);
+  Launcher launcher(ring.size());
+  launcher.run(
+      [&](std::size_t rank) {
+        launcher.attempt(*ring[rank], body);
+        // Others that still wait for this rank must not do so until their deadline.
+        ring[rank].reset();
+      },
+      [&](std::size_t rank, const std::string& reason) { ring[rank]->abort(reason); });
+}
+
+void run_in_process(std::span<const std::unique_ptr<Transport>> ring,
+                    const std::function<void(Transport&)>& body) {
+  Launcher launcher(ring.size());
+  launcher.run([&](std::size_t rank) { launcher.attempt(*ring[rank], body); },
+               [&](std::size_t rank, const std::string& reason) { ring[rank]->abort(reason); });
+}
+
+}  // namespace annulus

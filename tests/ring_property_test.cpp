@@ -12,7 +12,6 @@
 #include <new>
 #include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -207,18 +206,14 @@ TEST(RingProperty, EverythingSentIsReceived) {
     SCOPED_TRACE(c.text);
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
     const int ranks = c.options.placement.ranks();
-    auto transports = make_in_process_ring(ranks);
-    std::vector<std::thread> threads;
-    for (auto& transport : transports) {
-      threads.emplace_back([&, t = transport.get()] {
-        RingAttention ring(c.options, *t);
-        Shard shard(c.options, t->rank());
-        shard.load(inputs);
-        shard.forward(ring);
-        shard.backward(ring);
-      });
-    }
-    for (auto& thread : threads) thread.join();
+    const auto transports = make_in_process_ring(ranks);
+    run_in_process(transports, [&](Transport& transport) {
+      RingAttention ring(c.options, transport);
+      Shard shard(c.options, transport.rank());
+      shard.load(inputs);
+      shard.forward(ring);
+      shard.backward(ring);
+    });
     std::uint64_t sent = 0;
     std::uint64_t received = 0;
     for (const auto& transport : transports) {

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "annulus/in_process.h"
@@ -25,18 +24,11 @@ struct Bench {
 
 thread_local std::string last_error;
 
-// Runs body(rank) on one thread per rank and returns the seconds from first start to last end.
+// Runs body(rank) on every rank and returns the seconds from first start to last end.
 template <typename Body>
 double timed(Bench& bench, const Body& body) {
   const auto start = std::chrono::steady_clock::now();
-  if (bench.ranks.size() == 1) {
-    body(0);
-  } else {
-    std::vector<std::thread> threads;
-    for (std::size_t r = 0; r < bench.ranks.size(); ++r)
-      threads.emplace_back([&, r] { body(static_cast<int>(r)); });
-    for (std::thread& thread : threads) thread.join();
-  }
+  run_in_process(bench.transports, [&](Transport& transport) { body(transport.rank()); });
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 

@@ -1,11 +1,7 @@
 #include "local_ring.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <exception>
-#include <system_error>
-#include <thread>
 #include <utility>
 
 #include "annulus/error.h"
@@ -77,39 +73,7 @@ LocalRing::LocalRing(RingOptions options)
 }
 
 void LocalRing::on_every_rank(const std::function<void(int rank)>& body) {
-  if (transports_.size() == 1) {
-    body(0);
-    return;
-  }
-  std::atomic<int> first_to_fail{-1};
-  std::vector<std::exception_ptr> errors(transports_.size());
-  const auto run_rank = [&](std::size_t rank) {
-    try {
-      body(static_cast<int>(rank));
-    } catch (const std::exception& error) {
-      errors[rank] = std::current_exception();
-      int nobody = -1;
-      // Before the others hear of it: theirs are echoes.
-      first_to_fail.compare_exchange_strong(nobody, static_cast<int>(rank));
-      transports_[rank]->abort(error.what());
-    }
-  };
-  std::vector<std::thread> threads;
-  std::string cannot_start;
-  for (std::size_t rank = 0; rank < transports_.size() && cannot_start.empty(); ++rank) {
-    try {
-      threads.emplace_back(run_rank, rank);
-    } catch (const std::system_error& error) {
-      cannot_start =
-          "cannot start the thread of rank " + std::to_string(rank) + ": " + error.what();
-      transports_[rank]->abort(cannot_start);
-    }
-  }
-  for (std::thread& thread : threads) thread.join();
-  if (!cannot_start.empty()) throw DeviceError("attention: " + cannot_start);
-  if (first_to_fail >= 0) {
-    std::rethrow_exception(errors[static_cast<std::size_t>(first_to_fail.load())]);
-  }
+  run_in_process(transports_, [&](Transport& transport) { body(transport.rank()); });
 }
 
 std::byte* LocalRing::memory(int rank, std::size_t slot, std::size_t bytes) {

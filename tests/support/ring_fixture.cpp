@@ -13,7 +13,6 @@
 #include <mutex>
 #include <random>
 #include <stdexcept>
-#include <thread>
 
 #include "annulus/error.h"
 #include "annulus/half.h"
@@ -425,33 +424,29 @@ std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport
   // minute.
   InProcessOptions options;
   options.deadline = std::chrono::milliseconds(static_cast<int>(5000 * slowness()));
-  auto transports = make_in_process_ring(ranks, options);
+  const auto transports = make_in_process_ring(ranks, options);
   std::vector<RankOutcome> outcomes(static_cast<std::size_t>(ranks));
-  std::vector<std::thread> threads;
-  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      RankOutcome& outcome = outcomes[rank];
-      const auto start = std::chrono::steady_clock::now();
-      const auto end_as = [&](const char* kind, const char* message) {
-        outcome.kind = kind;
-        outcome.message = message;
-      };
-      try {
-        body(*transports[rank]);
-      } catch (const ConfigError& error) {
-        end_as("ConfigError", error.what());
-      } catch (const TransportError& error) {
-        end_as("TransportError", error.what());
-      } catch (const DeviceError& error) {
-        end_as("DeviceError", error.what());
-      } catch (const std::exception& error) {
-        end_as("other", error.what());
-      }
-      outcome.seconds =
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  run_in_process(transports, [&](Transport& transport) {
+    RankOutcome& outcome = outcomes[static_cast<std::size_t>(transport.rank())];
+    const auto start = std::chrono::steady_clock::now();
+    const auto end_as = [&](const char* kind, const char* message) {
+      outcome.kind = kind;
+      outcome.message = message;
+    };
+    try {
+      body(transport);
+    } catch (const ConfigError& error) {
+      end_as("ConfigError", error.what());
+    } catch (const TransportError& error) {
+      end_as("TransportError", error.what());
+    } catch (const DeviceError& error) {
+      end_as("DeviceError", error.what());
+    } catch (const std::exception& error) {
+      end_as("other", error.what());
+    }
+    outcome.seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  });
   return outcomes;
 }
 

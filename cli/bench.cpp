@@ -80,7 +80,7 @@ Case make_case(const BenchFlags& flags, std::string name, Pattern pattern, Place
   result.options.head_dim = head_dim;
   result.options.dtype = dtype;
   result.options.backward = !flags.no_backward;
-  result.options.pool = flags.threads.threads ? pool_from(flags.threads) : ThreadPool::shared();
+  result.options.threads = flags.threads.threads.value_or(0);
   return result;
 }
 
@@ -150,7 +150,7 @@ std::vector<Group> make_groups(const BenchFlags& flags) {
 
 double peak_of(const RingOptions& options) {
   const bool native = options.dtype == DType::bf16 && cpu::chosen_kernels().native_bf16;
-  return cpu::measure_fma_peak_gflops(native) * options.pool->threads();
+  return cpu::measure_fma_peak_gflops(native) * ThreadPool::of(options.threads)->threads();
 }
 
 // Refuses what the memory cannot hold: the tensors of a whole group are there at once.
@@ -202,7 +202,7 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
       keep(one.forward, job.forward);
       keep(one.backward, job.backward);
       if (round > 0) continue;
-      one.errors = check_sampled_rows(one.options, *tensors[i], *one.options.pool);
+      one.errors = check_sampled_rows(one.options, *tensors[i], *ThreadPool::of(one.options.threads));
       const std::optional<double> tolerance =
           SampledErrors::tolerance(one.options.dtype, one.errors.largest_score);
       if (tolerance && !(one.errors.worst() <= *tolerance)) {
@@ -283,7 +283,7 @@ Json to_json(const Case& one, const Case& first) {
 int bench(const BenchFlags& flags) {
   const cpu::Kernels& kernels = cpu::chosen_kernels();
   std::vector<Group> groups = make_groups(flags);
-  const int threads = groups[0][0].options.pool->threads();
+  const int threads = ThreadPool::of(groups[0][0].options.threads)->threads();
   const bool grouped = groups[0].size() > 1;
   Progress progress(flags.progress);
   Json json = {{"command", "bench"},     {"suite", flags.suite}, {"cpu", cpu_name()},

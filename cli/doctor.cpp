@@ -79,7 +79,7 @@ Check check_kernels(DType dtype, const ProblemFlags& flags) {
     options.kv_heads = 2;
     options.dtype = dtype;
     options.schedule = Schedule::ring;
-    options.pool = pool_from(flags);
+    options.threads = flags.threads.value_or(0);
     check.ok = true;
     for (const Deviation& deviation : OracleCheck(options, 1).run(options)) {
       check.ok = check.ok && deviation.ok();
@@ -107,8 +107,7 @@ int doctor(const DoctorFlags& flags) {
   const std::vector<std::string> compiled = cpu::compiled_kernel_names();
   std::vector<std::string> usable;
   for (const cpu::Kernels* kernels : cpu::available_kernels()) usable.emplace_back(kernels->name);
-  const std::shared_ptr<ThreadPool> own = pool_from(flags.problem);
-  const int threads = (own != nullptr ? own : ThreadPool::shared())->threads();
+  const int threads = ThreadPool::of(flags.problem.threads.value_or(0))->threads();
   const double peak = cpu::measure_fma_peak_gflops(false);
   const double bf16_peak = cpu::measure_fma_peak_gflops(true);
 

@@ -112,7 +112,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
     };
     RingAttention ring(options, transport);
     const std::shared_ptr<ThreadPool> pool =
-        options.pool != nullptr ? options.pool : ThreadPool::shared();
+        ThreadPool::of(options.threads);
     const bool detached = options.backward && options.mix_gradient == MixGradient::detached;
     BranchState state = detached ? ring.make_branch_state() : BranchState();
     BranchState* kept = detached ? &state : nullptr;

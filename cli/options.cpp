@@ -256,10 +256,6 @@ Schedule schedule_from(const ProblemFlags& flags) {
   return flags.schedule == "gather" ? Schedule::gather : Schedule::automatic;
 }
 
-std::shared_ptr<ThreadPool> pool_from(const ProblemFlags& flags) {
-  return flags.threads ? std::make_shared<ThreadPool>(*flags.threads) : nullptr;
-}
-
 RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DType dtype,
                               bool backward) {
   RingOptions options{.pattern = pattern_from(flags, shape.heads),
@@ -277,7 +273,7 @@ RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DTy
   options.backward = backward;
   if (flags.backward_travel == "keys") options.backward_travel = BackwardTravel::keys;
   if (flags.backward_travel == "queries") options.backward_travel = BackwardTravel::queries;
-  options.pool = pool_from(flags);
+  options.threads = flags.threads.value_or(0);
   return options;
 }
 

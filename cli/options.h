@@ -76,8 +76,6 @@ CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string&
 [[nodiscard]] Pattern pattern_from(const ProblemFlags& flags, int heads);
 [[nodiscard]] Placement placement_from(const ProblemFlags& flags, std::int64_t tokens);
 [[nodiscard]] Schedule schedule_from(const ProblemFlags& flags);
-// Null when the flag is absent: RingAttention then takes the shared pool.
-[[nodiscard]] std::shared_ptr<ThreadPool> pool_from(const ProblemFlags& flags);
 
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
                                             DType dtype, bool backward);

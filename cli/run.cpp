@@ -180,7 +180,6 @@ int run(const RunFlags& flags) {
                 .job = {},
                 .errors = {}};
   RingOptions& options = result.options;
-  if (options.pool == nullptr) options.pool = ThreadPool::shared();
   options.limits = limits.limits;
 
   Progress progress(flags.progress);
@@ -202,7 +201,7 @@ int run(const RunFlags& flags) {
   };
   result.job = run_job(options, tensors, settings);
   progress.phase("comparing sampled rows with the definition");
-  result.errors = check_sampled_rows(options, tensors, *options.pool);
+  result.errors = check_sampled_rows(options, tensors, *ThreadPool::of(options.threads));
   const std::optional<double> tolerance =
       SampledErrors::tolerance(dtype, result.errors.largest_score);
   if (tolerance && !(result.errors.worst() <= *tolerance)) {

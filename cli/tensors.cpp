@@ -123,7 +123,7 @@ TokenOrder::TokenOrder(const Placement& placement) {
 RingTensor::RingTensor(const char* name, DType dtype, std::int64_t batch, const TokenOrder& order,
                        int heads, int head_dim) {
   const std::int64_t elements = batch * order.tokens() * heads * std::max(1, head_dim);
-  buffer_ = ring::Buffer(elements * static_cast<std::int64_t>(size_of(dtype)), name);
+  buffer_ = allocate_host(elements * static_cast<std::int64_t>(size_of(dtype)), name);
   view_ = head_dim == 0
               ? TensorView(buffer_.data(), dtype, {batch, order.tokens(), heads})
               : TensorView(buffer_.data(), dtype, {batch, order.tokens(), heads, head_dim});

@@ -6,7 +6,7 @@
 
 #include "annulus/ring_attention.h"
 #include "core/thread_pool.h"
-#include "ring/buffer.h"
+#include "core/memory.h"
 
 namespace annulus::cli {
 
@@ -55,7 +55,7 @@ class RingTensor {
   void load_row(std::int64_t batch, std::int64_t index, int head, std::span<double> out) const;
 
  private:
-  ring::Buffer buffer_;
+  Memory buffer_;
   TensorView view_;
 };
 

@@ -192,7 +192,8 @@ Summary verify_all(const VerifyFlags& flags, Progress& progress) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<Problem> problems = all_problems();
   const std::vector<Ring> rings = all_rings();
-  const std::shared_ptr<ThreadPool> pool = pool_from(flags.threads);
+  const int threads = flags.threads.threads.value_or(0);
+  const auto pool = ThreadPool::of(threads);  // kept from one ring to the next
   Summary summary;
   std::size_t next_ring = 0;
   for (std::size_t i = 0; i < problems.size(); ++i) {
@@ -208,7 +209,7 @@ Summary verify_all(const VerifyFlags& flags, Progress& progress) {
       if (oracle == nullptr) oracle = std::make_unique<OracleCheck>(problem.options, flags.seed);
       RingOptions options = problem.options;
       ring.apply(options);
-      options.pool = pool;
+      options.threads = threads;
       check(*oracle, name, options, summary);
     }
   }

@@ -13,7 +13,7 @@
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
 #include "core/thread_pool.h"
-#include "ring/options_key.h"
+#include "ring/option_text.h"
 #include "support/ring_fixture.h"
 
 namespace annulus {
@@ -204,7 +204,7 @@ TEST(Cache, KeyTellsOptionsApart) {
       [](RingOptions& o) { o.blocking = true; },
       [](RingOptions& o) { o.limits.qkv_elements = 1; },
       [](RingOptions& o) { o.limits.communication_bytes = 1; },
-      [](RingOptions& o) { o.pool = ThreadPool::shared(); },
+      [](RingOptions& o) { o.threads = 3; },
   };
   std::vector<std::string> keys = {key};
   for (const auto& change : changes) keys.push_back(changed(change));

@@ -112,7 +112,7 @@ TEST_P(ReproducibleTest, BitsDoNotDependOnTheNumberOfThreads) {
   ring.reproducible = true;
   const Results expected = test::run_ring(ring, inputs_);
   for (const int threads : {1, 3, 7}) {
-    ring.pool = std::make_shared<ThreadPool>(threads);
+    ring.threads = threads;
     EXPECT_EQ(test::first_difference(test::run_ring(ring, inputs_), expected), "")
         << threads << " threads";
   }

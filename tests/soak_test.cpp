@@ -133,7 +133,7 @@ TEST(Soak, ExecutorsComeAndGoWithoutATrace) {
   const auto round = [&](int i) {
     RingOptions options = ring_options(problem, Placement::contiguous(64, 2 + i % 3));
     options.schedule = i % 2 == 0 ? Schedule::ring : Schedule::gather;
-    if (i % 4 == 0) options.pool = std::make_shared<ThreadPool>(3);
+    if (i % 4 == 0) options.threads = 3;
     run_in_process(2 + i % 3, [&](Transport& transport) {
       RingAttention ring(options, transport);
       RingAttention moved(std::move(ring));
@@ -226,7 +226,7 @@ TEST(Soak, ConcurrentExecutorsDoNotDisturbEachOther) {
 TEST(Soak, ManyRanksShareOneThread) {
   const Problem problem = make_problem("one thread", dense(2, true), 2, 96, 16);
   RingOptions options = ring_options(problem, Placement::zigzag(96, 8));
-  options.pool = std::make_shared<ThreadPool>(1);
+  options.threads = 1;
   const test::Inputs inputs = test::random_inputs(problem, 1);
   const test::Expected expected = test::reference_of(problem, inputs);
   for (int i = 0; i < rounds(100); ++i)

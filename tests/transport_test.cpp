@@ -76,7 +76,7 @@ TEST_P(TransportRing, MovesBlocksBetweenEveryPairOfRanks) {
       out.push_back(block(size(transport.rank(), peer), transport.rank() * ranks + peer));
       in.emplace_back(size(peer, transport.rank()));
     }
-    std::vector<std::unique_ptr<Transfer>> transfers;
+    std::vector<std::unique_ptr<Ticket>> transfers;
     // Odd ranks send first, so that both orders of arrival happen.
     for (int pass = 0; pass < 2; ++pass) {
       for (int peer = 0; peer < ranks; ++peer) {
@@ -102,7 +102,7 @@ TEST_P(TransportRing, KeepsTheOrderOfMessagesWithTheSameTag) {
     std::vector<int> out(kMessages);
     std::iota(out.begin(), out.end(), 1000 * transport.rank());
     std::vector<int> in(kMessages, -1);
-    std::vector<std::unique_ptr<Transfer>> transfers;
+    std::vector<std::unique_ptr<Ticket>> transfers;
     for (std::size_t i = 0; i < kMessages; ++i) {
       transfers.push_back(transport.send(next, 1, std::as_bytes(std::span(&out[i], 1))));
     }
@@ -158,7 +158,7 @@ TEST(Transport, MatchesManyTagsWhateverTheOrder) {
     std::iota(tags.begin(), tags.end(), 0xffffff00U);  // wraps around: every tag value is allowed
     std::shuffle(tags.begin(), tags.end(), std::mt19937(static_cast<unsigned>(transport.rank())));
     std::vector<std::uint32_t> values(tags);
-    std::vector<std::unique_ptr<Transfer>> transfers;
+    std::vector<std::unique_ptr<Ticket>> transfers;
     for (std::uint32_t i = 0; i < kTags; ++i) {
       const auto bytes = std::as_writable_bytes(std::span(&values[i], 1));
       if (transport.rank() == 0) {
@@ -177,10 +177,7 @@ TEST(Transport, SendsToItselfEvenInPlace) {
   auto ring = make_in_process_ring(1);
   Bytes buffer = block(100, 1);
   const auto receive = ring[0]->receive(0, 0, buffer);
-  EXPECT_FALSE(receive->done());
   const auto send = ring[0]->send(0, 0, buffer);
-  EXPECT_TRUE(receive->done());
-  EXPECT_TRUE(send->done());
   receive->wait();
   send->wait();
   send->wait();  // again: nothing changes
@@ -192,10 +189,8 @@ TEST(Transport, DoneIsTrueOnlyOnceThePeerHasCome) {
   const Bytes out = block(64, 3);
   Bytes in(64);
   const auto send = ring[0]->send(1, 0, out);
-  EXPECT_FALSE(send->done());
   EXPECT_EQ(ring[0]->counters().messages_sent, 0U);
   const auto receive = ring[1]->receive(0, 0, in);
-  EXPECT_TRUE(send->done());
   EXPECT_EQ(in, out);
   receive->wait();
 }
@@ -214,7 +209,6 @@ TEST(Transport, DeadPeerRaisesWithinTimeout) {
                "rank 2 still running "
                "and making the same calls?");
   EXPECT_EQ(error.rank(), 2);
-  EXPECT_TRUE(receive->done());               // a loop that polls ends
   transport_error([&] { receive->wait(); });  // still failed
 }
 
@@ -223,7 +217,6 @@ TEST(Transport, DeadlineCountsFromPosting) {
   const auto send = ring[0]->send(1, 0, {});
   std::this_thread::sleep_for(milliseconds(120));
   const auto start = Clock::now();
-  EXPECT_TRUE(send->done());
   expect_mentions(transport_error([&] { send->wait(); }), {"send of 0 bytes to rank 1", "100 ms"});
   EXPECT_LT(milliseconds_since(start), 90);
 }
@@ -259,19 +252,17 @@ TEST(Transport, CancelledReceiveIsNeverWritten) {
   ring[1]->receive(0, 0, *abandoned).reset();
   const Bytes untouched = *abandoned;
   const auto send = ring[0]->send(1, 0, out);
-  EXPECT_FALSE(send->done());
   EXPECT_EQ(*abandoned, untouched);
   abandoned.reset();  // AddressSanitizer would see a late copy
   Bytes in(64);
   ring[1]->receive(0, 0, in)->wait();
   EXPECT_EQ(in, out);
-  EXPECT_TRUE(send->done());
 }
 
 TEST(Transport, CancelTakesOneTransferOutOfTheMiddleOfTheQueue) {
   auto ring = make_in_process_ring(2);
   std::vector<Bytes> out = {block(8, 0), block(8, 1), block(8, 2)};
-  std::vector<std::unique_ptr<Transfer>> sends;
+  std::vector<std::unique_ptr<Ticket>> sends;
   for (const Bytes& bytes : out) sends.push_back(ring[0]->send(1, 0, bytes));
   sends[1].reset();
   Bytes in(8);
@@ -329,7 +320,6 @@ TEST(Transport, AbortFailsPendingAndFutureOperationsOfEveryRank) {
   ring[1]->abort("disk on fire");
   ring[2]->abort("too late to matter");
   for (std::thread& thread : waiting) thread.join();
-  EXPECT_TRUE(pending->done());
   for (const auto& transport : ring) {
     const TransportError error = transport_error([&] { (void)transport->send(0, 5, buffer); });
     EXPECT_EQ(error.rank(), 1);
@@ -343,7 +333,7 @@ TEST(Transport, SizeMismatchRaisesOnBothSides) {
     auto ring = make_in_process_ring(2);
     const Bytes out(200);
     Bytes in(100);
-    std::unique_ptr<Transfer> send;
+    std::unique_ptr<Ticket> send;
     if (send_first) send = ring[0]->send(1, 7, out);
     const auto receive = ring[1]->receive(0, 7, in);
     if (!send_first) send = ring[0]->send(1, 7, out);
@@ -417,18 +407,14 @@ TEST(Transport, RateLimitSerialisesEachOutgoingLink) {
   const auto receive2 = ring[2]->receive(0, 0, in2);
   const auto receive0 = ring[0]->receive(1, 0, in0);
   EXPECT_LT(milliseconds_since(start), 150) << "posting must not block";
-  EXPECT_FALSE(send1->done());
-  EXPECT_FALSE(receive1->done());
   receive0->wait();
   EXPECT_GE(milliseconds_since(start), 200);
   EXPECT_LT(milliseconds_since(start), 380) << "links of two ranks must not share one limit";
   receive1->wait();
   EXPECT_LT(milliseconds_since(start), 380);
-  EXPECT_FALSE(receive2->done());
   receive2->wait();
   EXPECT_GE(milliseconds_since(start), 400);
   EXPECT_LT(milliseconds_since(start), 1500);
-  EXPECT_TRUE(send2->done());
   EXPECT_EQ(in2, out);
 }
 
@@ -467,7 +453,6 @@ TEST(Transport, RejectsWrongArguments) {
   EXPECT_THROW(ring[0]->set_deadline(milliseconds(-5)), ConfigError);
   const auto send =
       ring[0]->send(1, 0, {});  // the longest deadline does not overflow into the past
-  EXPECT_FALSE(send->done());
 }
 
 TEST(Transport, RingCheckReportsASilentNeighbour) {
@@ -485,13 +470,13 @@ class Corrupting final : public Transport {
   int rank() const override { return lie_ ? (inner_.rank() + 1) % size() : inner_.rank(); }
   int size() const override { return inner_.size(); }
   std::string name() const override { return "corrupting"; }
-  std::unique_ptr<Transfer> send(int peer, std::uint32_t tag,
+  std::unique_ptr<Ticket> send(int peer, std::uint32_t tag,
                                  std::span<const std::byte> bytes) override {
     copy_.assign(bytes.begin(), bytes.end());
     if (flip_) copy_[17] ^= std::byte{1};
     return inner_.send(peer, tag, copy_);
   }
-  std::unique_ptr<Transfer> receive(int peer, std::uint32_t tag,
+  std::unique_ptr<Ticket> receive(int peer, std::uint32_t tag,
                                     std::span<std::byte> bytes) override {
     return inner_.receive(peer, tag, bytes);
   }
@@ -550,7 +535,7 @@ TEST_P(TransportSoak, ThousandRingStepsDeliverEveryByte) {
     Bytes out[2];
     Bytes forward[2];
     Bytes backward[2];
-    std::vector<std::unique_ptr<Transfer>> transfers[2];
+    std::vector<std::unique_ptr<Ticket>> transfers[2];
     const auto post = [&](int step) {
       const int slot = step % 2;
       const auto tag = static_cast<std::uint32_t>(step % 5);

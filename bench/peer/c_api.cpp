@@ -17,7 +17,6 @@ namespace {
 using namespace annulus;
 
 struct Bench {
-  std::shared_ptr<ThreadPool> pool;
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<std::unique_ptr<RingAttention>> ranks;
 };
@@ -78,8 +77,7 @@ void* annulus_bench_open(std::int64_t batch, std::int64_t tokens, int heads, int
   options.limits.qkv_elements = INT64_MAX;
   options.limits.communication_bytes = INT64_MAX;
   auto bench = std::make_unique<Bench>();
-  bench->pool = std::make_shared<ThreadPool>(threads);
-  options.pool = bench->pool;
+  options.threads = threads;
   bench->transports = make_in_process_ring(ranks);
   bench->ranks.resize(static_cast<std::size_t>(ranks));
   timed(*bench, [&](int r) {

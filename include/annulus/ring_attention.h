@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -8,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "annulus/device.h"
 #include "annulus/pattern.h"
 #include "annulus/placement.h"
 #include "annulus/plan.h"
@@ -16,12 +16,17 @@
 
 namespace annulus {
 
-class ThreadPool;
-
 // Checked per rank before anything is allocated.
 struct Limits {
   std::int64_t communication_bytes = std::int64_t{1} << 30;  // send and receive buffers together
   std::int64_t qkv_elements = 100'000'000;                   // q + k + v of one rank
+};
+
+// What `automatic` schedules reckon with, per rank: those of a CPU socket on a fast network. Only
+// their ratio matters.
+struct Rates {
+  double flops_per_second = 1e12;
+  double bytes_per_second = 1e10;
 };
 
 enum class BackwardTravel : std::uint8_t { automatic, keys, queries };
@@ -30,7 +35,7 @@ struct RingOptions {
   Pattern pattern;
   Placement placement;
   std::int64_t batch = 1;
-  int kv_heads = 1;
+  int kv_heads = 1;  // query head h uses K/V head h / (query heads / kv_heads)
   int head_dim = 64;
   DType dtype = DType::f32;
   std::optional<double> scale;  // of q.k; 1/sqrt(head_dim) when absent
@@ -45,16 +50,20 @@ struct RingOptions {
   bool blocking =
       false;  // debugging: wait for each transfer where it is posted instead of overlapping it
   Limits limits;
-  std::shared_ptr<ThreadPool> pool;  // null: the shared one
+  Rates rates;
+  Device device;    // of all tensors
+  int threads = 0;  // CPU: how many compute, shared by all ranks of the process; 0: as many as the
+                    // process may use, or ANNULUS_THREADS
 };
 
 // Keys are always present; bytes are of this rank.
 struct MemoryInfo {
+  Device device;
   std::string complexity;                // how memory grows, in words
   std::int64_t workspace_bytes = 0;      // everything this executor has allocated
   std::int64_t communication_bytes = 0;  // of these: send and receive buffers
   std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
-  std::int64_t scratch_bytes = 0;      // the thread pool's, shared by all executors of the process
+  std::int64_t scratch_bytes = 0;      // the kernels', shared by all executors of the process
   std::int64_t cached_workspaces = 0;  // filled by RingAttentionCache, else 0
   double device_utilization = -1.0;    // -1: unknown (CPU)
 };
@@ -75,10 +84,12 @@ class BranchState {
 };
 
 // Exact attention over one rank's shard of a sequence. Construction is collective: it plans,
-// allocates everything and compares a digest of its options with every other rank; a mismatch is a
-// ConfigError on every rank. forward and backward are collective, allocate nothing and accept any
-// strides whose last axis is contiguous. Different executors may run at once in different threads;
-// one executor serves one caller at a time, and a second one gets a ConfigError.
+// allocates everything and compares its options with every other rank; a mismatch, or whatever one
+// rank alone finds wrong, is a ConfigError on every rank. forward and backward are collective,
+// allocate nothing and accept any strides whose last axis is contiguous. Executors with transports
+// of their own may run at once in different threads; an executor or a transport serves one caller
+// at a time. A second one gets a ConfigError and, in a ring of several ranks, ends the transport:
+// another rank may have taken the two calls in the other order.
 class RingAttention {
  public:
   RingAttention(RingOptions options, Transport& transport);
@@ -97,6 +108,10 @@ class RingAttention {
                 const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
                 const TensorView& dq, const TensorView& dk, const TensorView& dv,
                 const BranchState* state = nullptr);
+
+  // Blocks until the device has done what forward and backward have enqueued; DeviceError if it
+  // could not. The CPU enqueues nothing: its passes return when they are done.
+  void synchronize();
 
   // Instead of constructing or calling forward or backward, for callers that find something wrong
   // before they can: the other ranks' construction or call becomes a ConfigError that gives the
@@ -124,8 +139,8 @@ class RingAttention {
   [[nodiscard]] Schedule schedule() const;  // as chosen
   [[nodiscard]] std::string isa() const;    // of the kernels
   // Bytes that this rank will send in one forward or backward: equals what the transport counts.
-  // Includes the record of a few hundred bytes per doubling of the ranks with which they agree on
-  // the call; the rest is rows.
+  // Includes the 24 bytes per doubling of the ranks with which they agree on the call; the rest is
+  // rows.
   [[nodiscard]] std::int64_t predicted_forward_bytes() const;
   [[nodiscard]] std::int64_t predicted_backward_bytes() const;
   [[nodiscard]] MemoryInfo memory_info() const;

@@ -6,6 +6,8 @@
 #include <initializer_list>
 #include <string>
 
+#include "annulus/device.h"
+
 namespace annulus {
 
 enum class DType : std::uint8_t { f32, bf16, f16 };
@@ -23,6 +25,7 @@ template <typename Void>
 struct BasicTensorView {
   Void* data = nullptr;
   DType dtype = DType::f32;
+  Device device;
   int rank = 0;
   std::array<std::int64_t, 4> shape{};
   std::array<std::int64_t, 4> stride{};
@@ -46,6 +49,7 @@ struct BasicTensorView {
     BasicTensorView<const void> view;
     view.data = data;
     view.dtype = dtype;
+    view.device = device;
     view.rank = rank;
     view.shape = shape;
     view.stride = stride;

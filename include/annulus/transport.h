@@ -1,11 +1,14 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+
+#include "annulus/device.h"
 
 namespace annulus {
 
@@ -16,41 +19,119 @@ struct TransportCounters {
   std::uint64_t messages_received = 0;
 };
 
-// One asynchronous send or receive under way. The buffer must stay alive until wait() returns or
-// throws.
-class Transfer {
+// Whether the ring still holds together and, if not, which rank is lost (-1: not known) and why.
+struct Health {
+  bool alive = true;
+  int lost_rank = -1;
+  std::string reason;
+};
+
+// Memory that messages leave from or arrive in. Made by Transport::expose, once for memory that is
+// used again and again; plain host memory needs no more than its bytes.
+struct Region {
+  std::byte* data = nullptr;
+  std::int64_t bytes = 0;
+  Device device;
+  // Memory of a device whose work is queued: the transport enqueues its copies here.
+  std::shared_ptr<Queue> copies;
+  std::shared_ptr<const void> registration;  // what the transport keeps for it
+
+  Region() = default;
+  explicit Region(std::span<std::byte> host)
+      : data(host.data()), bytes(static_cast<std::int64_t>(host.size())) {}
+};
+
+enum class Way : std::uint8_t { send, receive };
+
+// Bytes [offset, offset + bytes) of a region, to or from a rank.
+struct Message {
+  Way way = Way::send;
+  int peer = 0;
+  std::uint32_t tag = 0;
+  const Region* region = nullptr;  // only until post() returns; its memory until the end
+  std::int64_t offset = 0;
+  std::int64_t bytes = 0;
+
+  [[nodiscard]] std::byte* data() const { return region->data + offset; }
+};
+
+// A batch of messages under way. Destroying it before wait() was called calls it off: its memory is
+// not touched afterwards.
+class Ticket {
  public:
-  virtual ~Transfer() =
-      default;  // an unfinished transfer is cancelled: the buffer is not touched afterwards
-  // Blocks until the bytes have moved. TransportError after the transport's deadline or when it is
-  // aborted.
+  virtual ~Ticket() = default;
+  // Blocks until all bytes of the batch have moved. TransportError after the transport's deadline
+  // or when it is aborted.
   virtual void wait() = 0;
-  // True once wait() would return or throw at once, so that a loop that polls ends in every case.
-  [[nodiscard]] virtual bool done() = 0;
+  // What is enqueued on `queue` from now on finds the bytes moved. A transport that moves the
+  // memory of queues by their copies blocks only until the other ranks have posted their side;
+  // others block as wait() does.
+  virtual void wait(Queue& queue) {
+    (void)queue;
+    wait();
+  }
 };
 
 // Moves bytes between the ranks of one ring and knows nothing of attention. Messages between two
 // ranks with the same tag arrive in the order they were posted; a receive of another size than the
-// send is a TransportError on both sides. Used by one thread per rank.
+// send is a TransportError on both sides. Batches progress independently: one must not wait for an
+// earlier one to complete. Used by one thread per rank, except where said otherwise.
 class Transport {
  public:
+  Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
   virtual ~Transport() = default;
 
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
   [[nodiscard]] virtual std::string name() const = 0;
 
-  [[nodiscard]] virtual std::unique_ptr<Transfer> send(int peer, std::uint32_t tag,
-                                                       std::span<const std::byte> bytes) = 0;
-  [[nodiscard]] virtual std::unique_ptr<Transfer> receive(int peer, std::uint32_t tag,
-                                                          std::span<std::byte> bytes) = 0;
+  // Whether messages may lie in this device's memory. Host memory is always fine; whoever has other
+  // memory stages it through the host where the answer is no.
+  [[nodiscard]] virtual bool reaches(const Device& device) const {
+    return device.kind == Device::Kind::cpu;
+  }
+  // Makes memory known before messages use it. `copies` is null for host memory.
+  [[nodiscard]] virtual Region expose(std::span<std::byte> memory, const Device& device,
+                                      std::shared_ptr<Queue> copies);
 
-  // Every pending and future operation of every rank fails with a TransportError that names this
-  // rank and the reason.
+  // Begins to move a batch of messages, some sent, some received. The bytes to be sent are there,
+  // and the memory to be received into is free, once `after` has happened.
+  [[nodiscard]] virtual std::unique_ptr<Ticket> post(std::span<const Message> messages,
+                                                     const Event& after) = 0;
+
+  // Batches of one, in host memory.
+  [[nodiscard]] std::unique_ptr<Ticket> send(int peer, std::uint32_t tag,
+                                             std::span<const std::byte> bytes);
+  [[nodiscard]] std::unique_ptr<Ticket> receive(int peer, std::uint32_t tag,
+                                                std::span<std::byte> bytes);
+
+  // From any thread: every pending and future operation of every rank fails with a TransportError
+  // that names this rank and the reason.
   virtual void abort(const std::string& reason) noexcept = 0;
+  // From any thread.
+  [[nodiscard]] virtual Health health() const = 0;
 
   virtual void set_deadline(std::chrono::milliseconds deadline) = 0;  // per operation
   [[nodiscard]] virtual TransportCounters counters() const = 0;
+
+  // Held by whoever runs something collective: two at once would mix their messages. A second one
+  // is a ConfigError, and, where other ranks might have taken the two in another order, the end of
+  // the transport.
+  class Use {
+   public:
+    Use(Transport& transport, const char* where);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    Transport& transport_;
+  };
+
+ private:
+  std::atomic_flag in_use_ = ATOMIC_FLAG_INIT;
 };
 
 }  // namespace annulus

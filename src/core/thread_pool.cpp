@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -418,6 +419,7 @@ std::shared_ptr<ThreadPool> make_shared_pool() {
 struct SharedPool {
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;
+  std::map<int, std::weak_ptr<ThreadPool>> sized;
 };
 SharedPool& shared_pool() {
   static SharedPool state;
@@ -428,11 +430,17 @@ SharedPool& shared_pool() {
 // for threads that do not exist, and makes one of its own when it needs it.
 void forget_after_fork() {
 #if defined(__linux__)
-  pthread_atfork([] { shared_pool().mutex.lock(); }, [] { shared_pool().mutex.unlock(); },
-                 [] {
-                   new std::shared_ptr<ThreadPool>(std::move(shared_pool().pool));
-                   shared_pool().mutex.unlock();
-                 });
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork([] { shared_pool().mutex.lock(); }, [] { shared_pool().mutex.unlock(); },
+                   [] {
+                     new std::shared_ptr<ThreadPool>(std::move(shared_pool().pool));
+                     for (auto& [threads, pool] : shared_pool().sized)
+                       new std::shared_ptr<ThreadPool>(pool.lock());
+                     shared_pool().sized.clear();
+                     shared_pool().mutex.unlock();
+                   });
+  });
 #endif
 }
 
@@ -443,10 +451,22 @@ std::shared_ptr<ThreadPool> ThreadPool::shared() {
   const std::lock_guard lock(state.mutex);
   if (state.pool == nullptr) {
     state.pool = make_shared_pool();
-    static std::once_flag once;
-    std::call_once(once, forget_after_fork);
+    forget_after_fork();
   }
   return state.pool;
+}
+
+std::shared_ptr<ThreadPool> ThreadPool::of(int threads) {
+  if (threads == 0) return shared();
+  SharedPool& state = shared_pool();
+  const std::lock_guard lock(state.mutex);
+  std::shared_ptr<ThreadPool> pool = state.sized[threads].lock();
+  if (pool == nullptr) {
+    pool = std::make_shared<ThreadPool>(threads);
+    state.sized[threads] = pool;
+    forget_after_fork();
+  }
+  return pool;
 }
 
 }  // namespace annulus

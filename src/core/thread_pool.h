@@ -43,6 +43,9 @@ class ThreadPool {
   // The pool shared by everything that is not told otherwise: one thread per hardware thread, or
   // ANNULUS_THREADS.
   [[nodiscard]] static std::shared_ptr<ThreadPool> shared();
+  // The process's pool of exactly this many threads, for as long as somebody has it: ranks that ask
+  // for the same number share it. 0: the shared one.
+  [[nodiscard]] static std::shared_ptr<ThreadPool> of(int threads);
 
  private:
   struct State;

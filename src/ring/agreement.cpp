@@ -2,53 +2,162 @@
 
 #include <algorithm>
 #include <array>
+#include <climits>
 #include <cstring>
 
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "ring/link.h"
 
 namespace annulus::ring {
 namespace {
 
-constexpr std::size_t kMaxClaims = 16;
-constexpr std::size_t kTextBytes = 480;
 constexpr std::int32_t kNobody = INT32_MAX;
 
-// What travels. The reduction keeps the complaint of the lowest rank, and per claim the lowest
-// rank's value together with the lowest rank that differs from it.
-struct Record {
-  std::int32_t complaining_rank = kNobody;
-  std::array<char, kTextBytes> complaint{};
-  struct Entry {
-    std::uint64_t value = 0;
-    std::int32_t rank = kNobody;       // whose value it is
-    std::int32_t differing = kNobody;  // a rank that has another value
-  };
-  std::array<Entry, kMaxClaims> claims;
+// What always travels. Merging keeps the lowest rank's digest together with the lowest rank that
+// differs from it.
+struct Vote {
+  std::uint64_t digest = 0;
+  std::int32_t rank = kNobody;         // whose digest it is
+  std::int32_t differing = kNobody;    // a rank that has another one
+  std::int32_t complaining = kNobody;  // the lowest rank that has a complaint
+  std::int32_t unused = 0;
+
+  void merge(const Vote& other) {
+    std::int32_t differs = std::min(differing, other.differing);
+    if (digest != other.digest) differs = std::min(differs, std::max(rank, other.rank));
+    if (other.rank < rank) {
+      digest = other.digest;
+      rank = other.rank;
+    }
+    differing = differs;
+    complaining = std::min(complaining, other.complaining);
+  }
 };
 
-void merge(Record& into, const Record& other) {
-  if (other.complaining_rank < into.complaining_rank) {
-    into.complaining_rank = other.complaining_rank;
-    into.complaint = other.complaint;
+// Of fixed size: ranks that disagree may disagree about how much there is to say.
+template <std::size_t kSize>
+struct Text {
+  std::array<char, kSize> bytes{};
+
+  void set(const std::string& text) {
+    std::memcpy(bytes.data(), text.data(), std::min(text.size(), kSize - 1));
   }
-  for (std::size_t i = 0; i < kMaxClaims; ++i) {
-    Record::Entry& a = into.claims[i];
-    const Record::Entry& b = other.claims[i];
-    std::int32_t differing = std::min(a.differing, b.differing);
-    if (a.value != b.value) differing = std::min(differing, std::max(a.rank, b.rank));
-    if (b.rank < a.rank) a = b;
-    a.differing = differing;
+  [[nodiscard]] const char* get() const { return bytes.data(); }
+  bool operator==(const Text&) const = default;
+};
+
+// What travels when something is wrong: the complaint of the lowest rank, and per claim the lowest
+// rank's value together with that of the lowest rank that differs from it.
+struct Report {
+  static constexpr std::size_t kMostClaims = 32;
+  struct Entry {
+    Text<48> value;
+    Text<48> other;
+    std::int32_t rank = kNobody;
+    std::int32_t differing = kNobody;
+  };
+  std::int32_t complaining = kNobody;
+  Text<480> complaint;
+  std::array<Entry, kMostClaims> entries;
+
+  void merge(const Report& other_report) {
+    if (other_report.complaining < complaining) {
+      complaining = other_report.complaining;
+      complaint = other_report.complaint;
+    }
+    for (std::size_t i = 0; i < kMostClaims; ++i) {
+      const Entry mine = entries[i];
+      const Entry& theirs = other_report.entries[i];
+      const bool keep = mine.rank <= theirs.rank;
+      Entry out = keep ? mine : theirs;
+      const Entry& rest = keep ? theirs : mine;
+      // A rank may differ from the value that was the lowest rank's so far and not from this one.
+      const auto consider = [&](std::int32_t rank, const Text<48>& value) {
+        if (rank >= out.differing || value == out.value) return;
+        out.differing = rank;
+        out.other = value;
+      };
+      consider(rest.rank, rest.value);
+      if (rest.differing != kNobody) consider(rest.differing, rest.other);
+      entries[i] = out;
+    }
   }
+};
+
+// Dissemination: after round i everybody knows of 2^(i+1) ranks behind it. Merging twice changes
+// nothing.
+template <typename Record>
+void exchange(Transport& transport, Record& mine) {
+  const int rank = transport.rank();
+  const int size = transport.size();
+  for (int distance = 1; distance < size; distance *= 2) {
+    Record theirs;
+    Record out = mine;
+    const Region in_region(std::as_writable_bytes(std::span(&theirs, 1)));
+    const Region out_region(std::as_writable_bytes(std::span(&out, 1)));
+    const Message messages[] = {
+        {Way::receive, (rank + size - distance) % size, kTagAgree, &in_region, 0, in_region.bytes},
+        {Way::send, (rank + distance) % size, kTagAgree, &out_region, 0, out_region.bytes}};
+    transport.post(messages, Event())->wait();
+    mine.merge(theirs);
+  }
+}
+
+// Collective among ranks that know that something is wrong.
+[[noreturn]] void explain(Transport& transport, const char* where, const std::string& complaint,
+                          std::span<const Claim> claims) {
+  Report report;
+  const int rank = transport.rank();
+  if (!complaint.empty()) {
+    report.complaining = rank;
+    report.complaint.set(complaint);
+  }
+  if (claims.size() > Report::kMostClaims)
+    throw ConfigError(prefix(transport, where) + "too many claims to compare");
+  for (std::size_t i = 0; i < claims.size(); ++i) {
+    report.entries[i].rank = rank;
+    report.entries[i].value.set(claims[i].value);
+  }
+  exchange(transport, report);
+
+  if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);
+  if (report.complaining != kNobody) {
+    throw ConfigError(prefix(transport, where) + fmt::format("rank {} refused: {}",
+                                                             report.complaining,
+                                                             report.complaint.get()));
+  }
+  for (std::size_t i = 0; i < claims.size(); ++i) {
+    const Report::Entry& entry = report.entries[i];
+    if (entry.differing == kNobody) continue;
+    throw ConfigError(
+        prefix(transport, where) +
+        fmt::format("ranks disagree about {}: rank {} has {}, rank {} has {}; every rank must pass "
+                    "the same",
+                    claims[i].name, entry.differing, entry.other.get(), entry.rank,
+                    entry.value.get()));
+  }
+  throw ConfigError(prefix(transport, where) +
+                    "ranks disagree in something that is too long to be told");
 }
 
 }  // namespace
 
+std::uint64_t digest_of(std::span<const Claim> claims) {
+  std::uint64_t digest = 0xcbf29ce484222325U;
+  for (const Claim& claim : claims) {
+    for (const char c : claim.value)
+      digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+    digest = (digest ^ 0xffU) * 0x100000001b3U;  // no text has this byte
+  }
+  return digest;
+}
+
 std::int64_t agreement_bytes(int ranks) {
   std::int64_t bytes = 0;
   for (int distance = 1; distance < ranks; distance *= 2) {
-    bytes += static_cast<std::int64_t>(sizeof(Record));
+    bytes += static_cast<std::int64_t>(sizeof(Vote));
   }
   return bytes;
 }
@@ -58,51 +167,29 @@ std::string prefix(const Transport& transport, const char* where) {
 }
 
 void agree(Transport& transport, const char* where, const std::string& complaint,
-           std::initializer_list<Claim> claims) {
-  Record mine;
-  const int rank = transport.rank();
-  const int size = transport.size();
-  if (!complaint.empty()) {
-    mine.complaining_rank = rank;
-    std::memcpy(mine.complaint.data(), complaint.data(),
-                std::min(complaint.size(), kTextBytes - 1));
-  }
-  for (std::size_t i = 0; i < claims.size(); ++i)
-    mine.claims[i] = {claims.begin()[i].value, rank, kNobody};
+           std::span<const Claim> claims) {
+  agree(transport, where, complaint, claims, digest_of(claims));
+}
 
-  // Dissemination: after round i everybody knows of 2^(i+1) ranks behind it. Merging a record twice
-  // changes nothing.
+void agree(Transport& transport, const char* where, const std::string& complaint,
+           std::span<const Claim> claims, std::uint64_t digest) {
+  if (transport.size() == 1) {
+    if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);
+    return;
+  }
+  Vote vote;
+  vote.digest = digest;
+  vote.rank = transport.rank();
+  if (!complaint.empty()) vote.complaining = transport.rank();
   try {
-    for (int distance = 1; distance < size; distance *= 2) {
-      Record theirs;
-      const Record out = mine;
-      const auto receive = transport.receive((rank + size - distance) % size, kTagAgree,
-                                             std::as_writable_bytes(std::span(&theirs, 1)));
-      const auto send =
-          transport.send((rank + distance) % size, kTagAgree, std::as_bytes(std::span(&out, 1)));
-      receive->wait();
-      send->wait();
-      merge(mine, theirs);
-    }
+    exchange(transport, vote);
+    if (vote.complaining == kNobody && vote.differing == kNobody) return;
+    explain(transport, where, complaint, claims);
+  } catch (const ConfigError&) {
+    throw;
   } catch (const std::exception& error) {
     transport.abort(error.what());  // the others would wait for this rank's record
     throw;
-  }
-
-  if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);
-  if (mine.complaining_rank != kNobody) {
-    throw ConfigError(prefix(transport, where) + fmt::format("rank {} refused: {}",
-                                                             mine.complaining_rank,
-                                                             mine.complaint.data()));
-  }
-  for (std::size_t i = 0; i < claims.size(); ++i) {
-    const Record::Entry& entry = mine.claims[i];
-    if (entry.differing == kNobody) continue;
-    throw ConfigError(
-        prefix(transport, where) +
-        fmt::format(
-            "ranks disagree about {}: rank {} differs from rank {}; every rank must pass the same",
-            claims.begin()[i].name, entry.differing, entry.rank));
   }
 }
 

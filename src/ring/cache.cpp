@@ -4,7 +4,7 @@
 
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
-#include "ring/options_key.h"
+#include "ring/option_text.h"
 
 namespace annulus {
 

@@ -14,9 +14,8 @@ namespace annulus::ring {
                                        const RingOptions& options, std::int64_t row_bytes);
 
 // Predicted seconds of one forward on the slowest rank: compute spread evenly over the steps, each
-// step hiding the transfer of the next one. The rates are those of one CPU socket on a fast
-// network; only the comparison matters.
+// step hiding the transfer of the next one.
 [[nodiscard]] double predicted_seconds(const Plan& plan, std::int64_t row_bytes, int head_dim,
-                                       std::int64_t batch);
+                                       std::int64_t batch, const Rates& rates);
 
 }  // namespace annulus::ring

@@ -17,18 +17,6 @@
 namespace annulus {
 namespace {
 
-// Who aborted the ring first; -1: nobody has. After an abort every operation of every rank fails
-// and names that rank, so an empty message to oneself asks any transport.
-int first_to_abort(Transport& transport) {
-  try {
-    (void)transport.send(transport.rank(), 0, {});
-  } catch (const TransportError& error) {
-    return error.rank();
-  } catch (...) {
-  }
-  return -1;
-}
-
 class Launcher {
  public:
   explicit Launcher(std::size_t ranks) : ranks_(ranks), errors_(ranks) {}
@@ -66,7 +54,7 @@ class Launcher {
       int nobody = -1;
       first_to_fail_.compare_exchange_strong(nobody, transport.rank());
       transport.abort(reason);
-      first_to_abort_.store(first_to_abort(transport));  // the same on every rank
+      first_to_abort_.store(transport.health().lost_rank);  // the same on every rank
     };
     try {
       body(transport);

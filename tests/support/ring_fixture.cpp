@@ -387,8 +387,7 @@ RingOptions ring_options(const Problem& problem, Placement placement) {
           .dtype = problem.dtype,
           .scale = problem.scale,
           .mix_gradient = problem.mix,
-          .limits = {},
-          .pool = nullptr};
+          .limits = {}};
 }
 
 Results empty_results(const RingOptions& options) {
@@ -473,15 +472,18 @@ WatchedTransport::Count WatchedTransport::sent(std::uint32_t tag) const {
   return sum;
 }
 
-std::unique_ptr<Transfer> WatchedTransport::send(int peer, std::uint32_t tag,
-                                                 std::span<const std::byte> bytes) {
-  if (fail_after_ >= 0 && tag == fail_tag_ && fail_after_-- == 0) {
-    throw std::runtime_error("rank failure for the test");
+std::unique_ptr<Ticket> WatchedTransport::post(std::span<const Message> messages,
+                                               const Event& after) {
+  for (const Message& message : messages) {
+    if (message.way == Way::receive) continue;
+    if (fail_after_ >= 0 && message.tag == fail_tag_ && fail_after_-- == 0) {
+      throw std::runtime_error("rank failure for the test");
+    }
+    Count& count = sent_[{message.tag, message.peer}];
+    count.bytes += message.bytes;
+    count.messages += 1;
   }
-  Count& count = sent_[{tag, peer}];
-  count.bytes += static_cast<std::int64_t>(bytes.size());
-  count.messages += 1;
-  return inner_.send(peer, tag, bytes);
+  return inner_.post(messages, after);
 }
 
 double rms(std::span<const double> values) {

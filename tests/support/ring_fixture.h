@@ -160,12 +160,14 @@ class WatchedTransport : public Transport {
   [[nodiscard]] int rank() const override { return inner_.rank(); }
   [[nodiscard]] int size() const override { return inner_.size(); }
   [[nodiscard]] std::string name() const override { return inner_.name(); }
-  [[nodiscard]] std::unique_ptr<Transfer> send(int peer, std::uint32_t tag,
-                                               std::span<const std::byte> bytes) override;
-  [[nodiscard]] std::unique_ptr<Transfer> receive(int peer, std::uint32_t tag,
-                                                  std::span<std::byte> bytes) override {
-    return inner_.receive(peer, tag, bytes);
+  [[nodiscard]] bool reaches(const Device& device) const override { return inner_.reaches(device); }
+  [[nodiscard]] Region expose(std::span<std::byte> memory, const Device& device,
+                              std::shared_ptr<Queue> copies) override {
+    return inner_.expose(memory, device, std::move(copies));
   }
+  [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
+                                             const Event& after) override;
+  [[nodiscard]] Health health() const override { return inner_.health(); }
   void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
   void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
   [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }

@@ -8,7 +8,7 @@
 #include "kernels/cpu/kernel.h"
 
 // Cutting lists of row runs by index.
-namespace annulus::ring {
+namespace annulus::cpu {
 
 // Rows of a tile group as the kernels see them, for no head in particular yet.
 struct RunTemplate {
@@ -26,7 +26,7 @@ struct RunTemplate {
 struct IndexFilter {
   std::int32_t begin = 0;
   std::int32_t end = std::numeric_limits<std::int32_t>::max();
-  cpu::IndexGap gap;
+  IndexGap gap;
 
   [[nodiscard]] bool keeps_all() const {
     return begin == 0 && end == std::numeric_limits<std::int32_t>::max() && gap.rows() == 0;
@@ -54,17 +54,17 @@ struct IndexFilter {
 
 // Rows of a causal task that none of its other rows can be paired with: they would be packed for
 // nobody, and in canonical order they may leave gaps (a row can be here for another branch's sake).
-void drop_keys_after(std::vector<cpu::RowRun>& keys, std::int32_t last_query);
-void drop_queries_before(std::vector<cpu::RowRun>& queries, std::int32_t first_key);
+void drop_keys_after(std::vector<RowRun>& keys, std::int32_t last_query);
+void drop_queries_before(std::vector<RowRun>& queries, std::int32_t first_key);
 // Cutting the front of runs can change their order, on which canonical streams rely.
-void sort_by_index(std::vector<cpu::RowRun>& runs);
+void sort_by_index(std::vector<RowRun>& runs);
 // Smallest and largest index among rows [begin, end) of the concatenated runs; empty: first > last.
 struct IndexSpan {
   std::int32_t first;
   std::int32_t last;
 };
-[[nodiscard]] IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin,
+[[nodiscard]] IndexSpan index_span(const std::vector<RowRun>& runs, std::int64_t begin,
                                    std::int64_t end);
-[[nodiscard]] std::int64_t row_count(const std::vector<cpu::RowRun>& runs);
+[[nodiscard]] std::int64_t row_count(const std::vector<RowRun>& runs);
 
-}  // namespace annulus::ring
+}  // namespace annulus::cpu

@@ -1,10 +1,10 @@
-#include "ring/row_runs.h"
+#include "kernels/cpu/row_runs.h"
 
-namespace annulus::ring {
+namespace annulus::cpu {
 
-void drop_keys_after(std::vector<cpu::RowRun>& keys, std::int32_t last_query) {
+void drop_keys_after(std::vector<RowRun>& keys, std::int32_t last_query) {
   std::size_t kept = 0;
-  for (cpu::RowRun run : keys) {
+  for (RowRun run : keys) {
     if (run.index > last_query) continue;
     run.count = std::min(run.count, (last_query - run.index) / run.index_stride + 1);
     keys[kept++] = run;
@@ -12,9 +12,9 @@ void drop_keys_after(std::vector<cpu::RowRun>& keys, std::int32_t last_query) {
   keys.resize(kept);
 }
 
-void drop_queries_before(std::vector<cpu::RowRun>& queries, std::int32_t first_key) {
+void drop_queries_before(std::vector<RowRun>& queries, std::int32_t first_key) {
   std::size_t kept = 0;
-  for (cpu::RowRun run : queries) {
+  for (RowRun run : queries) {
     if (run.index < first_key) {
       const std::int32_t skip = (first_key - run.index + run.index_stride - 1) / run.index_stride;
       if (skip >= run.count) continue;
@@ -28,15 +28,15 @@ void drop_queries_before(std::vector<cpu::RowRun>& queries, std::int32_t first_k
   sort_by_index(queries);
 }
 
-void sort_by_index(std::vector<cpu::RowRun>& runs) {
+void sort_by_index(std::vector<RowRun>& runs) {
   std::sort(runs.begin(), runs.end(),
-            [](const cpu::RowRun& a, const cpu::RowRun& b) { return a.index < b.index; });
+            [](const RowRun& a, const RowRun& b) { return a.index < b.index; });
 }
 
-IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin, std::int64_t end) {
+IndexSpan index_span(const std::vector<RowRun>& runs, std::int64_t begin, std::int64_t end) {
   IndexSpan span{std::numeric_limits<std::int32_t>::max(), -1};
   std::int64_t row = 0;
-  for (const cpu::RowRun& run : runs) {
+  for (const RowRun& run : runs) {
     const auto first = static_cast<std::int32_t>(std::max<std::int64_t>(0, begin - row));
     const auto last = static_cast<std::int32_t>(std::min<std::int64_t>(run.count, end - row) - 1);
     if (first <= last) {
@@ -48,10 +48,10 @@ IndexSpan index_span(const std::vector<cpu::RowRun>& runs, std::int64_t begin, s
   return span;
 }
 
-std::int64_t row_count(const std::vector<cpu::RowRun>& runs) {
+std::int64_t row_count(const std::vector<RowRun>& runs) {
   std::int64_t rows = 0;
-  for (const cpu::RowRun& run : runs) rows += run.count;
+  for (const RowRun& run : runs) rows += run.count;
   return rows;
 }
 
-}  // namespace annulus::ring
+}  // namespace annulus::cpu

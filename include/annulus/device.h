@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace annulus {
+
+// Where memory is and kernels run. Host memory belongs to the CPU device, index 0.
+struct Device {
+  enum class Kind : std::uint8_t { cpu, cuda };
+  Kind kind = Kind::cpu;
+  int index = 0;
+
+  bool operator==(const Device&) const = default;
+};
+[[nodiscard]] std::string name_of(const Device& device);  // "cpu", "cuda:1"
+
+// A point in a queue's work. The default one has always happened: what a CPU enqueues is done at
+// once. Copies are the same event.
+class Event {
+ public:
+  class State {  // what a device knows of it
+   public:
+    virtual ~State() = default;
+    [[nodiscard]] virtual bool ready() = 0;
+    virtual void wait() = 0;
+  };
+
+  Event() = default;
+  explicit Event(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+  [[nodiscard]] bool ready() const { return state_ == nullptr || state_->ready(); }
+  // Blocks the calling thread. DeviceError if the work before it failed.
+  void wait() const {
+    if (state_ != nullptr) state_->wait();
+  }
+  [[nodiscard]] State* state() const { return state_.get(); }
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+// Work of one device, done in the order in which it was enqueued. Enqueuing does not wait for it;
+// any thread may enqueue.
+class Queue {
+ public:
+  virtual ~Queue() = default;
+
+  [[nodiscard]] virtual Device device() const = 0;
+  // Happens when everything enqueued so far is done.
+  [[nodiscard]] virtual Event record() = 0;
+  // What is enqueued from now on runs after `event`, of whatever queue.
+  virtual void wait(const Event& event) = 0;
+  virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes) = 0;
+};
+
+}  // namespace annulus

@@ -1,0 +1,182 @@
+#include "kernels/cpu/backend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "core/thread_pool.h"
+#include "kernels/cpu/engine.h"
+#include "kernels/cpu/kernel.h"
+
+namespace annulus::cpu {
+namespace {
+
+// Whatever is enqueued is done at once.
+class CpuQueue final : public Queue {
+ public:
+  [[nodiscard]] Device device() const override { return {}; }
+  [[nodiscard]] Event record() override { return {}; }
+  void wait(const Event& event) override { event.wait(); }
+  void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+};
+
+// Stretches of rows, short enough that one head of one sequence keeps all threads busy.
+class CpuCopies final : public CopyProgram {
+ public:
+  CpuCopies(const ParcelLayout& layout_in, std::vector<ParcelCopy> copies)
+      : layout(&layout_in), parcels(std::move(copies)) {
+    constexpr std::int64_t kRows = 512;
+    for (const ParcelCopy& parcel : parcels) {
+      std::vector<Stretch>& cut = stretches.emplace_back();
+      std::int64_t rows = kRows;  // of the last stretch
+      for (std::size_t run = 0; run < parcel.runs->size(); ++run) {
+        for (std::int64_t first = 0; first < (*parcel.runs)[run].count;) {
+          if (rows >= kRows) {
+            cut.push_back({run, first, 0});
+            rows = 0;
+          }
+          const std::int64_t take = std::min(kRows - rows, (*parcel.runs)[run].count - first);
+          cut.back().rows += take;
+          rows += take;
+          first += take;
+        }
+      }
+    }
+  }
+
+  // `rows` rows from row `first` of run number `run` on, going on into the next runs.
+  struct Stretch {
+    std::size_t run;
+    std::int64_t first;
+    std::int64_t rows;
+  };
+
+  // Calls row(section, unit's head, batch, parcel row's bytes offset, local row) for all rows.
+  template <typename Row>
+  void for_each(ThreadPool& pool, const Row& row) const {
+    for (std::size_t p = 0; p < parcels.size(); ++p) {
+      const ParcelCopy& parcel = parcels[p];
+      const std::vector<int>& units = layout->units(parcel.parcel);
+      const auto unit_count = static_cast<std::int64_t>(units.size());
+      const auto cuts = static_cast<std::int64_t>(stretches[p].size());
+      pool.run_parallel(layout->batch() * unit_count * cuts, [&](std::int64_t index, int) {
+        const Stretch& stretch = stretches[p][static_cast<std::size_t>(index % cuts)];
+        const int unit = static_cast<int>(index / cuts % unit_count);
+        const std::int64_t batch = index / cuts / unit_count;
+        for (int s = 0; s < layout->sections(); ++s) {
+          const std::int64_t bytes = layout->section_bytes(s);
+          const std::int64_t base = parcel.offset + layout->offset(parcel.parcel, batch, unit, s);
+          std::int64_t left = stretch.rows;
+          std::int64_t first = stretch.first;
+          for (std::size_t r = stretch.run; left > 0; ++r, first = 0) {
+            const CopyRun& run = (*parcel.runs)[r];
+            const std::int64_t end = std::min(run.count, first + left);
+            left -= end - first;
+            row(s, batch, units[static_cast<std::size_t>(unit)], run, first, end, base, bytes);
+          }
+        }
+      });
+    }
+  }
+
+  const ParcelLayout* layout;
+  std::vector<ParcelCopy> parcels;
+  std::vector<std::vector<Stretch>> stretches;  // per parcel
+};
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(int threads)
+      : pool_(ThreadPool::of(threads)),
+        kernels_(chosen_kernels()) {}
+
+  [[nodiscard]] Device device() const override { return {}; }
+  [[nodiscard]] std::string kernels() const override { return kernels_.name; }
+  [[nodiscard]] std::int64_t scratch_bytes() const override {
+    return static_cast<std::int64_t>(ThreadPool::kScratchBytes) * pool_->threads();
+  }
+
+  [[nodiscard]] std::string complaint(const Computation& computation) const override {
+    const int head_dim = computation.head_dim;
+    if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return "";
+    return fmt::format(
+        "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros", head_dim,
+        kMaxHeadDim);
+  }
+
+  [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
+    return allocate_host(bytes, what);
+  }
+  [[nodiscard]] Memory allocate_staging(std::int64_t bytes, const char* what) override {
+    return allocate_host(bytes, what);
+  }
+  [[nodiscard]] std::shared_ptr<Queue> make_queue() override {
+    return std::make_shared<CpuQueue>();
+  }
+  [[nodiscard]] bool immediate() const override { return true; }
+
+  [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
+                                                std::span<const Stage> forward,
+                                                std::span<const Stage> backward) override {
+    return std::make_unique<CpuEngine>(computation, forward, backward, kernels_, pool_);
+  }
+  [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
+                                                     std::vector<ParcelCopy> copies) override {
+    return std::make_unique<CpuCopies>(layout, std::move(copies));
+  }
+
+  void pack(const CopyProgram& program, std::span<const TensorRows> sections, std::byte* buffer,
+            Queue&) override {
+    static_cast<const CpuCopies&>(program).for_each(
+        *pool_, [&](int section, std::int64_t batch, int head, const CopyRun& run,
+                    std::int64_t first, std::int64_t end, std::int64_t base, std::int64_t bytes) {
+          const TensorRows& rows = sections[static_cast<std::size_t>(section)];
+          const std::byte* from = rows.at(batch, head);
+          for (std::int64_t r = first; r < end; ++r) {
+            std::memcpy(buffer + base + (run.parcel_first + r * run.parcel_stride) * bytes,
+                        from + (run.local_first + r * run.local_stride) * rows.row_step,
+                        static_cast<std::size_t>(bytes));
+          }
+        });
+  }
+
+  void add(const CopyProgram& program, const std::byte* buffer,
+           std::span<const TensorRows> sections, Queue&) override {
+    static_cast<const CpuCopies&>(program).for_each(
+        *pool_, [&](int section, std::int64_t batch, int head, const CopyRun& run,
+                    std::int64_t first, std::int64_t end, std::int64_t base, std::int64_t bytes) {
+          const TensorRows& rows = sections[static_cast<std::size_t>(section)];
+          std::byte* target = rows.at(batch, head);
+          const std::int64_t width = bytes / static_cast<std::int64_t>(sizeof(float));
+          for (std::int64_t r = first; r < end; ++r) {
+            const auto* term = reinterpret_cast<const float*>(
+                buffer + base + (run.parcel_first + r * run.parcel_stride) * bytes);
+            auto* sum = reinterpret_cast<float*>(target + (run.local_first + r * run.local_stride) *
+                                                              rows.row_step);
+            for (std::int64_t d = 0; d < width; ++d) sum[d] += term[d];
+          }
+        });
+  }
+
+  void clear(std::byte* memory, std::int64_t bytes, Queue&) override {
+    constexpr std::int64_t kPiece = 1 << 20;
+    pool_->run_parallel((bytes + kPiece - 1) / kPiece, [&](std::int64_t i, int) {
+      std::memset(memory + i * kPiece, 0,
+                  static_cast<std::size_t>(std::min(kPiece, bytes - i * kPiece)));
+    });
+  }
+
+ private:
+  std::shared_ptr<ThreadPool> pool_;
+  const Kernels& kernels_;
+};
+
+}  // namespace
+
+std::shared_ptr<Backend> make_backend(int threads) { return std::make_shared<CpuBackend>(threads); }
+
+}  // namespace annulus::cpu

@@ -1,0 +1,105 @@
+#include "kernels/cpu/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace annulus::cpu {
+
+CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forward,
+                     std::span<const Stage> backward, const Kernels& kernels,
+                     std::shared_ptr<ThreadPool> pool)
+    : computation_(computation),
+      problem_{computation.dtype, computation.head_dim, static_cast<float>(computation.scale),
+               computation.pattern->causal},
+      kernels_(kernels),
+      pool_(std::move(pool)) {
+  compile(forward_, forward);
+  compile(backward_, backward);
+
+  std::size_t passes = 0;
+  std::size_t longest = 0;
+  std::size_t counters = 0;
+  for (const Work& work : forward_) {
+    passes += work.phases().size();
+    longest = std::max(longest, work.longest_run_list());
+  }
+  for (const Work& work : backward_) {
+    longest = std::max(longest, work.longest_run_list());
+    counters = std::max(counters, work.turn_counters());
+  }
+  turns_ = std::make_unique<Turns>(counters);
+  list_bytes_ += static_cast<std::int64_t>(counters * sizeof(std::int32_t));
+  const std::vector<Branch>& branches = computation.pattern->branches;
+  every_row_attends_ = true;
+  for (std::size_t h = 0; h < static_cast<std::size_t>(computation.heads()); ++h) {
+    every_row_attends_ =
+        every_row_attends_ && std::any_of(branches.begin(), branches.end(), [&](const Branch& b) {
+          return b.dilation == 1 && b.offset[h] == 0;
+        });
+  }
+  // A scaled 16-bit output would be rounded twice.
+  direct_output_ = passes <= 1 && (is_fp32() || computation.pattern->output_scale == 1.0);
+  runs_.resize(static_cast<std::size_t>(pool_->threads()));
+  for (Runs& runs : runs_) {
+    runs.queries.reserve(longest);
+    runs.keys.reserve(longest);
+  }
+}
+
+void CpuEngine::compile(std::vector<Work>& works, std::span<const Stage> stages) {
+  works.reserve(stages.size());
+  std::vector<std::size_t> distinct;  // whose lists no other has
+  for (const Stage& stage : stages) {
+    Work& work = works.emplace_back(stage, computation_, pool_->threads());
+    const bool shared = std::any_of(distinct.rbegin(), distinct.rend(), [&](std::size_t other) {
+      return work.share_phases(works[other]);
+    });
+    if (!shared) distinct.push_back(works.size() - 1);
+    list_bytes_ += work.bytes(!shared);
+  }
+}
+
+void CpuEngine::allocate() {
+  const std::int64_t row = computation_.head_dim * std::int64_t{4};
+  if (!is_fp32() && (!direct_output_ || computation_.backward))
+    accumulators_ = allocate_host(computation_.query_rows() * row, "fp32 accumulators");
+  if (!computation_.backward) return;
+  if (!is_fp32()) {
+    key_gradients_ = allocate_host(computation_.key_rows() * row, "fp32 gradients of k");
+    value_gradients_ = allocate_host(computation_.key_rows() * row, "fp32 gradients of v");
+  }
+  statistics_ =
+      allocate_host(computation_.query_rows() * (1 + computation_.deltas()) * 4, "row statistics");
+}
+
+std::int64_t CpuEngine::state_bytes() const {
+  return accumulators_.bytes() + key_gradients_.bytes() + value_gradients_.bytes() +
+         statistics_.bytes();
+}
+
+std::int64_t CpuEngine::list_bytes() const { return list_bytes_; }
+
+TensorRows CpuEngine::rows_of(const float* base, std::int64_t tokens, int heads,
+                              std::int64_t width) {
+  const std::int64_t row = width * 4;
+  auto* bytes = reinterpret_cast<std::byte*>(const_cast<float*>(base));
+  return {bytes, tokens * heads * row, row, heads * row};
+}
+
+TensorRows CpuEngine::statistics() const {
+  return rows_of(statistics_.floats(), computation_.query_tokens, computation_.heads(),
+                 1 + computation_.deltas());
+}
+
+void CpuEngine::for_each_token(std::int64_t tokens,
+                               FunctionRef<void(std::int64_t, std::int64_t)> body) const {
+  constexpr std::int64_t kTokens = 256;
+  const std::int64_t blocks = (tokens + kTokens - 1) / kTokens;
+  pool_->run_parallel(computation_.batch * blocks, [&](std::int64_t index, int) {
+    const std::int64_t first = index % blocks * kTokens;
+    for (std::int64_t t = first; t < std::min(tokens, first + kTokens); ++t)
+      body(index / blocks, t);
+  });
+}
+
+}  // namespace annulus::cpu

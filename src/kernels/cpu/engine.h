@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/function_ref.h"
+#include "core/thread_pool.h"
+#include "kernels/backend.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/turns.h"
+#include "kernels/cpu/work.h"
+
+namespace annulus::cpu {
+
+// Runs at once whatever it is asked to do: the queue is the caller's thread and the pool.
+class CpuEngine final : public Engine {
+ public:
+  CpuEngine(const Computation& computation, std::span<const Stage> forward,
+            std::span<const Stage> backward, const Kernels& kernels,
+            std::shared_ptr<ThreadPool> pool);
+
+  void allocate() override;
+  [[nodiscard]] std::int64_t state_bytes() const override;
+  [[nodiscard]] std::int64_t list_bytes() const override;
+
+  // ---- forward.cpp
+  void begin_forward(const ForwardCall& call, Queue& queue) override;
+  void forward(int stage, const ForwardCall& call, Queue& queue) override;
+  void finish_forward(const ForwardCall& call, Queue& queue) override;
+
+  // ---- backward.cpp
+  void begin_backward(const BackwardCall& call, Queue& queue) override;
+  void backward(int stage, const BackwardCall& call, Queue& queue) override;
+  void finish_backward(const BackwardCall& call, Queue& queue) override;
+  [[nodiscard]] GradientSums sums(const BackwardCall& call) const override;
+  [[nodiscard]] TensorRows statistics() const override;
+
+ private:
+  void compile(std::vector<Work>& works, std::span<const Stage> stages);
+  [[nodiscard]] bool is_fp32() const { return computation_.dtype == DType::f32; }
+  // fp32 rows of a workspace [batch][token][heads][width].
+  [[nodiscard]] static TensorRows rows_of(const float* base, std::int64_t tokens, int heads,
+                                          std::int64_t width);
+  // Where O so far is kept, for rows that are not written just once.
+  [[nodiscard]] bool direct(const ForwardCall& call) const {
+    return direct_output_ && call.branches.o == nullptr;
+  }
+  [[nodiscard]] TensorRows state_rows(const ForwardCall& call) const;
+  void merge_branches(const BranchOutputs& branches, std::int64_t batch, std::int64_t token,
+                      int head, float* row, float* lse) const;
+  void fill_statistics(const BackwardCall& call) const;
+  void for_each_token(std::int64_t tokens,
+                      FunctionRef<void(std::int64_t batch, std::int64_t token)> body) const;
+
+  const Computation computation_;
+  const Problem problem_;
+  const Kernels& kernels_;
+  const std::shared_ptr<ThreadPool> pool_;
+  std::vector<Work> forward_;   // per stage
+  std::vector<Work> backward_;  // per stage
+  std::unique_ptr<Turns> turns_;
+  std::int64_t list_bytes_ = 0;
+  bool every_row_attends_ = false;  // no row of the output can be empty
+  bool direct_output_ = false;      // every row is written once: no fp32 state is needed
+
+  Memory accumulators_;     // fp32 O in forward, dQ in backward (16-bit dtypes)
+  Memory key_gradients_;    // fp32 dK (16-bit dtypes)
+  Memory value_gradients_;  // fp32 dV (16-bit dtypes)
+  Memory statistics_;       // [batch][token][q head][1 + deltas()]: lse and delta
+  struct Runs {
+    std::vector<RowRun> queries;
+    std::vector<RowRun> keys;
+  };
+  std::vector<Runs> runs_;  // per pool slot
+};
+
+}  // namespace annulus::cpu

@@ -1,0 +1,157 @@
+#include <cmath>
+#include <cstring>
+
+#include "annulus/half.h"
+#include "kernels/cpu/engine.h"
+
+namespace annulus::cpu {
+
+// fp32 gradients are summed where the caller wants them, 16-bit ones in the workspace.
+GradientSums CpuEngine::sums(const BackwardCall& call) const {
+  if (is_fp32()) return {call.dq, call.dk, call.dv};
+  const Computation& c = computation_;
+  return {rows_of(accumulators_.floats(), c.query_tokens, c.heads(), c.head_dim),
+          rows_of(key_gradients_.floats(), c.key_tokens, c.kv_heads, c.head_dim),
+          rows_of(value_gradients_.floats(), c.key_tokens, c.kv_heads, c.head_dim)};
+}
+
+// lse and delta = rowsum(dO * O) of every row, side by side, so that they travel together. Detached
+// mixing has one delta per branch, from that branch's own output. Gradients are scaled by
+// output_scale at the very end, so delta is taken with the unscaled O.
+void CpuEngine::fill_statistics(const BackwardCall& call) const {
+  const int heads = computation_.heads();
+  const int head_dim = computation_.head_dim;
+  const int deltas = computation_.deltas();
+  const DType dtype = computation_.dtype;
+  // A scale of 0 makes every gradient 0 at the end.
+  const double factor = computation_.pattern->output_scale;
+  const auto unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
+  for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
+    for (int h = 0; h < heads; ++h) {
+      const std::int64_t at = (b * computation_.query_tokens + t) * heads + h;
+      float* out = statistics_.floats() + at * (1 + deltas);
+      const std::byte* g = call.dout.at(b, h) + t * call.dout.row_step;
+      out[0] = *reinterpret_cast<const float*>(call.lse.at(b, h) + t * call.lse.row_step);
+      if (call.branches.o == nullptr) {
+        out[1] =
+            unscale * kernels_.dot_rows(dtype, g, call.o.at(b, h) + t * call.o.row_step, head_dim);
+        continue;
+      }
+      for (int branch = 0; branch < deltas; ++branch) {
+        const std::int64_t row = branch * computation_.query_rows() + at;
+        out[1 + branch] = 0;
+        if (call.branches.lse[row] == -INFINITY) continue;  // its O was never written
+        const float* branch_o = call.branches.o + row * head_dim;
+        float sum = 0;
+        for (int d = 0; d < head_dim; ++d)
+          sum = std::fma(load_element(g, dtype, d), branch_o[d], sum);
+        out[1 + branch] = sum;
+      }
+    }
+  });
+}
+
+void CpuEngine::begin_backward(const BackwardCall& call, Queue&) {
+  fill_statistics(call);
+  const GradientSums sum = sums(call);
+  const auto row_bytes = static_cast<std::size_t>(computation_.head_dim) * sizeof(float);
+  const auto clear = [&](const TensorRows& rows, int heads, std::int64_t b, std::int64_t t) {
+    for (int h = 0; h < heads; ++h) std::memset(rows.at(b, h) + t * rows.row_step, 0, row_bytes);
+  };
+  for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
+    clear(sum.dq, computation_.heads(), b, t);
+  });
+  for_each_token(computation_.key_tokens, [&](std::int64_t b, std::int64_t t) {
+    clear(sum.dk, computation_.kv_heads, b, t);
+    clear(sum.dv, computation_.kv_heads, b, t);
+  });
+}
+
+void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
+  const Work& work = backward_[static_cast<std::size_t>(stage)];
+  const Stage::Kind kind = work.kind();
+  const int ratio = computation_.heads() / computation_.kv_heads;
+  const bool by_branch = computation_.deltas() > 1;
+  const GradientSums sum = sums(call);
+  const TensorRows stats = statistics();
+  const ParcelRows* queries_from = call.queries.layout != nullptr ? &call.queries : nullptr;
+  const ParcelRows* keys_from = call.keys.layout != nullptr ? &call.keys : nullptr;
+  const ParcelRows* back = call.gradients.layout != nullptr ? &call.gradients : nullptr;
+  Turns& turns = *turns_;
+
+  for (const Phase& phase : work.phases()) {
+    turns.begin(phase);
+    pool_->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
+                                                                           int slot) {
+      const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
+      const WorkGroup& group = work.group(item);
+      const int head = work.member(item).q_head;
+      const std::int64_t delta_offset = 4 * (1 + (by_branch ? group.branch : 0));
+      const ChannelSource queries[] = {{kQuery, call.q, queries_from, 0},
+                                       {kOutGrad, call.dout, queries_from, 1},
+                                       {kLse, stats, queries_from, 2},
+                                       {kDelta, stats, queries_from, 2, delta_offset},
+                                       {kQueryGrad, sum.dq, back, 0}};
+      const ChannelSource keys[] = {{kKey, call.k, keys_from, 0},
+                                    {kValue, call.v, keys_from, 1},
+                                    {kKeyGrad, sum.dk, back, 0},
+                                    {kValueGrad, sum.dv, back, 1}};
+      // In canonical passes received rows have no gradient here.
+      const std::size_t query_channels = kind == Stage::Kind::key_gradient ? 4 : 5;
+      const std::size_t key_channels = kind == Stage::Kind::query_gradient ? 2 : 4;
+      Runs& runs = runs_[static_cast<std::size_t>(slot)];
+      work.expand(item, true, std::span(queries, query_channels), head, runs.queries);
+      work.expand(item, false, std::span(keys, key_channels), head / ratio, runs.keys);
+      BackwardTask task;
+      task.query_begin = item.query_begin;
+      task.query_end = item.query_end;
+      task.key_begin = item.key_begin;
+      task.key_end = item.key_end;
+      if (problem_.causal && kind == Stage::Kind::query_gradient) {
+        drop_keys_after(runs.keys, index_span(runs.queries, item.query_begin, item.query_end).last);
+        task.key_end = row_count(runs.keys);
+      }
+      if (problem_.causal && kind == Stage::Kind::key_gradient) {
+        drop_queries_before(runs.queries,
+                            index_span(runs.keys, item.key_begin, item.key_end).first);
+        task.query_end = row_count(runs.queries);
+      }
+      task.queries = runs.queries;
+      task.keys = runs.keys;
+      task.canonical_keys = kind == Stage::Kind::query_gradient;
+      task.canonical_queries = kind == Stage::Kind::key_gradient;
+      task.key_gap = group.keys.gap;
+      task.query_gap = group.queries.gap;
+      task.repeats = group.repeats;
+      task.query_grad = kind != Stage::Kind::key_gradient;
+      task.key_grad = kind != Stage::Kind::query_gradient;
+      const Turns::Turn turn(turns, item);
+      if (!call.stop->load(std::memory_order_relaxed))
+        kernels_.backward(problem_, task, pool_->scratch(slot));
+    });
+    if (call.stop->load(std::memory_order_relaxed)) return;
+  }
+}
+
+void CpuEngine::finish_backward(const BackwardCall& call, Queue&) {
+  const auto factor = static_cast<float>(computation_.pattern->output_scale);
+  if (is_fp32() && factor == 1.0F) return;
+  const GradientSums sum = sums(call);
+  const auto store = [&](const TensorRows& from, const TensorRows& to, int heads, std::int64_t b,
+                         std::int64_t t) {
+    for (int h = 0; h < heads; ++h) {
+      kernels_.store_row(computation_.dtype,
+                         reinterpret_cast<const float*>(from.at(b, h) + t * from.row_step), factor,
+                         to.at(b, h) + t * to.row_step, computation_.head_dim);
+    }
+  };
+  for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
+    store(sum.dq, call.dq, computation_.heads(), b, t);
+  });
+  for_each_token(computation_.key_tokens, [&](std::int64_t b, std::int64_t t) {
+    store(sum.dk, call.dk, computation_.kv_heads, b, t);
+    store(sum.dv, call.dv, computation_.kv_heads, b, t);
+  });
+}
+
+}  // namespace annulus::cpu

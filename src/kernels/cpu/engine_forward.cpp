@@ -1,0 +1,144 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels/cpu/engine.h"
+
+namespace annulus::cpu {
+
+TensorRows CpuEngine::state_rows(const ForwardCall& call) const {
+  if (is_fp32() || direct(call)) return call.o;
+  return rows_of(accumulators_.floats(), computation_.query_tokens, computation_.heads(),
+                 computation_.head_dim);
+}
+
+void CpuEngine::begin_forward(const ForwardCall& call, Queue&) {
+  if (call.branches.lse != nullptr) {
+    const std::int64_t branches = static_cast<std::int64_t>(computation_.pattern->branches.size());
+    std::fill_n(call.branches.lse, branches * computation_.query_rows(), -INFINITY);
+    return;
+  }
+  for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
+    for (int h = 0; h < computation_.heads(); ++h)
+      *reinterpret_cast<float*>(call.lse.at(b, h) + t * call.lse.row_step) = -INFINITY;
+  });
+}
+
+void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
+  const Work& work = forward_[static_cast<std::size_t>(stage)];
+  const bool per_branch = call.branches.o != nullptr;
+  const int heads = computation_.heads();
+  const int ratio = heads / computation_.kv_heads;
+  // Running state of a row: where O so far and its log-sum-exp are. fp32 accumulates in the
+  // caller's o.
+  const TensorRows state = state_rows(call);
+  const DType state_dtype = direct(call) ? computation_.dtype : DType::f32;
+  const auto rows_of_branch = [&](const float* base, int branch, std::int64_t width) {
+    return rows_of(base + branch * computation_.query_rows() * width, computation_.query_tokens,
+                   heads, width);
+  };
+
+  bool first_phase = stage == 0;
+  for (const Phase& phase : work.phases()) {
+    pool_->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
+                                                                           int slot) {
+      if (call.stop->load(std::memory_order_relaxed)) return;
+      const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
+      const int head = work.member(item).q_head;
+      const int branch = work.group(item).branch;
+      const TensorRows o =
+          per_branch ? rows_of_branch(call.branches.o, branch, computation_.head_dim) : state;
+      const TensorRows lse = per_branch ? rows_of_branch(call.branches.lse, branch, 1) : call.lse;
+      const ChannelSource queries[] = {{kQuery, call.q}, {kLse, lse}, {kState, o}, {kOut, o}};
+      const ChannelSource keys[] = {{kKey, call.k, &call.keys, 0}, {kValue, call.v, &call.keys, 1}};
+      Runs& runs = runs_[static_cast<std::size_t>(slot)];
+      work.expand(item, true, queries, head, runs.queries);
+      work.expand(item, false, keys, head / ratio, runs.keys);
+      if (problem_.causal)
+        drop_keys_after(runs.keys, index_span(runs.queries, item.query_begin, item.query_end).last);
+      ForwardTask task;
+      task.queries = runs.queries;
+      task.query_begin = item.query_begin;
+      task.query_end = item.query_end;
+      task.keys = runs.keys;
+      task.canonical = computation_.reproducible;
+      task.key_gap = work.group(item).keys.gap;
+      task.repeats = work.group(item).repeats;
+      task.load_state = per_branch ? stage != 0 : !first_phase;
+      task.out_dtype = per_branch ? DType::f32 : state_dtype;
+      kernels_.forward(problem_, task, pool_->scratch(slot));
+    });
+    if (call.stop->load(std::memory_order_relaxed)) return;
+    first_phase = false;
+  }
+}
+
+// What the caller gets: merged, scaled, in its dtype; zeros where a row attended to nothing.
+void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
+  const int heads = computation_.heads();
+  const int head_dim = computation_.head_dim;
+  const DType dtype = computation_.dtype;
+  const TensorRows state = state_rows(call);
+  const bool per_branch = call.branches.o != nullptr;
+  const auto factor = static_cast<float>(computation_.pattern->output_scale);
+  const bool convert = !direct(call) && !is_fp32();
+  if (!per_branch && every_row_attends_ && !convert && factor == 1.0F) return;
+  const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
+  for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
+    alignas(64) float row[kMaxHeadDim];
+    std::byte* empty = nullptr;      // zeros are due from here ...
+    std::byte* empty_end = nullptr;  // ... to here: rows of neighbouring heads are cleared together
+    for (int h = 0; h < heads; ++h) {
+      auto* l = reinterpret_cast<float*>(call.lse.at(b, h) + t * call.lse.row_step);
+      std::byte* out = call.o.at(b, h) + t * call.o.row_step;
+      if (per_branch) {
+        merge_branches(call.branches, b, t, h, row, l);
+        kernels_.store_row(dtype, row, factor, out, head_dim);
+      } else if (*l == -INFINITY) {
+        if (out != empty_end) {
+          if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));
+          empty = out;
+        }
+        empty_end = out + row_bytes;
+      } else if (convert) {
+        const auto* wide_row = reinterpret_cast<const float*>(state.at(b, h) + t * state.row_step);
+        kernels_.store_row(dtype, wide_row, factor, out, head_dim);
+      } else if (factor != 1.0F) {  // fp32, in place
+        kernels_.store_row(dtype, reinterpret_cast<const float*>(out), factor, out, head_dim);
+      }
+    }
+    if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));
+  });
+}
+
+// One softmax over all branches: weights exp(L_b - L).
+void CpuEngine::merge_branches(const BranchOutputs& kept, std::int64_t batch, std::int64_t token,
+                               int head, float* row, float* lse) const {
+  const auto branches = static_cast<int>(computation_.pattern->branches.size());
+  const int head_dim = computation_.head_dim;
+  const std::int64_t rows = computation_.query_rows();
+  const std::int64_t at = (batch * computation_.query_tokens + token) * computation_.heads() + head;
+  float highest = -INFINITY;
+  bool poisoned = false;
+  for (int b = 0; b < branches; ++b) {
+    const float l = kept.lse[b * rows + at];
+    poisoned = poisoned || std::isnan(l);
+    highest = std::max(highest, l);
+  }
+  std::fill_n(row, head_dim, 0.0F);
+  *lse = highest;
+  if (highest == -INFINITY && !poisoned) return;
+  double sum = 0;
+  for (int b = 0; b < branches; ++b)
+    sum += std::exp(static_cast<double>(kept.lse[b * rows + at]) - highest);
+  *lse = static_cast<float>(highest + std::log(sum));
+  for (int b = 0; b < branches; ++b) {
+    const float l = kept.lse[b * rows + at];
+    if (l == -INFINITY) continue;  // its O was never written
+    const auto weight = static_cast<float>(std::exp(static_cast<double>(l) - highest) / sum);
+    const float* o = kept.o + (b * rows + at) * head_dim;
+    for (int d = 0; d < head_dim; ++d) row[d] = std::fma(weight, o[d], row[d]);
+  }
+}
+
+}  // namespace annulus::cpu

@@ -1,0 +1,223 @@
+#include "kernels/cpu/work.h"
+
+#include <algorithm>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "kernels/cpu/turns.h"
+
+namespace annulus::cpu {
+namespace {
+
+// Rough number of allowed pairs between two stretches of a group's rows, for balancing.
+double pair_estimate(bool causal, const WorkItem& item, const WorkGroup& group,
+                     const WorkRows& rows) {
+  const auto q_begin = static_cast<double>(item.query_begin);
+  const auto q_count = static_cast<double>(item.query_end - item.query_begin);
+  const auto k_begin = static_cast<double>(item.key_begin);
+  const auto k_count = static_cast<double>(item.key_end - item.key_begin);
+  if (!causal || !group.whole) return q_count * k_count;
+  // As if rows were spread evenly over their index range.
+  const double q_first = rows.queries.front().index;
+  const double q_span = rows.queries.back().last_index() + 1 - q_first;
+  const double k_first = rows.keys.front().index;
+  const double k_span = rows.keys.back().last_index() + 1 - k_first;
+  double visible = 0;
+  constexpr int kSamples = 8;
+  for (int i = 0; i < kSamples; ++i) {
+    const double q = q_first + q_span * (q_begin + (i + 0.5) / kSamples * q_count) /
+                                   static_cast<double>(group.query_rows);
+    const double upto = (q - k_first) / std::max(1.0, k_span) * static_cast<double>(group.key_rows);
+    visible += std::clamp((upto - k_begin) / k_count, 0.0, 1.0);
+  }
+  return q_count * k_count * visible / kSamples;
+}
+
+std::int64_t pieces(std::int64_t rows, std::int64_t size) {
+  return std::max<std::int64_t>(1, (rows + size - 1) / size);
+}
+
+}  // namespace
+
+Work::Work(const Stage& stage, const Computation& computation, int threads)
+    : kind_(stage.kind),
+      causal_(computation.pattern->causal),
+      groups_(stage, computation, threads) {
+  // Take branches in order and open a new phase when a K/V head is already in use.
+  const Pattern& pattern = *computation.pattern;
+  const int ratio = pattern.heads / computation.kv_heads;
+  std::vector<Phase> phases;
+  std::vector<int> in_phase;
+  std::set<int> used;
+  int branch = -1;
+  const auto close = [&] {
+    if (in_phase.empty()) return;
+    Phase phase;
+    add_items(phase, in_phase, computation, threads);
+    if (kind_ == Stage::Kind::gradients || kind_ == Stage::Kind::key_gradient)
+      assign_turns(phase, groups_, stage, computation.kv_heads, threads);
+    if (!phase.items.empty()) phases.push_back(std::move(phase));
+    in_phase.clear();
+    used.clear();
+  };
+  for (std::size_t g = 0; g < groups_.all().size(); ++g) {
+    if (groups_.all()[g].branch != branch) {
+      branch = groups_.all()[g].branch;
+      std::set<int> heads;
+      const Branch& b = pattern.branches[static_cast<std::size_t>(branch)];
+      for (int h = 0; h < pattern.heads; ++h) {
+        if (b.offset[static_cast<std::size_t>(h)] >= 0) heads.insert(h / ratio);
+      }
+      const bool clash =
+          std::any_of(heads.begin(), heads.end(), [&](int h) { return used.contains(h); });
+      if (clash) close();
+      used.insert(heads.begin(), heads.end());
+    }
+    in_phase.push_back(static_cast<int>(g));
+  }
+  close();
+  phases.shrink_to_fit();
+  for (Phase& phase : phases) phase.items.shrink_to_fit();
+  phases_ = std::make_shared<const std::vector<Phase>>(std::move(phases));
+}
+
+void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
+                     int threads) const {
+  const std::int64_t batch = computation.batch;
+  // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better.
+  const std::int64_t wanted = 4 * static_cast<std::int64_t>(threads);
+  std::int64_t heads = 0;
+  for (int g : groups) {
+    const WorkGroup& group = groups_[g];
+    heads += batch * static_cast<std::int64_t>(group.members.size());
+  }
+  const std::int64_t split = pieces(wanted, heads);  // pieces per head that would be enough
+  struct Costed {
+    double cost;
+    WorkItem item;
+  };
+  std::vector<Costed> items;
+
+  for (int g : groups) {
+    const WorkGroup& group = groups_[g];
+    std::int64_t q_size = group.query_rows;
+    std::int64_t k_size = group.key_rows;
+    const auto cut = [&](std::int64_t rows, std::int64_t least, std::int64_t into) {
+      return std::max(least, (pieces(rows, into) + 31) / 32 * 32);
+    };
+    switch (kind_) {
+      case Stage::Kind::forward:
+        q_size = std::min<std::int64_t>(kQueryBlock, cut(q_size, 64, split));
+        break;
+      case Stage::Kind::gradients:
+        // A grid of pieces x pieces: items that touch other rows can run side by side.
+        if (split > 1) {
+          q_size = cut(q_size, 2 * kGradBlock, split);
+          k_size = cut(k_size, 2 * kGradBlock, split);
+        }
+        break;
+      case Stage::Kind::query_gradient:
+        q_size = std::min<std::int64_t>(kQueryBlock, cut(q_size, kGradBlock, split));
+        break;
+      case Stage::Kind::key_gradient:
+        k_size = std::min<std::int64_t>(max_key_chunk(computation.head_dim),
+                                        cut(k_size, kGradBlock, split));
+        break;
+    }
+    q_size = std::max<std::int64_t>(1, q_size);
+    k_size = std::max<std::int64_t>(1, k_size);
+    for (std::int64_t b = 0; b < batch; ++b) {
+      for (std::size_t m = 0; m < group.members.size(); ++m) {
+        for (std::int64_t q = 0; q < group.query_rows; q += q_size) {
+          for (std::int64_t k = 0; k < group.key_rows; k += k_size) {
+            WorkItem item;
+            item.group = g;
+            item.member = static_cast<int>(m);
+            item.batch = static_cast<std::int32_t>(b);
+            item.query_begin = q;
+            item.query_end = std::min(group.query_rows, q + q_size);
+            item.key_begin = k;
+            item.key_end = std::min(group.key_rows, k + k_size);
+            items.push_back({pair_estimate(causal_, item, group, groups_.rows(group)), item});
+          }
+        }
+      }
+    }
+  }
+  // Few items: the longest first, so that threads end together. Many: segment by segment, so that
+  // heads, whose rows share pages, follow each other; the last item is then a small part of the
+  // whole anyway.
+  constexpr std::size_t kManyPerThread = 32;
+  if (items.size() > kManyPerThread * static_cast<std::size_t>(threads)) {
+    std::stable_sort(items.begin(), items.end(), [&](const Costed& a, const Costed& b) {
+      const auto key = [&](const WorkItem& item) {
+        const WorkGroup& group = groups_[item.group];
+        return std::tuple(item.batch, group.segment, group.branch, member(item).q_head);
+      };
+      return key(a.item) < key(b.item);
+    });
+  } else {
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Costed& a, const Costed& b) { return a.cost > b.cost; });
+  }
+  phase.items.reserve(items.size());
+  for (const Costed& costed : items) phase.items.push_back(costed.item);
+}
+
+std::size_t Work::turn_counters() const {
+  std::size_t most = 0;
+  for (const Phase& phase : *phases_) most = std::max(most, phase.turn_counters);
+  return most;
+}
+
+bool Work::share_phases(const Work& other) {
+  if (*phases_ != *other.phases_) return false;
+  phases_ = other.phases_;
+  return true;
+}
+
+std::int64_t Work::bytes(bool with_phases) const {
+  std::size_t bytes = sizeof(Work);
+  for (const Phase& phase : *phases_) {
+    if (with_phases) bytes += sizeof(Phase) + phase.items.capacity() * sizeof(WorkItem);
+  }
+  return static_cast<std::int64_t>(bytes) + groups_.bytes();
+}
+
+void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels,
+                  int local_head, std::vector<RowRun>& runs) const {
+  const WorkGroup& group = groups_[item.group];
+  const WorkRows& rows = groups_.rows(group);
+  const IndexFilter& filter = queries ? group.queries : group.keys;
+  const int unit_slot = member(item).unit_slot;
+  runs.clear();
+  for (const RunTemplate& run : queries ? rows.queries : rows.keys) {
+    filter.apply(run, [&](std::int32_t first, std::int32_t count) {
+      RowRun& out = runs.emplace_back();
+      out.index = run.index + first * run.index_stride;
+      out.index_stride = run.index_stride;
+      out.count = count;
+      for (const ChannelSource& source : channels) {
+        const auto c = static_cast<std::size_t>(source.channel);
+        std::byte* base = nullptr;
+        std::int64_t row = 0;
+        if (run.parcel < 0) {
+          base = source.local.at(item.batch, local_head);
+          row = source.local.row_step;
+        } else {
+          const ParcelLayout& layout = *source.received->layout;
+          base = source.received->at(run.parcel) +
+                 layout.offset(run.parcel, item.batch, unit_slot, source.section);
+          row = layout.section_bytes(source.section);
+        }
+        out.base[c] =
+            base + (run.store_first + first * run.store_stride) * row + source.byte_offset;
+        out.step[c] = run.store_stride * row;
+      }
+    });
+  }
+  if (!filter.keeps_all()) sort_by_index(runs);
+}
+
+}  // namespace annulus::cpu

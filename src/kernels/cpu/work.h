@@ -1,0 +1,88 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/kernel.h"
+#include "kernels/cpu/work_groups.h"
+
+namespace annulus::cpu {
+
+// Where one channel of a kernel's rows comes from: the shard, and received parcels.
+struct ChannelSource {
+  int channel = 0;
+  TensorRows local;
+  const ParcelRows* received = nullptr;  // null: only local rows have this channel
+  int section = 0;
+  std::int64_t byte_offset = 0;  // within a row, local or received
+};
+
+// One kernel call. Rows are counted through the group's runs.
+struct WorkItem {
+  int group = 0;
+  int member = 0;
+  std::int32_t batch = 0;
+  std::int64_t query_begin = 0;
+  std::int64_t query_end = 0;
+  std::int64_t key_begin = 0;
+  std::int64_t key_end = 0;
+  // Backward adds into rows that other items add into as well. Each such block of rows has a turn
+  // counter, and an item waits for its turn: sums are made in one fixed order, whatever the threads
+  // do. -1: nobody else writes there.
+  std::int32_t query_turns = -1;
+  std::int32_t query_turn = 0;
+  std::int32_t key_turns = -1;
+  std::int32_t key_turn = 0;
+
+  bool operator==(const WorkItem&) const = default;
+};
+
+// Items that run in parallel.
+struct Phase {
+  std::vector<WorkItem> items;
+  std::size_t turn_counters = 0;
+
+  bool operator==(const Phase&) const = default;
+};
+
+// A stage as the CPU runs it: phases one after the other. Branches whose K/V heads are disjoint
+// share a phase.
+class Work {
+ public:
+  Work(const Stage& stage, const Computation& computation, int threads);
+
+  [[nodiscard]] const std::vector<Phase>& phases() const { return *phases_; }
+  [[nodiscard]] const WorkGroup& group(const WorkItem& item) const { return groups_[item.group]; }
+  [[nodiscard]] const Selection::Member& member(const WorkItem& item) const {
+    return group(item).members[static_cast<std::size_t>(item.member)];
+  }
+  [[nodiscard]] Stage::Kind kind() const { return kind_; }
+  [[nodiscard]] std::size_t longest_run_list() const { return groups_.longest_run_list(); }
+  [[nodiscard]] std::size_t turn_counters() const;
+
+  // The steps of a ring mostly differ in where rows are and not in how they are cut: lists that are
+  // equal are kept once. True: `other`'s are used from now on.
+  bool share_phases(const Work& other);
+  [[nodiscard]] std::int64_t bytes(bool with_phases) const;
+
+  // Expands a group's rows for one head and batch entry into `runs`. `local_head` is the head of
+  // local tensors.
+  void expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels,
+              int local_head, std::vector<RowRun>& runs) const;
+
+ private:
+  void add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
+                 int threads) const;
+
+  Stage::Kind kind_;
+  bool causal_;
+  WorkGroups groups_;
+  std::shared_ptr<const std::vector<Phase>> phases_;
+};
+
+}  // namespace annulus::cpu

@@ -1,0 +1,178 @@
+#include "kernels/cpu/work_groups.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace annulus::cpu {
+namespace {
+
+std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t segment_start,
+                                   std::int64_t offset, std::int64_t dilation) {
+  std::vector<RunTemplate> out;
+  out.reserve(rows.size());
+  for (const PlacedRows& placed : rows) {
+    RunTemplate run;
+    run.parcel = placed.parcel;
+    run.store_first = placed.store_first;
+    run.store_stride = placed.store_stride;
+    run.index = static_cast<std::int32_t>((placed.rows.first - segment_start - offset) / dilation);
+    run.index_stride =
+        static_cast<std::int32_t>(std::max<std::int64_t>(1, placed.rows.stride / dilation));
+    run.count = static_cast<std::int32_t>(placed.rows.count);
+    out.push_back(run);
+  }
+  return out;
+}
+
+// Rows of `runs` that count, and the runs that hold them.
+struct Extent {
+  std::int64_t rows = 0;
+  std::size_t runs = 0;
+};
+Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
+  Extent out;
+  for (const RunTemplate& run : runs) {
+    filter.apply(run, [&](std::int32_t, std::int32_t count) {
+      out.rows += count;
+      ++out.runs;
+    });
+  }
+  return out;
+}
+
+}  // namespace
+
+WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int threads) {
+  const Plan& plan = *stage.plan;
+  const Pattern& pattern = *computation.pattern;
+  const std::vector<TileGroup> tile_groups =
+      plan.tile_groups(stage.rank, stage.first_step, stage.last_step);
+  // Where branches are kept apart, each has all its pairs.
+  const bool share = computation.mix_gradient == MixGradient::full;
+  const auto selection_of = [&](const TileGroup& tiles) -> const Selection& {
+    return plan.classes()[static_cast<std::size_t>(tiles.head_class)]
+        .selections[static_cast<std::size_t>(tiles.selection)];
+  };
+
+  std::vector<std::vector<PairSharing>> sharing(static_cast<std::size_t>(pattern.heads));
+  for (int h = 0; h < pattern.heads; ++h) {
+    sharing[static_cast<std::size_t>(h)] = share
+                                               ? share_pairs(pattern, plan.placement().tokens(), h)
+                                               : std::vector<PairSharing>(pattern.branches.size());
+  }
+  if (stage.kind == Stage::Kind::gradients) {
+    // Groups that leave out pairs take turns at a segment's keys (see assign_turns). If that would
+    // leave threads idle, every branch computes all its pairs.
+    std::vector<std::int64_t> chains(pattern.branches.size(), 0);
+    std::vector<bool> guest(pattern.branches.size(), false);
+    for (const TileGroup& tiles : tile_groups) {
+      const Selection& selection = selection_of(tiles);
+      const auto branch = static_cast<std::size_t>(selection.branch);
+      chains[branch] += computation.batch * static_cast<std::int64_t>(selection.members.size());
+      for (const Selection::Member& member : selection.members) {
+        if (sharing[static_cast<std::size_t>(member.q_head)][branch].host >= 0)
+          guest[branch] = true;
+      }
+    }
+    for (std::size_t branch = 0; branch < chains.size(); ++branch) {
+      if (guest[branch] && chains[branch] < 4 * static_cast<std::int64_t>(threads))
+        for (auto& of_head : sharing) of_head.assign(pattern.branches.size(), {});
+    }
+  }
+
+  for (const TileGroup& tiles : tile_groups) {
+    const Selection& selection = selection_of(tiles);
+    const Branch& branch = pattern.branches[static_cast<std::size_t>(selection.branch)];
+    const std::int64_t start = tiles.segment == 0 ? 0 : tiles.segment * branch.segment_length;
+    rows_.push_back({templates(tiles.queries, start, selection.offset, branch.dilation),
+                     templates(tiles.keys, start, selection.offset, branch.dilation)});
+    // One group for all members that share alike.
+    std::vector<bool> done(selection.members.size(), false);
+    for (std::size_t m = 0; m < selection.members.size(); ++m) {
+      if (done[m]) continue;
+      const auto sharing_of = [&](std::size_t member) -> const PairSharing& {
+        return sharing[static_cast<std::size_t>(selection.members[member].q_head)]
+                      [static_cast<std::size_t>(selection.branch)];
+      };
+      WorkGroup group;
+      group.branch = selection.branch;
+      group.offset = selection.offset;
+      group.segment = tiles.segment;
+      group.rows = static_cast<int>(rows_.size()) - 1;
+      group.repeats = sharing_of(m).repeats;
+      for (std::size_t other = m; other < selection.members.size(); ++other) {
+        if (done[other] || !(sharing_of(other) == sharing_of(m))) continue;
+        done[other] = true;
+        group.members.push_back(selection.members[other]);
+      }
+      if (sharing_of(m).host < 0) {
+        add(std::move(group));
+      } else {
+        add_shared(group, sharing_of(m), stage.kind, pattern.causal);
+      }
+    }
+  }
+}
+
+void WorkGroups::add(WorkGroup group) {
+  const WorkRows& rows = rows_[static_cast<std::size_t>(group.rows)];
+  const Extent queries = extent(rows.queries, group.queries);
+  const Extent keys = extent(rows.keys, group.keys);
+  if (queries.rows == 0 || keys.rows == 0) return;
+  group.query_rows = queries.rows;
+  group.key_rows = keys.rows;
+  longest_run_list_ = std::max({longest_run_list_, queries.runs, keys.runs});
+  groups_.push_back(std::move(group));
+}
+
+// A group per segment of the host. Where items own key rows, the keys lie within that segment and
+// the queries outside; else the other way round.
+void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind,
+                            bool causal) {
+  const bool keys_within = kind == Stage::Kind::key_gradient;
+  const WorkRows& rows = rows_[static_cast<std::size_t>(like.rows)];
+  std::int64_t first = std::numeric_limits<std::int64_t>::max();
+  std::int64_t last = -1;
+  for (const RunTemplate& run : keys_within ? rows.keys : rows.queries) {
+    first = std::min<std::int64_t>(first, run.index);
+    last = std::max<std::int64_t>(last, run.last_index());
+  }
+  for (std::int64_t begin = first / sharing.host_rows * sharing.host_rows; begin <= last;
+       begin += sharing.host_rows) {
+    WorkGroup group = like;
+    group.whole = false;
+    group.host_begin = static_cast<std::int32_t>(begin);
+    const auto end = static_cast<std::int32_t>(std::min<std::int64_t>(
+        begin + sharing.host_rows, std::numeric_limits<std::int32_t>::max()));
+    IndexFilter within;
+    within.begin = group.host_begin;
+    within.end = end;
+    IndexFilter outside;
+    if (!causal) {
+      outside.gap = {group.host_begin, end};
+    } else if (keys_within) {
+      outside.begin = end;
+    } else {
+      outside.end = group.host_begin;
+    }
+    group.queries = keys_within ? outside : within;
+    group.keys = keys_within ? within : outside;
+    add(std::move(group));
+  }
+}
+
+std::int64_t WorkGroups::bytes() const {
+  std::size_t bytes = 0;
+  for (const WorkRows& rows : rows_) {
+    bytes +=
+        sizeof(WorkRows) + (rows.queries.capacity() + rows.keys.capacity()) * sizeof(RunTemplate);
+  }
+  for (const WorkGroup& group : groups_) {
+    bytes += sizeof(WorkGroup) + group.members.capacity() * sizeof(Selection::Member) +
+             group.repeats.capacity() * sizeof(Repeat);
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
+}  // namespace annulus::cpu

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cpu/row_runs.h"
+#include "pattern/shared_pairs.h"
+
+namespace annulus::cpu {
+
+// The rows of a tile group; several work groups may share them.
+struct WorkRows {
+  std::vector<RunTemplate> queries;
+  std::vector<RunTemplate> keys;
+};
+
+// Query rows against key rows of one segment, for heads that do the same. A branch whose pairs are
+// partly computed by another one (see shared_pairs.h) has a group for each segment of that other
+// branch: the rows of one side lie within it, those of the other side outside.
+struct WorkGroup {
+  int branch = 0;
+  std::int64_t offset = 0;
+  std::int64_t segment = 0;
+  std::vector<Selection::Member> members;
+  std::vector<Repeat> repeats;
+  int rows = 0;                 // index of its WorkRows
+  bool whole = true;            // it has all pairs of the segment; else of one segment of the host:
+  std::int32_t host_begin = 0;  // the first index within that
+  IndexFilter queries;
+  IndexFilter keys;
+  std::int64_t query_rows = 0;
+  std::int64_t key_rows = 0;
+};
+
+// What a stage's tile groups become: each pair that some branch has is in one group.
+class WorkGroups {
+ public:
+  WorkGroups(const Stage& stage, const Computation& computation, int threads);
+
+  [[nodiscard]] const std::vector<WorkGroup>& all() const { return groups_; }
+  [[nodiscard]] const WorkGroup& operator[](int group) const {
+    return groups_[static_cast<std::size_t>(group)];
+  }
+  [[nodiscard]] const WorkRows& rows(const WorkGroup& group) const {
+    return rows_[static_cast<std::size_t>(group.rows)];
+  }
+  [[nodiscard]] std::size_t longest_run_list() const { return longest_run_list_; }
+  [[nodiscard]] std::int64_t bytes() const;
+
+ private:
+  void add(WorkGroup group);
+  void add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind, bool causal);
+
+  std::vector<WorkRows> rows_;
+  std::vector<WorkGroup> groups_;
+  std::size_t longest_run_list_ = 0;
+};
+
+}  // namespace annulus::cpu

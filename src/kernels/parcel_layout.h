@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "annulus/plan.h"
+
+namespace annulus {
+
+// How a parcel's rows lie in memory and in messages: [batch][unit][section][row], a section being
+// K, V, Q, ... of `section_bytes` per row. The same everywhere, so that forwarding a parcel is one
+// copy.
+class ParcelLayout {
+ public:
+  ParcelLayout(const Plan& plan, std::int64_t batch, std::vector<std::int64_t> section_bytes);
+
+  [[nodiscard]] std::int64_t bytes(int parcel) const;
+  [[nodiscard]] std::int64_t section_bytes(int section) const {
+    return sections_[static_cast<std::size_t>(section)];
+  }
+  [[nodiscard]] int sections() const { return static_cast<int>(sections_.size()); }
+  // Start of the rows of (batch, unit index, section) within the parcel.
+  [[nodiscard]] std::int64_t offset(int parcel, std::int64_t batch, int unit, int section) const;
+  [[nodiscard]] std::int64_t batch() const { return batch_; }
+  // K/V heads or query heads of the parcel, in the order of its units.
+  [[nodiscard]] const std::vector<int>& units(int parcel) const;
+
+ private:
+  const Plan* plan_;
+  std::int64_t batch_;
+  std::vector<std::int64_t> sections_;
+  std::int64_t row_bytes_ = 0;  // over all sections
+};
+
+// Rows of a parcel that lie evenly spaced in the owner's shard as well.
+struct CopyRun {
+  std::int64_t parcel_first = 0;
+  std::int64_t parcel_stride = 1;
+  std::int64_t local_first = 0;
+  std::int64_t local_stride = 1;
+  std::int64_t count = 0;
+};
+[[nodiscard]] std::vector<CopyRun> copy_runs(const Placement& placement, const Parcel& parcel);
+
+// A parcel in a buffer, and the owner's rows that it is a copy of.
+struct ParcelCopy {
+  int parcel = 0;
+  std::int64_t offset = 0;  // of the parcel in the buffer
+  std::shared_ptr<const std::vector<CopyRun>> runs;
+};
+
+}  // namespace annulus

@@ -1,0 +1,143 @@
+#include "ring/courier.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace annulus::ring {
+
+std::vector<Envelope> envelopes(const std::vector<Hop>& hops, const ParcelLayout& layout) {
+  std::vector<Envelope> out;
+  for (const Hop& hop : hops) {
+    if (out.empty() || out.back().peer != hop.peer) out.push_back({hop.peer, {}, 0, 0});
+    out.back().parcels.push_back(hop.parcel);
+    out.back().bytes += layout.bytes(hop.parcel);
+  }
+  return out;
+}
+
+std::int64_t lay_out(std::vector<Envelope>& list) {
+  std::int64_t offset = 0;
+  for (Envelope& envelope : list) {
+    envelope.offset = offset;
+    offset += envelope.bytes;
+  }
+  return offset;
+}
+
+Courier::Courier(const Plan& plan, int rank, ParcelLayout layout, Link& link)
+    : plan_(&plan), layout_(std::move(layout)), link_(&link) {
+  const std::size_t parcels = plan.parcels().size();
+  outbox_offset_.assign(parcels, -1);
+  slot_offset_.assign(parcels, -1);
+  slot_of_.assign(parcels, 0);
+  std::vector<ParcelCopy> own;
+  for (std::size_t id = 0; id < parcels; ++id) {
+    const Parcel& parcel = plan.parcels()[id];
+    if (parcel.owner != rank) continue;
+    own.push_back(
+        {static_cast<int>(id), outbox_bytes_,
+         std::make_shared<const std::vector<CopyRun>>(copy_runs(plan.placement(), parcel))});
+    outbox_offset_[id] = outbox_bytes_;
+    outbox_bytes_ += layout_.bytes(static_cast<int>(id));
+  }
+  own_ = link.backend().compile(layout_, std::move(own));
+  for (int s = 1; s <= plan.steps(); ++s) {
+    Step step;
+    step.in = envelopes(plan.incoming(rank, s), layout_);
+    step.out = envelopes(plan.outgoing(rank, s), layout_);
+    const int slot = s % 2;
+    slot_bytes_[slot] = std::max(slot_bytes_[slot], lay_out(step.in));
+    for (const Envelope& envelope : step.in) {
+      std::int64_t offset = envelope.offset;
+      for (int id : envelope.parcels) {
+        slot_offset_[static_cast<std::size_t>(id)] = offset;
+        slot_of_[static_cast<std::size_t>(id)] = slot;
+        offset += layout_.bytes(id);
+      }
+    }
+    // A message whose parcels lie one after the other where they are goes out from there; others
+    // are staged.
+    std::int64_t staged = 0;
+    const std::vector<std::int64_t>& source = s == 1 ? outbox_offset_ : slot_offset_;
+    for (Envelope& envelope : step.out) {
+      std::int64_t expected = source[static_cast<std::size_t>(envelope.parcels.front())];
+      envelope.offset = expected;
+      bool direct = true;
+      for (int id : envelope.parcels) {
+        direct = direct && source[static_cast<std::size_t>(id)] == expected;
+        expected += layout_.bytes(id);
+      }
+      step.staged.push_back(!direct);
+      if (direct) continue;
+      envelope.offset = staged;
+      for (int id : envelope.parcels) {
+        step.copies.push_back({s == 1 ? &outbox_ : &slots_[(s + 1) % 2],
+                               source[static_cast<std::size_t>(id)], staged, layout_.bytes(id)});
+        staged += layout_.bytes(id);
+      }
+    }
+    staging_bytes_ = std::max(staging_bytes_, staged);
+    steps_.push_back(std::move(step));
+  }
+}
+
+std::int64_t Courier::buffer_bytes() const {
+  return link_->mailbox_bytes(outbox_bytes_ + slot_bytes_[0] + slot_bytes_[1] + staging_bytes_);
+}
+
+void Courier::allocate() {
+  outbox_ = link_->make_mailbox(outbox_bytes_, "outgoing rows");
+  slots_[0] = link_->make_mailbox(slot_bytes_[0], "incoming rows");
+  slots_[1] = link_->make_mailbox(slot_bytes_[1], "incoming rows");
+  staging_ = link_->make_mailbox(staging_bytes_, "forwarded rows");
+  received_.assign(plan_->parcels().size(), nullptr);
+  for (std::size_t id = 0; id < received_.size(); ++id) {
+    if (slot_offset_[id] >= 0) received_[id] = slots_[slot_of_[id]].data() + slot_offset_[id];
+  }
+  for (std::size_t s = 1; s <= steps_.size(); ++s) {
+    Step& step = steps_[s - 1];
+    for (const Envelope& envelope : step.in) {
+      step.batch.add(Way::receive, envelope.peer, kTagParcels, slots_[s % 2], envelope.offset,
+                     envelope.bytes);
+    }
+    const Mailbox& source = s == 1 ? outbox_ : slots_[(s + 1) % 2];
+    for (std::size_t i = 0; i < step.out.size(); ++i) {
+      step.batch.add(Way::send, step.out[i].peer, kTagParcels, step.staged[i] ? staging_ : source,
+                     step.out[i].offset, step.out[i].bytes);
+    }
+  }
+}
+
+void Courier::pack(std::span<const TensorRows> sections) {
+  link_->backend().pack(*own_, sections, outbox_.data(), link_->queue());
+}
+
+void Courier::begin(int step) {
+  const Step& plan = steps_[static_cast<std::size_t>(step - 1)];
+  for (const Staged& copy : plan.copies) {
+    link_->queue().copy(staging_.data() + copy.target, copy.from->data() + copy.source, copy.bytes);
+  }
+  current_ = step;
+  ticket_ = link_->post(plan.batch);
+}
+
+void Courier::finish() {
+  if (current_ == 0) return;
+  link_->wait(steps_[static_cast<std::size_t>(current_ - 1)].batch, ticket_);
+  current_ = 0;
+}
+
+void Courier::cancel() {
+  ticket_.reset();
+  current_ = 0;
+}
+
+std::int64_t Courier::bytes_sent() const {
+  std::int64_t bytes = 0;
+  for (const Step& step : steps_) {
+    for (const Envelope& envelope : step.out) bytes += envelope.bytes;
+  }
+  return bytes;
+}
+
+}  // namespace annulus::ring

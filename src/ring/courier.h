@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "annulus/plan.h"
+#include "kernels/backend.h"
+#include "ring/link.h"
+
+namespace annulus::ring {
+
+// One message: some parcels, lying at `offset` of a mailbox one after the other.
+struct Envelope {
+  int peer = 0;
+  std::vector<int> parcels;
+  std::int64_t offset = 0;
+  std::int64_t bytes = 0;
+};
+// Hops to one peer follow each other: they make one message.
+[[nodiscard]] std::vector<Envelope> envelopes(const std::vector<Hop>& hops,
+                                              const ParcelLayout& layout);
+// Lays them out one after the other; returns the total.
+std::int64_t lay_out(std::vector<Envelope>& list);
+
+// Moves one side's parcels through the steps of a plan: packs the rank's own, receives into two
+// slots, forwards. Step s+1 is begun before step s is computed and finished after it.
+class Courier {
+ public:
+  Courier(const Plan& plan, int rank, ParcelLayout layout, Link& link);
+
+  // Bytes of all buffers, before they exist.
+  [[nodiscard]] std::int64_t buffer_bytes() const;
+  void allocate();
+
+  // Copies the rank's own travelling rows out of its shard; `sections[i]` are the rows of section
+  // i, heads being units.
+  void pack(std::span<const TensorRows> sections);
+  void begin(int step);
+  void finish();
+  void cancel();  // after an error: drops whatever is under way
+
+  // Received parcels; each is valid from finish() of its step until begin() of the step after the
+  // next.
+  [[nodiscard]] ParcelRows received() const { return {&layout_, &received_}; }
+  [[nodiscard]] std::int64_t bytes_sent() const;  // per pass over all steps
+
+ private:
+  // Parcels of a message that do not lie one after the other are put so first.
+  struct Staged {
+    const Mailbox* from = nullptr;
+    std::int64_t source = 0;
+    std::int64_t target = 0;
+    std::int64_t bytes = 0;
+  };
+  struct Step {
+    std::vector<Envelope> in;   // offsets into the slot
+    std::vector<Envelope> out;  // offsets into the source (outbox in step 1, else the previous
+                                // slot) or the staging area
+    std::vector<bool> staged;   // per out message
+    std::vector<Staged> copies;
+    Batch batch;
+  };
+
+  const Plan* plan_;
+  ParcelLayout layout_;
+  Link* link_;
+  std::vector<Step> steps_;
+  std::unique_ptr<CopyProgram> own_;         // parcels of this rank, in outbox order
+  std::vector<std::int64_t> outbox_offset_;  // per parcel, -1: not ours
+  std::vector<std::int64_t> slot_offset_;    // per parcel, -1: never here
+  std::vector<int> slot_of_;                 // per parcel: which slot
+  std::vector<std::byte*> received_;         // per parcel
+  std::int64_t outbox_bytes_ = 0;
+  std::int64_t slot_bytes_[2] = {0, 0};
+  std::int64_t staging_bytes_ = 0;
+  Mailbox outbox_;
+  Mailbox slots_[2];
+  Mailbox staging_;
+  int current_ = 0;  // step begun and not finished
+  std::unique_ptr<Ticket> ticket_;
+};
+
+}  // namespace annulus::ring

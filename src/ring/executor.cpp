@@ -1,0 +1,264 @@
+#include "ring/executor.h"
+
+#include <cmath>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "annulus/error.h"
+#include "ring/option_text.h"
+#include "ring/schedule.h"
+
+namespace annulus {
+
+using ring::Claim;
+using ring::Courier;
+using ring::ReturnCourier;
+
+RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
+    : options(std::move(options_in)), transport(&transport_in), rank(transport_in.rank()) {
+  const char* where = "RingAttention";
+  // What only one rank may fail at (memory, its environment) is everybody's error, too.
+  std::exception_ptr failure;
+  std::string complaint;
+  const auto attempt = [&](FunctionRef<void()> part) {
+    try {
+      part();
+    } catch (const std::bad_alloc&) {
+      complaint = "out of memory while planning: use more ranks or a shorter sequence";
+      failure = std::make_exception_ptr(DeviceError(ring::prefix(*transport, where) + complaint));
+    } catch (const ConfigError& error) {
+      complaint = error.what();
+    } catch (const std::exception& error) {
+      failure = std::current_exception();
+      complaint = error.what();
+    }
+  };
+  const auto agree = [&](std::span<const Claim> claims) {
+    try {
+      ring::agree(*transport, where, complaint, claims);
+    } catch (const ConfigError&) {
+      if (failure != nullptr) std::rethrow_exception(failure);
+      throw;
+    }
+  };
+
+  std::vector<Claim> claims{{ring::kTheCall, "construction of an executor"}};
+  attempt([&] {
+    backend = backend_of(options.device, options.threads);
+    check_options();
+    make_plans();
+    link = std::make_unique<ring::Link>(*transport, *backend, queue = backend->make_queue());
+    make_couriers();
+    check_limits();
+    for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
+    claims.push_back({"the schedule as chosen (by limits and rates)", name_of(schedule)});
+    claims.push_back({"which rows travel in backward", name_of(travel)});
+    // Other kernels give other bits.
+    if (options.reproducible) claims.push_back({"the kernels", backend->kernels()});
+  });
+  agree(claims);
+  const std::string identity = fmt::format("{:x}", ring::digest_of(claims));
+  const auto call = [&](const char* name, const char* state) {
+    CallClaims out;
+    out.claims = {{ring::kTheCall, name},
+                  {"the executor (its options differ)", identity},
+                  {"whether a branch state is passed", state}};
+    out.digest = ring::digest_of(out.claims);
+    return out;
+  };
+  forward_claims[0] = call("forward", "no");
+  forward_claims[1] = call("forward", "yes");
+  backward_claims = call("backward", "");
+  attempt([&] {
+    make_engine();
+    allocate();
+  });
+  agree({});
+}
+
+RingAttention::Impl::~Impl() {
+  if (queue == nullptr) return;
+  try {
+    queue->record().wait();  // memory outlives the work that uses it
+  } catch (const std::exception&) {
+    // The device failed and was reported, or nobody asked; it uses the memory no more.
+  }
+}
+
+void RingAttention::Impl::check_options() const {
+  options.pattern.validate();
+  if (options.placement.ranks() != transport->size()) {
+    throw ConfigError(fmt::format("placement '{}' is for {} ranks, the transport has {}",
+                                  options.placement.name(), options.placement.ranks(),
+                                  transport->size()));
+  }
+  if (options.batch < 1)
+    throw ConfigError(fmt::format("batch is {}, expected at least 1", options.batch));
+  if (options.kv_heads < 1 || options.pattern.heads % options.kv_heads != 0) {
+    throw ConfigError(fmt::format("kv_heads is {}, expected a divisor of the {} query heads",
+                                  options.kv_heads, options.pattern.heads));
+  }
+  if (options.threads < 0)
+    throw ConfigError(fmt::format("threads is {}, expected 0 (all) or more", options.threads));
+  if (!(options.rates.flops_per_second > 0) || !(options.rates.bytes_per_second > 0)) {
+    throw ConfigError(fmt::format("rates are {} FLOP/s and {} bytes/s, expected more than 0",
+                                  options.rates.flops_per_second, options.rates.bytes_per_second));
+  }
+  Computation shape;
+  shape.head_dim = options.head_dim;
+  shape.dtype = options.dtype;
+  const std::string complaint = backend->complaint(shape);
+  if (!complaint.empty()) throw ConfigError(complaint);
+  if (options.scale.has_value() && !(std::isfinite(*options.scale) && *options.scale > 0)) {
+    throw ConfigError(fmt::format("scale is {}, expected a finite number above 0", *options.scale));
+  }
+  if (options.reproducible && options.schedule == Schedule::ring) {
+    throw ConfigError(
+        "reproducible needs every row's keys in one order: use schedule gather or auto instead of "
+        "ring");
+  }
+  // In floating point, and before anything is multiplied out in integers: a huge batch must not
+  // wrap.
+  const double elements = static_cast<double>(options.batch) * static_cast<double>(local_tokens()) *
+                          (options.pattern.heads + 2.0 * options.kv_heads) * options.head_dim;
+  constexpr double kMostElements = 0x1p58;  // of which byte counts still fit 63 bits
+  if (elements > static_cast<double>(options.limits.qkv_elements) || elements > kMostElements) {
+    throw ConfigError(
+        fmt::format("q, k and v of this rank have {:.0f} elements, limits.qkv_elements allows {}: "
+                    "use more ranks or raise the limit",
+                    elements, options.limits.qkv_elements));
+  }
+  constexpr std::int64_t kMaxTokens = std::int64_t{1} << 31;
+  if (options.placement.tokens() >= kMaxTokens) {
+    throw ConfigError(
+        fmt::format("{} tokens, expected fewer than 2^31", options.placement.tokens()));
+  }
+}
+
+void RingAttention::Impl::make_plans() {
+  computation.pattern = &options.pattern;
+  computation.query_tokens = computation.key_tokens = local_tokens();
+  computation.batch = options.batch;
+  computation.kv_heads = options.kv_heads;
+  computation.head_dim = options.head_dim;
+  computation.dtype = options.dtype;
+  computation.scale =
+      options.scale.value_or(1.0 / std::sqrt(static_cast<double>(options.head_dim)));
+  computation.mix_gradient = options.mix_gradient;
+  computation.reproducible = options.reproducible;
+  computation.backward = options.backward;
+
+  const auto plan = [&](Schedule s, Travel t) {
+    return std::make_unique<Plan>(
+        PlanOptions{options.pattern, options.placement, options.kv_heads, s, t});
+  };
+  const auto element = static_cast<std::int64_t>(size_of(options.dtype));
+  const std::int64_t key_bytes = options.batch * options.head_dim * 2 * element;
+  if (options.reproducible) {
+    schedule = Schedule::gather;
+    key_plan = plan(schedule, Travel::keys);
+  } else if (options.schedule != Schedule::automatic) {
+    schedule = options.schedule;
+    key_plan = plan(schedule, Travel::keys);
+  } else {
+    key_plan = plan(Schedule::ring, Travel::keys);
+    auto gather = plan(Schedule::gather, Travel::keys);
+    schedule = ring::choose_schedule(*key_plan, *gather, options, key_bytes);
+    if (schedule == Schedule::gather) key_plan = std::move(gather);
+  }
+  if (!options.backward) return;
+  if (options.reproducible) {
+    query_plan = plan(schedule, Travel::queries);
+    return;
+  }
+  if (options.backward_travel == BackwardTravel::keys || transport->size() == 1) return;
+  // Per row and visit: K and V there, fp32 dK and dV back; or Q, dO and statistics there, fp32 dQ
+  // back.
+  query_plan = plan(schedule, Travel::queries);
+  const auto total = [&](const Plan& p, std::int64_t row) {
+    return static_cast<double>(p.total_unit_rows()) * static_cast<double>(row);
+  };
+  const double keys = total(*key_plan, 2 * options.head_dim * (element + 4));
+  const double queries =
+      total(*query_plan,
+            2 * options.head_dim * element + 4 * (1 + computation.deltas()) + 4 * options.head_dim);
+  if (options.backward_travel == BackwardTravel::queries || queries < keys) {
+    travel = Travel::queries;
+  } else {
+    query_plan.reset();
+  }
+}
+
+void RingAttention::Impl::make_couriers() {
+  const std::int64_t row = options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
+  const std::int64_t wide_row = options.head_dim * static_cast<std::int64_t>(sizeof(float));
+  const auto layout = [&](const Plan& plan, std::vector<std::int64_t> sections) {
+    return ParcelLayout(plan, options.batch, std::move(sections));
+  };
+  key_courier = std::make_unique<Courier>(*key_plan, rank, layout(*key_plan, {row, row}), *link);
+  if (!options.backward) return;
+  if (query_plan != nullptr) {
+    const std::int64_t statistics_row =
+        (1 + computation.deltas()) * static_cast<std::int64_t>(sizeof(float));
+    query_courier = std::make_unique<Courier>(
+        *query_plan, rank, layout(*query_plan, {row, row, statistics_row}), *link);
+  }
+  if (options.reproducible) return;
+  returns = travel == Travel::keys
+                ? std::make_unique<ReturnCourier>(*key_plan, rank,
+                                                  layout(*key_plan, {wide_row, wide_row}), *link)
+                : std::make_unique<ReturnCourier>(*query_plan, rank,
+                                                  layout(*query_plan, {wide_row}), *link);
+}
+
+std::int64_t RingAttention::Impl::communication_bytes() const {
+  std::int64_t bytes = key_courier->buffer_bytes();
+  if (query_courier != nullptr) bytes += query_courier->buffer_bytes();
+  if (returns != nullptr) bytes += returns->buffer_bytes();
+  return bytes;
+}
+
+void RingAttention::Impl::check_limits() const {
+  const std::int64_t bytes = communication_bytes();
+  if (bytes > options.limits.communication_bytes) {
+    throw ConfigError(
+        fmt::format("communication buffers of this rank need {} bytes, limits.communication_bytes "
+                    "allows {}: use schedule ring, more "
+                    "ranks, or raise the limit",
+                    bytes, options.limits.communication_bytes));
+  }
+}
+
+void RingAttention::Impl::make_engine() {
+  std::vector<Stage> forward;
+  std::vector<Stage> backward;
+  const auto stage = [&](Stage::Kind kind, const Plan& plan, int first, int last) {
+    return Stage{kind, &plan, rank, first, last};
+  };
+  if (options.reproducible) {
+    forward.push_back(stage(Stage::Kind::forward, *key_plan, 0, key_plan->steps()));
+    if (options.backward) {
+      backward.push_back(stage(Stage::Kind::query_gradient, *key_plan, 0, key_plan->steps()));
+      backward.push_back(stage(Stage::Kind::key_gradient, *query_plan, 0, query_plan->steps()));
+    }
+  } else {
+    for (int s = 0; s <= key_plan->steps(); ++s)
+      forward.push_back(stage(Stage::Kind::forward, *key_plan, s, s));
+    const Plan& plan = travel == Travel::keys ? *key_plan : *query_plan;
+    for (int s = 0; options.backward && s <= plan.steps(); ++s)
+      backward.push_back(stage(Stage::Kind::gradients, plan, s, s));
+  }
+  engine = backend->compile(computation, forward, backward);
+}
+
+void RingAttention::Impl::allocate() {
+  key_courier->allocate();
+  if (query_courier != nullptr) query_courier->allocate();
+  if (returns != nullptr) returns->allocate();
+  engine->allocate();
+}
+
+}  // namespace annulus

@@ -1,0 +1,92 @@
+#include "annulus/error.h"
+#include "ring/executor.h"
+
+namespace annulus {
+
+void RingAttention::Impl::guard(FunctionRef<void()> pass) {
+  try {
+    pass();
+  } catch (const std::exception& error) {
+    key_courier->cancel();
+    if (query_courier != nullptr) query_courier->cancel();
+    if (returns != nullptr) returns->cancel();
+    transport->abort(error.what());  // the others would wait for rows that never come
+    throw;
+  }
+}
+
+void RingAttention::Impl::check_interrupt() const {
+  if (interrupted.load(std::memory_order_relaxed))
+    throw Interrupted(ring::prefix(*transport, "RingAttention") + "interrupted");
+}
+
+void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const TensorRows> sections,
+                                    int steps, FunctionRef<void(int stage)> compute) {
+  const auto run = [&](int stage) {
+    compute(stage);
+    check_interrupt();
+  };
+  if (steps > 0) courier.pack(sections);
+  if (options.reproducible) {  // everything has to be here: one stage in canonical order
+    if (steps > 0) {
+      courier.begin(1);
+      courier.finish();
+    }
+    run(0);
+    return;
+  }
+  for (int step = 0; step <= steps; ++step) {
+    courier.finish();
+    // Posting may have to wait for the device, which then has something to do meanwhile.
+    if (link->staged()) run(step);
+    if (step < steps) {
+      courier.begin(step + 1);
+      if (options.blocking) courier.finish();
+    }
+    if (!link->staged()) run(step);
+  }
+}
+
+void RingAttention::Impl::forward(const ForwardCall& call) {
+  engine->begin_forward(call, *queue);
+  const TensorRows sections[] = {call.k, call.v};
+  run_steps(*key_courier, sections, key_plan->steps(),
+            [&](int stage) { engine->forward(stage, call, *queue); });
+  engine->finish_forward(call, *queue);
+}
+
+void RingAttention::Impl::backward(const BackwardCall& call) {
+  engine->begin_backward(call, *queue);
+  const GradientSums sums = engine->sums(call);
+  const TensorRows key_sections[] = {call.k, call.v};
+  const TensorRows query_sections[] = {call.q, call.dout, engine->statistics()};
+  if (options.reproducible) {
+    run_steps(*key_courier, key_sections, key_plan->steps(),
+              [&](int) { engine->backward(0, call, *queue); });
+    run_steps(*query_courier, query_sections, query_plan->steps(),
+              [&](int) { engine->backward(1, call, *queue); });
+  } else {
+    const TensorRows key_gradients[] = {sums.dk, sums.dv};
+    const TensorRows query_gradients[] = {sums.dq};
+    const bool by_keys = travel == Travel::keys;
+    const auto gradients = by_keys ? std::span<const TensorRows>(key_gradients)
+                                   : std::span<const TensorRows>(query_gradients);
+    const auto step = [&](int s) {
+      if (s > 0) returns->clear(s);
+      engine->backward(s, call, *queue);
+      if (s == 0) return;
+      returns->finish(gradients);  // of step s-1: they had this step's compute to arrive
+      returns->begin(s);
+      if (options.blocking) returns->finish(gradients);
+    };
+    if (by_keys) {
+      run_steps(*key_courier, key_sections, key_plan->steps(), step);
+    } else {
+      run_steps(*query_courier, query_sections, query_plan->steps(), step);
+    }
+    returns->finish(gradients);
+  }
+  engine->finish_backward(call, *queue);
+}
+
+}  // namespace annulus

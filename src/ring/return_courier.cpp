@@ -1,0 +1,160 @@
+#include "ring/return_courier.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace annulus::ring {
+namespace {
+
+bool by_peer(const Hop& a, const Hop& b) {
+  return a.peer != b.peer ? a.peer < b.peer : a.parcel < b.parcel;
+}
+
+}  // namespace
+
+ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelLayout layout, Link& link)
+    : plan_(&plan),
+      layout_(std::move(layout)),
+      link_(&link),
+      together_(plan.options().schedule == Schedule::ring) {
+  const std::size_t parcels = plan.parcels().size();
+  slot_offset_.assign(parcels, -1);
+  slot_of_.assign(parcels, 0);
+  std::vector<int> own;
+  std::map<int, std::shared_ptr<const std::vector<CopyRun>>> runs;
+  for (std::size_t i = 0; i < parcels; ++i) {
+    const Parcel& parcel = plan.parcels()[i];
+    if (parcel.owner != rank) continue;
+    const int id = static_cast<int>(i);
+    own.push_back(id);
+    runs[id] = std::make_shared<const std::vector<CopyRun>>(copy_runs(plan.placement(), parcel));
+  }
+  std::int64_t largest_step_in = 0;
+  std::int64_t largest_message = 0;
+  for (int s = 1; s <= plan.steps(); ++s) {
+    Step step;
+    std::vector<Hop> out;
+    for (const Hop& hop : plan.incoming(rank, s)) {
+      out.push_back({hop.parcel, plan.parcels()[static_cast<std::size_t>(hop.parcel)].owner});
+    }
+    std::sort(out.begin(), out.end(), by_peer);
+    step.out = envelopes(out, layout_);
+    step.slot_bytes = lay_out(step.out);
+    const int slot = s % 2;
+    slot_bytes_[slot] = std::max(slot_bytes_[slot], step.slot_bytes);
+    for (const Envelope& envelope : step.out) {
+      std::int64_t offset = envelope.offset;
+      for (int id : envelope.parcels) {
+        slot_offset_[static_cast<std::size_t>(id)] = offset;
+        slot_of_[static_cast<std::size_t>(id)] = slot;
+        offset += layout_.bytes(id);
+      }
+    }
+    std::vector<Hop> in;
+    for (const int id : own) {
+      const std::vector<int>& visits = plan.parcels()[static_cast<std::size_t>(id)].itinerary;
+      if (!together_) {
+        for (const int consumer : visits) in.push_back({id, consumer});
+      } else if (static_cast<std::size_t>(s) <= visits.size()) {
+        in.push_back({id, visits[static_cast<std::size_t>(s - 1)]});
+      }
+    }
+    std::sort(in.begin(), in.end(), by_peer);
+    std::vector<Envelope> list = envelopes(in, layout_);
+    largest_step_in = std::max(largest_step_in, lay_out(list));
+    for (Envelope& envelope : list) {
+      largest_message = std::max(largest_message, envelope.bytes);
+      std::vector<ParcelCopy> copies;
+      std::int64_t offset = 0;  // within the message
+      for (const int id : envelope.parcels) {
+        copies.push_back({id, offset, runs.at(id)});
+        offset += layout_.bytes(id);
+      }
+      step.in.push_back(
+          {std::move(envelope), link.backend().compile(layout_, std::move(copies)), {}});
+    }
+    steps_.push_back(std::move(step));
+  }
+  inbox_bytes_ = together_ ? largest_step_in : 2 * largest_message;
+  for (Step& step : steps_) {
+    for (std::size_t i = 0; !together_ && i < step.in.size(); ++i)
+      step.in[i].envelope.offset = i % 2 == 0 ? 0 : largest_message;
+  }
+}
+
+std::int64_t ReturnCourier::buffer_bytes() const {
+  return link_->mailbox_bytes(slot_bytes_[0] + slot_bytes_[1] + inbox_bytes_);
+}
+
+void ReturnCourier::allocate() {
+  slots_[0] = link_->make_mailbox(slot_bytes_[0], "partial gradients");
+  slots_[1] = link_->make_mailbox(slot_bytes_[1], "partial gradients");
+  inbox_ = link_->make_mailbox(inbox_bytes_, "returning gradients");
+  gradients_.assign(plan_->parcels().size(), nullptr);
+  for (std::size_t id = 0; id < gradients_.size(); ++id) {
+    if (slot_offset_[id] >= 0) gradients_[id] = slots_[slot_of_[id]].data() + slot_offset_[id];
+  }
+  for (std::size_t s = 1; s <= steps_.size(); ++s) {
+    Step& step = steps_[s - 1];
+    for (Incoming& incoming : step.in) {
+      Batch& batch = together_ ? step.batch : incoming.batch;
+      batch.add(Way::receive, incoming.envelope.peer, kTagReturns, inbox_, incoming.envelope.offset,
+                incoming.envelope.bytes);
+    }
+    for (const Envelope& envelope : step.out) {
+      step.batch.add(Way::send, envelope.peer, kTagReturns, slots_[s % 2], envelope.offset,
+                     envelope.bytes);
+    }
+  }
+}
+
+void ReturnCourier::clear(int step) {
+  const std::int64_t bytes = steps_[static_cast<std::size_t>(step - 1)].slot_bytes;
+  link_->backend().clear(slots_[step % 2].data(), bytes, link_->queue());
+}
+
+void ReturnCourier::post_receive(std::size_t index) {
+  const Step& step = steps_[static_cast<std::size_t>(current_ - 1)];
+  if (index < step.in.size()) receives_[index % 2] = link_->post(step.in[index].batch);
+}
+
+void ReturnCourier::begin(int step) {
+  current_ = step;
+  if (!together_) {
+    post_receive(0);
+    post_receive(1);
+  }
+  ticket_ = link_->post(steps_[static_cast<std::size_t>(step - 1)].batch);
+}
+
+void ReturnCourier::finish(std::span<const TensorRows> sections) {
+  if (current_ == 0) return;
+  const Step& step = steps_[static_cast<std::size_t>(current_ - 1)];
+  if (together_) link_->wait(step.batch, ticket_);
+  for (std::size_t i = 0; i < step.in.size(); ++i) {
+    const Incoming& incoming = step.in[i];
+    if (!together_) link_->wait(incoming.batch, receives_[i % 2]);
+    link_->backend().add(*incoming.add, inbox_.data() + incoming.envelope.offset, sections,
+                         link_->queue());
+    if (!together_) post_receive(i + 2);
+  }
+  if (!together_) link_->wait(step.batch, ticket_);
+  current_ = 0;
+}
+
+void ReturnCourier::cancel() {
+  current_ = 0;
+  ticket_.reset();
+  for (auto& ticket : receives_) ticket.reset();
+}
+
+std::int64_t ReturnCourier::bytes_sent() const {
+  std::int64_t bytes = 0;
+  for (const Step& step : steps_) {
+    for (const Envelope& envelope : step.out) bytes += envelope.bytes;
+  }
+  return bytes;
+}
+
+}  // namespace annulus::ring

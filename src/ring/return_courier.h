@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "ring/courier.h"
+
+namespace annulus::ring {
+
+// Brings fp32 partial gradients of received parcels straight back to their owners, who add them in
+// a fixed order: by step, then by rank.
+class ReturnCourier {
+ public:
+  ReturnCourier(const Plan& plan, int rank, ParcelLayout layout, Link& link);
+
+  [[nodiscard]] std::int64_t buffer_bytes() const;
+  void allocate();
+
+  void clear(int step);  // zeroes the gradients of a step
+  void begin(int step);  // sends those of `step`, posts receives of what comes back
+  // Adds what came back to the rows of its sections.
+  void finish(std::span<const TensorRows> sections);
+  void cancel();
+
+  // Gradients of received parcels, from clear() to begin() of their step.
+  [[nodiscard]] ParcelRows gradients() const { return {&layout_, &gradients_}; }
+  [[nodiscard]] std::int64_t bytes_sent() const;
+
+ private:
+  // What comes back in one message, and how it is added.
+  struct Incoming {
+    Envelope envelope;
+    std::unique_ptr<CopyProgram> add;
+    Batch batch;  // where messages are received one by one
+  };
+  struct Step {
+    std::vector<Envelope> out;  // to owners, offsets into the slot
+    std::vector<Incoming> in;   // from consumers of our parcels, offsets into the inbox
+    std::int64_t slot_bytes = 0;
+    Batch batch;  // sends; and receives, where all fit the inbox
+  };
+  void post_receive(std::size_t index);
+
+  const Plan* plan_;
+  ParcelLayout layout_;
+  Link* link_;
+  std::vector<Step> steps_;
+  std::vector<std::int64_t> slot_offset_;  // per parcel, -1: never here
+  std::vector<int> slot_of_;
+  std::vector<std::byte*> gradients_;  // per parcel
+  std::int64_t slot_bytes_[2] = {0, 0};
+  std::int64_t inbox_bytes_ = 0;
+  // The ring returns each own row once per step: all of a step's messages fit an inbox of the
+  // shard's size. The gather schedule returns P - 1 copies in its one step: they take turns in two
+  // places.
+  bool together_;
+  Mailbox slots_[2];
+  Mailbox inbox_;
+  int current_ = 0;  // step begun and not finished
+  std::unique_ptr<Ticket> ticket_;
+  std::unique_ptr<Ticket> receives_[2];
+};
+
+}  // namespace annulus::ring

@@ -470,16 +470,14 @@ class Corrupting final : public Transport {
   int rank() const override { return lie_ ? (inner_.rank() + 1) % size() : inner_.rank(); }
   int size() const override { return inner_.size(); }
   std::string name() const override { return "corrupting"; }
-  std::unique_ptr<Ticket> send(int peer, std::uint32_t tag,
-                                 std::span<const std::byte> bytes) override {
-    copy_.assign(bytes.begin(), bytes.end());
+  std::unique_ptr<Ticket> post(std::span<const Message> messages, const Event& after) override {
+    const Message& message = messages.front();
+    if (message.way == Way::receive) return inner_.post(messages, after);
+    copy_.assign(message.data(), message.data() + message.bytes);
     if (flip_) copy_[17] ^= std::byte{1};
-    return inner_.send(peer, tag, copy_);
+    return inner_.send(message.peer, message.tag, copy_);
   }
-  std::unique_ptr<Ticket> receive(int peer, std::uint32_t tag,
-                                    std::span<std::byte> bytes) override {
-    return inner_.receive(peer, tag, bytes);
-  }
+  Health health() const override { return inner_.health(); }
   void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
   void set_deadline(milliseconds deadline) override { inner_.set_deadline(deadline); }
   TransportCounters counters() const override { return inner_.counters(); }

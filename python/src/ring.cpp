@@ -220,6 +220,7 @@ std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse
 
 nb::dict dict_of(const MemoryInfo& info) {
   nb::dict dict;
+  dict["device"] = name_of(info.device);
   dict["complexity"] = info.complexity;
   dict["workspace_bytes"] = info.workspace_bytes;
   dict["communication_bytes"] = info.communication_bytes;
@@ -369,7 +370,7 @@ called.)")
       .def_prop_ro(
           "memory_info", [](const Ring& self) { return dict_of(self.core->memory_info()); },
           nb::sig("def memory_info(self) -> dict[str, typing.Any]"),
-          "Bytes that this executor holds: complexity (in words), workspace_bytes (all), of these "
+          "Bytes that this executor holds: device, complexity (in words), workspace_bytes (all), of these "
           "communication_bytes and state_bytes; scratch_bytes (the threads', shared), "
           "cached_workspaces, device_utilization (-1: unknown).")
       .def("__repr__", [](const Ring& self) {

@@ -7,8 +7,10 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include <cmath>
+#include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "annulus/error.h"
 #include "annulus/in_process.h"
@@ -18,90 +20,95 @@
 namespace annulus::python {
 namespace {
 
-// ---- from C++ to Python: a transfer that a Python transport has under way
+// ---- from C++ to Python: messages that a Python transport has under way
 
-class PyTransfer final : public Transfer {
+// What a Python method returned, for one message or for a whole batch.
+class PyTicket final : public Ticket {
  public:
-  // `object` is what the Python method returned, `view` the memoryview that it got; needs the GIL.
-  PyTransfer(nb::object object, nb::object view, std::shared_ptr<Counters> counters,
-             std::size_t bytes, bool sending, std::string where)
-      : object_(object.release().ptr()),
-        view_(view.release().ptr()),
-        counters_(std::move(counters)),
-        bytes_(bytes),
-        sending_(sending),
-        where_(std::move(where)) {
-    if (nb::handle(object_).is_none()) finish();  // moved already
-  }
-  PyTransfer(const PyTransfer&) = delete;
-  PyTransfer& operator=(const PyTransfer&) = delete;
+  PyTicket(PyTransport& transport, std::shared_ptr<Counters> counters, std::string where)
+      : transport_(&transport), counters_(std::move(counters)), where_(std::move(where)) {}
+  PyTicket(const PyTicket&) = delete;
+  PyTicket& operator=(const PyTicket&) = delete;
 
   // May run while an error unwinds the executor: nothing leaves it.
-  ~PyTransfer() override {
+  ~PyTicket() override {
     if (!Py_IsInitialized()) return;
     const nb::gil_scoped_acquire gil;
     // What Python is told here must not disturb an exception that is on its way.
     const nb::error_scope scope;
-    if (!finished_) {
-      try {
-        const nb::object cancel = nb::getattr(nb::handle(object_), "cancel", nb::none());
-        if (!cancel.is_none()) cancel();
-      } catch (nb::python_error& error) {
-        error.discard_as_unraisable("annulus: cancelling a transfer");
-      } catch (const std::exception&) {  // nothing can be done about it, and nothing may leave
-      }
-      release_view();
-    }
-    Py_DECREF(object_);
-    Py_DECREF(view_);
+    for (std::size_t i = waited_; i < transfers_.size(); ++i) cancel(transfers_[i]);
+    for (const View& view : views_) release(view);
+    for (PyObject* transfer : transfers_) Py_DECREF(transfer);
+    for (const View& view : views_) Py_DECREF(view.memory);
+  }
+
+  // These need the GIL.
+  nb::object add_view(const Message& message) {
+    static char nothing = 0;  // an empty span may be null, a memoryview may not
+    const bool sends = message.way == Way::send;
+    nb::object view = nb::steal(PyMemoryView_FromMemory(
+        message.bytes == 0 ? &nothing : reinterpret_cast<char*>(message.data()),
+        static_cast<Py_ssize_t>(message.bytes), sends ? PyBUF_READ : PyBUF_WRITE));
+    if (!view.is_valid()) throw nb::python_error();
+    views_.push_back({view.inc_ref().ptr(), message.way, message.bytes});
+    return view;
+  }
+  void add_transfer(nb::object transfer) {  // None: moved already
+    if (!transfer.is_none()) transfers_.push_back(transfer.release().ptr());
   }
 
   void wait() override {
     if (finished_) return;
     const nb::gil_scoped_acquire gil;
     try {
-      nb::handle(object_).attr("wait")();
+      for (; waited_ < transfers_.size(); ++waited_) nb::handle(transfers_[waited_]).attr("wait")();
     } catch (const nb::python_error& error) {
-      throw PythonFailure(where_, error);
+      const PythonFailure failure(where_, error);
+      transport_->store_health({false, failure.rank(), failure.what()});
+      throw failure;
     }
-    finish();
-  }
-
-  [[nodiscard]] bool done() override {
-    if (finished_) return true;
-    const nb::gil_scoped_acquire gil;
-    try {
-      const int truth = PyObject_IsTrue(nb::handle(object_).attr("done")().ptr());
-      if (truth < 0) throw nb::python_error();
-      return truth != 0;
-    } catch (const nb::python_error& error) {
-      throw PythonFailure(where_, error);
+    finished_ = true;
+    for (const View& view : views_) {
+      const bool sends = view.way == Way::send;
+      (sends ? counters_->bytes_sent : counters_->bytes_received) +=
+          static_cast<std::uint64_t>(view.bytes);
+      (sends ? counters_->messages_sent : counters_->messages_received) += 1;
+      release(view);
     }
   }
 
  private:
-  void finish() {
-    finished_ = true;
-    (sending_ ? counters_->bytes_sent : counters_->bytes_received) += bytes_;
-    (sending_ ? counters_->messages_sent : counters_->messages_received) += 1;
-    release_view();
+  struct View {
+    PyObject* memory;
+    Way way;
+    std::int64_t bytes;
+  };
+
+  static void cancel(PyObject* transfer) {
+    try {
+      const nb::object method = nb::getattr(nb::handle(transfer), "cancel", nb::none());
+      if (!method.is_none()) method();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("annulus: cancelling a transfer");
+    } catch (const std::exception&) {  // nothing can be done about it, and nothing may leave
+    }
   }
 
   // The memory is the executor's again. Whoever kept the view gets an error from Python instead of
   // somebody else's bytes; an array over it that is still alive prevents that, and then it is
   // theirs to leave alone.
-  void release_view() noexcept {
-    const nb::object none = nb::steal(PyObject_CallMethod(view_, "release", nullptr));
+  static void release(const View& view) noexcept {
+    const nb::object none = nb::steal(PyObject_CallMethod(view.memory, "release", nullptr));
     if (!none.is_valid()) PyErr_Clear();
   }
 
-  PyObject* object_;
-  PyObject* view_;
+  PyTransport* transport_;
   std::shared_ptr<Counters> counters_;
-  std::size_t bytes_;
-  bool sending_;
-  bool finished_ = false;
   std::string where_;
+  std::vector<View> views_;
+  std::vector<PyObject*> transfers_;
+  std::size_t waited_ = 0;  // of the transfers
+  bool finished_ = false;
 };
 
 // ---- from Python to C++: sends and receives of the built-in transports
@@ -135,7 +142,6 @@ class Pending {
     }
     cancel();
   }
-  [[nodiscard]] bool done() { return transfer_ == nullptr || transfer_->done(); }
   void cancel() {
     if (transfer_ == nullptr) return;
     {
@@ -147,7 +153,7 @@ class Pending {
 
  private:
   Py_buffer buffer_{};
-  std::unique_ptr<Transfer> transfer_;
+  std::unique_ptr<Ticket> transfer_;
 };
 
 // Python's own methods are found before these, so a Python transport only gets here without one, or
@@ -185,38 +191,64 @@ PyTransport::PyTransport(int rank, int size, std::string name)
   }
 }
 
-std::string PyTransport::where(const char* method, int peer) const {
-  return fmt::format("[rank {}/{}] {} transport: {} {} rank {}", rank_, size_, name_, method,
-                     method[0] == 's' ? "to" : "from", peer);
-}
-
-std::unique_ptr<Transfer> PyTransport::post(const char* method, int peer, std::uint32_t tag,
-                                            void* data, std::size_t bytes, bool sending) {
+std::unique_ptr<Ticket> PyTransport::post(std::span<const Message> messages, const Event& after) {
+  after.wait();
   const nb::gil_scoped_acquire gil;
-  const std::string place = where(method, peer);
+  std::string where = fmt::format("[rank {}/{}] {} transport", rank_, size_, name_);
+  if (messages.size() == 1) {
+    const bool sends = messages[0].way == Way::send;
+    where += fmt::format(": {} rank {}", sends ? "send to" : "receive from", messages[0].peer);
+  }
+  auto ticket = std::make_unique<PyTicket>(*this, counters_, where);
+  const nb::object self = nb::find(static_cast<Transport*>(this));
   try {
-    static char nothing = 0;  // an empty span may be null, a memoryview may not
-    nb::object view = nb::steal(PyMemoryView_FromMemory(
-        bytes == 0 ? &nothing : static_cast<char*>(data), static_cast<Py_ssize_t>(bytes),
-        sending ? PyBUF_READ : PyBUF_WRITE));
-    if (!view.is_valid()) throw nb::python_error();
-    nb::object object = nb::find(static_cast<Transport*>(this)).attr(method)(peer, tag, view);
-    return std::make_unique<PyTransfer>(std::move(object), std::move(view), counters_, bytes,
-                                        sending, place);
+    const nb::object post_all = nb::getattr(self, "post", nb::none());
+    if (!post_all.is_none()) {
+      nb::list batch;
+      for (const Message& message : messages) {
+        batch.append(nb::make_tuple(message.way == Way::send ? "send" : "receive", message.peer,
+                                    message.tag, ticket->add_view(message)));
+      }
+      where += ": post";
+      ticket->add_transfer(post_all(batch));
+      return ticket;
+    }
+    for (const Message& message : messages) {
+      const bool sends = message.way == Way::send;
+      where = fmt::format("[rank {}/{}] {} transport: {} rank {}", rank_, size_, name_,
+                          sends ? "send to" : "receive from", message.peer);
+      const nb::object view = ticket->add_view(message);
+      ticket->add_transfer(self.attr(sends ? "send" : "receive")(message.peer, message.tag, view));
+    }
+    return ticket;
   } catch (const nb::python_error& error) {
-    throw PythonFailure(place, error);
+    const PythonFailure failure(where, error);
+    store_health({false, failure.rank(), failure.what()});
+    throw failure;
   }
 }
 
-std::unique_ptr<Transfer> PyTransport::send(int peer, std::uint32_t tag,
-                                            std::span<const std::byte> bytes) {
-  // Read-only in Python.
-  return post("send", peer, tag, const_cast<std::byte*>(bytes.data()), bytes.size(), true);
+void PyTransport::store_health(Health health) {
+  const std::lock_guard lock(health_mutex_);
+  if (health_.alive) health_ = std::move(health);  // the first reason is the one worth knowing
 }
 
-std::unique_ptr<Transfer> PyTransport::receive(int peer, std::uint32_t tag,
-                                               std::span<std::byte> bytes) {
-  return post("receive", peer, tag, bytes.data(), bytes.size(), false);
+Health PyTransport::stored_health() const {
+  const std::lock_guard lock(health_mutex_);
+  return health_;
+}
+
+Health PyTransport::health() const {
+  const nb::gil_scoped_acquire gil;
+  const nb::error_scope scope;
+  try {
+    const nb::dict told = nb::cast<nb::dict>(
+        nb::find(static_cast<Transport*>(const_cast<PyTransport*>(this))).attr("health")());
+    return {nb::cast<bool>(told["alive"]), nb::cast<int>(told["lost_rank"]),
+            nb::cast<std::string>(told["reason"])};
+  } catch (const std::exception& error) {
+    return {false, -1, std::string("health() failed: ") + error.what()};
+  }
 }
 
 void PyTransport::abort(const std::string& reason) noexcept {
@@ -224,6 +256,7 @@ void PyTransport::abort(const std::string& reason) noexcept {
   const nb::gil_scoped_acquire gil;
   const nb::error_scope scope;
   try {
+    store_health({false, rank_, reason});
     nb::find(static_cast<Transport*>(this)).attr("abort")(reason);
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("annulus: aborting a transport");
@@ -260,7 +293,6 @@ void bind_transport(nb::module_& module) {
                       ":meth:`Transport.receive` of built-in transports return it.")
       .def("wait", &Pending::wait,
            "Blocks until the bytes have moved. TransportError after the deadline or an abort.")
-      .def("done", &Pending::done, "Whether wait() would return or raise at once.")
       .def("cancel", &Pending::cancel, "Gives up; the buffer is not touched afterwards.");
 
   nb::class_<Transport, PyTransport>(module, "Transport",
@@ -271,12 +303,14 @@ void bind_transport(nb::module_& module) {
 
 - ``send(peer, tag, buffer)`` and ``receive(peer, tag, buffer)``: begin to move the bytes of a
   memoryview (read-only for send, writable for receive) that lies directly over the executor's memory,
-  and return an object with ``wait()``, ``done()`` and, if a transfer can be called off, ``cancel()``;
+  and return an object with ``wait()`` and, if a transfer can be called off, ``cancel()``;
   or None if the bytes have already moved. Messages between two ranks with the same tag arrive in the
   order in which they were posted; receives are posted before or after the matching send. The
   memory is valid until ``wait()`` returns; the view is released then, so a copy made later fails instead
   of reading other bytes. ``cancel()`` is called when a pass fails while the transfer is under way,
   also when its own ``wait()`` raised; the buffer must not be touched afterwards.
+- or, instead of these two, ``post(messages)``: begin to move a whole batch, a list of tuples ("send" or
+  "receive", peer, tag, memoryview), and return one object for all of it.
 - ``abort(reason)``: make every pending and future operation of every rank fail. Without it other ranks
   find out by their deadline.
 
@@ -332,6 +366,21 @@ Args:
           },
           nb::arg("seconds"),
           "How long one operation may take; one that takes longer raises a TransportError.")
+      .def(
+          "health",
+          [](const Transport& transport) {
+            const auto* own = dynamic_cast<const PyTransport*>(&transport);
+            const Health health = own == nullptr ? transport.health() : own->stored_health();
+            nb::dict dict;
+            dict["alive"] = health.alive;
+            dict["lost_rank"] = health.lost_rank;
+            dict["reason"] = health.reason;
+            return dict;
+          },
+          nb::sig("def health(self) -> dict[str, typing.Any]"),
+          "Whether the ring holds together: 'alive', 'lost_rank' (-1: none or not known) and "
+          "'reason'. From any thread. Python transports know of what their own methods raised; a "
+          "subclass that knows more may override it.")
       .def_prop_ro(
           "deadline",
           [](const Transport& transport) -> std::optional<double> {

@@ -145,8 +145,7 @@ void RingAttention::Impl::make_plans() {
   computation.kv_heads = options.kv_heads;
   computation.head_dim = options.head_dim;
   computation.dtype = options.dtype;
-  computation.scale =
-      options.scale.value_or(1.0 / std::sqrt(static_cast<double>(options.head_dim)));
+  computation.scale = ring::scale_of(options);
   computation.mix_gradient = options.mix_gradient;
   computation.reproducible = options.reproducible;
   computation.backward = options.backward;

@@ -20,13 +20,13 @@ void for_each_option(Options& options, const Visit& visit) {
   visit(OptionInfo{"dtype", true}, options.dtype);
   visit(OptionInfo{"scale", true}, options.scale);
   visit(OptionInfo{"mix_gradient", true}, options.mix_gradient);
-  visit(OptionInfo{"schedule", true}, options.schedule);
-  visit(OptionInfo{"min_tokens_for_ring", true}, options.min_tokens_for_ring);
   visit(OptionInfo{"reproducible", true}, options.reproducible);
   visit(OptionInfo{"backward", true}, options.backward);
-  visit(OptionInfo{"backward_travel", true}, options.backward_travel);
   visit(OptionInfo{"blocking", false}, options.blocking);
-  // Limits and rates have a say in what `automatic` chooses; that is compared, too.
+  // These have a say in what `automatic` chooses; the choice is what the ranks compare.
+  visit(OptionInfo{"schedule", false}, options.schedule);
+  visit(OptionInfo{"min_tokens_for_ring", false}, options.min_tokens_for_ring);
+  visit(OptionInfo{"backward_travel", false}, options.backward_travel);
   visit(OptionInfo{"max_communication_bytes", false}, options.limits.communication_bytes);
   visit(OptionInfo{"max_qkv_elements", false}, options.limits.qkv_elements);
   visit(OptionInfo{"flops_per_second", false}, options.rates.flops_per_second);

@@ -1,5 +1,6 @@
 #include "ring/option_text.h"
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 
@@ -75,26 +76,34 @@ std::string list_text(const std::vector<Branch>& branches, const Value& value) {
 
 }  // namespace
 
+double scale_of(const RingOptions& options) {
+  return options.scale.value_or(1.0 / std::sqrt(static_cast<double>(options.head_dim)));
+}
+
 std::vector<Claim> claims_of(const RingOptions& options) {
   std::vector<Claim> claims;
   for_each_option(options, [&](const OptionInfo& info, const auto& value) {
     if (info.agreed) claims.push_back({info.name, text_of(value)});
   });
+  // A default that is spelled out is the same value.
+  for (Claim& claim : claims) {
+    if (claim.name == "scale") claim.value = text_of(scale_of(options));
+  }
   const Pattern& pattern = options.pattern;
-  claims.push_back({"heads", text_of(pattern.heads)});
-  claims.push_back({"causal", text_of(pattern.causal)});
-  claims.push_back({"the number of branches", std::to_string(pattern.branches.size())});
-  claims.push_back({"segment lengths", list_text(pattern.branches, [](const Branch& branch) {
-                      return branch.segment_length;
-                    })});
-  claims.push_back({"dilations", list_text(pattern.branches,
-                                           [](const Branch& branch) { return branch.dilation; })});
-  claims.push_back({"output_scale", text_of(pattern.output_scale)});
+  claims.push_back({"the pattern's heads", text_of(pattern.heads)});
+  claims.push_back({"whether the pattern is causal", text_of(pattern.causal)});
+  claims.push_back({"the pattern's number of branches", std::to_string(pattern.branches.size())});
   claims.push_back(
-      {"which heads are in which branch at which offset (digest)", digest_text(bytes_of(pattern))});
-  claims.push_back({"tokens", text_of(options.placement.tokens())});
-  claims.push_back({"placement", fmt::format("{} {}", options.placement.name().substr(0, 20),
-                                             digest_text(bytes_of(options.placement)))});
+      {"the pattern's segment lengths",
+       list_text(pattern.branches, [](const Branch& branch) { return branch.segment_length; })});
+  claims.push_back(
+      {"the pattern's dilations",
+       list_text(pattern.branches, [](const Branch& branch) { return branch.dilation; })});
+  claims.push_back({"the pattern's output_scale", text_of(pattern.output_scale)});
+  claims.push_back({"the pattern's offsets (digest)", digest_text(bytes_of(pattern))});
+  claims.push_back({"the placement's tokens", text_of(options.placement.tokens())});
+  claims.push_back({"the placement", fmt::format("{} {}", options.placement.name().substr(0, 20),
+                                                 digest_text(bytes_of(options.placement)))});
   return claims;
 }
 

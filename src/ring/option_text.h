@@ -8,6 +8,9 @@
 
 namespace annulus::ring {
 
+// Of q.k: as given, or 1/sqrt(head_dim).
+[[nodiscard]] double scale_of(const RingOptions& options);
+
 // What the ranks must agree on before they can compute together, except what they choose for
 // themselves.
 [[nodiscard]] std::vector<Claim> claims_of(const RingOptions& options);

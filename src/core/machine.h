@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,5 +16,14 @@ namespace annulus {
 // What can be allocated without swapping: MemAvailable, or less where a control group (a container)
 // allows less.
 [[nodiscard]] std::optional<std::int64_t> available_memory_bytes();
+
+// How many threads can compute at the same time: the hardware threads, fewer where this thread's
+// affinity mask (taskset, a batch system) or a control group (a container) allows fewer. At least
+// 1.
+[[nodiscard]] int usable_cpus();
+// CPUs' worth of time that the control groups of this process and their ancestors allow, rounded
+// up; absent without a limit. Version 2 (cpu.max) or 1 (cpu.cfs_quota_us). Tests give another
+// `root`, with proc/self/cgroup and sys/fs/cgroup in it.
+[[nodiscard]] std::optional<int> control_group_cpus(const std::filesystem::path& root = "/");
 
 }  // namespace annulus

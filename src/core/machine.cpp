@@ -7,7 +7,13 @@
 #include <sstream>
 #include <string_view>
 #include <thread>
+#include <utility>
 
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+
+#include <cstring>
+#endif
 #if defined(__linux__)
 #include <sched.h>
 
@@ -120,6 +126,37 @@ std::vector<std::string> cpu_features() {
     }
   }
   return found;
+}
+
+CpuIdentity decode_cpu_identity(std::string vendor, std::uint32_t signature) {
+  const auto field = [&](int first, int bits) {
+    return static_cast<int>((signature >> first) & ((1U << bits) - 1));
+  };
+  CpuIdentity cpu{.vendor = std::move(vendor),
+                  .family = field(8, 4),
+                  .model = field(4, 4),
+                  .stepping = field(0, 4)};
+  // Family 15 continues in the extended family; the extended model counts for 6 and for 15 on.
+  if (cpu.family == 6 || cpu.family == 15) cpu.model += field(16, 4) << 4;
+  if (cpu.family == 15) cpu.family += field(20, 8);
+  return cpu;
+}
+
+CpuIdentity cpu_identity() {
+#if defined(__x86_64__) || defined(__i386__)
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  if (__get_cpuid(0, &eax, &ebx, &ecx, &edx) == 0) return {};
+  const std::array<unsigned, 3> words = {ebx, edx, ecx};
+  std::string vendor(sizeof(words), '\0');
+  std::memcpy(vendor.data(), words.data(), sizeof(words));
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return {};
+  return decode_cpu_identity(std::move(vendor), eax);
+#else
+  return {};
+#endif
 }
 
 std::optional<std::int64_t> total_memory_bytes() { return meminfo_bytes("MemTotal"); }

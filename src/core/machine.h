@@ -12,6 +12,19 @@ namespace annulus {
 // absent.
 [[nodiscard]] std::string cpu_name();                   // "AMD EPYC 9B14", or "unknown CPU"
 [[nodiscard]] std::vector<std::string> cpu_features();  // of those that matter to the kernels
+
+// Which CPU this is, as CPUID tells it: {"GenuineIntel", 6, 143, 8} is a Sapphire Rapids. Empty and
+// zero where there is no CPUID.
+struct CpuIdentity {
+  std::string vendor;
+  int family = 0;
+  int model = 0;
+  int stepping = 0;
+};
+[[nodiscard]] CpuIdentity cpu_identity();
+// `signature` is EAX of CPUID leaf 1: extended fields and all.
+[[nodiscard]] CpuIdentity decode_cpu_identity(std::string vendor, std::uint32_t signature);
+
 [[nodiscard]] std::optional<std::int64_t> total_memory_bytes();
 // What can be allocated without swapping: MemAvailable, or less where a control group (a container)
 // allows less.

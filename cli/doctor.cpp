@@ -130,6 +130,7 @@ int doctor(const DoctorFlags& flags) {
     json["cpu_features"] = cpu_features();
     json["isa"] = chosen.name;
     json["isa_forced"] = is_forced;
+    json["isa_reason"] = cpu::choice_reason();
     json["isa_usable"] = usable;
     json["isa_compiled"] = compiled;
     json["native_bf16"] = chosen.native_bf16;
@@ -155,9 +156,8 @@ int doctor(const DoctorFlags& flags) {
   fact("CPU", cpu_name());
   fact("features", fmt::format("{}", fmt::join(cpu_features(), " ")));
   fact("instruction set",
-       fmt::format("{}, {}{}", chosen.name,
-                   is_forced ? "forced by ANNULUS_ISA" : "the best that runs here",
-                   chosen.native_bf16 ? ", multiplies bf16 natively" : ""));
+       fmt::format("{}, {}{}", chosen.name, cpu::choice_reason(),
+                   chosen.native_bf16 && is_forced ? ", multiplies bf16 natively" : ""));
   fact("", fmt::format("usable: {}; compiled in: {}", fmt::join(usable, ", "),
                        fmt::join(compiled, ", ")));
   fact("", fmt::format("force another: ANNULUS_ISA={} annulus ...", usable.back()));

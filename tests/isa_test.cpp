@@ -13,12 +13,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "annulus/error.h"
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
+#include "core/machine.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/cpu/preference.h"
 #include "support/kernel_task.h"
 #include "support/ring_fixture.h"
 
@@ -126,8 +129,74 @@ TEST(Isa, AvailableOnesAreThoseOfTheCpu) {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     expected.emplace_back("avx2");
   expected.emplace_back("scalar");
-  EXPECT_EQ(available_names(), expected);
+  std::vector<std::string> found = available_names();
+  std::sort(found.begin(), found.end());
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(found, expected);
 #endif
+}
+
+std::string chosen_for(const CpuIdentity& cpu, std::vector<std::string_view> usable) {
+  return std::string(cpu::choose_isa(cpu, usable).name);
+}
+const std::vector<std::string_view> kAllOfX86 = {"avx512_bf16", "avx512", "avx2", "scalar"};
+
+// The signatures are EAX of CPUID leaf 1, as the machines report them.
+TEST(IsaPreference, NativeBf16OnlyWhereItIsKnownToBeFast) {
+  const auto chosen = [](const char* vendor, std::uint32_t signature) {
+    return chosen_for(decode_cpu_identity(vendor, signature), kAllOfX86);
+  };
+  EXPECT_EQ(chosen("AuthenticAMD", 0x00A10F11), "avx512_bf16");  // EPYC 9004, Zen 4
+  EXPECT_EQ(chosen("AuthenticAMD", 0x00A60F12), "avx512_bf16");  // Ryzen 7000, Zen 4
+  EXPECT_EQ(chosen("AuthenticAMD", 0x00B00F21), "avx512_bf16");  // EPYC 9005, Zen 5
+  EXPECT_EQ(chosen("GenuineIntel", 0x000806F8), "avx512");       // Sapphire Rapids
+  EXPECT_EQ(chosen("GenuineIntel", 0x000C06F2), "avx512");       // Emerald Rapids
+  EXPECT_EQ(chosen("GenuineIntel", 0x000A06D1), "avx512");       // Granite Rapids: not measured
+  EXPECT_EQ(chosen("GenuineIntel", 0x0005065B), "avx512");       // Cooper Lake: not measured
+  EXPECT_EQ(chosen("HygonGenuine", 0x00A10F11), "avx512");
+  EXPECT_EQ(chosen("", 0), "avx512");
+}
+
+TEST(IsaPreference, SignaturesAreDecodedWithTheirExtendedFields) {
+  const CpuIdentity zen4 = decode_cpu_identity("AuthenticAMD", 0x00A10F11);
+  EXPECT_EQ((std::array{zen4.family, zen4.model, zen4.stepping}), (std::array{25, 17, 1}));
+  const CpuIdentity rapids = decode_cpu_identity("GenuineIntel", 0x000806F8);
+  EXPECT_EQ((std::array{rapids.family, rapids.model, rapids.stepping}), (std::array{6, 143, 8}));
+  // Neither family 6 nor 15: no extended model.
+  const CpuIdentity pentium = decode_cpu_identity("GenuineIntel", 0x00010543);
+  EXPECT_EQ((std::array{pentium.family, pentium.model, pentium.stepping}), (std::array{5, 4, 3}));
+}
+
+TEST(IsaPreference, OtherwiseTheWidestIsTaken) {
+  const CpuIdentity rapids{.vendor = "GenuineIntel", .family = 6, .model = 143, .stepping = 8};
+  EXPECT_EQ(chosen_for(rapids, {"avx512", "avx2", "scalar"}), "avx512");
+  EXPECT_EQ(chosen_for(rapids, {"avx2", "scalar"}), "avx2");
+  EXPECT_EQ(chosen_for({}, {"neon", "scalar"}), "neon");
+  EXPECT_EQ(chosen_for({}, {"scalar"}), "scalar");
+  EXPECT_EQ(chosen_for({}, {"avx512_bf16"}), "avx512_bf16");
+}
+
+TEST(IsaPreference, ReasonNamesTheCpuAndWhatIsKnownOfIt) {
+  const auto reason = [](const char* vendor, int family, int model) {
+    return cpu::choose_isa({.vendor = vendor, .family = family, .model = model}, kAllOfX86).reason;
+  };
+  EXPECT_EQ(reason("GenuineIntel", 6, 143),
+            "GenuineIntel family 6 model 143 multiplies bf16 more slowly than fp32");
+  EXPECT_EQ(reason("GenuineIntel", 6, 173),
+            "GenuineIntel family 6 model 173 is not known to multiply bf16 faster than fp32");
+  EXPECT_EQ(reason("AuthenticAMD", 25, 17),
+            "the best that runs here: AuthenticAMD family 25 model 17 multiplies bf16 faster than "
+            "fp32");
+}
+
+TEST(IsaPreference, IsWhatRunsHere) {
+  std::vector<std::string_view> usable;
+  for (const std::string& name : cpu::compiled_kernel_names()) {
+    for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+      if (name == kernels->name) usable.emplace_back(kernels->name);
+    }
+  }
+  EXPECT_EQ(cpu::available_kernels().front()->name, chosen_for(cpu_identity(), usable));
 }
 
 // Native bf16 rounds the weights to bf16 and multiplies pairs; widening first does not. So the bits
@@ -153,7 +222,9 @@ TEST(Isa, NativeBf16IsReportedAndIsWhatRuns) {
 
 TEST(Isa, PeakIsMeasured) {
   EXPECT_GT(cpu::measure_fma_peak_gflops(false), 0.1);
-  const bool native = cpu::available_kernels().front()->native_bf16;
+  const auto& usable = cpu::available_kernels();
+  const bool native = std::any_of(usable.begin(), usable.end(),
+                                  [](const cpu::Kernels* kernels) { return kernels->native_bf16; });
   EXPECT_EQ(cpu::measure_fma_peak_gflops(true) > 0, native);
 }
 

@@ -19,10 +19,11 @@ NB_MODULE(_core, module) {
 
   module.def(
       "isa", [] { return std::string(cpu::chosen_kernels().name); },
-      "The instruction set of the kernels: the best that runs here, or what ANNULUS_ISA names.");
+      "The instruction set of the kernels: what this CPU is known to be best at, or what "
+      "ANNULUS_ISA names.");
   module.def(
       "threads", [] { return ThreadPool::shared()->threads(); },
-      "How many threads compute: one per hardware thread, or ANNULUS_THREADS.");
+      "How many threads compute: one per CPU that this process may use, or ANNULUS_THREADS.");
 
   find_main_thread();
   bind_errors(module);

@@ -3,8 +3,22 @@
 #include <algorithm>
 #include <array>
 #include <fstream>
+#include <limits>
 #include <sstream>
 #include <string_view>
+#include <thread>
+#include <utility>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <cpuid.h>
+
+#include <cstring>
+#endif
+#if defined(__linux__)
+#include <sched.h>
+
+#include <cerrno>
+#endif
 
 namespace annulus {
 namespace {
@@ -35,7 +49,7 @@ std::optional<std::int64_t> meminfo_bytes(std::string_view key) {
   return *kibibytes * 1024;
 }
 
-std::optional<std::int64_t> read_integer(const char* path) {
+std::optional<std::int64_t> read_integer(const std::filesystem::path& path) {
   std::ifstream file(path);
   std::string line;
   if (!std::getline(file, line)) return std::nullopt;
@@ -51,6 +65,46 @@ std::optional<std::int64_t> control_group_bytes() {
   const std::int64_t cache =
       parse_integer(find_value("/sys/fs/cgroup/memory.stat", "inactive_file")).value_or(0);
   return std::max<std::int64_t>(0, *most - *used + cache);
+}
+
+// CPUs that the calling thread may run on.
+std::optional<int> affinity_cpus() {
+#if defined(__linux__)
+  // The kernel refuses a mask shorter than its own, which may have more than the 1,024 CPUs of
+  // cpu_set_t.
+  for (int most = 1024; most <= (1 << 20); most *= 2) {
+    cpu_set_t* const mask = CPU_ALLOC(static_cast<std::size_t>(most));
+    if (mask == nullptr) return std::nullopt;
+    const std::size_t bytes = CPU_ALLOC_SIZE(static_cast<std::size_t>(most));
+    const bool known = sched_getaffinity(0, bytes, mask) == 0;
+    const bool too_short = !known && errno == EINVAL;
+    const int count = known ? CPU_COUNT_S(bytes, mask) : 0;
+    CPU_FREE(mask);
+    if (known) return count;
+    if (!too_short) return std::nullopt;
+  }
+#endif
+  return std::nullopt;
+}
+
+// The CPUs' worth of one control group's directory: "50000 100000" (or "max 100000") in version
+// 2's cpu.max, two files in version 1, where -1 is no limit.
+std::optional<int> quota_of(const std::filesystem::path& group) {
+  std::optional<std::int64_t> quota;
+  std::optional<std::int64_t> period;
+  if (std::ifstream file(group / "cpu.max"); file) {
+    std::string first;
+    std::string second;
+    file >> first >> second;
+    quota = parse_integer(first);
+    period = parse_integer(second);
+  } else {
+    quota = read_integer(group / "cpu.cfs_quota_us");
+    period = read_integer(group / "cpu.cfs_period_us");
+  }
+  if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
+  const std::int64_t cpus = *quota / *period + (*quota % *period != 0 ? 1 : 0);
+  return static_cast<int>(std::min<std::int64_t>(cpus, std::numeric_limits<int>::max()));
 }
 
 }  // namespace
@@ -74,6 +128,37 @@ std::vector<std::string> cpu_features() {
   return found;
 }
 
+CpuIdentity decode_cpu_identity(std::string vendor, std::uint32_t signature) {
+  const auto field = [&](int first, int bits) {
+    return static_cast<int>((signature >> first) & ((1U << bits) - 1));
+  };
+  CpuIdentity cpu{.vendor = std::move(vendor),
+                  .family = field(8, 4),
+                  .model = field(4, 4),
+                  .stepping = field(0, 4)};
+  // Family 15 continues in the extended family; the extended model counts for 6 and for 15 on.
+  if (cpu.family == 6 || cpu.family == 15) cpu.model += field(16, 4) << 4;
+  if (cpu.family == 15) cpu.family += field(20, 8);
+  return cpu;
+}
+
+CpuIdentity cpu_identity() {
+#if defined(__x86_64__) || defined(__i386__)
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  if (__get_cpuid(0, &eax, &ebx, &ecx, &edx) == 0) return {};
+  const std::array<unsigned, 3> words = {ebx, edx, ecx};
+  std::string vendor(sizeof(words), '\0');
+  std::memcpy(vendor.data(), words.data(), sizeof(words));
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return {};
+  return decode_cpu_identity(std::move(vendor), eax);
+#else
+  return {};
+#endif
+}
+
 std::optional<std::int64_t> total_memory_bytes() { return meminfo_bytes("MemTotal"); }
 
 std::optional<std::int64_t> available_memory_bytes() {
@@ -81,6 +166,46 @@ std::optional<std::int64_t> available_memory_bytes() {
   const std::optional<std::int64_t> group = control_group_bytes();
   if (machine && group) return std::min(*machine, *group);
   return machine ? machine : group;
+}
+
+std::optional<int> control_group_cpus(const std::filesystem::path& root) {
+  std::optional<int> least;
+  const auto limit = [&](const std::filesystem::path& group) {
+    const std::optional<int> cpus = quota_of(group);
+    if (cpus) least = std::min(*cpus, least.value_or(*cpus));
+  };
+  // Lines "hierarchy:controllers:/path"; version 2 is hierarchy 0 and names no controllers. A
+  // container may see the path that its group has outside, which is not mounted inside: what is
+  // mounted at the top is then its own, so every directory on the way up is looked at.
+  std::ifstream memberships(root / "proc/self/cgroup");
+  for (std::string line; std::getline(memberships, line);) {
+    const std::size_t first = line.find(':');
+    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::filesystem::path below =
+        std::filesystem::path(line.substr(second + 1)).relative_path();
+    const auto limit_along = [&](std::filesystem::path group) {
+      limit(group);
+      for (const std::filesystem::path& name : below) limit(group /= name);
+    };
+    const std::filesystem::path mounts = root / "sys/fs/cgroup";
+    if (controllers.empty()) {
+      limit_along(mounts);
+    } else if ((',' + controllers + ',').find(",cpu,") != std::string::npos) {
+      limit_along(mounts / controllers);
+      limit_along(mounts / "cpu");  // a link, where the names are mounted in another order
+    }
+  }
+  return least;
+}
+
+int usable_cpus() {
+  int cpus = static_cast<int>(std::thread::hardware_concurrency());  // 0: unknown
+  for (const std::optional<int>& limit : {affinity_cpus(), control_group_cpus()}) {
+    if (limit && (cpus == 0 || *limit < cpus)) cpus = *limit;
+  }
+  return std::max(1, cpus);
 }
 
 }  // namespace annulus

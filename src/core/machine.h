@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,9 +12,31 @@ namespace annulus {
 // absent.
 [[nodiscard]] std::string cpu_name();                   // "AMD EPYC 9B14", or "unknown CPU"
 [[nodiscard]] std::vector<std::string> cpu_features();  // of those that matter to the kernels
+
+// Which CPU this is, as CPUID tells it: {"GenuineIntel", 6, 143, 8} is a Sapphire Rapids. Empty and
+// zero where there is no CPUID.
+struct CpuIdentity {
+  std::string vendor;
+  int family = 0;
+  int model = 0;
+  int stepping = 0;
+};
+[[nodiscard]] CpuIdentity cpu_identity();
+// `signature` is EAX of CPUID leaf 1: extended fields and all.
+[[nodiscard]] CpuIdentity decode_cpu_identity(std::string vendor, std::uint32_t signature);
+
 [[nodiscard]] std::optional<std::int64_t> total_memory_bytes();
 // What can be allocated without swapping: MemAvailable, or less where a control group (a container)
 // allows less.
 [[nodiscard]] std::optional<std::int64_t> available_memory_bytes();
+
+// How many threads can compute at the same time: the hardware threads, fewer where this thread's
+// affinity mask (taskset, a batch system) or a control group (a container) allows fewer. At least
+// 1.
+[[nodiscard]] int usable_cpus();
+// CPUs' worth of time that the control groups of this process and their ancestors allow, rounded
+// up; absent without a limit. Version 2 (cpu.max) or 1 (cpu.cfs_quota_us). Tests give another
+// `root`, with proc/self/cgroup and sys/fs/cgroup in it.
+[[nodiscard]] std::optional<int> control_group_cpus(const std::filesystem::path& root = "/");
 
 }  // namespace annulus

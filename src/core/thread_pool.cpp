@@ -27,6 +27,7 @@
 #endif
 
 #include "annulus/error.h"
+#include "core/machine.h"
 
 namespace annulus {
 namespace {
@@ -150,7 +151,7 @@ std::unique_ptr<std::byte, FreeScratch> allocate_scratch(int threads) {
 struct ThreadPool::State {
   explicit State(int thread_count)
       : threads(thread_count),
-        spins(static_cast<unsigned>(thread_count) <= std::thread::hardware_concurrency()),
+        spins(thread_count <= usable_cpus()),
         scratch(allocate_scratch(thread_count)) {}
 
   void work(int slot);
@@ -400,9 +401,8 @@ namespace {
 
 std::shared_ptr<ThreadPool> make_shared_pool() {
   const char* const setting = std::getenv("ANNULUS_THREADS");
-  if (setting == nullptr) {
-    return std::make_shared<ThreadPool>(
-        std::max(1, static_cast<int>(std::thread::hardware_concurrency())));
+  if (setting == nullptr || *setting == '\0') {  // empty is unset, as for ANNULUS_ISA
+    return std::make_shared<ThreadPool>(std::min(usable_cpus(), kMostThreads));
   }
   const std::string_view text(setting);
   int threads = 0;

@@ -40,8 +40,8 @@ class ThreadPool {
   [[nodiscard]] std::span<std::byte> scratch(int slot);
   static constexpr std::size_t kScratchBytes = std::size_t{8} << 20;
 
-  // The pool shared by everything that is not told otherwise: one thread per hardware thread, or
-  // ANNULUS_THREADS.
+  // The pool shared by everything that is not told otherwise: one thread per CPU that this process
+  // may use (usable_cpus), or ANNULUS_THREADS.
   [[nodiscard]] static std::shared_ptr<ThreadPool> shared();
   // The process's pool of exactly this many threads, for as long as somebody has it: ranks that ask
   // for the same number share it. 0: the shared one.

@@ -7,6 +7,7 @@
 #include "annulus/error.h"
 #include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/cpu/preference.h"
 
 namespace annulus::cpu {
 namespace {
@@ -21,13 +22,32 @@ const std::vector<Implementation>& implementations() {
   return all;
 }
 
+const IsaChoice& default_choice() {
+  static const IsaChoice choice = [] {
+    std::vector<std::string_view> usable;
+    for (const Implementation& i : implementations()) {
+      if (i.usable) usable.emplace_back(i.kernels->name);
+    }
+    return choose_isa(cpu_identity(), usable);
+  }();
+  return choice;
+}
+
+// Null where nothing is forced.
+const char* forced_name() {
+  const char* const name = std::getenv("ANNULUS_ISA");
+  return name != nullptr && *name != '\0' ? name : nullptr;
+}
+
 }  // namespace
 
 const std::vector<const Kernels*>& available_kernels() {
   static const std::vector<const Kernels*> usable = [] {
     std::vector<const Kernels*> out;
     for (const Implementation& i : implementations()) {
-      if (i.usable) out.push_back(i.kernels);
+      if (!i.usable) continue;
+      const bool is_default = i.kernels->name == default_choice().name;
+      out.insert(is_default ? out.begin() : out.end(), i.kernels);
     }
     return out;
   }();
@@ -52,12 +72,15 @@ const Kernels& kernels_by_name(const std::string& name) {
 }
 
 const Kernels& chosen_kernels() {
-  static const Kernels& chosen = [&]() -> const Kernels& {
-    const char* forced = std::getenv("ANNULUS_ISA");
-    return forced != nullptr && *forced != '\0' ? kernels_by_name(forced)
-                                                : *available_kernels().front();
+  static const Kernels& chosen = []() -> const Kernels& {
+    const char* const forced = forced_name();
+    return forced != nullptr ? kernels_by_name(forced) : *available_kernels().front();
   }();
   return chosen;
+}
+
+std::string choice_reason() {
+  return forced_name() != nullptr ? "forced by ANNULUS_ISA" : default_choice().reason;
 }
 
 double measure_fma_peak_gflops(bool bf16) {

@@ -12,7 +12,7 @@ struct Implementation {
   double (*multiply_add)(std::int64_t rounds, float* sink);  // FLOPs done; see peak-inl.h
 };
 
-// Best first.
+// Widest first.
 [[nodiscard]] std::vector<Implementation>
 avx512_bf16_implementations();  // empty where it cannot be compiled
 [[nodiscard]] std::vector<Implementation> highway_implementations();

@@ -115,13 +115,14 @@ struct Kernels {
   void (*store_row)(DType dtype, const float* row, float factor, std::byte* out, int head_dim);
 };
 
-// Compiled in and usable on this CPU, best first.
+// Compiled in and usable on this CPU; first the one that is chosen by default (preference.h).
 [[nodiscard]] const std::vector<const Kernels*>& available_kernels();
 // Compiled in, whether usable or not.
 [[nodiscard]] std::vector<std::string> compiled_kernel_names();
-// The best, or the one that the environment variable ANNULUS_ISA names; ConfigError if that one
+// The default, or the one that the environment variable ANNULUS_ISA names; ConfigError if that one
 // cannot run here.
 [[nodiscard]] const Kernels& chosen_kernels();
+[[nodiscard]] std::string choice_reason();  // why these, for people
 [[nodiscard]] const Kernels& kernels_by_name(const std::string& name);
 
 // Measured fused multiply-add rate of one thread in GFLOP/s, the roof that kernels are compared

@@ -11,12 +11,14 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "interrupt.h"
+#include "ring/records.h"
 #include "transport.h"
 #include "values.h"
 
@@ -433,11 +435,28 @@ Args:
           "Sums over the cached executors; keys as in RingAttention.memory_info.");
 }
 
+nb::list gather_records(Transport& transport, const nb::bytes& record) {
+  std::vector<std::string> records;
+  construct(transport, [&] {
+    records = ring::gather_records(transport, {record.c_str(), record.size()});
+  });
+  nb::list list;
+  for (const std::string& each : records) list.append(nb::bytes(each.data(), each.size()));
+  return list;
+}
+
 }  // namespace
 
 void bind_ring(nb::module_& module) {
   bind_executor(module);
   bind_cache(module);
+  module.def("gather_records", &gather_records, nb::arg("transport"), nb::arg("record"),
+             nb::sig("def gather_records(transport: Transport, record: bytes) -> list[bytes]"),
+             R"(What every rank has to say: the records of all ranks, in their order. Collective.
+
+Args:
+    transport: of the ring; no executor may be using it.
+    record: of this rank; of any length on any rank, a few kilobytes at most.)");
 }
 
 }  // namespace annulus::python

@@ -13,6 +13,7 @@ namespace annulus::ring {
 inline constexpr std::uint32_t kTagAgree = 1;
 inline constexpr std::uint32_t kTagParcels = 2;
 inline constexpr std::uint32_t kTagReturns = 3;
+inline constexpr std::uint32_t kTagRecords = 4;
 
 // One property that all ranks must share, with its name for the message.
 struct Claim {

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from annulus import ConfigError, Placement
 from annulus.torch import _rings
+from annulus.torch._config import placement_of_lengths
 
 
 def positions(
@@ -131,7 +132,7 @@ def unshard(
             + ", ".join(f"{dtype} {list(shape)}" for dtype, shape in shapes)
             + f": tensors that differ in axis {dim} alone were expected"
         )
-    placed = _rings.placement_of_lengths(placement, lengths)
+    placed = placement_of_lengths(placement, lengths)
     order = torch.cat([torch.from_numpy(placed.positions(r)) for r in range(len(lengths))])
     if len(order) != sum(lengths):
         raise ConfigError(f"unshard: the ranks hold {lengths} tokens of {len(order)}")

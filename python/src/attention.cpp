@@ -124,6 +124,11 @@ class Lease {
       }
     }
 
+    // No sequences, or none of their tokens: nothing to compute, once the names have been checked.
+    if (q.shape[0] * q.shape[1] == 0) {
+      if (named) (void)Placement::named(nb::cast<std::string>(request.placement), 1, request.ranks);
+      return;
+    }
     ring_ = local_rings().take(key_);
     if (ring_ != nullptr) return;
     RingOptions options{
@@ -147,6 +152,7 @@ class Lease {
   // `cost`: operations, in multiples of forward's.
   template <typename Pass>
   void run(double cost, const Pass& pass) {
+    if (ring_ == nullptr) return;  // nothing to compute
     const bool watch = cost * ring_->forward_flops() >= kLongPass && on_main_thread();
     run_interruptibly(
         watch, [&] { pass(*ring_); }, [&] { ring_->interrupt(); });

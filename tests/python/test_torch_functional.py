@@ -353,6 +353,17 @@ def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
     o = at.ring_attention(q, q, q, is_causal=True, mix_gradient="detached", **LONGNET)
     o.sum().backward()
     assert o.shape == shape and q.grad.shape == shape
+    o64 = at.ring_attention(*[q.detach().double()] * 3, **LONGNET)
+    assert o64.shape == shape
+
+
+def test_placements_of_nothing() -> None:
+    x = torch.empty(2, 0, 3)
+    for placement in ("contiguous", "zigzag", "striped", "hilbert"):
+        assert at.positions(0, placement=placement).tolist() == []
+        assert at.unshard(at.shard(x, placement=placement), placement=placement).shape == x.shape
+    with pytest.raises(ConfigError, match="zig-zag"):
+        at.positions(0, placement="zig-zag")
 
 
 def test_other_ways_to_differentiate_are_refused_in_words() -> None:

@@ -276,6 +276,10 @@ def nothing_gives_nothing() -> None:
             o = at.ring_attention(q, q, q, group=WORLD, mix_gradient=mix)
             o.sum().backward()
             assert o.shape == shape and q.grad.shape == shape
+    nothing = torch.empty(1, 0, 3)
+    for placement in ("contiguous", "hilbert"):
+        place = {"placement": placement, "group": WORLD}
+        assert at.unshard(at.shard(nothing, **place), **place).shape == nothing.shape
     q = torch.randn(1, 8, 2, 16)
     at.ring_attention(q, q, q, group=WORLD)
 

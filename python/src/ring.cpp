@@ -244,10 +244,11 @@ Args:
     placement: which rank holds which tokens, for as many ranks as the transport has.
     transport: carries the rows; kept alive by the executor.
     batch: sequences per call.
-    kv_heads: key/value heads, a divisor of the pattern's heads; None: as many.
+    kv_heads: key/value heads, a divisor of the pattern's heads; None: as many. Query head h uses
+        key/value head h // (heads // kv_heads).
     head_dim: a multiple of 8 up to 256.
     dtype: of q, k, v and the results: 'float32', 'float16', 'bfloat16' or a NumPy or PyTorch dtype.
-    scale: of q.k; None: 1/sqrt(head_dim).
+    scale: of q.k, above 0; None: 1/sqrt(head_dim).
     mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant;
         that needs a state (:meth:`make_branch_state`) passed to forward and backward.
     schedule: 'ring' (rows hop from rank to rank: least memory), 'gather' (straight to who needs them)

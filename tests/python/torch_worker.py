@@ -156,7 +156,7 @@ def errors_are_everybodys() -> None:
     )
     refused(
         lambda: at.ring_attention(q, q, q, n_global=tokens + 1, group=WORLD),
-        [f"n_global is {tokens + 1}", str([8] * dist.get_world_size())],
+        [f"of {tokens + 1} tokens", str([8] * dist.get_world_size())],
     )
     at.ring_attention(q, q, q, group=WORLD)  # still alive
 

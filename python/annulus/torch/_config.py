@@ -184,13 +184,14 @@ def pattern_of(config: Config, heads: int) -> Pattern:
     )
 
 
-def placement_of_lengths(name: str, lengths: list[int]) -> Placement:
-    """The placement of these numbers of tokens per rank. Contiguous shards may have any lengths."""
-    tokens = sum(lengths)
+def placement_of_lengths(name: str, lengths: list[int], n_global: int | None = None) -> Placement:
+    """The placement of these numbers of tokens per rank. Contiguous shards may have any lengths, unless
+    n_global says how many tokens there are to share out."""
+    tokens = sum(lengths) if n_global is None else n_global
     placement = Placement.named(name, tokens, len(lengths))
     if all(placement.local_tokens(r) == n for r, n in enumerate(lengths)):
         return placement
-    if name != "contiguous":
+    if name != "contiguous" or n_global is not None:
         expected = [placement.local_tokens(r) for r in range(len(lengths))]
         raise ConfigError(
             f"the ranks hold {lengths} tokens, but placement {name!r} of {tokens} tokens gives them "

@@ -296,7 +296,8 @@ def ring_attention(
     Args:
         q: [batch, local tokens, heads, head_dim]; float32, bfloat16 or float16, any strides whose last
             axis is dense (others are copied). float64 runs on the slow reference, in one process.
-        k, v: the same with as many or fewer heads (a divisor: grouped-query attention).
+        k, v: the same with as many or fewer heads (a divisor: grouped-query attention). Query head h uses
+            head h // (heads // kv_heads) of k and v: neighbours share one.
         segment_lengths, dilation_rates: one branch each, as in LongNet; without them attention is dense.
         pattern: "dense", "longnet" (every head is in every branch) or "head_groups" (the branches share
             the heads out); None: "dense" without segment lengths, else "longnet".
@@ -305,22 +306,24 @@ def ring_attention(
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps every branch's output for it.
         group_scale: divides the output by the number of branches.
-        scale: of q.k; None: 1/sqrt(head_dim).
+        scale: of q.k, above 0; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.
         placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make
             shards with :func:`shard`; contiguous shards may also have lengths of your own.
-        n_global: tokens of the whole sequence. None: the ranks tell each other their lengths in every
-            call, which costs one small all-gather; a number saves that.
+        n_global: tokens of the whole sequence, on all ranks or none: the shards must then have the lengths
+            that the placement gives them. A check, which saves nothing: lengths are part of what the ranks
+            agree on in any case.
         schedule: "ring", "gather" or "auto".
         reproducible: the same bits for every number of ranks and every placement; slower.
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
         max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
-        timeout: seconds that one transfer may take; None: the group's timeout.
+        timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
         return_lse: also return the log-sum-exp of every row, [batch, local tokens, heads], without
             gradient.
 
     Raises:
-        ConfigError: wrong arguments; on every rank, whichever rank they are wrong on.
+        ConfigError: wrong arguments, on every rank, whichever rank they are wrong on; the ranks' calls
+            differ; two threads call on one group at a time.
         TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
     """
     name = _rings.group_name(group)

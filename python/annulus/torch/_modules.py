@@ -303,13 +303,16 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             query, key, value: [tokens, batch, features], or [batch, tokens, features] if batch_first, or
                 [tokens, features]; of equal length, because keys are told apart by position.
             key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
-                floating point, added to the key's scores. A row that is left without any key gives zeros
-                before ``out_proj`` (nn.MultiheadAttention gives NaN).
+                floating point, added to the key's scores. (A tokenizer's attention_mask is neither: pass
+                ``attention_mask == 0``.) A row that is left without any key gives zeros before ``out_proj``
+                (nn.MultiheadAttention gives NaN). Takes eight more columns of q and k: embed_dim / num_heads
+                is at most 248 with it.
             need_weights: the weights are honoured for the dense pattern in one process, at the price of
                 their matrix, and refused otherwise: pass False.
             average_attn_weights: the returned weights are the mean over the heads.
-            attn_mask: honoured if it is the causal mask of the whole sequence in one process, which makes
-                the call causal, as `is_causal` does; any other mask is refused.
+            attn_mask: [tokens, tokens] or [batch x heads, tokens, tokens], boolean or floating point; honoured
+                if it is the causal mask of the whole sequence in one process, which makes the call causal, as
+                `is_causal` does, or masks nothing; any other mask is refused.
             is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
             n_global: as in :func:`ring_attention`.
 

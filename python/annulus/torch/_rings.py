@@ -121,7 +121,7 @@ class _GroupRing:
         self, group: dist.ProcessGroup, timeout: float | None, loss: TransportError | None
     ):
         self.process_group = group
-        self.transport = ProcessGroupTransport(group, timeout, _loss=loss)
+        self.transport = ProcessGroupTransport._instead_of(loss, group, timeout)
         self._usual_deadline = timeout_of(group)
         self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
         # By what this rank alone knows of a call: its whole key when it was last made.
@@ -181,11 +181,7 @@ class _GroupRing:
         key = (*looks, lengths)
         messages = self.messages()
         try:
-            if config.n_global not in (None, sum(lengths)):
-                raise ConfigError(
-                    f"n_global is {config.n_global}, but the ranks hold {list(lengths)} tokens"
-                )
-            if q.shape[0] * sum(lengths) == 0:
+            if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
                 return None
             executor = self._executors.get(key)
             if executor is None:
@@ -211,7 +207,7 @@ class _GroupRing:
     def _make(
         self, config: Config, lengths: list[int], q: torch.Tensor, k: torch.Tensor
     ) -> RingAttention:
-        placement = placement_of_lengths(config.placement, lengths)
+        placement = placement_of_lengths(config.placement, lengths, config.n_global)
         pattern = pattern_of(config, q.shape[2])
         return _make_executor(config, pattern, placement, self.transport, q, k)
 

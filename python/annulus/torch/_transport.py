@@ -153,13 +153,24 @@ class ProcessGroupTransport(Transport):
         timeout: seconds that one operation may take, construction included; None: the group's own timeout.
     """
 
-    def __init__(
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None):
+        self._make(group, timeout, None)
+
+    @classmethod
+    def _instead_of(
+        cls, loss: TransportError | None, group: dist.ProcessGroup, timeout: float | None
+    ) -> ProcessGroupTransport:
+        """One that replaces a ring which ended by the loss of a rank, and says so if that is still missing."""
+        transport = cls.__new__(cls)
+        transport._make(group, timeout, loss)
+        return transport
+
+    def _make(
         self,
-        group: dist.ProcessGroup | None = None,
-        timeout: float | None = None,
-        *,
-        _loss: TransportError | None = None,  # of the ring that this one replaces
-    ):
+        group: dist.ProcessGroup | None,
+        timeout: float | None,
+        loss: TransportError | None,
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TransportError(
                 "ProcessGroupTransport: torch.distributed is not initialised: call "
@@ -178,7 +189,7 @@ class ProcessGroupTransport(Transport):
         self._gloo: dist.ProcessGroupGloo | None = None
         self._store: dist.Store | None = None  # a rank alone needs neither
         if len(ranks) > 1:
-            self._connect("annulus/" + parent.group_name, _loss)
+            self._connect("annulus/" + parent.group_name, loss)
 
     def _connect(self, prefix: str, loss: TransportError | None) -> None:
         try:

@@ -41,7 +41,7 @@ python: setup ## Build the Python package (build/python) and install it into .ve
 	@test "$(TORCH)" = no || .venv/bin/python -c 'import torch' 2>/dev/null || { \
 	  echo "python: installing PyTorch into .venv for the tests of annulus.torch (TORCH=no leaves it out)"; \
 	  .venv/bin/pip install --quiet torch==2.13.0; }
-	@echo "python: building the package annulus and installing it into .venv"
+	@echo "python: building the package annulus and its command, and installing both into .venv"
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip install --quiet --no-build-isolation --no-deps \
 	  --config-settings=build-dir=build/python .
 

@@ -33,3 +33,14 @@ nanobind_add_stub(annulus_python_stub
 
 install(TARGETS annulus_python LIBRARY DESTINATION annulus COMPONENT python)
 install(FILES "${python_package}/_core.pyi" DESTINATION annulus COMPONENT python)
+
+# pip puts the program beside its own: <environment>/bin/annulus. Without CLI11 or nlohmann_json there is none, as said above.
+set(annulus_wheel "the package annulus with its compiled module annulus._core")
+if(NOT SKBUILD)
+  return()
+elseif(TARGET annulus_tool)
+  install(TARGETS annulus_tool RUNTIME DESTINATION "${SKBUILD_SCRIPTS_DIR}" COMPONENT python)
+  message(STATUS "annulus: the wheel will have ${annulus_wheel}, and the command annulus")
+else()
+  message(STATUS "annulus: the wheel will have ${annulus_wheel}, but not the command annulus")
+endif()

@@ -30,6 +30,7 @@ GROUPS = {
             "BranchState",
             "RingAttentionCache",
             "make_in_process_ring",
+            "gather_records",
             "Transport",
             "Transfer",
         ],

@@ -19,7 +19,7 @@
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
 #include "ring/agreement.h"
-#include "ring/link.h"
+#include "ring/tags.h"
 #include "support/random_plans.h"
 #include "support/ring_fixture.h"
 

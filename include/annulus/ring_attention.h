@@ -35,10 +35,10 @@ struct RingOptions {
   Pattern pattern;
   Placement placement;
   std::int64_t batch = 1;
-  int kv_heads = 1;  // query head h uses K/V head h / (query heads / kv_heads)
+  int kv_heads = 1;  // divides the query heads: head h uses K/V head h / (heads / kv_heads)
   int head_dim = 64;
   DType dtype = DType::f32;
-  std::optional<double> scale;  // of q.k; 1/sqrt(head_dim) when absent
+  std::optional<double> scale;  // of q.k, above 0; 1/sqrt(head_dim) when absent
   MixGradient mix_gradient = MixGradient::full;
   Schedule schedule = Schedule::automatic;
   std::int64_t min_tokens_for_ring = 32768;  // below, `automatic` gathers

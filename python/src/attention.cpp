@@ -124,6 +124,11 @@ class Lease {
       }
     }
 
+    // No sequences, or none of their tokens: nothing to compute, once the names have been checked.
+    if (q.shape[0] * q.shape[1] == 0) {
+      if (named) (void)Placement::named(nb::cast<std::string>(request.placement), 1, request.ranks);
+      return;
+    }
     ring_ = local_rings().take(key_);
     if (ring_ != nullptr) return;
     RingOptions options{
@@ -147,6 +152,7 @@ class Lease {
   // `cost`: operations, in multiples of forward's.
   template <typename Pass>
   void run(double cost, const Pass& pass) {
+    if (ring_ == nullptr) return;  // nothing to compute
     const bool watch = cost * ring_->forward_flops() >= kLongPass && on_main_thread();
     run_interruptibly(
         watch, [&] { pass(*ring_); }, [&] { ring_->interrupt(); });
@@ -260,14 +266,15 @@ Args:
     q: [batch, tokens, heads, head_dim], float32, float16 or bfloat16, on the CPU. Any array with DLPack
         (NumPy, PyTorch, JAX, ...) whose last axis is contiguous is used in place; PyTorch tensors that
         require gradients are read as if detached.
-    k, v: like q, with as many heads or a divisor of them (GQA, MQA).
+    k, v: like q, with as many heads or a divisor of them (GQA, MQA): query head h uses head
+        h // (heads // kv_heads).
     pattern: None, 'dense', 'longnet', 'head_groups' or a :class:`Pattern`. None is 'longnet' when
         segment_lengths are given, else 'dense'.
     segment_lengths, dilation_rates: of the branches; one each.
     is_causal: only keys at or before the query.
     offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
-    scale: of q.k; None: 1/sqrt(head_dim).
+    scale: of q.k, above 0; None: 1/sqrt(head_dim).
     ranks: more than 1 computes on a ring of that many threads, to try things out: the result is the same.
     placement: of the tokens on these ranks: a name or a :class:`Placement`.
     schedule: 'auto', 'ring' or 'gather', see :class:`RingAttention`.

@@ -11,12 +11,14 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "interrupt.h"
+#include "ring/records.h"
 #include "transport.h"
 #include "values.h"
 
@@ -243,10 +245,11 @@ Args:
     placement: which rank holds which tokens, for as many ranks as the transport has.
     transport: carries the rows; kept alive by the executor.
     batch: sequences per call.
-    kv_heads: key/value heads, a divisor of the pattern's heads; None: as many.
+    kv_heads: key/value heads, a divisor of the pattern's heads; None: as many. Query head h uses
+        key/value head h // (heads // kv_heads).
     head_dim: a multiple of 8 up to 256.
     dtype: of q, k, v and the results: 'float32', 'float16', 'bfloat16' or a NumPy or PyTorch dtype.
-    scale: of q.k; None: 1/sqrt(head_dim).
+    scale: of q.k, above 0; None: 1/sqrt(head_dim).
     mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant;
         that needs a state (:meth:`make_branch_state`) passed to forward and backward.
     schedule: 'ring' (rows hop from rank to rank: least memory), 'gather' (straight to who needs them)
@@ -434,11 +437,28 @@ Args:
           "Sums over the cached executors; keys as in RingAttention.memory_info.");
 }
 
+nb::list gather_records(Transport& transport, const nb::bytes& record) {
+  std::vector<std::string> records;
+  construct(transport, [&] {
+    records = ring::gather_records(transport, {record.c_str(), record.size()});
+  });
+  nb::list list;
+  for (const std::string& each : records) list.append(nb::bytes(each.data(), each.size()));
+  return list;
+}
+
 }  // namespace
 
 void bind_ring(nb::module_& module) {
   bind_executor(module);
   bind_cache(module);
+  module.def("gather_records", &gather_records, nb::arg("transport"), nb::arg("record"),
+             nb::sig("def gather_records(transport: Transport, record: bytes) -> list[bytes]"),
+             R"(What every rank has to say: the records of all ranks, in their order. Collective.
+
+Args:
+    transport: of the ring; no executor may be using it.
+    record: of this rank; of any length on any rank, a few kilobytes at most.)");
 }
 
 }  // namespace annulus::python

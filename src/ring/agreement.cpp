@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
-#include "ring/link.h"
+#include "ring/tags.h"
 
 namespace annulus::ring {
 namespace {

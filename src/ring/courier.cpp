@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "ring/tags.h"
+
 namespace annulus::ring {
 
 std::vector<Envelope> envelopes(const std::vector<Hop>& hops, const ParcelLayout& layout) {

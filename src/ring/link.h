@@ -10,12 +10,6 @@
 
 namespace annulus::ring {
 
-// Tags of the executor's messages. One executor call at a time uses a transport, so that tags only
-// tell kinds apart.
-inline constexpr std::uint32_t kTagAgree = 1;
-inline constexpr std::uint32_t kTagParcels = 2;
-inline constexpr std::uint32_t kTagReturns = 3;
-
 // Memory of the device that messages leave from or arrive in.
 struct Mailbox {
   Memory memory;

@@ -4,6 +4,8 @@
 #include <map>
 #include <utility>
 
+#include "ring/tags.h"
+
 namespace annulus::ring {
 namespace {
 

@@ -257,3 +257,18 @@ def test_wrong_arguments_are_config_errors_that_name_them(call, message: str) ->
     assert message in str(caught.value)
     # Nothing is broken by it.
     assert annulus.attention(Q, K, K).shape == Q.shape
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4, 16), (0, 5, 4, 16)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_nothing_gives_nothing(shape: tuple[int, ...], ranks: int) -> None:
+    q = np.empty(shape, np.float32)
+    options = {"segment_lengths": [4, 8], "dilation_rates": [1, 2], "ranks": ranks}
+    o, lse = annulus.attention(q, q, q, return_lse=True, **options)
+    assert o.shape == shape and lse.shape == shape[:3]
+    gradients = annulus.attention_backward(q, q, q, o, lse, o, **options)
+    assert [g.shape for g in gradients] == [shape] * 3
+    with pytest.raises(annulus.ConfigError, match="zig-zag"):
+        annulus.attention(q, q, q, placement="zig-zag", ranks=ranks)
+    with pytest.raises(annulus.ConfigError, match="ranks"):
+        annulus.attention(q, q, q, ranks=0)

@@ -136,7 +136,7 @@ def test_return_lse_has_no_gradient() -> None:
 def test_operators_pass_pytorchs_own_checks(mix: str) -> None:
     q, k, v, _ = tensors()
     at.ring_attention(q, k, v, mix_gradient=mix, **LONGNET)
-    text = next(t for t in at._rings._configs if f'"{mix}"' in t and "[16, 32, 64]" in t)
+    text = next(t for t in at._config._configs if f'"{mix}"' in t and "[16, 32, 64]" in t)
     torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, text))
 
 
@@ -184,7 +184,7 @@ def test_nothing_is_copied(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
     else:
         q, k, v = torch.randn(2, 50, 3, 4, 16).unbind(2)
     seen: list[int] = []
-    take = at._rings._LocalRings.take
+    run = at._rings._LocalRings.run
 
     class Spy:
         def __init__(self, executor):
@@ -197,14 +197,10 @@ def test_nothing_is_copied(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
             seen.extend(x.data_ptr() for x in arrays[:5])
             return self.executor.forward(*arrays)
 
-    def spying_take(self, *arguments):
-        lease = take(self, *arguments)
-        lease.__class__ = type(
-            "SpyLease", (type(lease),), {"__enter__": lambda s: Spy(s._executor)}
-        )
-        return lease
+    def spying_run(self, what, config, q, k, body):
+        return run(self, what, config, q, k, lambda executor: body(Spy(executor)))
 
-    monkeypatch.setattr(at._rings._LocalRings, "take", spying_take)
+    monkeypatch.setattr(at._rings._LocalRings, "run", spying_run)
     o, lse = at.ring_attention(q, k, v, return_lse=True)
     assert seen == [x.data_ptr() for x in (q, k, v, o, lse)]
     if layout != "packed":
@@ -277,13 +273,25 @@ def test_threads_may_call_at_once() -> None:
         (lambda c: c.update(segment_lengths=[16, 32], dilation_rates=[1]), ["segment", "dilation"]),
         (lambda c: c.update(scale=float("nan")), ["scale"]),
         (lambda c: c.update(scale="1"), ["scale"]),
+        (lambda c: c.update(scale=0.0), ["scale is 0.0", "above 0"]),
+        (lambda c: c.update(scale=-0.1), ["scale is -0.1", "above 0"]),
+        (lambda c: c.update(scale=[0.1]), ["scale is [0.1]"]),
+        (lambda c: c.update(scale=10**400), ["scale"]),
+        (lambda c: c.update(placement=["zigzag"]), ["placement is ['zigzag']"]),
+        (lambda c: c.update(schedule={}), ["schedule is {}"]),
+        (lambda c: c.update(q=c["q"].to_sparse()), ["q", "sparse_coo", "to_dense"]),
         (lambda c: c.update(offsets="interleaved"), ["offsets", "longnet"]),
         (lambda c: c.update(mix_gradient="half"), ["half", "detached"]),
         (lambda c: c.update(is_causal=None), ["is_causal"]),
         (lambda c: c.update(n_global=-3), ["n_global"]),
         (lambda c: c.update(n_global=2.5), ["n_global"]),
         (lambda c: c.update(timeout=-1), ["timeout"]),
+        (lambda c: c.update(n_global=2**64), ["n_global", str(2**64)]),
+        (lambda c: c.update(max_communication_bytes=2**64), ["max_communication_bytes"]),
         (lambda c: c.update(segment_lengths=[16.5], dilation_rates=[1]), ["segment_lengths"]),
+        (lambda c: c.update(segment_lengths=[2**64], dilation_rates=[1]), ["segment_lengths"]),
+        (lambda c: c.update(segment_lengths=[[16]], dilation_rates=[1]), ["segment_lengths"]),
+        (lambda c: c.update(segment_lengths=16, dilation_rates=1), ["segment_lengths is 16"]),
         (lambda c: c.update(group=0), ["group", "ProcessGroup"]),
         (lambda c: c.update(v=c["v"][:, :50]), ["v is [2, 50, 2, 16]"]),
     ],
@@ -296,6 +304,36 @@ def test_wrong_arguments_are_config_errors(change, words: list[str]) -> None:
         at.ring_attention(**call)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_what_is_wrong_does_not_depend_on_earlier_calls() -> None:
+    """6 == 6.0 and True == 1, but one is a segment length and the other is not."""
+    q, k, v, _ = tensors(grad=False)
+    at.ring_attention(q, k, v, segment_lengths=[6], dilation_rates=[1], is_causal=True)
+    for wrong in (
+        {"segment_lengths": [6.0]},
+        {"dilation_rates": [True]},
+        {"dilation_rates": [1.0]},
+        {"is_causal": 1},
+    ):
+        call = {"segment_lengths": [6], "dilation_rates": [1], "is_causal": True} | wrong
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            at.ring_attention(q, k, v, **call)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("mix", ["full", "detached"])
+def test_default_dtypes_change_nothing(default: torch.dtype, mix: str) -> None:
+    q, k, v, do = tensors()
+    function = lambda *x: at.ring_attention(*x, mix_gradient=mix, **LONGNET)  # noqa: E731
+    expected = gradients(function, q, k, v, do)
+    torch.set_default_dtype(default)
+    try:
+        found = gradients(function, q, k, v, do)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for f, e in zip(found, expected):
+        assert torch.equal(f, e)
 
 
 def test_numbers_of_numpy_are_fine() -> None:
@@ -315,6 +353,17 @@ def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
     o = at.ring_attention(q, q, q, is_causal=True, mix_gradient="detached", **LONGNET)
     o.sum().backward()
     assert o.shape == shape and q.grad.shape == shape
+    o64 = at.ring_attention(*[q.detach().double()] * 3, **LONGNET)
+    assert o64.shape == shape
+
+
+def test_placements_of_nothing() -> None:
+    x = torch.empty(2, 0, 3)
+    for placement in ("contiguous", "zigzag", "striped", "hilbert"):
+        assert at.positions(0, placement=placement).tolist() == []
+        assert at.unshard(at.shard(x, placement=placement), placement=placement).shape == x.shape
+    with pytest.raises(ConfigError, match="zig-zag"):
+        at.positions(0, placement="zig-zag")
 
 
 def test_other_ways_to_differentiate_are_refused_in_words() -> None:

@@ -263,6 +263,37 @@ def test_refuses_calls_that_it_cannot_honour() -> None:
         ours(x, x, x, key_padding_mask=torch.zeros(3, 49, dtype=torch.bool))
     with pytest.raises(ConfigError, match="50 tokens, key 40"):
         ours(x, x[:, :40], x[:, :40])
+    # A tokenizer's attention_mask: nn.MultiheadAttention refuses it, too.
+    for mask in ((~PADDING).long(), (~PADDING).to(torch.uint8)):
+        with pytest.raises(ConfigError, match="key_padding_mask is torch.*attention_mask == 0"):
+            ours(x, x, x, key_padding_mask=mask)
+    with pytest.raises(ConfigError, match="attn_mask is torch.int64"):
+        ours(x, x, x, attn_mask=torch.zeros(50, 50, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("leading", [(), (12,), (3,), (1,), (3, 4), (1, 1)])
+def test_takes_attn_masks_of_the_shapes_that_multihead_attention_takes(leading: tuple) -> None:
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(3, 50, 64)
+    mask = CAUSAL.expand(*leading, 50, 50)
+    if leading in ((), (12,)):  # 3 sequences x 4 heads
+        found, expected = (m(x, x, x, attn_mask=mask)[0] for m in (ours, theirs))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        return
+    with pytest.raises((RuntimeError, AssertionError)):
+        theirs(x, x, x, attn_mask=mask)
+    with pytest.raises(ConfigError, match="attn_mask is .* 12 of them"):
+        ours(x, x, x, attn_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_have_the_dtype_of_the_module(dtype: torch.dtype) -> None:
+    theirs, ours = (m.to(dtype) for m in pair(batch_first=True))
+    x = torch.randn(3, 50, 64).to(dtype)
+    for call in ({}, {"key_padding_mask": PADDING}):
+        (_, found), (_, expected) = ours(x, x, x, **call), theirs(x, x, x, **call)
+        assert found.dtype == expected.dtype == dtype
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-3)
 
 
 def test_swapped_into_an_encoder_that_makes_nested_tensors() -> None:

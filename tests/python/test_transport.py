@@ -239,3 +239,13 @@ def test_abort_reaches_the_others() -> None:
     assert caught.value.rank == 0
     with pytest.raises(annulus.ConfigError, match="0 ranks"):
         make_in_process_ring(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_records_of_all_ranks_are_gathered(ranks: int) -> None:
+    expected = [bytes([rank]) * (3 * rank) for rank in range(ranks)]
+    rings = on_ranks(
+        make_in_process_ring(ranks),
+        lambda transport: annulus.gather_records(transport, expected[transport.rank()]),
+    )
+    assert rings == [expected] * ranks

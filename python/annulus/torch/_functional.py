@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,8 @@ from torch.autograd import forward_ad
 import annulus
 from annulus import ConfigError
 from annulus.torch import _rings
-from annulus.torch._rings import Config, config_of, ring_of
+from annulus.torch._config import Config, branch_numbers, config_of, pattern_of, text_of
 
-_MOST_TEXTS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,11 +28,6 @@ def _result_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _is_nothing(q: torch.Tensor, config: Config) -> bool:
-    """No sequences, or one process's sequence without tokens: a plan needs at least one of each."""
-    return config.group is None and q.shape[0] * q.shape[1] == 0
-
-
 # Two operators with plain tensors in and out: torch.compile, checkpointing and autograd take them as
 # they are. The two states are empty unless detached mixing needs them.
 
@@ -44,28 +37,38 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
-    o = _result_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32)
-    nothing = torch.empty(0)
-    if _is_nothing(q, c):
-        return o, lse, nothing, nothing.clone()
+    with _rings.errors_of_all(c.group, c.timeout):
+        return _forward(q, k, v, c)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    # Wherever PyTorch makes tensors by default, and of which dtype: these are like q.
+    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    states = [q.new_empty(0, dtype=torch.float32) for _ in range(2)]
     if q.dtype == torch.float64:
-        pattern = _rings.pattern_of(c, q.shape[2])
-        o64, lse64 = annulus.reference_forward(
-            q.numpy(), k.numpy(), v.numpy(), pattern, scale=c.scale
-        )
-        o.copy_(torch.from_numpy(o64))
-        return o, torch.from_numpy(lse64).float(), nothing, nothing.clone()
-    with ring_of(c).take(config, q, k) as executor:
+        if q.shape[0] * q.shape[1] > 0:
+            o64, lse64 = annulus.reference_forward(
+                q.numpy(), k.numpy(), v.numpy(), pattern_of(c, q.shape[2]), scale=c.scale
+            )
+            o.copy_(torch.from_numpy(o64))
+            lse.copy_(torch.from_numpy(lse64))
+        return o, lse, *states
+
+    def body(executor: annulus.RingAttention) -> None:
+        state = None
         if c.mix_gradient == "detached" and c.backward:
             rows = executor.branch_state_rows
-            # Rows that a branch does not select are never written: zeros, not what was there.
-            state_o, state_lse = torch.zeros(rows, q.shape[3]), torch.empty(rows)
-            state = executor.make_branch_state(o=state_o, lse=state_lse)
-        else:
-            state_o, state_lse, state = nothing, nothing.clone(), None
+            if rows > 0:
+                # Rows that a branch does not select are never written: zeros, not what was there.
+                states[0] = q.new_zeros((rows, q.shape[3]), dtype=torch.float32)
+                states[1] = q.new_empty(rows, dtype=torch.float32)
+            state = executor.make_branch_state(o=states[0], lse=states[1])
         executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
-    return o, lse, state_o, state_lse
+
+    _rings.run("forward", c, q, k, body)
+    return o, lse, *states
 
 
 @_attend.register_fake
@@ -75,12 +78,7 @@ def _(
     c = config_of(config)
     o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows = 0
-    if (
-        c.mix_gradient == "detached"
-        and c.backward
-        and q.dtype != torch.float64
-        and not _is_nothing(q, c)
-    ):
+    if c.mix_gradient == "detached" and c.backward and q.dtype != torch.float64:
         rows = max(1, len(c.segment_lengths)) * q.shape[0] * q.shape[1] * q.shape[2]
     empty = q.new_empty(0, dtype=torch.float32)
     if rows == 0:
@@ -106,22 +104,40 @@ def _attend_backward(
     config: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
+    with _rings.errors_of_all(c.group, c.timeout):
+        return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    state_o: torch.Tensor,
+    state_lse: torch.Tensor,
+    grad: torch.Tensor,
+    c: Config,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grads = _result_like(q), _result_like(k), _result_like(v)
-    if _is_nothing(q, c):
-        return grads
     if q.dtype == torch.float64:
-        pattern = _rings.pattern_of(c, q.shape[2])
-        arrays = [x.numpy() for x in (q, k, v, grad)]
-        exact = annulus.reference_backward(
-            *arrays, pattern, scale=c.scale, mix_gradient=c.mix_gradient
-        )
-        return tuple(g.copy_(torch.from_numpy(e)) for g, e in zip(grads, exact))
-    with ring_of(c).take(config, q, k) as executor:
+        if q.shape[0] * q.shape[1] > 0:
+            arrays = [x.numpy() for x in (q, k, v, grad)]
+            exact = annulus.reference_backward(
+                *arrays, pattern_of(c, q.shape[2]), scale=c.scale, mix_gradient=c.mix_gradient
+            )
+            for g, e in zip(grads, exact):
+                g.copy_(torch.from_numpy(e))
+        return grads
+
+    def body(executor: annulus.RingAttention) -> None:
         state = None
         if c.mix_gradient == "detached":
             state = executor.make_branch_state(o=state_o, lse=state_lse, filled=True)
         inputs = [_readable(x) for x in (q, k, v, o)]
         executor.backward(*inputs, lse, _readable(grad), *grads, state)
+
+    _rings.run("backward", c, q, k, body)
     return grads
 
 
@@ -175,6 +191,8 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
             return f"{name} has {x.dim()} axes: [batch, local tokens, heads, head_dim] was expected"
         if x.is_nested:
             return f"{name} is a nested tensor: a padded one was expected"
+        if x.layout != torch.strided:
+            return f"{name} is a {x.layout} tensor: a dense one was expected (x.to_dense())"
         if x.device.type != "cpu":
             return f"{name} is on {x.device}: this build has kernels for the CPU only"
         if x.dtype != q.dtype:
@@ -190,12 +208,6 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
     elif q.dtype not in _DTYPES:
         return f"q is {q.dtype}: float32, bfloat16 or float16 was expected"
     return None
-
-
-def _refuse(
-    group: dist.ProcessGroup | None, n_global: object, timeout: object, text: str
-) -> NoReturn:
-    _rings.refuse(group, n_global, timeout, ConfigError(f"ring_attention: {text}"))
 
 
 def _refuse_transforms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -214,23 +226,42 @@ def _refuse_transforms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> boo
     return inner is not None
 
 
-# By the arguments of a call, to make its text once.
-_texts: dict[tuple, str] = {}
+# Constant in a compiled graph: dynamo does not look into it.
+_text_of = torch.compiler.assume_constant_result(text_of)
 
 
-@torch.compiler.assume_constant_result
-def _config_text(*values: object) -> str:
-    """The configuration's text; "!" and what is wrong with it."""
-    text = _texts.get(values)
-    if text is None:
-        config = Config(*values)
-        complaint = config.complaint()
-        if complaint is not None:
-            return "!" + complaint
-        if len(_texts) >= _MOST_TEXTS:
-            _texts.clear()
-        text = _texts[values] = config.text()
-    return text
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: str | None,
+    pattern: str | None,
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    *others: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse), given the fields of Config in their order, apart from the last."""
+    if torch.is_autocast_enabled("cpu") and all(
+        isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v)
+    ):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    complaint = _complaint(q, k, v, group)
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    inside_vmap = not torch.compiler.is_compiling() and _refuse_transforms(q, k, v)
+    needs_gradient = torch.is_grad_enabled() and (
+        inside_vmap or q.requires_grad or k.requires_grad or v.requires_grad
+    )
+    if pattern is None:
+        pattern = "dense" if segment_lengths is None and dilation_rates is None else "longnet"
+    segments = branch_numbers("segment_lengths", segment_lengths)
+    rates = branch_numbers("dilation_rates", dilation_rates)
+    text = _text_of(group, pattern, segments, rates, *others, needs_gradient)
+    if text[0] == "!":
+        raise ConfigError(f"ring_attention: {text[1:]}")
+    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
+    return o, lse
 
 
 def ring_attention(
@@ -265,7 +296,8 @@ def ring_attention(
     Args:
         q: [batch, local tokens, heads, head_dim]; float32, bfloat16 or float16, any strides whose last
             axis is dense (others are copied). float64 runs on the slow reference, in one process.
-        k, v: the same with as many or fewer heads (a divisor: grouped-query attention).
+        k, v: the same with as many or fewer heads (a divisor: grouped-query attention). Query head h uses
+            head h // (heads // kv_heads) of k and v: neighbours share one.
         segment_lengths, dilation_rates: one branch each, as in LongNet; without them attention is dense.
         pattern: "dense", "longnet" (every head is in every branch) or "head_groups" (the branches share
             the heads out); None: "dense" without segment lengths, else "longnet".
@@ -274,59 +306,36 @@ def ring_attention(
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps every branch's output for it.
         group_scale: divides the output by the number of branches.
-        scale: of q.k; None: 1/sqrt(head_dim).
+        scale: of q.k, above 0; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.
         placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make
             shards with :func:`shard`; contiguous shards may also have lengths of your own.
-        n_global: tokens of the whole sequence. None: the ranks tell each other their lengths in every
-            call, which costs one small all-gather; a number saves that.
+        n_global: tokens of the whole sequence, on all ranks or none: the shards must then have the lengths
+            that the placement gives them. A check, which saves nothing: lengths are part of what the ranks
+            agree on in any case.
         schedule: "ring", "gather" or "auto".
         reproducible: the same bits for every number of ranks and every placement; slower.
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
         max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
-        timeout: seconds that one transfer may take; None: the group's timeout.
+        timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
         return_lse: also return the log-sum-exp of every row, [batch, local tokens, heads], without
             gradient.
 
     Raises:
-        ConfigError: wrong arguments; on every rank, whichever rank they are wrong on.
+        ConfigError: wrong arguments, on every rank, whichever rank they are wrong on; the ranks' calls
+            differ; two threads call on one group at a time.
         TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
     """
-    group_name = _rings.group_name(group)
-    if torch.is_autocast_enabled("cpu") and all(
-        isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v)
-    ):
-        dtype = torch.get_autocast_dtype("cpu")
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    complaint = _complaint(q, k, v, group)
-    if complaint is not None:
-        _refuse(group, n_global, timeout, complaint)
-    inside_vmap = not torch.compiler.is_compiling() and _refuse_transforms(q, k, v)
-    needs_gradient = torch.is_grad_enabled() and (
-        inside_vmap or q.requires_grad or k.requires_grad or v.requires_grad
+    name = _rings.group_name(group)
+    call = (
+        *(q, k, v, name, pattern, segment_lengths, dilation_rates),
+        *(is_causal, offsets, mix_gradient, group_scale, scale),
+        *(placement, n_global, schedule, reproducible),
+        *(min_tokens_for_ring, max_communication_bytes, timeout),
     )
-    if pattern is None:
-        pattern = "dense" if segment_lengths is None and dilation_rates is None else "longnet"
-    text = _config_text(
-        pattern,
-        () if segment_lengths is None else tuple(segment_lengths),
-        () if dilation_rates is None else tuple(dilation_rates),
-        is_causal,
-        offsets,
-        mix_gradient,
-        group_scale,
-        scale,
-        group_name,
-        placement,
-        n_global,
-        schedule,
-        reproducible,
-        needs_gradient,
-        min_tokens_for_ring,
-        max_communication_bytes,
-        timeout,
-    )
-    if text[0] == "!":
-        _refuse(group, n_global, timeout, text[1:])
-    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
+    if name is None or torch.compiler.is_compiling():
+        o, lse = _call(*call)
+    else:
+        with _rings.errors_of_all(name, timeout):
+            o, lse = _call(*call)
     return (o, lse) if return_lse else o

@@ -303,29 +303,49 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             query, key, value: [tokens, batch, features], or [batch, tokens, features] if batch_first, or
                 [tokens, features]; of equal length, because keys are told apart by position.
             key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
-                floating point, added to the key's scores. A row that is left without any key gives zeros
-                before ``out_proj`` (nn.MultiheadAttention gives NaN).
+                floating point, added to the key's scores. (A tokenizer's attention_mask is neither: pass
+                ``attention_mask == 0``.) A row that is left without any key gives zeros before ``out_proj``
+                (nn.MultiheadAttention gives NaN). Takes eight more columns of q and k: embed_dim / num_heads
+                is at most 248 with it.
             need_weights: the weights are honoured for the dense pattern in one process, at the price of
                 their matrix, and refused otherwise: pass False.
             average_attn_weights: the returned weights are the mean over the heads.
-            attn_mask: honoured if it is the causal mask of the whole sequence in one process, which makes
-                the call causal, as `is_causal` does; any other mask is refused.
+            attn_mask: [tokens, tokens] or [batch x heads, tokens, tokens], boolean or floating point; honoured
+                if it is the causal mask of the whole sequence in one process, which makes the call causal, as
+                `is_causal` does, or masks nothing; any other mask is refused.
             is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
             n_global: as in :func:`ring_attention`.
 
         Returns:
             (output like query, weights or None).
         """
+        call = (query, key, value, key_padding_mask, need_weights, attn_mask)
+        call += (average_attn_weights, is_causal, n_global)
+        name = _rings.group_name(self.attention.group)
+        if name is None or torch.compiler.is_compiling():
+            return self._forward(*call)
+        with _rings.errors_of_all(name, self.attention.timeout):
+            return self._forward(*call)
+
+    def _forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        need_weights: bool,
+        attn_mask: torch.Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+        n_global: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if query.is_nested:
-            return self._forward_nested(
-                query, key, value, need_weights, attn_mask, is_causal, n_global
-            )
+            return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             self._refuse(
                 f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was "
-                "expected",
-                n_global,
+                "expected"
             )
         self_attention = query is key and key is value
         if not batched:
@@ -339,24 +359,19 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
             self._refuse(
                 f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths "
-                "were expected",
-                n_global,
+                "were expected"
             )
-        if key_padding_mask is not None and key_padding_mask.shape != query.shape[:2]:
-            self._refuse(
-                f"key_padding_mask is {list(key_padding_mask.shape)}: {list(query.shape[:2])} was expected",
-                n_global,
-            )
+        if key_padding_mask is not None:
+            self._check_key_padding_mask(key_padding_mask, query.shape)
         if need_weights and (
             self.attention.segment_lengths is not None or self.attention.group is not None
         ):
             self._refuse(
-                "need_weights is honoured only for the dense pattern in one process: pass need_weights=False",
-                n_global,
+                "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
             )
         causal = is_causal or self.attention.is_causal
         if attn_mask is not None and not is_causal:
-            causal = self._is_causal_mask(attn_mask, query.shape[1], n_global)
+            causal = self._is_causal_mask(attn_mask, query.shape[0], query.shape[1])
 
         q, k, v = self._project(query, key, value)
         bias = None if key_padding_mask is None else _key_bias(key_padding_mask, q.dtype)
@@ -382,13 +397,11 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         need_weights: bool,
         attn_mask: torch.Tensor | None,
         is_causal: bool,
-        n_global: int | None,
     ) -> tuple[torch.Tensor, None]:
         """nn.TransformerEncoder makes nested tensors of padded ones when it is not training."""
         if query is not key or key is not value or need_weights or self.attention.group is not None:
             self._refuse(
-                "nested tensors are honoured for self-attention in one process with need_weights=False only",
-                n_global,
+                "nested tensors are honoured for self-attention in one process with need_weights=False only"
             )
         lengths = torch.tensor([len(x) for x in query.unbind()])
         padded = query.to_padded_tensor(0.0)
@@ -402,18 +415,30 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             out = out.transpose(0, 1)
         return torch.nested.as_nested_tensor([x[:n] for x, n in zip(out, lengths)]), None
 
-    def _refuse(self, text: str, n_global: int | None) -> NoReturn:
-        """A ConfigError, on every rank of the group."""
-        error = ConfigError(f"{type(self).__name__}: {text}")
-        _rings.refuse(self.attention.group, n_global, self.attention.timeout, error)
+    def _refuse(self, text: str) -> NoReturn:
+        raise ConfigError(f"{type(self).__name__}: {text}")
 
-    def _is_causal_mask(self, mask: torch.Tensor, tokens: int, n_global: int | None) -> bool:
+    def _check_key_padding_mask(self, mask: torch.Tensor, shape: torch.Size) -> None:
+        if mask.shape != shape[:2]:
+            self._refuse(f"key_padding_mask is {list(mask.shape)}: {list(shape[:2])} was expected")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            self._refuse(
+                f"key_padding_mask is {mask.dtype}: torch.bool (True: the key is ignored) or floating point (added "
+                "to the scores) was expected; of a tokenizer's attention_mask, which is 1 where there is a token, "
+                "pass attention_mask == 0"
+            )
+
+    def _is_causal_mask(self, mask: torch.Tensor, batch: int, tokens: int) -> bool:
         """Whether every pair may attend (False) or exactly the causal ones (True)."""
         if self.attention.group is not None:
-            self._refuse("attn_mask cannot be used with a group: pass is_causal=True", n_global)
-        if mask.shape[-2:] != (tokens, tokens):
+            self._refuse("attn_mask cannot be used with a group: pass is_causal=True")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            self._refuse(f"attn_mask is {mask.dtype}: torch.bool or floating point was expected")
+        pairs = (tokens, tokens)
+        if mask.shape not in (pairs, (batch * self.num_heads, *pairs)):
             self._refuse(
-                f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] was expected", n_global
+                f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] or [batch x heads, {tokens}, {tokens}] "
+                f"with {batch * self.num_heads} of them was expected"
             )
         masked = mask if mask.dtype == torch.bool else mask == -torch.inf
         plain = mask.dtype == torch.bool or bool(((mask == 0) | masked).all())
@@ -423,8 +448,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if plain and not bool(masked.any()):
             return self.attention.is_causal
         self._refuse(
-            "attn_mask is neither empty nor the causal mask: other masks are not supported",
-            n_global,
+            "attn_mask is neither empty nor the causal mask: other masks are not supported"
         )
 
     def _attend_with_bias(
@@ -442,9 +466,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         scale = self.attention.scale
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         if self.head_dim > 248:
-            self._refuse("key_padding_mask needs embed_dim / num_heads of at most 248", n_global)
+            self._refuse("key_padding_mask needs embed_dim / num_heads of at most 248")
         if scale <= 0:
-            self._refuse("key_padding_mask needs a positive scale", n_global)
+            self._refuse("key_padding_mask needs a positive scale")
         out = bias == -torch.inf
         # A tenth of what the keys that are left out get; in float16, what it can hold.
         least = max(-0.1 * _LARGE * _LARGE, torch.finfo(q.dtype).min)
@@ -478,4 +502,4 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             scores = scores.masked_fill(later, -torch.inf)
         # A row that sees nothing has zeros for weights, as its output has.
         weights = scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
-        return weights.mean(1) if average else weights
+        return (weights.mean(1) if average else weights).to(q.dtype)  # a bias is wider

@@ -5,172 +5,25 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import dataclasses
-import json
-import math
-import operator
 import os
 import threading
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import annulus
-from annulus import ConfigError, Pattern, Placement, RingAttention
+from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
+from annulus.torch._config import Config, config_of, pattern_of, placement_of_lengths
+from annulus.torch._records import claims_of, compare
 from annulus.torch._transport import ProcessGroupTransport, timeout_of
+
+T = TypeVar("T")
 
 # Workspaces kept per ring; the least recently used one is dropped first.
 CAPACITY = 20
 _NO_LIMIT = 2**62
-_TAG_LENGTHS = 100  # the executors' own tags are below
-_REFUSED = -1  # instead of a number of tokens: this rank cannot make the call
-
-
-_NAMES = {
-    "pattern": ("dense", "longnet", "head_groups"),
-    "offsets": ("blocked", "interleaved"),
-    "mix_gradient": ("full", "detached"),
-    "placement": ("contiguous", "zigzag", "striped", "hilbert"),
-    "schedule": ("auto", "ring", "gather"),
-}
-
-
-def _is_whole(x: object) -> bool:
-    try:
-        operator.index(x)
-    except TypeError:
-        return False
-    return not isinstance(x, bool)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Everything about a call that is not a tensor. Travels through operators as its JSON text, which says
-    it all: a compiled graph that holds it may be loaded by another process."""
-
-    pattern: str
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    is_causal: bool
-    offsets: str
-    mix_gradient: str
-    group_scale: bool
-    scale: float | None
-    group: str | None  # name of the process group; None: this process alone
-    placement: str
-    n_global: int | None
-    schedule: str
-    reproducible: bool
-    backward: bool
-    min_tokens_for_ring: int
-    max_communication_bytes: int
-    timeout: float | None
-
-    def complaint(self) -> str | None:
-        """What is wrong with it that no tensor is needed to see."""
-        for name, names in _NAMES.items():
-            value = getattr(self, name)
-            if value not in names:
-                return f"{name} is {value!r}: one of {', '.join(map(repr, names))} was expected"
-        for name in ("is_causal", "group_scale", "reproducible"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                return f"{name} is {value!r}: True or False was expected"
-        plain = self.pattern == "dense"
-        if len(self.segment_lengths) != len(self.dilation_rates):
-            return (
-                f"there are {len(self.segment_lengths)} segment_lengths and {len(self.dilation_rates)} "
-                "dilation_rates: one of each per branch was expected"
-            )
-        if plain == bool(self.segment_lengths) or (plain and self.group_scale):
-            return (
-                "pattern 'dense' has no segment_lengths, dilation_rates or group_scale, the others need "
-                "segment_lengths and dilation_rates"
-            )
-        if self.offsets != "blocked" and self.pattern != "longnet":
-            return f"offsets is {self.offsets!r}, which means something for pattern 'longnet' only"
-        for name in ("segment_lengths", "dilation_rates"):
-            values = getattr(self, name)
-            if not all(_is_whole(x) and x > 0 for x in values):
-                return f"{name} is {list(values)}: positive whole numbers were expected"
-        for name in ("n_global", "min_tokens_for_ring", "max_communication_bytes"):
-            value = getattr(self, name)
-            if not (_is_whole(value) and value >= 0 or name == "n_global" and value is None):
-                return f"{name} is {value!r}: a whole number was expected"
-        for name in ("scale", "timeout"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            try:
-                fine = math.isfinite(value) and (name == "scale" or value > 0)
-            except TypeError:
-                fine = False
-            if not fine:
-                return f"{name} is {value!r}: a finite{' positive' * (name == 'timeout')} number was expected"
-        return None
-
-    def text(self) -> str:
-        # Numbers of NumPy's and tensors of one element are fine, too.
-        return json.dumps(dataclasses.astuple(self), default=lambda x: x.item())
-
-
-_configs: dict[str, Config] = {}
-
-
-def config_of(text: str) -> Config:
-    config = _configs.get(text)
-    if config is None:
-        if len(_configs) >= 1000:
-            _configs.clear()
-        config = Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
-        _configs[text] = config
-    return config
-
-
-def pattern_of(config: Config, heads: int) -> Pattern:
-    """The pattern of a configuration for this many query heads."""
-    if config.pattern == "dense":
-        return Pattern.dense(heads, causal=config.is_causal)
-    if config.pattern == "head_groups":
-        return Pattern.head_groups(
-            heads,
-            config.segment_lengths,
-            config.dilation_rates,
-            causal=config.is_causal,
-            group_scale=config.group_scale,
-        )
-    return Pattern.longnet(
-        heads,
-        config.segment_lengths,
-        config.dilation_rates,
-        causal=config.is_causal,
-        offsets=config.offsets,
-        group_scale=config.group_scale,
-    )
-
-
-def placement_of_lengths(name: str, lengths: list[int]) -> Placement:
-    """The placement of these numbers of tokens per rank. Contiguous shards may have any lengths."""
-    tokens = sum(lengths)
-    placement = Placement.named(name, tokens, len(lengths))
-    if all(placement.local_tokens(r) == n for r, n in enumerate(lengths)):
-        return placement
-    if name != "contiguous":
-        expected = [placement.local_tokens(r) for r in range(len(lengths))]
-        raise ConfigError(
-            f"the ranks hold {lengths} tokens, but placement {name!r} of {tokens} tokens gives them "
-            f"{expected}: make the shards with annulus.torch.shard"
-        )
-    ranges, first = [], 0
-    for n in lengths:
-        ranges.append([range(first, first + n)] if n > 0 else [])
-        first += n
-    return Placement.explicit(tokens, ranges)
-
-
-def _shape_key(text: str, q: torch.Tensor, k: torch.Tensor) -> tuple:
-    return text, tuple(q.shape), k.shape[2], q.dtype
 
 
 def _make_executor(
@@ -201,21 +54,6 @@ def _make_executor(
     )
 
 
-class _Lease:
-    """An executor for the length of a `with` block; other threads get others."""
-
-    def __init__(self, ring: _LocalRings, key: tuple, executor: RingAttention):
-        self._ring = ring
-        self._key = key
-        self._executor = executor
-
-    def __enter__(self) -> RingAttention:
-        return self._executor
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        self._ring.give_back(self._key, self._executor, kind is None)
-
-
 class _LocalRings:
     """Rings of one rank. Threads may call at once: each takes an executor of its own."""
 
@@ -223,27 +61,34 @@ class _LocalRings:
         self._lock = threading.Lock()
         self._free: collections.OrderedDict[tuple, list[RingAttention]] = collections.OrderedDict()
 
-    def take(self, text: str, q: torch.Tensor, k: torch.Tensor) -> _Lease:
-        key = _shape_key(text, q, k)
+    def run(
+        self,
+        what: str,
+        config: Config,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        body: Callable[[RingAttention], T],
+    ) -> T | None:
+        if q.shape[0] * q.shape[1] == 0:
+            return None
+        key = (config.executors, q.shape, k.shape[2], q.dtype)
         with self._lock:
             free = self._free.get(key)
             executor = free.pop() if free else None
         if executor is None:
-            config = config_of(text)
             if config.n_global not in (None, q.shape[1]):
                 raise ConfigError(
                     f"n_global is {config.n_global}, but q has {q.shape[1]} tokens and there is no group"
                 )
             transport = annulus.make_in_process_ring(1)[0]
             placement = Placement.named(config.placement, q.shape[1], 1)
-            executor = _make_executor(
-                config, pattern_of(config, q.shape[2]), placement, transport, q, k
-            )
-        return _Lease(self, key, executor)
+            pattern = pattern_of(config, q.shape[2])
+            executor = _make_executor(config, pattern, placement, transport, q, k)
+        result = body(executor)
+        self._give_back(key, executor)  # after an error its transport may be dead
+        return result
 
-    def give_back(self, key: tuple, executor: RingAttention, healthy: bool) -> None:
-        if not healthy:  # its transport may be dead
-            return
+    def _give_back(self, key: tuple, executor: RingAttention) -> None:
         with self._lock:
             self._free.setdefault(key, []).append(executor)
             self._free.move_to_end(key)
@@ -264,103 +109,236 @@ class _LocalRings:
 
 class _GroupRing:
     """The ring over one process group. Every rank calls in the same order, so that all keep and drop
-    the same executors."""
+    the same executors.
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None):
+    A call first does what its executor does, which agrees with the other ranks before anything moves. Which
+    executor that is depends on the other ranks' lengths: the one of the last call that looked the same from here
+    is nearly always right. Where it is not, where there is none, or where anything is wrong on any rank, that
+    agreement is a ConfigError on all ranks, and then they tell each other everything.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float | None, loss: TransportError | None
+    ):
         self.process_group = group
-        self.transport = ProcessGroupTransport(group, timeout)
+        self.transport = ProcessGroupTransport._instead_of(loss, group, timeout)
         self._usual_deadline = timeout_of(group)
         self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
+        # By what this rank alone knows of a call: its whole key when it was last made.
+        self._last: dict[tuple, tuple] = {}
 
-    def lengths(self, tokens: int) -> list[int]:
-        """How many tokens every rank holds. Collective. Point to point, so that an error names a rank."""
-        rank, size = self.transport.rank(), self.transport.size()
-        mine = tokens.to_bytes(8, "little", signed=True)
-        theirs = {peer: bytearray(8) for peer in range(size) if peer != rank}
-        transfers = [
-            self.transport.receive(peer, _TAG_LENGTHS, memoryview(buffer))
-            for peer, buffer in theirs.items()
-        ]
-        transfers += [self.transport.send(peer, _TAG_LENGTHS, memoryview(mine)) for peer in theirs]
-        for transfer in transfers:
-            transfer.wait()
-        theirs[rank] = mine
-        lengths = [int.from_bytes(theirs[peer], "little", signed=True) for peer in range(size)]
-        if _REFUSED in lengths and tokens != _REFUSED:
-            RingAttention.refuse(self.transport, "")  # to hear the reason
-        return lengths
+    def messages(self) -> int:
+        """That were sent so far: if it has not changed, the others have not heard of this rank."""
+        return self.transport.counters()["messages_sent"]
 
-    def refuse(self, reason: str, timeout: float | None, tells_lengths: bool) -> NoReturn:
-        """Takes part in a call that this rank cannot make, so that it is a ConfigError on every rank."""
+    def set_timeout(self, timeout: float | None) -> None:
         self.transport.set_deadline(self._usual_deadline if timeout is None else timeout)
-        if tells_lengths:
-            self.lengths(_REFUSED)
-        RingAttention.refuse(self.transport, reason)
 
-    def take(
-        self, text: str, q: torch.Tensor, k: torch.Tensor
-    ) -> contextlib.AbstractContextManager[RingAttention]:
-        config = config_of(text)
-        self.transport.set_deadline(
-            self._usual_deadline if config.timeout is None else config.timeout
+    def _is_waited_for(self, messages: int) -> bool:
+        """Whether the others, as of then, still wait for this rank to agree or not."""
+        return (
+            self.transport.size() > 1 and not self.transport.failed and self.messages() == messages
         )
-        lengths = tuple(self.lengths(q.shape[1])) if config.n_global is None else None
-        key = (*_shape_key(text, q, k), lengths)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Takes part in a call that this rank cannot make, so that it is a ConfigError on every rank."""
+        with contextlib.suppress(ConfigError):
+            RingAttention.refuse(self.transport, reason)
+        compare(self.transport, reason)
+        raise AssertionError("compare returned although there was a complaint")
+
+    def run(
+        self,
+        what: str,
+        config: Config,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        body: Callable[[RingAttention], T],
+    ) -> T | None:
+        self.set_timeout(config.timeout)
+        looks = (config.executors, q.shape, k.shape[2], q.dtype)
+        key = self._last.get(looks)
         executor = self._executors.get(key)
-        if executor is None:
-            try:
-                placement = (
-                    Placement.named(config.placement, config.n_global, self.transport.size())
-                    if lengths is None
-                    else placement_of_lengths(config.placement, list(lengths))
-                )
-                pattern = pattern_of(config, q.shape[2])
-            except ConfigError as error:
-                RingAttention.refuse(self.transport, str(error))
-            executor = _make_executor(config, pattern, placement, self.transport, q, k)
-            self._executors[key] = executor
-            if len(self._executors) > CAPACITY:
-                self._executors.popitem(last=False)
-        self._executors.move_to_end(key)
-        return contextlib.nullcontext(executor)
+        messages = self.messages()
+        try:
+            if executor is None:
+                RingAttention.refuse(self.transport, "this rank makes this call for the first time")
+            result = body(executor)
+            self._executors.move_to_end(key)
+            return result
+        except Exception as error:
+            if executor is not None and self._is_waited_for(messages):
+                self._refuse_because_of(error)
+            if not isinstance(error, ConfigError):
+                raise
+            failure = error
+
+        claims = claims_of(what, config, q.shape, k.shape[2], str(q.dtype))
+        expected = None if executor is None else key[-1]
+        lengths, all_knew = compare(self.transport, None, claims, q.shape[1], expected)
+        if all_knew:
+            raise failure  # that was not the reason
+        key = (*looks, lengths)
+        messages = self.messages()
+        try:
+            if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
+                return None
+            executor = self._executors.get(key)
+            if executor is None:
+                executor = self._make(config, list(lengths), q, k)
+                self._keep(key, executor)
+                messages = self.messages()
+            self._last[looks] = key
+            result = body(executor)
+            self._executors.move_to_end(key)
+            return result
+        except Exception as error:
+            self._executors.pop(key, None)
+            if self._is_waited_for(messages):
+                RingAttention.refuse(self.transport, _reason(error))
+            raise
+
+    def _refuse_because_of(self, error: Exception) -> NoReturn:
+        try:
+            self.refuse(_reason(error))
+        except ConfigError as refusal:
+            raise refusal from error
+
+    def _make(
+        self, config: Config, lengths: list[int], q: torch.Tensor, k: torch.Tensor
+    ) -> RingAttention:
+        placement = placement_of_lengths(config.placement, lengths, config.n_global)
+        pattern = pattern_of(config, q.shape[2])
+        return _make_executor(config, pattern, placement, self.transport, q, k)
+
+    def _keep(self, key: tuple, executor: RingAttention) -> None:
+        self._executors[key] = executor
+        if len(self._executors) > CAPACITY:
+            oldest, _ = self._executors.popitem(last=False)
+            if self._last.get(oldest[:-1]) == oldest:
+                del self._last[oldest[:-1]]
 
     def clear(self) -> None:
         self._executors.clear()
+        self._last.clear()
 
     def executors(self) -> list[RingAttention]:
         return list(self._executors.values())
 
 
+def _reason(error: Exception) -> str:
+    """For the other ranks."""
+    return str(error) if isinstance(error, annulus.Error) else f"{type(error).__name__}: {error}"
+
+
 _local = _LocalRings()
 _groups: dict[str, _GroupRing] = {}
+# Why the last ring of a group broke, until there is a new one.
+_losses: dict[str, TransportError] = {}
 
 
-def ring_of(config: Config) -> _LocalRings | _GroupRing:
-    """The ring that runs a configuration, made on first use."""
-    return _local if config.group is None else _group_ring(config.group, config.timeout)
+class _Turn:
+    """Whose turn it is on one group's ring: calls of two threads would meet the other ranks' in any order."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.disturbed = False
 
 
-def _group_ring(name: str, timeout: float | None) -> _GroupRing:
+_turns: dict[str, _Turn] = {}
+_TWO_THREADS = (
+    "two threads of rank {} call on one process group at the same time: give each a group of its own, or "
+    "let one wait for the other"
+)
+
+
+@contextlib.contextmanager
+def _ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
+    """The ring over a group, made on first use, for one call at a time.
+
+    A second caller does not wait, because on another rank it may have come first: it gets a ConfigError, and no
+    rank gets rows of the wrong call, because the ring is given up.
+    """
+    turn = _turns.setdefault(name, _Turn())
+    if not turn.lock.acquire(blocking=False):
+        turn.disturbed = True
+        rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(name))
+        ring = _groups.get(name)
+        if ring is not None:
+            ring.transport.abort(_TWO_THREADS.format(rank))
+        raise ConfigError("ring_attention: " + _TWO_THREADS.format(rank))
+    try:
+        turn.disturbed = False
+        ring = _made(name, timeout)
+        if turn.disturbed:  # while the ring was not there to be aborted
+            ring.transport.abort(_TWO_THREADS.format(ring.transport.rank()))
+        yield ring
+    except Exception:
+        raise
+    except BaseException as error:  # Ctrl-C: the others would wait for this rank
+        if name in _groups:
+            _groups[name].transport.abort(type(error).__name__)
+        raise
+    finally:
+        turn.lock.release()
+
+
+def _made(name: str, timeout: float | None) -> _GroupRing:
     ring = _groups.get(name)
     group = dist.distributed_c10d._resolve_process_group(name)
     # A ConfigError leaves a ring as it was, a broken one is made anew. Names are given again once all groups
     # have been destroyed.
-    if ring is None or ring.transport.failed or ring.process_group is not group:
-        if ring is not None:
-            del _groups[name]
-            ring.transport.close()
-        ring = _groups[name] = _GroupRing(group, timeout)
+    if ring is not None and ring.process_group is not group:
+        _losses.pop(name, None)
+    elif ring is not None and not ring.transport.failed:
+        return ring
+    if ring is not None:
+        if ring.process_group is group and ring.transport.loss is not None:
+            _losses[name] = ring.transport.loss
+        del _groups[name]
+        ring.transport.close()
+    ring = _groups[name] = _GroupRing(group, timeout, _losses.get(name))
+    _losses.pop(name, None)
     return ring
 
 
-def refuse(
-    group: dist.ProcessGroup | None, n_global: object, timeout: object, error: ConfigError
-) -> NoReturn:
-    """Raises the error, on the other ranks of the group, too."""
-    if group is not None:
+def run(
+    what: str,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    body: Callable[[RingAttention], T],
+) -> T | None:
+    """body(executor), with the executor for this call; None where there is nothing to compute."""
+    if config.group is None:
+        return _local.run(what, config, q, k, body)
+    with _ring_of_group(config.group, config.timeout) as ring:
+        return ring.run(what, config, q, k, body)
+
+
+@contextlib.contextmanager
+def errors_of_all(group: str | None, timeout: object) -> Iterator[None]:
+    """What is raised inside before the other ranks of the group have heard of this call, they hear of, too: on
+    them, and unless it is a NotImplementedError on this rank as well, it is a ConfigError."""
+    ring = None if group is None else _groups.get(group)
+    usable = ring is not None and not ring.transport.failed
+    messages = ring.messages() if usable else 0
+    try:
+        yield
+    except Exception as error:
+        if group is None or isinstance(error, TransportError):
+            raise
+        now = _groups.get(group)
+        if now is not None and (usable or now is not ring):
+            if now.transport.failed or now.messages() != messages or now.transport.size() == 1:
+                raise  # they have
         limit = timeout if isinstance(timeout, (int, float)) and timeout > 0 else None
-        _group_ring(group.group_name, limit).refuse(str(error), limit, n_global is None)
-    raise error
+        with _ring_of_group(group, limit) as ring:
+            ring.set_timeout(limit)
+            try:
+                ring.refuse(_reason(error))
+            except ConfigError as refusal:
+                raise (error if isinstance(error, NotImplementedError) else refusal) from error
 
 
 def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -437,6 +415,8 @@ def _forget_after_fork() -> None:
     global _local
     _local = _LocalRings()  # the lock of the old one may be held by a thread that is gone
     _groups.clear()
+    _losses.clear()
+    _turns.clear()
 
 
 if hasattr(os, "register_at_fork"):

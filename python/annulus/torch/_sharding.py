@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from annulus import ConfigError, Placement
 from annulus.torch import _rings
+from annulus.torch._config import placement_of_lengths
 
 
 def positions(
@@ -30,8 +31,10 @@ def positions(
         rank: another rank of the group than this process's own.
     """
     ranks, own = _rings.group_size_and_rank(group)
-    placed = Placement.named(placement, n_global, ranks)
-    return torch.from_numpy(placed.positions(own if rank is None else rank))
+    # A placement has at least one token: of none, its name and the rank are checked all the same.
+    placed = Placement.named(placement, 1 if n_global == 0 else n_global, ranks)
+    mine = torch.from_numpy(placed.positions(own if rank is None else rank))
+    return mine[:n_global]
 
 
 def shard(
@@ -117,11 +120,8 @@ def unshard(
     """
     _rings.group_size_and_rank(group)  # refuses what is no group
     if group is None:
-        Placement.named(placement, x.shape[dim], 1)
-        if placement == "hilbert":
-            order = positions(x.shape[dim], placement=placement)
-            return x.index_select(dim, torch.argsort(order))
-        return x
+        order = positions(x.shape[dim], placement=placement)
+        return x.index_select(dim, torch.argsort(order)) if placement == "hilbert" else x
     dim = dim % x.dim()
     shapes = _shapes(x, group)
     lengths = [shape[dim] for _, shape in shapes if dim < len(shape)]
@@ -131,7 +131,10 @@ def unshard(
             + ", ".join(f"{dtype} {list(shape)}" for dtype, shape in shapes)
             + f": tensors that differ in axis {dim} alone were expected"
         )
-    placed = _rings.placement_of_lengths(placement, lengths)
+    if sum(lengths) == 0:
+        positions(0, placement=placement, group=group)  # refuses what is no placement
+        return x
+    placed = placement_of_lengths(placement, lengths)
     order = torch.cat([torch.from_numpy(placed.positions(r)) for r in range(len(lengths))])
     if len(order) != sum(lengths):
         raise ConfigError(f"unshard: the ranks hold {lengths} tokens of {len(order)}")

@@ -72,8 +72,16 @@ def _value_of(store: dist.Store, key: str, until: float) -> bytes | None:
     return store.get(key)
 
 
-def _new_name(prefix: str, rank: int, size: int, seconds: float) -> str | int:
-    """A name that no ring had before, the same on every rank; or the rank that did not come. Collective.
+class _Missing(RuntimeError):
+    """Ranks that did not come to make a ring."""
+
+    def __init__(self, ranks: list[int]):
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+def _new_name(prefix: str, rank: int, size: int, seconds: float) -> str:
+    """A name that no ring had before, the same on every rank. Collective; raises _Missing.
 
     Over the store alone: neither do the ranks' other groups have to be the same ones, nor is a message of
     the caller's group left behind when a rank is missing. Every other rank asks rank 0 by a word of its
@@ -81,31 +89,56 @@ def _new_name(prefix: str, rank: int, size: int, seconds: float) -> str | int:
     """
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     until = time.monotonic() + seconds
-    if rank != 0:
-        word = uuid.uuid4().hex
-        store.set(f"request/{rank}", word)
-        name = _value_of(store, f"answer/{word}", until)
-        if name is not None:
-            return name.decode()
+    # Who is there, for those that wait in vain. It stays after a failure, so that who gives up first is not
+    # taken for the one that never came.
+    store.set(f"present/{rank}", "")
+    name = (_give_name if rank == 0 else _ask_name)(store, prefix, rank, size, until)
+    store.delete_key(f"present/{rank}")
+    return name
+
+
+def _ask_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"request/{rank}", word)
+    answer = _value_of(store, f"answer/{word}", until)
+    if answer is None:
         store.delete_key(f"request/{rank}")
-        return 0
+        absent = [p for p in range(size) if p != rank and not store.check([f"present/{p}"])]
+        raise _Missing(absent or [0])
+    if answer.startswith(b"!"):
+        raise _Missing([int(answer[1:])])
+    return answer.decode()
+
+
+def _give_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
     words = {}
     for peer in range(1, size):
-        key = f"request/{peer}"
-        word = _value_of(store, key, until)
-        while word is not None and _answered.get((prefix, peer)) == word:
-            if time.monotonic() >= until:
-                return peer
-            time.sleep(0.005)
-            word = _value_of(store, key, until)
+        word = _new_word(store, prefix, peer, until)
         if word is None:
-            return peer
+            # Those that are there, too, need not wait until they have waited as long.
+            for other in range(1, size):
+                word = _new_word(store, prefix, other, 0)
+                if word is not None:
+                    store.set(f"answer/{word.decode()}", f"!{peer}")
+                    _answered[prefix, other] = word
+            raise _Missing([peer])
         words[peer] = word
     name = uuid.uuid4().hex
     for peer, word in words.items():
         _answered[prefix, peer] = word
         store.set(f"answer/{word.decode()}", name)
     return name
+
+
+def _new_word(store: dist.Store, prefix: str, peer: int, until: float) -> bytes | None:
+    """The word by which a rank asks, once it is another than the one that was answered last."""
+    word = _value_of(store, f"request/{peer}", until)
+    while word is not None and _answered.get((prefix, peer)) == word:
+        if time.monotonic() >= until:
+            return None
+        time.sleep(0.005)
+        word = _value_of(store, f"request/{peer}", until)
+    return word
 
 
 class ProcessGroupTransport(Transport):
@@ -121,6 +154,23 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float | None = None):
+        self._make(group, timeout, None)
+
+    @classmethod
+    def _instead_of(
+        cls, loss: TransportError | None, group: dist.ProcessGroup, timeout: float | None
+    ) -> ProcessGroupTransport:
+        """One that replaces a ring which ended by the loss of a rank, and says so if that is still missing."""
+        transport = cls.__new__(cls)
+        transport._make(group, timeout, loss)
+        return transport
+
+    def _make(
+        self,
+        group: dist.ProcessGroup | None,
+        timeout: float | None,
+        loss: TransportError | None,
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise TransportError(
                 "ProcessGroupTransport: torch.distributed is not initialised: call "
@@ -139,17 +189,11 @@ class ProcessGroupTransport(Transport):
         self._gloo: dist.ProcessGroupGloo | None = None
         self._store: dist.Store | None = None  # a rank alone needs neither
         if len(ranks) > 1:
-            self._connect("annulus/" + parent.group_name)
+            self._connect("annulus/" + parent.group_name, loss)
 
-    def _connect(self, prefix: str) -> None:
+    def _connect(self, prefix: str, loss: TransportError | None) -> None:
         try:
             name = _new_name(prefix, self.rank(), self.size(), self.deadline)
-            if isinstance(name, int):
-                self._failed_rank = name
-                raise RuntimeError(
-                    f"rank {name} (process {self._global_ranks[name]}) did not come within {self.deadline:g} s: "
-                    "is it still running and making the same calls?"
-                )
             self._store = dist.PrefixStore(
                 f"{prefix}/{name}", dist.distributed_c10d._get_default_store()
             )
@@ -157,7 +201,22 @@ class ProcessGroupTransport(Transport):
                 self._store, self.rank(), self.size(), self._deadline()
             )
         except RuntimeError as error:
-            self._failed = f"[rank {self.rank()}/{self.size()}] {self.name()}: connecting failed: {str(error).strip()}"
+            text = str(error).strip()
+            if isinstance(error, _Missing):
+                # If several are missing, the one that was lost is why.
+                known = loss is not None and loss.rank in error.ranks
+                self._failed_rank = loss.rank if known else error.ranks[0]
+                text = (
+                    f"rank {self._failed_rank} (process {self._global_ranks[self._failed_rank]}) did not come "
+                    f"within {self.deadline:g} s: is it still running and making the same calls?"
+                )
+            elif loss is not None:
+                self._failed_rank = loss.rank
+            if loss is not None:
+                text += f" The ring before this one ended so: {loss}"
+            self._failed = (
+                f"[rank {self.rank()}/{self.size()}] {self.name()}: connecting failed: {text}"
+            )
             raise self._error() from error
 
     def send(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
@@ -185,14 +244,46 @@ class ProcessGroupTransport(Transport):
         """What an operation's error means; the transport is dead from here on."""
         with self._lock:
             if self._failed is None:
+                why = str(error).strip()
                 told = self._told()
-                self._failed_rank, why = told if told else (peer, str(error).strip())
+                if told is None:
+                    # The others, whose connections end with this rank's, are to know whose fault it is.
+                    self._failed_rank = self._culprit(peer) if "imed out" in why else peer
+                    self._tell(self._failed_rank, f"lost by rank {self.rank()}: {why}")
+                    if self._failed_rank != peer:
+                        why += f" Rank {peer} waits for others, in the end for rank {self._failed_rank}."
+                else:
+                    self._failed_rank, reason = told
+                    why = f"rank {self._failed_rank}: {reason}"
                 self._failed = (
                     f"[rank {self.rank()}/{self.size()}] {self.name()}: {verb} rank {peer} "
-                    f"(process {self._global_ranks[peer]}) failed: "
-                    + (f"rank {self._failed_rank} gave up: {why}" if told else why)
+                    f"(process {self._global_ranks[peer]}) failed: {why}"
                 )
         return self._error()
+
+    def _culprit(self, peer: int) -> int:
+        """Who keeps everybody waiting: a rank that waits itself and is waited for says for whom."""
+        try:
+            self._store.set(f"waits/{self.rank()}", str(peer))
+            seen = {self.rank()}
+            while peer not in seen:
+                seen.add(peer)
+                # The others' time is up at about the same moment.
+                value = _value_of(self._store, f"waits/{peer}", time.monotonic() + 0.2)
+                if value is None:
+                    break
+                peer = int(value)
+        except RuntimeError:  # the store may be gone with the process that served it
+            pass
+        return peer
+
+    def _tell(self, rank: int, reason: str) -> None:
+        """Tells the others why this ring ended, unless somebody has."""
+        try:
+            if self._store is not None and not self._store.check(["abort"]):
+                self._store.set("abort", f"{rank} {reason}")
+        except RuntimeError:
+            pass  # the others then learn of it from the closed connections alone
 
     def _error(self) -> TransportError:
         error = TransportError(self._failed)
@@ -219,17 +310,19 @@ class ProcessGroupTransport(Transport):
                     f"[rank {self.rank()}/{self.size()}] {self.name()}: aborted: {reason}"
                 )
                 self._failed_rank = self.rank()
-        try:
-            if first and self._store is not None and not self._store.check(["abort"]):
-                self._store.set("abort", f"{self.rank()} {reason}")
-        except RuntimeError:
-            pass  # the others then learn of it from the closed connections alone
+        if first:
+            self._tell(self.rank(), f"gave up: {reason}")
         self.close()
 
     @property
     def failed(self) -> bool:
         """Whether it is of no further use: an operation failed, or it was aborted or closed."""
         return self._failed is not None
+
+    @property
+    def loss(self) -> TransportError | None:
+        """The error by which another rank was lost, if one was."""
+        return self._error() if self._failed_rank not in (-1, self.rank()) else None
 
     def close(self) -> None:
         """Closes the connections: whoever still waits for this rank gets an error at once."""

@@ -1,0 +1,70 @@
+"""What the ranks of a group tell each other about a call, and what follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import annulus
+from annulus import ConfigError
+from annulus.torch._config import Config
+
+
+def claims_of(what: str, config: Config, shape: tuple[int, ...], kv_heads: int, dtype: str) -> dict:
+    """What all ranks have to pass alike, by name. `shape` is q's."""
+    return {
+        "the call": what,
+        "dtype": dtype,
+        "batch": shape[0],
+        "heads": shape[2],
+        "heads of k and v": kv_heads,
+        "head_dim": shape[3],
+    } | config.claims
+
+
+def _digest(lengths: Sequence[int] | None) -> str:
+    return "" if lengths is None else hashlib.sha256(repr(tuple(lengths)).encode()).hexdigest()[:16]
+
+
+def compare(
+    transport: annulus.Transport,
+    complaint: str | None,
+    claims: dict | None = None,
+    tokens: int = 0,
+    expected: Sequence[int] | None = None,
+) -> tuple[tuple[int, ...], bool]:
+    """The number of tokens on every rank, if no rank complains and all claim the same; and whether these
+    are what every rank expected. Collective.
+
+    Else a ConfigError on every rank: its own complaint, or which rank complained, or which options differ
+    and how.
+    """
+    mine = {
+        "complaint": complaint,
+        "claims": claims,
+        "tokens": tokens,
+        "expected": _digest(expected),
+    }
+    texts = annulus.gather_records(transport, json.dumps(mine).encode())
+    records = [json.loads(text) for text in texts]
+    here = f"[rank {transport.rank()}/{transport.size()}] "
+    if complaint is not None:
+        raise ConfigError(here + complaint)
+    for rank, record in enumerate(records):
+        if record["complaint"] is not None:
+            raise ConfigError(f"{here}rank {rank} refused: {record['complaint']}")
+    differences = []
+    for name, value in records[0]["claims"].items():
+        others = (rank for rank, record in enumerate(records) if record["claims"][name] != value)
+        rank = next(others, None)
+        if rank is not None:
+            other = records[rank]["claims"][name]
+            differences.append(f"{name} (rank 0: {value!r}, rank {rank}: {other!r})")
+    if differences:
+        raise ConfigError(
+            f"{here}ring_attention: the ranks disagree about {', '.join(differences)}: every rank must pass "
+            "the same"
+        )
+    lengths = tuple(record["tokens"] for record in records)
+    return lengths, {record["expected"] for record in records} == {_digest(lengths)}

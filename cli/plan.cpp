@@ -59,7 +59,8 @@ RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
 // The plan that RingAttention would make, schedule `auto` resolved by the same rule.
 Plan make_plan(const RingOptions& options, Travel travel) {
   const auto make = [&](Schedule schedule, Travel side) {
-    return Plan({options.pattern, options.placement, options.kv_heads, schedule, side});
+    return Plan(
+        {options.pattern, options.placement, options.placement, options.kv_heads, schedule, side});
   };
   Schedule schedule = options.reproducible ? Schedule::gather : options.schedule;
   if (schedule == Schedule::automatic) {
@@ -84,8 +85,8 @@ std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
   // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
   std::int64_t sum = agreement;
   for (const Travel travel : {Travel::keys, Travel::queries}) {
-    const Plan side(
-        {options.pattern, options.placement, options.kv_heads, Schedule::gather, travel});
+    const Plan side({options.pattern, options.placement, options.placement, options.kv_heads,
+                     Schedule::gather, travel});
     sum += side.total_unit_rows() * row_bytes(options, travel, true).there;
   }
   return sum;
@@ -118,7 +119,7 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
       sent += plan.unit_rows(plan.outgoing(rank, step));
     }
     json["ranks"].push_back({{"rank", rank},
-                             {"tokens", plan.placement().local_tokens(rank)},
+                             {"tokens", plan.query_placement().local_tokens(rank)},
                              {"pairs", totals.work[static_cast<std::size_t>(rank)]},
                              {"unit_rows_received", plan.received_unit_rows(rank)},
                              {"unit_rows_sent", sent},

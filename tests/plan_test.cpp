@@ -22,8 +22,8 @@ using Lengths = std::vector<std::int64_t>;
 const Lengths kSegments{2048, 4096, 8192, 16384, 32768};
 const Lengths kDilations{1, 2, 4, 8, 16};
 
-PlanOptions options_of(Pattern pattern, Placement placement, int kv_heads = 1) {
-  return {std::move(pattern), std::move(placement), kv_heads, Schedule::ring, Travel::keys};
+PlanOptions options_of(Pattern pattern, const Placement& placement, int kv_heads = 1) {
+  return {std::move(pattern), placement, placement, kv_heads, Schedule::ring, Travel::keys};
 }
 
 // Row sets, hops and classes: what a plan keeps in memory.
@@ -91,6 +91,32 @@ TEST(Plan, CausalRingsReceiveAtMostOneShardPerStep) {
   }
 }
 
+TEST(Plan, TilesThatHideNothingAreFull) {
+  const Plan plan(options_of(dense(1, true), Placement::contiguous(64, 4)));
+  for (int rank = 0; rank < 4; ++rank) {
+    for (int step = 0; step <= plan.steps(); ++step) {
+      for (const TileGroup& group : plan.tile_groups(rank, step, step)) {
+        // Keys that came from other ranks lie before all queries.
+        EXPECT_EQ(group.mask, (Mask{step == 0 ? Mask::causal : Mask::full, 0}));
+      }
+    }
+  }
+}
+
+TEST(Plan, FewQueriesMeetManyKeys) {
+  PlanOptions options = options_of(dense(1), Placement::contiguous(10, 4));
+  options.keys = Placement::contiguous(100, 4);
+  const Plan keys(options);
+  EXPECT_EQ(keys.total_unit_rows(), 3 * 100);
+  EXPECT_EQ(keys.pairs(0), 3 * 100);  // 3 of the 10 queries
+  options.travel = Travel::queries;
+  const Plan queries(options);
+  EXPECT_EQ(queries.total_unit_rows(), 3 * 10);
+  EXPECT_EQ(queries.received_unit_rows(1), 7);
+  EXPECT_NE(plan_table(queries).find("10 tokens against 100"), std::string::npos);
+  EXPECT_EQ(plan_svg(queries).find("nan"), std::string::npos);
+}
+
 TEST(Plan, HeadsThatSelectTheSameRowsShareAClass) {
   const Plan plan(
       options_of(longnet(8, Lengths{16, 64}, Lengths{1, 4}), Placement::contiguous(64, 2), 8));
@@ -98,7 +124,7 @@ TEST(Plan, HeadsThatSelectTheSameRowsShareAClass) {
   EXPECT_EQ(plan.classes()[1].units, (std::vector<int>{2, 3}));
   ASSERT_EQ(plan.classes()[1].selections.size(), 2U);
   EXPECT_EQ(plan.classes()[1].selections[1].offset, 1);
-  EXPECT_EQ(plan.classes()[1].selections[1].members[1].unit_slot, 1);
+  EXPECT_EQ(plan.classes()[1].selections[1].members[1].unit_index, 1);
   EXPECT_EQ(plan.classes()[1].selections[1].members[1].q_head, 3);
 }
 
@@ -160,6 +186,9 @@ TEST(Plan, RefusesWhatItCannotPlan) {
   EXPECT_THROW(Plan(options_of(dense(6), placement, 4)), ConfigError);
   EXPECT_THROW(Plan(options_of(dense(6), placement, 0)), ConfigError);
   EXPECT_THROW(Plan(options_of(Pattern{}, placement)), ConfigError);
+  PlanOptions uneven = options_of(dense(1), placement);
+  uneven.keys = Placement::contiguous(64, 3);
+  EXPECT_THROW(Plan{uneven}, ConfigError);
   PlanOptions undecided = options_of(dense(1), placement);
   undecided.schedule = Schedule::automatic;
   EXPECT_THROW(Plan{undecided}, ConfigError);
@@ -177,6 +206,10 @@ TEST(Plan, DigestIsStableAndDiffersWhenAnythingDiffers) {
   PlanOptions renamed = base();
   renamed.pattern.name = "another name";
   EXPECT_EQ(Plan(base()).digest(), Plan(renamed).digest()) << "names are for people";
+  PlanOptions alike = base();
+  alike.keys = Placement::contiguous(128, 4);
+  EXPECT_FALSE(Plan(alike).self_attention());
+  EXPECT_EQ(Plan(base()).digest(), Plan(alike).digest()) << "placements count by content";
 
   const std::vector<std::function<void(PlanOptions&)>> changes = {
       [](PlanOptions& o) { o.pattern.causal = true; },
@@ -190,11 +223,14 @@ TEST(Plan, DigestIsStableAndDiffersWhenAnythingDiffers) {
       [](PlanOptions& o) {
         o.pattern = longnet(16, Lengths{16, 64}, Lengths{1, 4});
       },
-      [](PlanOptions& o) { o.placement = Placement::contiguous(127, 4); },
-      [](PlanOptions& o) { o.placement = Placement::contiguous(128, 3); },
-      [](PlanOptions& o) { o.placement = Placement::zigzag(128, 4); },
-      [](PlanOptions& o) { o.placement = Placement::striped(128, 4); },
-      [](PlanOptions& o) { o.placement = Placement::hilbert(128, 4); },
+      [](PlanOptions& o) { o.queries = o.keys = Placement::contiguous(127, 4); },
+      [](PlanOptions& o) { o.queries = o.keys = Placement::contiguous(128, 3); },
+      [](PlanOptions& o) { o.queries = o.keys = Placement::zigzag(128, 4); },
+      [](PlanOptions& o) { o.queries = o.keys = Placement::striped(128, 4); },
+      [](PlanOptions& o) { o.queries = o.keys = Placement::hilbert(128, 4); },
+      [](PlanOptions& o) { o.queries = Placement::zigzag(128, 4); },
+      [](PlanOptions& o) { o.keys = Placement::zigzag(128, 4); },
+      [](PlanOptions& o) { o.keys = Placement::contiguous(127, 4); },
       [](PlanOptions& o) { o.kv_heads = 2; },
       [](PlanOptions& o) { o.schedule = Schedule::gather; },
       [](PlanOptions& o) { o.travel = Travel::queries; }};

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "annulus/mask.h"
 #include "annulus/pattern.h"
 #include "annulus/placement.h"
 #include "annulus/row_set.h"
@@ -24,7 +25,7 @@ enum class Travel : std::uint8_t { keys, queries };
 // or a query head (queries).
 struct Selection {
   struct Member {
-    int unit_slot = 0;  // index into HeadClass::units
+    int unit_index = 0;  // into HeadClass::units
     int q_head = 0;
   };
   int branch = 0;
@@ -57,7 +58,7 @@ struct Hop {
 };
 
 // Rows of a tile and where this rank has them: row i is at store_first + i * store_stride of the
-// local shard (parcel < 0) or of the parcel's rows.
+// local shard of their side (parcel < 0) or of the parcel's rows.
 struct PlacedRows {
   RowSet rows;
   int parcel = -1;
@@ -65,20 +66,22 @@ struct PlacedRows {
   std::int64_t store_stride = 1;
 };
 
-// All tiles of one segment: every query row against every key row (p <= t when the pattern is
-// causal), for every member of one selection. Row sets ascend by first position. A tile in the
-// sense of the design is one pair of row sets in here.
+// All tiles of one segment: every query row against every key row that the mask allows, for every
+// member of one selection. Row sets ascend by first position. A tile in the sense of the design is
+// one pair of row sets in here. `mask` is full where it hides nothing, whatever the pattern says.
 struct TileGroup {
   int head_class = 0;
   int selection = 0;  // index into HeadClass::selections
   std::int64_t segment = 0;
+  Mask mask;
   std::vector<PlacedRows> queries;
   std::vector<PlacedRows> keys;
 };
 
 struct PlanOptions {
   Pattern pattern;
-  Placement placement;
+  Placement queries;  // who holds which query rows, and
+  Placement keys;     // which K/V rows: the same object in self-attention. Lengths may differ
   int kv_heads = 1;
   Schedule schedule = Schedule::ring;  // ring or gather: `automatic` is resolved by choose_schedule
   Travel travel = Travel::keys;
@@ -94,8 +97,17 @@ class Plan {
 
   [[nodiscard]] const PlanOptions& options() const { return options_; }
   [[nodiscard]] const Pattern& pattern() const { return options_.pattern; }
-  [[nodiscard]] const Placement& placement() const { return options_.placement; }
-  [[nodiscard]] int ranks() const { return options_.placement.ranks(); }
+  [[nodiscard]] const Placement& query_placement() const { return options_.queries; }
+  [[nodiscard]] const Placement& key_placement() const { return options_.keys; }
+  // Of the rows that leave their owner, and of those that wait for them.
+  [[nodiscard]] const Placement& travelling_placement() const {
+    return options_.travel == Travel::keys ? options_.keys : options_.queries;
+  }
+  [[nodiscard]] const Placement& staying_placement() const {
+    return options_.travel == Travel::keys ? options_.queries : options_.keys;
+  }
+  [[nodiscard]] bool self_attention() const { return options_.queries.same_as(options_.keys); }
+  [[nodiscard]] int ranks() const { return options_.queries.ranks(); }
   [[nodiscard]] int steps() const {
     return steps_;
   }  // communication steps; steps() + 1 compute steps

@@ -78,8 +78,8 @@ Args:
                   "which "
                   "knows dtype and head_dim, can choose");
             }
-            new (self)
-                Plan({pattern, placement, heads, parse_schedule(schedule), parse_travel(travel)});
+            new (self) Plan({pattern, placement, placement, heads, parse_schedule(schedule),
+                             parse_travel(travel)});
           },
           nb::arg("pattern"), nb::arg("placement"), nb::kw_only(), nb::arg("kv_heads") = nb::none(),
           nb::arg("schedule") = "ring", nb::arg("travel") = "keys",
@@ -89,7 +89,7 @@ Args:
       .def_prop_ro(
           "pattern", [](const Plan& p) { return p.pattern(); }, "Which pairs are allowed.")
       .def_prop_ro(
-          "placement", [](const Plan& p) { return p.placement(); }, "Who holds which tokens.")
+          "placement", [](const Plan& p) { return p.query_placement(); }, "Who holds which tokens.")
       .def_prop_ro(
           "schedule", [](const Plan& p) { return std::string(name_of(p.options().schedule)); },
           "'ring' or 'gather'.")
@@ -138,9 +138,10 @@ Args:
       .def("__str__", &plan_table)
       .def("__repr__", [](const Plan& plan) {
         return fmt::format("<Plan {}, {}: {} tokens on {} ranks, {} schedule, {} travel, {} steps>",
-                           plan.pattern().name, plan.placement().name(), plan.placement().tokens(),
-                           plan.ranks(), name_of(plan.options().schedule),
-                           name_of(plan.options().travel), plan.steps());
+                           plan.pattern().name, plan.query_placement().name(),
+                           plan.query_placement().tokens(), plan.ranks(),
+                           name_of(plan.options().schedule), name_of(plan.options().travel),
+                           plan.steps());
       });
 }
 

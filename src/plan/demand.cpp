@@ -61,7 +61,7 @@ struct Piece {
   std::int64_t segment = 0;
   int rank = 0;
   int range = 0;
-  int shared = -1;  // index of the segment among those that several ranks share
+  int cuts = -1;  // index of its segment's cuts; -1: nobody else needs these rows
   Crossing::Rows rows;
 };
 
@@ -78,9 +78,11 @@ struct Presence {
   std::int64_t last = 0;
 };
 
-// Segments that lie within one range are local: nobody else has rows in them. They are skipped in
-// bulk, so that the work follows shard boundaries and not tokens.
-std::vector<Piece> shard_pieces(const Placement& placement, const SelectedRows& selected) {
+// In self-attention, segments that lie within one range are local: nobody else has rows in them.
+// They are skipped in bulk (`skip_whole`), so that the work follows shard boundaries and not
+// tokens.
+std::vector<Piece> shard_pieces(const Placement& placement, const SelectedRows& selected,
+                                bool skip_whole) {
   std::vector<Piece> pieces;
   for (int rank = 0; rank < placement.ranks(); ++rank) {
     const std::span<const RowSet> ranges = placement.ranges(rank);
@@ -90,7 +92,7 @@ std::vector<Piece> shard_pieces(const Placement& placement, const SelectedRows& 
       const Crossing crossing(base, selected);
       const auto [whole_begin, whole_end] = crossing.whole_segments();
       for (std::int64_t s = crossing.first_segment(); s < crossing.end_segment(); ++s) {
-        if (s >= whole_begin && s < whole_end) {
+        if (skip_whole && s >= whole_begin && s < whole_end) {
           s = whole_end - 1;
           continue;
         }
@@ -102,29 +104,31 @@ std::vector<Piece> shard_pieces(const Placement& placement, const SelectedRows& 
   return pieces;
 }
 
-// Which ranks need a row, as a function of its position, in a segment that these ranks share. A
-// causal key is needed by ranks that still have a query at or after it, a causal query by ranks
-// that already have a key at or before it: the set changes only at a rank's last or first row.
-std::vector<Cut> segment_cuts(std::vector<Presence> present, bool causal, Travel travel,
-                              RankSets& sets) {
+// Which ranks need a row, as a function of its position, in a segment in which these ranks have
+// rows of the side that stays. A causal key is needed by ranks that still have a query at or after
+// it, a causal query by ranks that already have a key at or before it: the set changes only at a
+// rank's last or first row. In self-attention (`same`) no row lies beyond the last one.
+std::vector<Cut> segment_cuts(std::vector<Presence> present, const Mask& mask, Travel travel,
+                              bool same, RankSets& sets) {
   std::vector<Cut> cuts;
   RankSets::Words ranks = sets.none();
   const auto cut = [&](std::int64_t begin) {
     if (!cuts.empty() && cuts.back().begin == begin) cuts.pop_back();
     cuts.push_back({begin, sets.intern(ranks)});
   };
-  if (!causal || travel == Travel::keys) {
+  if (mask.kind == Mask::full || travel == Travel::keys) {
     for (const Presence& p : present) RankSets::flip(ranks, p.rank);
     cut(0);
-    if (!causal) return cuts;
+    if (mask.kind == Mask::full) return cuts;
     std::sort(present.begin(), present.end(),
               [](const auto& a, const auto& b) { return a.last < b.last; });
     for (const Presence& p : present) {
-      if (&p == &present.back()) break;  // nothing lies beyond the last row
+      if (same && &p == &present.back()) break;
       RankSets::flip(ranks, p.rank);
       cut(p.last + 1);
     }
   } else {
+    cut(0);
     std::sort(present.begin(), present.end(),
               [](const auto& a, const auto& b) { return a.first < b.first; });
     for (const Presence& p : present) {
@@ -135,72 +139,130 @@ std::vector<Cut> segment_cuts(std::vector<Presence> present, bool causal, Travel
   return cuts;
 }
 
-SelectionDemands collect_demands(const Pattern& pattern, const Placement& placement,
-                                 const SelectedRows& selected, Travel travel, RankSets& sets) {
-  std::vector<Piece> pieces = shard_pieces(placement, selected);
-  std::vector<std::size_t> by_segment(pieces.size());
-  std::iota(by_segment.begin(), by_segment.end(), std::size_t{0});
-  std::stable_sort(by_segment.begin(), by_segment.end(), [&](std::size_t a, std::size_t b) {
+// Indices of pieces, segment by segment.
+std::vector<std::size_t> by_segment(const std::vector<Piece>& pieces) {
+  std::vector<std::size_t> order(pieces.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     return pieces[a].segment < pieces[b].segment;
   });
+  return order;
+}
 
-  std::vector<std::vector<Cut>> cuts;  // per shared segment
-  std::vector<Presence> present;
-  for (std::size_t i = 0, end = 0; i < by_segment.size(); i = end) {
-    present.clear();
-    for (end = i; end < by_segment.size() &&
-                  pieces[by_segment[end]].segment == pieces[by_segment[i]].segment;
-         ++end) {
-      const Piece& piece = pieces[by_segment[end]];
-      const RowSet& range = placement.ranges(piece.rank)[static_cast<std::size_t>(piece.range)];
+// What one (branch, offset) demands. Pieces of the side that travels are cut where the set of ranks
+// changes that have use for them.
+class DemandCollector {
+ public:
+  DemandCollector(const PlanOptions& options, RankSets& sets)
+      : mask_(options.pattern.mask()),
+        travel_(options.travel),
+        travelling_(travel_ == Travel::keys ? options.keys : options.queries),
+        staying_(travel_ == Travel::keys ? options.queries : options.keys),
+        same_(travelling_.same_as(staying_)),
+        sets_(&sets) {}
+
+  SelectionDemands collect(const Branch& branch, std::int64_t offset) {
+    std::vector<Piece> moving =
+        shard_pieces(travelling_, {branch, offset, travelling_.tokens()}, same_);
+    cuts_.clear();
+    if (same_) {
+      assign_cuts(moving, moving);
+    } else {
+      assign_cuts(moving, shard_pieces(staying_, {branch, offset, staying_.tokens()}, false));
+    }
+    SelectionDemands result;
+    std::size_t i = 0;
+    for (int owner = 0; owner < travelling_.ranks(); ++owner) {
+      const std::size_t owner_begin = result.demands.size();
+      result.owner_begin.push_back(owner_begin);
+      for (; i < moving.size() && moving[i].rank == owner; ++i) {
+        if (moving[i].cuts >= 0) add_demands(moving[i], owner_begin, result.demands);
+      }
+    }
+    result.owner_begin.push_back(result.demands.size());
+    return result;
+  }
+
+ private:
+  // Ranks that have rows of the staying side in a segment.
+  void find_present(const std::vector<Piece>& waiting, std::span<const std::size_t> segment) {
+    present_.clear();
+    for (const std::size_t i : segment) {
+      const Piece& piece = waiting[i];
+      const RowSet& range = staying_.ranges(piece.rank)[static_cast<std::size_t>(piece.range)];
       const std::int64_t first = range[piece.rows.elements.first];
       const std::int64_t last = range[piece.rows.elements.last()];
-      if (present.empty() || present.back().rank != piece.rank) {
-        present.push_back({piece.rank, first, last});
+      if (present_.empty() || present_.back().rank != piece.rank) {
+        present_.push_back({piece.rank, first, last});
       } else {
-        present.back().first = std::min(present.back().first, first);
-        present.back().last = std::max(present.back().last, last);
+        present_.back().first = std::min(present_.back().first, first);
+        present_.back().last = std::max(present_.back().last, last);
       }
     }
-    if (present.size() == 1) continue;  // several ranges, but of one rank
-    const int shared = static_cast<int>(cuts.size());
-    for (std::size_t j = i; j < end; ++j) pieces[by_segment[j]].shared = shared;
-    cuts.push_back(segment_cuts(present, pattern.causal, travel, sets));
   }
 
-  SelectionDemands result;
-  for (int owner = 0, i = 0; owner < placement.ranks(); ++owner) {
-    const std::size_t owner_begin = result.demands.size();
-    result.owner_begin.push_back(owner_begin);
-    for (; i < static_cast<int>(pieces.size()) && pieces[static_cast<std::size_t>(i)].rank == owner;
-         ++i) {
-      const Piece& piece = pieces[static_cast<std::size_t>(i)];
-      if (piece.shared < 0) continue;
-      const RowSet& range = placement.ranges(owner)[static_cast<std::size_t>(piece.range)];
-      const std::vector<Cut>& segment = cuts[static_cast<std::size_t>(piece.shared)];
-      const Crossing::Rows& rows = piece.rows;
-      auto cut =
-          std::upper_bound(segment.begin(), segment.end(), range[rows.elements.first],
-                           [](std::int64_t position, const Cut& c) { return position < c.begin; });
-      for (--cut; cut != segment.end() && cut->begin <= range[rows.elements.last()]; ++cut) {
-        if (sets.has_one_member(cut->needed_by)) continue;  // by the owner alone
-        Demand demand{piece.range, cut->needed_by,      rows.begin,
-                      rows.end,    rows.elements.first, rows.elements.stride};
-        demand.begin = std::max(demand.begin, ceil_div(cut->begin - range.first, range.stride));
-        if (cut + 1 != segment.end()) {
-          demand.end = std::min(demand.end, ceil_div((cut + 1)->begin - range.first, range.stride));
-        }
-        demand.first = demand.rows_in(demand.begin, demand.end).first;
-        if (demand.first >= demand.end) continue;
-        if (result.demands.size() == owner_begin || !result.demands.back().extend(demand)) {
-          result.demands.push_back(demand);
-        }
+  void assign_cuts(std::vector<Piece>& moving, const std::vector<Piece>& waiting) {
+    const std::vector<std::size_t> movers = by_segment(moving);
+    const std::vector<std::size_t> waiters = by_segment(waiting);
+    const auto end_of = [](const std::vector<Piece>& pieces, const std::vector<std::size_t>& order,
+                           std::size_t from) {
+      std::size_t end = from;
+      while (end < order.size() && pieces[order[end]].segment == pieces[order[from]].segment) ++end;
+      return end;
+    };
+    std::size_t w = 0;
+    for (std::size_t m = 0, end = 0; m < movers.size(); m = end) {
+      end = end_of(moving, movers, m);
+      const std::int64_t segment = moving[movers[m]].segment;
+      while (w < waiters.size() && waiting[waiters[w]].segment < segment) ++w;
+      if (w == waiters.size()) return;
+      if (waiting[waiters[w]].segment != segment) continue;
+      find_present(waiting, std::span(waiters).subspan(w, end_of(waiting, waiters, w) - w));
+      const int only = present_.size() == 1 ? present_.front().rank : -1;
+      bool needed = false;  // by anybody but the owner
+      for (std::size_t j = m; j < end; ++j) needed = needed || moving[movers[j]].rank != only;
+      if (!needed) continue;
+      for (std::size_t j = m; j < end; ++j) {
+        moving[movers[j]].cuts = static_cast<int>(cuts_.size());
+      }
+      cuts_.push_back(segment_cuts(present_, mask_, travel_, same_, *sets_));
+    }
+  }
+
+  void add_demands(const Piece& piece, std::size_t owner_begin, std::vector<Demand>& demands) {
+    const RowSet& range = travelling_.ranges(piece.rank)[static_cast<std::size_t>(piece.range)];
+    const std::vector<Cut>& segment = cuts_[static_cast<std::size_t>(piece.cuts)];
+    const Crossing::Rows& rows = piece.rows;
+    auto cut =
+        std::upper_bound(segment.begin(), segment.end(), range[rows.elements.first],
+                         [](std::int64_t position, const Cut& c) { return position < c.begin; });
+    for (--cut; cut != segment.end() && cut->begin <= range[rows.elements.last()]; ++cut) {
+      // The owner is in every set, needed or not: sets that differ in nothing else are one parcel.
+      const int needed_by = sets_->with(cut->needed_by, piece.rank);
+      if (sets_->has_one_member(needed_by)) continue;  // by the owner alone
+      Demand demand{piece.range, needed_by,           rows.begin,
+                    rows.end,    rows.elements.first, rows.elements.stride};
+      demand.begin = std::max(demand.begin, ceil_div(cut->begin - range.first, range.stride));
+      if (cut + 1 != segment.end()) {
+        demand.end = std::min(demand.end, ceil_div((cut + 1)->begin - range.first, range.stride));
+      }
+      demand.first = demand.rows_in(demand.begin, demand.end).first;
+      if (demand.first >= demand.end) continue;
+      if (demands.size() == owner_begin || !demands.back().extend(demand)) {
+        demands.push_back(demand);
       }
     }
   }
-  result.owner_begin.push_back(result.demands.size());
-  return result;
-}
+
+  Mask mask_;
+  Travel travel_;
+  Placement travelling_;
+  Placement staying_;
+  bool same_;
+  RankSets* sets_;
+  std::vector<std::vector<Cut>> cuts_;  // per segment that somebody else needs
+  std::vector<Presence> present_;
+};
 
 // Unites what the selections of one class demand of one range into disjoint row sets, each with
 // everybody who needs it.
@@ -341,19 +403,19 @@ class ParcelBuilder {
 
 }  // namespace
 
-std::vector<Parcel> build_parcels(const Pattern& pattern, const Placement& placement,
-                                  const std::vector<HeadClass>& classes, Travel travel) {
+std::vector<Parcel> build_parcels(const PlanOptions& options,
+                                  const std::vector<HeadClass>& classes) {
+  const Placement& placement = options.travel == Travel::keys ? options.keys : options.queries;
   RankSets sets(placement.ranks());
+  DemandCollector collector(options, sets);
   // Classes share selections (16 heads of LongNet: 31 instead of 80): walk the shards once for
   // each.
   std::map<std::pair<int, std::int64_t>, SelectionDemands> demands;
   for (const HeadClass& head_class : classes) {
     for (const Selection& s : head_class.selections) {
       if (demands.contains({s.branch, s.offset})) continue;
-      const SelectedRows selected(pattern.branches[static_cast<std::size_t>(s.branch)], s.offset,
-                                  placement.tokens());
-      demands.emplace(std::pair(s.branch, s.offset),
-                      collect_demands(pattern, placement, selected, travel, sets));
+      const Branch& branch = options.pattern.branches[static_cast<std::size_t>(s.branch)];
+      demands.emplace(std::pair(s.branch, s.offset), collector.collect(branch, s.offset));
     }
   }
 

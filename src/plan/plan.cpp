@@ -11,7 +11,7 @@
 
 #include "annulus/error.h"
 #include "plan/demand.h"
-#include "plan/step_work.h"
+#include "plan/pair_counts.h"
 
 namespace annulus {
 namespace {
@@ -23,6 +23,12 @@ void check_options(const PlanOptions& options) {
     throw ConfigError("Plan: kv_heads is " + std::to_string(options.kv_heads) +
                       ", expected a divisor of the pattern's " + std::to_string(heads) +
                       " query heads");
+  }
+  if (options.queries.ranks() != options.keys.ranks()) {
+    throw ConfigError(
+        "Plan: queries are placed on " + std::to_string(options.queries.ranks()) +
+        " ranks, keys on " + std::to_string(options.keys.ranks()) +
+        ", expected the same number: a rank without rows of one side has empty ranges");
   }
   if (options.schedule != Schedule::ring && options.schedule != Schedule::gather) {
     throw ConfigError(
@@ -129,6 +135,21 @@ class Fnv1a {
   std::uint64_t hash_ = 0xCBF29CE484222325U;
 };
 
+std::uint64_t digest_of(const Placement& placement) {
+  Fnv1a hash;
+  hash.add(placement.tokens());
+  hash.add(placement.ranks());
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    hash.add_size(placement.ranges(rank).size());
+    for (const RowSet& range : placement.ranges(rank)) {
+      hash.add(range.first);
+      hash.add(range.count);
+      hash.add(range.stride);
+    }
+  }
+  return hash.value();
+}
+
 }  // namespace
 
 const char* name_of(Schedule schedule) noexcept {
@@ -148,7 +169,7 @@ const char* name_of(Travel travel) noexcept { return travel == Travel::keys ? "k
 Plan::Plan(PlanOptions options) : options_(std::move(options)) {
   check_options(options_);
   classes_ = head_classes(options_);
-  parcels_ = build_parcels(pattern(), placement(), classes_, options_.travel);
+  parcels_ = build_parcels(options_, classes_);
 
   const bool ring = options_.schedule == Schedule::ring;
   // A ring runs upwards unless downwards is better. Causal rows that the ranks below their owner
@@ -222,7 +243,7 @@ std::int64_t Plan::total_unit_rows() const {
 }
 
 double Plan::pairs(int rank) const {
-  return shard_pairs(pattern(), placement(), rank, Travel::keys);
+  return shard_pairs(pattern(), query_placement(), key_placement(), rank, Travel::keys);
 }
 
 std::uint64_t Plan::digest() const {
@@ -238,16 +259,10 @@ std::uint64_t Plan::digest() const {
     hash.add(branch.dilation);
     for (const std::int64_t offset : branch.offset) hash.add(offset);
   }
-  hash.add(placement().tokens());
-  hash.add(ranks());
-  for (int rank = 0; rank < ranks(); ++rank) {
-    hash.add_size(placement().ranges(rank).size());
-    for (const RowSet& range : placement().ranges(rank)) {
-      hash.add(range.first);
-      hash.add(range.count);
-      hash.add(range.stride);
-    }
-  }
+  // By content: one rank may pass the same object twice, another two that are alike.
+  const std::uint64_t query_digest = digest_of(query_placement());
+  hash.add(query_digest);
+  hash.add(self_attention() ? query_digest : digest_of(key_placement()));
   hash.add(options_.kv_heads);
   hash.add(static_cast<int>(options_.schedule));
   hash.add(static_cast<int>(options_.travel));

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "annulus/plan.h"
+#include "plan/pair_counts.h"
 #include "plan/plan_text.h"
-#include "plan/step_work.h"
 #include "plan/svg_canvas.h"
 
 namespace annulus {
@@ -94,7 +94,7 @@ struct Layout {
 // The token axis from top to bottom, in thin strips. A strip is divided among the ranks that own
 // its tokens: contiguous shards give blocks, striped ones stripes.
 void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
-  const Placement& placement = plan.placement();
+  const Placement& placement = plan.travelling_placement();
   const std::int64_t tokens = placement.tokens();
   const auto strips = std::min(tokens, static_cast<std::int64_t>(at.grid_height / 2.0));
   std::vector<std::int64_t> cuts;
@@ -144,7 +144,7 @@ void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
 // One column per branch: its segments next to the tokens they hold, paler where dilation selects
 // fewer.
 void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
-  const std::int64_t tokens = plan.placement().tokens();
+  const std::int64_t tokens = plan.travelling_placement().tokens();
   const std::size_t branches = plan.pattern().branches.size();
   canvas.text(at.branch_left, at.header, 11, branches == 1 ? "branch" : "branches", "start",
               kMuted);

@@ -25,7 +25,7 @@ std::string plan_table(const Plan& plan) {
     }
     const double pairs = totals.work[static_cast<std::size_t>(rank)];
     text += fmt::format("{:>5} {:>13} {:>10} {:>8} {:>14} {:>14} {:>14}\n", rank,
-                        with_commas(plan.placement().local_tokens(rank)), compact(pairs),
+                        with_commas(plan.query_placement().local_tokens(rank)), compact(pairs),
                         percent(totals.pairs > 0.0 ? pairs / totals.pairs : 0.0),
                         with_commas(plan.received_unit_rows(rank)), with_commas(sent),
                         with_commas(plan.largest_step_unit_rows(rank)));

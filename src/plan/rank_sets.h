@@ -44,6 +44,20 @@ class RankSets {
     return found->second;
   }
 
+  [[nodiscard]] bool contains(int id, int rank) const {
+    return (words(id)[static_cast<std::size_t>(rank) / 64] >> (rank % 64) & 1U) != 0;
+  }
+
+  // The set and one more rank.
+  int with(int id, int rank) {
+    if (contains(id, rank)) return id;
+    bits_.resize(bits_.size() + words_);
+    std::uint64_t* added = bits_.data() + bits_.size() - words_;
+    std::copy_n(words(id), words_, added);
+    added[static_cast<std::size_t>(rank) / 64] |= std::uint64_t{1} << (rank % 64);
+    return intern_back();
+  }
+
   [[nodiscard]] std::vector<int> members(int id) const {
     std::vector<int> ranks;
     for (std::size_t i = 0; i < words_; ++i) {

@@ -88,7 +88,7 @@ Courier::Courier(const Plan& plan, int rank, ParcelShape shape)
     const Parcel& parcel = plan.parcels()[id];
     if (parcel.owner != rank) continue;
     own_.push_back(static_cast<int>(id));
-    own_runs_.push_back(copy_runs(plan.placement(), parcel));
+    own_runs_.push_back(copy_runs(plan.travelling_placement(), parcel));
     outbox_offset_[id] = outbox_bytes_;
     outbox_bytes_ += shape_.bytes(static_cast<int>(id));
   }
@@ -294,7 +294,7 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape)
   sends_[1].reserve(most[1]);
   for (std::size_t id = 0; id < parcels; ++id) {
     if (plan.parcels()[id].owner == rank)
-      runs_[id] = copy_runs(plan.placement(), plan.parcels()[id]);
+      runs_[id] = copy_runs(plan.travelling_placement(), plan.parcels()[id]);
   }
 }
 

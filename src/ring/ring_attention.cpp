@@ -121,7 +121,7 @@ void RingAttention::Impl::check_options() const {
 void RingAttention::Impl::make_plans() {
   const auto plan = [&](Schedule s, Travel t) {
     return std::make_unique<Plan>(
-        PlanOptions{options.pattern, options.placement, options.kv_heads, s, t});
+        PlanOptions{options.pattern, options.placement, options.placement, options.kv_heads, s, t});
   };
   const auto element = static_cast<std::int64_t>(size_of(options.dtype));
   const std::int64_t key_bytes = options.batch * options.head_dim * 2 * element;

@@ -123,7 +123,9 @@ void Work::add_groups(int rank, int first_step, int last_step, WorkKind kind, bo
   std::vector<std::vector<PairSharing>> sharing(static_cast<std::size_t>(pattern.heads));
   for (int h = 0; h < pattern.heads; ++h) {
     sharing[static_cast<std::size_t>(h)] =
-        share ? share_pairs(pattern, plan_->placement().tokens(), h)
+        share ? share_pairs(
+                    pattern,
+                    {plan_->query_placement().tokens(), pattern.mask(), plan_->self_attention()}, h)
               : std::vector<PairSharing>(pattern.branches.size());
   }
   if (kind == WorkKind::gradients) {
@@ -404,7 +406,7 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
   const WorkGroup& group = groups_[static_cast<std::size_t>(item.group)];
   const WorkRows& rows = rows_[static_cast<std::size_t>(group.rows)];
   const IndexFilter& filter = queries ? group.queries : group.keys;
-  const int unit_slot = member(item).unit_slot;
+  const int unit_slot = member(item).unit_index;
   runs.clear();
   for (const RunTemplate& run : queries ? rows.queries : rows.keys) {
     filter.apply(run, [&](std::int32_t first, std::int32_t count) {

@@ -22,18 +22,18 @@ void check_rank(const Plan& plan, const char* where, int rank) {
       fmt::format("Plan.{}: rank is {}, expected 0..{}", where, rank, plan.ranks() - 1));
 }
 
+// Any rank's, from whatever view: an executor's plan is that of its rank.
+RankTotals totals_of(const Plan& plan, const char* where, int rank) {
+  check_rank(plan, where, rank);
+  return plan.rank_totals()[static_cast<std::size_t>(rank)];
+}
+
 std::int64_t sent_rows(const Plan& plan, int rank) {
-  check_rank(plan, "sent_rows", rank);
-  std::int64_t rows = 0;
-  for (int step = 1; step <= plan.steps(); ++step) {
-    rows += plan.unit_rows(plan.outgoing(rank, step));
-  }
-  return rows;
+  return totals_of(plan, "sent_rows", rank).sent;
 }
 
 std::int64_t received_rows(const Plan& plan, int rank) {
-  check_rank(plan, "received_rows", rank);
-  return plan.received_unit_rows(rank);
+  return totals_of(plan, "received_rows", rank).received;
 }
 
 // Two tensors of head_dim elements; queries bring their log-sum-exp and delta along.
@@ -79,7 +79,8 @@ Args:
                   "knows dtype and head_dim, can choose");
             }
             new (self) Plan({pattern, placement, placement, heads, parse_schedule(schedule),
-                             parse_travel(travel)});
+                             parse_travel(travel)},
+                            0);
           },
           nb::arg("pattern"), nb::arg("placement"), nb::kw_only(), nb::arg("kv_heads") = nb::none(),
           nb::arg("schedule") = "ring", nb::arg("travel") = "keys",
@@ -110,10 +111,7 @@ Args:
            "Rows x heads that a rank receives, over all steps.")
       .def(
           "pairs",
-          [](const Plan& plan, int rank) {
-            check_rank(plan, "pairs", rank);
-            return plan.pairs(rank);
-          },
+          [](const Plan& plan, int rank) { return totals_of(plan, "pairs", rank).query_pairs; },
           nb::arg("rank"), "Allowed pairs (branch, head, query, key) whose query a rank owns.")
       .def(
           "sent_bytes",

@@ -1,60 +1,10 @@
 #include "plan/demand.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <limits>
-#include <map>
 #include <numeric>
-#include <span>
-#include <tuple>
-#include <utility>
-
-#include "plan/rank_sets.h"
-#include "plan/row_partition.h"
-#include "plan/selected_rows.h"
 
 namespace annulus {
 namespace {
-
-// Rows of one range of the owner, in indices into that range: first, first + stride, ... < end.
-// `needed_by` includes the owner. `begin` and `end` are where the reason for the demand starts and
-// stops (a segment, a causal threshold), not where its rows do: demands of different strides then
-// have common boundaries and are not chopped up at their ends.
-struct Demand {
-  int range = 0;
-  int needed_by = 0;
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int64_t first = 0;
-  std::int64_t stride = 1;
-
-  [[nodiscard]] RowSet rows_in(std::int64_t from, std::int64_t to) const {
-    const std::int64_t start = first < from ? from + positive_mod(first - from, stride) : first;
-    return {start, start < to ? (to - start - 1) / stride + 1 : 0, stride};
-  }
-
-  // True when `next` simply goes on where this one ends; it is then part of this one.
-  bool extend(const Demand& next) {
-    if (next.range != range || next.needed_by != needed_by || next.begin != end ||
-        next.stride != stride || (next.first - first) % stride != 0) {
-      return false;
-    }
-    end = next.end;
-    return true;
-  }
-};
-
-// What one (branch, offset) demands of every owner, ordered by (owner, range, begin).
-struct SelectionDemands {
-  std::vector<Demand> demands;
-  std::vector<std::size_t> owner_begin;  // ranks + 1
-
-  [[nodiscard]] std::span<const Demand> of(int owner) const {
-    const auto i = static_cast<std::size_t>(owner);
-    return std::span(demands).subspan(owner_begin[i], owner_begin[i + 1] - owner_begin[i]);
-  }
-};
 
 // The selected rows of one range in one segment that may have to travel.
 struct Piece {
@@ -237,17 +187,17 @@ class DemandCollector {
         std::upper_bound(segment.begin(), segment.end(), range[rows.elements.first],
                          [](std::int64_t position, const Cut& c) { return position < c.begin; });
     for (--cut; cut != segment.end() && cut->begin <= range[rows.elements.last()]; ++cut) {
-      // The owner is in every set, needed or not: sets that differ in nothing else are one parcel.
-      const int needed_by = sets_->with(cut->needed_by, piece.rank);
-      if (sets_->has_one_member(needed_by)) continue;  // by the owner alone
-      Demand demand{piece.range, needed_by,           rows.begin,
-                    rows.end,    rows.elements.first, rows.elements.stride};
+      Demand demand{piece.range,         -1, rows.begin, rows.end, rows.elements.first,
+                    rows.elements.stride};
       demand.begin = std::max(demand.begin, ceil_div(cut->begin - range.first, range.stride));
       if (cut + 1 != segment.end()) {
         demand.end = std::min(demand.end, ceil_div((cut + 1)->begin - range.first, range.stride));
       }
       demand.first = demand.rows_in(demand.begin, demand.end).first;
       if (demand.first >= demand.end) continue;
+      // The owner is in every set, needed or not: sets that differ in nothing else are one parcel.
+      demand.needed_by = sets_->with(cut->needed_by, piece.rank);
+      if (sets_->has_one_member(demand.needed_by)) continue;  // by the owner alone
       if (demands.size() == owner_begin || !demands.back().extend(demand)) {
         demands.push_back(demand);
       }
@@ -264,200 +214,11 @@ class DemandCollector {
   std::vector<Presence> present_;
 };
 
-// Unites what the selections of one class demand of one range into disjoint row sets, each with
-// everybody who needs it.
-class RangeUnion {
- public:
-  explicit RangeUnion(RankSets& sets) : partition_(sets) {}
-
-  // Between two neighbouring boundaries the demands do not change: there the ranks that need a row
-  // depend only on its residues modulo the strides. Row sets that go on beyond a boundary with the
-  // same ranks are extended across it.
-  const std::vector<LabelledRows>& unite(std::vector<Demand>& demands) {
-    result_.clear();
-    open_.clear();
-    boundaries_.clear();
-    active_.clear();
-    for (const Demand& d : demands) boundaries_.insert(boundaries_.end(), {d.begin, d.end});
-    std::sort(boundaries_.begin(), boundaries_.end());
-    boundaries_.erase(std::unique(boundaries_.begin(), boundaries_.end()), boundaries_.end());
-    std::sort(demands.begin(), demands.end(), [](const Demand& a, const Demand& b) {
-      return std::tie(a.begin, a.stride) < std::tie(b.begin, b.stride);
-    });
-    std::size_t next = 0;
-    for (std::size_t i = 0; i + 1 < boundaries_.size(); ++i) {
-      const std::int64_t begin = boundaries_[i];
-      std::erase_if(active_, [&](const Demand* d) { return d->end <= begin; });
-      for (; next < demands.size() && demands[next].begin == begin; ++next) {
-        active_.push_back(&demands[next]);
-      }
-      // Dense rows first: the others then mostly fall into them and split nothing. The order is
-      // total, so that every rank gets the same row sets, whatever its standard library.
-      std::sort(active_.begin(), active_.end(), [](const Demand* a, const Demand* b) {
-        return std::tie(a->stride, a->first, a->needed_by) <
-               std::tie(b->stride, b->first, b->needed_by);
-      });
-      partition_.clear();
-      for (const Demand* d : active_) {
-        partition_.add(d->rows_in(begin, boundaries_[i + 1]), d->needed_by);
-      }
-      partition_.join();
-      append(partition_.pieces());
-    }
-    return result_;
-  }
-
- private:
-  using Key = std::tuple<std::int64_t, std::int64_t, int>;  // next row, stride, ranks
-
-  void append(const std::vector<LabelledRows>& pieces) {
-    next_open_.clear();
-    for (const LabelledRows& piece : pieces) {
-      const Key key{piece.rows.first, piece.rows.stride, piece.needed_by};
-      const auto found =
-          std::lower_bound(open_.begin(), open_.end(), std::pair(key, std::size_t{0}));
-      std::size_t index = result_.size();
-      if (found != open_.end() && found->first == key) {
-        index = found->second;
-        result_[index].rows.count += piece.rows.count;
-      } else {
-        result_.push_back(piece);
-      }
-      next_open_.push_back(
-          {{piece.rows.last() + piece.rows.stride, piece.rows.stride, piece.needed_by}, index});
-    }
-    std::sort(next_open_.begin(), next_open_.end());
-    std::swap(open_, next_open_);
-  }
-
-  RowPartition partition_;
-  std::vector<LabelledRows> result_;
-  std::vector<std::int64_t> boundaries_;
-  std::vector<const Demand*> active_;
-  std::vector<std::pair<Key, std::size_t>> open_;  // row sets that reach the last boundary
-  std::vector<std::pair<Key, std::size_t>> next_open_;
-};
-
-// Collects the row sets of one owner and one class into parcels, one per rank set.
-class ParcelBuilder {
- public:
-  ParcelBuilder(const Placement& placement, const RankSets& sets)
-      : placement_(&placement), sets_(&sets) {}
-
-  void add(int owner, int range, std::span<const LabelledRows> pieces) {
-    const RowSet& base = placement_->ranges(owner)[static_cast<std::size_t>(range)];
-    for (const LabelledRows& piece : pieces) {
-      Open& open = open_[piece.needed_by];
-      if (open.range != range) close_range(open, range);
-      open.in_range.push_back({base[piece.rows.first], piece.rows.count,
-                               piece.rows.count > 1 ? piece.rows.stride * base.stride : 1});
-    }
-  }
-
-  void finish(int owner, int head_class, std::vector<Parcel>& parcels) {
-    const std::size_t begin = parcels.size();
-    for (auto& [needed_by, open] : open_) {
-      close_range(open, -1);
-      Parcel parcel{owner, head_class, std::move(open.rows), 0, {}};
-      std::sort(parcel.rows.begin(), parcel.rows.end(),
-                [](const RowSet& a, const RowSet& b) { return a.first < b.first; });
-      for (RowSet& rows : parcel.rows) {
-        if (rows.count == 1) rows.stride = 1;
-        parcel.row_count += rows.count;
-      }
-      for (const int rank : sets_->members(needed_by)) {
-        if (rank != owner) parcel.itinerary.push_back(rank);
-      }
-      // Cyclic order after the owner, so that the parcels of different owners use different links
-      // in a step.
-      std::rotate(parcel.itinerary.begin(),
-                  std::lower_bound(parcel.itinerary.begin(), parcel.itinerary.end(), owner),
-                  parcel.itinerary.end());
-      parcels.push_back(std::move(parcel));
-    }
-    std::sort(parcels.begin() + static_cast<std::ptrdiff_t>(begin), parcels.end(),
-              [](const Parcel& a, const Parcel& b) {
-                return a.rows.front().first < b.rows.front().first;
-              });
-    open_.clear();
-  }
-
- private:
-  struct Open {
-    int range = -1;
-    std::vector<RowSet> in_range;  // of the current range; row sets never cross ranges
-    std::vector<RowSet> rows;
-  };
-
-  static void close_range(Open& open, int next_range) {
-    join_single_rows(open.in_range);
-    open.rows.insert(open.rows.end(), open.in_range.begin(), open.in_range.end());
-    open.in_range.clear();
-    open.range = next_range;
-  }
-
-  const Placement* placement_;
-  const RankSets* sets_;
-  std::map<int, Open> open_;  // by rank set
-};
-
 }  // namespace
 
-std::vector<Parcel> build_parcels(const PlanOptions& options,
-                                  const std::vector<HeadClass>& classes) {
-  const Placement& placement = options.travel == Travel::keys ? options.keys : options.queries;
-  RankSets sets(placement.ranks());
-  DemandCollector collector(options, sets);
-  // Classes share selections (16 heads of LongNet: 31 instead of 80): walk the shards once for
-  // each.
-  std::map<std::pair<int, std::int64_t>, SelectionDemands> demands;
-  for (const HeadClass& head_class : classes) {
-    for (const Selection& s : head_class.selections) {
-      if (demands.contains({s.branch, s.offset})) continue;
-      const Branch& branch = options.pattern.branches[static_cast<std::size_t>(s.branch)];
-      demands.emplace(std::pair(s.branch, s.offset), collector.collect(branch, s.offset));
-    }
-  }
-
-  std::vector<Parcel> parcels;
-  RangeUnion range_union(sets);
-  ParcelBuilder builder(placement, sets);
-  std::vector<std::span<const Demand>> queues;
-  std::vector<Demand> together;
-  std::vector<LabelledRows> pieces;
-  for (int owner = 0; owner < placement.ranks(); ++owner) {
-    for (std::size_t c = 0; c < classes.size(); ++c) {
-      queues.clear();
-      for (const Selection& s : classes[c].selections) {
-        const std::span<const Demand> queue = demands.at({s.branch, s.offset}).of(owner);
-        if (!queue.empty()) queues.push_back(queue);
-      }
-      while (!queues.empty()) {
-        int range = std::numeric_limits<int>::max();
-        for (const auto& queue : queues) range = std::min(range, queue.front().range);
-        together.clear();
-        int sources = 0;
-        for (auto& queue : queues) {
-          const auto end = std::find_if(queue.begin(), queue.end(),
-                                        [&](const Demand& d) { return d.range != range; });
-          sources += end != queue.begin() ? 1 : 0;
-          together.insert(together.end(), queue.begin(), end);
-          queue = std::span(end, queue.end());
-        }
-        if (sources > 1) {
-          builder.add(owner, range, range_union.unite(together));
-        } else {  // demands of one selection are disjoint
-          pieces.clear();
-          for (const Demand& d : together)
-            pieces.push_back({d.rows_in(d.begin, d.end), d.needed_by});
-          builder.add(owner, range, pieces);
-        }
-        std::erase_if(queues, [](const auto& queue) { return queue.empty(); });
-      }
-      builder.finish(owner, static_cast<int>(c), parcels);
-    }
-  }
-  return parcels;
+SelectionDemands collect_demands(const PlanOptions& options, const Branch& branch,
+                                 std::int64_t offset, RankSets& sets) {
+  return DemandCollector(options, sets).collect(branch, offset);
 }
 
 }  // namespace annulus

@@ -79,13 +79,6 @@ double range_pairs(const RowSet& range, const SelectedRows& selected, const Sele
   return pairs;
 }
 
-int step_of(const Plan& plan, int rank, int parcel) {
-  if (parcel < 0) return 0;
-  if (plan.options().schedule == Schedule::gather) return 1;
-  const std::vector<int>& visits = plan.parcels()[static_cast<std::size_t>(parcel)].itinerary;
-  return static_cast<int>(std::find(visits.begin(), visits.end(), rank) - visits.begin()) + 1;
-}
-
 }  // namespace
 
 double causal_pairs(const RowSet& queries, const RowSet& keys) {
@@ -122,10 +115,10 @@ double shard_pairs(const Pattern& pattern, const Placement& queries, const Place
   return pairs;
 }
 
-std::vector<double> pairs_by_step(const Plan& plan, int rank) {
+std::vector<double> pairs_by_step(const Plan& plan) {
   std::vector<double> pairs(static_cast<std::size_t>(plan.steps()) + 1, 0.0);
   const bool keys_travel = plan.options().travel == Travel::keys;
-  for (const TileGroup& group : plan.tile_groups(rank, 0, plan.steps())) {
+  for (const TileGroup& group : plan.tile_groups(0, plan.steps())) {
     const HeadClass& head_class = plan.classes()[static_cast<std::size_t>(group.head_class)];
     const Selection& selection = head_class.selections[static_cast<std::size_t>(group.selection)];
     const auto members = static_cast<double>(selection.members.size());
@@ -142,7 +135,8 @@ std::vector<double> pairs_by_step(const Plan& plan, int rank) {
       } else {
         for (const PlacedRows& k : group.keys) sum += causal_pairs(guest.rows, k.rows);
       }
-      pairs[static_cast<std::size_t>(step_of(plan, rank, guest.parcel))] += sum * members;
+      const int step = guest.parcel < 0 ? 0 : plan.arrival(guest.parcel);
+      pairs[static_cast<std::size_t>(step)] += sum * members;
     }
   }
   return pairs;

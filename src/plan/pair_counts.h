@@ -16,7 +16,7 @@ namespace annulus {
 [[nodiscard]] double shard_pairs(const Pattern& pattern, const Placement& queries,
                                  const Placement& keys, int rank, Travel travel);
 
-// The same by step 0..steps(). Walks the tiles.
-[[nodiscard]] std::vector<double> pairs_by_step(const Plan& plan, int rank);
+// Of the plan's rank, by step 0..steps(). Walks the tiles.
+[[nodiscard]] std::vector<double> pairs_by_step(const Plan& plan);
 
 }  // namespace annulus

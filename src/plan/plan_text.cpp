@@ -4,19 +4,15 @@
 
 #include <algorithm>
 
-#include "plan/pair_counts.h"
-
 namespace annulus {
 
 PlanTotals plan_totals(const Plan& plan) {
   PlanTotals totals;
+  totals.ranks = plan.rank_totals();
   double largest = 0.0;
-  for (int rank = 0; rank < plan.ranks(); ++rank) {
-    const double work = shard_pairs(plan.pattern(), plan.query_placement(), plan.key_placement(),
-                                    rank, plan.options().travel);
-    totals.work.push_back(work);
-    totals.pairs += work;
-    largest = std::max(largest, work);
+  for (const RankTotals& rank : totals.ranks) {
+    totals.pairs += rank.work;
+    largest = std::max(largest, rank.work);
   }
   if (largest > 0.0) totals.balance = totals.pairs / plan.ranks() / largest;
   totals.moved = plan.total_unit_rows();

@@ -154,18 +154,16 @@ Mask mask_of(const TileGroup& group, const Mask& mask) {
 
 }  // namespace
 
-std::vector<TileGroup> Plan::tile_groups(int rank, int first_step, int last_step) const {
-  if (rank < 0 || rank >= ranks() || first_step < 0 || last_step > steps()) {
-    throw ConfigError("Plan::tile_groups: found rank " + std::to_string(rank) + ", steps " +
-                      std::to_string(first_step) + ".." + std::to_string(last_step) +
-                      ", expected a rank below " + std::to_string(ranks()) +
-                      " and steps within 0.." + std::to_string(steps()));
+std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
+  if (first_step < 0 || last_step > steps()) {
+    throw ConfigError("Plan::tile_groups: found steps " + std::to_string(first_step) + ".." +
+                      std::to_string(last_step) + ", expected steps within 0.." +
+                      std::to_string(steps()));
   }
-  std::vector<std::vector<int>> received(classes_.size());  // parcels by class
+  std::vector<std::vector<int>> received(classes().size());  // parcels by class
   for (int step = std::max(first_step, 1); step <= last_step; ++step) {
-    for (const Hop& hop :
-         incoming_[static_cast<std::size_t>(rank)][static_cast<std::size_t>(step) - 1]) {
-      const Parcel& parcel = parcels_[static_cast<std::size_t>(hop.parcel)];
+    for (const Hop& hop : incoming(step)) {
+      const Parcel& parcel = parcels()[static_cast<std::size_t>(hop.parcel)];
       received[static_cast<std::size_t>(parcel.head_class)].push_back(hop.parcel);
     }
   }
@@ -178,11 +176,11 @@ std::vector<TileGroup> Plan::tile_groups(int rank, int first_step, int last_step
     // By offset: classes share them. In self-attention one serves both sides.
     std::map<std::int64_t, ShardRows> shards;
     std::map<std::int64_t, ShardRows> travelling_shards;
-    for (std::size_t c = 0; c < classes_.size(); ++c) {
+    for (std::size_t c = 0; c < classes().size(); ++c) {
       const std::size_t class_begin = groups.size();
       int selections = 0;
-      for (std::size_t s = 0; s < classes_[c].selections.size(); ++s) {
-        const Selection& selection = classes_[c].selections[s];
+      for (std::size_t s = 0; s < classes()[c].selections.size(); ++s) {
+        const Selection& selection = classes()[c].selections[s];
         if (static_cast<std::size_t>(selection.branch) != b) continue;
         if (!with_local && received[c].empty()) continue;
         ++selections;
@@ -190,7 +188,7 @@ std::vector<TileGroup> Plan::tile_groups(int rank, int first_step, int last_step
           return SelectedRows(pattern().branches[b], selection.offset, side.tokens());
         };
         const auto shard_of = [&](const Placement& side, auto& made) -> const ShardRows& {
-          return made.try_emplace(selection.offset, side.ranges(rank), selected_on(side))
+          return made.try_emplace(selection.offset, side.ranges(rank_), selected_on(side))
               .first->second;
         };
         const ShardRows& shard = shard_of(staying_placement(), shards);

@@ -56,7 +56,7 @@ std::vector<CopyRun> copy_runs(const Placement& placement, const Parcel& parcel)
 namespace {
 
 // Hops to one peer follow each other: they make one message.
-std::vector<Message> messages(const std::vector<Hop>& hops, const ParcelShape& shape) {
+std::vector<Message> messages(std::span<const Hop> hops, const ParcelShape& shape) {
   std::vector<Message> out;
   for (const Hop& hop : hops) {
     if (out.empty() || out.back().peer != hop.peer) out.push_back({hop.peer, {}, 0, 0});
@@ -78,15 +78,14 @@ std::int64_t lay_out(std::vector<Message>& list) {
 
 }  // namespace
 
-Courier::Courier(const Plan& plan, int rank, ParcelShape shape)
-    : plan_(&plan), shape_(std::move(shape)) {
+Courier::Courier(const Plan& plan, ParcelShape shape) : plan_(&plan), shape_(std::move(shape)) {
   const std::size_t parcels = plan.parcels().size();
   outbox_offset_.assign(parcels, -1);
   slot_offset_.assign(parcels, -1);
   slot_of_.assign(parcels, 0);
   for (std::size_t id = 0; id < parcels; ++id) {
     const Parcel& parcel = plan.parcels()[id];
-    if (parcel.owner != rank) continue;
+    if (parcel.owner != plan.rank()) continue;
     own_.push_back(static_cast<int>(id));
     own_runs_.push_back(copy_runs(plan.travelling_placement(), parcel));
     outbox_offset_[id] = outbox_bytes_;
@@ -94,8 +93,8 @@ Courier::Courier(const Plan& plan, int rank, ParcelShape shape)
   }
   for (int s = 1; s <= plan.steps(); ++s) {
     Step step;
-    step.in = messages(plan.incoming(rank, s), shape_);
-    step.out = messages(plan.outgoing(rank, s), shape_);
+    step.in = messages(plan.incoming(s), shape_);
+    step.out = messages(plan.outgoing(s), shape_);
     const int slot = s % 2;
     slot_bytes_[slot] = std::max(slot_bytes_[slot], lay_out(step.in));
     for (const Message& message : step.in) {
@@ -226,7 +225,7 @@ std::int64_t Courier::bytes_sent() const {
   return bytes;
 }
 
-ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape)
+ReturnCourier::ReturnCourier(const Plan& plan, ParcelShape shape)
     : plan_(&plan), shape_(std::move(shape)) {
   const std::size_t parcels = plan.parcels().size();
   slot_offset_.assign(parcels, -1);
@@ -235,12 +234,21 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape)
   const auto by_peer = [](const Hop& a, const Hop& b) {
     return a.peer != b.peer ? a.peer < b.peer : a.parcel < b.parcel;
   };
+  std::vector<std::vector<Hop>> returning(static_cast<std::size_t>(plan.steps()));
+  for (int id = 0; id < static_cast<int>(parcels); ++id) {
+    if (plan.parcels()[static_cast<std::size_t>(id)].owner != plan.rank()) continue;
+    std::size_t step = 0;
+    for (const int consumer : plan.itinerary(id)) {
+      returning[step].push_back({id, consumer});
+      if (plan.options().schedule == Schedule::ring) ++step;
+    }
+  }
   std::int64_t largest_step_in = 0;
   std::int64_t largest_message = 0;
   for (int s = 1; s <= plan.steps(); ++s) {
     Step step;
     std::vector<Hop> out;
-    for (const Hop& hop : plan.incoming(rank, s)) {
+    for (const Hop& hop : plan.incoming(s)) {
       out.push_back({hop.parcel, plan.parcels()[static_cast<std::size_t>(hop.parcel)].owner});
     }
     std::sort(out.begin(), out.end(), by_peer);
@@ -256,16 +264,7 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape)
         offset += shape_.bytes(id);
       }
     }
-    std::vector<Hop> in;
-    for (std::size_t id = 0; id < parcels; ++id) {
-      const Parcel& parcel = plan.parcels()[id];
-      if (parcel.owner != rank) continue;
-      if (plan.options().schedule == Schedule::gather) {
-        for (int consumer : parcel.itinerary) in.push_back({static_cast<int>(id), consumer});
-      } else if (static_cast<std::size_t>(s) <= parcel.itinerary.size()) {
-        in.push_back({static_cast<int>(id), parcel.itinerary[static_cast<std::size_t>(s - 1)]});
-      }
-    }
+    std::vector<Hop>& in = returning[static_cast<std::size_t>(s - 1)];
     std::sort(in.begin(), in.end(), by_peer);
     step.in = messages(in, shape_);
     largest_step_in = std::max(largest_step_in, lay_out(step.in));
@@ -293,7 +292,7 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelShape shape)
   sends_[0].reserve(most[1]);
   sends_[1].reserve(most[1]);
   for (std::size_t id = 0; id < parcels; ++id) {
-    if (plan.parcels()[id].owner == rank)
+    if (plan.parcels()[id].owner == plan.rank())
       runs_[id] = copy_runs(plan.travelling_placement(), plan.parcels()[id]);
   }
 }

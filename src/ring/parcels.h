@@ -72,7 +72,7 @@ struct Message {
 // slots, forwards. Step s+1 is begun before step s is computed and finished after it.
 class Courier {
  public:
-  Courier(const Plan& plan, int rank, ParcelShape shape);
+  Courier(const Plan& plan, ParcelShape shape);
 
   // Bytes of all buffers, before they exist.
   [[nodiscard]] std::int64_t buffer_bytes() const;
@@ -121,7 +121,7 @@ class Courier {
 // a fixed order.
 class ReturnCourier {
  public:
-  ReturnCourier(const Plan& plan, int rank, ParcelShape shape);
+  ReturnCourier(const Plan& plan, ParcelShape shape);
 
   [[nodiscard]] std::int64_t buffer_bytes() const;
   void allocate();

@@ -121,7 +121,8 @@ void RingAttention::Impl::check_options() const {
 void RingAttention::Impl::make_plans() {
   const auto plan = [&](Schedule s, Travel t) {
     return std::make_unique<Plan>(
-        PlanOptions{options.pattern, options.placement, options.placement, options.kv_heads, s, t});
+        PlanOptions{options.pattern, options.placement, options.placement, options.kv_heads, s, t},
+        rank);
   };
   const auto element = static_cast<std::int64_t>(size_of(options.dtype));
   const std::int64_t key_bytes = options.batch * options.head_dim * 2 * element;
@@ -133,9 +134,10 @@ void RingAttention::Impl::make_plans() {
     key_plan = plan(schedule, Travel::keys);
   } else {
     key_plan = plan(Schedule::ring, Travel::keys);
-    auto gather = plan(Schedule::gather, Travel::keys);
-    schedule = ring::choose_schedule(*key_plan, *gather, options, key_bytes);
-    if (schedule == Schedule::gather) key_plan = std::move(gather);
+    schedule = ring::choose_schedule(*key_plan, options, key_bytes);
+    if (schedule == Schedule::gather) {
+      key_plan = std::make_unique<Plan>(key_plan->with_schedule(schedule));
+    }
   }
   if (!options.backward) return;
   if (options.reproducible) {
@@ -163,19 +165,19 @@ void RingAttention::Impl::make_couriers() {
   const std::int64_t row = options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   const std::int64_t wide_row = options.head_dim * static_cast<std::int64_t>(sizeof(float));
   key_courier =
-      std::make_unique<Courier>(*key_plan, rank, ParcelShape(*key_plan, options.batch, {row, row}));
+      std::make_unique<Courier>(*key_plan, ParcelShape(*key_plan, options.batch, {row, row}));
   if (!options.backward) return;
   if (query_plan != nullptr) {
     const std::int64_t statistics_row = (1 + deltas()) * static_cast<std::int64_t>(sizeof(float));
     query_courier = std::make_unique<Courier>(
-        *query_plan, rank, ParcelShape(*query_plan, options.batch, {row, row, statistics_row}));
+        *query_plan, ParcelShape(*query_plan, options.batch, {row, row, statistics_row}));
   }
   if (options.reproducible) return;
   if (travel == Travel::keys) {
     returns = std::make_unique<ReturnCourier>(
-        *key_plan, rank, ParcelShape(*key_plan, options.batch, {wide_row, wide_row}));
+        *key_plan, ParcelShape(*key_plan, options.batch, {wide_row, wide_row}));
   } else {
-    returns = std::make_unique<ReturnCourier>(*query_plan, rank,
+    returns = std::make_unique<ReturnCourier>(*query_plan,
                                               ParcelShape(*query_plan, options.batch, {wide_row}));
   }
 }
@@ -196,8 +198,8 @@ void RingAttention::Impl::check_limits() const {
 void RingAttention::Impl::make_work() {
   const int threads = pool->threads();
   const auto work = [&](const Plan& plan, int first, int last, WorkKind kind) {
-    return Work(plan, rank, first, last, kind, options.mix_gradient == MixGradient::full,
-                options.batch, options.head_dim, threads);
+    return Work(plan, first, last, kind, options.mix_gradient == MixGradient::full, options.batch,
+                options.head_dim, threads);
   };
   if (options.reproducible) {
     forward_work.push_back(work(*key_plan, 0, key_plan->steps(), WorkKind::forward));

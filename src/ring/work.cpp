@@ -74,10 +74,10 @@ std::int64_t pieces(std::int64_t rows, std::int64_t size) {
 
 }  // namespace
 
-Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, bool share,
+Work::Work(const Plan& plan, int first_step, int last_step, WorkKind kind, bool share,
            std::int64_t batch, int head_dim, int threads)
     : plan_(&plan) {
-  add_groups(rank, first_step, last_step, kind, share, batch, threads);
+  add_groups(first_step, last_step, kind, share, batch, threads);
 
   // Phases: take branches in order and open a new phase when a K/V head is already in use.
   const int ratio = plan.pattern().heads / plan.options().kv_heads;
@@ -111,10 +111,10 @@ Work::Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind k
   turns_ = std::make_unique<std::atomic<std::int32_t>[]>(turn_count_);
 }
 
-void Work::add_groups(int rank, int first_step, int last_step, WorkKind kind, bool share,
-                      std::int64_t batch, int threads) {
+void Work::add_groups(int first_step, int last_step, WorkKind kind, bool share, std::int64_t batch,
+                      int threads) {
   const Pattern& pattern = plan_->pattern();
-  const std::vector<TileGroup> tile_groups = plan_->tile_groups(rank, first_step, last_step);
+  const std::vector<TileGroup> tile_groups = plan_->tile_groups(first_step, last_step);
   const auto selection_of = [&](const TileGroup& tiles) -> const Selection& {
     return plan_->classes()[static_cast<std::size_t>(tiles.head_class)]
         .selections[static_cast<std::size_t>(tiles.selection)];

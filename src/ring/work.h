@@ -82,7 +82,7 @@ class Work {
  public:
   // `share`: compute pairs that several branches have in common once. Must be false where branches
   // are kept apart.
-  Work(const Plan& plan, int rank, int first_step, int last_step, WorkKind kind, bool share,
+  Work(const Plan& plan, int first_step, int last_step, WorkKind kind, bool share,
        std::int64_t batch, int head_dim, int threads);
 
   struct Phase {
@@ -111,8 +111,8 @@ class Work {
   void pass_turn(const WorkItem& item) const;
 
  private:
-  void add_groups(int rank, int first_step, int last_step, WorkKind kind, bool share,
-                  std::int64_t batch, int threads);
+  void add_groups(int first_step, int last_step, WorkKind kind, bool share, std::int64_t batch,
+                  int threads);
   void add_group(WorkGroup group);
   void add_shared_groups(const WorkGroup& like, const PairSharing& sharing, WorkKind kind);
   void add_items(Phase& phase, const std::vector<int>& groups, WorkKind kind, std::int64_t batch,

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 
@@ -15,6 +16,7 @@
 #include "cli/console.h"
 #include "cli/options.h"
 #include "plan/plan_text.h"
+#include "plan/traffic.h"
 #include "ring/agreement.h"
 #include "ring/schedule.h"
 
@@ -26,6 +28,8 @@ constexpr const char* kExamples = R"(Examples:
       who computes and receives how much; nothing is computed or allocated
   annulus plan --tokens 64k --ranks 8 --causal --placement zigzag --svg plan.svg
       a picture to look at in a browser
+  annulus plan --tokens 1000000000 --ranks 4096 --rank 17
+      what one rank of many keeps, sends and receives
   annulus plan --pattern dense --tokens 8k --schedule gather --json
       for scripts
   annulus plan --travel queries
@@ -34,6 +38,7 @@ constexpr const char* kExamples = R"(Examples:
 struct PlanFlags {
   ProblemFlags problem;
   std::string travel = "keys";
+  std::optional<int> rank;  // show this one alone
   std::string svg;
   bool json = false;
 };
@@ -57,17 +62,18 @@ RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
 }
 
 // The plan that RingAttention would make, schedule `auto` resolved by the same rule.
-Plan make_plan(const RingOptions& options, Travel travel) {
+Plan make_plan(const RingOptions& options, Travel travel, int rank) {
   const auto make = [&](Schedule schedule, Travel side) {
-    return Plan({options.pattern, options.placement, options.kv_heads, schedule, side});
+    return Plan(
+        {options.pattern, options.placement, options.placement, options.kv_heads, schedule, side},
+        rank);
   };
-  Schedule schedule = options.reproducible ? Schedule::gather : options.schedule;
-  if (schedule == Schedule::automatic) {
-    schedule = ring::choose_schedule(make(Schedule::ring, Travel::keys),
-                                     make(Schedule::gather, Travel::keys), options,
-                                     row_bytes(options, Travel::keys, false).there);
-  }
-  return make(schedule, travel);
+  const Schedule schedule = options.reproducible ? Schedule::gather : options.schedule;
+  if (schedule != Schedule::automatic) return make(schedule, travel);
+  const Plan keys = make(Schedule::ring, Travel::keys);
+  const Schedule chosen =
+      ring::choose_schedule(keys, options, row_bytes(options, Travel::keys, false).there);
+  return travel == Travel::keys ? keys.with_schedule(chosen) : make(chosen, travel);
 }
 
 // Sent by all ranks, with the records by which they agree on the call: what a transport would
@@ -84,8 +90,9 @@ std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
   // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
   std::int64_t sum = agreement;
   for (const Travel travel : {Travel::keys, Travel::queries}) {
-    const Plan side(
-        {options.pattern, options.placement, options.kv_heads, Schedule::gather, travel});
+    const Plan side({options.pattern, options.placement, options.placement, options.kv_heads,
+                     Schedule::gather, travel},
+                    plan.rank());
     sum += side.total_unit_rows() * row_bytes(options, travel, true).there;
   }
   return sum;
@@ -100,7 +107,7 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
   json["schedule"] = name_of(plan.options().schedule);
   json["travel"] = name_of(travel);
   json["steps"] = plan.steps();
-  json["parcels"] = plan.parcels().size();
+  json["parcels"] = plan.traffic().parcels();
   json["head_classes"] = plan.classes().size();
   json["digest"] = fmt::format("{:016x}", plan.digest());
   json["plan_seconds"] = plan_seconds;
@@ -113,16 +120,15 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
       {"backward_bytes", backward_bytes(options, plan)}};
   json["ranks"] = Json::array();
   for (int rank = 0; rank < plan.ranks(); ++rank) {
-    std::int64_t sent = 0;
-    for (int step = 1; step <= plan.steps(); ++step) {
-      sent += plan.unit_rows(plan.outgoing(rank, step));
-    }
+    if (flags.rank && rank != *flags.rank) continue;
+    const RankTotals& mine = totals.ranks[static_cast<std::size_t>(rank)];
     json["ranks"].push_back({{"rank", rank},
-                             {"tokens", plan.placement().local_tokens(rank)},
-                             {"pairs", totals.work[static_cast<std::size_t>(rank)]},
-                             {"unit_rows_received", plan.received_unit_rows(rank)},
-                             {"unit_rows_sent", sent},
-                             {"largest_step_unit_rows", plan.largest_step_unit_rows(rank)}});
+                             {"tokens", plan.query_placement().local_tokens(rank)},
+                             {"pairs", mine.work},
+                             {"unit_rows_received", mine.received},
+                             {"unit_rows_sent", mine.sent},
+                             {"largest_step_unit_rows", mine.largest_step}});
+    if (flags.rank) json["ranks"].back()["parcels"] = plan.parcels().size();
   }
   json["svg"] = flags.svg.empty() ? Json() : Json(flags.svg);
   json["parameters"] = parameters_json(flags.problem, options);
@@ -155,9 +161,13 @@ int plan_command(const PlanFlags& flags) {
   if (flags.problem.max_communication_bytes) {
     options.limits.communication_bytes = *flags.problem.max_communication_bytes;
   }
+  if (flags.rank && *flags.rank >= options.placement.ranks()) {
+    throw ConfigError(fmt::format("--rank is {}, expected 0..{}: --ranks is {}", *flags.rank,
+                                  options.placement.ranks() - 1, options.placement.ranks()));
+  }
   const Travel travel = flags.travel == "queries" ? Travel::queries : Travel::keys;
   const auto begin = std::chrono::steady_clock::now();
-  const Plan plan = make_plan(options, travel);
+  const Plan plan = make_plan(options, travel, flags.rank.value_or(0));
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   if (!flags.svg.empty()) write_text(flags.svg, plan_svg(plan));
@@ -165,7 +175,7 @@ int plan_command(const PlanFlags& flags) {
     print_json(to_json(flags, options, plan, seconds));
     return kOk;
   }
-  std::string text = plan_table(plan);
+  std::string text = flags.rank ? plan_rank_table(plan) : plan_table(plan);
   if (travel == Travel::keys) {
     text +=
         fmt::format("{:<18} {} in forward\n", "bytes", format_bytes(forward_bytes(options, plan)));
@@ -187,6 +197,9 @@ void add_plan(CLI::App& tool, Action& chosen) {
   const auto flags = std::make_shared<PlanFlags>();
   add_choice(*command, "--travel", flags->travel, {"keys", "queries"},
              "Which rows leave their owner (default keys)");
+  command->add_option("--rank", flags->rank, "Show one rank's view instead of all ranks")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("R");
   command->add_option("--svg", flags->svg, "Write a picture of the plan")->type_name("FILE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   add_pattern_flags(*command, flags->problem);

@@ -177,6 +177,20 @@ TEST_P(KernelTest, MatchesOracleAcrossBlocks) {
   }
 }
 
+// Keys and queries that are counted from different places: a diagonal that is shifted either way,
+// also by so much that rows see nothing or everything.
+TEST_P(KernelTest, ShiftsTheCausalDiagonal) {
+  for (const std::int32_t shift : {-500, -37, -1, 1, 64, 200, 5000}) {
+    SCOPED_TRACE("shift " + std::to_string(shift));
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      TaskData data =
+          random_task(5, dtype, 24, true, progression(3, 2, 190), progression(0, 1, 330));
+      data.shift = shift;
+      expect_close(data, run_task(kernels(), data), oracle(data));
+    }
+  }
+}
+
 TEST_P(KernelTest, WeighsRepeatedPairs) {
   const std::vector<std::vector<Repeat>> lists = {
       {{1, 0}}, {{2, 1}}, {{2, 0}, {4, 2}, {8, 6}, {16, 6}}, {{3, 1}, {6, 1}, {4, 3}}};

@@ -386,5 +386,13 @@ TEST(Placement, PositionOutsideTheShardIsAnError) {
   expect_error([&] { (void)placement.position(-1, 0); }, {"rank -1"});
 }
 
+TEST(Placement, CopiesShareTheirDataAndOnlyCopiesAreTheSame) {
+  const Placement one = Placement::zigzag(100, 4);
+  const Placement copy = one;
+  EXPECT_TRUE(copy.same_as(one));
+  EXPECT_EQ(copy.ranges(2).data(), one.ranges(2).data());
+  EXPECT_FALSE(Placement::zigzag(100, 4).same_as(one));
+}
+
 }  // namespace
 }  // namespace annulus

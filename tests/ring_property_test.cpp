@@ -131,11 +131,11 @@ TEST(RingProperty, RandomConfigurationsMatchTheReference) {
 // ---- traffic -----------------------------------------------------------------------------------
 
 // (step, peer) pairs of a plan's outgoing hops: what may be a message.
-std::map<int, std::int64_t> messages_by_peer(const Plan& plan, int rank) {
+std::map<int, std::int64_t> messages_by_peer(const Plan& plan) {
   std::map<int, std::int64_t> out;
   for (int step = 1; step <= plan.steps(); ++step) {
     std::set<int> peers;
-    for (const Hop& hop : plan.outgoing(rank, step)) peers.insert(hop.peer);
+    for (const Hop& hop : plan.outgoing(step)) peers.insert(hop.peer);
     for (const int peer : peers) ++out[peer];
   }
   return out;
@@ -173,7 +173,7 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
           // peer and step.
           std::int64_t unit_rows = 0;
           for (int step = 1; step <= ring.plan().steps(); ++step) {
-            unit_rows += ring.plan().unit_rows(ring.plan().outgoing(rank, step));
+            unit_rows += ring.plan().unit_rows(ring.plan().outgoing(step));
           }
           EXPECT_EQ(parcels.bytes, unit_rows * row_bytes);
           EXPECT_EQ(returns.messages, 0);
@@ -181,13 +181,13 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
           for (const auto& [key, count] : transport.sent()) {
             if (key.first == ring::kTagParcels) sent[key.second] += count.messages;
           }
-          EXPECT_EQ(sent, messages_by_peer(ring.plan(), rank));
+          EXPECT_EQ(sent, messages_by_peer(ring.plan()));
         } else if (!c.options.reproducible) {
           std::map<int, std::int64_t> sent;
           for (const auto& [key, count] : transport.sent()) {
             if (key.first == ring::kTagParcels) sent[key.second] += count.messages;
           }
-          EXPECT_EQ(sent, messages_by_peer(ring.backward_plan(), rank));
+          EXPECT_EQ(sent, messages_by_peer(ring.backward_plan()));
           // Gradients go straight home: at most one message per owner and step.
           for (const auto& [key, count] : transport.sent()) {
             if (key.first != ring::kTagReturns) continue;

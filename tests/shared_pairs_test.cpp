@@ -29,7 +29,7 @@ struct Count {
 
 // Checks every pair of one head.
 Count check(const Pattern& pattern, std::int64_t tokens, int head) {
-  const std::vector<PairSharing> sharing = share_pairs(pattern, tokens, head);
+  const std::vector<PairSharing> sharing = share_pairs(pattern, {tokens, pattern.mask()}, head);
   EXPECT_EQ(sharing.size(), pattern.branches.size());
   Count total;
   for (std::int64_t query = 0; query < tokens; ++query) {
@@ -93,7 +93,7 @@ TEST(SharedPairs, LongNetSavesAFifth) {
   double pairs = 0;
   double saved = 0;
   for (int head = 0; head < 8; ++head) {
-    const std::vector<PairSharing> sharing = share_pairs(pattern, 131072, head);
+    const std::vector<PairSharing> sharing = share_pairs(pattern, {131072}, head);
     for (std::size_t b = 0; b < sharing.size(); ++b) {
       const double rows = 131072.0 / static_cast<double>(pattern.branches[b].dilation);
       pairs += rows * 2048;
@@ -105,16 +105,27 @@ TEST(SharedPairs, LongNetSavesAFifth) {
 
 TEST(SharedPairs, BranchWithinABranchOfTheSameSegmentsComputesNothing) {
   const Pattern pattern = longnet(1, List{64, 64}, List{1, 2});
-  const std::vector<PairSharing> sharing = share_pairs(pattern, 640, 0);
+  const std::vector<PairSharing> sharing = share_pairs(pattern, {640}, 0);
   EXPECT_EQ(sharing[1].host, 0);
   EXPECT_EQ(sharing[1].host_rows, 32);
   EXPECT_EQ(sharing[0].repeats, (std::vector<Repeat>{{2, 0}}));
 }
 
+TEST(SharedPairs, UnknownMasksAndDifferentSidesShareNothing) {
+  const Pattern pattern = longnet(1, List{64, 64}, List{1, 2});
+  const std::vector<PairSharing> nothing(2);
+  const auto shared = [&](const PairSpace& space) { return share_pairs(pattern, space, 0); };
+  EXPECT_NE(shared({640, {Mask::full, 0}, true}), nothing);
+  EXPECT_NE(shared({640, {Mask::causal, 0}, true}), nothing);
+  EXPECT_EQ(shared({640, {Mask::causal, 1}, true}), nothing);
+  EXPECT_EQ(shared({640, {static_cast<Mask::Kind>(2), 0}, true}), nothing);
+  EXPECT_EQ(shared({640, {Mask::full, 0}, false}), nothing);
+}
+
 TEST(SharedPairs, OtherOffsetsShareNothing) {
   Pattern pattern = longnet(1, List{64, 256}, List{2, 4});
   pattern.branches[1].offset = {1};
-  const std::vector<PairSharing> sharing = share_pairs(pattern, 1024, 0);
+  const std::vector<PairSharing> sharing = share_pairs(pattern, {1024}, 0);
   EXPECT_EQ(sharing[0], PairSharing{});
   EXPECT_EQ(sharing[1], PairSharing{});
 }

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "annulus/mask.h"
+
 namespace annulus {
 
 // Segment length of a branch whose only segment is the whole sequence.
@@ -44,8 +46,10 @@ struct Pattern {
                             std::int64_t key) const {
     return branch.selects(head, query) && branch.selects(head, key) &&
            query / branch.segment_length == key / branch.segment_length &&
-           (!causal || key <= query);
+           mask().allows(query, key);
   }
+  // Of a tile about which nothing more is known.
+  [[nodiscard]] Mask mask() const { return {causal ? Mask::causal : Mask::full, 0}; }
 
   // ConfigError unless every branch is well formed for `heads` heads.
   void validate() const;

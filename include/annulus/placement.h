@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,7 +12,7 @@ namespace annulus {
 
 // Which rank holds which tokens, and in which order. A rank's local token i is the i-th position of
 // its ranges, taken range by range. Every token is held by exactly one rank. Results never depend
-// on the placement.
+// on the placement. An immutable value whose copies share their data: copying costs nothing.
 class Placement {
  public:
   // Neighbouring tokens stay together. Shard sizes are multiples of `align` (except the last one
@@ -34,15 +35,18 @@ class Placement {
   // "contiguous", "zigzag", "striped" or "hilbert"; ConfigError on anything else.
   [[nodiscard]] static Placement named(const std::string& name, std::int64_t tokens, int ranks);
 
-  [[nodiscard]] const std::string& name() const { return name_; }
-  [[nodiscard]] std::int64_t tokens() const { return tokens_; }
-  [[nodiscard]] int ranks() const { return static_cast<int>(ranges_.size()); }
+  [[nodiscard]] const std::string& name() const { return data_->name; }
+  [[nodiscard]] std::int64_t tokens() const { return data_->tokens; }
+  [[nodiscard]] int ranks() const { return static_cast<int>(data_->ranges.size()); }
   [[nodiscard]] std::span<const RowSet> ranges(int rank) const {
-    return ranges_[static_cast<std::size_t>(rank)];
+    return data_->ranges[static_cast<std::size_t>(rank)];
   }
   [[nodiscard]] std::int64_t local_tokens(int rank) const {
-    return local_tokens_[static_cast<std::size_t>(rank)];
+    return data_->local_tokens[static_cast<std::size_t>(rank)];
   }
+  // A copy of the other one, or it of this one. Two placements made separately are never the same,
+  // even where they place all tokens alike.
+  [[nodiscard]] bool same_as(const Placement& other) const { return data_ == other.data_; }
   // Global position of a rank's local token: what rotary embeddings need.
   [[nodiscard]] std::int64_t position(int rank, std::int64_t local) const;
   [[nodiscard]] std::vector<std::int64_t> positions(int rank) const;
@@ -51,11 +55,14 @@ class Placement {
   Placement(std::string name, std::int64_t tokens, std::vector<std::vector<RowSet>> ranges);
   static void check_counts(const char* where, std::int64_t tokens, std::int64_t ranks);
 
-  std::string name_;
-  std::int64_t tokens_ = 0;
-  std::vector<std::vector<RowSet>> ranges_;  // no empty row sets
-  std::vector<std::int64_t> local_tokens_;
-  std::vector<std::vector<std::int64_t>> range_begins_;  // local token at which a range begins
+  struct Data {
+    std::string name;
+    std::int64_t tokens = 0;
+    std::vector<std::vector<RowSet>> ranges;  // no empty row sets
+    std::vector<std::int64_t> local_tokens;
+    std::vector<std::vector<std::int64_t>> range_begins;  // local token at which a range begins
+  };
+  std::shared_ptr<const Data> data_;
 };
 
 struct GridCell {

@@ -1,9 +1,13 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "annulus/mask.h"
 #include "annulus/pattern.h"
 #include "annulus/placement.h"
 #include "annulus/row_set.h"
@@ -24,7 +28,7 @@ enum class Travel : std::uint8_t { keys, queries };
 // or a query head (queries).
 struct Selection {
   struct Member {
-    int unit_slot = 0;  // index into HeadClass::units
+    int unit_index = 0;  // into HeadClass::units
     int q_head = 0;
   };
   int branch = 0;
@@ -46,8 +50,7 @@ struct Parcel {
   int head_class = 0;
   std::vector<RowSet> rows;    // disjoint global positions; storage order is row set by row set
   std::int64_t row_count = 0;  // sum of the counts, per unit
-  std::vector<int> itinerary;  // the ranks that need the rows, in the order in which they get them;
-                               // never the owner
+  int rank_set = 0;            // who needs the rows; parcels share these: see Plan::itinerary
 };
 
 // A parcel on its way in one step.
@@ -57,7 +60,7 @@ struct Hop {
 };
 
 // Rows of a tile and where this rank has them: row i is at store_first + i * store_stride of the
-// local shard (parcel < 0) or of the parcel's rows.
+// local shard of their side (parcel < 0) or of the parcel's rows.
 struct PlacedRows {
   RowSet rows;
   int parcel = -1;
@@ -65,75 +68,129 @@ struct PlacedRows {
   std::int64_t store_stride = 1;
 };
 
-// All tiles of one segment: every query row against every key row (p <= t when the pattern is
-// causal), for every member of one selection. Row sets ascend by first position. A tile in the
-// sense of the design is one pair of row sets in here.
+// All tiles of one segment: every query row against every key row that the mask allows, for every
+// member of one selection. Row sets ascend by first position. A tile in the sense of the design is
+// one pair of row sets in here. `mask` is full where it hides nothing, whatever the pattern says.
 struct TileGroup {
   int head_class = 0;
   int selection = 0;  // index into HeadClass::selections
   std::int64_t segment = 0;
+  Mask mask;
   std::vector<PlacedRows> queries;
   std::vector<PlacedRows> keys;
 };
 
 struct PlanOptions {
   Pattern pattern;
-  Placement placement;
+  Placement queries;  // who holds which query rows, and
+  Placement keys;     // which K/V rows: the same object in self-attention. Lengths may differ
   int kv_heads = 1;
   Schedule schedule = Schedule::ring;  // ring or gather: `automatic` is resolved by choose_schedule
   Travel travel = Travel::keys;
 };
 
-// What moves where in which step, for every rank: a pure function of its options, identical on
-// every rank. Step 0 is local; in step s >= 1 a rank receives the parcels whose itinerary names it
-// at s-1 (ring) or all of them (gather, one step), and computes on them. Its size follows shards,
-// branches and head classes, never tokens x heads.
+// What one rank computes and moves.
+struct RankTotals {
+  double query_pairs = 0.0;   // allowed pairs (branch, head, query, key) whose query it owns
+  double work = 0.0;          // pairs that it computes: the same when keys travel
+  std::int64_t received = 0;  // rows x units over all steps, sent
+  std::int64_t sent = 0;
+  std::int64_t largest_step = 0;  // received in one step
+};
+
+class Traffic;
+
+// What moves where in which step, as one rank sees it. Step 0 is local; in step s >= 1 a rank
+// receives the parcels whose itinerary names it at s-1 (ring) or all of them (gather, one step),
+// and computes on them. All ranks plan alike from the same options: what one sends in a step is
+// what the others expect, in the same order. A view keeps the parcels that its rank owns or needs,
+// and counts of everybody's; it grows with these and with shards, branches and head classes, never
+// with tokens x heads or ranks x ranks.
 class Plan {
  public:
-  explicit Plan(PlanOptions options);
+  Plan(PlanOptions options, int rank);
+  // Every rank's view; parcels are built once. For pictures and tests: all together they are large.
+  [[nodiscard]] static std::vector<Plan> of_all_ranks(const PlanOptions& options);
+  // The same parcels under another schedule; shares them.
+  [[nodiscard]] Plan with_schedule(Schedule schedule) const;
 
   [[nodiscard]] const PlanOptions& options() const { return options_; }
   [[nodiscard]] const Pattern& pattern() const { return options_.pattern; }
-  [[nodiscard]] const Placement& placement() const { return options_.placement; }
-  [[nodiscard]] int ranks() const { return options_.placement.ranks(); }
-  [[nodiscard]] int steps() const {
-    return steps_;
-  }  // communication steps; steps() + 1 compute steps
-  [[nodiscard]] const std::vector<HeadClass>& classes() const { return classes_; }
-  [[nodiscard]] const std::vector<Parcel>& parcels() const { return parcels_; }
+  [[nodiscard]] const Placement& query_placement() const { return options_.queries; }
+  [[nodiscard]] const Placement& key_placement() const { return options_.keys; }
+  // Of the rows that leave their owner, and of those that wait for them.
+  [[nodiscard]] const Placement& travelling_placement() const {
+    return options_.travel == Travel::keys ? options_.keys : options_.queries;
+  }
+  [[nodiscard]] const Placement& staying_placement() const {
+    return options_.travel == Travel::keys ? options_.queries : options_.keys;
+  }
+  [[nodiscard]] bool self_attention() const { return options_.queries.same_as(options_.keys); }
+  [[nodiscard]] int ranks() const { return options_.queries.ranks(); }
+  [[nodiscard]] int rank() const { return rank_; }
+  // Communication steps of the longest itinerary of all ranks; there are steps() + 1 compute steps.
+  [[nodiscard]] int steps() const { return steps_; }
+  [[nodiscard]] const std::vector<HeadClass>& classes() const { return parts_->classes; }
+  // Those that this rank owns or needs, in an order that is the same on every rank.
+  [[nodiscard]] const std::vector<Parcel>& parcels() const { return parts_->parcels; }
+  // The ranks that need a parcel, in the order in which they get it; never the owner.
+  [[nodiscard]] std::vector<int> itinerary(int parcel) const;
+  // The step in which this rank receives a parcel; 0: it is its own.
+  [[nodiscard]] int arrival(int parcel) const;
 
   // Hops of `step` (1..steps()), ordered by (peer, parcel): the order of the rows inside a message.
-  [[nodiscard]] std::vector<Hop> incoming(int rank, int step) const;
-  [[nodiscard]] std::vector<Hop> outgoing(int rank, int step) const;
+  [[nodiscard]] std::span<const Hop> incoming(int step) const;
+  [[nodiscard]] std::span<const Hop> outgoing(int step) const;
 
   // The tiles of steps first_step..last_step taken together, ordered by (branch, class, segment).
   // Keys (or queries) of step 0 are local, of step s those received in s; the other side is always
   // local. Groups without an allowed pair are left out.
-  [[nodiscard]] std::vector<TileGroup> tile_groups(int rank, int first_step, int last_step) const;
+  [[nodiscard]] std::vector<TileGroup> tile_groups(int first_step, int last_step) const;
 
   // Rows x units over all parcels of a hop list.
-  [[nodiscard]] std::int64_t unit_rows(const std::vector<Hop>& hops) const;
-  // Rows x units received by a rank, over all steps; and the largest over single steps.
-  [[nodiscard]] std::int64_t received_unit_rows(int rank) const;
-  [[nodiscard]] std::int64_t largest_step_unit_rows(int rank) const;
-  // Sum over parcels of rows x units x visits: all ranks together.
-  [[nodiscard]] std::int64_t total_unit_rows() const;
+  [[nodiscard]] std::int64_t unit_rows(std::span<const Hop> hops) const;
+  // Rows x units that this rank receives over all steps; and the largest over single steps.
+  [[nodiscard]] std::int64_t received_unit_rows() const;
+  [[nodiscard]] std::int64_t largest_step_unit_rows() const;
   // Allowed pairs (branch, head, query, key) whose query this rank owns.
-  [[nodiscard]] double pairs(int rank) const;
+  [[nodiscard]] double pairs() const;
+
+  // Of all ranks, and the same on all of them. Sum over parcels of rows x units x visits:
+  [[nodiscard]] std::int64_t total_unit_rows() const;
+  [[nodiscard]] std::vector<RankTotals> rank_totals() const;
+  [[nodiscard]] const Traffic& traffic() const { return *parts_->traffic; }
 
   // A stable 64-bit digest of everything that the ranks must agree on.
   [[nodiscard]] std::uint64_t digest() const;
 
  private:
+  struct Parts {  // what does not depend on the schedule
+    std::vector<HeadClass> classes;
+    std::vector<Parcel> parcels;
+    std::shared_ptr<const Traffic> traffic;
+  };
+  struct HopTable {
+    std::vector<Hop> hops;           // step by step
+    std::vector<std::size_t> begin;  // steps + 1
+    [[nodiscard]] std::span<const Hop> of(const char* where, int step) const;
+  };
+  struct StepHop;
+
+  Plan(PlanOptions options, int rank, std::shared_ptr<const Parts> parts);
+  static void check(const PlanOptions& options, int rank);
+  static HopTable make_table(std::vector<StepHop> hops, int steps);
+  void make_hops();
+
   PlanOptions options_;
-  std::vector<HeadClass> classes_;
-  std::vector<Parcel> parcels_;
-  std::vector<std::vector<std::vector<Hop>>> incoming_;  // [rank][step - 1]
-  std::vector<std::vector<std::vector<Hop>>> outgoing_;
+  int rank_ = 0;
   int steps_ = 0;
+  std::shared_ptr<const Parts> parts_;
+  HopTable incoming_;
+  HopTable outgoing_;
 };
 
-// For people: a table of the plan, and a picture of who computes and sends what in which step.
+// For people: a table of all ranks, and a picture of who computes and sends what in which step. Any
+// rank's view will do.
 [[nodiscard]] std::string plan_table(const Plan& plan);
 [[nodiscard]] std::string plan_svg(const Plan& plan);
 

@@ -22,18 +22,18 @@ void check_rank(const Plan& plan, const char* where, int rank) {
       fmt::format("Plan.{}: rank is {}, expected 0..{}", where, rank, plan.ranks() - 1));
 }
 
+// Any rank's, from whatever view: an executor's plan is that of its rank.
+RankTotals totals_of(const Plan& plan, const char* where, int rank) {
+  check_rank(plan, where, rank);
+  return plan.rank_totals()[static_cast<std::size_t>(rank)];
+}
+
 std::int64_t sent_rows(const Plan& plan, int rank) {
-  check_rank(plan, "sent_rows", rank);
-  std::int64_t rows = 0;
-  for (int step = 1; step <= plan.steps(); ++step) {
-    rows += plan.unit_rows(plan.outgoing(rank, step));
-  }
-  return rows;
+  return totals_of(plan, "sent_rows", rank).sent;
 }
 
 std::int64_t received_rows(const Plan& plan, int rank) {
-  check_rank(plan, "received_rows", rank);
-  return plan.received_unit_rows(rank);
+  return totals_of(plan, "received_rows", rank).received;
 }
 
 // Two tensors of head_dim elements; queries bring their log-sum-exp and delta along.
@@ -78,8 +78,9 @@ Args:
                   "which "
                   "knows dtype and head_dim, can choose");
             }
-            new (self)
-                Plan({pattern, placement, heads, parse_schedule(schedule), parse_travel(travel)});
+            new (self) Plan({pattern, placement, placement, heads, parse_schedule(schedule),
+                             parse_travel(travel)},
+                            0);
           },
           nb::arg("pattern"), nb::arg("placement"), nb::kw_only(), nb::arg("kv_heads") = nb::none(),
           nb::arg("schedule") = "ring", nb::arg("travel") = "keys",
@@ -89,7 +90,7 @@ Args:
       .def_prop_ro(
           "pattern", [](const Plan& p) { return p.pattern(); }, "Which pairs are allowed.")
       .def_prop_ro(
-          "placement", [](const Plan& p) { return p.placement(); }, "Who holds which tokens.")
+          "placement", [](const Plan& p) { return p.query_placement(); }, "Who holds which tokens.")
       .def_prop_ro(
           "schedule", [](const Plan& p) { return std::string(name_of(p.options().schedule)); },
           "'ring' or 'gather'.")
@@ -110,10 +111,7 @@ Args:
            "Rows x heads that a rank receives, over all steps.")
       .def(
           "pairs",
-          [](const Plan& plan, int rank) {
-            check_rank(plan, "pairs", rank);
-            return plan.pairs(rank);
-          },
+          [](const Plan& plan, int rank) { return totals_of(plan, "pairs", rank).query_pairs; },
           nb::arg("rank"), "Allowed pairs (branch, head, query, key) whose query a rank owns.")
       .def(
           "sent_bytes",
@@ -138,9 +136,10 @@ Args:
       .def("__str__", &plan_table)
       .def("__repr__", [](const Plan& plan) {
         return fmt::format("<Plan {}, {}: {} tokens on {} ranks, {} schedule, {} travel, {} steps>",
-                           plan.pattern().name, plan.placement().name(), plan.placement().tokens(),
-                           plan.ranks(), name_of(plan.options().schedule),
-                           name_of(plan.options().travel), plan.steps());
+                           plan.pattern().name, plan.query_placement().name(),
+                           plan.query_placement().tokens(), plan.ranks(),
+                           name_of(plan.options().schedule), name_of(plan.options().travel),
+                           plan.steps());
       });
 }
 

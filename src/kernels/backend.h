@@ -78,7 +78,6 @@ struct Stage {
   };
   Kind kind = Kind::forward;
   const Plan* plan = nullptr;
-  int rank = 0;
   int first_step = 0;
   int last_step = 0;
 };

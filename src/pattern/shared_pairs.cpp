@@ -53,10 +53,14 @@ bool worth_sharing(std::int64_t segment_rows, std::int64_t host_rows) {
 
 }  // namespace
 
-std::vector<PairSharing> share_pairs(const Pattern& pattern, std::int64_t tokens, int head) {
+std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& space, int head) {
   const std::size_t count = pattern.branches.size();
   std::vector<PairSharing> sharing(count);
-  if (tokens > std::numeric_limits<std::int32_t>::max()) return sharing;
+  const std::int64_t tokens = space.tokens;
+  const bool known = space.mask == Mask{Mask::full, 0} || space.mask == Mask{Mask::causal, 0};
+  if (!known || !space.same_sides || tokens > std::numeric_limits<std::int32_t>::max()) {
+    return sharing;
+  }
   std::vector<Grid> grids;
   grids.reserve(count);
   for (const Branch& branch : pattern.branches) grids.push_back(grid_of(branch, tokens, head));

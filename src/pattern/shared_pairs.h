@@ -39,9 +39,17 @@ struct PairSharing {
 // Kernels keep a row of weights for every subset of repeats.
 inline constexpr std::size_t kMaxRepeats = 4;
 
-// Which branch computes what, for one query head; one entry per branch. A pure function of the
-// pattern and the sequence length: the ranks of a ring need not agree on it.
-[[nodiscard]] std::vector<PairSharing> share_pairs(const Pattern& pattern, std::int64_t tokens,
+// What the rules of sharing depend on besides the pattern's branches.
+struct PairSpace {
+  std::int64_t tokens = 0;  // of either side
+  Mask mask;                // of the tiles
+  bool same_sides = true;   // queries and keys are the same tokens, placed alike
+};
+
+// Which branch computes what, for one query head; one entry per branch. A pure function of its
+// arguments: the ranks of a ring need not agree on it. Shares nothing where the rules are not known
+// to hold: masks other than full and unshifted causal ones, sides that differ.
+[[nodiscard]] std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& space,
                                                    int head);
 
 }  // namespace annulus

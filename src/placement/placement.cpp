@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -103,21 +104,26 @@ void Placement::check_counts(const char* where, std::int64_t tokens, std::int64_
   }
 }
 
-Placement::Placement(std::string name, std::int64_t tokens, std::vector<std::vector<RowSet>> ranges)
-    : name_(std::move(name)), tokens_(tokens), ranges_(std::move(ranges)) {
-  local_tokens_.reserve(ranges_.size());
-  range_begins_.reserve(ranges_.size());
-  for (std::vector<RowSet>& rank_ranges : ranges_) {
+Placement::Placement(std::string name, std::int64_t tokens,
+                     std::vector<std::vector<RowSet>> ranges) {
+  auto data = std::make_shared<Data>();
+  data->name = std::move(name);
+  data->tokens = tokens;
+  data->ranges = std::move(ranges);
+  data->local_tokens.reserve(data->ranges.size());
+  data->range_begins.reserve(data->ranges.size());
+  for (std::vector<RowSet>& rank_ranges : data->ranges) {
     std::erase_if(rank_ranges, [](const RowSet& rows) { return rows.count == 0; });
-    std::vector<std::int64_t>& begins = range_begins_.emplace_back();
+    std::vector<std::int64_t>& begins = data->range_begins.emplace_back();
     begins.reserve(rank_ranges.size());
     std::int64_t held = 0;
     for (const RowSet& rows : rank_ranges) {
       begins.push_back(held);
       held += rows.count;
     }
-    local_tokens_.push_back(held);
+    data->local_tokens.push_back(held);
   }
+  data_ = std::move(data);
 }
 
 Placement Placement::contiguous(std::int64_t tokens, int ranks, std::int64_t align) {
@@ -210,10 +216,10 @@ std::int64_t Placement::position(int rank, std::int64_t local) const {
             ? "a rank in [0, " + std::to_string(ranks()) + ")"
             : "a local token in [0, " + std::to_string(local_tokens(rank)) + ")";
     throw ConfigError("Placement::position: found rank " + std::to_string(rank) + ", local token " +
-                      std::to_string(local) + ", expected " + expected + ": placement '" + name_ +
-                      "' of " + std::to_string(tokens_) + " tokens");
+                      std::to_string(local) + ", expected " + expected + ": placement '" + name() +
+                      "' of " + std::to_string(tokens()) + " tokens");
   }
-  const std::vector<std::int64_t>& begins = range_begins_[static_cast<std::size_t>(rank)];
+  const std::vector<std::int64_t>& begins = data_->range_begins[static_cast<std::size_t>(rank)];
   const auto after = std::upper_bound(begins.begin(), begins.end(), local);
   const auto range = static_cast<std::size_t>(after - begins.begin()) - 1;
   return ranges(rank)[range][local - begins[range]];

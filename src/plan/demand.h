@@ -1,18 +1,59 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <span>
 #include <vector>
 
-#include "annulus/pattern.h"
-#include "annulus/placement.h"
 #include "annulus/plan.h"
+#include "annulus/row_set.h"
+#include "plan/rank_sets.h"
+#include "plan/selected_rows.h"
 
 namespace annulus {
 
-// Who needs which rows: the parcels of every owner, ordered by (owner, class, first row). Each row
-// set lies in one range of its owner's placement, so it is a strided view of the owner's shard; row
-// sets of a parcel ascend by first position.
-[[nodiscard]] std::vector<Parcel> build_parcels(const Pattern& pattern, const Placement& placement,
-                                                const std::vector<HeadClass>& classes,
-                                                Travel travel);
+// Rows of one range of the owner, in indices into that range: first, first + stride, ... < end.
+// `needed_by` includes the owner. `begin` and `end` are where the reason for the demand starts and
+// stops (a segment, a causal threshold), not where its rows do: demands of different strides then
+// have common boundaries and are not chopped up at their ends.
+struct Demand {
+  int range = 0;
+  int needed_by = 0;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int64_t first = 0;
+  std::int64_t stride = 1;
+
+  [[nodiscard]] RowSet rows_in(std::int64_t from, std::int64_t to) const {
+    const std::int64_t start = first < from ? from + positive_mod(first - from, stride) : first;
+    return {start, start < to ? (to - start - 1) / stride + 1 : 0, stride};
+  }
+
+  // True when `next` simply goes on where this one ends; it is then part of this one.
+  bool extend(const Demand& next) {
+    if (next.range != range || next.needed_by != needed_by || next.begin != end ||
+        next.stride != stride || (next.first - first) % stride != 0) {
+      return false;
+    }
+    end = next.end;
+    return true;
+  }
+};
+
+// What one (branch, offset) demands of every owner, ordered by (owner, range, begin).
+struct SelectionDemands {
+  std::vector<Demand> demands;
+  std::vector<std::size_t> owner_begin;  // ranks + 1
+
+  [[nodiscard]] std::span<const Demand> of(int owner) const {
+    const auto i = static_cast<std::size_t>(owner);
+    return std::span(demands).subspan(owner_begin[i], owner_begin[i + 1] - owner_begin[i]);
+  }
+};
+
+// What one (branch, offset) demands. The placement of the side that travels says who owns a row,
+// that of the other side who needs it.
+[[nodiscard]] SelectionDemands collect_demands(const PlanOptions& options, const Branch& branch,
+                                               std::int64_t offset, RankSets& sets);
 
 }  // namespace annulus

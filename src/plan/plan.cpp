@@ -3,32 +3,22 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
+#include <iterator>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "annulus/error.h"
-#include "plan/demand.h"
-#include "plan/step_work.h"
+#include "plan/build_parcels.h"
+#include "plan/pair_counts.h"
+#include "plan/rank_sets.h"
+#include "plan/traffic.h"
 
 namespace annulus {
 namespace {
-
-void check_options(const PlanOptions& options) {
-  options.pattern.validate();
-  const int heads = options.pattern.heads;
-  if (options.kv_heads < 1 || heads % options.kv_heads != 0) {
-    throw ConfigError("Plan: kv_heads is " + std::to_string(options.kv_heads) +
-                      ", expected a divisor of the pattern's " + std::to_string(heads) +
-                      " query heads");
-  }
-  if (options.schedule != Schedule::ring && options.schedule != Schedule::gather) {
-    throw ConfigError(
-        "Plan: schedule is 'auto', expected 'ring' or 'gather': choose_schedule resolves 'auto'");
-  }
-}
 
 // Units that select the same rows travel together. Classes are in the order of their first unit.
 std::vector<HeadClass> head_classes(const PlanOptions& options) {
@@ -68,51 +58,6 @@ std::vector<HeadClass> head_classes(const PlanOptions& options) {
   return classes;
 }
 
-// Rows x units that arrive in each step at the rank that gets most, summed over the steps of a ring
-// that visits itineraries as they are or backwards: what a ring in lockstep waits for.
-std::int64_t lockstep_rows(const std::vector<HeadClass>& classes,
-                           const std::vector<Parcel>& parcels, int ranks, bool backwards) {
-  std::vector<std::vector<std::int64_t>> arrived;  // [step][rank]
-  for (const Parcel& parcel : parcels) {
-    const std::size_t visits = parcel.itinerary.size();
-    if (arrived.size() < visits) {
-      arrived.resize(visits, std::vector<std::int64_t>(static_cast<std::size_t>(ranks), 0));
-    }
-    const std::size_t units = classes[static_cast<std::size_t>(parcel.head_class)].units.size();
-    for (std::size_t i = 0; i < visits; ++i) {
-      const int rank = parcel.itinerary[backwards ? visits - 1 - i : i];
-      arrived[i][static_cast<std::size_t>(rank)] +=
-          parcel.row_count * static_cast<std::int64_t>(units);
-    }
-  }
-  std::int64_t sum = 0;
-  for (const auto& step : arrived) sum += *std::max_element(step.begin(), step.end());
-  return sum;
-}
-
-using HopTable = std::vector<std::vector<std::vector<Hop>>>;  // [rank][step - 1]
-
-void sort_hops(HopTable& table) {
-  for (auto& steps : table) {
-    for (auto& hops : steps) {
-      std::sort(hops.begin(), hops.end(), [](const Hop& a, const Hop& b) {
-        return std::tie(a.peer, a.parcel) < std::tie(b.peer, b.parcel);
-      });
-    }
-  }
-}
-
-const std::vector<Hop>& hops_of(const char* where, const HopTable& table, int rank, int step) {
-  const int ranks = static_cast<int>(table.size());
-  const int steps = static_cast<int>(table.front().size());
-  if (rank < 0 || rank >= ranks || step < 1 || step > steps) {
-    throw ConfigError(std::string(where) + ": found rank " + std::to_string(rank) + ", step " +
-                      std::to_string(step) + ", expected a rank below " + std::to_string(ranks) +
-                      " and a step within 1.." + std::to_string(steps));
-  }
-  return table[static_cast<std::size_t>(rank)][static_cast<std::size_t>(step) - 1];
-}
-
 // FNV-1a over 64-bit words, lowest byte first: the same on every machine.
 class Fnv1a {
  public:
@@ -128,6 +73,21 @@ class Fnv1a {
  private:
   std::uint64_t hash_ = 0xCBF29CE484222325U;
 };
+
+std::uint64_t digest_of(const Placement& placement) {
+  Fnv1a hash;
+  hash.add(placement.tokens());
+  hash.add(placement.ranks());
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    hash.add_size(placement.ranges(rank).size());
+    for (const RowSet& range : placement.ranges(rank)) {
+      hash.add(range.first);
+      hash.add(range.count);
+      hash.add(range.stride);
+    }
+  }
+  return hash.value();
+}
 
 }  // namespace
 
@@ -145,84 +105,200 @@ const char* name_of(Schedule schedule) noexcept {
 
 const char* name_of(Travel travel) noexcept { return travel == Travel::keys ? "keys" : "queries"; }
 
-Plan::Plan(PlanOptions options) : options_(std::move(options)) {
-  check_options(options_);
-  classes_ = head_classes(options_);
-  parcels_ = build_parcels(pattern(), placement(), classes_, options_.travel);
+void Plan::check(const PlanOptions& options, int rank) {
+  options.pattern.validate();
+  const int heads = options.pattern.heads;
+  if (options.kv_heads < 1 || heads % options.kv_heads != 0) {
+    throw ConfigError("Plan: kv_heads is " + std::to_string(options.kv_heads) +
+                      ", expected a divisor of the pattern's " + std::to_string(heads) +
+                      " query heads");
+  }
+  if (options.queries.ranks() != options.keys.ranks()) {
+    throw ConfigError(
+        "Plan: queries are placed on " + std::to_string(options.queries.ranks()) +
+        " ranks, keys on " + std::to_string(options.keys.ranks()) +
+        ", expected the same number: a rank without rows of one side has empty ranges");
+  }
+  if (options.schedule != Schedule::ring && options.schedule != Schedule::gather) {
+    throw ConfigError(
+        "Plan: schedule is 'auto', expected 'ring' or 'gather': choose_schedule resolves 'auto'");
+  }
+  if (rank < 0 || rank >= options.queries.ranks()) {
+    throw ConfigError("Plan: rank is " + std::to_string(rank) + ", expected 0.." +
+                      std::to_string(options.queries.ranks() - 1));
+  }
+}
 
+Plan::Plan(PlanOptions options, int rank) : options_(std::move(options)), rank_(rank) {
+  check(options_, rank);
+  auto parts = std::make_shared<Parts>();
+  parts->classes = head_classes(options_);
+  BuiltParcels built = build_parcels(options_, parts->classes, rank);
+  parts->parcels = std::move(built.parcels);
+  parts->traffic = std::make_shared<const Traffic>(std::move(built.traffic));
+  parts_ = std::move(parts);
+  make_hops();
+}
+
+Plan::Plan(PlanOptions options, int rank, std::shared_ptr<const Parts> parts)
+    : options_(std::move(options)), rank_(rank), parts_(std::move(parts)) {
+  make_hops();
+}
+
+std::vector<Plan> Plan::of_all_ranks(const PlanOptions& options) {
+  check(options, 0);
+  const std::vector<HeadClass> classes = head_classes(options);
+  BuiltParcels built = build_parcels(options, classes, kEveryRank);
+  const auto traffic = std::make_shared<const Traffic>(std::move(built.traffic));
+  std::vector<Plan> views;
+  for (int rank = 0; rank < options.queries.ranks(); ++rank) {
+    auto parts = std::make_shared<Parts>();
+    parts->classes = classes;
+    parts->traffic = traffic;
+    std::copy_if(
+        built.parcels.begin(), built.parcels.end(), std::back_inserter(parts->parcels),
+        [&](const Parcel& parcel) { return traffic->rank_sets().contains(parcel.rank_set, rank); });
+    views.push_back(Plan(options, rank, std::move(parts)));
+  }
+  return views;
+}
+
+Plan Plan::with_schedule(Schedule schedule) const {
+  PlanOptions options = options_;
+  options.schedule = schedule;
+  check(options, rank_);
+  return Plan(std::move(options), rank_, parts_);
+}
+
+struct Plan::StepHop {
+  int step = 0;
+  Hop hop;
+};
+
+Plan::HopTable Plan::make_table(std::vector<StepHop> hops, int steps) {
+  std::sort(hops.begin(), hops.end(), [](const StepHop& a, const StepHop& b) {
+    return std::tie(a.step, a.hop.peer, a.hop.parcel) < std::tie(b.step, b.hop.peer, b.hop.parcel);
+  });
+  HopTable table;
+  table.hops.reserve(hops.size());
+  table.begin.assign(static_cast<std::size_t>(steps) + 1, 0);
+  for (const StepHop& h : hops) {
+    table.hops.push_back(h.hop);
+    ++table.begin[static_cast<std::size_t>(h.step)];
+  }
+  std::partial_sum(table.begin.begin(), table.begin.end(), table.begin.begin());
+  return table;
+}
+
+// Rank sets hold the owner, too: in cyclic order it is before the first visit and after the last.
+void Plan::make_hops() {
+  steps_ = traffic().steps(options_.schedule);
   const bool ring = options_.schedule == Schedule::ring;
-  // A ring runs upwards unless downwards is better. Causal rows that the ranks below their owner
-  // need (late keys of zigzag shards, all queries) would otherwise all go to rank 0 first: 8 shards
-  // in one step of a zigzag ring of 16, instead of one.
-  if (ring && lockstep_rows(classes_, parcels_, ranks(), true) <
-                  lockstep_rows(classes_, parcels_, ranks(), false)) {
-    for (Parcel& parcel : parcels_) {
-      std::reverse(parcel.itinerary.begin(), parcel.itinerary.end());
-    }
-  }
-  for (const Parcel& parcel : parcels_) {
-    steps_ = std::max(steps_, ring ? static_cast<int>(parcel.itinerary.size()) : 1);
-  }
-  incoming_.assign(static_cast<std::size_t>(ranks()),
-                   std::vector<std::vector<Hop>>(static_cast<std::size_t>(steps_)));
-  outgoing_ = incoming_;
-  for (int p = 0; p < static_cast<int>(parcels_.size()); ++p) {
-    const Parcel& parcel = parcels_[static_cast<std::size_t>(p)];
-    int sender = parcel.owner;
-    std::size_t step = 0;
-    for (const int receiver : parcel.itinerary) {
-      incoming_[static_cast<std::size_t>(receiver)][step].push_back({p, sender});
-      outgoing_[static_cast<std::size_t>(sender)][step].push_back({p, receiver});
-      if (ring) {
-        sender = receiver;
-        ++step;
+  const RankSetList& sets = traffic().rank_sets();
+  std::vector<StepHop> in;
+  std::vector<StepHop> out;
+  for (int p = 0; p < static_cast<int>(parcels().size()); ++p) {
+    const Parcel& parcel = parcels()[static_cast<std::size_t>(p)];
+    const int set = parcel.rank_set;
+    if (!ring) {
+      if (parcel.owner != rank_) {
+        in.push_back({1, {p, parcel.owner}});
+        continue;
       }
+      for (const int receiver : itinerary(p)) out.push_back({1, {p, receiver}});
+      continue;
     }
+    const int step = arrival(p);
+    const bool down = traffic().downwards();
+    const int next = down ? sets.previous(set, rank_) : sets.next(set, rank_);
+    const int before = down ? sets.next(set, rank_) : sets.previous(set, rank_);
+    if (parcel.owner != rank_) in.push_back({step, {p, before}});
+    if (next != parcel.owner) out.push_back({step + 1, {p, next}});
   }
-  sort_hops(incoming_);
-  sort_hops(outgoing_);
+  incoming_ = make_table(std::move(in), steps_);
+  outgoing_ = make_table(std::move(out), steps_);
 }
 
-std::vector<Hop> Plan::incoming(int rank, int step) const {
-  return hops_of("Plan::incoming", incoming_, rank, step);
+std::vector<int> Plan::itinerary(int parcel) const {
+  const Parcel& p = parcels().at(static_cast<std::size_t>(parcel));
+  std::vector<int> visits = traffic().rank_sets().members(p.rank_set);
+  // Cyclic order after the owner, so that the parcels of different owners use different links in a
+  // step.
+  const auto first = visits.erase(std::lower_bound(visits.begin(), visits.end(), p.owner));
+  std::rotate(visits.begin(), first, visits.end());
+  if (options_.schedule == Schedule::ring && traffic().downwards()) {
+    std::reverse(visits.begin(), visits.end());
+  }
+  return visits;
 }
 
-std::vector<Hop> Plan::outgoing(int rank, int step) const {
-  return hops_of("Plan::outgoing", outgoing_, rank, step);
+int Plan::arrival(int parcel) const {
+  const Parcel& p = parcels().at(static_cast<std::size_t>(parcel));
+  if (p.owner == rank_) return 0;
+  if (options_.schedule == Schedule::gather) return 1;
+  const RankSetList& sets = traffic().rank_sets();
+  const int members = sets.count(p.rank_set);
+  // Members from the owner up to, and not with, this rank.
+  int upwards = sets.count(p.rank_set, p.owner, rank_);
+  if (rank_ < p.owner) upwards = members - sets.count(p.rank_set, rank_, p.owner);
+  return traffic().downwards() ? members - upwards : upwards;
 }
 
-std::int64_t Plan::unit_rows(const std::vector<Hop>& hops) const {
+std::span<const Hop> Plan::HopTable::of(const char* where, int step) const {
+  const int steps = static_cast<int>(begin.size()) - 1;
+  if (step < 1 || step > steps) {
+    throw ConfigError(std::string(where) + ": found step " + std::to_string(step) +
+                      ", expected a step within 1.." + std::to_string(steps));
+  }
+  const auto s = static_cast<std::size_t>(step);
+  return std::span(hops).subspan(begin[s - 1], begin[s] - begin[s - 1]);
+}
+
+std::span<const Hop> Plan::incoming(int step) const { return incoming_.of("Plan::incoming", step); }
+std::span<const Hop> Plan::outgoing(int step) const { return outgoing_.of("Plan::outgoing", step); }
+
+std::int64_t Plan::unit_rows(std::span<const Hop> hops) const {
   std::int64_t rows = 0;
   for (const Hop& hop : hops) {
-    const Parcel& parcel = parcels_[static_cast<std::size_t>(hop.parcel)];
-    const HeadClass& head_class = classes_[static_cast<std::size_t>(parcel.head_class)];
+    const Parcel& parcel = parcels()[static_cast<std::size_t>(hop.parcel)];
+    const HeadClass& head_class = classes()[static_cast<std::size_t>(parcel.head_class)];
     rows += parcel.row_count * static_cast<std::int64_t>(head_class.units.size());
   }
   return rows;
 }
 
-std::int64_t Plan::received_unit_rows(int rank) const {
+std::int64_t Plan::received_unit_rows() const { return unit_rows(incoming_.hops); }
+
+std::int64_t Plan::largest_step_unit_rows() const {
   std::int64_t rows = 0;
-  for (const auto& hops : incoming_.at(static_cast<std::size_t>(rank))) rows += unit_rows(hops);
+  for (int step = 1; step <= steps_; ++step) rows = std::max(rows, unit_rows(incoming(step)));
   return rows;
 }
 
-std::int64_t Plan::largest_step_unit_rows(int rank) const {
-  std::int64_t rows = 0;
-  for (const auto& hops : incoming_.at(static_cast<std::size_t>(rank))) {
-    rows = std::max(rows, unit_rows(hops));
+std::int64_t Plan::total_unit_rows() const { return traffic().total_unit_rows(); }
+
+double Plan::pairs() const {
+  return shard_pairs(pattern(), query_placement(), key_placement(), rank_, Travel::keys);
+}
+
+std::vector<RankTotals> Plan::rank_totals() const {
+  std::vector<RankTotals> totals(static_cast<std::size_t>(ranks()));
+  for (int rank = 0; rank < ranks(); ++rank) {
+    const auto pairs = [&](Travel travel) {
+      return shard_pairs(pattern(), query_placement(), key_placement(), rank, travel);
+    };
+    RankTotals& t = totals[static_cast<std::size_t>(rank)];
+    t.query_pairs = pairs(Travel::keys);
+    t.work = options_.travel == Travel::keys ? t.query_pairs : pairs(Travel::queries);
   }
-  return rows;
-}
-
-std::int64_t Plan::total_unit_rows() const {
-  std::int64_t rows = 0;
-  for (int rank = 0; rank < ranks(); ++rank) rows += received_unit_rows(rank);
-  return rows;
-}
-
-double Plan::pairs(int rank) const {
-  return shard_pairs(pattern(), placement(), rank, Travel::keys);
+  traffic().for_each_step(options_.schedule, [&](auto received, auto sent) {
+    for (std::size_t i = 0; i < totals.size(); ++i) {
+      totals[i].received += received[i];
+      totals[i].sent += sent[i];
+      totals[i].largest_step = std::max(totals[i].largest_step, received[i]);
+    }
+  });
+  return totals;
 }
 
 std::uint64_t Plan::digest() const {
@@ -238,16 +314,10 @@ std::uint64_t Plan::digest() const {
     hash.add(branch.dilation);
     for (const std::int64_t offset : branch.offset) hash.add(offset);
   }
-  hash.add(placement().tokens());
-  hash.add(ranks());
-  for (int rank = 0; rank < ranks(); ++rank) {
-    hash.add_size(placement().ranges(rank).size());
-    for (const RowSet& range : placement().ranges(rank)) {
-      hash.add(range.first);
-      hash.add(range.count);
-      hash.add(range.stride);
-    }
-  }
+  // By content: one rank may pass the same object twice, another two that are alike.
+  const std::uint64_t query_digest = digest_of(query_placement());
+  hash.add(query_digest);
+  hash.add(self_attention() ? query_digest : digest_of(key_placement()));
   hash.add(options_.kv_heads);
   hash.add(static_cast<int>(options_.schedule));
   hash.add(static_cast<int>(options_.travel));

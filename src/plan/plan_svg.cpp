@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "annulus/plan.h"
+#include "plan/pair_counts.h"
 #include "plan/plan_text.h"
-#include "plan/step_work.h"
 #include "plan/svg_canvas.h"
 
 namespace annulus {
@@ -94,7 +94,7 @@ struct Layout {
 // The token axis from top to bottom, in thin strips. A strip is divided among the ranks that own
 // its tokens: contiguous shards give blocks, striped ones stripes.
 void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
-  const Placement& placement = plan.placement();
+  const Placement& placement = plan.travelling_placement();
   const std::int64_t tokens = placement.tokens();
   const auto strips = std::min(tokens, static_cast<std::int64_t>(at.grid_height / 2.0));
   std::vector<std::int64_t> cuts;
@@ -144,7 +144,7 @@ void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
 // One column per branch: its segments next to the tokens they hold, paler where dilation selects
 // fewer.
 void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
-  const std::int64_t tokens = plan.placement().tokens();
+  const std::int64_t tokens = plan.travelling_placement().tokens();
   const std::size_t branches = plan.pattern().branches.size();
   canvas.text(at.branch_left, at.header, 11, branches == 1 ? "branch" : "branches", "start",
               kMuted);
@@ -225,40 +225,41 @@ void draw_cells(Canvas& canvas, const Plan& plan, const Layout& at, const Work& 
   }
 }
 
-struct Flow {
+struct Arrow {
   int sender = 0;
   int receiver = 0;
   std::int64_t rows = 0;
 };
 
 // What every pair of ranks exchanges in a step, all parcels together.
-std::vector<std::vector<Flow>> flows_by_step(const Plan& plan) {
-  std::vector<std::vector<Flow>> flows(static_cast<std::size_t>(plan.steps()) + 1);
-  for (int step = 1; step <= plan.steps(); ++step) {
-    for (int rank = 0; rank < plan.ranks(); ++rank) {
+std::vector<std::vector<Arrow>> arrows_by_step(const std::vector<Plan>& views) {
+  const int steps = views.front().steps();
+  std::vector<std::vector<Arrow>> arrows(static_cast<std::size_t>(steps) + 1);
+  for (int step = 1; step <= steps; ++step) {
+    for (const Plan& view : views) {
       std::map<int, std::vector<Hop>> by_peer;
-      for (const Hop& hop : plan.outgoing(rank, step)) by_peer[hop.peer].push_back(hop);
+      for (const Hop& hop : view.outgoing(step)) by_peer[hop.peer].push_back(hop);
       for (const auto& [peer, hops] : by_peer) {
-        flows[static_cast<std::size_t>(step)].push_back({rank, peer, plan.unit_rows(hops)});
+        arrows[static_cast<std::size_t>(step)].push_back({view.rank(), peer, view.unit_rows(hops)});
       }
     }
   }
-  return flows;
+  return arrows;
 }
 
 // Between the columns of two steps, from sender to receiver, as wide as there are rows. Several
 // arrows at one cell are fanned out in the order of their other ends.
-void draw_flows(Canvas& canvas, const Plan& plan, const Layout& at,
-                const std::vector<std::vector<Flow>>& flows, std::int64_t most_rows) {
+void draw_arrows(Canvas& canvas, const std::vector<Plan>& views, const Layout& at,
+                 const std::vector<std::vector<Arrow>>& by_step, std::int64_t most_rows) {
   const double widest = std::clamp(at.cell_height / 10.0, 0.6, 5.0);
   const double head = at.labels ? 7.0 : at.ranks <= 32 ? 4.0 : 0.0;
-  for (int step = 1; step <= plan.steps(); ++step) {
-    std::vector<Flow> arrows = flows[static_cast<std::size_t>(step)];
+  for (int step = 1; step <= at.steps; ++step) {
+    const std::vector<Arrow>& arrows = by_step[static_cast<std::size_t>(step)];
     std::vector<int> sent(static_cast<std::size_t>(at.ranks), 0);
     std::vector<int> received(sent);
-    for (const Flow& flow : arrows) {
-      ++sent[static_cast<std::size_t>(flow.sender)];
-      ++received[static_cast<std::size_t>(flow.receiver)];
+    for (const Arrow& arrow : arrows) {
+      ++sent[static_cast<std::size_t>(arrow.sender)];
+      ++received[static_cast<std::size_t>(arrow.receiver)];
     }
     std::vector<int> nth_sent(sent.size(), 0);
     std::vector<int> nth_received(sent.size(), 0);
@@ -267,18 +268,19 @@ void draw_flows(Canvas& canvas, const Plan& plan, const Layout& at,
       return at.row(rank) + at.cell_height * ++nth[r] / (count[r] + 1.0);
     };
     // Sorted by sender, then receiver, as they were made: both fans open in order.
-    for (const Flow& flow : arrows) {
-      const double share = static_cast<double>(flow.rows) / static_cast<double>(most_rows);
-      const double from = spread(flow.sender, sent, nth_sent);
-      const double to = spread(flow.receiver, received, nth_received);
+    for (const Arrow& arrow : arrows) {
+      const double share = static_cast<double>(arrow.rows) / static_cast<double>(most_rows);
+      const double from = spread(arrow.sender, sent, nth_sent);
+      const double to = spread(arrow.receiver, received, nth_received);
       const double x1 = at.column(step - 1) + at.cell_width + (at.labels ? 3 : 1);
       canvas.arrow(x1, from, at.column(step) - (at.labels ? 3 : 1), to,
-                   rank_color(flow.sender, at.ranks), std::max(0.12 * widest, share * widest),
+                   rank_color(arrow.sender, at.ranks), std::max(0.12 * widest, share * widest),
                    head);
     }
     if (at.ranks > 8) continue;
     for (int rank = 0; rank < at.ranks; ++rank) {  // what the cell's rows cost, above its corner
-      const std::int64_t rows = plan.unit_rows(plan.incoming(rank, step));
+      const Plan& view = views[static_cast<std::size_t>(rank)];
+      const std::int64_t rows = view.unit_rows(view.incoming(step));
       if (rows == 0) continue;
       canvas.text(at.column(step) + at.cell_width / 2, at.row(rank) - 4, 9.5,
                   readable(rows) + " rows in", "middle", kMuted);
@@ -286,7 +288,7 @@ void draw_flows(Canvas& canvas, const Plan& plan, const Layout& at,
   }
 }
 
-void draw_totals(Canvas& canvas, const Plan& plan, const Layout& at, const Work& work) {
+void draw_totals(Canvas& canvas, const PlanTotals& totals, const Layout& at, const Work& work) {
   const double bar_left = at.totals_left;
   const double bar_width = 64;
   const double rows_right = bar_left + bar_width + 140;
@@ -309,7 +311,8 @@ void draw_totals(Canvas& canvas, const Plan& plan, const Layout& at, const Work&
     if (!at.labels && rank % 8 != 0) continue;
     canvas.text(bar_left + bar_width + 56, middle + 4, 10.5,
                 percent(work.total > 0.0 ? pairs / work.total : 0.0), "end");
-    canvas.text(rows_right, middle + 4, 10.5, with_commas(plan.received_unit_rows(rank)), "end");
+    canvas.text(rows_right, middle + 4, 10.5,
+                with_commas(totals.ranks[static_cast<std::size_t>(rank)].received), "end");
   }
 }
 
@@ -344,17 +347,18 @@ std::string plan_svg(const Plan& plan) {
   const Layout at(plan);
   const PlanTotals totals = plan_totals(plan);
   Work work;
-  for (int rank = 0; rank < plan.ranks(); ++rank) {
-    work.pairs.push_back(pairs_by_step(plan, rank));
+  const std::vector<Plan> views = Plan::of_all_ranks(plan.options());
+  for (const Plan& view : views) {
+    work.pairs.push_back(pairs_by_step(view));
     for (const double pairs : work.pairs.back()) {
       work.total += pairs;
       work.largest = std::max(work.largest, pairs);
     }
   }
-  const std::vector<std::vector<Flow>> flows = flows_by_step(plan);
+  const std::vector<std::vector<Arrow>> arrows = arrows_by_step(views);
   std::int64_t most_rows = 0;
-  for (const std::vector<Flow>& step : flows) {
-    for (const Flow& flow : step) most_rows = std::max(most_rows, flow.rows);
+  for (const std::vector<Arrow>& step : arrows) {
+    for (const Arrow& arrow : step) most_rows = std::max(most_rows, arrow.rows);
   }
 
   Canvas canvas;
@@ -369,9 +373,9 @@ std::string plan_svg(const Plan& plan) {
               "start", kMuted);
   draw_tokens(canvas, plan, at);
   draw_branches(canvas, plan, at);
-  draw_flows(canvas, plan, at, flows, most_rows);
+  draw_arrows(canvas, views, at, arrows, most_rows);
   draw_cells(canvas, plan, at, work);
-  draw_totals(canvas, plan, at, work);
+  draw_totals(canvas, totals, at, work);
   draw_legend(canvas, plan, at, work, most_rows);
   return canvas.finish(at.width, at.height);
 }

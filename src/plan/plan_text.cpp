@@ -4,45 +4,51 @@
 
 #include <algorithm>
 
-#include "plan/step_work.h"
-
 namespace annulus {
 
 PlanTotals plan_totals(const Plan& plan) {
   PlanTotals totals;
+  totals.ranks = plan.rank_totals();
   double largest = 0.0;
-  for (int rank = 0; rank < plan.ranks(); ++rank) {
-    const double work = shard_pairs(plan.pattern(), plan.placement(), rank, plan.options().travel);
-    totals.work.push_back(work);
-    totals.pairs += work;
-    largest = std::max(largest, work);
+  for (const RankTotals& rank : totals.ranks) {
+    totals.pairs += rank.work;
+    largest = std::max(largest, rank.work);
   }
   if (largest > 0.0) totals.balance = totals.pairs / plan.ranks() / largest;
   totals.moved = plan.total_unit_rows();
   const int units =
       plan.options().travel == Travel::keys ? plan.options().kv_heads : plan.pattern().heads;
-  totals.all_gather = plan.placement().tokens() * (plan.ranks() - 1) * units;
+  totals.all_gather = plan.travelling_placement().tokens() * (plan.ranks() - 1) * units;
   return totals;
 }
 
 std::string plan_title(const Plan& plan) {
   const Pattern& pattern = plan.pattern();
-  return fmt::format("{}{}: {} tokens, {} query head{}, {} K/V head{}",
-                     pattern.name.empty() ? "pattern" : pattern.name,
-                     pattern.causal ? ", causal" : "", with_commas(plan.placement().tokens()),
-                     pattern.heads, pattern.heads == 1 ? "" : "s", plan.options().kv_heads,
-                     plan.options().kv_heads == 1 ? "" : "s");
+  std::string tokens = with_commas(plan.query_placement().tokens()) + " tokens";
+  if (!plan.self_attention()) {
+    tokens += fmt::format(" against {}", with_commas(plan.key_placement().tokens()));
+  }
+  return fmt::format(
+      "{}{}: {}, {} query head{}, {} K/V head{}", pattern.name.empty() ? "pattern" : pattern.name,
+      pattern.causal ? ", causal" : "", tokens, pattern.heads, pattern.heads == 1 ? "" : "s",
+      plan.options().kv_heads, plan.options().kv_heads == 1 ? "" : "s");
 }
 
 std::string plan_subtitle(const Plan& plan) {
-  return fmt::format("{} placement on {} rank{}, {} schedule, {} travel", plan.placement().name(),
-                     plan.ranks(), plan.ranks() == 1 ? "" : "s", name_of(plan.options().schedule),
+  std::string placement = plan.query_placement().name() + " placement";
+  if (!plan.self_attention()) placement += " against " + plan.key_placement().name();
+  return fmt::format("{} on {} rank{}, {} schedule, {} travel", placement, plan.ranks(),
+                     plan.ranks() == 1 ? "" : "s", name_of(plan.options().schedule),
                      name_of(plan.options().travel));
+}
+
+std::int64_t longer_side(const Plan& plan) {
+  return std::max(plan.query_placement().tokens(), plan.key_placement().tokens());
 }
 
 std::string branch_label(const Plan& plan, std::size_t branch) {
   const Branch& b = plan.pattern().branches[branch];
-  if (b.segment_length >= plan.placement().tokens()) {
+  if (b.segment_length >= longer_side(plan)) {
     return fmt::format("whole sequence, dilation {}", b.dilation);
   }
   return fmt::format("segments of {}, dilation {}", with_commas(b.segment_length), b.dilation);

@@ -9,17 +9,21 @@
 
 namespace annulus {
 
-// What the table and the picture of a plan say in the same words.
+// What the tables and the picture of a plan say in the same words.
+
+// What the plan's rank computes, keeps, sends and receives.
+[[nodiscard]] std::string plan_rank_table(const Plan& plan);
 
 struct PlanTotals {
-  std::vector<double> work;     // pairs that each rank computes
-  double pairs = 0.0;           // their sum
+  std::vector<RankTotals> ranks;
+  double pairs = 0.0;           // that they compute together
   double balance = 1.0;         // mean over largest of the work
   std::int64_t moved = 0;       // rows x units
   std::int64_t all_gather = 0;  // rows x units if every rank got every row
 };
 [[nodiscard]] PlanTotals plan_totals(const Plan& plan);
 
+[[nodiscard]] std::int64_t longer_side(const Plan& plan);  // tokens of the longer side
 [[nodiscard]] std::string plan_title(const Plan& plan);
 [[nodiscard]] std::string plan_subtitle(const Plan& plan);
 [[nodiscard]] std::string branch_label(const Plan& plan, std::size_t branch);

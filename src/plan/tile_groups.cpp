@@ -26,7 +26,7 @@ PlacedRows place(const RowSet& base, const RowSet& elements, int parcel, std::in
           stride};
 }
 
-// The rows of a shard that one (branch, offset) selects, by segment.
+// The rows of one side of a shard that one (branch, offset) selects, by segment.
 class ShardRows {
  public:
   struct Segment {
@@ -67,6 +67,11 @@ class ShardRows {
   [[nodiscard]] std::span<const PlacedRows> rows(const Segment& segment) const {
     return std::span(rows_).subspan(segment.begin, segment.end - segment.begin);
   }
+  [[nodiscard]] std::span<const PlacedRows> rows_in(std::int64_t segment) const {
+    const std::size_t i = find(segment);
+    if (i == segments_.size() || segments_[i].segment != segment) return {};
+    return rows(segments_[i]);
+  }
   // Index of the first segment that is not before `segment`.
   [[nodiscard]] std::size_t find(std::int64_t segment) const {
     const auto found =
@@ -87,7 +92,7 @@ class GuestRows {
             const ShardRows& shard)
       : begin_(shard.segments().size() + 1, 0) {
     if (shard.segments().empty()) return;  // striped shards select all or nothing
-    const bool causal = plan.pattern().causal;
+    const bool causal = plan.pattern().mask().kind == Mask::causal;
     const bool keys_travel = plan.options().travel == Travel::keys;
     std::vector<std::pair<std::size_t, PlacedRows>> found;
     for (const int p : parcels) {
@@ -137,54 +142,76 @@ bool trim_causal(TileGroup& group) {
   return true;  // the last query sees the first key
 }
 
+// Full where every row sees every other: later devices skip the comparison then.
+Mask mask_of(const TileGroup& group, const Mask& mask) {
+  if (mask.kind == Mask::full) return mask;
+  const std::int64_t first_query = group.queries.front().rows.first;
+  const bool hides = std::any_of(group.keys.begin(), group.keys.end(), [&](const PlacedRows& k) {
+    return !mask.allows(first_query, k.rows.last());
+  });
+  return hides ? mask : Mask{};
+}
+
 }  // namespace
 
-std::vector<TileGroup> Plan::tile_groups(int rank, int first_step, int last_step) const {
-  if (rank < 0 || rank >= ranks() || first_step < 0 || last_step > steps()) {
-    throw ConfigError("Plan::tile_groups: found rank " + std::to_string(rank) + ", steps " +
-                      std::to_string(first_step) + ".." + std::to_string(last_step) +
-                      ", expected a rank below " + std::to_string(ranks()) +
-                      " and steps within 0.." + std::to_string(steps()));
+std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
+  if (first_step < 0 || last_step > steps()) {
+    throw ConfigError("Plan::tile_groups: found steps " + std::to_string(first_step) + ".." +
+                      std::to_string(last_step) + ", expected steps within 0.." +
+                      std::to_string(steps()));
   }
-  std::vector<std::vector<int>> received(classes_.size());  // parcels by class
+  std::vector<std::vector<int>> received(classes().size());  // parcels by class
   for (int step = std::max(first_step, 1); step <= last_step; ++step) {
-    for (const Hop& hop :
-         incoming_[static_cast<std::size_t>(rank)][static_cast<std::size_t>(step) - 1]) {
-      const Parcel& parcel = parcels_[static_cast<std::size_t>(hop.parcel)];
+    for (const Hop& hop : incoming(step)) {
+      const Parcel& parcel = parcels()[static_cast<std::size_t>(hop.parcel)];
       received[static_cast<std::size_t>(parcel.head_class)].push_back(hop.parcel);
     }
   }
 
   std::vector<TileGroup> groups;
+  const Mask mask = pattern().mask();
   const bool keys_travel = options_.travel == Travel::keys;
   const bool with_local = first_step == 0 && last_step >= 0;
   for (std::size_t b = 0; b < pattern().branches.size(); ++b) {
-    std::map<std::int64_t, ShardRows> shards;  // by offset: classes share them
-    for (std::size_t c = 0; c < classes_.size(); ++c) {
+    // By offset: classes share them. In self-attention one serves both sides.
+    std::map<std::int64_t, ShardRows> shards;
+    std::map<std::int64_t, ShardRows> travelling_shards;
+    for (std::size_t c = 0; c < classes().size(); ++c) {
       const std::size_t class_begin = groups.size();
       int selections = 0;
-      for (std::size_t s = 0; s < classes_[c].selections.size(); ++s) {
-        const Selection& selection = classes_[c].selections[s];
+      for (std::size_t s = 0; s < classes()[c].selections.size(); ++s) {
+        const Selection& selection = classes()[c].selections[s];
         if (static_cast<std::size_t>(selection.branch) != b) continue;
         if (!with_local && received[c].empty()) continue;
         ++selections;
-        const SelectedRows selected(pattern().branches[b], selection.offset, placement().tokens());
-        const ShardRows& shard =
-            shards.try_emplace(selection.offset, placement().ranges(rank), selected).first->second;
-        const GuestRows guests(*this, received[c], selected, shard);
+        const auto selected_on = [&](const Placement& side) {
+          return SelectedRows(pattern().branches[b], selection.offset, side.tokens());
+        };
+        const auto shard_of = [&](const Placement& side, auto& made) -> const ShardRows& {
+          return made.try_emplace(selection.offset, side.ranges(rank_), selected_on(side))
+              .first->second;
+        };
+        const ShardRows& shard = shard_of(staying_placement(), shards);
+        const ShardRows& home =
+            self_attention() ? shard : shard_of(travelling_placement(), travelling_shards);
+        const GuestRows guests(*this, received[c], selected_on(travelling_placement()), shard);
         for (std::size_t i = 0; i < shard.segments().size(); ++i) {
           const std::span<const PlacedRows> arrived = guests.rows(i);
-          if (!with_local && arrived.empty()) continue;
           const ShardRows::Segment& here = shard.segments()[i];
-          const std::span<const PlacedRows> local = shard.rows(here);
-          TileGroup group{static_cast<int>(c), static_cast<int>(s), here.segment, {}, {}};
-          (keys_travel ? group.queries : group.keys).assign(local.begin(), local.end());
+          const std::span<const PlacedRows> local =
+              with_local ? home.rows_in(here.segment) : std::span<const PlacedRows>();
+          if (local.empty() && arrived.empty()) continue;
+          const std::span<const PlacedRows> waiting = shard.rows(here);
+          TileGroup group{static_cast<int>(c), static_cast<int>(s), here.segment, {}, {}, {}};
+          (keys_travel ? group.queries : group.keys).assign(waiting.begin(), waiting.end());
           std::vector<PlacedRows>& travelling = keys_travel ? group.keys : group.queries;
-          travelling.reserve(arrived.size() + (with_local ? local.size() : 0));
-          if (with_local) travelling.assign(local.begin(), local.end());
+          travelling.reserve(arrived.size() + local.size());
+          travelling.assign(local.begin(), local.end());
           travelling.insert(travelling.end(), arrived.begin(), arrived.end());
           if (!arrived.empty()) std::sort(travelling.begin(), travelling.end(), earlier);
-          if (!pattern().causal || trim_causal(group)) groups.push_back(std::move(group));
+          if (mask.kind == Mask::causal && !trim_causal(group)) continue;
+          group.mask = mask_of(group, mask);
+          groups.push_back(std::move(group));
         }
       }
       if (selections > 1) {  // several offsets of one branch: the order is by segment first

@@ -7,7 +7,7 @@
 
 namespace annulus::ring {
 
-std::vector<Envelope> envelopes(const std::vector<Hop>& hops, const ParcelLayout& layout) {
+std::vector<Envelope> envelopes(std::span<const Hop> hops, const ParcelLayout& layout) {
   std::vector<Envelope> out;
   for (const Hop& hop : hops) {
     if (out.empty() || out.back().peer != hop.peer) out.push_back({hop.peer, {}, 0, 0});
@@ -26,7 +26,7 @@ std::int64_t lay_out(std::vector<Envelope>& list) {
   return offset;
 }
 
-Courier::Courier(const Plan& plan, int rank, ParcelLayout layout, Link& link)
+Courier::Courier(const Plan& plan, ParcelLayout layout, Link& link)
     : plan_(&plan), layout_(std::move(layout)), link_(&link) {
   const std::size_t parcels = plan.parcels().size();
   outbox_offset_.assign(parcels, -1);
@@ -35,18 +35,18 @@ Courier::Courier(const Plan& plan, int rank, ParcelLayout layout, Link& link)
   std::vector<ParcelCopy> own;
   for (std::size_t id = 0; id < parcels; ++id) {
     const Parcel& parcel = plan.parcels()[id];
-    if (parcel.owner != rank) continue;
-    own.push_back(
-        {static_cast<int>(id), outbox_bytes_,
-         std::make_shared<const std::vector<CopyRun>>(copy_runs(plan.placement(), parcel))});
+    if (parcel.owner != plan.rank()) continue;
+    own.push_back({static_cast<int>(id), outbox_bytes_,
+                   std::make_shared<const std::vector<CopyRun>>(
+                       copy_runs(plan.travelling_placement(), parcel))});
     outbox_offset_[id] = outbox_bytes_;
     outbox_bytes_ += layout_.bytes(static_cast<int>(id));
   }
   own_ = link.backend().compile(layout_, std::move(own));
   for (int s = 1; s <= plan.steps(); ++s) {
     Step step;
-    step.in = envelopes(plan.incoming(rank, s), layout_);
-    step.out = envelopes(plan.outgoing(rank, s), layout_);
+    step.in = envelopes(plan.incoming(s), layout_);
+    step.out = envelopes(plan.outgoing(s), layout_);
     const int slot = s % 2;
     slot_bytes_[slot] = std::max(slot_bytes_[slot], lay_out(step.in));
     for (const Envelope& envelope : step.in) {

@@ -19,7 +19,7 @@ struct Envelope {
   std::int64_t bytes = 0;
 };
 // Hops to one peer follow each other: they make one message.
-[[nodiscard]] std::vector<Envelope> envelopes(const std::vector<Hop>& hops,
+[[nodiscard]] std::vector<Envelope> envelopes(std::span<const Hop> hops,
                                               const ParcelLayout& layout);
 // Lays them out one after the other; returns the total.
 std::int64_t lay_out(std::vector<Envelope>& list);
@@ -28,7 +28,7 @@ std::int64_t lay_out(std::vector<Envelope>& list);
 // slots, forwards. Step s+1 is begun before step s is computed and finished after it.
 class Courier {
  public:
-  Courier(const Plan& plan, int rank, ParcelLayout layout, Link& link);
+  Courier(const Plan& plan, ParcelLayout layout, Link& link);
 
   // Bytes of all buffers, before they exist.
   [[nodiscard]] std::int64_t buffer_bytes() const;

@@ -152,7 +152,8 @@ void RingAttention::Impl::make_plans() {
 
   const auto plan = [&](Schedule s, Travel t) {
     return std::make_unique<Plan>(
-        PlanOptions{options.pattern, options.placement, options.kv_heads, s, t});
+        PlanOptions{options.pattern, options.placement, options.placement, options.kv_heads, s, t},
+        rank);
   };
   const auto element = static_cast<std::int64_t>(size_of(options.dtype));
   const std::int64_t key_bytes = options.batch * options.head_dim * 2 * element;
@@ -164,9 +165,9 @@ void RingAttention::Impl::make_plans() {
     key_plan = plan(schedule, Travel::keys);
   } else {
     key_plan = plan(Schedule::ring, Travel::keys);
-    auto gather = plan(Schedule::gather, Travel::keys);
-    schedule = ring::choose_schedule(*key_plan, *gather, options, key_bytes);
-    if (schedule == Schedule::gather) key_plan = std::move(gather);
+    schedule = ring::choose_schedule(*key_plan, options, key_bytes);
+    if (schedule == Schedule::gather)
+      key_plan = std::make_unique<Plan>(key_plan->with_schedule(schedule));
   }
   if (!options.backward) return;
   if (options.reproducible) {
@@ -197,20 +198,19 @@ void RingAttention::Impl::make_couriers() {
   const auto layout = [&](const Plan& plan, std::vector<std::int64_t> sections) {
     return ParcelLayout(plan, options.batch, std::move(sections));
   };
-  key_courier = std::make_unique<Courier>(*key_plan, rank, layout(*key_plan, {row, row}), *link);
+  key_courier = std::make_unique<Courier>(*key_plan, layout(*key_plan, {row, row}), *link);
   if (!options.backward) return;
   if (query_plan != nullptr) {
     const std::int64_t statistics_row =
         (1 + computation.deltas()) * static_cast<std::int64_t>(sizeof(float));
     query_courier = std::make_unique<Courier>(
-        *query_plan, rank, layout(*query_plan, {row, row, statistics_row}), *link);
+        *query_plan, layout(*query_plan, {row, row, statistics_row}), *link);
   }
   if (options.reproducible) return;
-  returns = travel == Travel::keys
-                ? std::make_unique<ReturnCourier>(*key_plan, rank,
-                                                  layout(*key_plan, {wide_row, wide_row}), *link)
-                : std::make_unique<ReturnCourier>(*query_plan, rank,
-                                                  layout(*query_plan, {wide_row}), *link);
+  returns = travel == Travel::keys ? std::make_unique<ReturnCourier>(
+                                         *key_plan, layout(*key_plan, {wide_row, wide_row}), *link)
+                                   : std::make_unique<ReturnCourier>(
+                                         *query_plan, layout(*query_plan, {wide_row}), *link);
 }
 
 std::int64_t RingAttention::Impl::communication_bytes() const {
@@ -235,7 +235,7 @@ void RingAttention::Impl::make_engine() {
   std::vector<Stage> forward;
   std::vector<Stage> backward;
   const auto stage = [&](Stage::Kind kind, const Plan& plan, int first, int last) {
-    return Stage{kind, &plan, rank, first, last};
+    return Stage{kind, &plan, first, last};
   };
   if (options.reproducible) {
     forward.push_back(stage(Stage::Kind::forward, *key_plan, 0, key_plan->steps()));

@@ -15,7 +15,7 @@ bool by_peer(const Hop& a, const Hop& b) {
 
 }  // namespace
 
-ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelLayout layout, Link& link)
+ReturnCourier::ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link)
     : plan_(&plan),
       layout_(std::move(layout)),
       link_(&link),
@@ -23,21 +23,26 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelLayout layout, Li
   const std::size_t parcels = plan.parcels().size();
   slot_offset_.assign(parcels, -1);
   slot_of_.assign(parcels, 0);
-  std::vector<int> own;
+  std::vector<std::vector<Hop>> returning(static_cast<std::size_t>(plan.steps()));
   std::map<int, std::shared_ptr<const std::vector<CopyRun>>> runs;
   for (std::size_t i = 0; i < parcels; ++i) {
     const Parcel& parcel = plan.parcels()[i];
-    if (parcel.owner != rank) continue;
+    if (parcel.owner != plan.rank()) continue;
     const int id = static_cast<int>(i);
-    own.push_back(id);
-    runs[id] = std::make_shared<const std::vector<CopyRun>>(copy_runs(plan.placement(), parcel));
+    std::size_t step = 0;
+    for (const int consumer : plan.itinerary(id)) {
+      returning[step].push_back({id, consumer});
+      if (together_) ++step;
+    }
+    runs[id] = std::make_shared<const std::vector<CopyRun>>(
+        copy_runs(plan.travelling_placement(), parcel));
   }
   std::int64_t largest_step_in = 0;
   std::int64_t largest_message = 0;
   for (int s = 1; s <= plan.steps(); ++s) {
     Step step;
     std::vector<Hop> out;
-    for (const Hop& hop : plan.incoming(rank, s)) {
+    for (const Hop& hop : plan.incoming(s)) {
       out.push_back({hop.parcel, plan.parcels()[static_cast<std::size_t>(hop.parcel)].owner});
     }
     std::sort(out.begin(), out.end(), by_peer);
@@ -53,15 +58,7 @@ ReturnCourier::ReturnCourier(const Plan& plan, int rank, ParcelLayout layout, Li
         offset += layout_.bytes(id);
       }
     }
-    std::vector<Hop> in;
-    for (const int id : own) {
-      const std::vector<int>& visits = plan.parcels()[static_cast<std::size_t>(id)].itinerary;
-      if (!together_) {
-        for (const int consumer : visits) in.push_back({id, consumer});
-      } else if (static_cast<std::size_t>(s) <= visits.size()) {
-        in.push_back({id, visits[static_cast<std::size_t>(s - 1)]});
-      }
-    }
+    std::vector<Hop>& in = returning[static_cast<std::size_t>(s - 1)];
     std::sort(in.begin(), in.end(), by_peer);
     std::vector<Envelope> list = envelopes(in, layout_);
     largest_step_in = std::max(largest_step_in, lay_out(list));

@@ -13,7 +13,7 @@ namespace annulus::ring {
 // a fixed order: by step, then by rank.
 class ReturnCourier {
  public:
-  ReturnCourier(const Plan& plan, int rank, ParcelLayout layout, Link& link);
+  ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link);
 
   [[nodiscard]] std::int64_t buffer_bytes() const;
   void allocate();

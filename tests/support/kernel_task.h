@@ -34,12 +34,13 @@ struct TaskData {
   std::vector<double> q, dout;  // [queries][dim], representable in dtype
   std::vector<double> k, v;     // [keys][dim]
   std::vector<Repeat> repeats;
+  std::int32_t shift = 0;  // of the causal diagonal
 
   [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
   [[nodiscard]] std::int64_t keys() const { return std::ssize(k_index); }
   [[nodiscard]] bool sees(std::int64_t query, std::int64_t key) const {
-    return !causal ||
-           k_index[static_cast<std::size_t>(key)] <= q_index[static_cast<std::size_t>(query)];
+    return !causal || k_index[static_cast<std::size_t>(key)] <=
+                          q_index[static_cast<std::size_t>(query)] + shift;
   }
   [[nodiscard]] double times(std::int64_t query, std::int64_t key) const {
     double count = 1;
@@ -68,9 +69,18 @@ inline double as_stored(DType dtype, double value) {
 
 inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causal,
                             std::vector<std::int32_t> q_index, std::vector<std::int32_t> k_index) {
-  TaskData data{
-      dtype, dim, 1.0 / std::sqrt(dim), causal, std::move(q_index), std::move(k_index), {}, {}, {},
-      {},    {}};
+  TaskData data{dtype,
+                dim,
+                1.0 / std::sqrt(dim),
+                causal,
+                std::move(q_index),
+                std::move(k_index),
+                {},
+                {},
+                {},
+                {},
+                {},
+                0};
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal;
   const auto fill = [&](std::int64_t rows) {
@@ -248,7 +258,7 @@ inline FencedScratch& shared_scratch() {
 }
 
 inline cpu::Problem problem_of(const TaskData& data) {
-  return {data.dtype, data.dim, static_cast<float>(data.scale), data.causal};
+  return {data.dtype, data.dim, static_cast<float>(data.scale)};
 }
 
 inline std::vector<cpu::RowRun> runs_of(
@@ -298,6 +308,7 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
   const std::int64_t rows = count_of(queries);
   for (std::int64_t begin = 0; begin < rows; begin += cpu::kQueryBlock) {
     cpu::ForwardTask task;
+    task.mask = {data.causal, data.shift};
     task.queries = queries;
     task.query_begin = begin;
     task.query_end = std::min<std::int64_t>(rows, begin + cpu::kQueryBlock);
@@ -352,6 +363,7 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
     if (!run.key_grad) r.base[cpu::kKeyGrad] = r.base[cpu::kValueGrad] = nullptr;
   }
   cpu::BackwardTask task;
+  task.mask = {data.causal, data.shift};
   task.queries = queries;
   task.query_end = count_of(queries);
   task.keys = keys;

@@ -130,18 +130,35 @@ class Random {
   const int ranks = static_cast<int>(random.between(1, 8));
   const int group = random.one_of<int>({1, 1, 2, 4, 8});
   const int kv_heads = static_cast<int>(random.between(1, std::max(1, 8 / group)));
-  return {any_pattern(random, tokens, group * kv_heads), any_placement(random, tokens, ranks),
-          kv_heads, random.coin() ? Schedule::ring : Schedule::gather,
+  Pattern pattern = any_pattern(random, tokens, group * kv_heads);
+  const Placement placement = any_placement(random, tokens, ranks);
+  return {std::move(pattern),
+          placement,
+          placement,
+          kv_heads,
+          random.coin() ? Schedule::ring : Schedule::gather,
           random.coin() ? Travel::keys : Travel::queries};
 }
 
+// Queries and keys placed differently, often of different lengths.
+[[nodiscard]] inline PlanOptions any_sides(Random& random) {
+  PlanOptions options = any_options(random);
+  const std::int64_t tokens = options.queries.tokens();
+  const std::int64_t others = random.coin() ? tokens : random.between(1, 2 * tokens);
+  (random.coin() ? options.keys : options.queries) =
+      any_placement(random, others, options.queries.ranks());
+  return options;
+}
+
 [[nodiscard]] inline std::string describe(const Plan& plan) {
-  std::string text = plan.pattern().name + (plan.pattern().causal ? " causal" : "") + ", " +
-                     plan.placement().name() + ", " + std::to_string(plan.placement().tokens()) +
-                     " tokens, " + std::to_string(plan.ranks()) + " ranks, heads " +
-                     std::to_string(plan.pattern().heads) + "/" +
-                     std::to_string(plan.options().kv_heads) + ", " +
-                     name_of(plan.options().schedule) + " of " + name_of(plan.options().travel);
+  std::string text =
+      plan.pattern().name + (plan.pattern().causal ? " causal" : "") + ", " +
+      plan.query_placement().name() + " " + std::to_string(plan.query_placement().tokens()) +
+      " tokens against " + plan.key_placement().name() + " " +
+      std::to_string(plan.key_placement().tokens()) + ", " + std::to_string(plan.ranks()) +
+      " ranks, heads " + std::to_string(plan.pattern().heads) + "/" +
+      std::to_string(plan.options().kv_heads) + ", " + name_of(plan.options().schedule) + " of " +
+      name_of(plan.options().travel);
   for (const Branch& branch : plan.pattern().branches) {
     text +=
         ", w " + std::to_string(branch.segment_length) + " r " + std::to_string(branch.dilation);

@@ -87,7 +87,7 @@ class Backward {
     keys_finite_ &= Packer<M, kLd>::pack(problem_.dtype, key_refs_, kValue, count, key_rows_, 1.0F,
                                          head_dim(), padded_dim_, v_, nullptr);
     for (int i = 0; i < key_rows_; ++i) {
-      key_index_[i] = i >= count ? kMaskedIndex : problem_.causal ? key_refs_[i].index() : 0;
+      key_index_[i] = i >= count ? kMaskedIndex : key_number(task_.mask, key_refs_[i].index());
       key_repeats_[i] =
           i >= count ? 0 : repeat_class(task_.repeats, key_refs_[i].index()) * (kPanels * kPanel);
     }
@@ -108,9 +108,9 @@ class Backward {
       query_pad_ = stream.next_index() % M::kPack;
     }
     const int count = stream.take(limit, query_refs_);
-    if (problem_.causal) {
-      std::int32_t highest = 0;
-      for (int i = 0; i < count; ++i) highest = std::max(highest, query_refs_[i].index());
+    if (task_.mask.causal) {
+      std::int32_t highest = -1;
+      for (int i = 0; i < count; ++i) highest = std::max(highest, query_number(task_.mask, query_refs_[i].index()));
       if (highest < first_key_) return false;
     }
     queries_ = count;
@@ -121,9 +121,8 @@ class Backward {
     for (int i = 0; i < lanes; ++i) {
       const bool real = i >= query_pad_ && i < query_pad_ + count;
       // Padding sees no key: index -1, weight 2^-inf.
-      query_index_[i] = !real             ? -1
-                        : problem_.causal ? query_refs_[i - query_pad_].index()
-                                          : kMaskedIndex - 1;
+      query_index_[i] =
+          real ? query_number(task_.mask, query_refs_[i - query_pad_].index()) : -1;
       minus_lse_[i] = -INFINITY;
       minus_delta_[i] = 0.0F;
       repeat_weights(task_.repeats, real ? query_refs_[i - query_pad_].index() : 0, repeats_ + i,

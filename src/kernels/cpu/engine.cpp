@@ -9,8 +9,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
                      std::span<const Stage> backward, const Kernels& kernels,
                      std::shared_ptr<ThreadPool> pool)
     : computation_(computation),
-      problem_{computation.dtype, computation.head_dim, static_cast<float>(computation.scale),
-               computation.pattern->causal},
+      problem_{computation.dtype, computation.head_dim, static_cast<float>(computation.scale)},
       kernels_(kernels),
       pool_(std::move(pool)) {
   compile(forward_, forward);

@@ -81,54 +81,56 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
 
   for (const Phase& phase : work.phases()) {
     turns.begin(phase);
-    pool_->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
-                                                                           int slot) {
-      const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
-      const WorkGroup& group = work.group(item);
-      const int head = work.member(item).q_head;
-      const std::int64_t delta_offset = 4 * (1 + (by_branch ? group.branch : 0));
-      const ChannelSource queries[] = {{kQuery, call.q, queries_from, 0},
-                                       {kOutGrad, call.dout, queries_from, 1},
-                                       {kLse, stats, queries_from, 2},
-                                       {kDelta, stats, queries_from, 2, delta_offset},
-                                       {kQueryGrad, sum.dq, back, 0}};
-      const ChannelSource keys[] = {{kKey, call.k, keys_from, 0},
-                                    {kValue, call.v, keys_from, 1},
-                                    {kKeyGrad, sum.dk, back, 0},
-                                    {kValueGrad, sum.dv, back, 1}};
-      // In canonical passes received rows have no gradient here.
-      const std::size_t query_channels = kind == Stage::Kind::key_gradient ? 4 : 5;
-      const std::size_t key_channels = kind == Stage::Kind::query_gradient ? 2 : 4;
-      Runs& runs = runs_[static_cast<std::size_t>(slot)];
-      work.expand(item, true, std::span(queries, query_channels), head, runs.queries);
-      work.expand(item, false, std::span(keys, key_channels), head / ratio, runs.keys);
-      BackwardTask task;
-      task.query_begin = item.query_begin;
-      task.query_end = item.query_end;
-      task.key_begin = item.key_begin;
-      task.key_end = item.key_end;
-      if (problem_.causal && kind == Stage::Kind::query_gradient) {
-        drop_keys_after(runs.keys, index_span(runs.queries, item.query_begin, item.query_end).last);
-        task.key_end = row_count(runs.keys);
-      }
-      if (problem_.causal && kind == Stage::Kind::key_gradient) {
-        drop_queries_before(runs.queries,
-                            index_span(runs.keys, item.key_begin, item.key_end).first);
-        task.query_end = row_count(runs.queries);
-      }
-      task.queries = runs.queries;
-      task.keys = runs.keys;
-      task.canonical_keys = kind == Stage::Kind::query_gradient;
-      task.canonical_queries = kind == Stage::Kind::key_gradient;
-      task.key_gap = group.keys.gap;
-      task.query_gap = group.queries.gap;
-      task.repeats = group.repeats;
-      task.query_grad = kind != Stage::Kind::key_gradient;
-      task.key_grad = kind != Stage::Kind::query_gradient;
-      const Turns::Turn turn(turns, item);
-      if (!call.stop->load(std::memory_order_relaxed))
-        kernels_.backward(problem_, task, pool_->scratch(slot));
-    });
+    pool_->run_parallel(
+        static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index, int slot) {
+          const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
+          const WorkGroup& group = work.group(item);
+          const int head = work.member(item).q_head;
+          const std::int64_t delta_offset = 4 * (1 + (by_branch ? group.branch : 0));
+          const ChannelSource queries[] = {{kQuery, call.q, queries_from, 0},
+                                           {kOutGrad, call.dout, queries_from, 1},
+                                           {kLse, stats, queries_from, 2},
+                                           {kDelta, stats, queries_from, 2, delta_offset},
+                                           {kQueryGrad, sum.dq, back, 0}};
+          const ChannelSource keys[] = {{kKey, call.k, keys_from, 0},
+                                        {kValue, call.v, keys_from, 1},
+                                        {kKeyGrad, sum.dk, back, 0},
+                                        {kValueGrad, sum.dv, back, 1}};
+          // In canonical passes received rows have no gradient here.
+          const std::size_t query_channels = kind == Stage::Kind::key_gradient ? 4 : 5;
+          const std::size_t key_channels = kind == Stage::Kind::query_gradient ? 2 : 4;
+          Runs& runs = runs_[static_cast<std::size_t>(slot)];
+          work.expand(item, true, std::span(queries, query_channels), head, runs.queries);
+          work.expand(item, false, std::span(keys, key_channels), head / ratio, runs.keys);
+          BackwardTask task;
+          task.query_begin = item.query_begin;
+          task.query_end = item.query_end;
+          task.key_begin = item.key_begin;
+          task.key_end = item.key_end;
+          if (group.mask.causal && kind == Stage::Kind::query_gradient) {
+            const IndexSpan span = index_span(runs.queries, item.query_begin, item.query_end);
+            drop_keys_after(runs.keys, span.last + group.mask.shift);
+            task.key_end = row_count(runs.keys);
+          }
+          if (group.mask.causal && kind == Stage::Kind::key_gradient) {
+            const IndexSpan span = index_span(runs.keys, item.key_begin, item.key_end);
+            drop_queries_before(runs.queries, span.first - group.mask.shift);
+            task.query_end = row_count(runs.queries);
+          }
+          task.queries = runs.queries;
+          task.keys = runs.keys;
+          task.canonical_keys = kind == Stage::Kind::query_gradient;
+          task.canonical_queries = kind == Stage::Kind::key_gradient;
+          task.mask = group.mask;
+          task.key_gap = group.keys.gap;
+          task.query_gap = group.queries.gap;
+          task.repeats = group.repeats;
+          task.query_grad = kind != Stage::Kind::key_gradient;
+          task.key_grad = kind != Stage::Kind::query_gradient;
+          const Turns::Turn turn(turns, item);
+          if (!call.stop->load(std::memory_order_relaxed))
+            kernels_.backward(problem_, task, pool_->scratch(slot));
+        });
     if (call.stop->load(std::memory_order_relaxed)) return;
   }
 }

@@ -45,7 +45,8 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       if (call.stop->load(std::memory_order_relaxed)) return;
       const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
       const int head = work.member(item).q_head;
-      const int branch = work.group(item).branch;
+      const WorkGroup& group = work.group(item);
+      const int branch = group.branch;
       const TensorRows o =
           per_branch ? rows_of_branch(call.branches.o, branch, computation_.head_dim) : state;
       const TensorRows lse = per_branch ? rows_of_branch(call.branches.lse, branch, 1) : call.lse;
@@ -54,16 +55,19 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       Runs& runs = runs_[static_cast<std::size_t>(slot)];
       work.expand(item, true, queries, head, runs.queries);
       work.expand(item, false, keys, head / ratio, runs.keys);
-      if (problem_.causal)
-        drop_keys_after(runs.keys, index_span(runs.queries, item.query_begin, item.query_end).last);
+      if (group.mask.causal) {
+        const IndexSpan span = index_span(runs.queries, item.query_begin, item.query_end);
+        drop_keys_after(runs.keys, span.last + group.mask.shift);
+      }
       ForwardTask task;
       task.queries = runs.queries;
       task.query_begin = item.query_begin;
       task.query_end = item.query_end;
       task.keys = runs.keys;
       task.canonical = computation_.reproducible;
-      task.key_gap = work.group(item).keys.gap;
-      task.repeats = work.group(item).repeats;
+      task.mask = group.mask;
+      task.key_gap = group.keys.gap;
+      task.repeats = group.repeats;
       task.load_state = per_branch ? stage != 0 : !first_phase;
       task.out_dtype = per_branch ? DType::f32 : state_dtype;
       kernels_.forward(problem_, task, pool_->scratch(slot));

@@ -126,7 +126,7 @@ class Forward {
         // Lanes past the end repeat the last index: they then never decide which tiles a panel
         // skips.
         const RowStream::Ref& ref = query_refs_[first + std::min(i, count - 1)];
-        query_index_[first + i] = problem_.causal ? ref.index() : kMaskedIndex - 1;
+        query_index_[first + i] = query_number(task_.mask, ref.index());
         minus_reference_[first + i] = 0.0F;
         sum_[first + i] = 0.0F;
         repeat_weights(task_.repeats, ref.index(), repeats_ + first * classes_ + i, kPanel);
@@ -195,7 +195,7 @@ class Forward {
     block.index = key_index_;
     block.repeats = key_repeats_;
     for (int i = 0; i < block.rows; ++i) {
-      key_index_[i] = i >= count ? kMaskedIndex : problem_.causal ? refs[i].index() : 0;
+      key_index_[i] = i >= count ? kMaskedIndex : key_number(task_.mask, refs[i].index());
       key_repeats_[i] = i >= count ? 0 : repeat_class(task_.repeats, refs[i].index()) * kPanel;
     }
     for (int t = 0; t * kRows < block.rows; ++t) {

@@ -16,8 +16,7 @@
 namespace annulus::cpu {
 
 // A stretch of rows of one head. Channel c of row i is at base[c] + i * step[c] bytes. `index` is
-// the row's number within its segment's progression (first row selected = 0): causal means key
-// index <= query index.
+// the row's number within its segment's progression (first row selected = 0): masks go by it.
 inline constexpr int kChannels = 5;
 struct RowRun {
   std::array<std::byte*, kChannels> base{};
@@ -59,7 +58,14 @@ struct Problem {
   DType dtype = DType::f32;
   int head_dim = 0;  // a multiple of 8 up to kMaxHeadDim
   float scale = 1;   // of q.k
+};
+
+// Which keys a query sees, by their indices: all, or those with key index <= query index + shift.
+struct IndexMask {
   bool causal = false;
+  std::int32_t shift = 0;
+
+  bool operator==(const IndexMask&) const = default;
 };
 
 // Indices that a canonical stream of rows jumps over.
@@ -79,6 +85,7 @@ struct ForwardTask {
   // Take keys in ascending index over all runs, which must leave no gap but `key_gap` from index 0
   // on: the canonical order that makes results independent of how rows are spread over runs.
   bool canonical = false;
+  IndexMask mask;
   IndexGap key_gap;
   std::span<const Repeat> repeats;  // pairs that count several times
   bool load_state = false;          // start from (kState, kLse); otherwise from nothing
@@ -94,6 +101,7 @@ struct BackwardTask {
   std::int64_t key_end = 0;
   bool canonical_keys = false;     // see ForwardTask
   bool canonical_queries = false;  // the same for queries, from their first index on
+  IndexMask mask;
   IndexGap key_gap;
   IndexGap query_gap;
   std::span<const Repeat> repeats;

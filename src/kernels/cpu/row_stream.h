@@ -11,6 +11,14 @@ namespace annulus::cpu {
 
 inline constexpr std::int32_t kMaskedIndex = std::numeric_limits<std::int32_t>::max();
 
+// A query sees the keys whose number is at most its own. Below 0 it sees none, like padding.
+inline std::int32_t key_number(const IndexMask& mask, std::int32_t index) {
+  return mask.causal ? index : 0;
+}
+inline std::int32_t query_number(const IndexMask& mask, std::int32_t index) {
+  return mask.causal ? index + mask.shift : kMaskedIndex - 1;
+}
+
 // A pair counts once, and once more for every repeat that contains both its rows. Keys fall into
 // classes by the set of repeats they are in; a query has one weight per class.
 inline std::int32_t repeat_class(std::span<const Repeat> repeats, std::int32_t key) {

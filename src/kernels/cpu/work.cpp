@@ -11,13 +11,12 @@ namespace annulus::cpu {
 namespace {
 
 // Rough number of allowed pairs between two stretches of a group's rows, for balancing.
-double pair_estimate(bool causal, const WorkItem& item, const WorkGroup& group,
-                     const WorkRows& rows) {
+double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRows& rows) {
   const auto q_begin = static_cast<double>(item.query_begin);
   const auto q_count = static_cast<double>(item.query_end - item.query_begin);
   const auto k_begin = static_cast<double>(item.key_begin);
   const auto k_count = static_cast<double>(item.key_end - item.key_begin);
-  if (!causal || !group.whole) return q_count * k_count;
+  if (!group.mask.causal || !group.whole) return q_count * k_count;
   // As if rows were spread evenly over their index range.
   const double q_first = rows.queries.front().index;
   const double q_span = rows.queries.back().last_index() + 1 - q_first;
@@ -26,8 +25,9 @@ double pair_estimate(bool causal, const WorkItem& item, const WorkGroup& group,
   double visible = 0;
   constexpr int kSamples = 8;
   for (int i = 0; i < kSamples; ++i) {
-    const double q = q_first + q_span * (q_begin + (i + 0.5) / kSamples * q_count) /
-                                   static_cast<double>(group.query_rows);
+    const double q =
+        group.mask.shift + q_first +
+        q_span * (q_begin + (i + 0.5) / kSamples * q_count) / static_cast<double>(group.query_rows);
     const double upto = (q - k_first) / std::max(1.0, k_span) * static_cast<double>(group.key_rows);
     visible += std::clamp((upto - k_begin) / k_count, 0.0, 1.0);
   }
@@ -41,9 +41,7 @@ std::int64_t pieces(std::int64_t rows, std::int64_t size) {
 }  // namespace
 
 Work::Work(const Stage& stage, const Computation& computation, int threads)
-    : kind_(stage.kind),
-      causal_(computation.pattern->causal),
-      groups_(stage, computation, threads) {
+    : kind_(stage.kind), groups_(stage, computation, threads) {
   // Take branches in order and open a new phase when a K/V head is already in use.
   const Pattern& pattern = *computation.pattern;
   const int ratio = pattern.heads / computation.kv_heads;
@@ -139,7 +137,7 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
             item.query_end = std::min(group.query_rows, q + q_size);
             item.key_begin = k;
             item.key_end = std::min(group.key_rows, k + k_size);
-            items.push_back({pair_estimate(causal_, item, group, groups_.rows(group)), item});
+            items.push_back({pair_estimate(item, group, groups_.rows(group)), item});
           }
         }
       }
@@ -190,7 +188,7 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
   const WorkGroup& group = groups_[item.group];
   const WorkRows& rows = groups_.rows(group);
   const IndexFilter& filter = queries ? group.queries : group.keys;
-  const int unit_slot = member(item).unit_slot;
+  const int unit = member(item).unit_index;
   runs.clear();
   for (const RunTemplate& run : queries ? rows.queries : rows.keys) {
     filter.apply(run, [&](std::int32_t first, std::int32_t count) {
@@ -208,7 +206,7 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
         } else {
           const ParcelLayout& layout = *source.received->layout;
           base = source.received->at(run.parcel) +
-                 layout.offset(run.parcel, item.batch, unit_slot, source.section);
+                 layout.offset(run.parcel, item.batch, unit, source.section);
           row = layout.section_bytes(source.section);
         }
         out.base[c] =

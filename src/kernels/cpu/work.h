@@ -80,7 +80,6 @@ class Work {
                  int threads) const;
 
   Stage::Kind kind_;
-  bool causal_;
   WorkGroups groups_;
   std::shared_ptr<const std::vector<Phase>> phases_;
 };

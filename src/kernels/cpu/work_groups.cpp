@@ -46,8 +46,7 @@ Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
 WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int threads) {
   const Plan& plan = *stage.plan;
   const Pattern& pattern = *computation.pattern;
-  const std::vector<TileGroup> tile_groups =
-      plan.tile_groups(stage.rank, stage.first_step, stage.last_step);
+  const std::vector<TileGroup> tile_groups = plan.tile_groups(stage.first_step, stage.last_step);
   // Where branches are kept apart, each has all its pairs.
   const bool share = computation.mix_gradient == MixGradient::full;
   const auto selection_of = [&](const TileGroup& tiles) -> const Selection& {
@@ -57,9 +56,11 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int t
 
   std::vector<std::vector<PairSharing>> sharing(static_cast<std::size_t>(pattern.heads));
   for (int h = 0; h < pattern.heads; ++h) {
-    sharing[static_cast<std::size_t>(h)] = share
-                                               ? share_pairs(pattern, plan.placement().tokens(), h)
-                                               : std::vector<PairSharing>(pattern.branches.size());
+    sharing[static_cast<std::size_t>(h)] =
+        share ? share_pairs(
+                    pattern,
+                    {plan.query_placement().tokens(), pattern.mask(), plan.self_attention()}, h)
+              : std::vector<PairSharing>(pattern.branches.size());
   }
   if (stage.kind == Stage::Kind::gradients) {
     // Groups that leave out pairs take turns at a segment's keys (see assign_turns). If that would
@@ -87,6 +88,12 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int t
     const std::int64_t start = tiles.segment == 0 ? 0 : tiles.segment * branch.segment_length;
     rows_.push_back({templates(tiles.queries, start, selection.offset, branch.dilation),
                      templates(tiles.keys, start, selection.offset, branch.dilation)});
+    // Both sides of a pair are rows of one selection: positions differ by multiples of its
+    // dilation.
+    const std::int64_t shift = tiles.mask.shift;
+    const IndexMask mask{tiles.mask.kind == Mask::causal,
+                         static_cast<std::int32_t>((shift - (shift < 0 ? branch.dilation - 1 : 0)) /
+                                                   branch.dilation)};
     // One group for all members that share alike.
     std::vector<bool> done(selection.members.size(), false);
     for (std::size_t m = 0; m < selection.members.size(); ++m) {
@@ -100,6 +107,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int t
       group.offset = selection.offset;
       group.segment = tiles.segment;
       group.rows = static_cast<int>(rows_.size()) - 1;
+      group.mask = mask;
       group.repeats = sharing_of(m).repeats;
       for (std::size_t other = m; other < selection.members.size(); ++other) {
         if (done[other] || !(sharing_of(other) == sharing_of(m))) continue;
@@ -109,7 +117,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int t
       if (sharing_of(m).host < 0) {
         add(std::move(group));
       } else {
-        add_shared(group, sharing_of(m), stage.kind, pattern.causal);
+        add_shared(group, sharing_of(m), stage.kind);
       }
     }
   }
@@ -128,8 +136,7 @@ void WorkGroups::add(WorkGroup group) {
 
 // A group per segment of the host. Where items own key rows, the keys lie within that segment and
 // the queries outside; else the other way round.
-void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind,
-                            bool causal) {
+void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind) {
   const bool keys_within = kind == Stage::Kind::key_gradient;
   const WorkRows& rows = rows_[static_cast<std::size_t>(like.rows)];
   std::int64_t first = std::numeric_limits<std::int64_t>::max();
@@ -149,7 +156,7 @@ void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, S
     within.begin = group.host_begin;
     within.end = end;
     IndexFilter outside;
-    if (!causal) {
+    if (!like.mask.causal) {
       outside.gap = {group.host_begin, end};
     } else if (keys_within) {
       outside.begin = end;

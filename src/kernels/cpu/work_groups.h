@@ -25,7 +25,8 @@ struct WorkGroup {
   std::int64_t segment = 0;
   std::vector<Selection::Member> members;
   std::vector<Repeat> repeats;
-  int rows = 0;                 // index of its WorkRows
+  int rows = 0;  // index of its WorkRows
+  IndexMask mask;
   bool whole = true;            // it has all pairs of the segment; else of one segment of the host:
   std::int32_t host_begin = 0;  // the first index within that
   IndexFilter queries;
@@ -51,7 +52,7 @@ class WorkGroups {
 
  private:
   void add(WorkGroup group);
-  void add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind, bool causal);
+  void add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind);
 
   std::vector<WorkRows> rows_;
   std::vector<WorkGroup> groups_;

@@ -1,4 +1,4 @@
-#include "plan/step_work.h"
+#include "plan/pair_counts.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -31,19 +31,33 @@ double floor_sum(std::int64_t n, std::int64_t m, std::int64_t a, std::int64_t b)
   return sum;
 }
 
-// Pairs of one query head with the staying side in `range`. A query attends what is before it, a
-// key is attended by what is after it.
-double range_pairs(const RowSet& range, const SelectedRows& selected, bool causal, Travel travel) {
+// Sum of min(j + 1, most) over the `count` evenly spaced j from `first` to `last`.
+double sum_up_to(std::int64_t first, std::int64_t last, std::int64_t count, std::int64_t most) {
+  const std::int64_t step = count > 1 ? (last - first) / (count - 1) : 1;
+  const std::int64_t below = first < most ? std::min(count, (most - 1 - first) / step + 1) : 0;
+  const std::int64_t ends = below > 0 ? 2 * first + (below - 1) * step + 2 : 0;
+  return static_cast<double>(below) * static_cast<double>(ends) / 2.0 +
+         static_cast<double>(count - below) * static_cast<double>(most);
+}
+
+// Pairs of one query head with the staying side in `range`, of which `selected` are the selected
+// rows and `other` those of the side that travels. A query attends what is before it, a key is
+// attended by what is after it.
+double range_pairs(const RowSet& range, const SelectedRows& selected, const SelectedRows& other,
+                   bool causal, Travel travel) {
   const Crossing crossing(range, selected);
   const auto [whole_begin, whole_end] = crossing.whole_segments();
   double pairs = 0.0;
   for (std::int64_t s = crossing.first_segment(); s < crossing.end_segment(); ++s) {
-    const std::int64_t selected_count = selected.count(s);
-    const auto all = static_cast<double>(selected_count);
-    if (s >= whole_begin && s + 1 < whole_end) {  // only the last whole one can be ragged
-      const auto segments = static_cast<double>(whole_end - 1 - s);
+    if (s >= other.segments()) break;
+    const std::int64_t other_count = other.count(s);
+    const auto all = static_cast<double>(other_count);
+    if (s >= whole_begin && s + 1 < whole_end && s + 1 < other.segments()) {
+      // Only the last segment of a side can be ragged.
+      const std::int64_t end = std::min(whole_end, other.segments()) - 1;
+      const auto segments = static_cast<double>(end - s);
       pairs += segments * (causal ? all * (all + 1.0) / 2.0 : all * all);
-      s = whole_end - 2;
+      s = end - 1;
       continue;
     }
     const RowSet rows = crossing.in_segment(s).elements;
@@ -53,22 +67,16 @@ double range_pairs(const RowSet& range, const SelectedRows& selected, bool causa
       pairs += count * all;
       continue;
     }
-    // The j-th selected row of a segment attends j + 1 rows; j is a progression, too.
+    // The j-th selected row of a segment attends j + 1 rows, or all there are; j is a progression,
+    // too.
     const std::int64_t start = selected.segment_begin(s) + selected.offset;
     const std::int64_t first = (range[rows.first] - start) / selected.dilation;
     const std::int64_t last = (range[rows.last()] - start) / selected.dilation;
-    const std::int64_t ends =
-        travel == Travel::keys ? first + last + 2 : 2 * selected_count - first - last;
-    pairs += count * static_cast<double>(ends) / 2.0;
+    pairs += travel == Travel::keys
+                 ? sum_up_to(first, last, rows.count, other_count)
+                 : count * all - sum_up_to(first - 1, last - 1, rows.count, other_count);
   }
   return pairs;
-}
-
-int step_of(const Plan& plan, int rank, int parcel) {
-  if (parcel < 0) return 0;
-  if (plan.options().schedule == Schedule::gather) return 1;
-  const std::vector<int>& visits = plan.parcels()[static_cast<std::size_t>(parcel)].itinerary;
-  return static_cast<int>(std::find(visits.begin(), visits.end(), rank) - visits.begin()) + 1;
 }
 
 }  // namespace
@@ -83,7 +91,10 @@ double causal_pairs(const RowSet& queries, const RowSet& keys) {
          floor_sum(within.count, keys.stride, queries.stride, within.first - keys.first);
 }
 
-double shard_pairs(const Pattern& pattern, const Placement& placement, int rank, Travel travel) {
+double shard_pairs(const Pattern& pattern, const Placement& queries, const Placement& keys,
+                   int rank, Travel travel) {
+  const Placement& staying = travel == Travel::keys ? queries : keys;
+  const Placement& travelling = travel == Travel::keys ? keys : queries;
   double pairs = 0.0;
   for (const Branch& branch : pattern.branches) {
     std::map<std::int64_t, int> heads_of;  // by offset
@@ -91,10 +102,12 @@ double shard_pairs(const Pattern& pattern, const Placement& placement, int rank,
       if (offset >= 0) ++heads_of[offset];
     }
     for (const auto& [offset, heads] : heads_of) {
-      const SelectedRows selected(branch, offset, placement.tokens());
+      const SelectedRows selected(branch, offset, staying.tokens());
+      const SelectedRows other(branch, offset, travelling.tokens());
       double per_head = 0.0;
-      for (const RowSet& range : placement.ranges(rank)) {
-        if (range.count > 0) per_head += range_pairs(range, selected, pattern.causal, travel);
+      for (const RowSet& range : staying.ranges(rank)) {
+        if (range.count == 0) continue;
+        per_head += range_pairs(range, selected, other, pattern.causal, travel);
       }
       pairs += per_head * heads;
     }
@@ -102,11 +115,10 @@ double shard_pairs(const Pattern& pattern, const Placement& placement, int rank,
   return pairs;
 }
 
-std::vector<double> pairs_by_step(const Plan& plan, int rank) {
+std::vector<double> pairs_by_step(const Plan& plan) {
   std::vector<double> pairs(static_cast<std::size_t>(plan.steps()) + 1, 0.0);
   const bool keys_travel = plan.options().travel == Travel::keys;
-  const bool causal = plan.pattern().causal;
-  for (const TileGroup& group : plan.tile_groups(rank, 0, plan.steps())) {
+  for (const TileGroup& group : plan.tile_groups(0, plan.steps())) {
     const HeadClass& head_class = plan.classes()[static_cast<std::size_t>(group.head_class)];
     const Selection& selection = head_class.selections[static_cast<std::size_t>(group.selection)];
     const auto members = static_cast<double>(selection.members.size());
@@ -116,14 +128,15 @@ std::vector<double> pairs_by_step(const Plan& plan, int rank) {
     }
     for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
       double sum = 0.0;
-      if (!causal) {
+      if (group.mask.kind == Mask::full) {
         sum = static_cast<double>(guest.rows.count) * static_cast<double>(local_rows);
       } else if (keys_travel) {
         for (const PlacedRows& q : group.queries) sum += causal_pairs(q.rows, guest.rows);
       } else {
         for (const PlacedRows& k : group.keys) sum += causal_pairs(guest.rows, k.rows);
       }
-      pairs[static_cast<std::size_t>(step_of(plan, rank, guest.parcel))] += sum * members;
+      const int step = guest.parcel < 0 ? 0 : plan.arrival(guest.parcel);
+      pairs[static_cast<std::size_t>(step)] += sum * members;
     }
   }
   return pairs;

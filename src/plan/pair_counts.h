@@ -13,10 +13,10 @@ namespace annulus {
 
 // Allowed pairs (branch, head, query, key) whose side that does not travel is on this rank: all
 // that it computes. Closed form.
-[[nodiscard]] double shard_pairs(const Pattern& pattern, const Placement& placement, int rank,
-                                 Travel travel);
+[[nodiscard]] double shard_pairs(const Pattern& pattern, const Placement& queries,
+                                 const Placement& keys, int rank, Travel travel);
 
-// The same by step 0..steps(). Walks the tiles.
-[[nodiscard]] std::vector<double> pairs_by_step(const Plan& plan, int rank);
+// Of the plan's rank, by step 0..steps(). Walks the tiles.
+[[nodiscard]] std::vector<double> pairs_by_step(const Plan& plan);
 
 }  // namespace annulus

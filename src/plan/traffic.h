@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "annulus/plan.h"
+#include "core/function_ref.h"
+#include "plan/rank_sets.h"
+
+namespace annulus {
+
+// Parcels of one owner that the same ranks need, of whatever class.
+struct Flow {
+  int owner = 0;
+  int rank_set = 0;  // everybody who has the rows in the end, the owner included
+  std::int64_t unit_rows = 0;
+};
+
+// Who receives and sends how much in which step, on all ranks: what decisions need that every rank
+// must take alike. It knows counts, never rows, so it is small: a handful of flows per rank.
+class Traffic {
+ public:
+  // `parcels`: how many there are on all ranks.
+  Traffic(RankSetList sets, std::vector<Flow> flows, std::int64_t parcels);
+
+  [[nodiscard]] const RankSetList& rank_sets() const { return sets_; }
+  [[nodiscard]] std::int64_t parcels() const { return parcels_; }
+  // Sum over flows of rows x units x visits.
+  [[nodiscard]] std::int64_t total_unit_rows() const;
+  [[nodiscard]] int steps(Schedule schedule) const;
+  // A ring visits ranks in cyclic order from the owner: upwards unless downwards is better. Causal
+  // rows that the ranks below their owner need (late keys of zigzag shards, all queries) would
+  // otherwise all go to rank 0 first: 8 shards in one step of a zigzag ring of 16, instead of one.
+  [[nodiscard]] bool downwards() const { return downwards_; }
+
+  // visit(received, sent) for steps 1, 2, ...: rows x units of every rank in that step.
+  using Visit = FunctionRef<void(std::span<const std::int64_t>, std::span<const std::int64_t>)>;
+  void for_each_step(Schedule schedule, Visit visit) const;
+
+ private:
+  void for_each_ring_step(bool downwards, Visit visit) const;
+  [[nodiscard]] std::int64_t lockstep_rows(bool downwards) const;
+
+  RankSetList sets_;
+  std::vector<Flow> flows_;
+  std::int64_t parcels_;
+  int longest_ = 0;  // visits of a flow
+  bool downwards_ = false;
+};
+
+}  // namespace annulus

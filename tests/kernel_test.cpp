@@ -180,7 +180,7 @@ TEST_P(KernelTest, MatchesOracleAcrossBlocks) {
 // Keys and queries that are counted from different places: a diagonal that is shifted either way,
 // also by so much that rows see nothing or everything.
 TEST_P(KernelTest, ShiftsTheCausalDiagonal) {
-  for (const std::int32_t shift : {-500, -37, -1, 1, 64, 200, 5000}) {
+  for (const std::int32_t shift : {-350, -37, -1, 1, 64, 200, 5000}) {
     SCOPED_TRACE("shift " + std::to_string(shift));
     for (const DType dtype : {DType::f32, DType::bf16}) {
       TaskData data =

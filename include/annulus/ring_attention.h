@@ -110,7 +110,7 @@ class RingAttention {
                 const BranchState* state = nullptr);
 
   // Blocks until the device has done what forward and backward have enqueued; DeviceError if it
-  // could not. The CPU enqueues nothing: its passes return when they are done.
+  // could not, Interrupted after interrupt(). The CPU enqueues nothing: its passes return when they are done.
   void synchronize();
 
   // Instead of constructing or calling forward or backward, for callers that find something wrong

@@ -169,7 +169,10 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
   impl_->guard([&] { impl_->backward(call); });
 }
 
-void RingAttention::synchronize() { impl_->queue->record().wait(); }
+void RingAttention::synchronize() {
+  impl_->queue->record().wait();
+  impl_->check_interrupt();
+}
 
 void RingAttention::interrupt() noexcept {
   impl_->interrupted.store(true, std::memory_order_relaxed);

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <limits>
 #include <mutex>
@@ -17,10 +18,18 @@
 #include "annulus/error.h"
 #include "annulus/half.h"
 #include "annulus/in_process.h"
+#include "support/late_backend.h"
 #include "support/random_plans.h"
 
 namespace annulus::test {
 namespace {
+
+// ANNULUS_TEST_BACKEND=late runs a whole test program on late queues.
+[[maybe_unused]] const std::unique_ptr<LateBackends> late_backends = [] {
+  const char* name = std::getenv("ANNULUS_TEST_BACKEND");
+  return name != nullptr && std::string(name) == "late" ? std::make_unique<LateBackends>()
+                                                        : nullptr;
+}();
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::byte kGap{0xA5};
@@ -333,12 +342,14 @@ void Shard::forward(RingAttention& ring) {
     state = ring.make_branch_state(state_o_, state_lse_, false);
   }
   ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view(), detached ? &state : nullptr);
+  ring.synchronize();
 }
 
 void Shard::backward(RingAttention& ring) {
   if (!state_o_.empty()) state = ring.make_branch_state(state_o_, state_lse_, true);
   ring.backward(q.view(), k.view(), v.view(), o.view(), lse.view(), dout.view(), dq.view(),
                 dk.view(), dv.view(), detached ? &state : nullptr);
+  ring.synchronize();
 }
 
 void Shard::collect(Results& results) const {

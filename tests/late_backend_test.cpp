@@ -1,0 +1,157 @@
+#include "support/late_backend.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "annulus/in_process.h"
+#include "annulus/ring_attention.h"
+#include "support/ring_fixture.h"
+
+namespace annulus {
+namespace {
+
+using test::LateBackends;
+using test::Problem;
+using test::Shard;
+
+// Carries host memory only, and knows of no queue but its own deadline.
+class HostOnly final : public Transport {
+ public:
+  HostOnly(Transport& inner, bool reaches) : inner_(inner), reaches_(reaches) {}
+
+  [[nodiscard]] int rank() const override { return inner_.rank(); }
+  [[nodiscard]] int size() const override { return inner_.size(); }
+  [[nodiscard]] std::string name() const override { return "host only"; }
+  [[nodiscard]] bool reaches(const Device&) const override { return reaches_; }
+  [[nodiscard]] Region expose(std::span<std::byte> memory, const Device& device,
+                              std::shared_ptr<Queue>) override {
+    return inner_.expose(memory, device, nullptr);
+  }
+  [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
+                                             const Event& after) override {
+    return inner_.post(messages, after);
+  }
+  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
+  [[nodiscard]] Health health() const override { return inner_.health(); }
+  void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
+  [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }
+
+ private:
+  Transport& inner_;
+  bool reaches_;
+};
+
+struct Case {
+  std::string name;
+  Schedule schedule;
+  BackwardTravel travel;
+  bool reproducible;
+};
+
+class LateBackend : public testing::TestWithParam<Case> {
+ protected:
+  LateBackend()
+      : problem_(test::make_problem("late", pattern(), 2, 150, 24)),
+        inputs_(test::random_inputs(problem_, 11)),
+        options_(test::ring_options(problem_, Placement::zigzag(150, 3))) {
+    options_.schedule = GetParam().schedule;
+    options_.backward_travel = GetParam().travel;
+    options_.reproducible = GetParam().reproducible;
+  }
+
+  static Pattern pattern() {
+    const std::int64_t segments[] = {32, 150};
+    const std::int64_t dilations[] = {1, 3};
+    return longnet(4, segments, dilations, true);
+  }
+
+  // Results, and how often a host thread waited inside the passes.
+  std::pair<test::Results, std::int64_t> run(bool host_only, bool reaches) {
+    const LateBackends late;
+    test::Results results = test::empty_results(options_);
+    std::atomic<std::int64_t> waited{0};
+    run_in_process(3, [&](Transport& transport) {
+      HostOnly host(transport, reaches);
+      Transport& link = host_only ? static_cast<Transport&>(host) : transport;
+      RingAttention ring(options_, link);
+      Shard shard(options_, link.rank());
+      shard.load(inputs_);
+      // Without the fixture's wait after each pass: backward is enqueued behind forward.
+      const std::int64_t before = test::host_waits();
+      ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                   shard.lse.view());
+      ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                    shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
+                    shard.dv.view());
+      waited += test::host_waits() - before;
+      ring.synchronize();
+      shard.collect(results);
+    });
+    return {std::move(results), waited};
+  }
+
+  Problem problem_;
+  test::Inputs inputs_;
+  RingOptions options_;
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    , LateBackend,
+    testing::Values(Case{"ring_keys", Schedule::ring, BackwardTravel::keys, false},
+                    Case{"ring_queries", Schedule::ring, BackwardTravel::queries, false},
+                    Case{"gather_keys", Schedule::gather, BackwardTravel::keys, false},
+                    Case{"gather_queries", Schedule::gather, BackwardTravel::queries, false},
+                    Case{"reproducible", Schedule::gather, BackwardTravel::automatic, true}),
+    [](const auto& info) { return info.param.name; });
+
+TEST_P(LateBackend, GivesTheSameBitsAsAtOnce) {
+  const test::Results at_once = test::run_ring(options_, inputs_);
+  const test::Results late = run(false, true).first;
+  EXPECT_EQ(test::first_difference(at_once, late), "");
+  test::expect_matches(problem_, late, test::reference_of(problem_, inputs_));
+}
+
+TEST_P(LateBackend, IsCarriedByTransportsThatKnowHostMemoryOnly) {
+  const test::Results at_once = test::run_ring(options_, inputs_);
+  const auto [direct, direct_waits] = run(true, true);
+  EXPECT_EQ(test::first_difference(at_once, direct), "");
+  EXPECT_GT(direct_waits, 0);
+  const auto [staged, staged_waits] = run(true, false);
+  EXPECT_EQ(test::first_difference(at_once, staged), "") << "rows that were staged";
+  EXPECT_GT(staged_waits, 0);
+}
+
+// All ranks meet before and behind their passes, so that every wait counted is inside a pass.
+TEST_P(LateBackend, HostNeverWaitsInsideAPass) {
+  const LateBackends late;
+  std::atomic<std::int64_t> waited{0};
+  std::atomic<int> enqueued{0};
+  run_in_process(3, [&](Transport& transport) {
+    RingAttention ring(options_, transport);
+    Shard shard(options_, transport.rank());
+    shard.load(inputs_);
+    ++enqueued;
+    while (enqueued < 3) std::this_thread::yield();
+    const std::int64_t before = test::host_waits();
+    ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view());
+    ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view(),
+                  shard.dout.view(), shard.dq.view(), shard.dk.view(), shard.dv.view());
+    waited += test::host_waits() - before;
+    ++enqueued;
+    while (enqueued < 6) std::this_thread::yield();
+    ring.synchronize();
+  });
+  EXPECT_EQ(waited, 0);
+}
+
+}  // namespace
+}  // namespace annulus

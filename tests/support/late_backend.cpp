@@ -1,0 +1,235 @@
+#include "support/late_backend.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "annulus/error.h"
+
+namespace annulus::test {
+namespace {
+
+std::atomic<std::int64_t> waits{0};
+thread_local bool waits_count = true;
+
+class LateEvent final : public Event::State {
+ public:
+  bool ready() override {
+    const std::lock_guard lock(mutex_);
+    return happened_;
+  }
+  void wait() override {
+    if (waits_count) ++waits;
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return happened_; });
+    if (failure_) throw DeviceError("late queue: " + *failure_);
+  }
+  void happen(const std::shared_ptr<const std::string>& failure) {
+    const std::lock_guard lock(mutex_);
+    happened_ = true;
+    failure_ = failure;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool happened_ = false;
+  std::shared_ptr<const std::string> failure_;
+};
+
+class LateQueue final : public Queue {
+ public:
+  explicit LateQueue(std::uint64_t seed) : random_(seed), thread_([this] { run(); }) {}
+  ~LateQueue() override {
+    {
+      const std::lock_guard lock(mutex_);
+      ending_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  LateQueue(const LateQueue&) = delete;
+  LateQueue& operator=(const LateQueue&) = delete;
+
+  [[nodiscard]] Device device() const override { return {}; }
+  [[nodiscard]] Event record() override {
+    auto event = std::make_shared<LateEvent>();
+    push([this, event] { event->happen(failure_); }, true);
+    return Event(event);
+  }
+  void wait(const Event& event) override {
+    if (!event.ready()) push([event] { event.wait(); });
+  }
+  void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override {
+    const auto size = static_cast<std::size_t>(bytes);
+    push([=, this] {
+      if (to != from) std::memset(to, 0xff, size);
+      dawdle();
+      std::memmove(to, from, size);
+    });
+  }
+
+  void push(std::function<void()> work, bool always = false) {
+    {
+      const std::lock_guard lock(mutex_);
+      work_.push_back({std::move(work), always});
+    }
+    changed_.notify_all();
+  }
+  // On the queue's thread.
+  void dawdle() {
+    const std::uint64_t dice = random_();
+    if (dice % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(dice / 4 % 120));
+  }
+
+ private:
+  struct Work {
+    std::function<void()> run;
+    bool always;  // also after a failure
+  };
+
+  void run() {
+    waits_count = false;
+    for (;;) {
+      Work work;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return ending_ || !work_.empty(); });
+        if (work_.empty()) return;
+        work = std::move(work_.front());
+        work_.pop_front();
+      }
+      if (failure_ != nullptr && !work.always) continue;
+      dawdle();
+      try {
+        work.run();
+      } catch (const std::exception& error) {
+        failure_ = std::make_shared<const std::string>(error.what());
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Work> work_;
+  bool ending_ = false;
+  std::shared_ptr<const std::string> failure_;  // of the queue's thread
+  std::mt19937_64 random_;                      // of the queue's thread
+  std::thread thread_;                          // last: it uses the others
+};
+
+void enqueue(Queue& queue, std::function<void()> work) {
+  static_cast<LateQueue&>(queue).push(std::move(work));
+}
+
+class LateEngine final : public Engine {
+ public:
+  LateEngine(std::unique_ptr<Engine> inner, std::shared_ptr<Queue> now)
+      : inner_(std::move(inner)), now_(std::move(now)) {}
+
+  void allocate() override { inner_->allocate(); }
+  [[nodiscard]] std::int64_t state_bytes() const override { return inner_->state_bytes(); }
+  [[nodiscard]] std::int64_t list_bytes() const override { return inner_->list_bytes(); }
+
+  void begin_forward(const ForwardCall& call, Queue& queue) override {
+    enqueue(queue, [=, this] { inner_->begin_forward(call, *now_); });
+  }
+  void forward(int stage, const ForwardCall& call, Queue& queue) override {
+    enqueue(queue, [=, this] { inner_->forward(stage, call, *now_); });
+  }
+  void finish_forward(const ForwardCall& call, Queue& queue) override {
+    enqueue(queue, [=, this] { inner_->finish_forward(call, *now_); });
+  }
+  void begin_backward(const BackwardCall& call, Queue& queue) override {
+    enqueue(queue, [=, this] { inner_->begin_backward(call, *now_); });
+  }
+  void backward(int stage, const BackwardCall& call, Queue& queue) override {
+    enqueue(queue, [=, this] { inner_->backward(stage, call, *now_); });
+  }
+  void finish_backward(const BackwardCall& call, Queue& queue) override {
+    enqueue(queue, [=, this] { inner_->finish_backward(call, *now_); });
+  }
+  [[nodiscard]] GradientSums sums(const BackwardCall& call) const override {
+    return inner_->sums(call);
+  }
+  [[nodiscard]] TensorRows statistics() const override { return inner_->statistics(); }
+
+ private:
+  std::unique_ptr<Engine> inner_;
+  std::shared_ptr<Queue> now_;
+};
+
+class LateBackend final : public Backend {
+ public:
+  explicit LateBackend(std::shared_ptr<Backend> inner)
+      : inner_(std::move(inner)), now_(inner_->make_queue()) {}
+
+  [[nodiscard]] Device device() const override { return inner_->device(); }
+  [[nodiscard]] std::string kernels() const override { return inner_->kernels(); }
+  [[nodiscard]] std::int64_t scratch_bytes() const override { return inner_->scratch_bytes(); }
+  [[nodiscard]] std::string complaint(const Computation& computation) const override {
+    return inner_->complaint(computation);
+  }
+  [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
+    Memory memory = inner_->allocate(bytes, what);
+    if (bytes > 0) std::memset(memory.data(), 0xff, static_cast<std::size_t>(bytes));
+    return memory;
+  }
+  [[nodiscard]] Memory allocate_staging(std::int64_t bytes, const char* what) override {
+    return allocate(bytes, what);
+  }
+  [[nodiscard]] std::shared_ptr<Queue> make_queue() override {
+    static std::atomic<std::uint64_t> next{1};
+    return std::make_shared<LateQueue>(next++);
+  }
+  [[nodiscard]] bool immediate() const override { return false; }
+  [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
+                                                std::span<const Stage> forward,
+                                                std::span<const Stage> backward) override {
+    return std::make_unique<LateEngine>(inner_->compile(computation, forward, backward), now_);
+  }
+  [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
+                                                     std::vector<ParcelCopy> copies) override {
+    return inner_->compile(layout, std::move(copies));
+  }
+  void pack(const CopyProgram& program, std::span<const TensorRows> sections, std::byte* buffer,
+            Queue& queue) override {
+    enqueue(queue, [=, this, &program, rows = std::vector(sections.begin(), sections.end())] {
+      inner_->pack(program, rows, buffer, *now_);
+    });
+  }
+  void add(const CopyProgram& program, const std::byte* buffer,
+           std::span<const TensorRows> sections, Queue& queue) override {
+    enqueue(queue, [=, this, &program, rows = std::vector(sections.begin(), sections.end())] {
+      inner_->add(program, buffer, rows, *now_);
+    });
+  }
+  void clear(std::byte* memory, std::int64_t bytes, Queue& queue) override {
+    enqueue(queue, [=, this] { inner_->clear(memory, bytes, *now_); });
+  }
+
+ private:
+  std::shared_ptr<Backend> inner_;
+  std::shared_ptr<Queue> now_;
+};
+
+}  // namespace
+
+std::shared_ptr<Backend> make_late(std::shared_ptr<Backend> inner) {
+  return std::make_shared<LateBackend>(std::move(inner));
+}
+
+std::int64_t host_waits() { return waits; }
+
+void forgive_waits_of_this_thread() { waits_count = false; }
+
+}  // namespace annulus::test

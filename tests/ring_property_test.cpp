@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <new>
 #include <set>
 #include <string>
@@ -18,31 +20,12 @@
 #include "annulus/in_process.h"
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
+#include "core/thread_pool.h"
 #include "ring/agreement.h"
 #include "ring/tags.h"
+#include "support/count_allocations.h"
 #include "support/random_plans.h"
 #include "support/ring_fixture.h"
-
-namespace {
-// Allocations of this thread while it is watched.
-thread_local bool watched = false;
-thread_local std::int64_t allocations = 0;
-}  // namespace
-
-// noinline: GCC otherwise sees malloc paired with delete and warns.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  if (watched) ++allocations;
-  if (void* const memory = std::malloc(size > 0 ? size : 1)) return memory;
-  throw std::bad_alloc();
-}
-// std::stable_sort asks in this way; AddressSanitizer insists that new and delete come from one
-// place.
-[[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  if (watched) ++allocations;
-  return std::malloc(size > 0 ? size : 1);
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace annulus {
 namespace {
@@ -248,14 +231,54 @@ TEST(RingProperty, AutomaticTravelNeverSendsMoreThanTheForcedOnes) {
 
 // ---- memory ------------------------------------------------------------------------------------
 
-TEST(RingProperty, AllocationsAreCounted) {
-  allocations = 0;
-  watched = true;
-  ::operator delete(::operator new(1));
-  const std::string longer(
-      static_cast<std::size_t>(::testing::UnitTest::GetInstance()->random_seed() + 100), 'x');
-  watched = false;
-  EXPECT_EQ(allocations, 2);
+// What `body` and everything that runs beside it allocate.
+template <typename Body>
+std::int64_t allocations_of(const Body& body) {
+  test::allocations_seen = 0;
+  test::allocations_watched = true;
+  body();
+  test::allocations_watched = false;
+  return test::allocations_seen;
+}
+
+TEST(RingProperty, AllocationsAreCountedOfEveryKindAndThread) {
+  void* volatile kept = nullptr;  // an allocation that nobody looks at may be left out
+  EXPECT_EQ(allocations_of([&] {
+              kept = ::operator new(1);
+              ::operator delete(kept);
+            }),
+            1);
+  EXPECT_EQ(allocations_of([&] {
+              kept = ::operator new (256, std::align_val_t{128});
+              ::operator delete (kept, std::align_val_t{128});
+            }),
+            1);
+  EXPECT_EQ(allocations_of([&] {
+              kept = std::aligned_alloc(64, 64);
+              std::free(kept);
+            }),
+            1);
+  EXPECT_EQ(allocations_of([&] {
+              kept = std::malloc(1);
+              std::free(kept);
+            }),
+            1);
+  EXPECT_EQ(allocations_of([] {}), 0);
+
+  ThreadPool pool(3);
+  std::atomic<int> on_workers{0};
+  const std::int64_t seen = allocations_of([&] {
+    pool.run_parallel(300, [&](std::int64_t, int slot) {
+      if (slot == 0) {
+        while (on_workers == 0) std::this_thread::yield();
+        return;
+      }
+      const std::unique_ptr<std::byte[]> memory(new std::byte[100]);
+      *static_cast<volatile std::byte*>(memory.get()) = std::byte{1};
+      ++on_workers;
+    });
+  });
+  EXPECT_EQ(seen, on_workers.load());
 }
 
 TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
@@ -263,7 +286,16 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
-    run_in_process(c.options.placement.ranks(), [&](Transport& transport) {
+    const int ranks = c.options.placement.ranks();
+    // All ranks are watched together, and so are the pool's threads, which work for any of them:
+    // none may still prepare, or already clean up.
+    std::barrier together(ranks);
+    std::int64_t in_forward = -1;
+    std::int64_t in_both = -1;
+    run_in_process(ranks, [&](Transport& transport) {
+      // A rank that fails does not keep the others waiting.
+      const auto leave = [](std::barrier<>* barrier) { barrier->arrive_and_drop(); };
+      const std::unique_ptr<std::barrier<>, decltype(leave)> member(&together, leave);
       RingAttention ring(c.options, transport);
       Shard shard(c.options, transport.rank(), c.layout);
       shard.load(inputs);
@@ -273,17 +305,28 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
         ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
                      shard.lse.view(), state);
       };
+      const auto in_turn = [&](const auto& body) {
+        together.arrive_and_wait();
+        if (transport.rank() == 0) body();
+        together.arrive_and_wait();
+      };
       forward();
       shard.backward(ring);
-      allocations = 0;
-      watched = true;
+      in_turn([] {
+        test::allocations_seen = 0;
+        test::allocations_watched = true;
+      });
       forward();
-      const std::int64_t in_forward = allocations;
+      in_turn([&] { in_forward = test::allocations_seen; });
       shard.backward(ring);
-      watched = false;
-      EXPECT_EQ(in_forward, 0) << "rank " << transport.rank() << ", forward";
-      EXPECT_EQ(allocations - in_forward, 0) << "rank " << transport.rank() << ", backward";
+      in_turn([&] {
+        test::allocations_watched = false;
+        in_both = test::allocations_seen;
+      });
     });
+    test::allocations_watched = false;
+    EXPECT_EQ(in_forward, 0) << "forward";
+    EXPECT_EQ(in_both - in_forward, 0) << "backward";
     if (HasFailure()) return;
   }
 }

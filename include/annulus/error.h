@@ -5,7 +5,7 @@
 
 namespace annulus {
 
-// Every exception that leaves the library is one of the three kinds below. The library never
+// Every exception that leaves the library is one of the four kinds below. The library never
 // prints, exits or aborts; a message says where, what was found, what was expected and what to do.
 class Error : public std::runtime_error {
  public:

@@ -158,10 +158,11 @@ def test_api_page_is_up_to_date(torch: types.ModuleType) -> None:
         )
 
 
-def test_picture_of_placements_is_up_to_date() -> None:
-    draw = script("draw_placements")
+@pytest.mark.parametrize("name", ["draw_placements", "draw_shared_pairs"])
+def test_picture_is_up_to_date(name: str) -> None:
+    draw = script(name)
     if draw.PICTURE.read_text(encoding="utf-8") != draw.make():
-        pytest.fail(f"docs/images/placements.svg is out of date: run '.venv/bin/{draw.COMMAND}'")
+        pytest.fail(f"docs/images/{draw.PICTURE.name} is out of date: run '.venv/bin/{draw.COMMAND}'")
 
 
 @pytest.mark.parametrize("package", ["annulus", "annulus.torch"])

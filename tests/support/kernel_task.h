@@ -168,6 +168,56 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
   return out;
 }
 
+// What the numbers of a task are sums of: the magnitudes of their terms, added up. `rounded` takes
+// P and dS as they are, `exact` takes dS = P (dO.V - delta) by the magnitudes of what dS itself is
+// a sum of. lse is left out.
+struct TaskMagnitudes {
+  TaskOracle rounded, exact;
+};
+inline TaskMagnitudes magnitudes(const TaskData& data) {
+  std::vector<double> delta;
+  const TaskOracle result = oracle(data, &delta);
+  const auto dim = static_cast<std::size_t>(data.dim);
+  const auto at = [&](const std::vector<double>& a, std::int64_t row, std::size_t d) {
+    return a[static_cast<std::size_t>(row) * dim + d];
+  };
+  TaskMagnitudes out;
+  for (TaskOracle* const sums : {&out.rounded, &out.exact}) {
+    sums->o.assign(data.q.size(), 0);
+    sums->dq.assign(data.q.size(), 0);
+    sums->dk.assign(data.k.size(), 0);
+    sums->dv.assign(data.k.size(), 0);
+  }
+  for (std::int64_t i = 0; i < data.queries(); ++i) {
+    for (std::int64_t j = 0; j < data.keys(); ++j) {
+      if (!data.sees(i, j)) continue;
+      double score = std::log(data.times(i, j));
+      double dp = 0;
+      double dp_size = 0;
+      for (std::size_t d = 0; d < dim; ++d) {
+        score += data.scale * at(data.q, i, d) * at(data.k, j, d);
+        dp += at(data.dout, i, d) * at(data.v, j, d);
+        dp_size += std::abs(at(data.dout, i, d) * at(data.v, j, d));
+      }
+      const double p = std::exp(score - result.lse[static_cast<std::size_t>(i)]);
+      const double own_delta = delta[static_cast<std::size_t>(i)];
+      const double ds = p * std::abs(dp - own_delta);
+      const double ds_size = p * (dp_size + std::abs(own_delta));
+      for (std::size_t d = 0; d < dim; ++d) {
+        const std::size_t query = static_cast<std::size_t>(i) * dim + d;
+        const std::size_t key = static_cast<std::size_t>(j) * dim + d;
+        for (auto [sums, weight] : {std::pair(&out.rounded, ds), std::pair(&out.exact, ds_size)}) {
+          sums->o[query] += p * std::abs(data.v[key]);
+          sums->dv[key] += p * std::abs(data.dout[query]);
+          sums->dq[query] += data.scale * weight * std::abs(data.k[key]);
+          sums->dk[key] += data.scale * weight * std::abs(data.q[query]);
+        }
+      }
+    }
+  }
+  return out;
+}
+
 // Rows first, first + stride, ... of a row array that become one run.
 struct Cut {
   std::int64_t first = 0;
@@ -247,6 +297,7 @@ struct TaskRun {
   bool query_grad = true;
   bool key_grad = true;
   DType out_dtype = DType::f32;
+  std::size_t scratch_bytes = ThreadPool::kScratchBytes;
   // Forward continues from this state where it is given.
   const std::vector<float>* state_o = nullptr;
   const std::vector<float>* state_lse = nullptr;
@@ -317,7 +368,7 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
     task.repeats = data.repeats;
     task.load_state = run.state_o != nullptr;
     task.out_dtype = run.out_dtype;
-    kernels.forward(problem_of(data), task, shared_scratch().span());
+    kernels.forward(problem_of(data), task, shared_scratch().span().first(run.scratch_bytes));
   }
   result.o = out.load();
   result.lse = lse.load();
@@ -373,7 +424,7 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
   task.repeats = data.repeats;
   task.query_grad = run.query_grad;
   task.key_grad = run.key_grad;
-  kernels.backward(problem_of(data), task, shared_scratch().span());
+  kernels.backward(problem_of(data), task, shared_scratch().span().first(run.scratch_bytes));
   result.dq = dq.load();
   result.dk = dk.load();
   result.dv = dv.load();

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "annulus/half.h"
+#include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/row_stream.h"
 
@@ -37,7 +38,6 @@ HWY_BEFORE_NAMESPACE();
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-#include "kernels/cpu/implementations.h"
 
 namespace annulus::cpu {
 namespace {

@@ -83,6 +83,13 @@ std::string choice_reason() {
   return forced_name() != nullptr ? "forced by ANNULUS_ISA" : default_choice().reason;
 }
 
+void throw_scratch_exhausted(std::size_t wanted_bytes, std::size_t left_bytes) {
+  throw DeviceError(fmt::format(
+      "CPU kernel: a task wants {} more bytes of scratch and {} are left: this is a bug "
+      "in annulus, please report the call's options",
+      wanted_bytes, left_bytes));
+}
+
 double measure_fma_peak_gflops(bool bf16) {
   const Implementation* best = nullptr;
   for (const Implementation& i : implementations()) {

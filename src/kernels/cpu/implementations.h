@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "kernels/cpu/kernel.h"
@@ -16,5 +18,8 @@ struct Implementation {
 [[nodiscard]] std::vector<Implementation>
 avx512_bf16_implementations();  // empty where it cannot be compiled
 [[nodiscard]] std::vector<Implementation> highway_implementations();
+
+// For kernels; compiled once, for no instruction set in particular.
+[[noreturn]] void throw_scratch_exhausted(std::size_t wanted_bytes, std::size_t left_bytes);
 
 }  // namespace annulus::cpu

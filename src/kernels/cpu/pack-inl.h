@@ -3,19 +3,22 @@
 
 namespace annulus::cpu::ANNULUS_ISA {
 
-// Scratch is handed out in 64-byte steps.
+// Scratch is handed out in 64-byte steps. A task that wants more than there is ends in an
+// exception: past the end lies another thread's scratch.
 class Scratch {
  public:
-  explicit Scratch(std::span<std::byte> bytes) : next_(bytes.data()) {}
+  explicit Scratch(std::span<std::byte> bytes) : left_(bytes) {}
   template <typename T>
   T* take(std::size_t count) {
-    T* out = reinterpret_cast<T*>(next_);
-    next_ += (count * sizeof(T) + 63) / 64 * 64;
+    const std::size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    if (HWY_UNLIKELY(bytes > left_.size())) throw_scratch_exhausted(bytes, left_.size());
+    T* out = reinterpret_cast<T*>(left_.data());
+    left_ = left_.subspan(bytes);
     return out;
   }
 
  private:
-  std::byte* next_;
+  std::span<std::byte> left_;
 };
 
 // The packaged scalar conversions from and to fp16 truncate and know neither Inf nor NaN: ours are

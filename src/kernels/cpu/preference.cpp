@@ -14,11 +14,12 @@ constexpr std::string_view kNativeBf16 = "avx512_bf16";
 // can start:
 // - Zen 4 and 5 start as many of one as of the other: 233 against 118 GFLOP/s on one core of an
 //   EPYC of family 25 ('annulus doctor').
-// - Golden Cove (Sapphire Rapids) starts one VDPBF16PS in two cycles, four multiply-adds in the
-//   same time: 89 against 178 GFLOP/s on one core. Raptor Cove (Emerald Rapids) is the same core;
-//   https://github.com/libxsmm/tpp-mlir/pull/1025 has it at half the rate of fp32, and Zen 5 fast.
+// - Emerald Rapids (model 207) starts one VDPBF16PS in two cycles, four multiply-adds in the same
+//   time: 84 against 166 GFLOP/s on one core; https://github.com/libxsmm/tpp-mlir/pull/1025 has it
+//   at half the rate of fp32, too, and Zen 5 fast. Sapphire Rapids is the same core (Golden Cove)
+//   with smaller caches.
 // - Granite Rapids (173, 174) and Cooper Lake (85 from stepping 10 on) are missing on purpose:
-//   nobody has measured our kernels there. The first inherits from Golden Cove; the second has two
+//   nobody has measured our kernels there. The first descends from Golden Cove; the second has two
 //   512-bit multiply-add ports as well, so that native bf16 would win only if both could start a
 //   VDPBF16PS in every cycle.
 struct Known {

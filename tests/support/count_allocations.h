@@ -1,0 +1,76 @@
+#pragma once
+
+// Counts what every thread of this program asks of the allocator, in whatever way: operator new of
+// all kinds, malloc, aligned_alloc. Included by one source file of a program, because it replaces
+// the functions of the C library.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#include <sanitizer/allocator_interface.h>
+#else
+#include <cerrno>
+#endif
+
+namespace annulus::test {
+
+inline std::atomic<bool> allocations_watched{false};
+inline std::atomic<std::int64_t> allocations_seen{0};
+
+inline void note_allocation() {
+  if (allocations_watched.load(std::memory_order_relaxed)) allocations_seen.fetch_add(1);
+}
+
+}  // namespace annulus::test
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+
+namespace annulus::test {
+// The sanitizers have an allocator of their own, and hooks in it.
+inline const bool allocations_hooked =
+    __sanitizer_install_malloc_and_free_hooks(
+        [](const volatile void*, std::size_t) { note_allocation(); },
+        [](const volatile void*) {}) != 0;
+}  // namespace annulus::test
+
+#else
+
+// glibc's own, by the names under which a replacement reaches them. free() takes what they return.
+extern "C" {
+void* __libc_malloc(std::size_t);
+void* __libc_calloc(std::size_t, std::size_t);
+void* __libc_realloc(void*, std::size_t);
+void* __libc_memalign(std::size_t, std::size_t);
+
+void* malloc(std::size_t bytes) {
+  annulus::test::note_allocation();
+  return __libc_malloc(bytes);
+}
+void* calloc(std::size_t count, std::size_t bytes) {
+  annulus::test::note_allocation();
+  return __libc_calloc(count, bytes);
+}
+void* realloc(void* memory, std::size_t bytes) {
+  annulus::test::note_allocation();
+  return __libc_realloc(memory, bytes);
+}
+void* aligned_alloc(std::size_t align, std::size_t bytes) {
+  annulus::test::note_allocation();
+  return __libc_memalign(align, bytes);
+}
+void* memalign(std::size_t align, std::size_t bytes) {
+  annulus::test::note_allocation();
+  return __libc_memalign(align, bytes);
+}
+int posix_memalign(void** out, std::size_t align, std::size_t bytes) {
+  annulus::test::note_allocation();
+  void* const memory = __libc_memalign(align, bytes);
+  if (memory == nullptr) return ENOMEM;
+  *out = memory;
+  return 0;
+}
+}  // extern "C"
+
+#endif

@@ -276,5 +276,61 @@ TEST(HilbertPlacement, AMillionTokensBuildFast) {
   EXPECT_LT(took.count(), 2.0);
 }
 
+// Cell by cell, as the header defines it.
+std::vector<std::vector<std::int64_t>> stretches(std::int64_t tokens, int ranks, std::int64_t rows,
+                                                 std::int64_t cols) {
+  std::vector<std::vector<std::int64_t>> held(static_cast<std::size_t>(ranks));
+  std::int64_t placed = 0;
+  std::size_t rank = 0;
+  for (const GridCell& cell : hilbert_curve(rows, cols)) {
+    const std::int64_t position = cell.row * cols + cell.col;
+    if (position >= tokens) continue;
+    const auto size = [&] {
+      return tokens / ranks + (static_cast<std::int64_t>(rank) < tokens % ranks ? 1 : 0);
+    };
+    if (placed == size()) {
+      ++rank;
+      placed = 0;
+    }
+    ++placed;
+    held[rank].push_back(position);
+  }
+  for (auto& positions : held) std::sort(positions.begin(), positions.end());
+  return held;
+}
+
+TEST(HilbertPlacement, BlocksAreTheStretchesOfTheCurve) {
+  std::mt19937_64 random(kSeed);
+  const auto between = [&](std::int64_t low, std::int64_t high) {
+    return std::uniform_int_distribution<std::int64_t>(low, high)(random);
+  };
+  for (int trial = 0; trial < 400; ++trial) {
+    std::int64_t cols = between(1, trial % 2 == 0 ? 12 : 80);
+    const std::int64_t tokens = between(1, 3000);
+    const int ranks = static_cast<int>(between(1, trial % 3 == 0 ? 3100 : 20));
+    cols = std::min(cols, tokens);
+    const std::int64_t rows = (tokens - 1) / cols + 1;
+    SCOPED_TRACE(std::to_string(tokens) + " tokens on " + std::to_string(ranks) + " ranks, " +
+                 std::to_string(rows) + " x " + std::to_string(cols));
+    const Placement placement = Placement::hilbert(tokens, ranks, rows, cols);
+    const auto expected = stretches(tokens, ranks, rows, cols);
+    for (int rank = 0; rank < ranks; ++rank) {
+      ASSERT_EQ(placement.positions(rank), expected[static_cast<std::size_t>(rank)]) << rank;
+    }
+  }
+}
+
+TEST(HilbertPlacement, CostsTheOutlinesOfTheShardsNotTheirTokens) {
+  // A trillion tokens would not fit into memory one by one.
+  const std::int64_t tokens = std::int64_t{1} << 40;
+  const Placement placement = Placement::hilbert(tokens, 4);
+  std::int64_t held = 0;
+  for (int rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ(placement.local_tokens(rank), tokens / 4);
+    held += placement.local_tokens(rank);
+  }
+  EXPECT_EQ(held, tokens);
+}
+
 }  // namespace
 }  // namespace annulus

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <map>
 #include <set>
-#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -24,7 +23,10 @@
 namespace annulus {
 namespace {
 
-constexpr int kConfigurations = 4000;
+using test::for_random_plans;
+using test::kConfigurations;
+using test::positions_of;
+using test::Views;
 
 std::vector<int> owners(const Placement& placement) {
   std::vector<int> owner(static_cast<std::size_t>(placement.tokens()), -1);
@@ -35,34 +37,10 @@ std::vector<int> owners(const Placement& placement) {
   return owner;
 }
 
-std::vector<std::int64_t> positions_of(const Parcel& parcel) {
-  std::vector<std::int64_t> positions;
-  for (const RowSet& rows : parcel.rows) {
-    for (std::int64_t i = 0; i < rows.count; ++i) positions.push_back(rows[i]);
-  }
-  return positions;
-}
-
 int unit_of(const Plan& plan, int q_head) {
   return plan.options().travel == Travel::queries
              ? q_head
              : q_head / (plan.pattern().heads / plan.options().kv_heads);
-}
-
-using Views = std::vector<Plan>;  // one per rank
-
-// Calls check(views) on many random plans; stops at the first that fails. Queries and keys share a
-// placement in two of three.
-template <typename Check>
-void for_random_plans(std::uint64_t first_seed, Check check) {
-  for (std::uint64_t seed = first_seed; seed < first_seed + kConfigurations; ++seed) {
-    test::Random random(seed);
-    const Views views =
-        Plan::of_all_ranks(seed % 3 == 0 ? test::any_sides(random) : test::any_options(random));
-    SCOPED_TRACE("seed " + std::to_string(seed) + ": " + test::describe(views.front()));
-    check(views);
-    if (::testing::Test::HasFailure()) return;
-  }
 }
 
 // One byte per (branch, q head, query, key): how often the tiles of all ranks and steps cover it.
@@ -144,6 +122,60 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
                 pairs_of[static_cast<std::size_t>(rank)]);
     }
   });
+}
+
+TEST(PlanProperty, LocalSegmentsAndTheOtherTilesCoverWhatIsLocalExactlyOnce) {
+  std::int64_t whole = 0;
+  for_random_plans(240'000, [&](const Views& views) {
+    const Pattern& pattern = views.front().pattern();
+    for (const Plan& view : views) {
+      std::map<std::tuple<int, int, std::int64_t, std::int64_t>, int> covered;
+      for (const SegmentRun& run : view.local_segments()) {
+        const Branch& branch = pattern.branches[static_cast<std::size_t>(run.branch)];
+        EXPECT_GT(run.segments, 0);
+        whole += run.segments;
+        for (std::int64_t i = 0; i < run.segments * run.length; ++i) {
+          const std::int64_t t = view.query_placement().position(view.rank(), run.query_first + i);
+          EXPECT_EQ(t / branch.segment_length, run.first_segment + i / run.length);
+          const std::int64_t segment_begin = i / run.length * run.length;
+          for (std::int64_t j = segment_begin; j < segment_begin + run.length; ++j) {
+            const std::int64_t p = view.key_placement().position(view.rank(), run.key_first + j);
+            for (int h = 0; h < pattern.heads; ++h) {
+              if (pattern.allows(branch, h, t, p)) ++covered[{run.branch, h, t, p}];
+            }
+          }
+        }
+      }
+      std::map<std::tuple<int, int, std::int64_t, std::int64_t>, int> expected;
+      const auto count = [&](const std::vector<TileGroup>& groups, auto& pairs) {
+        for (const TileGroup& group : groups) {
+          const Selection& selection = view.classes()[static_cast<std::size_t>(group.head_class)]
+                                           .selections[static_cast<std::size_t>(group.selection)];
+          for (const PlacedRows& q : group.queries) {
+            for (const PlacedRows& k : group.keys) {
+              for (std::int64_t i = 0; i < q.rows.count; ++i) {
+                for (std::int64_t j = 0; j < k.rows.count; ++j) {
+                  if (!group.mask.allows(q.rows[i], k.rows[j])) continue;
+                  for (const Selection::Member& m : selection.members) {
+                    ++pairs[{selection.branch, m.q_head, q.rows[i], k.rows[j]}];
+                  }
+                }
+              }
+            }
+          }
+        }
+      };
+      count(view.tile_groups(0, 0), expected);
+      count(view.tile_groups(0, 0, Tiles::outside_local_segments), covered);
+      EXPECT_EQ(covered, expected) << "rank " << view.rank();
+      // Later steps have no row in them.
+      for (int step = 1; step <= view.steps(); ++step) {
+        EXPECT_EQ(view.tile_groups(step, step, Tiles::outside_local_segments).size(),
+                  view.tile_groups(step, step).size());
+      }
+    }
+  });
+  EXPECT_GT(whole, 5'000) << "hardly a segment was local: the test shows nothing";
 }
 
 TEST(PlanProperty, TilesPointAtTheRowsTheyName) {
@@ -264,196 +296,6 @@ TEST(PlanProperty, SendsEachRowOnceToEachRankThatNeedsItAndToNoOther) {
     for (const auto& [row, times] : received) {
       EXPECT_EQ(times, 1);
       EXPECT_TRUE(needed.contains(row));
-    }
-  });
-}
-
-// A parcel by what it is: ids are local to a view.
-using ParcelKey = std::tuple<int, int, std::int64_t>;  // owner, class, first row
-
-ParcelKey key_of(const Plan& view, int parcel) {
-  const Parcel& p = view.parcels()[static_cast<std::size_t>(parcel)];
-  return {p.owner, p.head_class, p.rows.front().first};
-}
-
-// (step, sender, receiver, parcel)
-using Move = std::tuple<int, int, int, ParcelKey>;
-
-TEST(PlanProperty, ItinerariesGoRoundOneWayAndParcelsAreViewsOfTheirOwnersShard) {
-  for_random_plans(80'000, [](const Views& views) {
-    const Plan& plan = views.front();
-    const int ranks = plan.ranks();
-    const bool ring = plan.options().schedule == Schedule::ring;
-    int longest = 0;
-    bool up = true;
-    bool down = true;
-    for (const Plan& view : views) {
-      const std::vector<std::int64_t> held = view.travelling_placement().positions(view.rank());
-      const std::set<std::int64_t> own(held.begin(), held.end());
-      for (int i = 0; i < static_cast<int>(view.parcels().size()); ++i) {
-        const Parcel& parcel = view.parcels()[static_cast<std::size_t>(i)];
-        if (parcel.owner != view.rank()) continue;
-        const std::vector<int> visits = view.itinerary(i);
-        EXPECT_FALSE(visits.empty());
-        EXPECT_EQ(parcel.row_count, static_cast<std::int64_t>(positions_of(parcel).size()));
-        EXPECT_GT(parcel.row_count, 0);
-        for (const std::int64_t p : positions_of(parcel)) EXPECT_TRUE(own.contains(p));
-        for (const RowSet& rows : parcel.rows) {  // a strided view of the owner's shard
-          const auto ranges = plan.travelling_placement().ranges(parcel.owner);
-          EXPECT_TRUE(std::any_of(ranges.begin(), ranges.end(), [&](const RowSet& range) {
-            return intersect(range, rows).count == rows.count;
-          }));
-        }
-        const auto after_owner = [&](int rank) { return (rank - parcel.owner + ranks) % ranks; };
-        for (std::size_t n = 1; n < visits.size(); ++n) {
-          const int step = after_owner(visits[n]) - after_owner(visits[n - 1]);
-          up = up && step > 0;
-          down = down && step < 0;
-        }
-        longest = std::max(longest, ring ? static_cast<int>(visits.size()) : 1);
-      }
-    }
-    EXPECT_TRUE(up || (ring && down)) << "ranks follow the owner in cyclic order, all one way";
-    for (const Plan& view : views) EXPECT_EQ(view.steps(), longest);
-  });
-}
-
-TEST(PlanProperty, HopsFollowTheItineraryAndForwardOnlyWhatIsThere) {
-  for_random_plans(160'000, [](const Views& views) {
-    const bool ring = views.front().options().schedule == Schedule::ring;
-    std::set<Move> expected;
-    std::set<Move> in;
-    std::set<Move> out;
-    std::set<std::pair<int, ParcelKey>> holds;  // (rank, parcel)
-    for (const Plan& view : views) {
-      for (int i = 0; i < static_cast<int>(view.parcels().size()); ++i) {
-        if (view.parcels()[static_cast<std::size_t>(i)].owner != view.rank()) continue;
-        holds.emplace(view.rank(), key_of(view, i));
-        EXPECT_EQ(view.arrival(i), 0);
-        int sender = view.rank();
-        int step = 1;
-        for (const int receiver : view.itinerary(i)) {
-          expected.emplace(step, sender, receiver, key_of(view, i));
-          if (!ring) continue;
-          sender = receiver;
-          ++step;
-        }
-      }
-    }
-    for (int step = 1; step <= views.front().steps(); ++step) {
-      for (const Plan& view : views) {
-        for (const Hop& hop : view.outgoing(step)) {
-          EXPECT_TRUE(holds.contains({view.rank(), key_of(view, hop.parcel)}));
-          out.emplace(step, view.rank(), hop.peer, key_of(view, hop.parcel));
-        }
-        for (const Hop& hop : view.incoming(step)) {
-          EXPECT_EQ(view.arrival(hop.parcel), step);
-          in.emplace(step, hop.peer, view.rank(), key_of(view, hop.parcel));
-        }
-      }
-      for (const Plan& view : views) {  // only after all sends of the step were checked
-        for (const Hop& hop : view.incoming(step)) {
-          holds.emplace(view.rank(), key_of(view, hop.parcel));
-        }
-      }
-    }
-    EXPECT_EQ(in, expected);
-    EXPECT_EQ(out, expected);
-  });
-}
-
-TEST(PlanProperty, SenderAndReceiverAgreeOnTheOrderInsideAMessage) {
-  for_random_plans(180'000, [](const Views& views) {
-    std::map<std::tuple<int, int, int>, std::vector<std::vector<std::int64_t>>> sent;
-    std::map<std::tuple<int, int, int>, std::vector<std::vector<std::int64_t>>> received;
-    for (const Plan& view : views) {
-      const auto rows = [&](const Hop& hop) {
-        return positions_of(view.parcels()[static_cast<std::size_t>(hop.parcel)]);
-      };
-      for (int step = 1; step <= view.steps(); ++step) {
-        int peer = -1;
-        for (const Hop& hop : view.outgoing(step)) {
-          EXPECT_LE(peer, hop.peer) << "hops to one peer follow each other";
-          peer = hop.peer;
-          sent[{step, view.rank(), peer}].push_back(rows(hop));
-        }
-        peer = -1;
-        for (const Hop& hop : view.incoming(step)) {
-          EXPECT_LE(peer, hop.peer);
-          peer = hop.peer;
-          received[{step, peer, view.rank()}].push_back(rows(hop));
-        }
-      }
-    }
-    EXPECT_EQ(sent, received);
-  });
-}
-
-TEST(PlanProperty, ARankPlansAloneWhatAllRanksPlanTogether) {
-  for_random_plans(200'000, [](const Views& views) {
-    const Plan& together = views[static_cast<std::size_t>(views.front().ranks() / 2)];
-    const Plan alone(together.options(), together.rank());
-    const auto hops = [](std::span<const Hop> list) {
-      std::vector<std::pair<int, int>> out;
-      for (const Hop& hop : list) out.emplace_back(hop.peer, hop.parcel);
-      return out;
-    };
-    EXPECT_EQ(alone.steps(), together.steps());
-    EXPECT_EQ(alone.total_unit_rows(), together.total_unit_rows());
-    ASSERT_EQ(alone.parcels().size(), together.parcels().size());
-    for (int i = 0; i < static_cast<int>(alone.parcels().size()); ++i) {
-      EXPECT_EQ(alone.parcels()[static_cast<std::size_t>(i)].rows,
-                together.parcels()[static_cast<std::size_t>(i)].rows);
-      EXPECT_EQ(key_of(alone, i), key_of(together, i));
-      EXPECT_EQ(alone.itinerary(i), together.itinerary(i));
-    }
-    for (int step = 1; step <= alone.steps(); ++step) {
-      EXPECT_EQ(hops(alone.incoming(step)), hops(together.incoming(step)));
-      EXPECT_EQ(hops(alone.outgoing(step)), hops(together.outgoing(step)));
-    }
-  });
-}
-
-TEST(PlanProperty, TotalsOfAllRanksAreTheSumsOfTheirViews) {
-  for_random_plans(220'000, [](const Views& views) {
-    std::int64_t total = 0;
-    for (const Plan& view : views) {
-      const RankTotals totals = views.front().rank_totals()[static_cast<std::size_t>(view.rank())];
-      EXPECT_EQ(totals.received, view.received_unit_rows());
-      EXPECT_EQ(totals.largest_step, view.largest_step_unit_rows());
-      EXPECT_EQ(totals.query_pairs, view.pairs());
-      std::int64_t sent = 0;
-      for (int step = 1; step <= view.steps(); ++step) sent += view.unit_rows(view.outgoing(step));
-      EXPECT_EQ(totals.sent, sent);
-      total += sent;
-    }
-    for (const Plan& view : views) EXPECT_EQ(view.total_unit_rows(), total);
-  });
-}
-
-TEST(PlanProperty, ParcelsOfAnOwnerAndClassHaveDifferentItinerariesAndNoCommonRow) {
-  for_random_plans(100'000, [](const Views& views) {
-    for (const Plan& view : views) {
-      std::set<std::tuple<int, int, std::vector<int>>> itineraries;
-      std::set<std::tuple<int, std::int64_t>> rows;  // (class, position)
-      for (int i = 0; i < static_cast<int>(view.parcels().size()); ++i) {
-        const Parcel& parcel = view.parcels()[static_cast<std::size_t>(i)];
-        EXPECT_TRUE(itineraries.emplace(parcel.owner, parcel.head_class, view.itinerary(i)).second);
-        for (const std::int64_t p : positions_of(parcel)) {
-          EXPECT_TRUE(rows.emplace(parcel.head_class, p).second);
-        }
-      }
-    }
-  });
-}
-
-TEST(PlanProperty, RingAndGatherMoveTheSameRows) {
-  for_random_plans(120'000, [](const Views& views) {
-    for (const Plan& view : views) {
-      const bool ring = view.options().schedule == Schedule::ring;
-      const Plan swapped = view.with_schedule(ring ? Schedule::gather : Schedule::ring);
-      EXPECT_EQ(view.total_unit_rows(), swapped.total_unit_rows());
-      EXPECT_EQ(view.received_unit_rows(), swapped.received_unit_rows());
     }
   });
 }

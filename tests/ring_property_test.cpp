@@ -13,10 +13,12 @@
 #include <memory>
 #include <new>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "annulus/error.h"
 #include "annulus/in_process.h"
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
@@ -183,29 +185,58 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
   }
 }
 
-// What is sent is received: over all ranks, and by tag.
+// Sizes of all messages, in order, by tag and peer. A transport's own counters cannot show a
+// message that nobody receives, or a receive that nobody answers: it counts both ends when it
+// delivers.
+class PostedTransport : public test::WatchedTransport {
+ public:
+  using WatchedTransport::WatchedTransport;
+  using Posts = std::map<std::pair<std::uint32_t, int>, std::vector<std::int64_t>>;
+
+  std::unique_ptr<Ticket> post(std::span<const Message> messages, const Event& after) override {
+    for (const Message& message : messages) {
+      Posts& posts = message.way == Way::send ? sends : receives;
+      posts[{message.tag, message.peer}].push_back(message.bytes);
+    }
+    return WatchedTransport::post(messages, after);
+  }
+
+  Posts sends;
+  Posts receives;
+};
+
 TEST(RingProperty, EverythingSentIsReceived) {
+  std::size_t messages = 0;
   for (std::uint64_t seed = 2000; seed < 2040; ++seed) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
-    const int ranks = c.options.placement.ranks();
-    const auto transports = make_in_process_ring(ranks);
-    run_in_process(transports, [&](Transport& transport) {
+    const auto ranks = static_cast<std::size_t>(c.options.placement.ranks());
+    std::vector<PostedTransport::Posts> sends(ranks);
+    std::vector<PostedTransport::Posts> receives(ranks);
+    run_in_process(c.options.placement.ranks(), [&](Transport& inner) {
+      PostedTransport transport(inner);
+      const auto rank = static_cast<std::size_t>(transport.rank());
       RingAttention ring(c.options, transport);
       Shard shard(c.options, transport.rank());
       shard.load(inputs);
       shard.forward(ring);
       shard.backward(ring);
+      sends[rank] = transport.sends;
+      receives[rank] = transport.receives;
     });
-    std::uint64_t sent = 0;
-    std::uint64_t received = 0;
-    for (const auto& transport : transports) {
-      sent += transport->counters().bytes_sent;
-      received += transport->counters().bytes_received;
+    std::vector<PostedTransport::Posts> expected(ranks);  // receives, from what was sent
+    for (std::size_t sender = 0; sender < ranks; ++sender) {
+      for (const auto& [to, sizes] : sends[sender]) {
+        expected[static_cast<std::size_t>(to.second)][{to.first, static_cast<int>(sender)}] = sizes;
+        messages += sizes.size();
+      }
     }
-    EXPECT_EQ(sent, received);
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      EXPECT_EQ(receives[rank], expected[rank]) << "rank " << rank;
+    }
   }
+  EXPECT_GT(messages, 1000U);
 }
 
 // Fewer bytes is what decides which side travels.
@@ -331,19 +362,38 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
   }
 }
 
-TEST(RingProperty, CommunicationBytesAreWithinTheLimitThatWasChecked) {
+// A limit of exactly the bytes that are needed is enough, one byte less is refused by all ranks.
+TEST(RingProperty, CommunicationBytesAreThoseThatTheLimitIsHeldAgainst) {
+  int refused = 0;
   for (std::uint64_t seed = 5000; seed < 5040; ++seed) {
-    const Configuration c = random_configuration(seed);
+    Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
-    run_in_process(c.options.placement.ranks(), [&](Transport& transport) {
+    const int ranks = c.options.placement.ranks();
+    std::vector<std::int64_t> bytes(static_cast<std::size_t>(ranks));
+    std::atomic<Schedule> schedule{Schedule::ring};
+    run_in_process(ranks, [&](Transport& transport) {
       const RingAttention ring(c.options, transport);
       const MemoryInfo info = ring.memory_info();
-      EXPECT_LE(info.communication_bytes, c.options.limits.communication_bytes);
+      bytes[static_cast<std::size_t>(transport.rank())] = info.communication_bytes;
+      schedule = ring.schedule();
       EXPECT_GE(info.workspace_bytes, info.communication_bytes + info.state_bytes);
       EXPECT_GT(info.scratch_bytes, 0);
       EXPECT_FALSE(info.complexity.empty());
     });
+    // `automatic` would go round the limit where it can.
+    if (!c.options.reproducible) c.options.schedule = schedule;
+    const std::int64_t most = *std::max_element(bytes.begin(), bytes.end());
+    c.options.limits.communication_bytes = most;
+    run_in_process(
+        ranks, [&](Transport& transport) { EXPECT_NO_THROW(RingAttention(c.options, transport)); });
+    if (most == 0) continue;
+    c.options.limits.communication_bytes = most - 1;
+    run_in_process(ranks, [&](Transport& transport) {
+      EXPECT_THROW(RingAttention(c.options, transport), ConfigError);
+    });
+    ++refused;
   }
+  EXPECT_GT(refused, 20);
 }
 
 // ---- zero copy ---------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -27,22 +28,26 @@ std::int64_t even_half(std::int64_t length) {
 // even cuts is that of Cerveny's generalised Hilbert curve, github.com/jakubcerveny/gilbert, which
 // accepts a diagonal step in blocks that do not; walk_grid never makes such a block.)
 //
-// The depth of the recursion is logarithmic: every cut halves a side, up to rounding.
-template <typename Visit>
+// The depth of the recursion is logarithmic: every cut halves a side, up to rounding. A block that
+// `walker.take` accepts as a whole is not walked: whole blocks of one rank cost nothing.
+template <typename Walker>
 void walk_block(GridCell corner, GridCell along, std::int64_t length, GridCell across,
-                std::int64_t breadth, Visit& visit) {
+                std::int64_t breadth, Walker& walker) {
   const auto at = [&](std::int64_t i, std::int64_t j) -> GridCell {
     return {corner.row + i * along.row + j * across.row,
             corner.col + i * along.col + j * across.col};
   };
+  if (walker.take(corner, at(length - 1, breadth - 1))) return;
   if (breadth == 1) {
-    for (std::int64_t i = 0; i < length; ++i) visit(at(i, 0));
+    const std::int64_t half = length / 2;
+    walk_block(corner, along, half, across, 1, walker);
+    walk_block(at(half, 0), along, length - half, across, 1, walker);
     return;
   }
   if (2 * length > 3 * breadth) {
     const std::int64_t cut = even_half(length);
-    walk_block(corner, along, cut, across, breadth, visit);
-    walk_block(at(cut, 0), along, length - cut, across, breadth, visit);
+    walk_block(corner, along, cut, across, breadth, walker);
+    walk_block(at(cut, 0), along, length - cut, across, breadth, walker);
     return;
   }
   // Out along `across` on the near part, over the whole length, and back: on a square of side 2^k
@@ -51,28 +56,28 @@ void walk_block(GridCell corner, GridCell along, std::int64_t length, GridCell a
   const std::int64_t left = length / 2;
   const GridCell back_along{-along.row, -along.col};
   const GridCell back_across{-across.row, -across.col};
-  walk_block(corner, across, near, along, left, visit);
-  walk_block(at(0, near), along, length, across, breadth - near, visit);
-  walk_block(at(length - 1, near - 1), back_across, near, back_along, length - left, visit);
+  walk_block(corner, across, near, along, left, walker);
+  walk_block(at(0, near), along, length, across, breadth - near, walker);
+  walk_block(at(length - 1, near - 1), back_across, near, back_along, length - left, walker);
 }
 
-template <typename Visit>
-void walk_grid(std::int64_t rows, std::int64_t cols, Visit visit) {
+template <typename Walker>
+void walk_grid(std::int64_t rows, std::int64_t cols, Walker& walker) {
   const bool wide = cols >= rows;
   const GridCell along = wide ? GridCell{0, 1} : GridCell{1, 0};
   const GridCell across = wide ? GridCell{1, 0} : GridCell{0, 1};
   const std::int64_t length = wide ? cols : rows;
   const std::int64_t breadth = wide ? rows : cols;
   if (length % 2 == 0 || breadth % 2 != 0) {
-    walk_block({0, 0}, along, length, across, breadth, visit);
+    walk_block({0, 0}, along, length, across, breadth, walker);
     return;
   }
   // An odd length over an even breadth cannot end at the far corner without a diagonal step, but
   // nothing says that it must end there: the last, about square piece runs across instead.
   const std::int64_t tail = length < 2 * breadth ? length : breadth + 1;
   const std::int64_t head = length - tail;
-  if (head > 0) walk_block({0, 0}, along, head, across, breadth, visit);
-  walk_block({head * along.row, head * along.col}, across, breadth, along, tail, visit);
+  if (head > 0) walk_block({0, 0}, along, head, across, breadth, walker);
+  walk_block({head * along.row, head * along.col}, across, breadth, along, tail, walker);
 }
 
 // Neighbouring runs of one row each, as a stretch of the curve that is one column wide has them,
@@ -95,6 +100,88 @@ std::vector<RowSet> merge_single_rows(const std::vector<RowSet>& runs) {
   return merged;
 }
 
+// Takes single cells only: the curve itself.
+class CurveWalker {
+ public:
+  explicit CurveWalker(std::vector<GridCell>& cells) : cells_(&cells) {}
+
+  bool take(GridCell first, GridCell last) {
+    if (first.row != last.row || first.col != last.col) return false;
+    cells_->push_back(first);
+    return true;
+  }
+
+ private:
+  std::vector<GridCell>* cells_;
+};
+
+// Deals the curve out to the ranks, stretch by stretch, in blocks as large as their owner has room
+// for: the work follows the outlines of the shards, not their tokens.
+class ShardWalker {
+ public:
+  ShardWalker(std::int64_t tokens, std::int64_t rows, std::int64_t cols, int ranks)
+      : tokens_(tokens),
+        rows_(rows),
+        cols_(cols),
+        longer_(tokens % ranks),
+        base_(tokens / ranks),
+        room_(base_ + (longer_ > 0 ? 1 : 0)),
+        runs_(static_cast<std::size_t>(ranks)) {}
+
+  bool take(GridCell first, GridCell last) {
+    const std::int64_t top = std::min(first.row, last.row);
+    const std::int64_t bottom = std::max(first.row, last.row);
+    const std::int64_t left = std::min(first.col, last.col);
+    const std::int64_t right = std::max(first.col, last.col);
+    std::int64_t held = (bottom - top + 1) * (right - left + 1);
+    if (bottom == rows_ - 1) {  // the last row of the grid may be ragged
+      const std::int64_t filled = tokens_ - bottom * cols_;
+      held -= std::max<std::int64_t>(0, right + 1 - std::max(left, filled));
+    }
+    if (held == 0) return true;
+    if (room_ == 0) {
+      ++rank_;
+      room_ = base_ + (rank_ < longer_ ? 1 : 0);
+    }
+    if (held > room_) return false;
+    room_ -= held;
+    for (std::int64_t row = top; row <= bottom; ++row) {
+      const std::int64_t begin = row * cols_ + left;
+      const std::int64_t end = std::min(tokens_, row * cols_ + right + 1);
+      if (begin < end) runs_[static_cast<std::size_t>(rank_)].push_back({begin, end - begin, 1});
+    }
+    return true;
+  }
+
+  // Every rank's positions, ascending, in runs as long as possible.
+  std::vector<std::vector<RowSet>> take_runs() {
+    for (std::vector<RowSet>& runs : runs_) {
+      std::sort(runs.begin(), runs.end(),
+                [](const RowSet& a, const RowSet& b) { return a.first < b.first; });
+      std::size_t kept = 0;
+      for (const RowSet& run : runs) {
+        if (kept > 0 && runs[kept - 1].last() + 1 == run.first) {
+          runs[kept - 1].count += run.count;
+        } else {
+          runs[kept++] = run;
+        }
+      }
+      runs.resize(kept);
+    }
+    return std::move(runs_);
+  }
+
+ private:
+  std::int64_t tokens_;
+  std::int64_t rows_;
+  std::int64_t cols_;
+  std::int64_t longer_;  // ranks that hold one token more
+  std::int64_t base_;
+  int rank_ = 0;
+  std::int64_t room_;  // of the current rank
+  std::vector<std::vector<RowSet>> runs_;
+};
+
 std::int64_t ceil_sqrt(std::int64_t value) {
   // Bitwise, because a double does not hold every 64-bit integer.
   std::int64_t root = 0;
@@ -116,7 +203,8 @@ std::vector<GridCell> hilbert_curve(std::int64_t rows, std::int64_t cols) {
                       "into memory");
   }
   cells.reserve(static_cast<std::size_t>(rows * cols));
-  walk_grid(rows, cols, [&](GridCell cell) { cells.push_back(cell); });
+  CurveWalker walker(cells);
+  walk_grid(rows, cols, walker);
   return cells;
 }
 
@@ -138,34 +226,9 @@ Placement Placement::hilbert(std::int64_t tokens, int ranks, std::int64_t rows, 
   cols = std::min(cols, tokens);
   rows = (tokens - 1) / cols + 1;
 
-  // The owner of every position first, then one pass in ascending order: linear, and each shard
-  // comes out sorted.
-  std::vector<int> owner(static_cast<std::size_t>(tokens));
-  const std::int64_t base = tokens / ranks;
-  const std::int64_t longer = tokens % ranks;
-  int rank = 0;
-  std::int64_t room = base + (longer > 0 ? 1 : 0);
-  walk_grid(rows, cols, [&](GridCell cell) {
-    const std::int64_t position = cell.row * cols + cell.col;
-    if (position >= tokens) return;
-    if (room == 0) {
-      ++rank;
-      room = base + (rank < longer ? 1 : 0);
-    }
-    --room;
-    owner[static_cast<std::size_t>(position)] = rank;
-  });
-
-  std::vector<std::vector<RowSet>> ranges(static_cast<std::size_t>(ranks));
-  for (std::int64_t position = 0; position < tokens; ++position) {
-    std::vector<RowSet>& runs =
-        ranges[static_cast<std::size_t>(owner[static_cast<std::size_t>(position)])];
-    if (!runs.empty() && runs.back().last() + 1 == position) {
-      ++runs.back().count;
-    } else {
-      runs.push_back({position, 1, 1});
-    }
-  }
+  ShardWalker walker(tokens, rows, cols, ranks);
+  walk_grid(rows, cols, walker);
+  std::vector<std::vector<RowSet>> ranges = walker.take_runs();
   for (std::vector<RowSet>& runs : ranges) runs = merge_single_rows(runs);
   return {"hilbert", tokens, std::move(ranges)};
 }

@@ -142,6 +142,16 @@ bool trim_causal(TileGroup& group) {
   return true;  // the last query sees the first key
 }
 
+bool covers(const std::vector<SegmentRun>& runs, int branch, std::int64_t segment) {
+  const auto after = std::upper_bound(runs.begin(), runs.end(), std::pair(branch, segment),
+                                      [](const auto& at, const SegmentRun& run) {
+                                        return at < std::pair(run.branch, run.first_segment);
+                                      });
+  if (after == runs.begin()) return false;
+  const SegmentRun& run = *(after - 1);
+  return run.branch == branch && segment < run.first_segment + run.segments;
+}
+
 // Full where every row sees every other: later devices skip the comparison then.
 Mask mask_of(const TileGroup& group, const Mask& mask) {
   if (mask.kind == Mask::full) return mask;
@@ -154,7 +164,7 @@ Mask mask_of(const TileGroup& group, const Mask& mask) {
 
 }  // namespace
 
-std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
+std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step, Tiles tiles) const {
   if (first_step < 0 || last_step > steps()) {
     throw ConfigError("Plan::tile_groups: found steps " + std::to_string(first_step) + ".." +
                       std::to_string(last_step) + ", expected steps within 0.." +
@@ -168,6 +178,8 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
     }
   }
 
+  std::vector<SegmentRun> covered;
+  if (tiles == Tiles::outside_local_segments) covered = local_segments();
   std::vector<TileGroup> groups;
   const Mask mask = pattern().mask();
   const bool keys_travel = options_.travel == Travel::keys;
@@ -196,6 +208,7 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
             self_attention() ? shard : shard_of(travelling_placement(), travelling_shards);
         const GuestRows guests(*this, received[c], selected_on(travelling_placement()), shard);
         for (std::size_t i = 0; i < shard.segments().size(); ++i) {
+          if (covers(covered, static_cast<int>(b), shard.segments()[i].segment)) continue;
           const std::span<const PlacedRows> arrived = guests.rows(i);
           const ShardRows::Segment& here = shard.segments()[i];
           const std::span<const PlacedRows> local =

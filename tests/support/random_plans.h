@@ -1,5 +1,7 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <random>
@@ -164,6 +166,31 @@ class Random {
         ", w " + std::to_string(branch.segment_length) + " r " + std::to_string(branch.dilation);
   }
   return text;
+}
+
+[[nodiscard]] inline std::vector<std::int64_t> positions_of(const Parcel& parcel) {
+  std::vector<std::int64_t> positions;
+  for (const RowSet& rows : parcel.rows) {
+    for (std::int64_t i = 0; i < rows.count; ++i) positions.push_back(rows[i]);
+  }
+  return positions;
+}
+
+constexpr int kConfigurations = 4000;
+
+using Views = std::vector<Plan>;  // one per rank
+
+// Calls check(views) on many random plans; stops at the first that fails. Queries and keys share a
+// placement in two of three.
+template <typename Check>
+void for_random_plans(std::uint64_t first_seed, Check check) {
+  for (std::uint64_t seed = first_seed; seed < first_seed + kConfigurations; ++seed) {
+    Random random(seed);
+    const Views views = Plan::of_all_ranks(seed % 3 == 0 ? any_sides(random) : any_options(random));
+    SCOPED_TRACE("seed " + std::to_string(seed) + ": " + describe(views.front()));
+    check(views);
+    if (::testing::Test::HasFailure()) return;
+  }
 }
 
 }  // namespace annulus::test

@@ -34,6 +34,13 @@ CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
   return {check, "", "whole_number"};
 }
 
+CLI::Validator not_empty(const std::string& expected) {
+  const auto check = [expected](const std::string& text) {
+    return text.empty() ? "found '', expected " + expected : std::string();
+  };
+  return {check, "", "not_empty"};
+}
+
 CLI::Validator token_count() {
   // What it does not understand it leaves alone, for whole_number() to complain about.
   const auto expand = [](std::string& text) {

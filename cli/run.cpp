@@ -168,7 +168,7 @@ int run(const RunFlags& flags) {
   const bool backward = !flags.no_backward;
   std::optional<InputFiles> files;
   if (!flags.input.empty()) files = inspect_inputs(flags.input, backward, flags.problem);
-  if (!flags.output.empty()) check_output_folder(flags.output);
+  if (!flags.output.empty()) check_output_folder(flags.output, backward);
   const Shape shape = files ? files->shape : shape_from(flags.problem);
   const DType dtype = !flags.problem.dtype.empty() ? dtype_from_name(flags.problem.dtype)
                       : files                      ? files->dtype
@@ -235,9 +235,11 @@ void add_run(CLI::App& tool, Action& chosen) {
   command
       ->add_option("--input", flags->input,
                    "Folder with q.npy, k.npy, v.npy and do.npy, [B, N, H, D]")
+      ->check(not_empty("a folder"))
       ->type_name("DIR");
   command
       ->add_option("--output", flags->output, "Folder for o.npy, lse.npy, dq.npy, dk.npy, dv.npy")
+      ->check(not_empty("a folder"))
       ->type_name("DIR");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->add_flag("--no-backward", flags->no_backward, "Forward only");

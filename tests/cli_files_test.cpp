@@ -316,13 +316,55 @@ TEST_F(Cli, FlagsThatContradictTheFilesAreRefused) {
   EXPECT_EQ(annulus(run + Words{"--tokens", "70", "--heads", "4"}).code, 0);
 }
 
-TEST_F(Cli, FailureHalfWayThroughReplacingRestoresWhatWasThere) {
+TEST_F(Cli, OutputsThatCannotBeReplacedAreFoundBeforeTheWork) {
   fs::create_directory(folder_ / "out");
   write_text(folder_ / "out" / "o.npy", "precious");
   fs::create_directories(folder_ / "out" / "dk.npy" / "in_the_way");
   const auto before = contents(folder_);
-  expect_refused(annulus(kSmall + Words{"--output", folder_ / "out"}), "dk.npy is a directory");
+  for (const Words& more : {Words{}, Words{"--no-backward"}}) {
+    expect_refused(
+        annulus(Words{"run", "--tokens", "1M", "--dtype", "bf16", "--output", folder_ / "out"} +
+                more),
+        "dk.npy is a directory");
+  }
   EXPECT_EQ(contents(folder_), before);
+}
+
+TEST_F(Cli, ResultsFollowLinksInTheOutputFolder) {
+  fs::create_directories(folder_ / "out");
+  fs::create_directories(folder_ / "elsewhere");
+  write_text(folder_ / "elsewhere" / "real.npy", "old");
+  fs::create_symlink("../elsewhere/real.npy", folder_ / "out" / "o.npy");
+  fs::create_symlink("/dev/null", folder_ / "out" / "dv.npy");
+  ASSERT_EQ(annulus(kSmall + Words{"--output", folder_ / "out"}).code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "out" / "o.npy"));
+  EXPECT_EQ(read_npy(folder_ / "elsewhere" / "real.npy").shape, (Extents{1, 200, 4, 16}));
+  EXPECT_TRUE(fs::is_symlink(folder_ / "out" / "dv.npy"));
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+  EXPECT_EQ(contents(folder_ / "out").size(), 5U);
+}
+
+// dq, dk and dv beside an o that is not theirs would be taken for its gradients.
+TEST_F(Cli, ForwardAloneRemovesTheGradientsOfAnEarlierRun) {
+  const Words run = kSmall + Words{"--output", folder_ / "out"};
+  ASSERT_EQ(annulus(run).code, 0);
+  write_text(folder_ / "out" / "notes.txt", "mine");
+  const auto before = contents(folder_);
+  const Surroundings full_disk{.environment = {}, .file_bytes = 10'000};
+  EXPECT_EQ(annulus(run + Words{"--no-backward", "--seed", "2"}, full_disk).code, 2);
+  EXPECT_EQ(contents(folder_), before);
+  ASSERT_EQ(annulus(run + Words{"--no-backward", "--seed", "2"}).code, 0);
+  const auto after = contents(folder_ / "out");
+  EXPECT_EQ(after.size(), 3U);
+  EXPECT_TRUE(after.contains(folder_ / "out" / "lse.npy"));
+  EXPECT_EQ(after.at(folder_ / "out" / "notes.txt"), "mine");
+
+  // What is no plain file is not ours to remove.
+  write_text(folder_ / "elsewhere.npy", "precious");
+  fs::create_symlink("../elsewhere.npy", folder_ / "out" / "dq.npy");
+  expect_refused(annulus(run + Words{"--no-backward"}), "dq.npy would stay");
+  EXPECT_TRUE(fs::is_symlink(folder_ / "out" / "dq.npy"));
+  EXPECT_EQ(read_text(folder_ / "elsewhere.npy"), "precious");
 }
 
 TEST_F(Cli, FullDiskLeavesNothingBehind) {

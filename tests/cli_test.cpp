@@ -1,7 +1,9 @@
 // The commands of the tool: what they accept, print and return. Files are in cli_files_test.cpp.
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -116,6 +118,13 @@ TEST_F(Cli, BadArgumentsAreRefusedWithAReason) {
       {{"run", "--repeat", "0"}, "--repeat"},
       {{"run", "--threads", "0"}, "--threads"},
       {{"run", "--seed", "-1"}, "--seed"},
+      {{"run", "--output", ""}, "--output: found '', expected a folder"},
+      {{"run", "--output="}, "--output"},
+      {{"run", "--input", ""}, "--input: found '', expected a folder"},
+      {{"run", "--ranks", ""}, "--ranks: found ''"},
+      {{"plan", "--svg", ""}, "--svg: found '', expected a file name"},
+      {{"plan", "--tokens", "0"}, "--tokens: found '0'"},
+      {{"bench", "--tokens", "0"}, "--tokens: found '0'"},
       {{"plan", "--travel", "sideways"}, "sideways"},
       {{"plan", "--heads", "6", "--kv-heads", "4"}, "divisor"},
       {{"plan", "--svg", folder_ / "no" / "plan.svg"}, "cannot be written"},
@@ -207,6 +216,39 @@ TEST_F(Cli, PlanDrawsAPicture) {
   const std::string picture = read_text(folder_ / "plan.svg");
   EXPECT_NE(picture.find("<svg"), std::string::npos);
   EXPECT_NE(picture.find("</svg>"), std::string::npos);
+}
+
+TEST_F(Cli, PlanDestroysNothingThatIsNoPlainFile) {
+  const Words plan = {"plan", "--tokens", "1000", "--svg"};
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  const int reader = ::open((folder_ / "pipe").c_str(), O_RDWR | O_NONBLOCK);
+  ASSERT_GE(reader, 0);
+  ASSERT_GE(::fcntl(reader, F_SETPIPE_SZ, 1 << 20), 0);
+  EXPECT_EQ(annulus(plan + Words{folder_ / "pipe"}).code, 0);
+  std::string picture(1 << 20, '\0');
+  const ssize_t bytes = ::read(reader, picture.data(), picture.size());
+  ::close(reader);
+  EXPECT_TRUE(fs::is_fifo(folder_ / "pipe"));
+  picture.resize(static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
+  EXPECT_NE(picture.find("</svg>"), std::string::npos);
+
+  write_text(folder_ / "real.svg", "old");
+  fs::create_symlink("real.svg", folder_ / "link.svg");
+  EXPECT_EQ(annulus(plan + Words{folder_ / "link.svg"}).code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "link.svg"));
+  EXPECT_EQ(read_text(folder_ / "real.svg"), picture);
+
+  fs::create_symlink("/dev/full", folder_ / "full");
+  expect_refused(annulus(plan + Words{folder_ / "full"}), "No space left");
+  EXPECT_TRUE(fs::is_symlink(folder_ / "full"));
+}
+
+// Renaming over the file that standard output is redirected to would lose the table.
+TEST_F(Cli, PlanCanDrawOnItsStandardOutput) {
+  const Outcome outcome = annulus({"plan", "--tokens", "1000", "--svg", "/dev/stdout"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(outcome.out.rfind("<svg", 0), 0U) << outcome.out.substr(0, 80);
+  EXPECT_NE(outcome.out.find("work balance"), std::string::npos);
 }
 
 TEST_F(Cli, DoctorFindsThisMachineHealthy) {

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -117,12 +118,13 @@ TEST_F(OutputFiles, WriteThroughToPipesAndDevices) {
   ::close(reader);
   EXPECT_TRUE(fs::is_fifo(path("pipe")));
 
-  fs::create_symlink("/dev/null", path("null"));
-  started(path("null"), "gone").commit();
-  EXPECT_TRUE(fs::is_symlink(path("null")));
-  fs::create_symlink("/dev/full", path("full"));
-  EXPECT_NE(problem(path("full")).find("cannot be written: No space left"), std::string::npos);
-  EXPECT_TRUE(fs::is_character_file("/dev/null") && fs::is_character_file("/dev/full"));
+  // A device of our own: with the rights to make one, a writer that fails here could replace the
+  // system's. Without them there is nothing to fear, and pipes have to do.
+  if (::mknod(path("full").c_str(), S_IFCHR | 0600, makedev(1, 7)) != 0) return;
+  if (::access(path("full").c_str(), W_OK) == 0) {  // not on a file system without devices
+    EXPECT_NE(problem(path("full")).find("cannot be written: No space left"), std::string::npos);
+  }
+  EXPECT_TRUE(fs::is_character_file(path("full")));
 }
 
 TEST_F(OutputFiles, ProblemsSayWhatIsWrongAndChangeNothing) {

@@ -179,6 +179,42 @@ TEST_F(Cli, NaNInTheInputIsComputedWithAndReachesOnlyWhatAttendsToIt) {
   }
 }
 
+TEST_F(Cli, ErrorsAreRelativeToTheTermsWhateverTheInput) {
+  const auto run = [&](const std::function<void(Data&)>& change) {
+    Data data;
+    change(data);
+    data.save_all(folder_ / "in");
+    return annulus_json({"run", "--input", folder_ / "in", "--output", folder_ / "out",
+                         "--segments", "35", "--dilations", "1"});
+  };
+  const auto set = [](std::vector<double>& values, double offset, double factor) {
+    for (double& x : values) x = static_cast<float>(offset + factor * x);
+  };
+  const auto expect_small = [](const Json& json, double most) {
+    ASSERT_TRUE(json["sampled_relative_error"].is_number()) << json;
+    EXPECT_LT(json["sampled_relative_error"].get<double>(), most) << json["sampled_errors"];
+  };
+  expect_small(run([&](Data& data) { set(data.v, 5.0, 0.0); }), 2e-6);
+  expect_small(run([&](Data& data) { set(data.v, 5.0, 0.03); }), 2e-6);
+  expect_small(run([&](Data& data) {
+                 for (auto* tensor : {&data.q, &data.k, &data.v, &data.dout})
+                   set(*tensor, 0, 1e-20);
+               }),
+               2e-6);
+  // Scores of 40,000 have an absolute error of 0.004: results mean little, but something.
+  expect_small(run([&](Data& data) {
+                 set(data.q, 0.0, 100.0);
+                 set(data.k, 0.0, 100.0);
+               }),
+               1e-2);
+  // Nothing was compared: that is not an error of 0.
+  const Json nan = run([&](Data& data) {
+    for (auto* tensor : {&data.q, &data.k, &data.v, &data.dout}) set(*tensor, std::nan(""), 0);
+  });
+  EXPECT_TRUE(nan["sampled_relative_error"].is_null()) << nan;
+  EXPECT_EQ(nan["sampled_errors"]["nonfinite_rows"], nan["sampled_errors"]["rows"]);
+}
+
 // What is wrong with the files, how to make it so, and a word of the complaint.
 struct BadFile {
   const char* name;

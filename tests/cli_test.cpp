@@ -73,6 +73,20 @@ TEST_F(Cli, RunWithoutBackwardReportsNone) {
   EXPECT_EQ(json["predicted_bytes"]["backward"], 0);
 }
 
+// Gradients that are zero but for rounding: the error is measured against the terms of the sums.
+TEST_F(Cli, RunAcceptsVanishingGradients) {
+  const std::vector<Words> cases = {
+      {"--tokens", "1", "--ranks", "1", "--pattern", "dense"},
+      {"--tokens", "100", "--segments", "4", "--dilations", "4"},
+      {"--tokens", "100", "--segments", "4", "--dilations", "4", "--dtype", "bf16"},
+      {"--tokens", "2", "--pattern", "dense", "--causal", "--dtype", "fp16"}};
+  for (const Words& flags : cases) {
+    const Json json = annulus_json(Words{"run"} + flags);
+    ASSERT_TRUE(json.contains("sampled_relative_error")) << json;
+    EXPECT_LT(json["sampled_relative_error"].get<double>(), 1e-2) << json;
+  }
+}
+
 TEST_F(Cli, LimitsAreCheckedAndNamed) {
   expect_refused(annulus(kSmall + Words{"--max-qkv-elements", "100"}), "--max-qkv-elements");
   expect_refused(annulus(kSmall + Words{"--max-communication-bytes", "1KiB"}), "allows 1024");

@@ -97,7 +97,7 @@ class Checker {
     const double lse = branches.empty() ? kNegInf : highest + std::log(sum);
     SizedRow o(width());
     Row mean_key = zeros();  // sum(P K), for dq
-    double largest_score = 0.0;
+    reference::ScoreSizes sizes;
     for (BranchRow& row : branches) {
       for (std::int64_t i = 0; i < row.keys.count; ++i) {
         const Place key{place.batch, row.keys[i], kv};
@@ -108,9 +108,10 @@ class Checker {
         o.add(p, kOne, v);
         add_scaled(row.o, branch_p, v);
         add_scaled(mean_key, p, load(tensors_.k, key));
-        raise(largest_score, reference::score_size(dot, scale_, lse, p));
+        sizes.add(dot, scale_, lse, p);
       }
     }
+    const double largest_score = sizes.largest();
     const Row merged_o(o.value().begin(), o.value().end());
     o.multiply(pattern_.output_scale);
     const Row found = load(tensors_.o, place);
@@ -144,7 +145,7 @@ class Checker {
     const Row v = load(tensors_.v, place);
     SizedRow dk(width());
     SizedRow dv(width());
-    double largest_score = 0.0;
+    reference::ScoreSizes sizes;
     for (int head = place.head * ratio_; head < (place.head + 1) * ratio_; ++head) {
       for (const Branch& branch : pattern_.branches) {
         if (!branch.selects(head, place.position)) continue;
@@ -157,7 +158,7 @@ class Checker {
           const double lse = load_lse(query);
           const Sized dot = reference::sized_dot(q, k);
           const double p = std::exp(scale_ * dot.value - lse);
-          raise(largest_score, reference::score_size(dot, scale_, lse, p));
+          sizes.add(dot, scale_, lse, p);
           dv.add(p, kOne, dout);
           if (options_.mix_gradient == MixGradient::detached) continue;
           Row o = load(tensors_.o, query);
@@ -166,6 +167,7 @@ class Checker {
         }
       }
     }
+    const double largest_score = sizes.largest();
     errors.dv = judge(load(tensors_.dv, place), dv, largest_score);
     if (options_.mix_gradient == MixGradient::detached) return;
     dk.multiply(scale_);

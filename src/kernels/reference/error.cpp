@@ -83,11 +83,21 @@ double ErrorMeasure::cancellation() const {
   return scale_ > 0.0 ? std::sqrt(absolute_ / scale_) : 0.0;
 }
 
-double score_size(const Sized& dot, double scale, double lse, double probability) {
-  constexpr double kLeastProbability = 0x1p-40;
-  if (!(std::fabs(scale) * dot.absolute < 0.25 * kLargestFloat)) return kInfinity;
-  if (probability < kLeastProbability) return 0.0;
-  return std::fmax(std::fabs(scale) * dot.scale, std::fabs(lse));
+void ScoreSizes::add(const Sized& dot, double scale, double lse, double probability) {
+  overflows_ = overflows_ || !(std::fabs(scale) * dot.absolute < 0.25 * kLargestFloat);
+  entries_.push_back({probability, std::fmax(std::fabs(scale) * dot.scale, std::fabs(lse))});
+}
+
+double ScoreSizes::largest() const {
+  if (overflows_) return kInfinity;
+  constexpr double kLeast = 0x1p-40;  // of the largest probability: far below any rounding
+  double most = 0.0;
+  for (const Entry& entry : entries_) most = std::fmax(most, entry.probability);
+  double size = 0.0;
+  for (const Entry& entry : entries_) {
+    if (entry.probability >= kLeast * most) size = std::fmax(size, entry.size);
+  }
+  return size;
 }
 
 double allowed_error(DType dtype, double score, double cancellation) {

@@ -77,12 +77,24 @@ class ErrorMeasure {
   double absolute_ = 0.0;
 };
 
-// The size of a score's rounding errors, or of its log-sum-exp's. 0 where the probability is too
-// small to matter, infinite where fp32 cannot hold the score.
-[[nodiscard]] double score_size(const Sized& dot, double scale, double lse, double probability);
+// How large the scores of a row are whose probabilities matter beside the others': their rounding
+// errors, and those of their log-sum-exps, are proportional to that.
+class ScoreSizes {
+ public:
+  void add(const Sized& dot, double scale, double lse, double probability);
+  [[nodiscard]] double largest() const;  // infinite if fp32 cannot hold one
 
-// The largest relative error that correct results of a dtype can have in a row whose largest
-// score_size is `score`. Infinite where fp32 cannot tell.
+ private:
+  struct Entry {
+    double probability;
+    double size;
+  };
+  std::vector<Entry> entries_;
+  bool overflows_ = false;
+};
+
+// The largest relative error that correct results of a dtype can have in a row whose
+// ScoreSizes::largest is `score`. Infinite where fp32 cannot tell.
 [[nodiscard]] double allowed_error(DType dtype, double score, double cancellation);
 
 }  // namespace annulus::reference

@@ -8,6 +8,7 @@
 #include "annulus/in_process.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "ring/limits.h"
 
 namespace annulus::cli {
 namespace {
@@ -94,12 +95,6 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
   const double pair_flops = allowed_pairs(options.pattern, options.placement.tokens()) *
                             static_cast<double>(options.batch) * options.head_dim;
 
-  // Ranks share the cores, so one may wait for as long as all others compute. A deadline is there
-  // to find hangs: allow for a machine of 1 GFLOP/s.
-  InProcessOptions ring_settings;
-  ring_settings.deadline +=
-      std::chrono::seconds(static_cast<std::int64_t>(pair_flops * 14.0 / 1e9));
-
   const auto body = [&](Transport& transport) {
     const int rank = transport.rank();
     const auto at = static_cast<std::size_t>(rank);
@@ -156,7 +151,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
       report.scratch_bytes = memory.scratch_bytes;
     }
   };
-  run_in_process(ranks, body, ring_settings);
+  run_in_process(ranks, body, ring::patient_ring(options));
 
   report.forward = summarise(records, &RankRecord::forward, &RankRecord::predicted_forward,
                              "forward", 4.0 * pair_flops);

@@ -9,6 +9,7 @@
 #include "annulus/error.h"
 #include "cli/console.h"
 #include "core/machine.h"
+#include "ring/limits.h"
 
 namespace annulus::cli {
 
@@ -18,22 +19,14 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
   const std::optional<std::int64_t> available = available_memory_bytes();
   chosen.origin = "the library's defaults: the memory of this machine is unknown";
   if (available) {
-    // Every rank lives in this process and gets its share. A fifth of it may be messages; the rest
-    // are tensors, their fp32 accumulators where the dtype is narrower, and what detached mixing
-    // keeps per branch. Rows of queries and of keys count alike only if there are as many heads.
-    const double q = shape.heads;
-    const double kv = 2.0 * shape.kv_heads;
-    const auto element = static_cast<double>(size_of(dtype));
-    const double passes = backward ? 2.0 : 1.0;
-    double bytes = passes * (2.0 * q + kv) * element;  // q, k, v, o and their gradients
-    if (dtype != DType::f32) bytes += 4.0 * (backward ? q + kv : q);
-    if (backward && flags.mix_gradient == "detached") {
-      const std::size_t branches = pattern_from(flags, shape.heads).branches.size();
-      bytes += 4.0 * q * static_cast<double>(branches);
-    }
-    const double share = static_cast<double>(*available) / flags.ranks;
-    chosen.limits.communication_bytes = static_cast<std::int64_t>(0.2 * share);
-    chosen.limits.qkv_elements = static_cast<std::int64_t>(0.8 * share * (q + kv) / bytes);
+    // Any placement will do: the real one may cost more than a refusal should.
+    RingOptions options{.pattern = pattern_from(flags, shape.heads),
+                        .placement = Placement::contiguous(shape.tokens, flags.ranks)};
+    options.kv_heads = shape.kv_heads;
+    options.dtype = dtype;
+    options.backward = backward;
+    if (flags.mix_gradient == "detached") options.mix_gradient = MixGradient::detached;
+    chosen.limits = ring::limits_for_memory(options, *available, ring::Missing::all_tensors);
     chosen.origin = "derived from " + format_bytes(*available) + " of available memory";
   }
   if (flags.max_communication_bytes) {

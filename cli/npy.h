@@ -7,19 +7,14 @@
 #include <vector>
 
 #include "annulus/tensor.h"
+#include "cli/npy_header.h"
+#include "cli/output_file.h"
 
 namespace annulus::cli {
 
 // numpy's file format, restricted to what Annulus computes on: float32 and float16, little endian,
 // C order. Whatever else a file contains is a ConfigError that names the file, what was found and
 // what is expected; bf16 has no code in the format.
-
-struct NpyHeader {
-  DType dtype = DType::f32;  // f32 or f16
-  std::vector<std::int64_t> shape;
-  std::int64_t data_offset = 0;  // bytes from the start of the file
-  std::int64_t data_bytes = 0;   // what the shape needs, and exactly what the file has
-};
 
 struct NpyArray {
   DType dtype = DType::f32;
@@ -32,9 +27,13 @@ struct NpyArray {
 [[nodiscard]] NpyHeader read_npy_header(const std::filesystem::path& path);
 [[nodiscard]] NpyArray read_npy(const std::filesystem::path& path);
 
-// Format 1.0. The file appears complete or not at all: it is written beside `path` under a
-// temporary name and renamed. An existing file is replaced; a failure leaves it as it was.
+// Format 1.0, by OutputFile's rules: a plain file appears complete or not at all, and a failure
+// leaves what was there as it was.
 void write_npy(const std::filesystem::path& path, DType dtype, std::span<const std::int64_t> shape,
                std::span<const std::byte> data);
+// The same without the last step, commit(), for files that are put in place together.
+[[nodiscard]] OutputFile start_npy(const std::filesystem::path& path, DType dtype,
+                                   std::span<const std::int64_t> shape,
+                                   std::span<const std::byte> data);
 
 }  // namespace annulus::cli

@@ -34,6 +34,13 @@ CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
   return {check, "", "whole_number"};
 }
 
+CLI::Validator not_empty(const std::string& expected) {
+  const auto check = [expected](const std::string& text) {
+    return text.empty() ? "found '', expected " + expected : std::string();
+  };
+  return {check, "", "not_empty"};
+}
+
 CLI::Validator token_count() {
   // What it does not understand it leaves alone, for whole_number() to complain about.
   const auto expand = [](std::string& text) {
@@ -84,7 +91,7 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
       ->group(group);
   command
       .add_flag("--group-scale", flags.group_scale,
-                "head_groups: multiply the output by 1 / number of groups")
+                "longnet, head_groups: multiply the output by 1 / number of branches")
       ->group(group);
   command.add_flag("--causal", flags.causal, "No token attends to a later one")->group(group);
   add_choice(command, "--mix-gradient", flags.mix_gradient, {"full", "detached"},
@@ -207,10 +214,10 @@ Shape shape_from(const ProblemFlags& flags) {
 }
 
 Pattern pattern_from(const ProblemFlags& flags, int heads) {
-  if (flags.group_scale && flags.pattern != "head_groups") {
-    throw ConfigError("--group-scale is for --pattern head_groups, found " + flags.pattern);
-  }
   if (flags.pattern == "dense") {
+    if (flags.group_scale) {
+      throw ConfigError("--group-scale is for --pattern longnet or head_groups, found dense");
+    }
     if (!flags.segments.empty() || !flags.dilations.empty()) {
       throw ConfigError(
           "--segments and --dilations are for --pattern longnet or head_groups, found dense");
@@ -230,7 +237,8 @@ Pattern pattern_from(const ProblemFlags& flags, int heads) {
     return head_groups(heads, segments, dilations, flags.causal, flags.group_scale);
   }
   return longnet(heads, segments, dilations, flags.causal,
-                 flags.offsets == "blocked" ? Offsets::blocked : Offsets::interleaved);
+                 flags.offsets == "blocked" ? Offsets::blocked : Offsets::interleaved,
+                 flags.group_scale);
 }
 
 Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {

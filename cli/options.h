@@ -68,6 +68,7 @@ void add_limit_flags(CLI::App& command, ProblemFlags& flags);
 
 // Building blocks for flags of one command only.
 [[nodiscard]] CLI::Validator whole_number(std::int64_t least, std::int64_t most);
+[[nodiscard]] CLI::Validator not_empty(const std::string& expected);
 [[nodiscard]] CLI::Validator token_count();  // a transform: 128k is 131,072 and 1M is 1,048,576
 CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
                         const std::vector<std::string>& choices, const std::string& help);

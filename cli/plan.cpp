@@ -2,19 +2,16 @@
 
 #include <fmt/format.h>
 
-#include <cerrno>
 #include <chrono>
-#include <cstdio>
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
-#include <system_error>
 
 #include "annulus/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/options.h"
+#include "cli/output_file.h"
 #include "plan/plan_text.h"
 #include "plan/traffic.h"
 #include "ring/agreement.h"
@@ -135,20 +132,6 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
   return json;
 }
 
-// Beside the target first: an existing picture is not lost to a full disk.
-void write_text(const std::string& path, const std::string& text) {
-  const std::string temporary = path + ".tmp";
-  errno = 0;
-  std::ofstream file(temporary, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  if (!file || std::rename(temporary.c_str(), path.c_str()) != 0) {
-    const std::string problem = std::generic_category().message(errno);
-    std::remove(temporary.c_str());
-    throw ConfigError("picture '" + path + "' cannot be written: " + problem);
-  }
-}
-
 int plan_command(const PlanFlags& flags) {
   const Shape shape = shape_from(flags.problem);
   RingOptions options = ring_options_from(
@@ -170,7 +153,11 @@ int plan_command(const PlanFlags& flags) {
   const Plan plan = make_plan(options, travel, flags.rank.value_or(0));
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  if (!flags.svg.empty()) write_text(flags.svg, plan_svg(plan));
+  if (!flags.svg.empty()) {
+    OutputFile picture("picture", flags.svg);
+    picture.write(plan_svg(plan));
+    picture.commit();
+  }
   if (flags.json) {
     print_json(to_json(flags, options, plan, seconds));
     return kOk;
@@ -200,7 +187,9 @@ void add_plan(CLI::App& tool, Action& chosen) {
   command->add_option("--rank", flags->rank, "Show one rank's view instead of all ranks")
       ->check(CLI::NonNegativeNumber)
       ->type_name("R");
-  command->add_option("--svg", flags->svg, "Write a picture of the plan")->type_name("FILE");
+  command->add_option("--svg", flags->svg, "Write a picture of the plan")
+      ->check(not_empty("a file name"))
+      ->type_name("FILE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   add_pattern_flags(*command, flags->problem);
   add_shape_flags(*command, flags->problem);

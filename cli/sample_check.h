@@ -2,25 +2,32 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "annulus/ring_attention.h"
 #include "cli/tensors.h"
 
 namespace annulus::cli {
 
-// Relative RMS errors over the sampled rows, except for lse: its largest absolute error.
+// The error of one tensor in the row where it is largest beside what is allowed there.
+struct SampledError {
+  double found = 0.0;  // relative to the scale of kernels/reference/error.h; lse: absolute
+  double allowed = 0.0;
+
+  [[nodiscard]] bool ok() const { return found <= allowed; }
+};
+
 struct SampledErrors {
   int rows = 0;  // (batch, token, head) rows of queries, and as many of keys
-  double o = 0.0;
-  double lse = 0.0;
-  std::optional<double> dq, dv;
-  std::optional<double> dk;    // not with detached mixing, which would need O_b of every query
-  double largest_score = 0.0;  // |scale * q.k|: rounding errors grow with it
+  // Absent where nothing was computed, or nothing finite: NaN that is due says nothing. dk is also
+  // absent with detached mixing, which would need O_b of every query.
+  std::optional<SampledError> o, lse, dq, dk, dv;
+  int nonfinite_rows = 0;  // of the queries: their o is not finite, as it should be
 
-  [[nodiscard]] double worst() const;  // of o, dq, dk and dv
-  // What they should stay below. Absent for scores so large, or infinite, that correct results of
-  // this dtype may be off by any amount.
-  [[nodiscard]] static std::optional<double> tolerance(DType dtype, double largest_score);
+  // The largest of o, dq, dk and dv; absent if nothing finite was compared.
+  [[nodiscard]] std::optional<double> worst() const;
+  // Empty if all is right, else which tensors are off by how much.
+  [[nodiscard]] std::string complaint() const;
 };
 
 // Evaluates the definition in fp64 for a few rows spread over the sequence and compares. Inputs are

@@ -83,67 +83,47 @@ fs::path normalised(const fs::path& folder) {
   throw ConfigError("output folder '" + folder.string() + "': " + problem);
 }
 
-// A folder inside the output folder that holds new files until all are there, and old ones while
-// they are being replaced. Its destructor undoes everything that commit() has not completed.
-class Staging {
+constexpr const char* kForwardResults[] = {"o.npy", "lse.npy"};
+constexpr const char* kGradients[] = {"dq.npy", "dk.npy", "dv.npy"};
+
+// Makes the output folder if there is none, and removes it again unless it is kept.
+class OutputFolder {
  public:
-  explicit Staging(const fs::path& folder) : folder_(normalised(folder)) {
+  explicit OutputFolder(const fs::path& folder) : folder_(normalised(folder)) {
     std::error_code error;
     created_ = fs::create_directory(folder_, error);
     if (error) fail_output(folder_, "cannot be created: " + error.message());
-    staging_ = folder_ / (".annulus-" + std::to_string(::getpid()) + ".tmp");
-    fs::remove_all(staging_, error);  // left over from a crashed process of the same number
-    if (!fs::create_directory(staging_, error)) {
-      const std::string problem = error.message();
-      if (created_) fs::remove(folder_, error);
-      fail_output(folder_, "cannot be written to: " + problem);
-    }
   }
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
-
-  ~Staging() {
+  OutputFolder(const OutputFolder&) = delete;
+  OutputFolder& operator=(const OutputFolder&) = delete;
+  ~OutputFolder() {
     std::error_code ignored;
-    if (!committed_) {
-      for (const std::string& name : placed_) fs::remove(folder_ / name, ignored);
-      for (const std::string& name : saved_) fs::rename(saved(name), folder_ / name, ignored);
-    }
-    fs::remove_all(staging_, ignored);
-    if (!committed_ && created_) fs::remove(folder_, ignored);
+    if (created_) fs::remove(folder_, ignored);
   }
-
-  void write(const std::string& name, const NpyArray& array) {
-    write_npy(staging_ / name, array.dtype, array.shape, array.data);
-    names_.push_back(name);
-  }
-
-  void commit() {
-    for (const std::string& name : names_) {
-      std::error_code error;
-      if (fs::is_directory(folder_ / name)) fail_output(folder_, name + " is a directory");
-      if (fs::exists(fs::symlink_status(folder_ / name, error))) {
-        fs::rename(folder_ / name, saved(name), error);
-        if (error) fail_output(folder_, name + " cannot be replaced: " + error.message());
-        saved_.push_back(name);
-      }
-      fs::rename(staging_ / name, folder_ / name, error);
-      if (error) fail_output(folder_, name + " cannot be put in place: " + error.message());
-      placed_.push_back(name);
-    }
-    committed_ = true;
-  }
+  void keep() { created_ = false; }
+  [[nodiscard]] const fs::path& path() const { return folder_; }
 
  private:
-  [[nodiscard]] fs::path saved(const std::string& name) const { return staging_ / ("old-" + name); }
-
   fs::path folder_;
-  fs::path staging_;
-  std::vector<std::string> names_;
-  std::vector<std::string> placed_;
-  std::vector<std::string> saved_;
   bool created_ = false;
-  bool committed_ = false;
 };
+
+// Gradients of an earlier run, which must not lie beside an output that is not theirs.
+std::vector<fs::path> stale_gradients(const fs::path& folder) {
+  std::vector<fs::path> stale;
+  for (const char* name : kGradients) {
+    std::error_code error;
+    const fs::file_status status = fs::symlink_status(folder / name, error);
+    if (!fs::exists(status)) continue;
+    if (!fs::is_regular_file(status)) {
+      fail_output(folder, std::string(name) +
+                              " would stay beside results without gradients, and is no plain file "
+                              "that could be replaced: remove it or choose another folder");
+    }
+    stale.push_back(folder / name);
+  }
+  return stale;
+}
 
 }  // namespace
 
@@ -233,34 +213,50 @@ void read_inputs(const InputFiles& files, JobTensors& tensors) {
   read("do.npy", tensors.dout);
 }
 
-void check_output_folder(const fs::path& folder) {
+void check_output_folder(const fs::path& folder, bool backward) {
   std::error_code error;
   const fs::file_status status = fs::status(folder, error);
-  if (fs::exists(status)) {
-    if (!fs::is_directory(status)) fail_output(folder, "is not a folder");
-    if (::access(folder.c_str(), W_OK | X_OK) != 0) fail_output(folder, "cannot be written to");
+  if (!fs::exists(status)) {
+    const fs::path parent = normalised(folder).parent_path();
+    if (!fs::is_directory(parent)) {
+      fail_output(folder, "'" + parent.string() + "' does not exist: create it first");
+    }
+    if (::access(parent.c_str(), W_OK | X_OK) != 0) {
+      fail_output(folder, "'" + parent.string() + "' cannot be written to");
+    }
     return;
   }
-  const fs::path parent = normalised(folder).parent_path();
-  if (!fs::is_directory(parent)) {
-    fail_output(folder, "'" + parent.string() + "' does not exist: create it first");
-  }
-  if (::access(parent.c_str(), W_OK | X_OK) != 0) {
-    fail_output(folder, "'" + parent.string() + "' cannot be written to");
-  }
+  if (!fs::is_directory(status)) fail_output(folder, "is not a folder");
+  if (::access(folder.c_str(), W_OK | X_OK) != 0) fail_output(folder, "cannot be written to");
+  const auto check_name = [&](const char* name) {
+    if (fs::is_directory(folder / name, error)) {
+      fail_output(folder, std::string(name) + " is a directory");
+    }
+  };
+  for (const char* name : kForwardResults) check_name(name);
+  for (const char* name : kGradients) check_name(name);
+  if (!backward) (void)stale_gradients(folder);
 }
 
 void write_outputs(const fs::path& folder, const JobTensors& tensors) {
-  Staging staging(folder);
-  const std::pair<const char*, const RingTensor*> outputs[] = {{"o.npy", &tensors.o},
-                                                               {"lse.npy", &tensors.lse},
-                                                               {"dq.npy", &tensors.dq},
-                                                               {"dk.npy", &tensors.dk},
-                                                               {"dv.npy", &tensors.dv}};
-  for (const auto& [name, tensor] : outputs) {
-    if (tensor->view().data != nullptr) staging.write(name, copy_out(*tensor, tensors.order));
+  OutputFolder output(folder);
+  std::vector<OutputFile> files;
+  const auto write = [&](const char* name, const RingTensor& tensor) {
+    const NpyArray array = copy_out(tensor, tensors.order);
+    files.push_back(start_npy(output.path() / name, array.dtype, array.shape, array.data));
+  };
+  write(kForwardResults[0], tensors.o);
+  write(kForwardResults[1], tensors.lse);
+  std::vector<fs::path> stale;
+  if (tensors.dq.view().data != nullptr) {
+    write(kGradients[0], tensors.dq);
+    write(kGradients[1], tensors.dk);
+    write(kGradients[2], tensors.dv);
+  } else {
+    stale = stale_gradients(output.path());
   }
-  staging.commit();
+  commit_together(files, stale);
+  output.keep();
 }
 
 }  // namespace annulus::cli

@@ -23,11 +23,11 @@ void read_inputs(const InputFiles& files, JobTensors& tensors);
 
 // ConfigError if the folder cannot possibly receive results. Creates nothing: called before the
 // work.
-void check_output_folder(const std::filesystem::path& folder);
+void check_output_folder(const std::filesystem::path& folder, bool backward);
 
 // o.npy, lse.npy and, with backward, dq.npy, dk.npy, dv.npy in the order of the sequence; float16
-// if the job ran in fp16, else float32. All appear or none: files are staged in a folder beside
-// them, then put in place, and put back if that fails half-way.
+// if the job ran in fp16, else float32. All plain files appear or none (see OutputFile for what is
+// not one). Without backward, gradients of an earlier run are removed: they belong to another o.
 void write_outputs(const std::filesystem::path& folder, const JobTensors& tensors);
 
 }  // namespace annulus::cli

@@ -179,6 +179,42 @@ TEST_F(Cli, NaNInTheInputIsComputedWithAndReachesOnlyWhatAttendsToIt) {
   }
 }
 
+TEST_F(Cli, ErrorsAreRelativeToTheTermsWhateverTheInput) {
+  const auto run = [&](const std::function<void(Data&)>& change) {
+    Data data;
+    change(data);
+    data.save_all(folder_ / "in");
+    return annulus_json({"run", "--input", folder_ / "in", "--output", folder_ / "out",
+                         "--segments", "35", "--dilations", "1"});
+  };
+  const auto set = [](std::vector<double>& values, double offset, double factor) {
+    for (double& x : values) x = static_cast<float>(offset + factor * x);
+  };
+  const auto expect_small = [](const Json& json, double most) {
+    ASSERT_TRUE(json["sampled_relative_error"].is_number()) << json;
+    EXPECT_LT(json["sampled_relative_error"].get<double>(), most) << json["sampled_errors"];
+  };
+  expect_small(run([&](Data& data) { set(data.v, 5.0, 0.0); }), 2e-6);
+  expect_small(run([&](Data& data) { set(data.v, 5.0, 0.03); }), 2e-6);
+  expect_small(run([&](Data& data) {
+                 for (auto* tensor : {&data.q, &data.k, &data.v, &data.dout})
+                   set(*tensor, 0, 1e-20);
+               }),
+               2e-6);
+  // Scores of 40,000 have an absolute error of 0.004: results mean little, but something.
+  expect_small(run([&](Data& data) {
+                 set(data.q, 0.0, 100.0);
+                 set(data.k, 0.0, 100.0);
+               }),
+               1e-2);
+  // Nothing was compared: that is not an error of 0.
+  const Json nan = run([&](Data& data) {
+    for (auto* tensor : {&data.q, &data.k, &data.v, &data.dout}) set(*tensor, std::nan(""), 0);
+  });
+  EXPECT_TRUE(nan["sampled_relative_error"].is_null()) << nan;
+  EXPECT_EQ(nan["sampled_errors"]["nonfinite_rows"], nan["sampled_errors"]["rows"]);
+}
+
 // What is wrong with the files, how to make it so, and a word of the complaint.
 struct BadFile {
   const char* name;
@@ -316,13 +352,52 @@ TEST_F(Cli, FlagsThatContradictTheFilesAreRefused) {
   EXPECT_EQ(annulus(run + Words{"--tokens", "70", "--heads", "4"}).code, 0);
 }
 
-TEST_F(Cli, FailureHalfWayThroughReplacingRestoresWhatWasThere) {
+TEST_F(Cli, OutputsThatCannotBeReplacedAreFoundBeforeTheWork) {
   fs::create_directory(folder_ / "out");
   write_text(folder_ / "out" / "o.npy", "precious");
   fs::create_directories(folder_ / "out" / "dk.npy" / "in_the_way");
   const auto before = contents(folder_);
-  expect_refused(annulus(kSmall + Words{"--output", folder_ / "out"}), "dk.npy is a directory");
+  for (const Words& more : {Words{}, Words{"--no-backward"}}) {
+    expect_refused(
+        annulus(Words{"run", "--tokens", "1M", "--dtype", "bf16", "--output", folder_ / "out"} +
+                more),
+        "dk.npy is a directory");
+  }
   EXPECT_EQ(contents(folder_), before);
+}
+
+TEST_F(Cli, ResultsFollowLinksInTheOutputFolder) {
+  fs::create_directories(folder_ / "out");
+  fs::create_directories(folder_ / "elsewhere");
+  write_text(folder_ / "elsewhere" / "real.npy", "old");
+  fs::create_symlink("../elsewhere/real.npy", folder_ / "out" / "o.npy");
+  ASSERT_EQ(annulus(kSmall + Words{"--output", folder_ / "out"}).code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "out" / "o.npy"));
+  EXPECT_EQ(read_npy(folder_ / "elsewhere" / "real.npy").shape, (Extents{1, 200, 4, 16}));
+  EXPECT_EQ(contents(folder_ / "out").size(), 5U);
+}
+
+// dq, dk and dv beside an o that is not theirs would be taken for its gradients.
+TEST_F(Cli, ForwardAloneRemovesTheGradientsOfAnEarlierRun) {
+  const Words run = kSmall + Words{"--output", folder_ / "out"};
+  ASSERT_EQ(annulus(run).code, 0);
+  write_text(folder_ / "out" / "notes.txt", "mine");
+  const auto before = contents(folder_);
+  const Surroundings full_disk{.environment = {}, .file_bytes = 10'000};
+  EXPECT_EQ(annulus(run + Words{"--no-backward", "--seed", "2"}, full_disk).code, 2);
+  EXPECT_EQ(contents(folder_), before);
+  ASSERT_EQ(annulus(run + Words{"--no-backward", "--seed", "2"}).code, 0);
+  const auto after = contents(folder_ / "out");
+  EXPECT_EQ(after.size(), 3U);
+  EXPECT_TRUE(after.contains(folder_ / "out" / "lse.npy"));
+  EXPECT_EQ(after.at(folder_ / "out" / "notes.txt"), "mine");
+
+  // What is no plain file is not ours to remove.
+  write_text(folder_ / "elsewhere.npy", "precious");
+  fs::create_symlink("../elsewhere.npy", folder_ / "out" / "dq.npy");
+  expect_refused(annulus(run + Words{"--no-backward"}), "dq.npy would stay");
+  EXPECT_TRUE(fs::is_symlink(folder_ / "out" / "dq.npy"));
+  EXPECT_EQ(read_text(folder_ / "elsewhere.npy"), "precious");
 }
 
 TEST_F(Cli, FullDiskLeavesNothingBehind) {

@@ -1,7 +1,9 @@
 // The commands of the tool: what they accept, print and return. Files are in cli_files_test.cpp.
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -52,6 +54,7 @@ TEST_F(Cli, RunAcceptsEveryCombinationOfTheMainFlags) {
       {"--pattern", "dense", "--causal", "--placement", "zigzag", "--schedule", "ring"},
       {"--pattern", "head_groups", "--segments", "16,64", "--dilations", "1,2", "--group-scale"},
       {"--offsets", "interleaved", "--mix-gradient", "detached", "--placement", "striped"},
+      {"--group-scale", "--segments", "16,64", "--dilations", "1,2", "--dtype", "bf16"},
       {"--kv-heads", "2", "--batch", "2", "--dtype", "bf16", "--placement", "hilbert"},
       {"--placement", "hilbert", "--grid-rows", "10", "--grid-cols", "20", "--dtype", "fp16"},
       {"--align", "64", "--backward-travel", "keys", "--schedule", "gather", "--scale", "0.5"},
@@ -69,6 +72,20 @@ TEST_F(Cli, RunWithoutBackwardReportsNone) {
   const Json json = annulus_json(kSmall + Words{"--no-backward"});
   EXPECT_TRUE(json["backward_seconds"].is_null());
   EXPECT_EQ(json["predicted_bytes"]["backward"], 0);
+}
+
+// Gradients that are zero but for rounding: the error is measured against the terms of the sums.
+TEST_F(Cli, RunAcceptsVanishingGradients) {
+  const std::vector<Words> cases = {
+      {"--tokens", "1", "--ranks", "1", "--pattern", "dense"},
+      {"--tokens", "100", "--segments", "4", "--dilations", "4"},
+      {"--tokens", "100", "--segments", "4", "--dilations", "4", "--dtype", "bf16"},
+      {"--tokens", "2", "--pattern", "dense", "--causal", "--dtype", "fp16"}};
+  for (const Words& flags : cases) {
+    const Json json = annulus_json(Words{"run"} + flags);
+    ASSERT_TRUE(json.contains("sampled_relative_error")) << json;
+    EXPECT_LT(json["sampled_relative_error"].get<double>(), 1e-2) << json;
+  }
 }
 
 TEST_F(Cli, LimitsAreCheckedAndNamed) {
@@ -107,7 +124,7 @@ TEST_F(Cli, BadArgumentsAreRefusedWithAReason) {
       {{"run", "--segments", "4", "--dilations", "0"}, "--dilations: found '0'"},
       {{"run", "--pattern", "dense", "--segments", "4", "--dilations", "1"}, "found dense"},
       {{"run", "--pattern", "head_groups", "--heads", "2"}, "at most one branch per head"},
-      {{"run", "--group-scale"}, "head_groups"},
+      {{"run", "--pattern", "dense", "--group-scale"}, "longnet or head_groups, found dense"},
       {{"run", "--scale", "nan"}, "scale is nan"},
       {{"run", "--scale", "x"}, "--scale"},
       {{"run", "--reproducible", "--schedule", "ring"}, "reproducible"},
@@ -116,6 +133,13 @@ TEST_F(Cli, BadArgumentsAreRefusedWithAReason) {
       {{"run", "--repeat", "0"}, "--repeat"},
       {{"run", "--threads", "0"}, "--threads"},
       {{"run", "--seed", "-1"}, "--seed"},
+      {{"run", "--output", ""}, "--output: found '', expected a folder"},
+      {{"run", "--output="}, "--output"},
+      {{"run", "--input", ""}, "--input: found '', expected a folder"},
+      {{"run", "--ranks", ""}, "--ranks: found ''"},
+      {{"plan", "--svg", ""}, "--svg: found '', expected a file name"},
+      {{"plan", "--tokens", "0"}, "--tokens: found '0'"},
+      {{"bench", "--tokens", "0"}, "--tokens: found '0'"},
       {{"plan", "--travel", "sideways"}, "sideways"},
       {{"plan", "--heads", "6", "--kv-heads", "4"}, "divisor"},
       {{"plan", "--svg", folder_ / "no" / "plan.svg"}, "cannot be written"},
@@ -207,6 +231,38 @@ TEST_F(Cli, PlanDrawsAPicture) {
   const std::string picture = read_text(folder_ / "plan.svg");
   EXPECT_NE(picture.find("<svg"), std::string::npos);
   EXPECT_NE(picture.find("</svg>"), std::string::npos);
+}
+
+TEST_F(Cli, PlanDestroysNothingThatIsNoPlainFile) {
+  const Words plan = {"plan", "--tokens", "1000", "--svg"};
+  ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
+  const int reader = ::open((folder_ / "pipe").c_str(), O_RDWR | O_NONBLOCK);
+  ASSERT_GE(reader, 0);
+  ASSERT_GE(::fcntl(reader, F_SETPIPE_SZ, 1 << 20), 0);
+  EXPECT_EQ(annulus(plan + Words{folder_ / "pipe"}).code, 0);
+  std::string picture(1 << 20, '\0');
+  const ssize_t bytes = ::read(reader, picture.data(), picture.size());
+  ::close(reader);
+  EXPECT_TRUE(fs::is_fifo(folder_ / "pipe"));
+  picture.resize(static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
+  EXPECT_NE(picture.find("</svg>"), std::string::npos);
+
+  write_text(folder_ / "real.svg", "old");
+  fs::create_symlink("real.svg", folder_ / "link.svg");
+  EXPECT_EQ(annulus(plan + Words{folder_ / "link.svg"}).code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "link.svg"));
+  EXPECT_EQ(read_text(folder_ / "real.svg"), picture);
+}
+
+// Renaming over the file that standard output is redirected to would lose the table.
+TEST_F(Cli, PlanCanDrawOnItsStandardOutput) {
+  // A link of our own: a tool that fails here and runs as root would replace the system's.
+  fs::create_symlink("/proc/self/fd/1", folder_ / "stdout");
+  const Outcome outcome = annulus({"plan", "--tokens", "1000", "--svg", folder_ / "stdout"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_TRUE(fs::is_symlink(folder_ / "stdout"));
+  EXPECT_EQ(outcome.out.rfind("<svg", 0), 0U) << outcome.out.substr(0, 80);
+  EXPECT_NE(outcome.out.find("work balance"), std::string::npos);
 }
 
 TEST_F(Cli, DoctorFindsThisMachineHealthy) {

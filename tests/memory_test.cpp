@@ -11,6 +11,7 @@
 
 #include "annulus/in_process.h"
 #include "annulus/ring_attention.h"
+#include "ring/limits.h"
 
 namespace annulus {
 namespace {
@@ -126,6 +127,31 @@ TEST(Memory, DoesNotGrowWithTheRing) {
     };
     EXPECT_LT(bytes(8, c.steps_of_eight), 1.02 * bytes(4, c.steps_of_four)) << c.pattern.name;
   }
+}
+
+// One rule for the tool, which has to allocate all tensors, and for callers who have theirs.
+TEST(MemoryLimits, AreWhatFitsIntoARanksShare) {
+  constexpr std::int64_t kAvailable = 4'000'000;
+  RingOptions options{dense(4), Placement::contiguous(100, 4)};
+  options.kv_heads = 2;
+  options.backward = false;
+  const auto elements = [&](ring::Missing missing) {
+    const Limits limits = ring::limits_for_memory(options, kAvailable, missing);
+    EXPECT_EQ(limits.communication_bytes, 200'000);  // a fifth of a quarter
+    return limits.qkv_elements;
+  };
+  // 800,000 bytes. Per token and element of a head q, k, v have 8 elements and o has 4.
+  EXPECT_EQ(elements(ring::Missing::all_tensors), 800'000 * 8 / (12 * 4));
+  EXPECT_EQ(elements(ring::Missing::results), 800'000 * 8 / (4 * 4));
+  options.backward = true;
+  EXPECT_EQ(elements(ring::Missing::all_tensors), 800'000 * 8 / (24 * 4));
+  EXPECT_EQ(elements(ring::Missing::results), 800'000 * 8 / (8 * 4));
+  options.placement = Placement::zigzag(100, 4);  // two ranges a rank: copies of all tensors
+  EXPECT_EQ(elements(ring::Missing::results), 800'000 * 8 / (32 * 4));
+  options.dtype = DType::bf16;  // and fp32 gradients
+  EXPECT_EQ(elements(ring::Missing::results), 800'000 * 8 / (32 * 2 + 8 * 4));
+  options.mix_gradient = MixGradient::detached;  // and an fp32 output per branch
+  EXPECT_EQ(elements(ring::Missing::all_tensors), 800'000 * 8 / (24 * 2 + 8 * 4 + 4 * 4));
 }
 
 }  // namespace

@@ -365,7 +365,6 @@ TEST_F(Npy, WriteToAnImpossiblePlaceIsAnErrorThatNamesIt) {
   expect_error([&] { write_npy(path("missing") / "a.npy", DType::f32, shape, data); },
                {"a.npy'", "temporary file", "No such file"});
   expect_error([&] { write_npy(path(""), DType::f32, shape, data); }, {"is a directory"});
-  expect_error([&] { write_npy("/dev/null", DType::f32, shape, data); }, {"not a regular file"});
   EXPECT_TRUE(names_in_folder().empty());
 }
 

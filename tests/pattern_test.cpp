@@ -159,7 +159,11 @@ TEST(Presets, HeadGroupsTakeTheOffsetModuloTheDilation) {
   EXPECT_EQ(pattern.branches[3].offset, (List{-1, -1, -1, 0}));
 }
 
-TEST(Presets, HeadGroupScaleIsOneOverTheNumberOfGroups) {
+TEST(Presets, GroupScaleIsOneOverTheNumberOfBranches) {
+  EXPECT_EQ(
+      longnet(4, List{4, 8, 8, 8}, List{1, 2, 4, 8}, false, Offsets::blocked, true).output_scale,
+      0.25);
+  EXPECT_EQ(longnet(4, List{4, 8}, List{1, 2}).output_scale, 1.0);
   EXPECT_EQ(head_groups(4, List{4, 8}, List{1, 2}, false, true).output_scale, 0.5);
 }
 

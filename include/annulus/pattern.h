@@ -39,7 +39,7 @@ struct Pattern {
   int heads = 0;     // query heads
   bool causal = false;
   std::vector<Branch> branches;
-  double output_scale = 1.0;  // multiplies O after the merge (head_groups with group scale)
+  double output_scale = 1.0;  // multiplies O after the merge (group_scale)
 
   // Allowed is a property of global positions alone: sharding never enters.
   [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query,
@@ -55,12 +55,14 @@ struct Pattern {
   void validate() const;
 };
 
+// Presets. `group_scale` multiplies the output by 1 / (number of branches), in every preset that
+// has it, in Python and in the tool.
+
 // Plain attention: one branch, one segment.
 [[nodiscard]] Pattern dense(int heads, bool causal = false);
 
 // The branches share the heads out: branch i gets floor(H/G) contiguous heads, the first H mod G
-// one more; every head of branch i has offset i mod r_i. `group_scale` multiplies the output by
-// 1/G.
+// one more; every head of branch i has offset i mod r_i.
 [[nodiscard]] Pattern head_groups(int heads, std::span<const std::int64_t> segments,
                                   std::span<const std::int64_t> dilations, bool causal = false,
                                   bool group_scale = false);
@@ -69,7 +71,7 @@ struct Pattern {
 // (interleaved).
 [[nodiscard]] Pattern longnet(int heads, std::span<const std::int64_t> segments,
                               std::span<const std::int64_t> dilations, bool causal = false,
-                              Offsets offsets = Offsets::blocked);
+                              Offsets offsets = Offsets::blocked, bool group_scale = false);
 
 // Number of allowed (branch, head, query, key) pairs in a sequence of `tokens` tokens.
 [[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t tokens);

@@ -7,21 +7,10 @@
 #include "annulus/error.h"
 #include "annulus/in_process.h"
 #include "core/machine.h"
+#include "ring/limits.h"
 
 namespace annulus::python {
 namespace {
-
-// Ranks share the cores, so one may wait for as long as all others compute. The deadline is there
-// to find hangs: allow for a machine of 1 GFLOP/s.
-InProcessOptions ring_settings(const RingOptions& options) {
-  constexpr double kLongest = 1e9;  // seconds
-  const double flops = allowed_pairs(options.pattern, options.placement.tokens()) * 14.0 *
-                       static_cast<double>(options.batch) * options.head_dim;
-  InProcessOptions settings;
-  settings.deadline +=
-      std::chrono::seconds(static_cast<std::int64_t>(std::min(kLongest, flops / 1e9)));
-  return settings;
-}
 
 // Copies rows between [batch, tokens, heads(, head_dim)] views. `positions` are the tokens of
 // `whole` that the shard's tokens 0, 1, ... are.
@@ -63,7 +52,7 @@ LocalRing::LocalRing(RingOptions options)
     : options_(std::move(options)),
       forward_flops_(4.0 * allowed_pairs(options_.pattern, options_.placement.tokens()) *
                      static_cast<double>(options_.batch) * options_.head_dim),
-      transports_(make_in_process_ring(options_.placement.ranks(), ring_settings(options_))),
+      transports_(make_in_process_ring(options_.placement.ranks(), ring::patient_ring(options_))),
       executors_(transports_.size()),
       copies_(transports_.size()) {
   on_every_rank([&](int rank) {
@@ -218,26 +207,12 @@ std::int64_t LocalRings::bytes() const {
 }
 
 Limits local_limits(const RingOptions& options) {
-  Limits limits;
+  const Limits least;  // nobody can raise them from Python, and a share is only an estimate
   const std::optional<std::int64_t> available = available_memory_bytes();
-  if (!available) return limits;
-  // q, k and v exist. New are the results, fp32 accumulators where the dtype is narrower, and
-  // copies of everything where a placement's shards are no views; a fifth may be messages.
-  const double q = options.pattern.heads;
-  const double kv = 2.0 * options.kv_heads;
-  const auto element = static_cast<double>(size_of(options.dtype));
-  double bytes = (options.backward ? q + kv : q) * element;
-  if (options.dtype != DType::f32) bytes += 4.0 * (options.backward ? q + kv : q);
-  for (int rank = 0; rank < options.placement.ranks(); ++rank) {
-    if (options.placement.ranges(rank).size() <= 1) continue;
-    bytes += (options.backward ? 2.0 : 1.0) * (2.0 * q + kv) * element;
-    break;
-  }
-  const double share = static_cast<double>(*available) / options.placement.ranks();
-  limits.communication_bytes =
-      std::max(limits.communication_bytes, static_cast<std::int64_t>(0.2 * share));
-  limits.qkv_elements =
-      std::max(limits.qkv_elements, static_cast<std::int64_t>(0.8 * share * (q + kv) / bytes));
+  if (!available) return least;
+  Limits limits = ring::limits_for_memory(options, *available, ring::Missing::results);
+  limits.communication_bytes = std::max(limits.communication_bytes, least.communication_bytes);
+  limits.qkv_elements = std::max(limits.qkv_elements, least.qkv_elements);
   return limits;
 }
 

@@ -80,9 +80,7 @@ const char* python_name_of(DType dtype) noexcept {
 Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
                      const std::vector<std::int64_t>& dilations, bool causal,
                      const std::string& offsets, bool group_scale) {
-  Pattern pattern = longnet(heads, segments, dilations, causal, parse_offsets(offsets));
-  if (group_scale) pattern.output_scale = 1.0 / static_cast<double>(segments.size());
-  return pattern;
+  return longnet(heads, segments, dilations, causal, parse_offsets(offsets), group_scale);
 }
 
 Pattern parse_pattern(nb::handle pattern, int heads,

@@ -119,12 +119,14 @@ Pattern head_groups(int heads, std::span<const std::int64_t> segments,
 }
 
 Pattern longnet(int heads, std::span<const std::int64_t> segments,
-                std::span<const std::int64_t> dilations, bool causal, Offsets offsets) {
+                std::span<const std::int64_t> dilations, bool causal, Offsets offsets,
+                bool group_scale) {
   check_preset("longnet", heads, segments, dilations);
   Pattern pattern;
   pattern.name = "longnet";
   pattern.heads = heads;
   pattern.causal = causal;
+  if (group_scale) pattern.output_scale = 1.0 / static_cast<double>(segments.size());
   for (std::size_t i = 0; i < segments.size(); ++i) {
     Branch branch = make_branch(heads, segments[i], dilations[i]);
     // ceil(heads / dilation) without the overflow of heads + dilation - 1. The blocked offset is

@@ -1,0 +1,49 @@
+#include "ring/limits.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace annulus::ring {
+
+Limits limits_for_memory(const RingOptions& options, std::int64_t available_bytes,
+                         Missing missing) {
+  // Rows of queries and of keys count alike only if there are as many heads. Per token and element
+  // of a head:
+  const double q = options.pattern.heads;
+  const double kv = 2.0 * options.kv_heads;
+  const auto element = static_cast<double>(size_of(options.dtype));
+  const double gradients = options.backward ? q + kv : 0.0;
+  const double every_tensor = (2.0 * q + kv) * (options.backward ? 2.0 : 1.0);
+  double bytes = 0.0;
+  if (missing == Missing::all_tensors) {
+    bytes = every_tensor * element;
+  } else {
+    bytes = (options.backward ? gradients : q) * element;
+    for (int rank = 0; rank < options.placement.ranks(); ++rank) {
+      if (options.placement.ranges(rank).size() <= 1) continue;
+      bytes += every_tensor * element;  // shards that are no views are copied
+      break;
+    }
+  }
+  if (options.dtype != DType::f32) bytes += 4.0 * (options.backward ? gradients : q);
+  if (options.backward && options.mix_gradient == MixGradient::detached) {
+    bytes += 4.0 * q * static_cast<double>(options.pattern.branches.size());
+  }
+  const double share = static_cast<double>(available_bytes) / options.placement.ranks();
+  Limits limits;
+  limits.communication_bytes = static_cast<std::int64_t>(0.2 * share);
+  limits.qkv_elements = static_cast<std::int64_t>(0.8 * share * (q + kv) / bytes);
+  return limits;
+}
+
+InProcessOptions patient_ring(const RingOptions& options) {
+  constexpr double kLongest = 1e9;  // seconds
+  const double flops = allowed_pairs(options.pattern, options.placement.tokens()) * 14.0 *
+                       static_cast<double>(options.batch) * options.head_dim;
+  InProcessOptions settings;
+  settings.deadline +=
+      std::chrono::seconds(static_cast<std::int64_t>(std::min(kLongest, flops / 1e9)));
+  return settings;
+}
+
+}  // namespace annulus::ring

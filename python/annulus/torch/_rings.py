@@ -69,9 +69,10 @@ class _LocalRings:
         k: torch.Tensor,
         body: Callable[[RingAttention], T],
     ) -> T | None:
-        if q.shape[0] * q.shape[1] == 0:
+        shape = q.shape
+        if 0 in shape[:2]:
             return None
-        key = (config.executors, q.shape, k.shape[2], q.dtype)
+        key = (config.executors, shape, k.shape[2], q.dtype)
         with self._lock:
             free = self._free.get(key)
             executor = free.pop() if free else None
@@ -317,16 +318,16 @@ def run(
 
 
 @contextlib.contextmanager
-def errors_of_all(group: str | None, timeout: object) -> Iterator[None]:
+def errors_of_all(group: str, timeout: object) -> Iterator[None]:
     """What is raised inside before the other ranks of the group have heard of this call, they hear of, too: on
     them, and unless it is a NotImplementedError on this rank as well, it is a ConfigError."""
-    ring = None if group is None else _groups.get(group)
+    ring = _groups.get(group)
     usable = ring is not None and not ring.transport.failed
     messages = ring.messages() if usable else 0
     try:
         yield
     except Exception as error:
-        if group is None or isinstance(error, TransportError):
+        if isinstance(error, TransportError):
             raise
         now = _groups.get(group)
         if now is not None and (usable or now is not ring):

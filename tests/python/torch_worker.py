@@ -254,7 +254,9 @@ def messages_are_few() -> None:
 def lengths_that_change() -> None:
     """On one rank alone: the others cannot see it from their own shards."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for first in (5, 9, 5, 5, 0, 9, 0):
+    for number, first in enumerate((5, 9, 5, 5, 0, 9, 0)):
+        if number == 3 and rank == 1:
+            at.clear_cache()  # of one rank alone: what the others have kept is of no use
         lengths = [first] + [5] * (ranks - 1)
         *qkv, do = whole(sum(lengths), 2, 2, 16, first)
         alone = leaves(qkv)

@@ -14,6 +14,7 @@ from annulus.torch import _rings
 from annulus.torch._config import Config, branch_numbers, config_of, pattern_of, text_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CPU = torch.device("cpu")
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -37,6 +38,8 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
+    if c.group is None:
+        return _forward(q, k, v, c)
     with _rings.errors_of_all(c.group, c.timeout):
         return _forward(q, k, v, c)
 
@@ -44,9 +47,9 @@ def _attend(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Wherever PyTorch makes tensors by default, and of which dtype: these are like q.
-    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    states = [q.new_empty(0, dtype=torch.float32) for _ in range(2)]
+    # Dtype and device are said, because PyTorch's defaults may be others.
+    o, lse = _result_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=_CPU)
+    states = [torch.empty(0, dtype=torch.float32, device=_CPU) for _ in range(2)]
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(
@@ -62,8 +65,8 @@ def _forward(
             rows = executor.branch_state_rows
             if rows > 0:
                 # Rows that a branch does not select are never written: zeros, not what was there.
-                states[0] = q.new_zeros((rows, q.shape[3]), dtype=torch.float32)
-                states[1] = q.new_empty(rows, dtype=torch.float32)
+                wide = {"dtype": torch.float32, "device": _CPU}
+                states[:] = torch.zeros(rows, q.shape[3], **wide), torch.empty(rows, **wide)
             state = executor.make_branch_state(o=states[0], lse=states[1])
         executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
 
@@ -104,6 +107,8 @@ def _attend_backward(
     config: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
+    if c.group is None:
+        return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
     with _rings.errors_of_all(c.group, c.timeout):
         return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
 
@@ -193,11 +198,15 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
             return f"{name} is a nested tensor: a padded one was expected"
         if x.layout != torch.strided:
             return f"{name} is a {x.layout} tensor: a dense one was expected (x.to_dense())"
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             return f"{name} is on {x.device}: this build has kernels for the CPU only"
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype}, but q is {q.dtype}: one dtype was expected"
-    if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or v.shape != k.shape:
+    shape = k.shape
+    if shape != q.shape:
+        batch, tokens, _, head_dim = q.shape
+        shape = (batch, tokens, shape[2], head_dim)  # k and v may have fewer heads
+    if k.shape != shape or v.shape != shape:
         return (
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: equal shapes were expected, but "
             "that k and v may have fewer heads"
@@ -327,12 +336,9 @@ def ring_attention(
         TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
     """
     name = _rings.group_name(group)
-    call = (
-        *(q, k, v, name, pattern, segment_lengths, dilation_rates),
-        *(is_causal, offsets, mix_gradient, group_scale, scale),
-        *(placement, n_global, schedule, reproducible),
-        *(min_tokens_for_ring, max_communication_bytes, timeout),
-    )
+    call = (q, k, v, name, pattern, segment_lengths, dilation_rates, is_causal, offsets)
+    call += (mix_gradient, group_scale, scale, placement, n_global, schedule, reproducible)
+    call += (min_tokens_for_ring, max_communication_bytes, timeout)
     if name is None or torch.compiler.is_compiling():
         o, lse = _call(*call)
     else:

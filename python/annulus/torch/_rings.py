@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import os
 import threading
@@ -15,15 +14,15 @@ import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
+from annulus.torch._cache import ExecutorCache
 from annulus.torch._config import Config, config_of, pattern_of, placement_of_lengths
 from annulus.torch._records import claims_of, compare
 from annulus.torch._transport import ProcessGroupTransport, timeout_of
 
 T = TypeVar("T")
 
-# Workspaces kept per ring; the least recently used one is dropped first.
-CAPACITY = 20
 _NO_LIMIT = 2**62
+_MOST_CALLS = 1000  # whose lengths are remembered
 
 
 def _make_executor(
@@ -58,8 +57,7 @@ class _LocalRings:
     """Rings of one rank. Threads may call at once: each takes an executor of its own."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: collections.OrderedDict[tuple, list[RingAttention]] = collections.OrderedDict()
+        self.cache = ExecutorCache()
 
     def run(
         self,
@@ -69,12 +67,11 @@ class _LocalRings:
         k: torch.Tensor,
         body: Callable[[RingAttention], T],
     ) -> T | None:
-        if q.shape[0] * q.shape[1] == 0:
+        shape = q.shape
+        if 0 in shape[:2]:
             return None
-        key = (config.executors, q.shape, k.shape[2], q.dtype)
-        with self._lock:
-            free = self._free.get(key)
-            executor = free.pop() if free else None
+        key = (config.executors, shape, k.shape[2], q.dtype)
+        executor = self.cache.take(key)
         if executor is None:
             if config.n_global not in (None, q.shape[1]):
                 raise ConfigError(
@@ -83,33 +80,15 @@ class _LocalRings:
             transport = annulus.make_in_process_ring(1)[0]
             placement = Placement.named(config.placement, q.shape[1], 1)
             pattern = pattern_of(config, q.shape[2])
+            self.cache.make_room()
             executor = _make_executor(config, pattern, placement, transport, q, k)
         result = body(executor)
-        self._give_back(key, executor)  # after an error its transport may be dead
+        self.cache.give_back(key, executor)  # after an error its transport may be dead
         return result
-
-    def _give_back(self, key: tuple, executor: RingAttention) -> None:
-        with self._lock:
-            self._free.setdefault(key, []).append(executor)
-            self._free.move_to_end(key)
-            while sum(map(len, self._free.values())) > CAPACITY:
-                oldest = next(iter(self._free))
-                self._free[oldest].pop()
-                if not self._free[oldest]:
-                    del self._free[oldest]
-
-    def clear(self) -> None:
-        with self._lock:
-            self._free.clear()
-
-    def executors(self) -> list[RingAttention]:
-        with self._lock:
-            return [e for free in self._free.values() for e in free]
 
 
 class _GroupRing:
-    """The ring over one process group. Every rank calls in the same order, so that all keep and drop
-    the same executors.
+    """The ring over one process group.
 
     A call first does what its executor does, which agrees with the other ranks before anything moves. Which
     executor that is depends on the other ranks' lengths: the one of the last call that looked the same from here
@@ -123,7 +102,7 @@ class _GroupRing:
         self.process_group = group
         self.transport = ProcessGroupTransport._instead_of(loss, group, timeout)
         self._usual_deadline = timeout_of(group)
-        self._executors: collections.OrderedDict[tuple, RingAttention] = collections.OrderedDict()
+        self.cache = ExecutorCache()
         # By what this rank alone knows of a call: its whole key when it was last made.
         self._last: dict[tuple, tuple] = {}
 
@@ -158,20 +137,21 @@ class _GroupRing:
         self.set_timeout(config.timeout)
         looks = (config.executors, q.shape, k.shape[2], q.dtype)
         key = self._last.get(looks)
-        executor = self._executors.get(key)
+        executor = None if key is None else self.cache.take(key)
         messages = self.messages()
         try:
             if executor is None:
                 RingAttention.refuse(self.transport, "this rank makes this call for the first time")
-            result = body(executor)
-            self._executors.move_to_end(key)
-            return result
+            return body(executor)
         except Exception as error:
             if executor is not None and self._is_waited_for(messages):
                 self._refuse_because_of(error)
             if not isinstance(error, ConfigError):
                 raise
             failure = error
+        finally:
+            if executor is not None:
+                self.cache.give_back(key, executor)
 
         claims = claims_of(what, config, q.shape, k.shape[2], str(q.dtype))
         expected = None if executor is None else key[-1]
@@ -179,24 +159,27 @@ class _GroupRing:
         if all_knew:
             raise failure  # that was not the reason
         key = (*looks, lengths)
+        if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
+            return None
+        executor = self.cache.take(key)
+        if not all(annulus.gather_records(self.transport, b"kept" if executor else b"")):
+            executor = None  # some rank has none: all make theirs
         messages = self.messages()
         try:
-            if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
-                return None
-            executor = self._executors.get(key)
             if executor is None:
+                self.cache.make_room()
                 executor = self._make(config, list(lengths), q, k)
-                self._keep(key, executor)
                 messages = self.messages()
-            self._last[looks] = key
             result = body(executor)
-            self._executors.move_to_end(key)
-            return result
         except Exception as error:
-            self._executors.pop(key, None)
             if self._is_waited_for(messages):
                 RingAttention.refuse(self.transport, _reason(error))
             raise
+        self.cache.give_back(key, executor)
+        if len(self._last) >= _MOST_CALLS:
+            self._last.clear()
+        self._last[looks] = key
+        return result
 
     def _refuse_because_of(self, error: Exception) -> NoReturn:
         try:
@@ -210,20 +193,6 @@ class _GroupRing:
         placement = placement_of_lengths(config.placement, lengths, config.n_global)
         pattern = pattern_of(config, q.shape[2])
         return _make_executor(config, pattern, placement, self.transport, q, k)
-
-    def _keep(self, key: tuple, executor: RingAttention) -> None:
-        self._executors[key] = executor
-        if len(self._executors) > CAPACITY:
-            oldest, _ = self._executors.popitem(last=False)
-            if self._last.get(oldest[:-1]) == oldest:
-                del self._last[oldest[:-1]]
-
-    def clear(self) -> None:
-        self._executors.clear()
-        self._last.clear()
-
-    def executors(self) -> list[RingAttention]:
-        return list(self._executors.values())
 
 
 def _reason(error: Exception) -> str:
@@ -317,16 +286,16 @@ def run(
 
 
 @contextlib.contextmanager
-def errors_of_all(group: str | None, timeout: object) -> Iterator[None]:
+def errors_of_all(group: str, timeout: object) -> Iterator[None]:
     """What is raised inside before the other ranks of the group have heard of this call, they hear of, too: on
     them, and unless it is a NotImplementedError on this rank as well, it is a ConfigError."""
-    ring = None if group is None else _groups.get(group)
+    ring = _groups.get(group)
     usable = ring is not None and not ring.transport.failed
     messages = ring.messages() if usable else 0
     try:
         yield
     except Exception as error:
-        if group is None or isinstance(error, TransportError):
+        if isinstance(error, TransportError):
             raise
         now = _groups.get(group)
         if now is not None and (usable or now is not ring):
@@ -363,11 +332,10 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
 def clear_cache() -> None:
     """Drops the workspaces of all rings of this process.
 
-    Harmless at any time between calls; with a process group, every rank does it or none.
+    Harmless at any time, on one rank or all.
     """
-    _local.clear()
-    for ring in _groups.values():
-        ring.clear()
+    for ring in (_local, *_groups.values()):
+        ring.cache.clear()
 
 
 def cleanup() -> None:
@@ -391,7 +359,7 @@ def get_memory_info() -> dict[str, object]:
     The keys are those of :attr:`annulus.RingAttention.memory_info` and always present; bytes are sums over
     all rings, except scratch_bytes, which they share.
     """
-    executors = _local.executors() + [e for ring in _groups.values() for e in ring.executors()]
+    executors = [e for ring in (_local, *_groups.values()) for e in ring.cache.executors()]
     total: dict[str, object] = {
         "complexity": "none yet",
         "workspace_bytes": 0,

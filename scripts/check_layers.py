@@ -17,8 +17,10 @@ from pathlib import Path
 # Which layer a public header belongs to. Its private sources are in src/<layer>/.
 PUBLIC_HEADERS = {
     "error.h": "core",
+    "device.h": "core",
     "tensor.h": "core",
     "half.h": "core",
+    "mask.h": "pattern",
     "pattern.h": "pattern",
     "row_set.h": "placement",
     "placement.h": "placement",

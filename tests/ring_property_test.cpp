@@ -284,11 +284,13 @@ TEST(RingProperty, AllocationsAreCountedOfEveryKindAndThread) {
               ::operator delete (kept, std::align_val_t{128});
             }),
             1);
+#if !defined(__SANITIZE_THREAD__)  // GCC 12: its allocator runs no hook for this one
   EXPECT_EQ(allocations_of([&] {
               kept = std::aligned_alloc(64, 64);
               std::free(kept);
             }),
             1);
+#endif
   EXPECT_EQ(allocations_of([&] {
               kept = std::malloc(1);
               std::free(kept);
@@ -297,6 +299,11 @@ TEST(RingProperty, AllocationsAreCountedOfEveryKindAndThread) {
   EXPECT_EQ(allocations_of([] {}), 0);
 
   ThreadPool pool(3);
+  std::atomic<int> awake{0};  // a thread that starts may allocate
+  pool.run_parallel(3, [&](std::int64_t, int) {
+    ++awake;
+    while (awake < 3) std::this_thread::yield();
+  });
   std::atomic<int> on_workers{0};
   const std::int64_t seen = allocations_of([&] {
     pool.run_parallel(300, [&](std::int64_t, int slot) {

@@ -8,11 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#include <sanitizer/allocator_interface.h>
-#else
 #include <cerrno>
-#endif
 
 namespace annulus::test {
 
@@ -27,8 +23,13 @@ inline void note_allocation() {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 
+// The sanitizers have an allocator of their own, and hooks in it. GCC has the function without the
+// header that declares it (sanitizer/allocator_interface.h).
+extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*malloc_hook)(const volatile void*,
+                                                                             std::size_t),
+                                                         void (*free_hook)(const volatile void*));
+
 namespace annulus::test {
-// The sanitizers have an allocator of their own, and hooks in it.
 inline const bool allocations_hooked =
     __sanitizer_install_malloc_and_free_hooks(
         [](const volatile void*, std::size_t) { note_allocation(); },

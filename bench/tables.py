@@ -137,7 +137,7 @@ def scaling(rows):
 
 def planning(rows):
     return table(
-        ["plan", "tokens", "ranks", "parcels of the rank, of all", "seconds", "MB"],
+        ["plan", "tokens", "ranks", "parcels of the rank, of all", "seconds", "CPU s", "MB"],
         [
             [
                 r["case"],
@@ -145,6 +145,7 @@ def planning(rows):
                 f"{r['ranks']:,}",
                 f"{r['parcels_of_rank']:,}, {r['parcels']:,}",
                 f"{r['seconds']['median']:.2f}",
+                f"{r['cpu_seconds']:.2f}",
                 f"{r['peak_bytes'] / 1e6:.0f}",
             ]
             for r in rows

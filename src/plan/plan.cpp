@@ -293,13 +293,12 @@ std::vector<RankTotals> Plan::rank_totals() const {
     t.query_pairs = pairs(Travel::keys);
     t.work = options_.travel == Travel::keys ? t.query_pairs : pairs(Travel::queries);
   }
-  traffic().for_each_step(options_.schedule, [&](auto received, auto sent) {
-    for (std::size_t i = 0; i < totals.size(); ++i) {
-      totals[i].received += received[i];
-      totals[i].sent += sent[i];
-      totals[i].largest_step = std::max(totals[i].largest_step, received[i]);
-    }
-  });
+  const std::vector<Traffic::RankSum> moved = traffic().rank_sums(options_.schedule);
+  for (std::size_t i = 0; i < totals.size(); ++i) {
+    totals[i].received = moved[i].received;
+    totals[i].sent = moved[i].sent;
+    totals[i].largest_step = moved[i].largest_step;
+  }
   return totals;
 }
 

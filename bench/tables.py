@@ -135,6 +135,24 @@ def scaling(rows):
     )
 
 
+def planning(rows):
+    return table(
+        ["plan", "tokens", "ranks", "parcels of the rank, of all", "seconds", "CPU s", "MB"],
+        [
+            [
+                r["case"],
+                f"{r['tokens']:,}",
+                f"{r['ranks']:,}",
+                f"{r['parcels_of_rank']:,}, {r['parcels']:,}",
+                f"{r['seconds']['median']:.2f}",
+                f"{r['cpu_seconds']:.2f}",
+                f"{r['peak_bytes'] / 1e6:.0f}",
+            ]
+            for r in rows
+        ],
+    )
+
+
 TABLES = {
     "forward": dense,
     "backward": dense,
@@ -146,10 +164,13 @@ TABLES = {
     "one_head": one_head,
     "ring": ring,
     "scaling": scaling,
+    "planning": planning,
 }
 
 
 def machine(result):
+    if "torch" not in result:
+        return f"Measured with {result['cpu']}, commit {result['commit']}.\n"
     return (
         f"Measured with {result['cpu']}, {result['threads']} threads, `{result['isa']}`, PyTorch {result['torch']}, "
         f"commit {result['commit']}.\n"

@@ -15,7 +15,9 @@
 #include "annulus/pattern.h"
 #include "annulus/placement.h"
 #include "annulus/plan.h"
+#include "plan/build_parcels.h"
 #include "plan/pair_counts.h"
+#include "plan/periodic_parcels.h"
 #include "plan/rank_sets.h"
 #include "plan/row_partition.h"
 #include "support/random_plans.h"
@@ -298,6 +300,64 @@ TEST(PlanProperty, SendsEachRowOnceToEachRankThatNeedsItAndToNoOther) {
       EXPECT_TRUE(needed.contains(row));
     }
   });
+}
+
+// Long striped sequences are planned from their period: the same parcels as without it.
+TEST(PlanProperty, PeriodicPlansAreTheDirectOnes) {
+  int periodic = 0;
+  for (std::uint64_t seed = 1; seed <= 400; ++seed) {
+    test::Random random(seed);
+    const int ranks = static_cast<int>(random.between(2, 9));
+    const int heads = static_cast<int>(random.between(1, 4));
+    const bool causal = random.coin();
+    const std::int64_t tokens = random.between(500, 6000);
+    Pattern pattern;
+    pattern.heads = heads;
+    pattern.causal = causal;
+    for (std::int64_t b = random.between(1, 3); b > 0; --b) {
+      Branch branch;
+      branch.segment_length =
+          random.one_of<std::int64_t>({4, 6, 8, 12, 16, 32, 40, kWholeSequence});
+      branch.dilation = random.one_of<std::int64_t>({1, 1, 2, 3, 4, 8});
+      for (int h = 0; h < heads; ++h) {
+        branch.offset.push_back(random.between(-1, branch.dilation - 1));
+      }
+      pattern.branches.push_back(branch);
+    }
+    const Placement placement = Placement::striped(tokens, ranks);
+    const PlanOptions options{pattern,        placement,
+                              placement,      heads,
+                              Schedule::ring, random.coin() ? Travel::keys : Travel::queries};
+    const Plan plan(options, 0);
+    SCOPED_TRACE("seed " + std::to_string(seed) + ": " + test::describe(plan));
+    const int rank = static_cast<int>(random.between(kEveryRank, ranks - 1));
+    const auto found = build_periodic_parcels(options, plan.classes(), rank);
+    if (!found) continue;
+    ++periodic;
+    const BuiltParcels expected = build_parcels_directly(options, plan.classes(), rank);
+    ASSERT_EQ(found->parcels.size(), expected.parcels.size());
+    EXPECT_EQ(found->parcel_count, expected.parcel_count);
+    for (std::size_t i = 0; i < expected.parcels.size(); ++i) {
+      const Parcel& a = found->parcels[i];
+      const Parcel& b = expected.parcels[i];
+      EXPECT_EQ(a.rows, b.rows);
+      EXPECT_EQ(std::tie(a.owner, a.head_class, a.row_count),
+                std::tie(b.owner, b.head_class, b.row_count));
+      EXPECT_EQ(found->sets.members(a.rank_set), expected.sets.members(b.rank_set));
+    }
+    std::map<std::pair<int, std::vector<int>>, std::int64_t> flows;
+    for (const Flow& f : found->flows)
+      flows[{f.owner, found->sets.members(f.rank_set)}] += f.unit_rows;
+    for (const Flow& f : expected.flows) {
+      flows[{f.owner, expected.sets.members(f.rank_set)}] -= f.unit_rows;
+    }
+    for (const auto& [flow, difference] : flows) EXPECT_EQ(difference, 0);
+    double pairs = 0.0;
+    for (const RankTotals& totals : plan.rank_totals()) pairs += totals.work;
+    EXPECT_EQ(pairs, allowed_pairs(pattern, tokens));
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(periodic, 200) << "hardly any of these plans had a period: the test shows nothing";
 }
 
 TEST(RowPartition, HoldsEveryRowOnceWithAllTheRanksThatNeedIt) {

@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <optional>
 #include <span>
 #include <utility>
 
 #include "plan/demand.h"
+#include "plan/periodic_parcels.h"
 #include "plan/range_union.h"
 #include "plan/rank_sets.h"
 
@@ -82,7 +84,7 @@ class ParcelBuilder {
     for (Parcel& parcel : parcels_) {
       parcel.rank_set = new_id[static_cast<std::size_t>(parcel.rank_set)];
     }
-    return {std::move(parcels_), Traffic(std::move(used), std::move(flows_), parcel_count_)};
+    return {std::move(parcels_), std::move(used), std::move(flows_), parcel_count_};
   }
 
  private:
@@ -159,6 +161,12 @@ class ClassDemands {
 
 BuiltParcels build_parcels(const PlanOptions& options, const std::vector<HeadClass>& classes,
                            int rank) {
+  std::optional<BuiltParcels> periodic = build_periodic_parcels(options, classes, rank);
+  return periodic ? std::move(*periodic) : build_parcels_directly(options, classes, rank);
+}
+
+BuiltParcels build_parcels_directly(const PlanOptions& options,
+                                    const std::vector<HeadClass>& classes, int rank) {
   const Placement& placement = options.travel == Travel::keys ? options.keys : options.queries;
   RankSets sets(placement.ranks());
   // Classes share selections (16 heads of LongNet: 31 instead of 80): walk the shards once for

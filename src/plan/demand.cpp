@@ -183,18 +183,19 @@ class DemandCollector {
     const RowSet& range = travelling_.ranges(piece.rank)[static_cast<std::size_t>(piece.range)];
     const std::vector<Cut>& segment = cuts_[static_cast<std::size_t>(piece.cuts)];
     const Crossing::Rows& rows = piece.rows;
-    auto cut =
-        std::upper_bound(segment.begin(), segment.end(), range[rows.elements.first],
-                         [](std::int64_t position, const Cut& c) { return position < c.begin; });
-    for (--cut; cut != segment.end() && cut->begin <= range[rows.elements.last()]; ++cut) {
-      Demand demand{piece.range,         -1, rows.begin, rows.end, rows.elements.first,
-                    rows.elements.stride};
+    // From row to row: a striped segment has as many cuts as ranks, and a rank few rows in it.
+    auto cut = segment.begin();
+    for (std::int64_t row = rows.elements.first; row < rows.end;) {
+      cut =
+          std::upper_bound(cut, segment.end(), range[row],
+                           [](std::int64_t position, const Cut& c) { return position < c.begin; }) -
+          1;
+      Demand demand{piece.range, -1, rows.begin, rows.end, row, rows.elements.stride};
       demand.begin = std::max(demand.begin, ceil_div(cut->begin - range.first, range.stride));
       if (cut + 1 != segment.end()) {
         demand.end = std::min(demand.end, ceil_div((cut + 1)->begin - range.first, range.stride));
       }
-      demand.first = demand.rows_in(demand.begin, demand.end).first;
-      if (demand.first >= demand.end) continue;
+      row += ceil_div(demand.end - row, demand.stride) * demand.stride;
       // The owner is in every set, needed or not: sets that differ in nothing else are one parcel.
       demand.needed_by = sets_->with(cut->needed_by, piece.rank);
       if (sets_->has_one_member(demand.needed_by)) continue;  // by the owner alone

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "plan/selected_rows.h"
@@ -40,44 +41,75 @@ double sum_up_to(std::int64_t first, std::int64_t last, std::int64_t count, std:
          static_cast<double>(count - below) * static_cast<double>(most);
 }
 
-// Pairs of one query head with the staying side in `range`, of which `selected` are the selected
+// Pairs of one query head whose staying side is in a range, of which `selected` are the selected
 // rows and `other` those of the side that travels. A query attends what is before it, a key is
 // attended by what is after it.
-double range_pairs(const RowSet& range, const SelectedRows& selected, const SelectedRows& other,
-                   bool causal, Travel travel) {
-  const Crossing crossing(range, selected);
-  const auto [whole_begin, whole_end] = crossing.whole_segments();
-  double pairs = 0.0;
-  for (std::int64_t s = crossing.first_segment(); s < crossing.end_segment(); ++s) {
-    if (s >= other.segments()) break;
-    const std::int64_t other_count = other.count(s);
+class RangePairs {
+ public:
+  RangePairs(const RowSet& range, const SelectedRows& selected, const SelectedRows& other,
+             bool causal, Travel travel)
+      : range_(range),
+        crossing_(range, selected),
+        selected_(selected),
+        other_(other),
+        causal_(causal),
+        travel_(travel) {}
+
+  [[nodiscard]] double count() const {
+    const auto [whole_begin, whole_end] = crossing_.whole_segments();
+    const std::int64_t end = std::min(crossing_.end_segment(), other_.segments());
+    // Strided ranges meet every segment. Those that are alike `period` segments further on, away
+    // from the ends of range and sequence, are counted once.
+    const std::int64_t period = range_.stride / std::gcd(range_.stride, selected_.segment_length);
+    const std::int64_t alike_end = end - 1;
+    double pairs = 0.0;
+    for (std::int64_t s = crossing_.first_segment(); s < end; ++s) {
+      if (s >= whole_begin && s + 1 < whole_end && s + 1 < other_.segments()) {
+        // Only the last segment of a side can be ragged.
+        const std::int64_t stop = std::min(whole_end, other_.segments()) - 1;
+        const auto all = static_cast<double>(other_.count(s));
+        pairs += static_cast<double>(stop - s) * (causal_ ? all * (all + 1.0) / 2.0 : all * all);
+        s = stop - 1;
+        continue;
+      }
+      const std::int64_t times = (alike_end - s) / period;
+      if (range_.stride > 1 && s > crossing_.first_segment() && times > 1) {
+        double once = 0.0;
+        for (std::int64_t i = s; i < s + period; ++i) once += in_segment(i);
+        pairs += once * static_cast<double>(times);
+        s += times * period - 1;
+        continue;
+      }
+      pairs += in_segment(s);
+    }
+    return pairs;
+  }
+
+ private:
+  [[nodiscard]] double in_segment(std::int64_t s) const {
+    const RowSet rows = crossing_.in_segment(s).elements;
+    if (rows.count == 0) return 0.0;
+    const std::int64_t other_count = other_.count(s);
     const auto all = static_cast<double>(other_count);
-    if (s >= whole_begin && s + 1 < whole_end && s + 1 < other.segments()) {
-      // Only the last segment of a side can be ragged.
-      const std::int64_t end = std::min(whole_end, other.segments()) - 1;
-      const auto segments = static_cast<double>(end - s);
-      pairs += segments * (causal ? all * (all + 1.0) / 2.0 : all * all);
-      s = end - 1;
-      continue;
-    }
-    const RowSet rows = crossing.in_segment(s).elements;
-    if (rows.count == 0) continue;
     const auto count = static_cast<double>(rows.count);
-    if (!causal) {
-      pairs += count * all;
-      continue;
-    }
+    if (!causal_) return count * all;
     // The j-th selected row of a segment attends j + 1 rows, or all there are; j is a progression,
     // too.
-    const std::int64_t start = selected.segment_begin(s) + selected.offset;
-    const std::int64_t first = (range[rows.first] - start) / selected.dilation;
-    const std::int64_t last = (range[rows.last()] - start) / selected.dilation;
-    pairs += travel == Travel::keys
-                 ? sum_up_to(first, last, rows.count, other_count)
-                 : count * all - sum_up_to(first - 1, last - 1, rows.count, other_count);
+    const std::int64_t start = selected_.segment_begin(s) + selected_.offset;
+    const std::int64_t first = (range_[rows.first] - start) / selected_.dilation;
+    const std::int64_t last = (range_[rows.last()] - start) / selected_.dilation;
+    return travel_ == Travel::keys
+               ? sum_up_to(first, last, rows.count, other_count)
+               : count * all - sum_up_to(first - 1, last - 1, rows.count, other_count);
   }
-  return pairs;
-}
+
+  RowSet range_;
+  Crossing crossing_;
+  SelectedRows selected_;
+  SelectedRows other_;
+  bool causal_;
+  Travel travel_;
+};
 
 }  // namespace
 
@@ -107,7 +139,7 @@ double shard_pairs(const Pattern& pattern, const Placement& queries, const Place
       double per_head = 0.0;
       for (const RowSet& range : staying.ranges(rank)) {
         if (range.count == 0) continue;
-        per_head += range_pairs(range, selected, other, pattern.causal, travel);
+        per_head += RangePairs(range, selected, other, pattern.causal, travel).count();
       }
       pairs += per_head * heads;
     }

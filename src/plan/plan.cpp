@@ -135,7 +135,8 @@ Plan::Plan(PlanOptions options, int rank) : options_(std::move(options)), rank_(
   parts->classes = head_classes(options_);
   BuiltParcels built = build_parcels(options_, parts->classes, rank);
   parts->parcels = std::move(built.parcels);
-  parts->traffic = std::make_shared<const Traffic>(std::move(built.traffic));
+  parts->traffic = std::make_shared<const Traffic>(std::move(built.sets), std::move(built.flows),
+                                                   built.parcel_count);
   parts_ = std::move(parts);
   make_hops();
 }
@@ -149,7 +150,8 @@ std::vector<Plan> Plan::of_all_ranks(const PlanOptions& options) {
   check(options, 0);
   const std::vector<HeadClass> classes = head_classes(options);
   BuiltParcels built = build_parcels(options, classes, kEveryRank);
-  const auto traffic = std::make_shared<const Traffic>(std::move(built.traffic));
+  const auto traffic = std::make_shared<const Traffic>(std::move(built.sets),
+                                                       std::move(built.flows), built.parcel_count);
   std::vector<Plan> views;
   for (int rank = 0; rank < options.queries.ranks(); ++rank) {
     auto parts = std::make_shared<Parts>();
@@ -291,13 +293,12 @@ std::vector<RankTotals> Plan::rank_totals() const {
     t.query_pairs = pairs(Travel::keys);
     t.work = options_.travel == Travel::keys ? t.query_pairs : pairs(Travel::queries);
   }
-  traffic().for_each_step(options_.schedule, [&](auto received, auto sent) {
-    for (std::size_t i = 0; i < totals.size(); ++i) {
-      totals[i].received += received[i];
-      totals[i].sent += sent[i];
-      totals[i].largest_step = std::max(totals[i].largest_step, received[i]);
-    }
-  });
+  const std::vector<Traffic::RankSum> moved = traffic().rank_sums(options_.schedule);
+  for (std::size_t i = 0; i < totals.size(); ++i) {
+    totals[i].received = moved[i].received;
+    totals[i].sent = moved[i].sent;
+    totals[i].largest_step = moved[i].largest_step;
+  }
   return totals;
 }
 

@@ -9,8 +9,13 @@ namespace annulus {
 Traffic::Traffic(RankSetList sets, std::vector<Flow> flows, std::int64_t parcels)
     : sets_(std::move(sets)), flows_(std::move(flows)), parcels_(parcels) {
   for (const Flow& flow : flows_) longest_ = std::max(longest_, sets_.count(flow.rank_set) - 1);
-  // One step has one receiver per flow either way.
-  downwards_ = longest_ > 1 && lockstep_rows(true) < lockstep_rows(false);
+  RingSums chosen = ring_sums(false);
+  if (longest_ > 1) {  // one step has one receiver per flow either way
+    RingSums down = ring_sums(true);
+    downwards_ = down.lockstep_rows < chosen.lockstep_rows;
+    if (downwards_) chosen = std::move(down);
+  }
+  ring_ranks_ = std::move(chosen.ranks);
 }
 
 std::int64_t Traffic::total_unit_rows() const {
@@ -59,23 +64,49 @@ void Traffic::for_each_step(Schedule schedule, Visit visit) const {
   if (longest_ == 0) return;
   std::vector<std::int64_t> received(static_cast<std::size_t>(sets_.ranks()), 0);
   std::vector<std::int64_t> sent(received.size(), 0);
+  // Everybody in a set gets all of its flows but the own ones.
+  std::vector<std::int64_t> of_set(static_cast<std::size_t>(sets_.size()), 0);
   for (const Flow& flow : flows_) {
-    for (int rank = sets_.next(flow.rank_set, flow.owner); rank != flow.owner;
-         rank = sets_.next(flow.rank_set, rank)) {
-      received[static_cast<std::size_t>(rank)] += flow.unit_rows;
-      sent[static_cast<std::size_t>(flow.owner)] += flow.unit_rows;
+    const auto owner = static_cast<std::size_t>(flow.owner);
+    of_set[static_cast<std::size_t>(flow.rank_set)] += flow.unit_rows;
+    received[owner] -= flow.unit_rows;
+    sent[owner] += flow.unit_rows * (sets_.count(flow.rank_set) - 1);
+  }
+  for (int set = 0; set < sets_.size(); ++set) {
+    for (const int rank : sets_.members(set)) {
+      received[static_cast<std::size_t>(rank)] += of_set[static_cast<std::size_t>(set)];
     }
   }
   visit(received, sent);
 }
 
-// What a ring in lockstep waits for: in each step the rank that gets most.
-std::int64_t Traffic::lockstep_rows(bool downwards) const {
-  std::int64_t sum = 0;
-  for_each_ring_step(downwards, [&](std::span<const std::int64_t> received, auto) {
-    sum += *std::max_element(received.begin(), received.end());
-  });
-  return sum;
+Traffic::RingSums Traffic::ring_sums(bool downwards) const {
+  RingSums sums;
+  sums.ranks.resize(static_cast<std::size_t>(sets_.ranks()));
+  for_each_ring_step(
+      downwards, [&](std::span<const std::int64_t> received, std::span<const std::int64_t> sent) {
+        std::int64_t most = 0;
+        for (std::size_t i = 0; i < received.size(); ++i) {
+          RankSum& sum = sums.ranks[i];
+          sum.received += received[i];
+          sum.sent += sent[i];
+          sum.largest_step = std::max(sum.largest_step, received[i]);
+          most = std::max(most, received[i]);
+        }
+        sums.lockstep_rows += most;
+      });
+  return sums;
+}
+
+std::vector<Traffic::RankSum> Traffic::rank_sums(Schedule schedule) const {
+  if (schedule == Schedule::ring) return ring_ranks_;
+  std::vector<RankSum> sums(static_cast<std::size_t>(sets_.ranks()));
+  for_each_step(schedule,
+                [&](std::span<const std::int64_t> received, std::span<const std::int64_t> sent) {
+                  for (std::size_t i = 0; i < sums.size(); ++i)
+                    sums[i] = {received[i], sent[i], received[i]};
+                });
+  return sums;
 }
 
 }  // namespace annulus

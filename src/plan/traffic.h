@@ -34,19 +34,34 @@ class Traffic {
   // otherwise all go to rank 0 first: 8 shards in one step of a zigzag ring of 16, instead of one.
   [[nodiscard]] bool downwards() const { return downwards_; }
 
+  // What a rank receives and sends over all steps of a schedule, and receives in its largest step.
+  struct RankSum {
+    std::int64_t received = 0;
+    std::int64_t sent = 0;
+    std::int64_t largest_step = 0;
+  };
+  [[nodiscard]] std::vector<RankSum> rank_sums(Schedule schedule) const;
+
   // visit(received, sent) for steps 1, 2, ...: rows x units of every rank in that step.
   using Visit = FunctionRef<void(std::span<const std::int64_t>, std::span<const std::int64_t>)>;
   void for_each_step(Schedule schedule, Visit visit) const;
 
  private:
   void for_each_ring_step(bool downwards, Visit visit) const;
-  [[nodiscard]] std::int64_t lockstep_rows(bool downwards) const;
+  // Sums of a ring that runs one way, and what it waits for in lockstep: in each step the rank that
+  // gets most.
+  struct RingSums {
+    std::vector<RankSum> ranks;
+    std::int64_t lockstep_rows = 0;
+  };
+  [[nodiscard]] RingSums ring_sums(bool downwards) const;
 
   RankSetList sets_;
   std::vector<Flow> flows_;
   std::int64_t parcels_;
   int longest_ = 0;  // visits of a flow
   bool downwards_ = false;
+  std::vector<RankSum> ring_ranks_;  // the chosen way
 };
 
 }  // namespace annulus

@@ -9,7 +9,8 @@
 
 namespace annulus::cli {
 
-// Relative RMS error of one tensor, and the most that is right.
+// Root mean square of one tensor's error over that of its scale (kernels/reference/error.h), and
+// the most that is right.
 struct Deviation {
   std::string tensor;
   double found = 0.0;
@@ -20,10 +21,9 @@ struct Deviation {
 
 // One small problem on synthetic data with the fp64 oracle's answer, for any number of rings.
 //
-// fp32 results must be within 2e-6. 16-bit ones may be off by twice what the oracle itself is off
+// fp32 results must be within 1e-6. 16-bit ones may be off by twice what the oracle itself is off
 // if it has to round like an executor: inputs (that is no error: it gets rounded ones), results,
-// and between forward and backward o. Where queries see few keys, gradients nearly cancel (with one
-// key dq is 0), and are measured against the size of all gradients together.
+// and between forward and backward o.
 class OracleCheck {
  public:
   // Everything in `options` that describes the problem counts; its placement only by its tokens.

@@ -32,8 +32,8 @@ constexpr const char* kExamples = R"(Examples:
       one JSON object for scripts
 
 Results do not depend on the ring, to the last bit with --reproducible. 'sent' is predicted from the plan and counted
-by the transport; the run fails if the two differ. 'error' compares about 64 rows with an evaluation
-of the definition in fp64.)";
+by the transport; the run fails if the two differ. 'error' is the largest of about 64 rows against an
+evaluation of the definition in fp64, relative to the size of the terms that were added.)";
 
 struct RunFlags {
   ProblemFlags problem;

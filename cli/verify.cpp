@@ -30,8 +30,8 @@ constexpr const char* kExamples = R"(Examples:
       the kernels of another instruction set
 
 A problem (pattern, shape, dtype, gradient) is solved by an fp64 oracle once and then computed on many
-rings (ranks, placement, schedule). fp32 must be within 2e-6 relative RMS; 16-bit results within twice
-the error of rounding the exact ones. Predicted bytes must equal counted bytes in every run.)";
+rings (ranks, placement, schedule). fp32 must be within 1e-6 of the size of the sums' terms (RMS); 16-bit
+results within twice the error of rounding the exact ones. Predicted bytes must equal counted bytes in every run.)";
 
 struct VerifyFlags {
   bool full = false;

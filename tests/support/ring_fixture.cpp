@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <chrono>
 #include <cmath>
@@ -33,8 +34,12 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::byte kGap{0xA5};
-constexpr double kFloatLimit = 2e-6;
+constexpr double kFloatLimit = 1e-6;
+constexpr double kLseLimit = 2e-6;
 constexpr double kHalfLimit = 2.0;
+// A typical rounding is 0.4 of half a unit in the last place, relative to the result, of which the
+// scale is two to three times as much.
+constexpr double kLeastRounding = 0.1;
 
 float round_to(DType dtype, double value) {
   const auto narrow = static_cast<float>(value);
@@ -46,25 +51,6 @@ float round_to(DType dtype, double value) {
     default:
       return narrow;
   }
-}
-
-// Keys per query row, on average over the rows of all branches together.
-double mean_keys(const Problem& problem) {
-  return allowed_pairs(problem.pattern, problem.shape.tokens) /
-         (static_cast<double>(problem.shape.tokens) * problem.shape.q_heads);
-}
-
-double joint_rms(const reference::Gradients& gradients) {
-  double sum = 0;
-  double count = 0;
-  for (const auto* part : {&gradients.dq, &gradients.dk, &gradients.dv}) {
-    for (const double x : *part) {
-      if (!std::isfinite(x)) continue;
-      sum += x * x;
-      count += 1;
-    }
-  }
-  return count > 0 ? std::sqrt(sum / count) : 0.0;
 }
 
 // Sums of squares where both sides are finite; infinite where they disagree about that.
@@ -173,6 +159,7 @@ Expected reference_of(const Problem& p, const Inputs& in) {
   Expected expected{
       reference::forward(p.pattern, p.shape, in.q, in.k, in.v, p.scale),
       reference::backward(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale),
+      reference::error_scales(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale),
       {}};
   if (p.dtype == DType::f32) return expected;
   const reference::Gradients gradients = gradients_from_rounded_output(p, in, expected);
@@ -518,14 +505,23 @@ std::vector<float> rounded(std::span<const double> values, DType dtype) {
   return out;
 }
 
-Errors errors_of(const Problem& problem, const Results& results, const Expected& expected) {
+namespace {
+
+// A log-sum-exp is a logarithm: 1 is its natural unit.
+std::array<double, 5> scales_of(const Expected& expected) {
+  const reference::Scales& s = expected.scales;
+  return {rms(s.o), std::max(1.0, rms(expected.output.lse)), rms(s.dq), rms(s.dk), rms(s.dv)};
+}
+
+}  // namespace
+
+Errors errors_of(const Results& results, const Expected& expected) {
   const auto actual = members(results);
   const auto wanted = members(expected);
-  const double floor = mean_keys(problem) < 8 ? joint_rms(expected.gradients) : 0.0;
+  const std::array<double, 5> scales = scales_of(expected);
   Errors errors;
   for (std::size_t m = 0; m < 5; ++m) {
-    // A log-sum-exp is a logarithm: 1 is its natural unit.
-    errors.value[m] = relative_rms(*actual[m], *wanted[m], m == 1 ? 1.0 : m >= 2 ? floor : 0.0);
+    errors.value[m] = ratio(difference_rms(*actual[m], *wanted[m]), scales[m]);
   }
   return errors;
 }
@@ -534,18 +530,17 @@ Errors error_ratios(const Problem& problem, const Results& results, const Expect
   const auto actual = members(results);
   const auto one_piece = members(expected.one_piece);
   const auto wanted = members(expected);
-  // Rounding a typical gradient: for problems whose gradients vanish, or happen to be
-  // representable.
-  const double unit = problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
-  const double nominal = 0.4 * unit * joint_rms(expected.gradients);
+  const std::array<double, 5> scales = scales_of(expected);
+  // For problems whose gradients vanish, or happen to be representable.
+  const double least = kLeastRounding * (problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11);
   Errors errors;
   for (std::size_t m = 0; m < 5; ++m) {
     const double error = difference_rms(*actual[m], *wanted[m]);
-    const double floor = m >= 2 && mean_keys(problem) < 8 ? nominal : 0.0;
     // lse is fp32 whatever the dtype of the rest.
     errors.value[m] =
-        m == 1 ? ratio(error, std::max(1.0, rms(*wanted[m])))
-               : ratio(error, std::max(difference_rms(*one_piece[m], *wanted[m]), floor));
+        m == 1
+            ? ratio(error, scales[m])
+            : ratio(error, std::max(difference_rms(*one_piece[m], *wanted[m]), least * scales[m]));
   }
   return errors;
 }
@@ -553,10 +548,10 @@ Errors error_ratios(const Problem& problem, const Results& results, const Expect
 void expect_matches(const Problem& problem, const Results& results, const Expected& expected) {
   const bool wide = problem.dtype == DType::f32;
   const Errors errors =
-      wide ? errors_of(problem, results, expected) : error_ratios(problem, results, expected);
+      wide ? errors_of(results, expected) : error_ratios(problem, results, expected);
   for (std::size_t m = 0; m < 5; ++m) {
     const bool is_lse = m == 1;
-    const double limit = wide || is_lse ? kFloatLimit : kHalfLimit;
+    const double limit = is_lse ? kLseLimit : wide ? kFloatLimit : kHalfLimit;
     const char* const measure = wide || is_lse ? "relative RMS error" : "error / one-piece error";
     EXPECT_LE(errors.value[m], limit) << kResultNames[m] << ": " << measure;
     note_worst(std::string(name_of(problem.dtype)) + " " + kResultNames[m] + " " + measure,

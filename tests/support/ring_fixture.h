@@ -17,6 +17,7 @@
 #include "annulus/ring_attention.h"
 #include "annulus/tensor.h"
 #include "annulus/transport.h"
+#include "kernels/reference/scales.h"
 
 // What the tests of the ring share: global random tensors, their shards in awkward memory layouts,
 // an in-process ring that turns them into global results, and the measures that compare those with
@@ -48,6 +49,7 @@ struct Results {
 struct Expected {
   reference::Output output;
   reference::Gradients gradients;
+  reference::Scales scales;  // what errors are relative to
   // 16-bit problems: what the reference gives with the inputs and outputs that an executor has.
   // Outputs are rounded to the dtype, and backward gets the rounded o, from which it takes
   // rowsum(dO * O).
@@ -186,19 +188,16 @@ class WatchedTransport : public Transport {
 [[nodiscard]] double rms(std::span<const double> values);  // of the finite ones
 [[nodiscard]] std::vector<float> rounded(std::span<const double> values, DType dtype);
 
-// fp32: relative RMS error of each result. Gradients of q and k are differences that vanish for
-// rows with few keys: for such problems they are measured against the size of all gradients
-// together.
+// fp32: root mean square of each result's error over that of its scale (kernels/reference/error.h).
 struct Errors {
   double value[5] = {};  // as kResultNames
 };
-[[nodiscard]] Errors errors_of(const Problem& problem, const Results& results,
-                               const Expected& expected);
+[[nodiscard]] Errors errors_of(const Results& results, const Expected& expected);
 // 16 bit: error over that of Expected::one_piece.
 [[nodiscard]] Errors error_ratios(const Problem& problem, const Results& results,
                                   const Expected& expected);
 
-// Fails unless fp32 results are within 2e-6 of the oracle, and 16-bit ones within twice the error
+// Fails unless fp32 results are within 1e-6 of the oracle, and 16-bit ones within twice the error
 // of rounding it. Worst values are printed when the program ends.
 void expect_matches(const Problem& problem, const Results& results, const Expected& expected);
 void note_worst(const std::string& what, double value);

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "annulus/reference.h"
+
+namespace annulus::reference {
+
+// What the errors of every element of a result are relative to (error.h), in the layout of the
+// results themselves.
+struct Scales {
+  std::vector<double> o, dq, dk, dv;
+};
+
+[[nodiscard]] Scales error_scales(const Pattern& pattern, const Shape& shape,
+                                  std::span<const double> q, std::span<const double> k,
+                                  std::span<const double> v, std::span<const double> dout,
+                                  MixGradient mix = MixGradient::full,
+                                  std::optional<double> scale = std::nullopt);
+
+}  // namespace annulus::reference

@@ -95,7 +95,7 @@ def lengths_of_your_own() -> None:
         raise AssertionError("zigzag took shards of the wrong lengths")
 
 
-def refused(call, words: list[str], seconds: float = 2.0) -> None:
+def refused(call, words: list[str], seconds: float = 3.0) -> None:
     """Every rank gets a ConfigError with these words, soon."""
     begin = time.monotonic()
     try:
@@ -196,10 +196,18 @@ def bad_luck_is_everybodys() -> None:
     def call(**options) -> torch.Tensor:
         return at.ring_attention(q, q, q, group=WORLD, **options)
 
-    if rank == 1:
-        os.environ["ANNULUS_ISA"] = "abacus"  # heard at the first executor of a process
-    refused(call, ["abacus"], seconds=10.0)  # connects, too
-    os.environ.pop("ANNULUS_ISA", None)
+    # Heard at the first executor of a process. The first of all calls connects, too.
+    for name, value, words in (
+        ("ANNULUS_THREADS", "0", ["ANNULUS_THREADS"]),
+        ("ANNULUS_ISA", "abacus", ["abacus"]),
+    ):
+        before = os.environ.pop(name, None)
+        if rank == 1:
+            os.environ[name] = value
+        refused(call, words, seconds=10.0)
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
     call()
 
     def fail(*_: object) -> None:

@@ -242,6 +242,32 @@ def bad_luck_is_everybodys() -> None:
     o.sum().backward()
 
 
+def what_nobody_thought_of_ends_the_ring() -> None:
+    """Between two agreements a rank cannot refuse; the others must not wait all the same."""
+    rank = dist.get_rank()
+    q = torch.randn(1, 8, 2, 16)
+    at.ring_attention(q, q, q, group=WORLD)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    kept = at._rings.claims_of
+    if rank == 1:
+        at._rings.claims_of = fail
+    begin = time.monotonic()
+    try:
+        at.ring_attention(q, q, q, group=WORLD, is_causal=True)
+    except (annulus.TransportError, RuntimeError) as error:
+        assert "a bug" in str(error), error
+        assert rank == 1 or error.rank == 1, error
+    else:
+        raise AssertionError("a bug on one rank went unnoticed")
+    assert time.monotonic() - begin < 3
+    at._rings.claims_of = kept
+    dist.barrier()
+    at.ring_attention(q, q, q, group=WORLD, is_causal=True)
+
+
 def messages_are_few() -> None:
     """One agreement per pass, and the rows: with lengths of one's own as with n_global."""
     ranks = dist.get_world_size()

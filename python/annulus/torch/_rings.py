@@ -15,7 +15,7 @@ import torch.distributed as dist
 import annulus
 from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
 from annulus.torch._cache import ExecutorCache
-from annulus.torch._config import Config, config_of, pattern_of, placement_of_lengths
+from annulus.torch._config import Config, pattern_of, placement_of_lengths
 from annulus.torch._records import claims_of, compare
 from annulus.torch._transport import ProcessGroupTransport, timeout_of
 

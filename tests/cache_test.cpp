@@ -12,6 +12,7 @@
 #include "annulus/in_process.h"
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
+#include "core/lease_pool.h"
 #include "core/thread_pool.h"
 #include "ring/option_text.h"
 #include "support/ring_fixture.h"
@@ -263,6 +264,45 @@ TEST(Cache, ServesChangingShapes) {
     const Problem problem = problem_of(kShapes[i]);
     test::expect_matches(problem, results[i], test::reference_of(problem, inputs[i]));
   }
+}
+
+// ---- what all caches of executors are made of ---------------------------------------------------
+
+TEST(LeasePool, GivesAnItemToOneUserAtATime) {
+  LeasePool<std::unique_ptr<int>> pool(3);
+  pool.give_back("a", std::make_unique<int>(1));
+  pool.give_back("a", std::make_unique<int>(2));
+  EXPECT_EQ(**pool.take("a"), 2);  // the one used last: its memory is warm
+  EXPECT_EQ(**pool.take("a"), 1);
+  EXPECT_FALSE(pool.take("a").has_value());
+  EXPECT_FALSE(pool.take("b").has_value());
+}
+
+TEST(LeasePool, DropsTheLeastRecentlyUsedBeyondItsCapacity) {
+  LeasePool<int> pool(2);
+  pool.give_back("a", 1);
+  pool.give_back("b", 2);
+  pool.give_back("a", *pool.take("a"));
+  pool.make_room();
+  EXPECT_EQ(pool.size(), 1U);
+  pool.give_back("c", 3);
+  EXPECT_FALSE(pool.take("b").has_value());
+  EXPECT_TRUE(pool.take("a").has_value());
+  EXPECT_TRUE(pool.take("c").has_value());
+}
+
+TEST(LeasePool, KeepsTheLatestItemAndSoManyBytesBesideIt) {
+  LeasePool<int> pool(10, 100);
+  pool.give_back("a", 1, 60);
+  pool.give_back("b", 2, 40);
+  pool.give_back("huge", 3, 1000);
+  EXPECT_EQ(pool.size(), 3U);
+  EXPECT_EQ(pool.bytes(), 1100);
+  pool.give_back("c", 4, 1);  // beside it there would be 1100
+  EXPECT_EQ(pool.size(), 1U);
+  EXPECT_EQ(pool.bytes(), 1);
+  pool.clear();
+  EXPECT_EQ(pool.bytes(), 0);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "annulus/error.h"
 #include "arrays.h"
 #include "bindings.h"
+#include "core/lease_pool.h"
 #include "interrupt.h"
 #include "local_ring.h"
 #include "values.h"
@@ -22,9 +23,13 @@ namespace {
 
 using Lengths = std::optional<std::vector<std::int64_t>>;
 
+using LocalRings = LeasePool<std::unique_ptr<LocalRing>>;
+
 // Never destroyed: at exit other threads may still be in a call.
 LocalRings& local_rings() {
-  static auto* rings = new LocalRings;
+  constexpr std::size_t kMostRings = 20;
+  constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;
+  static auto* rings = new LocalRings(kMostRings, kMostBytes);
   return *rings;
 }
 
@@ -129,8 +134,10 @@ class Lease {
       if (named) (void)Placement::named(nb::cast<std::string>(request.placement), 1, request.ranks);
       return;
     }
-    ring_ = local_rings().take(key_);
-    if (ring_ != nullptr) return;
+    if (auto kept = local_rings().take(key_); kept.has_value()) {
+      ring_ = std::move(*kept);
+      return;
+    }
     RingOptions options{
         .pattern = std::move(pattern),
         .placement = named ? Placement::named(nb::cast<std::string>(request.placement), q.shape[1],
@@ -146,6 +153,7 @@ class Lease {
     options.backward = backward;
     options.limits = local_limits(options);
     const nb::gil_scoped_release no_gil;
+    local_rings().make_room();
     ring_ = std::make_unique<LocalRing>(std::move(options));
   }
 
@@ -156,7 +164,8 @@ class Lease {
     const bool watch = cost * ring_->forward_flops() >= kLongPass && on_main_thread();
     run_interruptibly(
         watch, [&] { pass(*ring_); }, [&] { ring_->interrupt(); });
-    local_rings().give_back(std::move(key_), std::move(ring_));
+    const std::int64_t bytes = ring_->bytes();
+    local_rings().give_back(std::move(key_), std::move(ring_), bytes);
   }
 
  private:

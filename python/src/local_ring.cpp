@@ -165,47 +165,6 @@ std::int64_t LocalRing::bytes() const {
   return sum;
 }
 
-std::unique_ptr<LocalRing> LocalRings::take(const std::string& key) {
-  const std::lock_guard lock(mutex_);
-  const auto found = std::find_if(entries_.begin(), entries_.end(),
-                                  [&](const Entry& entry) { return entry.key == key; });
-  if (found == entries_.end()) return nullptr;
-  std::unique_ptr<LocalRing> ring = std::move(found->ring);
-  entries_.erase(found);
-  return ring;
-}
-
-void LocalRings::give_back(std::string key, std::unique_ptr<LocalRing> ring) {
-  std::list<Entry> dropped;  // destroyed after the lock is gone
-  const std::int64_t bytes = ring->bytes();
-  const std::lock_guard lock(mutex_);
-  entries_.push_front({std::move(key), std::move(ring), bytes});
-  std::int64_t sum = 0;
-  for (const Entry& entry : entries_) sum += entry.bytes;
-  while (entries_.size() > kCapacity || (entries_.size() > 1 && sum - bytes > kMostBytes)) {
-    sum -= entries_.back().bytes;
-    dropped.splice(dropped.end(), entries_, std::prev(entries_.end()));
-  }
-}
-
-void LocalRings::clear() {
-  std::list<Entry> dropped;
-  const std::lock_guard lock(mutex_);
-  dropped.swap(entries_);
-}
-
-std::size_t LocalRings::size() const {
-  const std::lock_guard lock(mutex_);
-  return entries_.size();
-}
-
-std::int64_t LocalRings::bytes() const {
-  const std::lock_guard lock(mutex_);
-  std::int64_t sum = 0;
-  for (const Entry& entry : entries_) sum += entry.bytes;
-  return sum;
-}
-
 Limits local_limits(const RingOptions& options) {
   const Limits least;  // nobody can raise them from Python, and a share is only an estimate
   const std::optional<std::int64_t> available = available_memory_bytes();

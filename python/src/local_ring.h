@@ -2,10 +2,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <memory>
-#include <mutex>
-#include <string>
 #include <vector>
 
 #include "annulus/ring_attention.h"
@@ -52,29 +49,6 @@ class LocalRing {
   std::vector<std::unique_ptr<Transport>> transports_;
   std::vector<std::unique_ptr<RingAttention>> executors_;
   std::vector<Copies> copies_;  // per rank
-};
-
-// Rings between calls of one shape. A ring is taken out while it runs, so that callers on other
-// threads make their own instead of waiting. Bounded: 20 rings, and 1 GiB beyond the latest one.
-class LocalRings {
- public:
-  // Null: there is none.
-  [[nodiscard]] std::unique_ptr<LocalRing> take(const std::string& key);
-  void give_back(std::string key, std::unique_ptr<LocalRing> ring);
-  void clear();
-  [[nodiscard]] std::size_t size() const;
-  [[nodiscard]] std::int64_t bytes() const;
-
- private:
-  static constexpr std::size_t kCapacity = 20;
-  static constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;
-  struct Entry {
-    std::string key;
-    std::unique_ptr<LocalRing> ring;
-    std::int64_t bytes;
-  };
-  mutable std::mutex mutex_;
-  std::list<Entry> entries_;  // most recently used first
 };
 
 // Limits for a process that has its arrays already and asks for results: what fits into the memory

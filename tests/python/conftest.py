@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sysconfig
 import types
 
 import pytest
@@ -16,8 +17,12 @@ def torch() -> types.ModuleType:
 
 @pytest.fixture
 def tool() -> str:
-    """The annulus program: $ANNULUS_TOOL, or where 'make build' puts it."""
-    path = os.environ.get("ANNULUS_TOOL", str(ROOT / "build" / "release" / "annulus"))
-    if not os.path.exists(path):
+    """The annulus program: $ANNULUS_TOOL, or where 'make build' puts it, or where pip does."""
+    built = str(ROOT / "build" / "release" / "annulus")
+    path = os.environ.get("ANNULUS_TOOL", built)
+    if os.path.exists(path):
+        return path
+    installed = os.path.join(sysconfig.get_path("scripts"), "annulus")
+    if "ANNULUS_TOOL" in os.environ or not os.path.exists(installed):
         pytest.skip(f"the annulus tool is not built: there is no {path}")
-    return path
+    return installed

@@ -241,8 +241,6 @@ K = normal(1, 12, 2, 16)
             lambda: annulus.attention(Q[..., :12].copy(), *[K[..., :12].copy()] * 2),
             "head_dim is 12",
         ),
-        (lambda: annulus.attention(*[np.zeros((1, 0, 2, 8), np.float32)] * 3), "tokens is 0"),
-        (lambda: annulus.attention(*[np.zeros((0, 4, 2, 8), np.float32)] * 3), "batch is 0"),
         (lambda: annulus.attention_backward(Q, K, K, Q, normal(1, 12, 3), Q), "lse is [1, 12, 3]"),
         (lambda: annulus.attention_backward(Q, K, K, Q, Q, Q), "lse is [1, 12, 4, 16]"),
         (

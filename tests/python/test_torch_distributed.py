@@ -65,6 +65,7 @@ def torchrun(processes: int, *arguments: str) -> str:
                 "lengths_that_change",
                 "nothing_gives_nothing",
                 "errors_are_everybodys",
+                "what_nobody_thought_of_ends_the_ring",
                 "messages_are_few",
                 "two_threads",
                 "unshard_and_its_gradient",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import annulus
 from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
 from annulus.torch._cache import ExecutorCache
-from annulus.torch._config import Config, config_of, pattern_of, placement_of_lengths
+from annulus.torch._config import Config, pattern_of, placement_of_lengths
 from annulus.torch._records import claims_of, compare
 from annulus.torch._transport import ProcessGroupTransport, timeout_of
 
@@ -162,7 +162,8 @@ class _GroupRing:
         if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
             return None
         executor = self.cache.take(key)
-        if not all(annulus.gather_records(self.transport, b"kept" if executor else b"")):
+        kept = b"" if executor is None else b"kept"
+        if not all(annulus.gather_records(self.transport, kept)):
             executor = None  # some rank has none: all make theirs
         messages = self.messages()
         try:
@@ -242,11 +243,13 @@ def _ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
         if turn.disturbed:  # while the ring was not there to be aborted
             ring.transport.abort(_TWO_THREADS.format(ring.transport.rank()))
         yield ring
-    except Exception:
-        raise
-    except BaseException as error:  # Ctrl-C: the others would wait for this rank
+    except annulus.Error:
+        raise  # the others know
+    except (
+        BaseException
+    ) as error:  # Ctrl-C, or what nobody thought of: the others would wait for this rank
         if name in _groups:
-            _groups[name].transport.abort(type(error).__name__)
+            _groups[name].transport.abort(f"{type(error).__name__}: {error}")
         raise
     finally:
         turn.lock.release()

@@ -1,0 +1,319 @@
+"""What goes wrong, on one rank of a group or between its threads: cases of torch_worker.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import annulus
+import annulus.torch as at
+
+
+def refused(call, words: list[str], seconds: float = 3.0) -> None:
+    """Every rank gets a ConfigError with these words, soon."""
+    begin = time.monotonic()
+    try:
+        call()
+    except annulus.ConfigError as error:
+        assert all(w in str(error) for w in words), error
+    else:
+        raise AssertionError(f"{words} on one rank went unnoticed")
+    assert time.monotonic() - begin < seconds, (words, time.monotonic() - begin)
+
+
+def errors_are_everybodys() -> None:
+    """One rank's call is wrong, or another than the other ranks'."""
+    rank, tokens = dist.get_rank(), 8 * dist.get_world_size()
+    q = torch.randn(1, 8, 2, 16)
+    more = torch.randn(2, 8, 2, 16)
+    longnet = {"segment_lengths": [16, 32], "dilation_rates": [1, 2]}
+    at.ring_attention(
+        q, q, q, group=dist.group.WORLD
+    )  # the first call, which makes the ring, takes longer
+    for wrong, words in (
+        ({"v": q[:, :5]}, ["v is [1, 5, 2, 16]"]),
+        # Right on each rank, but not the same.
+        ({"is_causal": True}, ["is_causal (rank 0: False, rank 1: True)"]),
+        ({"reproducible": True}, ["reproducible (rank 0: False, rank 1: True)"]),
+        ({"q": q.half(), "k": q.half(), "v": q.half()}, ["torch.float32", "torch.float16"]),
+        ({"q": more, "k": more, "v": more}, ["batch (rank 0: 1, rank 1: 2)"]),
+        ({"k": q[:, :, :1], "v": q[:, :, :1]}, ["heads of k and v (rank 0: 2, rank 1: 1)"]),
+        ({"scale": 0.5}, ["scale (rank 0: None, rank 1: 0.5)"]),
+        ({"placement": "striped"}, ["placement (rank 0: 'contiguous', rank 1: 'striped')"]),
+        (longnet, ["segment_lengths (rank 0: [], rank 1: [16, 32])", "dilation_rates", "pattern"]),
+        ({"q": q.clone().requires_grad_()}, ["gradients are needed (rank 0: False, rank 1: True)"]),
+        # What Python finds before the executor is asked.
+        ({"q": q[0]}, ["q has 3 axes"]),
+        ({"q": None}, ["q is a NoneType"]),
+        ({"q": q.double(), "k": q.double(), "v": q.double()}, ["float64"]),
+        ({"q": q.to_sparse()}, ["q is a torch.sparse_coo tensor"]),
+        ({"placement": "zig-zag"}, ["zig-zag"]),
+        ({"placement": ["zigzag"]}, ["placement is ['zigzag']"]),
+        ({"scale": [1.0]}, ["scale is [1.0]"]),
+        ({"scale": -1}, ["scale is -1: a finite number above 0 was expected"]),
+        ({"is_causal": {}}, ["is_causal is {}"]),
+        ({"schedule": "rign"}, ["rign"]),
+        ({"timeout": -1}, ["timeout"]),
+        ({"n_global": 2**64}, ["n_global"]),
+        ({"n_global": tokens + 1}, ["n_global"]),
+        (longnet | {"segment_lengths": [16.5, 32]}, ["segment_lengths"]),
+        (longnet | {"segment_lengths": [2**64, 32]}, ["segment_lengths", str(2**64)]),
+        (longnet | {"segment_lengths": [[16], 32]}, ["segment_lengths"]),
+        (longnet | {"segment_lengths": 16}, ["segment_lengths is 16"]),
+        (longnet | {"segment_lengths": [16]}, ["dilation_rates"]),
+    ):
+        for common in ({}, {"n_global": tokens}):
+            call = {"q": q, "k": q, "v": q, "group": dist.group.WORLD, **common} | (
+                wrong if rank == 1 else {}
+            )
+            refused(lambda: at.ring_attention(**call), words)
+    n_global = tokens if rank == 1 else None
+    refused(
+        lambda: at.ring_attention(q, q, q, n_global=n_global, group=dist.group.WORLD),
+        [f"n_global (rank 0: None, rank 1: {tokens})"],
+    )
+    refused(
+        lambda: at.ring_attention(q, q, q, n_global=tokens + 1, group=dist.group.WORLD),
+        [f"of {tokens + 1} tokens", str([8] * dist.get_world_size())],
+    )
+    at.ring_attention(q, q, q, group=dist.group.WORLD)  # still alive
+
+    # Some go forward, others back.
+    x = q.clone().requires_grad_()
+    o = at.ring_attention(x, x, x, group=dist.group.WORLD)
+    words = ["the call (rank 0: 'forward', rank 1: 'backward')"]
+    refused(
+        lambda: (
+            o.sum().backward() if rank == 1 else at.ring_attention(x, x, x, group=dist.group.WORLD)
+        ),
+        words,
+    )
+    o = at.ring_attention(x, x, x, group=dist.group.WORLD)
+    o.sum().backward()
+
+    module = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, group=dist.group.WORLD)
+    x = torch.randn(1, 8, 32)
+    for wrong, words in (
+        ({"need_weights": True}, ["need_weights"]),
+        ({"attn_mask": torch.zeros(8, 8)}, ["attn_mask"]),
+        ({"key_padding_mask": torch.zeros(1, 7, dtype=torch.bool)}, ["key_padding_mask"]),
+        (
+            {"key_padding_mask": torch.ones(1, 8, dtype=torch.int64)},
+            ["key_padding_mask is torch.int64"],
+        ),
+        ({"query": torch.randn(1, 8, 31)}, ["RuntimeError"]),
+    ):
+        call = {"query": x, "key": x, "value": x, "need_weights": False}
+        call |= wrong if rank == 1 else {}
+        refused(lambda: module(**call), words)
+    module(x, x, x, need_weights=False)
+
+
+def bad_luck_is_everybodys() -> None:
+    """What goes wrong on one rank without anybody's doing: the environment, memory."""
+    rank = dist.get_rank()
+    q = torch.randn(1, 8, 2, 16)
+
+    def call(**options) -> torch.Tensor:
+        return at.ring_attention(q, q, q, group=dist.group.WORLD, **options)
+
+    # Heard at the first executor of a process. The first of all calls connects, too.
+    for name, value, words in (
+        ("ANNULUS_THREADS", "0", ["ANNULUS_THREADS"]),
+        ("ANNULUS_ISA", "abacus", ["abacus"]),
+    ):
+        before = os.environ.pop(name, None)
+        if rank == 1:
+            os.environ[name] = value
+        refused(call, words, seconds=10.0)
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+    call()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory left")
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    kept = at._rings.pattern_of
+    if rank == 1:
+        at._rings.pattern_of = fail
+    refused(lambda: call(is_causal=True), ["no memory left"])
+    at._rings.pattern_of = kept
+    call(is_causal=True)
+
+    # When results are allocated, of a call that has its executor and of one that has not.
+    kept = at._functional._result_like
+    for options in ({"is_causal": True}, {"scale": 0.5}):
+        if rank == 1:
+            at._functional._result_like = no_memory
+        refused(lambda: call(**options), ["can't allocate"])
+        at._functional._result_like = kept
+        call(**options)
+
+    x = q.clone().requires_grad_()
+    o = at.ring_attention(x, x, x, group=dist.group.WORLD)
+    if rank == 1:
+        at._functional._result_like = no_memory
+    refused(lambda: o.sum().backward(), ["can't allocate"])
+    at._functional._result_like = kept
+    o = at.ring_attention(x, x, x, group=dist.group.WORLD)
+    o.sum().backward()
+
+
+def what_nobody_thought_of_ends_the_ring() -> None:
+    """Between two agreements a rank cannot refuse; the others must not wait all the same."""
+    rank = dist.get_rank()
+    q = torch.randn(1, 8, 2, 16)
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    kept = at._rings.claims_of
+    if rank == 1:
+        at._rings.claims_of = fail
+    begin = time.monotonic()
+    try:
+        at.ring_attention(q, q, q, group=dist.group.WORLD, is_causal=True)
+    except (annulus.TransportError, RuntimeError) as error:
+        assert "a bug" in str(error), error
+        assert rank == 1 or error.rank == 1, error
+    else:
+        raise AssertionError("a bug on one rank went unnoticed")
+    assert time.monotonic() - begin < 3
+    at._rings.claims_of = kept
+    dist.barrier()
+    at.ring_attention(q, q, q, group=dist.group.WORLD, is_causal=True)
+
+
+def two_threads() -> None:
+    """Calls of two threads meet the other ranks' in any order. No rank gets rows of the wrong one."""
+    rank = dist.get_rank()
+    q = torch.randn(1, 256, 2, 16)
+    expected = at.ring_attention(q, q, q, group=dist.group.WORLD)
+    begun, outcomes = threading.Event(), []
+
+    def call(late: bool) -> None:
+        if late:
+            begun.wait()
+            time.sleep(0.5)
+        else:
+            begun.set()
+        try:
+            outcomes.append(at.ring_attention(q, q, q, group=dist.group.WORLD))
+        except annulus.Error as error:
+            outcomes.append(error)
+
+    begin = time.monotonic()
+    if rank == 0:  # both wait for rank 1: the first in the ring, the second would, too
+        threads = [threading.Thread(target=call, args=(late,)) for late in (False, True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        kinds = {type(x) for x in outcomes}
+        assert kinds == {annulus.ConfigError, annulus.TransportError}, outcomes
+        assert all("two threads of rank 0" in str(x) for x in outcomes), outcomes
+    else:
+        time.sleep(1.0 if rank == 1 else 0.0)
+        call(False)
+        assert isinstance(outcomes[0], annulus.TransportError), outcomes
+        assert outcomes[0].rank == 0 and "two threads of rank 0" in str(outcomes[0]), outcomes
+    assert time.monotonic() - begin < 5
+    dist.barrier()
+    assert torch.equal(at.ring_attention(q, q, q, group=dist.group.WORLD), expected)  # made anew
+
+
+def rings_are_made_anew() -> None:
+    """After a timeout, a cleanup, and a new process group."""
+    rank = dist.get_rank()
+    q = torch.randn(1, 8, 2, 16)
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
+    # Without n_global the exchange of lengths fails, with it the construction of an executor.
+    for options in ({}, {"n_global": 8 * dist.get_world_size(), "is_causal": True}):
+        dist.barrier()
+        if rank == 1:
+            time.sleep(2)
+        failed = False
+        for timeout in (0.5, 20):  # whoever noticed first waits for the others in the second call
+            begin = time.monotonic()
+            try:
+                at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=timeout, **options)
+            except annulus.TransportError:
+                assert timeout == 0.5 and time.monotonic() - begin < 4
+                failed = True
+        assert failed
+    for _ in range(5):
+        at.ring_attention(q, q, q, group=dist.group.WORLD)
+        at.cleanup()
+    # Nobody has to come to a call that one rank alone makes, and it ends in time.
+    if rank == 0:
+        begin = time.monotonic()
+        try:
+            at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=1.0)
+        except annulus.TransportError as error:
+            assert error.rank == 1 and 0.9 < time.monotonic() - begin < 5, error
+        else:
+            raise AssertionError("a ring of one rank out of several worked")
+    dist.barrier()
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
+
+
+def death(how: str) -> None:
+    """Rank 1 goes; everybody else gets a TransportError that names it, long before the timeout, and another one
+    when it goes on to call."""
+    q = torch.randn(1, 600, 4, 64)
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
+    for call in range(1000):
+        if dist.get_rank() == 1 and call == 20:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "silent":
+                time.sleep(20)
+                os._exit(0)
+            at._rings._groups[dist.group.WORLD.group_name].transport.abort("out of coffee")
+            time.sleep(20)
+            os._exit(0)
+        begin = time.monotonic()
+        try:
+            at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=4.0)
+        except annulus.TransportError as error:
+            took = time.monotonic() - begin
+            assert took < (6 if how == "silent" else 3), took
+            assert error.rank == 1, error
+            if how == "gave_up":
+                assert "out of coffee" in str(error), error
+            print(f"rank {dist.get_rank()} lost rank {error.rank} ({how})", flush=True)
+            break
+    else:
+        raise AssertionError("nobody missed rank 1")
+    for _ in range(2):
+        try:
+            at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=1.5)
+        except annulus.TransportError as error:
+            assert error.rank == 1 and "The ring before this one ended so" in str(error), error
+            print(f"rank {dist.get_rank()} misses rank {error.rank} ({how})", flush=True)
+        else:
+            raise AssertionError("a ring without rank 1 worked")
+    time.sleep(1)  # the others find out for themselves
+    os._exit(0)
+
+
+def death_killed() -> None:
+    death("killed")
+
+
+def death_gave_up() -> None:
+    death("gave_up")
+
+
+def death_silent() -> None:
+    death("silent")

@@ -19,6 +19,7 @@ PUBLIC_HEADERS = {
     "error.h": "core",
     "tensor.h": "core",
     "half.h": "core",
+    "mask.h": "pattern",
     "pattern.h": "pattern",
     "row_set.h": "placement",
     "placement.h": "placement",

@@ -65,6 +65,7 @@ def main():
     args = parser.parse_args()
 
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    load = os.getloadavg()[0]
     rows = []
     over = []
     for what, arguments, limit_seconds, limit_mb in CASES:
@@ -104,6 +105,8 @@ def main():
         "cpu": cpu_name(),
         "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
         "command": " ".join(["python3", *sys.argv]),
+        "cores": os.cpu_count(),
+        "load_before": load,  # beyond the number of cores, wall times are not ours alone
         "suites": {"planning": rows},
     }
     pathlib.Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -170,7 +170,10 @@ TABLES = {
 
 def machine(result):
     if "torch" not in result:
-        return f"Measured with {result['cpu']}, commit {result['commit']}.\n"
+        return (
+            f"Measured with {result['cpu']}, {result['cores']} cores at a load of {result['load_before']:.1f} by others, "
+            f"commit {result['commit']}.\n"
+        )
     return (
         f"Measured with {result['cpu']}, {result['threads']} threads, `{result['isa']}`, PyTorch {result['torch']}, "
         f"commit {result['commit']}.\n"

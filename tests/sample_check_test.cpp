@@ -32,7 +32,6 @@ RingOptions options_for(DType dtype, Pattern pattern, int kv_heads = 2) {
   options.kv_heads = kv_heads;
   options.head_dim = 32;
   options.dtype = dtype;
-  options.pool = ThreadPool::shared();
   return options;
 }
 
@@ -122,7 +121,7 @@ TEST_P(SampleCheck, AcceptsRightResultsOfAnyInput) {
       fill(tensors, input.value);
       (void)run_job(problem.options, tensors, {});
       const SampledErrors errors =
-          check_sampled_rows(problem.options, tensors, *problem.options.pool);
+          check_sampled_rows(problem.options, tensors, *ThreadPool::of(problem.options.threads));
       EXPECT_EQ(errors.complaint(), "");
       const auto note = [&](const char* tensor, const std::optional<SampledError>& error) {
         if (!error || error->allowed > 1.0) return;
@@ -143,7 +142,8 @@ TEST_P(SampleCheck, SaysThatNothingWasComparedWhereAllIsNaN) {
   JobTensors tensors(options);
   fill(tensors, [](char, std::int64_t, double) { return std::nan(""); });
   (void)run_job(options, tensors, {});
-  const SampledErrors errors = check_sampled_rows(options, tensors, *options.pool);
+  const SampledErrors errors =
+      check_sampled_rows(options, tensors, *ThreadPool::of(options.threads));
   EXPECT_EQ(errors.nonfinite_rows, errors.rows);
   EXPECT_FALSE(errors.worst().has_value());
 }
@@ -198,7 +198,9 @@ TEST_P(SampleCheck, FindsWrongResults) {
         const bool invisible =
             (change == "nan" && options.mix_gradient == MixGradient::detached) ||
             (std::string(problem.name) == "few_keys" && (change == "mask" || change == "one_key"));
-        EXPECT_EQ(check_sampled_rows(options, tensors, *options.pool).complaint().empty(),
+        EXPECT_EQ(check_sampled_rows(options, tensors, *ThreadPool::of(options.threads))
+                      .complaint()
+                      .empty(),
                   invisible);
       }
     }

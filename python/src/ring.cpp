@@ -19,6 +19,7 @@
 #include "bindings.h"
 #include "interrupt.h"
 #include "ring/records.h"
+#include "ring_options.h"
 #include "transport.h"
 #include "values.h"
 
@@ -77,59 +78,6 @@ PyType_Slot* slots() {
                                 {0, nullptr}};
   return table;
 }
-
-RingOptions make_options(const Pattern& pattern, const Placement& placement, std::int64_t batch,
-                         std::optional<int> kv_heads, int head_dim, nb::handle dtype,
-                         std::optional<double> scale, const std::string& mix_gradient,
-                         const std::string& schedule, bool reproducible, bool backward,
-                         const std::string& backward_travel, std::int64_t min_tokens_for_ring,
-                         std::int64_t max_qkv_elements, std::int64_t max_communication_bytes,
-                         bool blocking) {
-  RingOptions options{.pattern = pattern, .placement = placement};
-  options.batch = batch;
-  options.kv_heads = kv_heads.value_or(pattern.heads);
-  options.head_dim = head_dim;
-  options.dtype = parse_dtype(dtype);
-  options.scale = scale;
-  options.mix_gradient = parse_mix_gradient(mix_gradient);
-  options.schedule = parse_schedule(schedule);
-  options.reproducible = reproducible;
-  options.backward = backward;
-  options.backward_travel = parse_backward_travel(backward_travel);
-  options.min_tokens_for_ring = min_tokens_for_ring;
-  options.limits.qkv_elements = max_qkv_elements;
-  options.limits.communication_bytes = max_communication_bytes;
-  options.blocking = blocking;
-  return options;
-}
-
-// Defines `name` with the parameters of make_options, then `extra`.
-template <typename Class, typename Function, typename... Extra>
-void def_with_options(Class& type, const char* name, Function&& function, const Extra&... extra) {
-  const Limits limits;
-  const RingOptions usual{.pattern = {}, .placement = Placement::contiguous(1, 1)};
-  type.def(name, std::forward<Function>(function), nb::arg("pattern"), nb::arg("placement"),
-           nb::kw_only(), nb::arg("batch") = 1, nb::arg("kv_heads") = nb::none(),
-           nb::arg("head_dim"), nb::arg("dtype") = "float32", nb::arg("scale") = nb::none(),
-           nb::arg("mix_gradient") = "full", nb::arg("schedule") = "auto",
-           nb::arg("reproducible") = false, nb::arg("backward") = true,
-           nb::arg("backward_travel") = "auto",
-           nb::arg("min_tokens_for_ring") = usual.min_tokens_for_ring,
-           nb::arg("max_qkv_elements") = limits.qkv_elements,
-           nb::arg("max_communication_bytes") = limits.communication_bytes,
-           nb::arg("blocking") = false, extra...);
-}
-
-// What the signatures of __init__ and get have in common, for the stub.
-#define ANNULUS_OPTIONS_SIGNATURE                                                            \
-  "pattern: Pattern, placement: Placement, *, batch: int = 1, kv_heads: int | None = None, " \
-  "head_dim: int, dtype: typing.Any = 'float32', scale: float | None = None, mix_gradient: " \
-  "typing.Literal['full', 'detached'] = 'full', schedule: typing.Literal['auto', 'ring', "   \
-  "'gather'] = "                                                                             \
-  "'auto', reproducible: bool = False, backward: bool = True, backward_travel: "             \
-  "typing.Literal['auto', 'keys', 'queries'] = 'auto', min_tokens_for_ring: int = 32768, "   \
-  "max_qkv_elements: int = 100000000, max_communication_bytes: int = 1073741824, blocking: " \
-  "bool = False"
 
 // Whether calls wait for other ranks in C++, where Ctrl-C is not heard.
 bool waits_in_cpp(const Transport& transport) {
@@ -260,7 +208,10 @@ Args:
     min_tokens_for_ring: shorter sequences gather when the schedule is 'auto'.
     max_qkv_elements: limit on the elements of q, k and v of one rank.
     max_communication_bytes: limit on the buffers for messages of one rank.
-    blocking: for debugging: wait for each transfer where it is posted.)";
+    blocking: for debugging: wait for each transfer where it is posted.
+    flops_per_second, bytes_per_second: of one rank, by which 'auto' tells ring and gather apart.
+    device: of all arrays.
+    threads: that compute, shared by all ranks of the process; 0: as many as the process may use.)";
 
 void bind_executor(nb::module_& module) {
   // NOLINTNEXTLINE(bugprone-unused-raii): making it registers the class
@@ -269,25 +220,22 @@ void bind_executor(nb::module_& module) {
                     "of every branch. Made by :meth:`RingAttention.make_branch_state`.");
 
   auto ring = nb::class_<Ring>(module, "RingAttention", nb::type_slots(slots<Ring>()), kRingDoc);
-  def_with_options(
-      ring, "__init__",
-      [](Ring* self, const Pattern& pattern, const Placement& placement, std::int64_t batch,
-         std::optional<int> kv_heads, int head_dim, nb::handle dtype, std::optional<double> scale,
-         const std::string& mix_gradient, const std::string& schedule, bool reproducible,
-         bool backward, const std::string& backward_travel, std::int64_t min_tokens_for_ring,
-         std::int64_t max_qkv_elements, std::int64_t max_communication_bytes, bool blocking,
-         nb::object transport) {
-        RingOptions options =
-            make_options(pattern, placement, batch, kv_heads, head_dim, dtype, scale, mix_gradient,
-                         schedule, reproducible, backward, backward_travel, min_tokens_for_ring,
-                         max_qkv_elements, max_communication_bytes, blocking);
-        auto& link = nb::cast<Transport&>(transport);
+  ring.def(
+      "__init__",
+      [](Ring* self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
+        RingOptions options = options_from(pattern, placement, given, "transport");
+        if (!given.contains("transport")) throw nb::type_error("transport is missing");
+        nb::object transport = given["transport"];
+        Transport* link = nullptr;
+        if (!nb::try_cast<Transport*>(transport, link) || link == nullptr)
+          throw nb::type_error("transport is no annulus.Transport");
         std::shared_ptr<RingAttention> core;
-        construct(link, [&] { core = std::make_shared<RingAttention>(std::move(options), link); });
+        construct(*link,
+                  [&] { core = std::make_shared<RingAttention>(std::move(options), *link); });
         new (self) Ring(std::move(transport), std::move(core));
       },
-      nb::arg("transport"),
-      nb::sig("def __init__(self, " ANNULUS_OPTIONS_SIGNATURE ", transport: Transport) -> None"));
+      nb::arg("pattern"), nb::arg("placement"), nb::arg("options"),
+      nb::sig(signature_with_options("__init__", ", transport: Transport) -> None")));
   ring.def("forward", &forward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
            nb::arg("o") = nb::none(), nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
            nb::sig("def forward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT | None = None, "
@@ -373,7 +321,8 @@ called.)")
       .def_prop_ro(
           "memory_info", [](const Ring& self) { return dict_of(self.core->memory_info()); },
           nb::sig("def memory_info(self) -> dict[str, typing.Any]"),
-          "Bytes that this executor holds: device, complexity (in words), workspace_bytes (all), of these "
+          "Bytes that this executor holds: device, complexity (in words), workspace_bytes (all), "
+          "of these "
           "communication_bytes and state_bytes; scratch_bytes (the threads', shared), "
           "cached_workspaces, device_utilization (-1: unknown).")
       .def("__repr__", [](const Ring& self) {
@@ -403,22 +352,16 @@ Args:
       },
       nb::arg("transport"), nb::arg("capacity") = 20,
       nb::sig("def __init__(self, transport: Transport, capacity: int = 20) -> None"));
-  def_with_options(
-      cache, "get",
-      [](Cache& self, const Pattern& pattern, const Placement& placement, std::int64_t batch,
-         std::optional<int> kv_heads, int head_dim, nb::handle dtype, std::optional<double> scale,
-         const std::string& mix_gradient, const std::string& schedule, bool reproducible,
-         bool backward, const std::string& backward_travel, std::int64_t min_tokens_for_ring,
-         std::int64_t max_qkv_elements, std::int64_t max_communication_bytes, bool blocking) {
-        const RingOptions options =
-            make_options(pattern, placement, batch, kv_heads, head_dim, dtype, scale, mix_gradient,
-                         schedule, reproducible, backward, backward_travel, min_tokens_for_ring,
-                         max_qkv_elements, max_communication_bytes, blocking);
+  cache.def(
+      "get",
+      [](Cache& self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
+        const RingOptions options = options_from(pattern, placement, given);
         std::shared_ptr<RingAttention> core;
         construct(nb::cast<Transport&>(self.transport), [&] { core = self.core->get(options); });
         return Ring(self.transport, std::move(core));
       },
-      nb::sig("def get(self, " ANNULUS_OPTIONS_SIGNATURE ") -> RingAttention"),
+      nb::arg("pattern"), nb::arg("placement"), nb::arg("options"),
+      nb::sig(signature_with_options("get", ") -> RingAttention")),
       "The executor for these options, which are those of :class:`RingAttention`: a kept one or a "
       "new one.");
   cache

@@ -364,6 +364,7 @@ def get_memory_info() -> dict[str, object]:
     """
     executors = [e for ring in (_local, *_groups.values()) for e in ring.cache.executors()]
     total: dict[str, object] = {
+        "device": "cpu",
         "complexity": "none yet",
         "workspace_bytes": 0,
         "communication_bytes": 0,

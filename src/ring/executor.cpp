@@ -80,9 +80,13 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
 }
 
 RingAttention::Impl::~Impl() {
+  finish_enqueued();  // memory outlives the work that uses it
+}
+
+void RingAttention::Impl::finish_enqueued() noexcept {
   if (queue == nullptr) return;
   try {
-    queue->record().wait();  // memory outlives the work that uses it
+    queue->record().wait();
   } catch (const std::exception&) {
     // The device failed and was reported, or nobody asked; it uses the memory no more.
   }

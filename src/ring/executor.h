@@ -39,6 +39,8 @@ struct RingAttention::Impl {
   // Runs a pass; on an error drops its transfers and tells the other ranks.
   void guard(FunctionRef<void()> pass);
   void check_interrupt() const;
+  // Waits for the device, whatever has become of its work.
+  void finish_enqueued() noexcept;
   // Step s+1 travels while step s computes. `compute` is called for every stage.
   void run_steps(ring::Courier& courier, std::span<const TensorRows> sections, int steps,
                  FunctionRef<void(int stage)> compute);

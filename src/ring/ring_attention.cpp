@@ -1,6 +1,7 @@
 #include "annulus/ring_attention.h"
 
 #include <array>
+#include <exception>
 #include <initializer_list>
 #include <utility>
 
@@ -83,6 +84,23 @@ Memory borrow(std::span<float> floats, const Device& device) {
           static_cast<std::int64_t>(floats.size_bytes()), device, nullptr};
 }
 
+// A call that fails is over: what it and those before it have enqueued touches the caller's tensors
+// no more, and the caller may free them.
+template <typename Executor>
+class OverOnError {
+ public:
+  explicit OverOnError(Executor& executor) : executor_(executor) {}
+  ~OverOnError() {
+    if (std::uncaught_exceptions() > before_) executor_.finish_enqueued();
+  }
+  OverOnError(const OverOnError&) = delete;
+  OverOnError& operator=(const OverOnError&) = delete;
+
+ private:
+  Executor& executor_;
+  const int before_ = std::uncaught_exceptions();
+};
+
 std::string first_of(std::initializer_list<std::string> complaints) {
   for (const std::string& complaint : complaints) {
     if (!complaint.empty()) return complaint;
@@ -105,6 +123,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             BranchState* state) {
   const char* where = "RingAttention::forward";
   const Transport::Use use(*impl_->transport, where);
+  const OverOnError over(*impl_);
   const bool keep = state != nullptr && state->data_ != nullptr;
   const Impl::CallClaims& claims = impl_->forward_claims[keep ? 1 : 0];
   ring::agree(*impl_->transport, where,
@@ -135,6 +154,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                              const BranchState* state) {
   const char* where = "RingAttention::backward";
   const Transport::Use use(*impl_->transport, where);
+  const OverOnError over(*impl_);
   const bool detached = impl_->options.mix_gradient == MixGradient::detached;
   const bool have_state = state != nullptr && state->data_ != nullptr;
   ring::agree(

@@ -218,6 +218,9 @@ class ChaosTransport final : public ForwardingTransport {
   [[nodiscard]] std::string name() const override { return "chaos over " + inner().name(); }
   [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
                                              const Event& after) override {
+    for (const Message& message : messages) {
+      if (message.region == nullptr) return inner().post(messages, after);  // which refuses it
+    }
     return std::make_unique<ChaosTicket>(pump_, messages, after);
   }
   void abort(const std::string& reason) noexcept override {

@@ -187,10 +187,7 @@ class LateBackend final : public Backend {
   [[nodiscard]] Memory allocate_staging(std::int64_t bytes, const char* what) override {
     return allocate(bytes, what);
   }
-  [[nodiscard]] std::shared_ptr<Queue> make_queue() override {
-    static std::atomic<std::uint64_t> next{1};
-    return std::make_shared<LateQueue>(next++);
-  }
+  [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_late_queue(); }
   [[nodiscard]] bool immediate() const override { return false; }
   [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
                                                 std::span<const Stage> forward,
@@ -226,6 +223,11 @@ class LateBackend final : public Backend {
 
 std::shared_ptr<Backend> make_late(std::shared_ptr<Backend> inner) {
   return std::make_shared<LateBackend>(std::move(inner));
+}
+
+std::shared_ptr<Queue> make_late_queue() {
+  static std::atomic<std::uint64_t> next{1};
+  return std::make_shared<LateQueue>(next++);
 }
 
 std::int64_t host_waits() { return waits; }

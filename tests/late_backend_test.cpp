@@ -3,10 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <memory>
-#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -14,6 +11,7 @@
 
 #include "annulus/in_process.h"
 #include "annulus/ring_attention.h"
+#include "support/forwarding_transport.h"
 #include "support/ring_fixture.h"
 
 namespace annulus {
@@ -22,33 +20,6 @@ namespace {
 using test::LateBackends;
 using test::Problem;
 using test::Shard;
-
-// Carries host memory only, and knows of no queue but its own deadline.
-class HostOnly final : public Transport {
- public:
-  HostOnly(Transport& inner, bool reaches) : inner_(inner), reaches_(reaches) {}
-
-  [[nodiscard]] int rank() const override { return inner_.rank(); }
-  [[nodiscard]] int size() const override { return inner_.size(); }
-  [[nodiscard]] std::string name() const override { return "host only"; }
-  [[nodiscard]] bool reaches(const Device&) const override { return reaches_; }
-  [[nodiscard]] Region expose(std::span<std::byte> memory, const Device& device,
-                              std::shared_ptr<Queue>) override {
-    return inner_.expose(memory, device, nullptr);
-  }
-  [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
-                                             const Event& after) override {
-    return inner_.post(messages, after);
-  }
-  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
-  [[nodiscard]] Health health() const override { return inner_.health(); }
-  void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
-  [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }
-
- private:
-  Transport& inner_;
-  bool reaches_;
-};
 
 struct Case {
   std::string name;
@@ -80,7 +51,7 @@ class LateBackend : public testing::TestWithParam<Case> {
     test::Results results = test::empty_results(options_);
     std::atomic<std::int64_t> waited{0};
     run_in_process(3, [&](Transport& transport) {
-      HostOnly host(transport, reaches);
+      test::HostOnlyTransport host(transport, reaches);
       Transport& link = host_only ? static_cast<Transport&>(host) : transport;
       RingAttention ring(options_, link);
       Shard shard(options_, link.rank());

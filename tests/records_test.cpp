@@ -49,5 +49,14 @@ TEST(Records, AMissingRankIsAnErrorOnAllOthers) {
   EXPECT_THROW((void)gather_records(*ring[1], "late"), TransportError);  // hears of it at once
 }
 
+TEST(Records, AreRefusedWhileSomebodyElseUsesTheTransport) {
+  const auto ring = make_in_process_ring(2);
+  {
+    const Transport::Use use(*ring[0], "somebody else");
+    EXPECT_THROW((void)gather_records(*ring[0], "mixed up"), ConfigError);
+  }
+  EXPECT_THROW((void)gather_records(*ring[1], "alone"), TransportError);  // the ring has ended
+}
+
 }  // namespace
 }  // namespace annulus

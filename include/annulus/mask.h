@@ -15,7 +15,13 @@ struct Mask {
   std::int64_t shift = 0;
 
   [[nodiscard]] bool allows(std::int64_t query, std::int64_t key) const {
-    return kind == full || key <= query + shift;
+    switch (kind) {
+      case full:
+        return true;
+      case causal:
+        return key <= query + shift;
+    }
+    return false;
   }
   bool operator==(const Mask&) const = default;
 };

@@ -63,9 +63,9 @@ struct MemoryInfo {
   std::int64_t workspace_bytes = 0;      // everything this executor has allocated
   std::int64_t communication_bytes = 0;  // of these: send and receive buffers
   std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
-  std::int64_t scratch_bytes = 0;      // the kernels', shared by all executors of the process
-  std::int64_t cached_workspaces = 0;  // filled by RingAttentionCache, else 0
-  double device_utilization = -1.0;    // -1: unknown (CPU)
+  std::int64_t scratch_bytes = 0;        // the kernels', shared by all executors of the process
+  std::int64_t cached_workspaces = 0;    // filled by RingAttentionCache, else 0
+  double device_utilization = -1.0;      // -1: unknown (CPU)
 };
 
 // What `detached` mixing needs from forward: the normalised output of every branch. Made by
@@ -110,8 +110,12 @@ class RingAttention {
                 const BranchState* state = nullptr);
 
   // Blocks until the device has done what forward and backward have enqueued; DeviceError if it
-  // could not, Interrupted after interrupt(). The CPU enqueues nothing: its passes return when they are done.
+  // could not, Interrupted after interrupt(). The CPU enqueues nothing: its passes return when they
+  // are done. A pass that throws has waited itself: nothing touches its tensors afterwards.
   void synchronize();
+  // On which passes are enqueued: for callers that order their own work before and behind them by
+  // events instead of waiting.
+  [[nodiscard]] Queue& queue();
 
   // Instead of constructing or calling forward or backward, for callers that find something wrong
   // before they can: the other ranks' construction or call becomes a ConfigError that gives the

@@ -18,7 +18,7 @@ struct RingCheck {
 // Collective. Passes a block stamped with the sender's rank once around the ring in each direction
 // and verifies every byte of the neighbour's block. A TransportError becomes a direction that is
 // not ok, with the message in `detail`: the check reports and does not throw, but the transport is
-// dead then as after any TransportError.
+// dead then as after any TransportError. ConfigError while somebody else uses the transport.
 [[nodiscard]] RingCheck check_ring(Transport& transport, std::size_t bytes = 4096);
 
 }  // namespace annulus

@@ -90,6 +90,21 @@ void construct(Transport& transport, const std::function<void()>& make) {
                     [&] { transport.abort("interrupted"); });
 }
 
+// What this rank alone finds wrong before it can take part in a call: the other ranks hear of it,
+// and it is thrown here.
+template <typename Make>
+auto telling_others(Transport& transport, const Make& make) {
+  try {
+    return make();
+  } catch (const std::exception& error) {
+    try {
+      construct(transport, [&] { RingAttention::refuse(transport, error.what()); });
+    } catch (const ConfigError&) {  // as it must end; the original says more
+    }
+    throw;
+  }
+}
+
 // Runs a pass without the GIL. With a complaint about an array it is run all the same, to fail on
 // every rank: the array's view has no axes, and the executor tells the others before it throws.
 void run(const Ring& ring, const Arrays& arrays, const char* method, double flops,
@@ -223,12 +238,13 @@ void bind_executor(nb::module_& module) {
   ring.def(
       "__init__",
       [](Ring* self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
-        RingOptions options = options_from(pattern, placement, given, "transport");
         if (!given.contains("transport")) throw nb::type_error("transport is missing");
         nb::object transport = given["transport"];
         Transport* link = nullptr;
         if (!nb::try_cast<Transport*>(transport, link) || link == nullptr)
           throw nb::type_error("transport is no annulus.Transport");
+        RingOptions options = telling_others(
+            *link, [&] { return options_from(pattern, placement, given, "transport"); });
         std::shared_ptr<RingAttention> core;
         construct(*link,
                   [&] { core = std::make_shared<RingAttention>(std::move(options), *link); });
@@ -355,7 +371,9 @@ Args:
   cache.def(
       "get",
       [](Cache& self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
-        const RingOptions options = options_from(pattern, placement, given);
+        const RingOptions options = telling_others(nb::cast<Transport&>(self.transport), [&] {
+          return options_from(pattern, placement, given);
+        });
         std::shared_ptr<RingAttention> core;
         construct(nb::cast<Transport&>(self.transport), [&] { core = self.core->get(options); });
         return Ring(self.transport, std::move(core));

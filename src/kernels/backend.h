@@ -34,8 +34,7 @@ struct TensorRows {
   }
 };
 
-// Where received parcels are, by their number in the plan; null where one never comes here. Fixed
-// when the executor allocates its memory.
+// Where received parcels are, by their number in the plan; null where one never comes here.
 struct ParcelRows {
   const ParcelLayout* layout = nullptr;
   const std::vector<std::byte*>* base = nullptr;
@@ -89,19 +88,22 @@ struct BranchOutputs {
   float* lse = nullptr;
 };
 
+// Where an executor's received rows are, call after call.
+struct ReceivedRows {
+  ParcelRows keys;       // sections k, v
+  ParcelRows queries;    // sections q, dout, statistics; nowhere: keys travel
+  ParcelRows gradients;  // of the received rows: dk, dv or dq; nowhere: they are not returned
+};
+
 struct ForwardCall {
   TensorRows q, k, v, o, lse;
   BranchOutputs branches;
-  ParcelRows keys;
   const std::atomic<bool>* stop = nullptr;  // true: nobody needs the results any more
 };
 
 struct BackwardCall {
   TensorRows q, k, v, o, lse, dout, dq, dk, dv;
   BranchOutputs branches;
-  ParcelRows keys;
-  ParcelRows queries;    // sections q, dout, statistics
-  ParcelRows gradients;  // of the received rows: dk, dv or dq
   const std::atomic<bool>* stop = nullptr;
 };
 
@@ -115,7 +117,7 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  virtual void allocate() = 0;                                 // once; DeviceError
+  virtual void allocate(const ReceivedRows& received) = 0;     // once; DeviceError
   [[nodiscard]] virtual std::int64_t state_bytes() const = 0;  // accumulators and row statistics
   [[nodiscard]] virtual std::int64_t list_bytes() const = 0;   // what the stages became
 
@@ -171,7 +173,7 @@ class Backend {
   virtual void clear(std::byte* memory, std::int64_t bytes, Queue& queue) = 0;
 };
 
-// The backend of a device, shared by the executors of the process. `threads` is the CPU's: 0 takes
+// A backend of a device. `threads` is the CPU's, whose backends of one number share them: 0 takes
 // all that this process may use. DeviceError where the device is not to be had.
 [[nodiscard]] std::shared_ptr<Backend> backend_of(const Device& device, int threads);
 

@@ -114,13 +114,17 @@ void Courier::pack(std::span<const TensorRows> sections) {
   link_->backend().pack(*own_, sections, outbox_.data(), link_->queue());
 }
 
-void Courier::begin(int step) {
+void Courier::prepare(int step) {
   const Step& plan = steps_[static_cast<std::size_t>(step - 1)];
   for (const Staged& copy : plan.copies) {
     link_->queue().copy(staging_.data() + copy.target, copy.from->data() + copy.source, copy.bytes);
   }
   current_ = step;
-  ticket_ = link_->post(plan.batch);
+  ready_ = link_->queue().record();
+}
+
+void Courier::post() {
+  ticket_ = link_->post(steps_[static_cast<std::size_t>(current_ - 1)].batch, ready_);
 }
 
 void Courier::finish() {

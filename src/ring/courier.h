@@ -25,10 +25,12 @@ struct Envelope {
 std::int64_t lay_out(std::vector<Envelope>& list);
 
 // Moves one side's parcels through the steps of a plan: packs the rank's own, receives into two
-// slots, forwards. Step s+1 is begun before step s is computed and finished after it.
+// slots, forwards. Step s+1 is posted before step s is computed and finished after it.
 class Courier {
  public:
   Courier(const Plan& plan, ParcelLayout layout, Link& link);
+  Courier(const Courier&) = delete;  // steps point to mailboxes
+  Courier& operator=(const Courier&) = delete;
 
   // Bytes of all buffers, before they exist.
   [[nodiscard]] std::int64_t buffer_bytes() const;
@@ -37,11 +39,14 @@ class Courier {
   // Copies the rank's own travelling rows out of its shard; `sections[i]` are the rows of section
   // i, heads being units.
   void pack(std::span<const TensorRows> sections);
-  void begin(int step);
+  // Makes the messages of a step ready behind what the queue has so far; post() lets them go, also
+  // when the queue has got more work meanwhile.
+  void prepare(int step);
+  void post();
   void finish();
   void cancel();  // after an error: drops whatever is under way
 
-  // Received parcels; each is valid from finish() of its step until begin() of the step after the
+  // Received parcels; each is valid from finish() of its step until prepare() of the step after the
   // next.
   [[nodiscard]] ParcelRows received() const { return {&layout_, &received_}; }
   [[nodiscard]] std::int64_t bytes_sent() const;  // per pass over all steps
@@ -78,7 +83,8 @@ class Courier {
   Mailbox outbox_;
   Mailbox slots_[2];
   Mailbox staging_;
-  int current_ = 0;  // step begun and not finished
+  int current_ = 0;  // step prepared and not finished
+  Event ready_;      // of its messages
   std::unique_ptr<Ticket> ticket_;
 };
 

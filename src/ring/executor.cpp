@@ -1,5 +1,6 @@
 #include "ring/executor.h"
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <new>
@@ -47,8 +48,9 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
 
   std::vector<Claim> claims{{ring::kTheCall, "construction of an executor"}};
   attempt([&] {
-    backend = backend_of(options.device, options.threads);
     check_options();
+    backend = backend_of(options.device, options.threads);
+    make_computation();
     make_plans();
     link = std::make_unique<ring::Link>(*transport, *backend, queue = backend->make_queue());
     make_couriers();
@@ -60,6 +62,15 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
     if (options.reproducible) claims.push_back({"the kernels", backend->kernels()});
   });
   agree(claims);
+  attempt([&] {
+    make_engine();
+    allocate();
+    make_call_claims(claims);
+  });
+  agree({});
+}
+
+void RingAttention::Impl::make_call_claims(std::span<const Claim> claims) {
   const std::string identity = fmt::format("{:x}", ring::digest_of(claims));
   const auto call = [&](const char* name, const char* state) {
     CallClaims out;
@@ -72,17 +83,17 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
   forward_claims[0] = call("forward", "no");
   forward_claims[1] = call("forward", "yes");
   backward_claims = call("backward", "");
-  attempt([&] {
-    make_engine();
-    allocate();
-  });
-  agree({});
 }
 
 RingAttention::Impl::~Impl() {
+  finish_enqueued();  // memory outlives the work that uses it
+}
+
+void RingAttention::Impl::finish_enqueued() noexcept {
+  if (link != nullptr) link->drain();
   if (queue == nullptr) return;
   try {
-    queue->record().wait();  // memory outlives the work that uses it
+    queue->record().wait();
   } catch (const std::exception&) {
     // The device failed and was reported, or nobody asked; it uses the memory no more.
   }
@@ -107,11 +118,6 @@ void RingAttention::Impl::check_options() const {
     throw ConfigError(fmt::format("rates are {} FLOP/s and {} bytes/s, expected more than 0",
                                   options.rates.flops_per_second, options.rates.bytes_per_second));
   }
-  Computation shape;
-  shape.head_dim = options.head_dim;
-  shape.dtype = options.dtype;
-  const std::string complaint = backend->complaint(shape);
-  if (!complaint.empty()) throw ConfigError(complaint);
   if (options.scale.has_value() && !(std::isfinite(*options.scale) && *options.scale > 0)) {
     throw ConfigError(fmt::format("scale is {}, expected a finite number above 0", *options.scale));
   }
@@ -122,7 +128,8 @@ void RingAttention::Impl::check_options() const {
   }
   // In floating point, and before anything is multiplied out in integers: a huge batch must not
   // wrap.
-  const double elements = static_cast<double>(options.batch) * static_cast<double>(local_tokens()) *
+  const double elements = static_cast<double>(options.batch) *
+                          static_cast<double>(std::max<std::int64_t>(1, local_tokens())) *
                           (options.pattern.heads + 2.0 * options.kv_heads) * options.head_dim;
   constexpr double kMostElements = 0x1p58;  // of which byte counts still fit 63 bits
   if (elements > static_cast<double>(options.limits.qkv_elements) || elements > kMostElements) {
@@ -138,7 +145,7 @@ void RingAttention::Impl::check_options() const {
   }
 }
 
-void RingAttention::Impl::make_plans() {
+void RingAttention::Impl::make_computation() {
   computation.pattern = &options.pattern;
   computation.query_tokens = computation.key_tokens = local_tokens();
   computation.batch = options.batch;
@@ -149,7 +156,11 @@ void RingAttention::Impl::make_plans() {
   computation.mix_gradient = options.mix_gradient;
   computation.reproducible = options.reproducible;
   computation.backward = options.backward;
+  const std::string complaint = backend->complaint(computation);
+  if (!complaint.empty()) throw ConfigError(complaint);
+}
 
+void RingAttention::Impl::make_plans() {
   const auto plan = [&](Schedule s, Travel t) {
     return std::make_unique<Plan>(
         PlanOptions{options.pattern, options.placement, options.placement, options.kv_heads, s, t},
@@ -257,7 +268,11 @@ void RingAttention::Impl::allocate() {
   key_courier->allocate();
   if (query_courier != nullptr) query_courier->allocate();
   if (returns != nullptr) returns->allocate();
-  engine->allocate();
+  ReceivedRows received;
+  received.keys = key_courier->received();
+  if (query_courier != nullptr) received.queries = query_courier->received();
+  if (returns != nullptr) received.gradients = returns->gradients();
+  engine->allocate(received);
 }
 
 }  // namespace annulus

@@ -39,17 +39,21 @@ struct RingAttention::Impl {
   // Runs a pass; on an error drops its transfers and tells the other ranks.
   void guard(FunctionRef<void()> pass);
   void check_interrupt() const;
+  // Waits for the device, whatever has become of its work.
+  void finish_enqueued() noexcept;
   // Step s+1 travels while step s computes. `compute` is called for every stage.
   void run_steps(ring::Courier& courier, std::span<const TensorRows> sections, int steps,
                  FunctionRef<void(int stage)> compute);
 
   // ---- executor.cpp: construction, in order; whatever one of them throws becomes every rank's
   void check_options() const;
+  void make_computation();
   void make_plans();
   void make_couriers();
   void check_limits() const;
   void make_engine();
   void allocate();
+  void make_call_claims(std::span<const ring::Claim> claims);
 
   // ---- ring_attention.cpp: what is wrong with an argument; empty: nothing
   [[nodiscard]] std::string check_tensor(const char* name, const ConstTensorView& view,

@@ -1,5 +1,6 @@
 #include "ring/link.h"
 
+#include <exception>
 #include <utility>
 
 namespace annulus::ring {
@@ -26,10 +27,10 @@ Mailbox Link::make_mailbox(std::int64_t bytes, const char* what) {
   return box;
 }
 
-std::unique_ptr<Ticket> Link::post(const Batch& batch) {
+std::unique_ptr<Ticket> Link::post(const Batch& batch, const Event& after) {
   if (batch.messages.empty()) return nullptr;
-  if (!staged_) return transport_->post(batch.messages, queue_->record());
-  copies_->wait(queue_->record());
+  if (!staged_) return transport_->post(batch.messages, after);
+  copies_->wait(after);
   for (std::size_t i = 0; i < batch.messages.size(); ++i) {
     const Message& message = batch.messages[i];
     const Mailbox& box = *batch.boxes[i];
@@ -37,6 +38,15 @@ std::unique_ptr<Ticket> Link::post(const Batch& batch) {
     copies_->copy(box.staging.data() + message.offset, box.data() + message.offset, message.bytes);
   }
   return transport_->post(batch.messages, copies_->record());
+}
+
+void Link::drain() noexcept {
+  if (copies_ == nullptr) return;
+  try {
+    copies_->record().wait();
+  } catch (const std::exception&) {
+    // The device failed, as whoever needs its work is told.
+  }
 }
 
 void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {

@@ -43,11 +43,14 @@ class Link {
     return staged_ ? 2 * bytes : bytes;
   }
 
-  // Messages are sent when what the queue has so far is done; received bytes may overwrite what it
-  // has used so far.
-  [[nodiscard]] std::unique_ptr<Ticket> post(const Batch& batch);
+  // Messages are sent, and received bytes may overwrite what was there, once `after` has happened:
+  // an event of the queue.
+  [[nodiscard]] std::unique_ptr<Ticket> post(const Batch& batch, const Event& after);
   // What is enqueued from now on finds the batch's bytes.
   void wait(const Batch& batch, std::unique_ptr<Ticket>& ticket);
+
+  // Waits for copies that are under way, whatever becomes of them: memory outlives them.
+  void drain() noexcept;
 
   [[nodiscard]] Queue& queue() { return *queue_; }
   [[nodiscard]] Backend& backend() { return *backend_; }

@@ -7,10 +7,12 @@ void RingAttention::Impl::guard(FunctionRef<void()> pass) {
   try {
     pass();
   } catch (const std::exception& error) {
+    // The others would wait for rows that never come. First of all: some transports can call off
+    // what is under way only by ending.
+    transport->abort(error.what());
     key_courier->cancel();
     if (query_courier != nullptr) query_courier->cancel();
     if (returns != nullptr) returns->cancel();
-    transport->abort(error.what());  // the others would wait for rows that never come
     throw;
   }
 }
@@ -29,7 +31,8 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
   if (steps > 0) courier.pack(sections);
   if (options.reproducible) {  // everything has to be here: one stage in canonical order
     if (steps > 0) {
-      courier.begin(1);
+      courier.prepare(1);
+      courier.post();
       courier.finish();
     }
     run(0);
@@ -37,10 +40,11 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
   }
   for (int step = 0; step <= steps; ++step) {
     courier.finish();
+    if (step < steps) courier.prepare(step + 1);
     // Posting may have to wait for the device, which then has something to do meanwhile.
     if (link->staged()) run(step);
     if (step < steps) {
-      courier.begin(step + 1);
+      courier.post();
       if (options.blocking) courier.finish();
     }
     if (!link->staged()) run(step);

@@ -32,9 +32,7 @@ std::vector<std::byte> gather_blocks(Transport& transport, std::span<const std::
   return blocks;
 }
 
-}  // namespace
-
-std::vector<std::string> gather_records(Transport& transport, std::string_view mine) try {
+std::vector<std::string> gather(Transport& transport, std::string_view mine) {
   const auto ranks = static_cast<std::size_t>(transport.size());
   const std::uint64_t my_size = mine.size();
   const std::vector<std::byte> size_blocks =
@@ -45,7 +43,7 @@ std::vector<std::string> gather_records(Transport& transport, std::string_view m
   // Padded to the longest: messages of one round have one size on all ranks.
   const std::size_t width = *std::max_element(sizes.begin(), sizes.end());
   std::vector<std::byte> padded(width);
-  std::memcpy(padded.data(), mine.data(), mine.size());
+  std::copy(mine.begin(), mine.end(), reinterpret_cast<char*>(padded.data()));
   const std::vector<std::byte> blocks = gather_blocks(transport, padded);
 
   std::vector<std::string> records(ranks);
@@ -54,9 +52,18 @@ std::vector<std::string> gather_records(Transport& transport, std::string_view m
     records[from].assign(reinterpret_cast<const char*>(blocks.data() + j * width), sizes[j]);
   }
   return records;
-} catch (const std::exception& error) {
-  transport.abort(error.what());  // the others would wait for this rank's record
-  throw;
+}
+
+}  // namespace
+
+std::vector<std::string> gather_records(Transport& transport, std::string_view mine) {
+  const Transport::Use use(transport, "gather_records");
+  try {
+    return gather(transport, mine);
+  } catch (const std::exception& error) {
+    transport.abort(error.what());  // the others would wait for this rank's record
+    throw;
+  }
 }
 
 }  // namespace annulus::ring

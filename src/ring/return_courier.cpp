@@ -115,7 +115,8 @@ void ReturnCourier::clear(int step) {
 
 void ReturnCourier::post_receive(std::size_t index) {
   const Step& step = steps_[static_cast<std::size_t>(current_ - 1)];
-  if (index < step.in.size()) receives_[index % 2] = link_->post(step.in[index].batch);
+  if (index < step.in.size())
+    receives_[index % 2] = link_->post(step.in[index].batch, link_->queue().record());
 }
 
 void ReturnCourier::begin(int step) {
@@ -124,7 +125,7 @@ void ReturnCourier::begin(int step) {
     post_receive(0);
     post_receive(1);
   }
-  ticket_ = link_->post(steps_[static_cast<std::size_t>(step - 1)].batch);
+  ticket_ = link_->post(steps_[static_cast<std::size_t>(step - 1)].batch, link_->queue().record());
 }
 
 void ReturnCourier::finish(std::span<const TensorRows> sections) {

@@ -1,6 +1,7 @@
 #include "annulus/ring_attention.h"
 
 #include <array>
+#include <exception>
 #include <initializer_list>
 #include <utility>
 
@@ -83,6 +84,23 @@ Memory borrow(std::span<float> floats, const Device& device) {
           static_cast<std::int64_t>(floats.size_bytes()), device, nullptr};
 }
 
+// A call that fails is over: what it and those before it have enqueued touches the caller's tensors
+// no more, and the caller may free them.
+template <typename Executor>
+class OverOnError {
+ public:
+  explicit OverOnError(Executor& executor) : executor_(executor) {}
+  ~OverOnError() {
+    if (std::uncaught_exceptions() > before_) executor_.finish_enqueued();
+  }
+  OverOnError(const OverOnError&) = delete;
+  OverOnError& operator=(const OverOnError&) = delete;
+
+ private:
+  Executor& executor_;
+  const int before_ = std::uncaught_exceptions();
+};
+
 std::string first_of(std::initializer_list<std::string> complaints) {
   for (const std::string& complaint : complaints) {
     if (!complaint.empty()) return complaint;
@@ -94,7 +112,14 @@ std::string first_of(std::initializer_list<std::string> complaints) {
 
 RingAttention::RingAttention(RingOptions options, Transport& transport) {
   const Transport::Use use(transport, "RingAttention");
-  impl_ = std::make_unique<Impl>(std::move(options), transport);
+  try {
+    impl_ = std::make_unique<Impl>(std::move(options), transport);
+  } catch (const Error&) {
+    throw;  // every rank has heard of it, or the transport has ended
+  } catch (const std::exception& error) {
+    transport.abort(error.what());  // out of memory at the wrong moment: others would wait
+    throw;
+  }
 }
 RingAttention::~RingAttention() = default;
 RingAttention::RingAttention(RingAttention&&) noexcept = default;
@@ -105,6 +130,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             BranchState* state) {
   const char* where = "RingAttention::forward";
   const Transport::Use use(*impl_->transport, where);
+  const OverOnError over(*impl_);
   const bool keep = state != nullptr && state->data_ != nullptr;
   const Impl::CallClaims& claims = impl_->forward_claims[keep ? 1 : 0];
   ring::agree(*impl_->transport, where,
@@ -118,7 +144,6 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
   call.v = rows_of(v);
   call.o = rows_of(o);
   call.lse = rows_of(lse);
-  call.keys = impl_->key_courier->received();
   call.stop = &impl_->interrupted;
   if (keep) {
     state->data_->filled = false;
@@ -135,6 +160,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                              const BranchState* state) {
   const char* where = "RingAttention::backward";
   const Transport::Use use(*impl_->transport, where);
+  const OverOnError over(*impl_);
   const bool detached = impl_->options.mix_gradient == MixGradient::detached;
   const bool have_state = state != nullptr && state->data_ != nullptr;
   ring::agree(
@@ -162,17 +188,18 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
   call.dk = rows_of(dk);
   call.dv = rows_of(dv);
   if (detached) call.branches = state->data_->outputs();
-  call.keys = impl_->key_courier->received();
-  if (impl_->query_courier != nullptr) call.queries = impl_->query_courier->received();
-  if (impl_->returns != nullptr) call.gradients = impl_->returns->gradients();
   call.stop = &impl_->interrupted;
   impl_->guard([&] { impl_->backward(call); });
 }
 
 void RingAttention::synchronize() {
-  impl_->queue->record().wait();
-  impl_->check_interrupt();
+  impl_->guard([&] {
+    impl_->queue->record().wait();
+    impl_->check_interrupt();
+  });
 }
+
+Queue& RingAttention::queue() { return *impl_->queue; }
 
 void RingAttention::interrupt() noexcept {
   impl_->interrupted.store(true, std::memory_order_relaxed);

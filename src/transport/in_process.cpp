@@ -108,11 +108,13 @@ class InProcessTransport final : public Transport {
       fail("peer is " + std::to_string(message.peer) + ", expected 0.." +
            std::to_string(ring_->size - 1));
     }
-    if (message.offset < 0 || message.bytes < 0 ||
-        message.offset + message.bytes > message.region->bytes) {
-      fail("bytes [" + std::to_string(message.offset) + ", " +
-           std::to_string(message.offset + message.bytes) + ") of a region of " +
-           std::to_string(message.region->bytes));
+    if (message.region == nullptr) fail("a message without a region: expose its memory first");
+    const std::int64_t region_bytes = message.region->bytes;
+    // Not offset + bytes, which may overflow.
+    if (message.offset < 0 || message.bytes < 0 || message.offset > region_bytes ||
+        message.bytes > region_bytes - message.offset) {
+      fail(std::to_string(message.bytes) + " bytes at " + std::to_string(message.offset) +
+           " of a region of " + std::to_string(region_bytes) + ", expected a part of it");
     }
   }
 

@@ -162,6 +162,7 @@ void Transfer::start() {
     }
     partner = partner_queue().find(tag_);
     if (partner == nullptr) {
+      outcome_ = Outcome::pending;
       own_queue().push_back(*this);
       return;
     }

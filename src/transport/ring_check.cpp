@@ -75,6 +75,7 @@ Pass pass_block(Transport& transport, int to, int from, std::uint32_t tag, std::
 }  // namespace
 
 RingCheck check_ring(Transport& transport, std::size_t bytes) {
+  const Transport::Use use(transport, "check_ring");
   const int next = (transport.rank() + 1) % transport.size();
   const int previous = (transport.rank() + transport.size() - 1) % transport.size();
   const Pass forward = pass_block(transport, next, previous, kForwardTag, bytes);

@@ -136,7 +136,7 @@ class LateEngine final : public Engine {
   LateEngine(std::unique_ptr<Engine> inner, std::shared_ptr<Queue> now)
       : inner_(std::move(inner)), now_(std::move(now)) {}
 
-  void allocate() override { inner_->allocate(); }
+  void allocate(const ReceivedRows& received) override { inner_->allocate(received); }
   [[nodiscard]] std::int64_t state_bytes() const override { return inner_->state_bytes(); }
   [[nodiscard]] std::int64_t list_bytes() const override { return inner_->list_bytes(); }
 
@@ -187,10 +187,7 @@ class LateBackend final : public Backend {
   [[nodiscard]] Memory allocate_staging(std::int64_t bytes, const char* what) override {
     return allocate(bytes, what);
   }
-  [[nodiscard]] std::shared_ptr<Queue> make_queue() override {
-    static std::atomic<std::uint64_t> next{1};
-    return std::make_shared<LateQueue>(next++);
-  }
+  [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_late_queue(); }
   [[nodiscard]] bool immediate() const override { return false; }
   [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
                                                 std::span<const Stage> forward,
@@ -226,6 +223,11 @@ class LateBackend final : public Backend {
 
 std::shared_ptr<Backend> make_late(std::shared_ptr<Backend> inner) {
   return std::make_shared<LateBackend>(std::move(inner));
+}
+
+std::shared_ptr<Queue> make_late_queue() {
+  static std::atomic<std::uint64_t> next{1};
+  return std::make_shared<LateQueue>(next++);
 }
 
 std::int64_t host_waits() { return waits; }

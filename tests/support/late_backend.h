@@ -11,6 +11,7 @@
 namespace annulus::test {
 
 [[nodiscard]] std::shared_ptr<Backend> make_late(std::shared_ptr<Backend> inner);
+[[nodiscard]] std::shared_ptr<Queue> make_late_queue();
 
 // Every executor made from now on computes late; for as long as it lives.
 class LateBackends {

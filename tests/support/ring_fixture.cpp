@@ -421,9 +421,13 @@ std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport
   // minute.
   InProcessOptions options;
   options.deadline = std::chrono::milliseconds(static_cast<int>(5000 * slowness()));
-  const auto transports = make_in_process_ring(ranks, options);
-  std::vector<RankOutcome> outcomes(static_cast<std::size_t>(ranks));
-  run_in_process(transports, [&](Transport& transport) {
+  return run_ranks(make_in_process_ring(ranks, options), body);
+}
+
+std::vector<RankOutcome> run_ranks(std::span<const std::unique_ptr<Transport>> ring,
+                                   const std::function<void(Transport&)>& body) {
+  std::vector<RankOutcome> outcomes(ring.size());
+  run_in_process(ring, [&](Transport& transport) {
     RankOutcome& outcome = outcomes[static_cast<std::size_t>(transport.rank())];
     const auto start = std::chrono::steady_clock::now();
     const auto end_as = [&](const char* kind, const char* message) {
@@ -436,6 +440,7 @@ std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport
       end_as("ConfigError", error.what());
     } catch (const TransportError& error) {
       end_as("TransportError", error.what());
+      outcome.lost_rank = error.rank();
     } catch (const DeviceError& error) {
       end_as("DeviceError", error.what());
     } catch (const std::exception& error) {
@@ -481,7 +486,7 @@ std::unique_ptr<Ticket> WatchedTransport::post(std::span<const Message> messages
     count.bytes += message.bytes;
     count.messages += 1;
   }
-  return inner_.post(messages, after);
+  return inner().post(messages, after);
 }
 
 double rms(std::span<const double> values) {

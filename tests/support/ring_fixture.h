@@ -18,6 +18,7 @@
 #include "annulus/tensor.h"
 #include "annulus/transport.h"
 #include "kernels/reference/scales.h"
+#include "support/forwarding_transport.h"
 
 // What the tests of the ring share: global random tensors, their shards in awkward memory layouts,
 // an in-process ring that turns them into global results, and the measures that compare those with
@@ -130,9 +131,12 @@ struct Shard {
 struct RankOutcome {
   std::string kind;  // "", "ConfigError", "TransportError", "DeviceError" or "other"
   std::string message;
+  int lost_rank = -1;  // as a TransportError says
   double seconds = 0;
 };
 [[nodiscard]] std::vector<RankOutcome> run_ranks(int ranks,
+                                                 const std::function<void(Transport&)>& body);
+[[nodiscard]] std::vector<RankOutcome> run_ranks(std::span<const std::unique_ptr<Transport>> ring,
                                                  const std::function<void(Transport&)>& body);
 
 // Every rank ended as `kind`, within a second, with a message that holds all of `texts`.
@@ -141,9 +145,9 @@ void expect_everywhere(const std::vector<RankOutcome>& outcomes, const std::stri
 
 // Forwards to another transport and keeps books: bytes and messages by tag and peer. May refuse to
 // send.
-class WatchedTransport : public Transport {
+class WatchedTransport : public ForwardingTransport {
  public:
-  explicit WatchedTransport(Transport& inner) : inner_(inner) {}
+  using ForwardingTransport::ForwardingTransport;
 
   struct Count {
     std::int64_t bytes = 0;
@@ -159,23 +163,10 @@ class WatchedTransport : public Transport {
     fail_after_ = sends;
   }
 
-  [[nodiscard]] int rank() const override { return inner_.rank(); }
-  [[nodiscard]] int size() const override { return inner_.size(); }
-  [[nodiscard]] std::string name() const override { return inner_.name(); }
-  [[nodiscard]] bool reaches(const Device& device) const override { return inner_.reaches(device); }
-  [[nodiscard]] Region expose(std::span<std::byte> memory, const Device& device,
-                              std::shared_ptr<Queue> copies) override {
-    return inner_.expose(memory, device, std::move(copies));
-  }
   [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
                                              const Event& after) override;
-  [[nodiscard]] Health health() const override { return inner_.health(); }
-  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
-  void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
-  [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }
 
  private:
-  Transport& inner_;
   std::map<std::pair<std::uint32_t, int>, Count> sent_;
   std::uint32_t fail_tag_ = 0;
   int fail_after_ = -1;

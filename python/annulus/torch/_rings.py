@@ -203,6 +203,7 @@ def _reason(error: Exception) -> str:
 
 _local = _LocalRings()
 _groups: dict[str, _GroupRing] = {}
+_parents: list[dict[str, _GroupRing]] = []  # connections of the processes that this one was forked from
 # Why the last ring of a group broke, until there is a new one.
 _losses: dict[str, TransportError] = {}
 
@@ -384,9 +385,11 @@ def get_memory_info() -> dict[str, object]:
 
 def _forget_after_fork() -> None:
     """A forked child has neither the threads of the executors nor a right to the connections."""
-    global _local
+    global _local, _groups
     _local = _LocalRings()  # the lock of the old one may be held by a thread that is gone
-    _groups.clear()
+    # Kept, never used: to end a connection is to wait for its threads, which the child does not have.
+    _parents.append(_groups)
+    _groups = {}
     _losses.clear()
     _turns.clear()
 

@@ -314,6 +314,15 @@ class ProcessGroupTransport(Transport):
             self._tell(self.rank(), f"gave up: {reason}")
         self.close()
 
+    def health(self) -> dict[str, object]:
+        """Whether the ring holds together, which rank is lost (-1: not known) and why."""
+        alive = self._failed is None
+        return {
+            "alive": alive,
+            "lost_rank": -1 if alive else self._failed_rank,
+            "reason": self._failed or "",
+        }
+
     @property
     def failed(self) -> bool:
         """Whether it is of no further use: an operation failed, or it was aborted or closed."""

@@ -55,7 +55,8 @@ class CpuCopies final : public CopyProgram {
     std::int64_t rows;
   };
 
-  // Calls row(section, unit's head, batch, parcel row's bytes offset, local row) for all rows.
+  // Calls rows(section, batch, head, run, first, end, base, bytes): rows [first, end) of the run, in
+  // a section that begins `base` bytes into the buffer and has `bytes` a row.
   template <typename Row>
   void for_each(ThreadPool& pool, const Row& row) const {
     for (std::size_t p = 0; p < parcels.size(); ++p) {

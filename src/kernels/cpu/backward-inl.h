@@ -110,7 +110,8 @@ class Backward {
     const int count = stream.take(limit, query_refs_);
     if (task_.mask.causal) {
       std::int32_t highest = -1;
-      for (int i = 0; i < count; ++i) highest = std::max(highest, query_number(task_.mask, query_refs_[i].index()));
+      for (int i = 0; i < count; ++i)
+        highest = std::max(highest, query_number(task_.mask, query_refs_[i].index()));
       if (highest < first_key_) return false;
     }
     queries_ = count;
@@ -121,8 +122,7 @@ class Backward {
     for (int i = 0; i < lanes; ++i) {
       const bool real = i >= query_pad_ && i < query_pad_ + count;
       // Padding sees no key: index -1, weight 2^-inf.
-      query_index_[i] =
-          real ? query_number(task_.mask, query_refs_[i - query_pad_].index()) : -1;
+      query_index_[i] = real ? query_number(task_.mask, query_refs_[i - query_pad_].index()) : -1;
       minus_lse_[i] = -INFINITY;
       minus_delta_[i] = 0.0F;
       repeat_weights(task_.repeats, real ? query_refs_[i - query_pad_].index() : 0, repeats_ + i,

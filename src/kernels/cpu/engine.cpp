@@ -58,7 +58,8 @@ void CpuEngine::compile(std::vector<Work>& works, std::span<const Stage> stages)
   }
 }
 
-void CpuEngine::allocate() {
+void CpuEngine::allocate(const ReceivedRows& received) {
+  received_ = received;
   const std::int64_t row = computation_.head_dim * std::int64_t{4};
   if (!is_fp32() && (!direct_output_ || computation_.backward))
     accumulators_ = allocate_host(computation_.query_rows() * row, "fp32 accumulators");

@@ -21,16 +21,16 @@ class CpuEngine final : public Engine {
             std::span<const Stage> backward, const Kernels& kernels,
             std::shared_ptr<ThreadPool> pool);
 
-  void allocate() override;
+  void allocate(const ReceivedRows& received) override;
   [[nodiscard]] std::int64_t state_bytes() const override;
   [[nodiscard]] std::int64_t list_bytes() const override;
 
-  // ---- forward.cpp
+  // ---- engine_forward.cpp
   void begin_forward(const ForwardCall& call, Queue& queue) override;
   void forward(int stage, const ForwardCall& call, Queue& queue) override;
   void finish_forward(const ForwardCall& call, Queue& queue) override;
 
-  // ---- backward.cpp
+  // ---- engine_backward.cpp
   void begin_backward(const BackwardCall& call, Queue& queue) override;
   void backward(int stage, const BackwardCall& call, Queue& queue) override;
   void finish_backward(const BackwardCall& call, Queue& queue) override;
@@ -65,6 +65,7 @@ class CpuEngine final : public Engine {
   bool every_row_attends_ = false;  // no row of the output can be empty
   bool direct_output_ = false;      // every row is written once: no fp32 state is needed
 
+  ReceivedRows received_;
   Memory accumulators_;     // fp32 O in forward, dQ in backward (16-bit dtypes)
   Memory key_gradients_;    // fp32 dK (16-bit dtypes)
   Memory value_gradients_;  // fp32 dV (16-bit dtypes)

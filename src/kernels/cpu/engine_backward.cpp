@@ -74,9 +74,10 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
   const bool by_branch = computation_.deltas() > 1;
   const GradientSums sum = sums(call);
   const TensorRows stats = statistics();
-  const ParcelRows* queries_from = call.queries.layout != nullptr ? &call.queries : nullptr;
-  const ParcelRows* keys_from = call.keys.layout != nullptr ? &call.keys : nullptr;
-  const ParcelRows* back = call.gradients.layout != nullptr ? &call.gradients : nullptr;
+  const ParcelRows* queries_from =
+      received_.queries.layout != nullptr ? &received_.queries : nullptr;
+  const ParcelRows* keys_from = received_.keys.layout != nullptr ? &received_.keys : nullptr;
+  const ParcelRows* back = received_.gradients.layout != nullptr ? &received_.gradients : nullptr;
   Turns& turns = *turns_;
 
   for (const Phase& phase : work.phases()) {

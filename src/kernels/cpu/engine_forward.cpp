@@ -51,7 +51,8 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
           per_branch ? rows_of_branch(call.branches.o, branch, computation_.head_dim) : state;
       const TensorRows lse = per_branch ? rows_of_branch(call.branches.lse, branch, 1) : call.lse;
       const ChannelSource queries[] = {{kQuery, call.q}, {kLse, lse}, {kState, o}, {kOut, o}};
-      const ChannelSource keys[] = {{kKey, call.k, &call.keys, 0}, {kValue, call.v, &call.keys, 1}};
+      const ChannelSource keys[] = {{kKey, call.k, &received_.keys, 0},
+                                    {kValue, call.v, &received_.keys, 1}};
       Runs& runs = runs_[static_cast<std::size_t>(slot)];
       work.expand(item, true, queries, head, runs.queries);
       work.expand(item, false, keys, head / ratio, runs.keys);

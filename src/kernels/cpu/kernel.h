@@ -10,7 +10,7 @@
 #include "annulus/tensor.h"
 #include "pattern/shared_pairs.h"
 
-// The contract between the ring executor and the CPU kernels: a task is one head, one segment, a
+// The contract between the CPU engine and its kernels: a task is one head, one segment, a
 // block of query rows and all key rows that are at hand. A kernel adds it to the rows' running
 // state and knows nothing of ranks or tensors.
 namespace annulus::cpu {

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "annulus/transport.h"
+
+namespace annulus::test {
+
+// Hands everything on to another transport, which it may own. Wrappers override what they change.
+class ForwardingTransport : public Transport {
+ public:
+  explicit ForwardingTransport(Transport& inner) : inner_(inner) {}
+  explicit ForwardingTransport(std::unique_ptr<Transport> inner)
+      : owned_(std::move(inner)), inner_(*owned_) {}
+
+  [[nodiscard]] int rank() const override { return inner_.rank(); }
+  [[nodiscard]] int size() const override { return inner_.size(); }
+  [[nodiscard]] std::string name() const override { return inner_.name(); }
+  [[nodiscard]] bool reaches(const Device& device) const override { return inner_.reaches(device); }
+  [[nodiscard]] Region expose(std::span<std::byte> memory, const Device& device,
+                              std::shared_ptr<Queue> copies) override {
+    return inner_.expose(memory, device, std::move(copies));
+  }
+  [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
+                                             const Event& after) override {
+    return inner_.post(messages, after);
+  }
+  void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
+  [[nodiscard]] Health health() const override { return inner_.health(); }
+  void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
+  [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }
+
+ protected:
+  [[nodiscard]] Transport& inner() const { return inner_; }
+
+ private:
+  const std::unique_ptr<Transport> owned_;
+  Transport& inner_;
+};
+
+// Carries host memory only: it knows nothing of queues, and whoever posts waits for them. Where it
+// says that it reaches a device, that is because the device's memory is the host's.
+class HostOnlyTransport final : public ForwardingTransport {
+ public:
+  HostOnlyTransport(Transport& inner, bool reaches)
+      : ForwardingTransport(inner), reaches_(reaches) {}
+  HostOnlyTransport(std::unique_ptr<Transport> inner, bool reaches)
+      : ForwardingTransport(std::move(inner)), reaches_(reaches) {}
+
+  [[nodiscard]] std::string name() const override { return "host only"; }
+  [[nodiscard]] bool reaches(const Device&) const override { return reaches_; }
+  [[nodiscard]] Region expose(std::span<std::byte> memory, const Device& device,
+                              std::shared_ptr<Queue>) override {
+    return inner().expose(memory, device, nullptr);
+  }
+
+ private:
+  bool reaches_;
+};
+
+}  // namespace annulus::test

@@ -57,4 +57,10 @@ void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {
   ticket.reset();
 }
 
+void Link::finish() {
+  queue_->record().wait();
+  // Of a batch that could not be posted: nobody else has waited for its way through the host.
+  if (copies_ != nullptr) copies_->record().wait();
+}
+
 }  // namespace annulus::ring

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -308,7 +309,7 @@ TEST_P(TransportContract, QueuedMemoryIsCopiedAfterItsEvent) {
     }
     std::this_thread::sleep_for(milliseconds(20));
     EXPECT_EQ(buffers[1], Bytes(kBytes, std::byte{0x11})) << "written before its event";
-    buffers[0] = right;
+    std::copy(right.begin(), right.end(), buffers[0].begin());
     gate->open();
     for (std::thread& thread : ranks) thread.join();
     EXPECT_TRUE(found == right) << "what is enqueued after wait(queue) does not find the bytes";

@@ -13,6 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import transport_contract
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -519,13 +520,22 @@ def death_silent() -> None:
     death("silent")
 
 
+def contract(name: str) -> None:
+    """One check of transport_contract.py on a ring of its own."""
+    transport = at.ProcessGroupTransport(WORLD, timeout=30)
+    transport_contract.CHECKS[name](transport)
+    dist.barrier()  # closing is leaving: the others may still wait for this rank
+    transport.close()
+
+
 def main() -> None:
     global WORLD
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     WORLD = dist.group.WORLD
     for case in sys.argv[1:]:
-        globals()[case]()
+        function, *arguments = case.split(":")
+        globals()[function](*arguments)
         print(f"rank {dist.get_rank()}: {case} done", flush=True)
     at.cleanup()
     dist.destroy_process_group()

@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -11,7 +16,9 @@
 
 #include "annulus/in_process.h"
 #include "annulus/ring_attention.h"
+#include "ring/link.h"
 #include "support/forwarding_transport.h"
+#include "support/gate.h"
 #include "support/ring_fixture.h"
 
 namespace annulus {
@@ -122,6 +129,38 @@ TEST_P(LateBackend, HostNeverWaitsInsideAPass) {
     ring.synchronize();
   });
   EXPECT_EQ(waited, 0);
+}
+
+// Rows on their way through the host when a batch cannot be posted: the executor must not free
+// their memory before they are there.
+TEST(Link, FinishWaitsForCopiesOfABatchThatWasNotPosted) {
+  const std::shared_ptr<Backend> backend = test::make_late(backend_of(Device{}, 1));
+  const auto ring = make_in_process_ring(2);
+  test::HostOnlyTransport host(*ring[0], false);
+  test::WatchedTransport failing(host);
+  failing.fail_after(5, 0);
+  const std::shared_ptr<Queue> queue = backend->make_queue();
+  ring::Link link(failing, *backend, queue);
+  ASSERT_TRUE(link.staged());
+  constexpr std::int64_t kMessages = 500;  // so many that their copies take a while
+  constexpr std::int64_t kBytes = 4096;
+  const ring::Mailbox box = link.make_mailbox(kMessages * kBytes, "rows");
+  ring::Batch batch;
+  for (std::int64_t i = 0; i < kMessages; ++i) batch.add(Way::send, 1, 5, box, i * kBytes, kBytes);
+
+  const auto gate = std::make_shared<test::Gate>();
+  queue->wait(Event(gate));
+  EXPECT_THROW((void)link.post(batch), std::runtime_error);
+  std::thread opening([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    gate->open();
+  });
+  link.finish();
+  const std::vector<std::byte> mine(kMessages * kBytes, std::byte{0x33});
+  std::copy(mine.begin(), mine.end(), box.staging.data());
+  opening.join();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_TRUE(std::equal(mine.begin(), mine.end(), box.staging.data()));
 }
 
 }  // namespace

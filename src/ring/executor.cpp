@@ -90,10 +90,9 @@ RingAttention::Impl::~Impl() {
 }
 
 void RingAttention::Impl::finish_enqueued() noexcept {
-  if (link != nullptr) link->drain();
-  if (queue == nullptr) return;
+  if (link == nullptr) return;
   try {
-    queue->record().wait();
+    link->finish();
   } catch (const std::exception&) {
     // The device failed and was reported, or nobody asked; it uses the memory no more.
   }

@@ -1,6 +1,5 @@
 #include "ring/link.h"
 
-#include <exception>
 #include <utility>
 
 namespace annulus::ring {
@@ -40,15 +39,6 @@ std::unique_ptr<Ticket> Link::post(const Batch& batch, const Event& after) {
   return transport_->post(batch.messages, copies_->record());
 }
 
-void Link::drain() noexcept {
-  if (copies_ == nullptr) return;
-  try {
-    copies_->record().wait();
-  } catch (const std::exception&) {
-    // The device failed, as whoever needs its work is told.
-  }
-}
-
 void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {
   if (ticket == nullptr) return;
   if (!staged_) {
@@ -65,6 +55,12 @@ void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {
     queue_->wait(copies_->record());
   }
   ticket.reset();
+}
+
+void Link::finish() {
+  queue_->record().wait();
+  // Of a batch that could not be posted: nobody else has waited for its way through the host.
+  if (copies_ != nullptr) copies_->record().wait();
 }
 
 }  // namespace annulus::ring

@@ -49,8 +49,8 @@ class Link {
   // What is enqueued from now on finds the batch's bytes.
   void wait(const Batch& batch, std::unique_ptr<Ticket>& ticket);
 
-  // Waits for copies that are under way, whatever becomes of them: memory outlives them.
-  void drain() noexcept;
+  // Waits for everything that the device was given: its memory is touched no more. DeviceError.
+  void finish();
 
   [[nodiscard]] Queue& queue() { return *queue_; }
   [[nodiscard]] Backend& backend() { return *backend_; }

@@ -3,104 +3,18 @@
 from __future__ import annotations
 
 import gc
-import queue
-import threading
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
-from support import normal, on_ranks
+from queue_transport import Mesh, QueueTransport, Receive, queue_ring
+from support import on_ranks
+from transport_contract import passes
 
 import annulus
 from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
 
 PATTERN = Pattern.longnet(4, [16, 64], [1, 2], causal=True)
-
-
-class Receive:
-    def __init__(self, transport: QueueTransport, peer: int, tag: int, buffer: memoryview) -> None:
-        self.transport, self.source, self.buffer = transport, (peer, transport.rank(), tag), buffer
-        self.cancelled = False
-
-    def wait(self) -> None:
-        # Polls, so that an abort is heard; the ring's deadline is 60 s.
-        while True:
-            if self.transport.mesh.aborted:
-                raise annulus.TransportError(self.transport.mesh.aborted)
-            try:
-                self.buffer[:] = self.transport.mesh.channel(*self.source).get(timeout=0.01)
-                return
-            except queue.Empty:
-                pass
-
-    def done(self) -> bool:
-        return (
-            bool(self.transport.mesh.aborted)
-            or not self.transport.mesh.channel(*self.source).empty()
-        )
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self.transport.mesh.cancelled += 1
-
-
-class Mesh:
-    """What the ranks share."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.channels: dict[tuple[int, int, int], queue.Queue[bytes]] = {}
-        self.aborted = ""
-        self.cancelled = 0
-
-    def channel(self, source: int, target: int, tag: int) -> queue.Queue[bytes]:
-        with self.lock:
-            return self.channels.setdefault((source, target, tag), queue.Queue())
-
-
-class QueueTransport(Transport):
-    """Messages are bytes in queues between threads."""
-
-    def __init__(self, rank: int, size: int, mesh: Mesh) -> None:
-        super().__init__(rank, size, "queues")
-        self.mesh = mesh
-
-    def send(self, peer: int, tag: int, buffer: memoryview) -> None:
-        assert buffer.readonly
-        self.mesh.channel(self.rank(), peer, tag).put(bytes(buffer))
-
-    def receive(self, peer: int, tag: int, buffer: memoryview) -> Receive:
-        assert not buffer.readonly
-        return Receive(self, peer, tag, buffer)
-
-    def abort(self, reason: str) -> None:
-        self.mesh.aborted = f"rank {self.rank()} aborted: {reason}"
-
-
-def queue_ring(ranks: int, kind: type[QueueTransport] = QueueTransport) -> list[Transport]:
-    mesh = Mesh()
-    return [kind(rank, ranks, mesh) for rank in range(ranks)]
-
-
-def passes(transport: Transport) -> Any:
-    placement = Placement.zigzag(90, transport.size())
-    ring = RingAttention(PATTERN, placement, transport=transport, head_dim=16, schedule="ring")
-    mine = placement.positions(transport.rank())
-    q, k, v, do = (np.ascontiguousarray(normal(1, 90, 4, 16, seed=s)[:, mine]) for s in range(4))
-    before = transport.counters()["bytes_sent"]
-    o, lse = ring.forward(q, k, v)
-    assert transport.counters()["bytes_sent"] - before == ring.predicted_forward_bytes
-    return [o, lse, *ring.backward(q, k, v, o, lse, do)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_python_transport_gives_the_same_bits(ranks: int) -> None:
-    built_in = on_ranks(make_in_process_ring(ranks), passes)
-    in_python = on_ranks(queue_ring(ranks), passes)
-    for mine, theirs in zip(in_python, built_in):
-        assert not isinstance(mine, Exception), mine
-        assert all(np.array_equal(a, b) for a, b in zip(mine, theirs))
 
 
 def test_counters_are_kept_by_the_base_class() -> None:

@@ -11,6 +11,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch_failures
+import transport_contract
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -255,13 +256,22 @@ def fully_sharded() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
 
 
+def contract(name: str) -> None:
+    """One check of transport_contract.py on a ring of its own."""
+    transport = at.ProcessGroupTransport(WORLD, timeout=30)
+    transport_contract.CHECKS[name](transport)
+    dist.barrier()  # closing is leaving: the others may still wait for this rank
+    transport.close()
+
+
 def main() -> None:
     global WORLD
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     WORLD = dist.group.WORLD
     for case in sys.argv[1:]:
-        (globals().get(case) or getattr(torch_failures, case))()
+        function, *arguments = case.split(":")
+        (globals().get(function) or getattr(torch_failures, function))(*arguments)
         print(f"rank {dist.get_rank()}: {case} done", flush=True)
     at.cleanup()
     dist.destroy_process_group()

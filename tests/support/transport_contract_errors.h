@@ -2,14 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <thread>
@@ -18,6 +17,7 @@
 #include "annulus/error.h"
 #include "annulus/in_process.h"
 #include "annulus/ring_check.h"
+#include "support/gate.h"
 #include "support/late_backend.h"
 #include "support/ring_fixture.h"
 #include "support/transport_contract.h"
@@ -25,29 +25,6 @@
 // Every transport refuses what is wrong, ends waits that are in vain, leaves memory alone that is
 // not its own any more, and moves that of queues when it is time.
 namespace annulus::test {
-
-// An event that happens when the test says so.
-class Gate final : public Event::State {
- public:
-  bool ready() override {
-    const std::lock_guard lock(mutex_);
-    return open_;
-  }
-  void wait() override {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return open_; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    changed_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = false;
-};
 
 // ---- what can be refused is refused
 
@@ -186,7 +163,7 @@ TEST_P(TransportContract, NothingPassesBetweenTwoRanksAfterALostMessage) {
 }
 
 TEST_P(TransportContract, AbortFromAnyThreadWakesEverybody) {
-  const Ring ring = make(3);
+  const Ring ring = make(3, milliseconds(static_cast<int>(8000 * slowness())));
   Bytes buffer(16);
   std::vector<std::thread> waiting;
   const auto start = std::chrono::steady_clock::now();
@@ -332,7 +309,7 @@ TEST_P(TransportContract, QueuedMemoryIsCopiedAfterItsEvent) {
     }
     std::this_thread::sleep_for(milliseconds(20));
     EXPECT_EQ(buffers[1], Bytes(kBytes, std::byte{0x11})) << "written before its event";
-    buffers[0] = right;
+    std::copy(right.begin(), right.end(), buffers[0].begin());
     gate->open();
     for (std::thread& thread : ranks) thread.join();
     EXPECT_TRUE(found == right) << "what is enqueued after wait(queue) does not find the bytes";

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -314,14 +315,16 @@ class ProcessGroupTransport(Transport):
             self._tell(self.rank(), f"gave up: {reason}")
         self.close()
 
-    def health(self) -> dict[str, object]:
-        """Whether the ring holds together, which rank is lost (-1: not known) and why."""
-        alive = self._failed is None
-        return {
-            "alive": alive,
-            "lost_rank": -1 if alive else self._failed_rank,
-            "reason": self._failed or "",
-        }
+    def health(self) -> dict[str, Any]:
+        """Whether the ring holds together, also where no operation of this rank has failed yet: 'alive',
+        'lost_rank' (-1: none or not known) and 'reason'. From any thread."""
+        with self._lock:
+            reason, rank = self._failed, self._failed_rank
+        if reason is None and self._store is not None:
+            told = self._told()
+            if told is not None:
+                rank, reason = told[0], f"rank {told[0]}: {told[1]}"
+        return {"alive": reason is None, "lost_rank": rank, "reason": reason or ""}
 
     @property
     def failed(self) -> bool:

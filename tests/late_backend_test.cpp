@@ -150,7 +150,7 @@ TEST(Link, FinishWaitsForCopiesOfABatchThatWasNotPosted) {
 
   const auto gate = std::make_shared<test::Gate>();
   queue->wait(Event(gate));
-  EXPECT_THROW((void)link.post(batch), std::runtime_error);
+  EXPECT_THROW((void)link.post(batch, link.queue().record()), std::runtime_error);
   std::thread opening([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     gate->open();

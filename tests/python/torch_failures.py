@@ -55,10 +55,13 @@ def errors_are_everybodys() -> None:
         ({"placement": "zig-zag"}, ["zig-zag"]),
         ({"placement": ["zigzag"]}, ["placement is ['zigzag']"]),
         ({"scale": [1.0]}, ["scale is [1.0]"]),
-        ({"scale": -1}, ["scale is -1: a finite number above 0 was expected"]),
+        ({"scale": -1}, ["scale is -1: a number above 0"]),
         ({"is_causal": {}}, ["is_causal is {}"]),
         ({"schedule": "rign"}, ["rign"]),
+        ({"scale": 1e39}, ["scale is 1e+39"]),
         ({"timeout": -1}, ["timeout"]),
+        ({"timeout": float("inf")}, ["timeout is inf"]),
+        ({"timeout": 1e300}, ["timeout is 1e+300"]),
         ({"n_global": 2**64}, ["n_global"]),
         ({"n_global": tokens + 1}, ["n_global"]),
         (longnet | {"segment_lengths": [16.5, 32]}, ["segment_lengths"]),
@@ -82,6 +85,20 @@ def errors_are_everybodys() -> None:
         [f"of {tokens + 1} tokens", str([8] * dist.get_world_size())],
     )
     at.ring_attention(q, q, q, group=dist.group.WORLD)  # still alive
+
+    # What cannot be done is no ConfigError where it was tried; the ring goes on.
+    try:
+        if rank == 1:
+            torch.func.grad(lambda x: at.ring_attention(x, x, x, group=dist.group.WORLD).sum())(q)
+        else:
+            at.ring_attention(q, q, q, group=dist.group.WORLD)
+    except NotImplementedError:
+        assert rank == 1
+    except annulus.ConfigError as error:
+        assert rank != 1 and "NotImplementedError" in str(error), error
+    else:
+        raise AssertionError("nobody complained")
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
 
     # Some go forward, others back.
     x = q.clone().requires_grad_()

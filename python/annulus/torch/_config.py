@@ -91,10 +91,11 @@ class Config:
             value = getattr(self, name)
             if not _is_whole(value, 0) and not (name == "n_global" and value is None):
                 return f"{name} is {value!r}: a whole number from 0 to 2**63 - 1 was expected"
-        for name in ("scale", "timeout"):
+        # What fp32 holds, and what a clock counts.
+        for name, most in (("scale", 3.4e38), ("timeout", 1e9)):
             value = getattr(self, name)
-            if value is not None and not (_is_finite(value) and value > 0):
-                return f"{name} is {value!r}: a finite number above 0 was expected"
+            if value is not None and not (_is_finite(value) and 0 < value <= most):
+                return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
         return None
 
     def text(self) -> str:

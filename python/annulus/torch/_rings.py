@@ -305,13 +305,16 @@ def errors_of_all(group: str, timeout: object) -> Iterator[None]:
         if now is not None and (usable or now is not ring):
             if now.transport.failed or now.messages() != messages or now.transport.size() == 1:
                 raise  # they have
-        limit = timeout if isinstance(timeout, (int, float)) and timeout > 0 else None
+        limit = timeout if isinstance(timeout, (int, float)) and 0 < timeout < 1e9 else None
+        told: BaseException = error
         with _ring_of_group(group, limit) as ring:
             ring.set_timeout(limit)
             try:
                 ring.refuse(_reason(error))
             except ConfigError as refusal:
-                raise (error if isinstance(error, NotImplementedError) else refusal) from error
+                told = refusal
+        # Behind the ring, which is as good as it was.
+        raise (error if isinstance(error, NotImplementedError) else told) from error
 
 
 def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import numpy as np
@@ -269,3 +270,34 @@ def test_cache_keeps_the_latest_executors() -> None:
     assert first.forward(q, q, q)[0].shape == q.shape  # who has one may keep it
     with pytest.raises(annulus.ConfigError, match="capacity is 0"):
         annulus.RingAttentionCache(make_in_process_ring(1)[0], capacity=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"dtype": "float64"}, "float64"),
+        ({"schedule": "rign"}, "rign"),
+        ({"threads": 1.5}, "threads is 1.5"),
+        ({"no_such": 1}, "no_such"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"threads": -1}, "threads is -1"),
+    ],
+)
+def test_wrong_option_of_one_rank_is_an_error_of_all(wrong: dict[str, Any], words: str) -> None:
+    def build(transport: annulus.Transport) -> None:
+        options = {"head_dim": 16} | (wrong if transport.rank() == 1 else {})
+        RingAttention(
+            Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, **options
+        )
+
+    transports = annulus.make_in_process_ring(3, deadline=30)
+    begin = time.monotonic()
+    errors = on_ranks(transports, build)
+    assert time.monotonic() - begin < 5
+    assert isinstance(errors[1], (annulus.ConfigError, TypeError)) and words in str(errors[1])
+    for other in (errors[0], errors[2]):
+        assert isinstance(other, annulus.ConfigError) and words in str(other), other
+    build_right = lambda t: RingAttention(  # noqa: E731
+        Pattern.dense(2), Placement.contiguous(9, 3), transport=t, head_dim=16
+    )
+    assert all(isinstance(r, RingAttention) for r in on_ranks(transports, build_right))

@@ -52,6 +52,7 @@ def torchrun(processes: int, *arguments: str) -> str:
                 "equals_one_process",
                 "two_threads",
                 "fully_sharded",
+                "forked_children_end",
                 "rings_are_made_anew",
                 "group_made_again",
             ],

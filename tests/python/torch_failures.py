@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -281,6 +282,27 @@ def rings_are_made_anew() -> None:
         else:
             raise AssertionError("a ring of one rank out of several worked")
     dist.barrier()
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
+
+
+def forked_children_end() -> None:
+    """A child has its parent's connections, but not the threads that could close them."""
+    q = torch.randn(1, 8, 2, 16)
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        at.ring_attention(q, q, q)  # alone
+        os._exit(7)
+    for _ in range(100):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        raise AssertionError("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 7, status
     at.ring_attention(q, q, q, group=dist.group.WORLD)
 
 

@@ -108,6 +108,34 @@ TEST_P(LateBackend, IsCarriedByTransportsThatKnowHostMemoryOnly) {
   EXPECT_GT(staged_waits, 0);
 }
 
+// Memory of a pass still holds the rows of the one before it, which look right: other inputs follow
+// at once.
+TEST_P(LateBackend, PassesWithOtherInputsFollowAtOnce) {
+  const test::Inputs others = test::random_inputs(problem_, 12);
+  const test::Results at_once[] = {test::run_ring(options_, inputs_),
+                                   test::run_ring(options_, others)};
+  test::Results results[] = {test::empty_results(options_), test::empty_results(options_)};
+  const LateBackends late;
+  run_in_process(3, [&](Transport& transport) {
+    Shard first(options_, transport.rank());
+    Shard second(options_, transport.rank());
+    RingAttention ring(options_, transport);
+    first.load(inputs_);
+    second.load(others);
+    for (Shard* shard : {&first, &second}) {
+      ring.forward(shard->q.view(), shard->k.view(), shard->v.view(), shard->o.view(),
+                   shard->lse.view());
+      ring.backward(shard->q.view(), shard->k.view(), shard->v.view(), shard->o.view(),
+                    shard->lse.view(), shard->dout.view(), shard->dq.view(), shard->dk.view(),
+                    shard->dv.view());
+    }
+    ring.synchronize();
+    first.collect(results[0]);
+    second.collect(results[1]);
+  });
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(test::first_difference(at_once[i], results[i]), "") << i;
+}
+
 // All ranks meet before and behind their passes, so that every wait counted is inside a pass.
 TEST_P(LateBackend, HostNeverWaitsInsideAPass) {
   const LateBackends late;

@@ -462,6 +462,7 @@ TEST(RingProperty, NegativeAndZeroStridesWork) {
     ring.forward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view());
     ring.backward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view(), reversed(shard.dout),
                   shard.dq.view(), shard.dk.view(), shard.dv.view());
+    ring.synchronize();
     shard.collect(results);
   });
   EXPECT_EQ(test::first_difference(results, expected), "");

@@ -32,17 +32,15 @@ Courier::Courier(const Plan& plan, ParcelLayout layout, Link& link)
   outbox_offset_.assign(parcels, -1);
   slot_offset_.assign(parcels, -1);
   slot_of_.assign(parcels, 0);
-  std::vector<ParcelCopy> own;
   for (std::size_t id = 0; id < parcels; ++id) {
     const Parcel& parcel = plan.parcels()[id];
     if (parcel.owner != plan.rank()) continue;
-    own.push_back({static_cast<int>(id), outbox_bytes_,
-                   std::make_shared<const std::vector<CopyRun>>(
-                       copy_runs(plan.travelling_placement(), parcel))});
+    own_.push_back({static_cast<int>(id), outbox_bytes_,
+                    std::make_shared<const std::vector<CopyRun>>(
+                        copy_runs(plan.travelling_placement(), parcel))});
     outbox_offset_[id] = outbox_bytes_;
     outbox_bytes_ += layout_.bytes(static_cast<int>(id));
   }
-  own_ = link.backend().compile(layout_, std::move(own));
   for (int s = 1; s <= plan.steps(); ++s) {
     Step step;
     step.in = envelopes(plan.incoming(s), layout_);
@@ -88,6 +86,7 @@ std::int64_t Courier::buffer_bytes() const {
 }
 
 void Courier::allocate() {
+  packing_ = link_->backend().compile(layout_, std::move(own_));
   outbox_ = link_->make_mailbox(outbox_bytes_, "outgoing rows");
   slots_[0] = link_->make_mailbox(slot_bytes_[0], "incoming rows");
   slots_[1] = link_->make_mailbox(slot_bytes_[1], "incoming rows");
@@ -111,7 +110,7 @@ void Courier::allocate() {
 }
 
 void Courier::pack(std::span<const TensorRows> sections) {
-  link_->backend().pack(*own_, sections, outbox_.data(), link_->queue());
+  link_->backend().pack(*packing_, sections, outbox_.data(), link_->queue());
 }
 
 void Courier::prepare(int step) {

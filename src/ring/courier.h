@@ -72,7 +72,8 @@ class Courier {
   ParcelLayout layout_;
   Link* link_;
   std::vector<Step> steps_;
-  std::unique_ptr<CopyProgram> own_;         // parcels of this rank, in outbox order
+  std::vector<ParcelCopy> own_;              // parcels of this rank, in outbox order
+  std::unique_ptr<CopyProgram> packing_;     // of these
   std::vector<std::int64_t> outbox_offset_;  // per parcel, -1: not ours
   std::vector<std::int64_t> slot_offset_;    // per parcel, -1: never here
   std::vector<int> slot_of_;                 // per parcel: which slot

@@ -70,8 +70,7 @@ ReturnCourier::ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link)
         copies.push_back({id, offset, runs.at(id)});
         offset += layout_.bytes(id);
       }
-      step.in.push_back(
-          {std::move(envelope), link.backend().compile(layout_, std::move(copies)), {}});
+      step.in.push_back({std::move(envelope), std::move(copies), nullptr, {}});
     }
     steps_.push_back(std::move(step));
   }
@@ -97,6 +96,7 @@ void ReturnCourier::allocate() {
   for (std::size_t s = 1; s <= steps_.size(); ++s) {
     Step& step = steps_[s - 1];
     for (Incoming& incoming : step.in) {
+      incoming.add = link_->backend().compile(layout_, std::move(incoming.copies));
       Batch& batch = together_ ? step.batch : incoming.batch;
       batch.add(Way::receive, incoming.envelope.peer, kTagReturns, inbox_, incoming.envelope.offset,
                 incoming.envelope.bytes);

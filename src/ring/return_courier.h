@@ -32,8 +32,9 @@ class ReturnCourier {
   // What comes back in one message, and how it is added.
   struct Incoming {
     Envelope envelope;
-    std::unique_ptr<CopyProgram> add;
-    Batch batch;  // where messages are received one by one
+    std::vector<ParcelCopy> copies;
+    std::unique_ptr<CopyProgram> add;  // of these
+    Batch batch;                       // where messages are received one by one
   };
   struct Step {
     std::vector<Envelope> out;  // to owners, offsets into the slot

@@ -24,14 +24,15 @@ int main() {
 
   const annulus::Pattern pattern = annulus::longnet(kHeads, segments, dilations);
   const annulus::Placement placement = annulus::Placement::contiguous(kTokens, kRanks);
-  const annulus::Plan plan({.pattern = pattern, .placement = placement, .kv_heads = kHeads});
-  std::printf("%s\n", annulus::plan_table(plan).c_str());
+  const std::vector<annulus::Plan> views = annulus::Plan::of_all_ranks(
+      {.pattern = pattern, .queries = placement, .keys = placement, .kv_heads = kHeads});
+  std::printf("%s\n", annulus::plan_table(views.front()).c_str());
 
   // Per head a rank receives the selected rows of the other half of its segment: (2048 - 1024) / 2.
-  for (int rank = 0; rank < kRanks; ++rank) {
-    if (plan.received_unit_rows(rank) != 512 * kHeads) {
-      std::printf("rank %d receives %lld rows, expected %d\n", rank,
-                  static_cast<long long>(plan.received_unit_rows(rank)), 512 * kHeads);
+  for (const annulus::Plan& view : views) {
+    if (view.received_unit_rows() != 512 * kHeads) {
+      std::printf("rank %d receives %lld rows, expected %d\n", view.rank(),
+                  static_cast<long long>(view.received_unit_rows()), 512 * kHeads);
       return EXIT_FAILURE;
     }
   }

@@ -25,6 +25,19 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
   return out;
 }
 
+// Both sides of a pair are rows of one selection: positions differ by multiples of its dilation.
+IndexMask index_mask(const Mask& mask, std::int64_t dilation) {
+  switch (mask.kind) {  // no default: the compiler names this place when there is a new kind
+    case Mask::full:
+      return {};
+    case Mask::causal: {
+      const std::int64_t round_down = mask.shift < 0 ? dilation - 1 : 0;
+      return {true, static_cast<std::int32_t>((mask.shift - round_down) / dilation)};
+    }
+  }
+  return {};
+}
+
 // Rows of `runs` that count, and the runs that hold them.
 struct Extent {
   std::int64_t rows = 0;
@@ -88,12 +101,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int t
     const std::int64_t start = tiles.segment == 0 ? 0 : tiles.segment * branch.segment_length;
     rows_.push_back({templates(tiles.queries, start, selection.offset, branch.dilation),
                      templates(tiles.keys, start, selection.offset, branch.dilation)});
-    // Both sides of a pair are rows of one selection: positions differ by multiples of its
-    // dilation.
-    const std::int64_t shift = tiles.mask.shift;
-    const IndexMask mask{tiles.mask.kind == Mask::causal,
-                         static_cast<std::int32_t>((shift - (shift < 0 ? branch.dilation - 1 : 0)) /
-                                                   branch.dilation)};
+    const IndexMask mask = index_mask(tiles.mask, branch.dilation);
     // One group for all members that share alike.
     std::vector<bool> done(selection.members.size(), false);
     for (std::size_t m = 0; m < selection.members.size(); ++m) {

@@ -48,10 +48,6 @@ class _Transfer:
         finally:
             self.cancel()
 
-    def done(self) -> bool:
-        # A process group does not say before wait(): what has arrived shows there.
-        return self._work is None or self._work.is_completed()
-
     def cancel(self) -> None:
         # Gloo drops an operation with its last reference: the buffer is not touched afterwards.
         self._work = None

@@ -3,6 +3,7 @@
 
 #include "annulus/half.h"
 #include "kernels/cpu/engine.h"
+#include "kernels/cpu/row_runs.h"
 
 namespace annulus::cpu {
 

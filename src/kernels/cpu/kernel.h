@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "annulus/tensor.h"
+#include "kernels/row_index.h"
 #include "pattern/shared_pairs.h"
 
 // The contract between the CPU engine and its kernels: a task is one head, one segment, a
@@ -58,22 +59,6 @@ struct Problem {
   DType dtype = DType::f32;
   int head_dim = 0;  // a multiple of 8 up to kMaxHeadDim
   float scale = 1;   // of q.k
-};
-
-// Which keys a query sees, by their indices: all, or those with key index <= query index + shift.
-struct IndexMask {
-  bool causal = false;
-  std::int32_t shift = 0;
-
-  bool operator==(const IndexMask&) const = default;
-};
-
-// Indices that a canonical stream of rows jumps over.
-struct IndexGap {
-  std::int32_t begin = 0;
-  std::int32_t end = 0;
-
-  [[nodiscard]] std::int32_t rows() const { return end - begin; }
 };
 
 struct ForwardTask {

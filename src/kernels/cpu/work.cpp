@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "kernels/cpu/row_runs.h"
 #include "kernels/cpu/turns.h"
 
 namespace annulus::cpu {
@@ -41,7 +42,7 @@ std::int64_t pieces(std::int64_t rows, std::int64_t size) {
 }  // namespace
 
 Work::Work(const Stage& stage, const Computation& computation, int threads)
-    : kind_(stage.kind), groups_(stage, computation, threads) {
+    : kind_(stage.kind), groups_(stage, computation, 4 * static_cast<std::int64_t>(threads)) {
   // Take branches in order and open a new phase when a K/V head is already in use.
   const Pattern& pattern = *computation.pattern;
   const int ratio = pattern.heads / computation.kv_heads;

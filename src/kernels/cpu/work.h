@@ -9,7 +9,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cpu/kernel.h"
-#include "kernels/cpu/work_groups.h"
+#include "kernels/work_groups.h"
 
 namespace annulus::cpu {
 

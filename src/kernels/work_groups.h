@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "kernels/backend.h"
-#include "kernels/cpu/row_runs.h"
+#include "kernels/row_index.h"
 #include "pattern/shared_pairs.h"
 
-namespace annulus::cpu {
+namespace annulus {
 
 // The rows of a tile group; several work groups may share them.
 struct WorkRows {
@@ -38,7 +38,9 @@ struct WorkGroup {
 // What a stage's tile groups become: each pair that some branch has is in one group.
 class WorkGroups {
  public:
-  WorkGroups(const Stage& stage, const Computation& computation, int threads);
+  // A stage of kind `gradients` shares pairs only where every guest still has so many chains of
+  // groups that can run side by side: its groups take turns at a segment's keys.
+  WorkGroups(const Stage& stage, const Computation& computation, std::int64_t least_chains);
 
   [[nodiscard]] const std::vector<WorkGroup>& all() const { return groups_; }
   [[nodiscard]] const WorkGroup& operator[](int group) const {
@@ -59,4 +61,4 @@ class WorkGroups {
   std::size_t longest_run_list_ = 0;
 };
 
-}  // namespace annulus::cpu
+}  // namespace annulus

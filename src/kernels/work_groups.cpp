@@ -1,10 +1,10 @@
-#include "kernels/cpu/work_groups.h"
+#include "kernels/work_groups.h"
 
 #include <algorithm>
 #include <limits>
 #include <utility>
 
-namespace annulus::cpu {
+namespace annulus {
 namespace {
 
 std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t segment_start,
@@ -56,7 +56,8 @@ Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
 
 }  // namespace
 
-WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int threads) {
+WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
+                       std::int64_t least_chains) {
   const Plan& plan = *stage.plan;
   const Pattern& pattern = *computation.pattern;
   const std::vector<TileGroup> tile_groups = plan.tile_groups(stage.first_step, stage.last_step);
@@ -76,8 +77,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int t
               : std::vector<PairSharing>(pattern.branches.size());
   }
   if (stage.kind == Stage::Kind::gradients) {
-    // Groups that leave out pairs take turns at a segment's keys (see assign_turns). If that would
-    // leave threads idle, every branch computes all its pairs.
+    // Groups that leave out pairs take turns at a segment's keys. If that would leave threads idle,
+    // every branch computes all its pairs.
     std::vector<std::int64_t> chains(pattern.branches.size(), 0);
     std::vector<bool> guest(pattern.branches.size(), false);
     for (const TileGroup& tiles : tile_groups) {
@@ -90,7 +91,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation, int t
       }
     }
     for (std::size_t branch = 0; branch < chains.size(); ++branch) {
-      if (guest[branch] && chains[branch] < 4 * static_cast<std::int64_t>(threads))
+      if (guest[branch] && chains[branch] < least_chains)
         for (auto& of_head : sharing) of_head.assign(pattern.branches.size(), {});
     }
   }
@@ -190,4 +191,4 @@ std::int64_t WorkGroups::bytes() const {
   return static_cast<std::int64_t>(bytes);
 }
 
-}  // namespace annulus::cpu
+}  // namespace annulus

@@ -26,6 +26,7 @@ PUBLIC_HEADERS = {
     "placement.h": "placement",
     "plan.h": "plan",
     "reference.h": "kernels",
+    "cuda.h": "kernels",
     "transport.h": "transport",
     "in_process.h": "transport",
     "ring_check.h": "transport",

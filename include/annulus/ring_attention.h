@@ -116,6 +116,9 @@ class RingAttention {
   // On which passes are enqueued: for callers that order their own work before and behind them by
   // events instead of waiting.
   [[nodiscard]] Queue& queue();
+  // Passes are enqueued here from now on, after what was enqueued before: a stream of the caller's
+  // (cuda_queue). ConfigError for a queue of another device.
+  void use_queue(std::shared_ptr<Queue> queue);
 
   // Instead of constructing or calling forward or backward, for callers that find something wrong
   // before they can: the other ranks' construction or call becomes a ConfigError that gives the

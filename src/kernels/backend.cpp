@@ -3,8 +3,8 @@
 #include <atomic>
 #include <utility>
 
-#include "annulus/error.h"
 #include "kernels/cpu/backend.h"
+#include "kernels/cuda/backend.h"
 
 namespace annulus {
 namespace {
@@ -14,10 +14,9 @@ std::atomic<WrapBackend> wrapper = nullptr;
 }  // namespace
 
 std::shared_ptr<Backend> backend_of(const Device& device, int threads) {
-  if (device.kind != Device::Kind::cpu) {
-    throw DeviceError("device is " + name_of(device) + ": this build has kernels for the CPU only");
-  }
-  std::shared_ptr<Backend> backend = cpu::make_backend(threads);
+  std::shared_ptr<Backend> backend = device.kind == Device::Kind::cuda
+                                         ? cuda::make_backend(device.index)
+                                         : cpu::make_backend(threads);
   const WrapBackend wrap = wrapper.load();
   return wrap == nullptr ? backend : wrap(std::move(backend));
 }

@@ -57,6 +57,11 @@ void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {
   ticket.reset();
 }
 
+void Link::use_queue(std::shared_ptr<Queue> queue) {
+  queue->wait(queue_->record());
+  queue_ = std::move(queue);
+}
+
 void Link::finish() {
   queue_->record().wait();
   // Of a batch that could not be posted: nobody else has waited for its way through the host.

@@ -53,6 +53,7 @@ class Link {
   void finish();
 
   [[nodiscard]] Queue& queue() { return *queue_; }
+  void use_queue(std::shared_ptr<Queue> queue);
   [[nodiscard]] Backend& backend() { return *backend_; }
 
  private:

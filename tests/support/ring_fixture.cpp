@@ -35,6 +35,7 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::byte kGap{0xA5};
 constexpr double kFloatLimit = 1e-6;
+constexpr double kCudaFloatLimit = 2e-6;
 constexpr double kLseLimit = 2e-6;
 constexpr double kHalfLimit = 2.0;
 // A typical rounding is 0.4 of half a unit in the last place, relative to the result, of which the
@@ -224,12 +225,26 @@ ShardTensor::ShardTensor(DType dtype, std::int64_t batch, std::int64_t tokens, s
   bytes_.assign(static_cast<std::size_t>(elements) * size_of(dtype), kGap);
   void* const data =
       elements == 0 ? nullptr : bytes_.data() + static_cast<std::size_t>(start) * size_of(dtype);
+  host_ = data;
   view_ = dim == 0 ? TensorView(data, dtype, {batch, tokens, heads})
                    : TensorView(data, dtype, {batch, tokens, heads, dim});
   view_.stride[0] = entry;
   view_.stride[1] = token;
   view_.stride[2] = head;
   if (dim != 0) view_.stride[3] = 1;
+  if (test_device().kind == Device::Kind::cpu) return;
+  view_.device = test_device();
+  if (elements == 0) return;
+  image_ = std::make_unique<DeviceImage>(bytes_);
+  view_.data = image_->data() + start * static_cast<std::int64_t>(size_of(dtype));
+}
+
+void ShardTensor::upload() const {
+  if (image_ != nullptr) image_->upload();
+}
+
+void ShardTensor::download() const {
+  if (image_ != nullptr) image_->download();
 }
 
 std::int64_t ShardTensor::index(std::int64_t b, std::int64_t t, std::int64_t h,
@@ -250,24 +265,24 @@ void ShardTensor::for_each_element(const Body& body) const {
 }
 
 float ShardTensor::get(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) const {
-  return load_element(view_.data, view_.dtype, index(b, t, h, d));
+  return load_element(host_, view_.dtype, index(b, t, h, d));
 }
 
 void ShardTensor::set(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d, float value) {
-  store_element(view_.data, view_.dtype, index(b, t, h, d), value);
+  store_element(host_, view_.dtype, index(b, t, h, d), value);
 }
 
 void ShardTensor::fill(float value) {
-  for_each_element([&](std::int64_t i) { store_element(view_.data, view_.dtype, i, value); });
+  for_each_element([&](std::int64_t i) { store_element(host_, view_.dtype, i, value); });
 }
 
 bool ShardTensor::gaps_untouched() const {
   std::vector<bool> used(bytes_.size(), false);
   const std::size_t size = size_of(view_.dtype);
   const auto start =
-      view_.data == nullptr
+      host_ == nullptr
           ? 0
-          : static_cast<std::size_t>(static_cast<const std::byte*>(view_.data) - bytes_.data());
+          : static_cast<std::size_t>(static_cast<const std::byte*>(host_) - bytes_.data());
   for_each_element([&](std::int64_t i) {
     for (std::size_t byte = 0; byte < size; ++byte) {
       used[start + static_cast<std::size_t>(i) * size + byte] = true;
@@ -328,15 +343,19 @@ void Shard::forward(RingAttention& ring) {
     state_o_.resize(state_lse_.size() * static_cast<std::size_t>(ring.options().head_dim));
     state = ring.make_branch_state(state_o_, state_lse_, false);
   }
+  for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse}) tensor->upload();
   ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view(), detached ? &state : nullptr);
   ring.synchronize();
+  for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse}) tensor->download();
 }
 
 void Shard::backward(RingAttention& ring) {
   if (!state_o_.empty()) state = ring.make_branch_state(state_o_, state_lse_, true);
+  for (const ShardTensor* tensor : {&o, &lse, &dout, &dq, &dk, &dv}) tensor->upload();
   ring.backward(q.view(), k.view(), v.view(), o.view(), lse.view(), dout.view(), dq.view(),
                 dk.view(), dv.view(), detached ? &state : nullptr);
   ring.synchronize();
+  for (const ShardTensor* tensor : {&q, &k, &v, &dout, &dq, &dk, &dv}) tensor->download();
 }
 
 void Shard::collect(Results& results) const {
@@ -385,7 +404,8 @@ RingOptions ring_options(const Problem& problem, Placement placement) {
           .dtype = problem.dtype,
           .scale = problem.scale,
           .mix_gradient = problem.mix,
-          .limits = {}};
+          .limits = {},
+          .device = test_device()};
 }
 
 Results empty_results(const RingOptions& options) {
@@ -556,7 +576,9 @@ void expect_matches(const Problem& problem, const Results& results, const Expect
       wide ? errors_of(results, expected) : error_ratios(problem, results, expected);
   for (std::size_t m = 0; m < 5; ++m) {
     const bool is_lse = m == 1;
-    const double limit = is_lse ? kLseLimit : wide ? kFloatLimit : kHalfLimit;
+    const double float_limit =
+        test_device().kind == Device::Kind::cpu ? kFloatLimit : kCudaFloatLimit;
+    const double limit = is_lse ? kLseLimit : wide ? float_limit : kHalfLimit;
     const char* const measure = wide || is_lse ? "relative RMS error" : "error / one-piece error";
     EXPECT_LE(errors.value[m], limit) << kResultNames[m] << ": " << measure;
     note_worst(std::string(name_of(problem.dtype)) + " " + kResultNames[m] + " " + measure,

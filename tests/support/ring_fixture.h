@@ -19,6 +19,7 @@
 #include "annulus/transport.h"
 #include "kernels/reference/scales.h"
 #include "support/forwarding_transport.h"
+#include "support/test_device.h"
 
 // What the tests of the ring share: global random tensors, their shards in awkward memory layouts,
 // an in-process ring that turns them into global results, and the measures that compare those with
@@ -84,6 +85,9 @@ class ShardTensor {
   void fill(float value);
   [[nodiscard]] bool gaps_untouched() const;
   [[nodiscard]] const std::vector<std::byte>& bytes() const { return bytes_; }
+  // Between the host, where tests look, and the device under test, which the view is of.
+  void upload() const;
+  void download() const;
 
  private:
   [[nodiscard]] std::int64_t index(std::int64_t b, std::int64_t t, std::int64_t h,
@@ -92,7 +96,9 @@ class ShardTensor {
   void for_each_element(const Body& body) const;
 
   std::vector<std::byte> bytes_;
+  void* host_ = nullptr;  // the view's data on the host
   TensorView view_;
+  std::unique_ptr<DeviceImage> image_;  // null: the device under test is the host
 };
 
 // Everything one rank passes to its executor.

@@ -1,0 +1,62 @@
+# The CUDA backend: built where there is a CUDA compiler, unless ANNULUS_CUDA says otherwise. Only the CUDA runtime is
+# needed, and it is linked statically: the library then loads on machines without CUDA, where it says that there is none.
+set(ANNULUS_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF, or AUTO (where nvcc is found)")
+set_property(CACHE ANNULUS_CUDA PROPERTY STRINGS AUTO ON OFF)
+
+set(ANNULUS_HAS_CUDA OFF)
+if(NOT ANNULUS_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES 80)  # targets below have their own
+    endif()
+    enable_language(CUDA)
+    # Older CMakes do not know which standards a newer nvcc knows.
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+    endif()
+    # The runtime is named below, once; what nvcc would link besides is not needed, and not found by other linkers.
+    set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+    set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
+    find_package(CUDAToolkit 12.3 REQUIRED)
+    set(ANNULUS_HAS_CUDA ON)
+  elseif(ANNULUS_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "ANNULUS_CUDA is ON, but there is no CUDA compiler: install the CUDA toolkit and put nvcc into PATH")
+  endif()
+endif()
+
+# annulus_cuda_objects(<name> ARCHITECTURES <list> SOURCES <file>...) adds kernels for some architectures to the library.
+function(annulus_cuda_objects name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "ARCHITECTURES;SOURCES")
+  add_library(${name} OBJECT ${arg_SOURCES})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/src")
+  set_target_properties(${name} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES "${arg_ARCHITECTURES}" POSITION_INDEPENDENT_CODE ON)
+  # 554: a conversion of a view to itself, which is never used.
+  target_compile_options(${name} PRIVATE --expt-relaxed-constexpr -diag-suppress=554 -lineinfo)
+  target_sources(annulus PRIVATE $<TARGET_OBJECTS:${name}>)
+endfunction()
+
+# What the folder src/kernels/cuda adds to the library.
+function(annulus_cuda_sources)
+  set(folder "${PROJECT_SOURCE_DIR}/src/kernels/cuda")
+  if(NOT ANNULUS_HAS_CUDA)
+    target_sources(annulus PRIVATE "${folder}/tables.cpp" "${folder}/absent.cpp")
+    message(STATUS "CUDA kernels: not built")
+    return()
+  endif()
+  file(GLOB host CONFIGURE_DEPENDS "${folder}/*.cpp")
+  list(REMOVE_ITEM host "${folder}/absent.cpp")
+  target_sources(annulus PRIVATE ${host})
+  target_link_libraries(annulus PRIVATE CUDA::cudart_static)
+  file(GLOB hopper CONFIGURE_DEPENDS "${folder}/*_sm90*.cu")
+  file(GLOB portable CONFIGURE_DEPENDS "${folder}/*.cu")
+  list(REMOVE_ITEM portable ${hopper})
+  # Machine code for 8.0, and its PTX for whatever is newer.
+  annulus_cuda_objects(annulus_cuda_portable ARCHITECTURES 80 SOURCES ${portable})
+  if(hopper)
+    annulus_cuda_objects(annulus_cuda_sm90 ARCHITECTURES 90a-real SOURCES ${hopper})
+  endif()
+  message(STATUS "CUDA kernels: built with ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
+endfunction()

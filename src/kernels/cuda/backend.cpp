@@ -1,0 +1,230 @@
+#include "kernels/cuda/backend.h"
+
+#include <cstdlib>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "annulus/cuda.h"
+#include "annulus/error.h"
+#include "kernels/cuda/engine.h"
+#include "kernels/cuda/portable.h"
+#include "kernels/cuda/runtime.h"
+
+namespace annulus::cuda {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+
+Family portable(const KernelShape& shape) {
+  return {"portable",
+          portable_forward_tile(shape),
+          kPortableGradientTile,
+          kPortableGradientTile,
+          portable_forward,
+          portable_key_gradient,
+          portable_query_gradient};
+}
+
+// The environment may ask for a family by name.
+std::string forced_family() {
+  const char* text = std::getenv("ANNULUS_CUDA_KERNELS");
+  const std::string name = text == nullptr ? "" : text;
+  if (name.empty() || name == "portable") return name;
+  throw ConfigError(fmt::format("ANNULUS_CUDA_KERNELS is '{}', expected portable or nothing", name));
+}
+
+class CudaCopies final : public CopyProgram {
+ public:
+  CudaCopies(const ParcelLayout& layout, const std::vector<ParcelCopy>& copies, int device) {
+    std::vector<CopyItem> items;
+    for (const ParcelCopy& copy : copies) {
+      const std::vector<int>& units = layout.units(copy.parcel);
+      std::int64_t rows = 0;
+      for (const CopyRun& run : *copy.runs) rows += run.count;
+      for (std::int64_t b = 0; b < layout.batch(); ++b) {
+        for (std::size_t u = 0; u < units.size(); ++u) {
+          for (const CopyRun& run : *copy.runs) {
+            for (std::int64_t first = 0; first < run.count; first += kCopyRows) {
+              CopyItem item;
+              item.unit_offset = copy.offset + layout.offset(copy.parcel, b, static_cast<int>(u), 0);
+              item.unit_rows = rows;
+              item.parcel_first = run.parcel_first + first * run.parcel_stride;
+              item.parcel_stride = run.parcel_stride;
+              item.local_first = run.local_first + first * run.local_stride;
+              item.local_stride = run.local_stride;
+              item.count = static_cast<std::int32_t>(std::min<std::int64_t>(kCopyRows, run.count - first));
+              item.head = units[u];
+              item.batch = static_cast<std::int32_t>(b);
+              items.push_back(item);
+            }
+          }
+        }
+      }
+    }
+    params.count = static_cast<std::int64_t>(items.size());
+    params.sections = layout.sections();
+    for (int s = 0; s < params.sections; ++s) params.section_bytes[s] = layout.section_bytes(s);
+    const auto bytes = static_cast<std::int64_t>(items.size() * sizeof(CopyItem));
+    memory_ = allocate_device(device, bytes, "the table of copies");
+    if (bytes > 0) {
+      const DeviceScope scope(device);
+      check(cudaMemcpy(memory_.data(), items.data(), static_cast<std::size_t>(bytes),
+                       cudaMemcpyHostToDevice),
+            "copying the table of copies");
+    }
+    params.items = reinterpret_cast<const CopyItem*>(memory_.data());
+  }
+
+  [[nodiscard]] CopyParams with(std::span<const TensorRows> sections, std::byte* buffer) const {
+    CopyParams out = params;
+    for (std::size_t s = 0; s < sections.size(); ++s) out.rows[s] = sections[s];
+    out.buffer = buffer;
+    return out;
+  }
+
+ private:
+  CopyParams params;
+  Memory memory_;
+};
+
+class CudaBackend final : public Backend {
+ public:
+  explicit CudaBackend(int device) : device_(device), forced_(forced_family()) {}
+
+  [[nodiscard]] Device device() const override { return {Device::Kind::cuda, device_}; }
+  [[nodiscard]] std::string kernels() const override { return "portable"; }
+  [[nodiscard]] std::int64_t scratch_bytes() const override { return 0; }
+
+  [[nodiscard]] std::string complaint(const Computation& computation) const override {
+    const int head_dim = computation.head_dim;
+    if (computation.mix_gradient == MixGradient::detached)
+      return "mix_gradient is detached, which CUDA devices cannot do yet: use full";
+    if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return "";
+    return fmt::format(
+        "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros", head_dim,
+        kMaxHeadDim);
+  }
+
+  [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
+    return allocate_device(device_, bytes, what);
+  }
+  [[nodiscard]] Memory allocate_staging(std::int64_t bytes, const char* what) override {
+    return allocate_pinned(device_, bytes, what);
+  }
+  [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_stream(device_); }
+  [[nodiscard]] bool immediate() const override { return false; }
+
+  [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
+                                                std::span<const Stage> forward,
+                                                std::span<const Stage> backward) override {
+    KernelShape shape;
+    shape.dtype = computation.dtype;
+    shape.head_dim = computation.head_dim;
+    return std::make_unique<CudaEngine>(computation, forward, backward, portable(shape), device_);
+  }
+  [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
+                                                     std::vector<ParcelCopy> copies) override {
+    return std::make_unique<CudaCopies>(layout, copies, device_);
+  }
+
+  void pack(const CopyProgram& program, std::span<const TensorRows> sections, std::byte* buffer,
+            Queue& queue) override {
+    const DeviceScope scope(device_);
+    const cudaStream_t stream = stream_of(queue);
+    check_launch(pack_rows(static_cast<const CudaCopies&>(program).with(sections, buffer), stream),
+                 "pack_rows", stream);
+  }
+  void add(const CopyProgram& program, const std::byte* buffer,
+           std::span<const TensorRows> sections, Queue& queue) override {
+    const DeviceScope scope(device_);
+    const cudaStream_t stream = stream_of(queue);
+    check_launch(add_rows(static_cast<const CudaCopies&>(program).with(
+                              sections, const_cast<std::byte*>(buffer)),
+                          stream),
+                 "add_rows", stream);
+  }
+  void clear(std::byte* memory, std::int64_t bytes, Queue& queue) override {
+    if (bytes == 0) return;
+    const DeviceScope scope(device_);
+    check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_of(queue)),
+          "clearing memory");
+  }
+
+ private:
+  int device_;
+  std::string forced_;
+};
+
+}  // namespace
+
+std::shared_ptr<Backend> make_backend(int device) {
+  const std::string complaint = cuda_complaint();
+  if (!complaint.empty())
+    throw DeviceError(fmt::format("device is cuda:{}: {}", device, complaint));
+  const int count = cuda_device_count();
+  if (device < 0 || device >= count)
+    throw ConfigError(fmt::format("device is cuda:{}, expected 0 to {}", device, count - 1));
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), "asking for a device's properties");
+  if (properties.major < 8) {
+    throw DeviceError(fmt::format(
+        "cuda:{} ({}) has compute capability {}.{}, expected 8.0 or newer", device, properties.name,
+        properties.major, properties.minor));
+  }
+  return std::make_shared<CudaBackend>(device);
+}
+
+}  // namespace annulus::cuda
+
+namespace annulus {
+
+bool cuda_built() { return true; }
+
+std::string cuda_complaint() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return "";
+  static_cast<void>(cudaGetLastError());
+  int driver = 0;
+  int runtime = 0;
+  static_cast<void>(cudaDriverGetVersion(&driver));
+  static_cast<void>(cudaRuntimeGetVersion(&runtime));
+  const auto version = [](int number) { return fmt::format("{}.{}", number / 1000, number % 1000 / 10); };
+  if (driver == 0) return "there is no CUDA driver on this machine";
+  if (error == cudaErrorInsufficientDriver) {
+    return fmt::format("the driver knows CUDA {}, this build needs {}: update the driver",
+                       version(driver), version(runtime));
+  }
+  return error == cudaSuccess ? "there is no CUDA device" : cudaGetErrorString(error);
+}
+
+int cuda_device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return 0;
+  }
+  return count;
+}
+
+CudaDevice cuda_device(int index) {
+  const std::shared_ptr<Backend> backend = cuda::make_backend(index);
+  cudaDeviceProp properties{};
+  cuda::check(cudaGetDeviceProperties(&properties, index), "asking for a device's properties");
+  const cuda::DeviceScope scope(index);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  cuda::check(cudaMemGetInfo(&free, &total), "asking for free memory");
+  CudaDevice out;
+  out.name = properties.name;
+  out.major = properties.major;
+  out.minor = properties.minor;
+  out.multiprocessors = properties.multiProcessorCount;
+  out.memory_bytes = static_cast<std::int64_t>(total);
+  out.free_bytes = static_cast<std::int64_t>(free);
+  out.kernels = backend->kernels();
+  return out;
+}
+
+}  // namespace annulus

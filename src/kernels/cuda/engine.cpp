@@ -1,0 +1,343 @@
+#include "kernels/cuda/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "kernels/cuda/runtime.h"
+
+namespace annulus::cuda {
+namespace {
+
+// Whether the items of a launch have every query row there is.
+bool covers(const Tables& tables, const Launch& launch, std::int64_t rows) {
+  std::int64_t count = 0;
+  for (std::int32_t i = 0; i < launch.items; ++i)
+    count += tables.items[static_cast<std::size_t>(launch.first_item + i)].rows;
+  return count == rows;
+}
+
+bool is_aligned(const TensorRows& rows) {
+  const auto all = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(rows.base)) |
+                   static_cast<std::uint64_t>(rows.batch_step) |
+                   static_cast<std::uint64_t>(rows.head_step) |
+                   static_cast<std::uint64_t>(rows.row_step);
+  return all % 16 == 0;
+}
+
+}  // namespace
+
+void CompiledStage::upload(int device_index) {
+  std::vector<std::byte> bytes;
+  const auto append = [&](const auto& list) {
+    const std::size_t at = (bytes.size() + 15) / 16 * 16;
+    const std::size_t size = list.size() * sizeof(list[0]);
+    bytes.resize(at + size);
+    if (size > 0) std::memcpy(bytes.data() + at, list.data(), size);
+    return at;
+  };
+  const std::size_t runs = append(tables.runs);
+  const std::size_t groups = append(tables.groups);
+  const std::size_t members = append(tables.members);
+  const std::size_t repeats = append(tables.repeats);
+  const std::size_t items = append(tables.items);
+  memory = allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
+  if (!bytes.empty()) {
+    check(cudaMemcpy(memory.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
+          "copying the tables of tiles");
+  }
+  const std::byte* base = memory.data();
+  device.runs = reinterpret_cast<const Run*>(base + runs);
+  device.groups = reinterpret_cast<const Group*>(base + groups);
+  device.members = reinterpret_cast<const Member*>(base + members);
+  device.repeats = reinterpret_cast<const Repeat*>(base + repeats);
+  device.items = reinterpret_cast<const Item*>(base + items);
+  std::vector<Launch> launches = std::move(tables.launches);
+  tables = {};
+  tables.launches = std::move(launches);
+}
+
+CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> forward,
+                       std::span<const Stage> backward, const Family& family, int device)
+    : computation_(computation), family_(family), device_(device) {
+  const auto compile = [&](const Stage& stage, Side side, int tile) {
+    CompiledStage out;
+    out.tables = make_tables(stage, computation_, side, tile, computation_.reproducible);
+    list_bytes_ += out.tables.bytes();
+    return out;
+  };
+  for (const Stage& stage : forward) {
+    forward_.push_back(compile(stage, Side::queries, family_.forward_tile));
+    forward_launches_ += static_cast<int>(forward_.back().tables.launches.size());
+  }
+  for (const CompiledStage& stage : forward_) {
+    if (stage.tables.launches.empty()) continue;
+    covers_first_ = covers(stage.tables, stage.tables.launches.front(), computation_.query_rows());
+    break;
+  }
+  if (!forward_.empty() && !forward_.back().tables.launches.empty()) {
+    const Tables& last = forward_.back().tables;
+    covers_last_ = covers(last, last.launches.back(), computation_.query_rows());
+  }
+  for (const Stage& stage : backward) {
+    BackwardStage out{stage.kind, {}, {}};
+    if (stage.kind != Stage::Kind::key_gradient && family_.query_tile > 0)
+      out.queries = compile(stage, Side::queries, family_.query_tile);
+    if (stage.kind != Stage::Kind::query_gradient)
+      out.keys = compile(stage, Side::keys, family_.key_tile);
+    backward_.push_back(std::move(out));
+  }
+}
+
+void CudaEngine::allocate(const ReceivedRows& received) {
+  const DeviceScope scope(device_);
+  for (CompiledStage& stage : forward_) stage.upload(device_);
+  for (BackwardStage& stage : backward_) {
+    stage.queries.upload(device_);
+    stage.keys.upload(device_);
+  }
+  keys_ = upload_parcels(received.keys);
+  queries_ = upload_parcels(received.queries);
+  gradients_ = upload_parcels(received.gradients);
+  const std::int64_t row = computation_.head_dim * std::int64_t{4};
+  const bool one_launch = forward_launches_ <= 1 && covers_last_;
+  if (!is_fp32() && (!one_launch || computation_.backward)) {
+    accumulators_ =
+        allocate_device(device_, computation_.query_rows() * row, "fp32 accumulators");
+  }
+  if (!computation_.backward) return;
+  if (!is_fp32()) {
+    key_gradients_ =
+        allocate_device(device_, computation_.key_rows() * row, "fp32 gradients of k");
+    value_gradients_ =
+        allocate_device(device_, computation_.key_rows() * row, "fp32 gradients of v");
+  }
+  statistics_ = allocate_device(
+      device_, computation_.query_rows() * (1 + computation_.deltas()) * 4, "row statistics");
+}
+
+CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) const {
+  Parcels out;
+  out.layout = parcels.layout;
+  if (parcels.layout == nullptr || parcels.base->empty()) return out;
+  std::vector<Source> sources(parcels.base->size());
+  std::int64_t row_bytes = 0;
+  for (int s = 0; s < parcels.layout->sections(); ++s) row_bytes += parcels.layout->section_bytes(s);
+  for (std::size_t id = 0; id < sources.size(); ++id) {
+    Source& source = sources[id];
+    source.base = (*parcels.base)[id];
+    if (source.base == nullptr) continue;
+    const auto parcel = static_cast<int>(id);
+    source.units = static_cast<std::int64_t>(parcels.layout->units(parcel).size());
+    source.rows =
+        parcels.layout->bytes(parcel) / (source.units * parcels.layout->batch() * row_bytes);
+    out.aligned = out.aligned && reinterpret_cast<std::uintptr_t>(source.base) % 16 == 0 &&
+                  source.rows * row_bytes % 16 == 0;
+  }
+  out.table = allocate_device(device_, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
+                              "the table of parcels");
+  check(cudaMemcpy(out.table.data(), sources.data(), sources.size() * sizeof(Source),
+                   cudaMemcpyHostToDevice),
+        "copying the table of parcels");
+  return out;
+}
+
+std::int64_t CudaEngine::state_bytes() const {
+  return accumulators_.bytes() + key_gradients_.bytes() + value_gradients_.bytes() +
+         statistics_.bytes();
+}
+
+RowSpace CudaEngine::query_space() const {
+  return {computation_.batch, computation_.query_tokens, computation_.heads()};
+}
+
+RowSpace CudaEngine::key_space() const {
+  return {computation_.batch, computation_.key_tokens, computation_.kv_heads};
+}
+
+TensorRows CudaEngine::rows_of(const Memory& memory, std::int64_t tokens, int heads,
+                               std::int64_t width) const {
+  const std::int64_t row = width * 4;
+  return {memory.data(), tokens * heads * row, row, heads * row};
+}
+
+TensorRows CudaEngine::statistics() const {
+  return rows_of(statistics_, computation_.query_tokens, computation_.heads(),
+                 1 + computation_.deltas());
+}
+
+Channel CudaEngine::channel(const TensorRows& local, const Parcels& parcels, int section,
+                            std::int64_t byte_offset) {
+  Channel out;
+  out.local = local;
+  out.local.base += byte_offset;
+  if (parcels.layout == nullptr) return out;
+  out.sources = reinterpret_cast<const Source*>(parcels.table.data());
+  out.row_bytes = parcels.layout->section_bytes(section);
+  for (int s = 0; s < parcels.layout->sections(); ++s) {
+    if (s < section) out.bytes_before += parcels.layout->section_bytes(s);
+    out.bytes_all += parcels.layout->section_bytes(s);
+  }
+  out.row_offset = byte_offset;
+  return out;
+}
+
+KernelShape CudaEngine::shape(std::span<const TensorRows> rows) const {
+  KernelShape out;
+  out.dtype = computation_.dtype;
+  out.head_dim = computation_.head_dim;
+  out.scale = static_cast<float>(computation_.scale);
+  out.aligned = keys_.aligned && queries_.aligned && std::all_of(rows.begin(), rows.end(), is_aligned);
+  out.batch = computation_.batch;
+  out.query_tokens = computation_.query_tokens;
+  out.key_tokens = computation_.key_tokens;
+  out.heads = computation_.heads();
+  out.kv_heads = computation_.kv_heads;
+  return out;
+}
+
+void CudaEngine::begin_forward(const ForwardCall& call, Queue& queue) {
+  if (covers_first_) return;
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(queue);
+  check_launch(fill_rows(call.lse, query_space(), -INFINITY, stream), "fill_rows", stream);
+}
+
+void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(queue);
+  const CompiledStage& compiled = forward_[static_cast<std::size_t>(stage)];
+  const TensorRows tensors[] = {call.q, call.k, call.v};
+  ForwardParams params;
+  params.shape = shape(tensors);
+  params.tables = compiled.device;
+  params.q.local = call.q;
+  params.k = channel(call.k, keys_, 0);
+  params.v = channel(call.v, keys_, 1);
+  params.lse = call.lse;
+  params.state = is_fp32() ? call.o
+                           : rows_of(accumulators_, computation_.query_tokens, computation_.heads(),
+                                     computation_.head_dim);
+  bool first = stage == 0;
+  for (const Launch& launch : compiled.tables.launches) {
+    if (call.stop->load(std::memory_order_relaxed)) return;
+    params.first_item = launch.first_item;
+    params.items = launch.items;
+    params.load_state = !first;
+    params.for_good = covers_last_ && static_cast<std::size_t>(stage) + 1 == forward_.size() &&
+                      &launch == &compiled.tables.launches.back();
+    params.out = params.for_good ? call.o : params.state;
+    params.out_dtype = params.for_good ? computation_.dtype : DType::f32;
+    params.out_factor =
+        params.for_good ? static_cast<float>(computation_.pattern->output_scale) : 1.0F;
+    check_launch(family_.forward(params, stream), "forward", stream);
+    first = false;
+  }
+}
+
+void CudaEngine::finish_forward(const ForwardCall& call, Queue& queue) {
+  if (covers_last_) return;
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(queue);
+  FinishParams params;
+  params.space = query_space();
+  params.lse = call.lse;
+  params.state = is_fp32() ? call.o
+                           : rows_of(accumulators_, computation_.query_tokens, computation_.heads(),
+                                     computation_.head_dim);
+  params.out = call.o;
+  params.head_dim = computation_.head_dim;
+  params.dtype = computation_.dtype;
+  params.factor = static_cast<float>(computation_.pattern->output_scale);
+  params.only_empty = is_fp32() && params.factor == 1.0F;
+  check_launch(finish_rows(params, stream), "finish_rows", stream);
+}
+
+GradientSums CudaEngine::sums(const BackwardCall& call) const {
+  if (is_fp32()) return {call.dq, call.dk, call.dv};
+  const Computation& c = computation_;
+  return {rows_of(accumulators_, c.query_tokens, c.heads(), c.head_dim),
+          rows_of(key_gradients_, c.key_tokens, c.kv_heads, c.head_dim),
+          rows_of(value_gradients_, c.key_tokens, c.kv_heads, c.head_dim)};
+}
+
+void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(queue);
+  StatisticsParams params;
+  params.space = query_space();
+  params.lse = call.lse;
+  params.o = call.o;
+  params.dout = call.dout;
+  params.statistics = statistics();
+  params.head_dim = computation_.head_dim;
+  params.dtype = computation_.dtype;
+  // Gradients are scaled by output_scale at the very end, so delta is taken with the unscaled O. A
+  // scale of 0 makes every gradient 0.
+  const double factor = computation_.pattern->output_scale;
+  params.unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
+  check_launch(fill_statistics(params, stream), "fill_statistics", stream);
+  const std::int64_t row = computation_.head_dim * std::int64_t{4};
+  if (is_fp32()) {
+    check_launch(clear_rows(call.dq, query_space(), row, stream), "clear_rows", stream);
+    check_launch(clear_rows(call.dk, key_space(), row, stream), "clear_rows", stream);
+    check_launch(clear_rows(call.dv, key_space(), row, stream), "clear_rows", stream);
+    return;
+  }
+  for (const Memory* memory : {&accumulators_, &key_gradients_, &value_gradients_}) {
+    if (memory->bytes() == 0) continue;
+    check(cudaMemsetAsync(memory->data(), 0, static_cast<std::size_t>(memory->bytes()), stream),
+          "clearing gradients");
+  }
+}
+
+void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(queue);
+  const BackwardStage& compiled = backward_[static_cast<std::size_t>(stage)];
+  const GradientSums sum = sums(call);
+  const TensorRows stats = statistics();
+  const TensorRows tensors[] = {call.q, call.k, call.v, call.dout};
+  const bool keys_return = gradients_.layout != nullptr && gradients_.layout->sections() == 2;
+  const Parcels none;
+  BackwardParams params;
+  params.shape = shape(tensors);
+  params.q = channel(call.q, queries_, 0);
+  params.dout = channel(call.dout, queries_, 1);
+  params.lse = channel(stats, queries_, 2);
+  params.delta = channel(stats, queries_, 2, 4);
+  params.k = channel(call.k, keys_, 0);
+  params.v = channel(call.v, keys_, 1);
+  params.dq = channel(sum.dq, keys_return ? none : gradients_, 0);
+  params.dk = channel(sum.dk, keys_return ? gradients_ : none, 0);
+  params.dv = channel(sum.dv, keys_return ? gradients_ : none, 1);
+  const auto run = [&](const CompiledStage& part, auto* kernel, const char* name) {
+    params.tables = part.device;
+    for (const Launch& launch : part.tables.launches) {
+      if (call.stop->load(std::memory_order_relaxed)) return;
+      params.first_item = launch.first_item;
+      params.items = launch.items;
+      check_launch(kernel(params, stream), name, stream);
+    }
+  };
+  run(compiled.queries, family_.query_gradient, "query_gradient");
+  run(compiled.keys, family_.key_gradient, "key_gradient");
+}
+
+void CudaEngine::finish_backward(const BackwardCall& call, Queue& queue) {
+  const auto factor = static_cast<float>(computation_.pattern->output_scale);
+  if (is_fp32() && factor == 1.0F) return;
+  const DeviceScope scope(device_);
+  const cudaStream_t stream = stream_of(queue);
+  const GradientSums sum = sums(call);
+  const auto store = [&](const TensorRows& from, const TensorRows& to, const RowSpace& space) {
+    check_launch(store_rows(from, to, space, computation_.head_dim, computation_.dtype, factor, stream),
+                 "store_rows", stream);
+  };
+  store(sum.dq, call.dq, query_space());
+  store(sum.dk, call.dk, key_space());
+  store(sum.dv, call.dv, key_space());
+}
+
+}  // namespace annulus::cuda

@@ -1,0 +1,137 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+// Tensor core instructions that every GPU from sm_80 on has, and tiles of 16-bit rows in shared
+// memory for them.
+namespace annulus::cuda {
+
+__device__ inline std::uint32_t shared_address(const void* pointer) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes; `present` false: zeros.
+__device__ inline void copy_async(void* to, const void* from, bool present) {
+  const int bytes = present ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Rows of kDim 16-bit elements. Chunks of 16 bytes are exchanged within groups of eight by the row,
+// so that eight rows of one chunk lie in different banks.
+template <typename T, int kRows, int kDim>
+struct SharedTile {
+  static constexpr int kChunks = kDim / 8;
+  T data[kRows * kDim];
+
+  __device__ T* chunk(int row, int chunk) {
+    return data + row * kDim + ((chunk ^ (row & 7)) * 8);
+  }
+
+  // By all threads of the block: `head_dim` elements of each row, zeros beyond and where `at` is
+  // null. `somewhere` is any readable address.
+  __device__ void load(std::byte* const* at, int head_dim, bool aligned, const void* somewhere) {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += static_cast<int>(blockDim.x)) {
+      const int row = i / kChunks;
+      const int c = i % kChunks;
+      const std::byte* from = at[row];
+      const bool present = from != nullptr && c * 8 < head_dim;
+      if (aligned) {
+        copy_async(chunk(row, c), present ? from + c * 16 : somewhere, present);
+      } else {
+        T* to = chunk(row, c);
+        const T* elements = reinterpret_cast<const T*>(from) + c * 8;
+        for (int e = 0; e < 8; ++e) to[e] = present ? elements[e] : T(0.0F);
+      }
+    }
+  }
+
+  // Fragments of mma.m16n8k16, four 8 x 8 matrices at once.
+  // A: rows [row, row + 16), columns [16 k, 16 k + 16).
+  __device__ void load_a(std::uint32_t (&a)[4], int row, int k) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    load_matrices(a, chunk(row + lane % 16, 2 * k + lane / 16));
+  }
+  // B for two blocks of eight rows, which are its columns: rows [row, row + 16), columns as above.
+  __device__ void load_b(std::uint32_t (&b)[4], int row, int k) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    load_matrices(b, chunk(row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+  }
+  // B for columns [16 n, 16 n + 16), summed over rows [row, row + 16).
+  __device__ void load_b_transposed(std::uint32_t (&b)[4], int row, int n) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const std::uint32_t from = shared_address(chunk(row + lane % 16, 2 * n + lane / 16));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(from)
+                 : "memory");
+  }
+
+ private:
+  __device__ static void load_matrices(std::uint32_t (&m)[4], const T* at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(at))
+                 : "memory");
+  }
+};
+
+// c += a * b for 16 x 8 results.
+template <typename T>
+__device__ inline void multiply(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                std::uint32_t b1) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+template <typename T>
+__device__ inline std::uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+  }
+}
+
+// Two neighbouring 16 x 8 results as the A of the next product, summed over their 16 columns.
+template <typename T>
+__device__ inline void as_a(std::uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+  a[0] = pack<T>(left[0], left[1]);
+  a[1] = pack<T>(left[2], left[3]);
+  a[2] = pack<T>(right[0], right[1]);
+  a[3] = pack<T>(right[2], right[3]);
+}
+
+// Sum and maximum over the four threads that hold a row of results.
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffU, x, 1);
+  return x + __shfl_xor_sync(0xffffffffU, x, 2);
+}
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffU, x, 2));
+}
+
+}  // namespace annulus::cuda

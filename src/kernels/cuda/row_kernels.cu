@@ -1,0 +1,200 @@
+#include "kernels/cuda/row_kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace annulus::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+__device__ std::byte* row_at(const TensorRows& rows, std::int64_t batch, std::int64_t token, int head) {
+  return rows.base + batch * rows.batch_step + head * rows.head_step + token * rows.row_step;
+}
+
+__device__ float load(const std::byte* row, DType dtype, int column) {
+  switch (dtype) {
+    case DType::f32: return reinterpret_cast<const float*>(row)[column];
+    case DType::bf16: return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(row)[column]);
+    case DType::f16: return __half2float(reinterpret_cast<const __half*>(row)[column]);
+  }
+  return 0;
+}
+
+__device__ void store(std::byte* row, DType dtype, int column, float value) {
+  switch (dtype) {
+    case DType::f32: reinterpret_cast<float*>(row)[column] = value; break;
+    case DType::bf16: reinterpret_cast<__nv_bfloat16*>(row)[column] = __float2bfloat16_rn(value); break;
+    case DType::f16: reinterpret_cast<__half*>(row)[column] = __float2half_rn(value); break;
+  }
+}
+
+// Calls use(batch, token, head, lane) for each row, by a warp.
+template <typename Use>
+__device__ void for_each_row(const RowSpace& space, const Use& use) {
+  const std::int64_t rows = space.batch * space.tokens * space.heads;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < rows;
+       row += static_cast<std::int64_t>(gridDim.x) * kWarps) {
+    const int head = static_cast<int>(row % space.heads);
+    const std::int64_t token = row / space.heads % space.tokens;
+    use(row / space.heads / space.tokens, token, head, lane);
+  }
+}
+
+unsigned blocks_for(std::int64_t rows) {
+  constexpr std::int64_t kMost = 132 * 16;
+  return static_cast<unsigned>(std::clamp<std::int64_t>((rows + kWarps - 1) / kWarps, 1, kMost));
+}
+
+__global__ void fill_kernel(TensorRows rows, RowSpace space, float value) {
+  const std::int64_t count = space.batch * space.tokens * space.heads;
+  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; row < count;
+       row += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+    *reinterpret_cast<float*>(row_at(rows, row / space.heads / space.tokens,
+                                     row / space.heads % space.tokens,
+                                     static_cast<int>(row % space.heads))) = value;
+  }
+}
+
+__global__ void clear_kernel(TensorRows rows, RowSpace space, int words) {
+  for_each_row(space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
+    auto* row = reinterpret_cast<std::uint32_t*>(row_at(rows, b, t, h));
+    for (int i = lane; i < words; i += 32) row[i] = 0;
+  });
+}
+
+__global__ void store_kernel(TensorRows from, TensorRows to, RowSpace space, int head_dim, DType dtype,
+                             float factor) {
+  for_each_row(space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
+    const auto* source = reinterpret_cast<const float*>(row_at(from, b, t, h));
+    std::byte* target = row_at(to, b, t, h);
+    for (int d = lane; d < head_dim; d += 32) store(target, dtype, d, source[d] * factor);
+  });
+}
+
+__global__ void finish_kernel(const __grid_constant__ FinishParams p) {
+  for_each_row(p.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
+    const bool empty = *reinterpret_cast<const float*>(row_at(p.lse, b, t, h)) == -INFINITY;
+    if (!empty && p.only_empty) return;
+    const auto* state = reinterpret_cast<const float*>(row_at(p.state, b, t, h));
+    std::byte* out = row_at(p.out, b, t, h);
+    for (int d = lane; d < p.head_dim; d += 32)
+      store(out, p.dtype, d, empty ? 0.0F : state[d] * p.factor);
+  });
+}
+
+__global__ void statistics_kernel(const __grid_constant__ StatisticsParams p) {
+  for_each_row(p.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
+    const std::byte* o = row_at(p.o, b, t, h);
+    const std::byte* g = row_at(p.dout, b, t, h);
+    float sum = 0;
+    for (int d = lane; d < p.head_dim; d += 32)
+      sum = fmaf(load(o, p.dtype, d), load(g, p.dtype, d), sum);
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, step);
+    if (lane != 0) return;
+    auto* out = reinterpret_cast<float*>(row_at(p.statistics, b, t, h));
+    out[0] = *reinterpret_cast<const float*>(row_at(p.lse, b, t, h));
+    out[1] = sum * p.unscale;
+  });
+}
+
+// Calls use(parcel's row, shard's row, bytes) by a warp for every row of the items.
+template <typename Use>
+__device__ void for_each_copy(const CopyParams& p, const Use& use) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  for (std::int64_t i = blockIdx.x; i < p.count; i += gridDim.x) {
+    const CopyItem item = p.items[i];
+    std::int64_t before = 0;
+    for (int s = 0; s < p.sections; ++s) {
+      for (int r = warp; r < item.count; r += kWarps) {
+        use(p.buffer + item.unit_offset + before * item.unit_rows +
+                (item.parcel_first + r * item.parcel_stride) * p.section_bytes[s],
+            row_at(p.rows[s], item.batch, item.local_first + r * item.local_stride, item.head),
+            p.section_bytes[s]);
+      }
+      before += p.section_bytes[s];
+    }
+  }
+}
+
+template <typename Word>
+__device__ void copy_row(std::byte* to, const std::byte* from, std::int64_t bytes) {
+  for (std::int64_t i = threadIdx.x % 32; i < bytes / static_cast<std::int64_t>(sizeof(Word)); i += 32)
+    reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(from)[i];
+}
+
+__global__ void pack_kernel(const __grid_constant__ CopyParams p) {
+  for_each_copy(p, [](std::byte* parcel, const std::byte* local, std::int64_t bytes) {
+    const auto all = reinterpret_cast<std::uintptr_t>(parcel) | reinterpret_cast<std::uintptr_t>(local) |
+                     static_cast<std::uintptr_t>(bytes);
+    if (all % 16 == 0) {
+      copy_row<uint4>(parcel, local, bytes);
+    } else if (all % 4 == 0) {
+      copy_row<std::uint32_t>(parcel, local, bytes);
+    } else {
+      copy_row<std::uint16_t>(parcel, local, bytes);
+    }
+  });
+}
+
+__global__ void add_kernel(const __grid_constant__ CopyParams p) {
+  for_each_copy(p, [](const std::byte* parcel, std::byte* local, std::int64_t bytes) {
+    for (std::int64_t i = threadIdx.x % 32; i < bytes / 4; i += 32)
+      reinterpret_cast<float*>(local)[i] += reinterpret_cast<const float*>(parcel)[i];
+  });
+}
+
+}  // namespace
+
+cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value, cudaStream_t stream) {
+  if (space.rows() == 0) return cudaSuccess;
+  fill_kernel<<<blocks_for((space.rows() + 31) / 32), kThreads, 0, stream>>>(rows, space, value);
+  return cudaGetLastError();
+}
+
+cudaError_t clear_rows(const TensorRows& rows, const RowSpace& space, std::int64_t row_bytes,
+                       cudaStream_t stream) {
+  if (space.rows() == 0) return cudaSuccess;
+  clear_kernel<<<blocks_for(space.rows()), kThreads, 0, stream>>>(rows, space,
+                                                                  static_cast<int>(row_bytes / 4));
+  return cudaGetLastError();
+}
+
+cudaError_t store_rows(const TensorRows& from, const TensorRows& to, const RowSpace& space, int head_dim,
+                       DType dtype, float factor, cudaStream_t stream) {
+  if (space.rows() == 0) return cudaSuccess;
+  store_kernel<<<blocks_for(space.rows()), kThreads, 0, stream>>>(from, to, space, head_dim, dtype,
+                                                                  factor);
+  return cudaGetLastError();
+}
+
+cudaError_t finish_rows(const FinishParams& params, cudaStream_t stream) {
+  if (params.space.rows() == 0) return cudaSuccess;
+  finish_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream) {
+  if (params.space.rows() == 0) return cudaSuccess;
+  statistics_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t pack_rows(const CopyParams& params, cudaStream_t stream) {
+  if (params.count == 0) return cudaSuccess;
+  pack_kernel<<<blocks_for(params.count * kWarps), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t add_rows(const CopyParams& params, cudaStream_t stream) {
+  if (params.count == 0) return cudaSuccess;
+  add_kernel<<<blocks_for(params.count * kWarps), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace annulus::cuda

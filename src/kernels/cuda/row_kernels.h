@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "kernels/cuda/launch.h"
+
+// What happens to rows besides attention. All of them are bound by memory.
+namespace annulus::cuda {
+
+// Rows [batch][tokens][heads] of a shard.
+struct RowSpace {
+  std::int64_t batch = 1;
+  std::int64_t tokens = 0;
+  int heads = 0;
+
+  [[nodiscard]] std::int64_t rows() const { return batch * tokens * heads; }
+};
+
+// One float a row.
+[[nodiscard]] cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
+                                    cudaStream_t stream);
+[[nodiscard]] cudaError_t clear_rows(const TensorRows& rows, const RowSpace& space,
+                                     std::int64_t row_bytes, cudaStream_t stream);
+// fp32 rows times a factor, as `dtype`.
+[[nodiscard]] cudaError_t store_rows(const TensorRows& from, const TensorRows& to,
+                                     const RowSpace& space, int head_dim, DType dtype, float factor,
+                                     cudaStream_t stream);
+
+// The end of forward: zeros where lse is -inf; elsewhere the state times a factor as `dtype`, or, if
+// `only_empty`, whatever is there.
+struct FinishParams {
+  RowSpace space;
+  TensorRows lse, state, out;
+  int head_dim = 0;
+  DType dtype = DType::f32;
+  float factor = 1;
+  bool only_empty = false;
+};
+[[nodiscard]] cudaError_t finish_rows(const FinishParams& params, cudaStream_t stream);
+
+// Log-sum-exp and unscale * rowsum(dout * o) of every row, side by side.
+struct StatisticsParams {
+  RowSpace space;
+  TensorRows lse, o, dout, statistics;
+  int head_dim = 0;
+  DType dtype = DType::f32;
+  float unscale = 1;
+};
+[[nodiscard]] cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream);
+
+// Rows of one unit between a shard and a buffer of parcels.
+struct CopyItem {
+  std::int64_t unit_offset = 0;  // of the unit's first section in the buffer
+  std::int64_t unit_rows = 0;
+  std::int64_t parcel_first = 0;
+  std::int64_t parcel_stride = 1;
+  std::int64_t local_first = 0;
+  std::int64_t local_stride = 1;
+  std::int32_t count = 0;
+  std::int32_t head = 0;
+  std::int32_t batch = 0;
+};
+inline constexpr int kMaxSections = 3;
+inline constexpr int kCopyRows = 64;  // most rows of an item
+struct CopyParams {
+  const CopyItem* items = nullptr;
+  std::int64_t count = 0;
+  int sections = 0;
+  std::int64_t section_bytes[kMaxSections] = {};
+  TensorRows rows[kMaxSections];
+  std::byte* buffer = nullptr;
+};
+[[nodiscard]] cudaError_t pack_rows(const CopyParams& params, cudaStream_t stream);
+[[nodiscard]] cudaError_t add_rows(const CopyParams& params, cudaStream_t stream);
+
+}  // namespace annulus::cuda

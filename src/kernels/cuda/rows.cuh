@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cfloat>
+#include <climits>
+#include <cstdint>
+
+#include "kernels/cuda/launch.h"
+
+// Where the rows of a list are: what every kernel that takes any layout has in common.
+namespace annulus::cuda {
+
+inline constexpr int kAbsent = INT_MAX;  // index of a row that is not there
+
+struct PlacedRow {
+  std::int32_t source;
+  std::int32_t index;
+  std::int64_t row;
+};
+
+__device__ inline PlacedRow place_row(const Run* runs, const RowList& list, int row) {
+  int low = list.begin;
+  int high = list.begin + list.runs - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (runs[middle].before <= row) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const Run run = runs[low];
+  const int i = row - run.before;
+  return {run.source, run.index + i * run.index_stride,
+          run.first + static_cast<std::int64_t>(i) * run.stride};
+}
+
+// Which head of the shard, and which unit of a parcel.
+struct Place {
+  int batch;
+  int head;
+  int unit;
+};
+
+__device__ inline std::byte* address(const Channel& channel, const PlacedRow& row, const Place& place) {
+  if (row.source < 0) {
+    const TensorRows& local = channel.local;
+    return local.base + place.batch * local.batch_step + place.head * local.head_step +
+           row.row * local.row_step;
+  }
+  const Source source = channel.sources[row.source];
+  const std::int64_t unit = place.batch * source.units + place.unit;
+  return source.base + (unit * channel.bytes_all + channel.bytes_before) * source.rows +
+         row.row * channel.row_bytes + channel.row_offset;
+}
+
+// Bit i: the row is one of those that repeat i has.
+__device__ inline unsigned repeats_with(const Repeat* repeats, int count, int index) {
+  unsigned mask = 0;
+  for (int i = 0; i < count; ++i) {
+    if (index % repeats[i].stride == repeats[i].phase) mask |= 1U << i;
+  }
+  return mask;
+}
+
+// log2 of how often a pair counts.
+__device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats) {
+  switch (__popc(query_repeats & key_repeats)) {
+    case 0: return 0.0F;
+    case 1: return 1.0F;
+    case 2: return 1.5849625F;
+    case 3: return 2.0F;
+    default: return 2.3219281F;
+  }
+}
+
+// How many rows of an ascending list have an index of at most `last`.
+__device__ inline int rows_up_to(const Run* runs, const RowList& list, int last) {
+  int low = 0;
+  int high = list.rows;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (place_row(runs, list, middle).index <= last) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Rows of a tile in shared memory: where they are, channel by channel, and how masks see them.
+template <int kRows, int kChannels>
+struct TileRows {
+  std::byte* at[kChannels][kRows];  // null: absent
+  int index[kRows];                 // kAbsent: absent
+  unsigned char repeats[kRows];
+
+  // By the threads of a block, one row each; the caller synchronises.
+  template <typename... Channels>
+  __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list, int first,
+                       int end, const Place& place, const Channels&... channels) {
+    static_assert(sizeof...(channels) == kChannels);
+    for (int r = static_cast<int>(threadIdx.x); r < kRows; r += static_cast<int>(blockDim.x)) {
+      int c = 0;
+      if (first + r >= end) {
+        ((at[c++][r] = nullptr, static_cast<void>(channels)), ...);
+        index[r] = kAbsent;
+        repeats[r] = 0;
+        continue;
+      }
+      const PlacedRow row = place_row(tables.runs, list, first + r);
+      ((at[c++][r] = address(channels, row, place)), ...);
+      index[r] = row.index;
+      repeats[r] = static_cast<unsigned char>(
+          repeats_with(tables.repeats + group.first_repeat, group.repeats, row.index));
+    }
+  }
+};
+
+inline constexpr float kLog2E = 1.44269504088896340736F;
+inline constexpr float kLn2 = 0.69314718055994530942F;
+
+// 2^x, within two units of the last place.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace annulus::cuda

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/work_groups.h"
+
+// What a stage becomes on a CUDA device: plain tables that kernels walk, made once. No CUDA here:
+// they are made and tested on the host.
+namespace annulus::cuda {
+
+// Evenly spaced rows of a list: row i of the run is row `first + i * stride` of its source.
+struct Run {
+  std::int32_t source = -1;  // < 0: the shard; else a received parcel
+  std::int32_t before = 0;   // rows of the list before this run
+  std::int32_t count = 0;
+  std::int32_t index = 0;  // of the first row within its segment's progression: masks go by it
+  std::int32_t index_stride = 1;
+  std::int32_t stride = 1;
+  std::int64_t first = 0;
+};
+
+// Rows of one side of a group: runs [begin, begin + runs) of the table.
+struct RowList {
+  std::int32_t begin = 0;
+  std::int32_t runs = 0;
+  std::int32_t rows = 0;
+  std::int32_t ascending = 1;  // indices rise from row to row over the whole list
+};
+
+// Query rows against key rows of one segment, for heads that do the same. A pair counts once, and
+// once more for each of the repeats that has both of its rows.
+struct Group {
+  RowList queries;
+  RowList keys;
+  std::int32_t causal = 0;  // key index <= query index + shift
+  std::int32_t shift = 0;
+  std::int32_t first_repeat = 0;
+  std::int32_t repeats = 0;
+  std::int32_t branch = 0;
+  std::int32_t dilation = 1;
+};
+
+struct Member {
+  std::int32_t head = 0;     // of queries
+  std::int32_t kv_head = 0;  // of keys
+  std::int32_t unit = 0;     // of parcels
+};
+
+// What one block of threads computes: rows [begin, begin + rows) of one side of a group against all
+// rows of the other side that the mask allows. Forward and dQ: query rows of one member. dK and dV:
+// key rows, for `members` members with one K/V head.
+struct Item {
+  std::int32_t group = 0;
+  std::int32_t member = 0;  // the first
+  std::int32_t members = 1;
+  std::int32_t batch = 0;
+  std::int32_t begin = 0;
+  std::int32_t rows = 0;
+};
+
+// Items that may run side by side: no two of them write the same row.
+struct Launch {
+  std::int32_t branch = 0;
+  std::int32_t first_item = 0;
+  std::int32_t items = 0;
+};
+
+// Who owns the rows that items write.
+enum class Side : std::uint8_t { queries, keys };
+
+struct Tables {
+  std::vector<Run> runs;
+  std::vector<Group> groups;
+  std::vector<Member> members;
+  std::vector<Repeat> repeats;
+  std::vector<Item> items;
+  std::vector<Launch> launches;  // one after the other
+
+  [[nodiscard]] std::int64_t bytes() const;
+};
+
+// `tile`: most rows of an item. Branches come coarsest first, so that a branch that has every row
+// is the last to write it. Where the stage's results must not depend on how rows are spread over
+// ranks, `canonical`, rows are listed by index.
+[[nodiscard]] Tables make_tables(const Stage& stage, const Computation& computation, Side side,
+                                 int tile, bool canonical);
+
+}  // namespace annulus::cuda

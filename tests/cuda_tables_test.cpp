@@ -1,0 +1,197 @@
+// What the stages of an executor become for CUDA kernels: tables, walked here as the kernels walk
+// them. No GPU is needed.
+
+#include "kernels/cuda/tables.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "support/random_plans.h"
+
+namespace annulus::cuda {
+namespace {
+
+struct Row {
+  std::int32_t source;
+  std::int64_t at;
+  std::int32_t index;
+};
+
+std::vector<Row> rows_of(const Tables& tables, const RowList& list) {
+  std::vector<Row> rows;
+  for (std::int32_t r = 0; r < list.runs; ++r) {
+    const Run& run = tables.runs[static_cast<std::size_t>(list.begin + r)];
+    EXPECT_EQ(run.before, static_cast<std::int32_t>(rows.size()));
+    for (std::int32_t i = 0; i < run.count; ++i) {
+      rows.push_back({run.source, run.first + static_cast<std::int64_t>(i) * run.stride,
+                      run.index + i * run.index_stride});
+    }
+  }
+  EXPECT_EQ(list.rows, static_cast<std::int32_t>(rows.size()));
+  const bool ascending = std::is_sorted(rows.begin(), rows.end(), [](const Row& a, const Row& b) {
+    return a.index < b.index;
+  });
+  EXPECT_EQ(list.ascending != 0, ascending);
+  return rows;
+}
+
+int weight_of(const Tables& tables, const Group& group, const Row& query, const Row& key) {
+  if (group.causal != 0 && key.index > query.index + group.shift) return 0;
+  int weight = 1;
+  for (std::int32_t r = 0; r < group.repeats; ++r) {
+    const Repeat& repeat = tables.repeats[static_cast<std::size_t>(group.first_repeat + r)];
+    weight += repeat.contains(query.index) && repeat.contains(key.index) ? 1 : 0;
+  }
+  return weight;
+}
+
+// Where a row of a plan is globally.
+class Positions {
+ public:
+  explicit Positions(const Plan& plan) : plan_(plan) {}
+  [[nodiscard]] std::int64_t of(const Row& row) const {
+    if (row.source < 0) return plan_.query_placement().position(plan_.rank(), row.at);
+    std::int64_t left = row.at;
+    for (const RowSet& rows : plan_.parcels()[static_cast<std::size_t>(row.source)].rows) {
+      if (left < rows.count) return rows.first + left * rows.stride;
+      left -= rows.count;
+    }
+    ADD_FAILURE() << "row " << row.at << " is not in parcel " << row.source;
+    return -1;
+  }
+
+ private:
+  const Plan& plan_;
+};
+
+struct Case {
+  Pattern pattern;
+  Placement placement;
+  int kv_heads;
+  Travel travel;
+  Schedule schedule;
+};
+
+Case random_case(test::Random& random) {
+  const std::int64_t tokens = random.between(1, 160);
+  const int ranks = static_cast<int>(random.between(1, 4));
+  const int heads = static_cast<int>(random.one_of<std::int64_t>({1, 2, 4}));
+  const bool causal = random.coin();
+  Pattern pattern;
+  if (random.coin()) {
+    pattern = test::random_branches(random, tokens, heads, causal);
+  } else {
+    const std::vector<std::int64_t> segments{16, 32, 64};
+    const std::vector<std::int64_t> dilations{1, 2, 4};
+    pattern = longnet(heads, segments, dilations, causal,
+                      random.coin() ? Offsets::blocked : Offsets::interleaved);
+  }
+  const std::string name =
+      random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});
+  Placement placement = random.coin() ? test::random_placement(random, tokens, ranks)
+                                      : Placement::named(name, tokens, ranks);
+  const int kv_heads = random.coin() ? heads : 1;
+  return {std::move(pattern), std::move(placement), kv_heads,
+          random.coin() ? Travel::keys : Travel::queries,
+          random.coin() ? Schedule::ring : Schedule::gather};
+}
+
+TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
+  for (std::uint64_t seed = 0; seed < 150; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    test::Random random(seed);
+    const Case c = random_case(random);
+    const int tile = static_cast<int>(random.one_of<std::int64_t>({1, 8, 64}));
+    const int ratio = c.pattern.heads / c.kv_heads;
+    const bool canonical = random.coin();
+    for (const Side side : {Side::queries, Side::keys}) {
+      std::map<std::tuple<int, std::int64_t, std::int64_t>, int> weights;  // head, query, key
+      const PlanOptions options{c.pattern, c.placement, c.placement,
+                                c.kv_heads, c.schedule, c.travel};
+      for (int rank = 0; rank < c.placement.ranks(); ++rank) {
+        const Plan plan(options, rank);
+        const Positions positions(plan);
+        Computation computation;
+        computation.pattern = &c.pattern;
+        computation.query_tokens = computation.key_tokens = c.placement.local_tokens(rank);
+        computation.kv_heads = c.kv_heads;
+        computation.batch = 2;
+        for (int step = 0; step <= plan.steps(); ++step) {
+          const Stage stage{c.travel == Travel::keys && side == Side::queries
+                                ? Stage::Kind::forward
+                                : Stage::Kind::gradients,
+                            &plan, step, step};
+          const Tables tables = make_tables(stage, computation, side, tile, canonical);
+          std::int32_t next = 0;
+          std::int64_t dilation = std::numeric_limits<std::int64_t>::max();
+          for (const Launch& launch : tables.launches) {
+            EXPECT_EQ(launch.first_item, next);
+            next += launch.items;
+            const std::int64_t of_branch =
+                c.pattern.branches[static_cast<std::size_t>(launch.branch)].dilation;
+            EXPECT_LE(of_branch, dilation) << "coarse branches come first";
+            dilation = of_branch;
+            std::set<std::tuple<int, int, std::int32_t, std::int64_t>> written;
+            for (std::int32_t i = 0; i < launch.items; ++i) {
+              const Item& item = tables.items[static_cast<std::size_t>(launch.first_item + i)];
+              const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
+              EXPECT_EQ(group.branch, launch.branch);
+              EXPECT_LE(item.rows, tile);
+              const std::vector<Row> queries = rows_of(tables, group.queries);
+              const std::vector<Row> keys = rows_of(tables, group.keys);
+              const std::vector<Row>& own = side == Side::queries ? queries : keys;
+              const std::vector<Row>& other = side == Side::queries ? keys : queries;
+              if (canonical) {
+                EXPECT_NE(group.queries.ascending, 0);
+                EXPECT_NE(group.keys.ascending, 0);
+              }
+              for (std::int32_t m = 0; m < item.members; ++m) {
+                const Member& member = tables.members[static_cast<std::size_t>(item.member + m)];
+                EXPECT_EQ(member.kv_head, member.head / ratio);
+                for (std::int32_t r = item.begin; r < item.begin + item.rows; ++r) {
+                  const Row& mine = own[static_cast<std::size_t>(r)];
+                  if (m == 0) {
+                    const int head = side == Side::queries ? member.head : member.kv_head;
+                    EXPECT_TRUE(written.insert({item.batch, head, mine.source, mine.at}).second)
+                        << "two items of a launch write one row";
+                  }
+                  if (item.batch != 0) continue;
+                  for (const Row& theirs : other) {
+                    const Row& query = side == Side::queries ? mine : theirs;
+                    const Row& key = side == Side::queries ? theirs : mine;
+                    const int weight = weight_of(tables, group, query, key);
+                    if (weight > 0)
+                      weights[{member.head, positions.of(query), positions.of(key)}] += weight;
+                  }
+                }
+              }
+            }
+          }
+          EXPECT_EQ(next, static_cast<std::int32_t>(tables.items.size()));
+        }
+      }
+      for (int head = 0; head < c.pattern.heads; ++head) {
+        for (std::int64_t q = 0; q < c.placement.tokens(); ++q) {
+          for (std::int64_t k = 0; k < c.placement.tokens(); ++k) {
+            int allowed = 0;
+            for (const Branch& branch : c.pattern.branches)
+              allowed += c.pattern.allows(branch, head, q, k) ? 1 : 0;
+            const auto found = weights.find({head, q, k});
+            const int weight = found == weights.end() ? 0 : found->second;
+            ASSERT_EQ(weight, allowed) << "head " << head << ", query " << q << ", key " << k;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace annulus::cuda

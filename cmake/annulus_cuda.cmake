@@ -34,7 +34,7 @@ function(annulus_cuda_objects name)
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/src")
   set_target_properties(${name} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES "${arg_ARCHITECTURES}" POSITION_INDEPENDENT_CODE ON)
   # 554: a conversion of a view to itself, which is never used.
-  target_compile_options(${name} PRIVATE --expt-relaxed-constexpr -diag-suppress=554 -lineinfo)
+  target_compile_options(${name} PRIVATE --expt-relaxed-constexpr -diag-suppress=554)
   target_sources(annulus PRIVATE $<TARGET_OBJECTS:${name}>)
 endfunction()
 
@@ -53,8 +53,8 @@ function(annulus_cuda_sources)
   file(GLOB hopper CONFIGURE_DEPENDS "${folder}/*_sm90*.cu")
   file(GLOB portable CONFIGURE_DEPENDS "${folder}/*.cu")
   list(REMOVE_ITEM portable ${hopper})
-  # Machine code for 8.0, and its PTX for whatever is newer.
-  annulus_cuda_objects(annulus_cuda_portable ARCHITECTURES 80 SOURCES ${portable})
+  # Machine code for 8.0 and 9.0, and PTX of 8.0 for whatever else is newer.
+  annulus_cuda_objects(annulus_cuda_portable ARCHITECTURES 80 90-real SOURCES ${portable})
   if(hopper)
     annulus_cuda_objects(annulus_cuda_sm90 ARCHITECTURES 90a-real SOURCES ${hopper})
   endif()

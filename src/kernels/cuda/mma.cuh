@@ -55,6 +55,24 @@ struct SharedTile {
     }
   }
 
+  // Calls found(row, column) for every infinity and NaN in this thread's share of the tile; they
+  // become 0.
+  template <typename Found>
+  __device__ void take_poison(const Found& found) {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim; i += static_cast<int>(blockDim.x)) {
+      if (!is_poison(i)) continue;
+      const int row = i / kDim;
+      found(row, (i % kDim / 8 ^ (row & 7)) * 8 + i % 8);
+      data[i] = T(0.0F);
+    }
+  }
+  __device__ bool has_poison() const {
+    bool found = false;
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim; i += static_cast<int>(blockDim.x))
+      found = found || is_poison(i);
+    return found;
+  }
+
   // Fragments of mma.m16n8k16, four 8 x 8 matrices at once.
   // A: rows [row, row + 16), columns [16 k, 16 k + 16).
   __device__ void load_a(std::uint32_t (&a)[4], int row, int k) {
@@ -77,11 +95,44 @@ struct SharedTile {
   }
 
  private:
+  __device__ bool is_poison(int i) const {
+    constexpr unsigned kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80U : 0x7c00U;
+    return (reinterpret_cast<const std::uint16_t*>(data)[i] & kExponent) == kExponent;
+  }
   __device__ static void load_matrices(std::uint32_t (&m)[4], const T* at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(shared_address(at))
                  : "memory");
+  }
+};
+
+// Results that have seen an infinity or a NaN. 0 * NaN is NaN: where a tile hides some pairs, what is
+// wrong with a row must reach only those that see it. So it is taken out of the tile and noted here.
+template <int kRows, int kDim>
+struct Poison {
+  unsigned any;
+  unsigned bits[kRows][kDim / 32];
+
+  __device__ void clear() {
+    if (threadIdx.x == 0) any = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim / 32; i += static_cast<int>(blockDim.x))
+      (&bits[0][0])[i] = 0;
+  }
+  // By all threads, after the tile has arrived. sees(result's row, tile's row).
+  template <typename Tile, typename Sees>
+  __device__ void take_from(Tile& tile, const Sees& sees) {
+    if (__syncthreads_or(tile.has_poison()) == 0) return;
+    tile.take_poison([&](int row, int column) {
+      any = 1;
+      for (int own = 0; own < kRows; ++own) {
+        if (sees(own, row)) atomicOr(&bits[own][column / 32], 1U << (column % 32));
+      }
+    });
+    __syncthreads();
+  }
+  __device__ float apply(int row, int column, float value) const {
+    return (bits[row][column / 32] >> (column % 32) & 1U) != 0 ? NAN : value;
   }
 };
 

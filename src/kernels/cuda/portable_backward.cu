@@ -11,27 +11,23 @@ namespace {
 constexpr int kThreads = 128;  // four warps of 16 rows
 constexpr int kRows = kPortableGradientTile;
 
-// exp(S - L) in units of log2, without a score for hidden pairs.
-struct Pairs {
-  bool causal;
-  int shift;
-  bool weighted;
-
-  __device__ bool hidden(int query, int key) const {
-    return query == kAbsent || key == kAbsent || (causal && key > query + shift);
-  }
-};
-
 // Log-sum-exp in units of log2; a row that attends to nothing gets weights of 0.
 __device__ float reference_of(const std::byte* lse) {
   const float l = lse != nullptr ? *reinterpret_cast<const float*>(lse) : -INFINITY;
   return l == -INFINITY ? INFINITY : l * kLog2E;
 }
 
-__device__ void add_pair(std::byte* row, int column, float a, float b) {
-  auto* to = reinterpret_cast<float*>(row) + column;
-  to[0] += a;
-  to[1] += b;
+// Two neighbouring columns of a row of results, times a factor, to memory.
+template <typename Poisoned>
+__device__ void add_pair(std::byte* to, int row, int column, float a, float b, float factor,
+                         const Poisoned& poison) {
+  if (poison.any != 0) {
+    a = poison.apply(row, column, a);
+    b = poison.apply(row, column + 1, b);
+  }
+  auto* sums = reinterpret_cast<float*>(to) + column;
+  sums[0] += a * factor;
+  sums[1] += b * factor;
 }
 
 template <typename T, int kDim, typename Buffers>
@@ -42,6 +38,7 @@ struct QueryShared {
   SharedTile<T, Buffers::kRows, kDim> v[Buffers::kStages];
   TileRows<kRows, 5> queries;  // q, dout, lse, delta, dq
   TileRows<Buffers::kRows, 2> keys[Buffers::kStages];
+  Poison<kRows, kDim> poison;
 };
 
 template <typename T, int kDim, typename Buffers>
@@ -58,12 +55,12 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   const int head_dim = p.shape.head_dim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const Pairs pairs{group.causal != 0, group.shift, group.repeats > 0};
 
+  shared.poison.clear();
   shared.queries.fill(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                       query_place, p.q, p.dout, p.lse, p.delta, p.dq);
   int keys = group.keys.rows;
-  if (pairs.causal && group.queries.ascending != 0 && group.keys.ascending != 0) {
+  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int last =
         place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
     keys = rows_up_to(p.tables.runs, group.keys, last);
@@ -132,11 +129,20 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
       for (int e = 0; e < 4; ++e) {
         const int key = n * 8 + lane % 4 * 2 + e % 2;
         float score = s[n][e] * scale - reference[e / 2];
-        if (pairs.weighted) score += log2_weight(repeats[e / 2], rows.repeats[key]);
+        if (group.repeats > 0) score += log2_weight(repeats[e / 2], rows.repeats[key]);
         const float weight = exp2_fast(score);
-        ds[n][e] = pairs.hidden(index[e / 2], rows.index[key])
+        ds[n][e] = hidden_pair(group, index[e / 2], rows.index[key])
                        ? 0.0F
                        : weight * (ds[n][e] - delta[e / 2]);
+      }
+    }
+    if (group.causal != 0) {
+      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0;
+      const int last_key = rows.index[min(kKeys, keys - tile * kKeys) - 1];
+      if (!ordered || last_key > shared.queries.index[0] + group.shift) {
+        shared.poison.take_from(shared.k[stage], [&](int query, int key) {
+          return !hidden_pair(group, shared.queries.index[query], rows.index[key]);
+        });
       }
     }
 #pragma unroll
@@ -158,12 +164,14 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (index[half] == kAbsent) continue;
-    std::byte* row = shared.queries.at[4][warp * 16 + half * 8 + lane / 4];
+    const int row = warp * 16 + half * 8 + lane / 4;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
       const int column = n * 8 + lane % 4 * 2;
-      if (column < head_dim)
-        add_pair(row, column, dq[n][2 * half] * p.shape.scale, dq[n][2 * half + 1] * p.shape.scale);
+      if (column < head_dim) {
+        add_pair(shared.queries.at[4][row], row, column, dq[n][2 * half], dq[n][2 * half + 1],
+                 p.shape.scale, shared.poison);
+      }
     }
   }
 }
@@ -178,6 +186,8 @@ struct KeyShared {
   TileRows<Buffers::kRows, 4> queries[Buffers::kStages];  // q, dout, lse, delta
   float reference[Buffers::kStages][Buffers::kRows];
   float delta[Buffers::kStages][Buffers::kRows];
+  Poison<kRows, kDim> key_poison;
+  Poison<kRows, kDim> value_poison;
 };
 
 // dK and dV of 256 columns would not fit the registers: a block makes at most 128 of them.
@@ -197,29 +207,32 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int first_column = static_cast<int>(blockIdx.y) * kPart;
-  const Pairs pairs{group.causal != 0, group.shift, group.repeats > 0};
   {
     const Member member = p.tables.members[item.member];
     const Place place{item.batch, member.kv_head, member.unit};
+    shared.key_poison.clear();
+    shared.value_poison.clear();
     shared.keys.fill(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
                      p.v, p.dk, p.dv);
   }
   // Queries that see some key of the block come last: whole tiles before them are skipped, and tiles
   // stay where they are in the list.
   int first_tile = 0;
-  if (pairs.causal && group.queries.ascending != 0 && group.keys.ascending != 0) {
+  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int first = place_row(p.tables.runs, group.keys, item.begin).index - group.shift;
-    first_tile = rows_up_to(p.tables.runs, group.queries, first - 1) / kQueries;
+    first_tile =
+        (rows_up_to(p.tables.runs, group.queries, first - 1) + group.queries.phase) / kQueries;
   }
-  const int tiles = max(0, (group.queries.rows + kQueries - 1) / kQueries - first_tile);
+  const int tiles =
+      max(0, (group.queries.rows + group.queries.phase + kQueries - 1) / kQueries - first_tile);
   const int steps = tiles * item.members;
   const auto load = [&](int step) {
     const int stage = step % kStages;
     const Member member = p.tables.members[item.member + step / tiles];
     const Place place{item.batch, member.head, member.unit};
     TileRows<kQueries, 4>& rows = shared.queries[stage];
-    rows.fill(p.tables, group, group.queries, (first_tile + step % tiles) * kQueries,
-              group.queries.rows, place, p.q, p.dout, p.lse, p.delta);
+    rows.fill(p.tables, group, group.queries,
+              (first_tile + step % tiles) * kQueries - group.queries.phase, group.queries.rows, place, p.q, p.dout, p.lse, p.delta);
     __syncthreads();
     shared.q[stage].load(rows.at[0], head_dim, p.shape.aligned, p.tables.items);
     shared.dout[stage].load(rows.at[1], head_dim, p.shape.aligned, p.tables.items);
@@ -284,11 +297,22 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
       for (int e = 0; e < 4; ++e) {
         const int query = n * 8 + lane % 4 * 2 + e % 2;
         float score = weights[n][e] * scale - shared.reference[stage][query];
-        if (pairs.weighted) score += log2_weight(rows.repeats[query], repeats[e / 2]);
-        const bool hidden = pairs.hidden(rows.index[query], index[e / 2]);
+        if (group.repeats > 0) score += log2_weight(rows.repeats[query], repeats[e / 2]);
+        const bool hidden = hidden_pair(group, rows.index[query], index[e / 2]);
         const float weight = hidden ? 0.0F : exp2_fast(score);
         weights[n][e] = weight;
         ds[n][e] = hidden ? 0.0F : weight * (ds[n][e] - shared.delta[stage][query]);
+      }
+    }
+    if (group.causal != 0) {
+      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0;
+      const int first_row = max(0, group.queries.phase - (first_tile + step % tiles) * kQueries);
+      if (!ordered || shared.keys.index[item.rows - 1] > rows.index[first_row] + group.shift) {
+        const auto sees = [&](int key, int query) {
+          return !hidden_pair(group, rows.index[query], shared.keys.index[key]);
+        };
+        shared.value_poison.take_from(shared.dout[stage], sees);
+        shared.key_poison.take_from(shared.q[stage], sees);
       }
     }
 #pragma unroll
@@ -322,9 +346,10 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     for (int n = 0; n < kPart / 8; ++n) {
       const int column = first_column + n * 8 + lane % 4 * 2;
       if (column >= head_dim) continue;
-      add_pair(shared.keys.at[2][row], column, dk[n][2 * half] * p.shape.scale,
-               dk[n][2 * half + 1] * p.shape.scale);
-      add_pair(shared.keys.at[3][row], column, dv[n][2 * half], dv[n][2 * half + 1]);
+      add_pair(shared.keys.at[2][row], row, column, dk[n][2 * half], dk[n][2 * half + 1],
+               p.shape.scale, shared.key_poison);
+      add_pair(shared.keys.at[3][row], row, column, dv[n][2 * half], dv[n][2 * half + 1], 1.0F,
+               shared.value_poison);
     }
   }
 }

@@ -24,6 +24,7 @@ struct Shared {
   SharedTile<T, Buffers::kRows, kDim> v[Buffers::kStages];
   TileRows<Buffers::kRows, 2> keys[Buffers::kStages];
   TileRows<kQueries<kDim>, 4> queries;  // q, lse, state, out
+  Poison<kQueries<kDim>, kDim> poison;
 };
 
 template <typename T>
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
   const int head_dim = p.shape.head_dim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  shared.poison.clear();
   const Channel lse{p.lse};
   const Channel state{p.state};
   const Channel out{p.out};
@@ -164,9 +166,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
           const unsigned key_repeats = rows.repeats[key];
 #pragma unroll
           for (int m = 0; m < kTiles; ++m) {
-            const bool hidden =
-                key_index == kAbsent ||
-                (group.causal != 0 && key_index > index[m][e / 2] + group.shift);
+            const bool hidden = hidden_pair(group, index[m][e / 2], key_index);
             float& score = s[m][n][e];
             score = hidden ? -INFINITY : score + log2_weight(repeats[m][e / 2], key_repeats);
           }
@@ -205,6 +205,11 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
       }
     }
 
+    if (masked && group.causal != 0) {
+      shared.poison.take_from(shared.v[stage], [&](int query, int key) {
+        return !hidden_pair(group, shared.queries.index[query], rows.index[key]);
+      });
+    }
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       std::uint32_t a[kTiles][4];
@@ -232,7 +237,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
       const int row = (warp * kTiles + m) * 16 + half * 8 + lane / 4;
       const float total = quad_sum(sum[m][half]);
       if (index[m][half] == kAbsent) continue;
-      const bool empty = highest[m][half] == -INFINITY;
+      const bool empty = highest[m][half] == -INFINITY && total == 0;  // not: a NaN
       if (empty && !p.for_good) continue;
       if (lane % 4 == 0 && !empty) {
         *reinterpret_cast<float*>(shared.queries.at[1][row]) =
@@ -243,8 +248,12 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
       for (int n = 0; n < kDim / 8; ++n) {
         const int column = n * 8 + lane % 4 * 2;
         if (column < head_dim) {
-          const float a = empty ? 0.0F : o[m][n][2 * half] * factor;
-          const float b = empty ? 0.0F : o[m][n][2 * half + 1] * factor;
+          float a = empty ? 0.0F : o[m][n][2 * half] * factor;
+          float b = empty ? 0.0F : o[m][n][2 * half + 1] * factor;
+          if (shared.poison.any != 0) {
+            a = shared.poison.apply(row, column, a);
+            b = shared.poison.apply(row, column + 1, b);
+          }
           store_pair<T>(shared.queries.at[3][row], column, a, b, p.out_dtype);
         }
       }

@@ -73,7 +73,11 @@ __device__ void add_weighted(float (&sums)[kOwnPerThread][kDim / 16],
     for (int r = 0; r < kRows; ++r) {
       const float value = rows.row(r)[tx + 16 * c];
 #pragma unroll
-      for (int i = 0; i < kOwnPerThread; ++i) part[i] = fmaf(weights[ty + 16 * i][r], value, part[i]);
+      for (int i = 0; i < kOwnPerThread; ++i) {
+        // Hidden pairs have a weight of 0, and 0 * NaN is NaN.
+        const float weight = weights[ty + 16 * i][r];
+        if (weight != 0) part[i] = fmaf(weight, value, part[i]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < kOwnPerThread; ++i) sums[i][c] += part[i];
@@ -159,8 +163,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
 #pragma unroll
       for (int j = 0; j < kOtherPerThread; ++j) {
         const int key = shared.keys.index[tx + 16 * j];
-        const bool hidden = key == kAbsent || (group.causal != 0 &&
-                                               key > shared.queries.index[row] + group.shift);
+        const bool hidden = hidden_pair(group, shared.queries.index[row], key);
         s[i][j] = hidden ? -INFINITY
                          : fmaf(s[i][j], scale,
                                 log2_weight(shared.queries.repeats[row],
@@ -189,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
   for (int i = 0; i < kOwnPerThread; ++i) {
     const int row = ty + 16 * i;
     if (shared.queries.index[row] == kAbsent) continue;
-    const bool empty = highest[i] == -INFINITY;
+    const bool empty = highest[i] == -INFINITY && sum[i] == 0;  // not: a NaN
     if (empty && !p.for_good) continue;
     if (tx == 0 && !empty)
       *reinterpret_cast<float*>(shared.queries.at[1][row]) = (highest[i] + log2f(sum[i])) * kLn2;
@@ -223,9 +226,6 @@ __device__ Gradient gradient_of(float s, float dp, float lse, float delta, float
   if (hidden || lse == -INFINITY) return {0, 0};
   const float weight = exp2f(fmaf(s, scale, log2_of_weight - lse * kLog2E));
   return {weight, weight * (dp - delta)};
-}
-__device__ bool hidden_pair(const Group& group, int query, int key) {
-  return query == kAbsent || key == kAbsent || (group.causal != 0 && key > query + group.shift);
 }
 __device__ float read(const std::byte* at) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : 0.0F;
@@ -333,8 +333,9 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   int begin = 0;  // of the queries; tiles stay where they are in the list
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int first = place_row(p.tables.runs, group.keys, item.begin).index - group.shift;
-    begin = rows_up_to(p.tables.runs, group.queries, first - 1) / kOther * kOther;
+    begin = rows_up_to(p.tables.runs, group.queries, first - 1);
   }
+  begin = (begin + group.queries.phase) / kOther * kOther - group.queries.phase;
   __syncthreads();
   shared.own[0].load(shared.keys.at[0], head_dim);
   shared.own[1].load(shared.keys.at[1], head_dim);

@@ -73,6 +73,10 @@ __device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats
   }
 }
 
+__device__ inline bool hidden_pair(const Group& group, int query, int key) {
+  return query == kAbsent || key == kAbsent || (group.causal != 0 && key > query + group.shift);
+}
+
 // How many rows of an ascending list have an index of at most `last`.
 __device__ inline int rows_up_to(const Run* runs, const RowList& list, int last) {
   int low = 0;
@@ -95,14 +99,15 @@ struct TileRows {
   int index[kRows];                 // kAbsent: absent
   unsigned char repeats[kRows];
 
-  // By the threads of a block, one row each; the caller synchronises.
+  // Rows [first, first + kRows) of the list, as far as they are there and below `end`. By the threads
+  // of a block, one row each; the caller synchronises.
   template <typename... Channels>
   __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list, int first,
                        int end, const Place& place, const Channels&... channels) {
     static_assert(sizeof...(channels) == kChannels);
     for (int r = static_cast<int>(threadIdx.x); r < kRows; r += static_cast<int>(blockDim.x)) {
       int c = 0;
-      if (first + r >= end) {
+      if (first + r < 0 || first + r >= end) {
         ((at[c++][r] = nullptr, static_cast<void>(channels)), ...);
         index[r] = kAbsent;
         repeats[r] = 0;

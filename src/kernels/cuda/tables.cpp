@@ -88,6 +88,7 @@ struct Maker {
     list.begin = static_cast<std::int32_t>(tables.runs.size());
     list.runs = static_cast<std::int32_t>(runs.size());
     list.ascending = ascends(runs) ? 1 : 0;
+    if (canonical && !runs.empty()) list.phase = runs.front().index % kCanonicalTile;
     for (Run& run : runs) {
       run.before = list.rows;
       list.rows += run.count;

@@ -80,6 +80,12 @@ __device__ __forceinline__ void pin(std::uint32_t (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
+template <int kRows, int kCount>
+__device__ __forceinline__ void pin(std::uint32_t (&values)[kRows][kCount]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) pin(values[i]);
+}
+
 // ---- order between kinds of access --------------------------------------------------------------
 
 // Between ordinary writes to shared memory and products or bulk copies that read them: in every
@@ -217,7 +223,7 @@ __device__ __forceinline__ void store_matrices(std::uint32_t address, std::uint3
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "+f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 template <typename T>
@@ -280,31 +286,30 @@ __device__ __forceinline__ std::uint32_t swizzled(int row, int chunk) {
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define ANNULUS_WGMMA_4(d, i) \
-  "+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3])
-#define ANNULUS_WGMMA_16(d, i)                                                     \
-  ANNULUS_WGMMA_4(d, i), ANNULUS_WGMMA_4(d, (i) + 4), ANNULUS_WGMMA_4(d, (i) + 8), \
-      ANNULUS_WGMMA_4(d, (i) + 12)
-#define ANNULUS_WGMMA_32(d, i) ANNULUS_WGMMA_16(d, i), ANNULUS_WGMMA_16(d, (i) + 16)
-#define ANNULUS_WGMMA_64(d, i) ANNULUS_WGMMA_32(d, i), ANNULUS_WGMMA_32(d, (i) + 32)
+#define ANNULUS_WGMMA_4(how, d, i) \
+  how((d)[i]), how((d)[(i) + 1]), how((d)[(i) + 2]), how((d)[(i) + 3])
+#define ANNULUS_WGMMA_16(how, d, i)                                                               \
+  ANNULUS_WGMMA_4(how, d, i), ANNULUS_WGMMA_4(how, d, (i) + 4), ANNULUS_WGMMA_4(how, d, (i) + 8), \
+      ANNULUS_WGMMA_4(how, d, (i) + 12)
+#define ANNULUS_WGMMA_32(how, d, i) ANNULUS_WGMMA_16(how, d, i), ANNULUS_WGMMA_16(how, d, (i) + 16)
+#define ANNULUS_WGMMA_64(how, d, i) ANNULUS_WGMMA_32(how, d, i), ANNULUS_WGMMA_32(how, d, (i) + 32)
 
-// One instruction of shape m64 x `n` x k16; `type`: bf16 or f16; `regs`: n / 2; then the numbers of
-// the operands after the sums. Sums are "+f" even where old ones do not count: after "=f" the
-// compiler puts a warpgroup.arrive before every further product (C7519). Pin them before.
-#define ANNULUS_WGMMA_SS(n, type, regs, a_at, b_at, sum_at, ta_at, tb_at)                       \
+// One instruction of shape m64 x `n` x k16; `type`: bf16 or f16; `regs`: n / 2; `how`: "+f", or
+// "=f" where old sums do not count; then the numbers of the operands after the sums.
+#define ANNULUS_WGMMA_SS(n, type, regs, how, a_at, b_at, sum_at, ta_at, tb_at)                  \
   asm volatile("{\n.reg .pred sum;\nsetp.ne.b32 sum, %" #sum_at                                 \
                ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type          \
                " {" ANNULUS_WGMMA_NAMES_##regs "}, %" #a_at ", %" #b_at ", sum, 1, 1, %" #ta_at \
                                                ", %" #tb_at ";\n}\n"                            \
-               : ANNULUS_WGMMA_##regs(d, 0)                                                     \
+               : ANNULUS_WGMMA_##regs(how, d, 0)                                                \
                : "l"(a), "l"(b), "n"(kAdd ? 1 : 0), "n"(static_cast<int>(kA)),                  \
                  "n"(static_cast<int>(kB)))
-#define ANNULUS_WGMMA_RS(n, type, regs, a0, a1, a2, a3, b_at, sum_at, tb_at)                 \
+#define ANNULUS_WGMMA_RS(n, type, regs, how, a0, a1, a2, a3, b_at, sum_at, tb_at)            \
   asm volatile("{\n.reg .pred sum;\nsetp.ne.b32 sum, %" #sum_at                              \
                ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type       \
                " {" ANNULUS_WGMMA_NAMES_##regs "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3     \
                                                "}, %" #b_at ", sum, 1, 1, %" #tb_at ";\n}\n" \
-               : ANNULUS_WGMMA_##regs(d, 0)                                                  \
+               : ANNULUS_WGMMA_##regs(how, d, 0)                                             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0),      \
                  "n"(static_cast<int>(kB)))
 
@@ -314,12 +319,30 @@ __device__ __forceinline__ void multiply(float (&d)[kSums], std::uint64_t a, std
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>);
   static_assert(kSums == 16 || kSums == 32 || kSums == 64);
-  if constexpr (kSums == 16 && kBf16) ANNULUS_WGMMA_SS(32, bf16, 16, 16, 17, 18, 19, 20);
-  if constexpr (kSums == 16 && !kBf16) ANNULUS_WGMMA_SS(32, f16, 16, 16, 17, 18, 19, 20);
-  if constexpr (kSums == 32 && kBf16) ANNULUS_WGMMA_SS(64, bf16, 32, 32, 33, 34, 35, 36);
-  if constexpr (kSums == 32 && !kBf16) ANNULUS_WGMMA_SS(64, f16, 32, 32, 33, 34, 35, 36);
-  if constexpr (kSums == 64 && kBf16) ANNULUS_WGMMA_SS(128, bf16, 64, 64, 65, 66, 67, 68);
-  if constexpr (kSums == 64 && !kBf16) ANNULUS_WGMMA_SS(128, f16, 64, 64, 65, 66, 67, 68);
+  if constexpr (kSums == 16 && kAdd && kBf16)
+    ANNULUS_WGMMA_SS(32, bf16, 16, "+f", 16, 17, 18, 19, 20);
+  if constexpr (kSums == 16 && kAdd && !kBf16)
+    ANNULUS_WGMMA_SS(32, f16, 16, "+f", 16, 17, 18, 19, 20);
+  if constexpr (kSums == 16 && !kAdd && kBf16)
+    ANNULUS_WGMMA_SS(32, bf16, 16, "=f", 16, 17, 18, 19, 20);
+  if constexpr (kSums == 16 && !kAdd && !kBf16)
+    ANNULUS_WGMMA_SS(32, f16, 16, "=f", 16, 17, 18, 19, 20);
+  if constexpr (kSums == 32 && kAdd && kBf16)
+    ANNULUS_WGMMA_SS(64, bf16, 32, "+f", 32, 33, 34, 35, 36);
+  if constexpr (kSums == 32 && kAdd && !kBf16)
+    ANNULUS_WGMMA_SS(64, f16, 32, "+f", 32, 33, 34, 35, 36);
+  if constexpr (kSums == 32 && !kAdd && kBf16)
+    ANNULUS_WGMMA_SS(64, bf16, 32, "=f", 32, 33, 34, 35, 36);
+  if constexpr (kSums == 32 && !kAdd && !kBf16)
+    ANNULUS_WGMMA_SS(64, f16, 32, "=f", 32, 33, 34, 35, 36);
+  if constexpr (kSums == 64 && kAdd && kBf16)
+    ANNULUS_WGMMA_SS(128, bf16, 64, "+f", 64, 65, 66, 67, 68);
+  if constexpr (kSums == 64 && kAdd && !kBf16)
+    ANNULUS_WGMMA_SS(128, f16, 64, "+f", 64, 65, 66, 67, 68);
+  if constexpr (kSums == 64 && !kAdd && kBf16)
+    ANNULUS_WGMMA_SS(128, bf16, 64, "=f", 64, 65, 66, 67, 68);
+  if constexpr (kSums == 64 && !kAdd && !kBf16)
+    ANNULUS_WGMMA_SS(128, f16, 64, "=f", 64, 65, 66, 67, 68);
 }
 // The same with A (64 x 16) in registers: those of packed sums, as products leave them.
 template <typename T, Major kB, bool kAdd, int kSums>
@@ -328,12 +351,30 @@ __device__ __forceinline__ void multiply(float (&d)[kSums], const std::uint32_t 
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>);
   static_assert(kSums == 16 || kSums == 32 || kSums == 64);
-  if constexpr (kSums == 16 && kBf16) ANNULUS_WGMMA_RS(32, bf16, 16, 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kSums == 16 && !kBf16) ANNULUS_WGMMA_RS(32, f16, 16, 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kSums == 32 && kBf16) ANNULUS_WGMMA_RS(64, bf16, 32, 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kSums == 32 && !kBf16) ANNULUS_WGMMA_RS(64, f16, 32, 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kSums == 64 && kBf16) ANNULUS_WGMMA_RS(128, bf16, 64, 64, 65, 66, 67, 68, 69, 70);
-  if constexpr (kSums == 64 && !kBf16) ANNULUS_WGMMA_RS(128, f16, 64, 64, 65, 66, 67, 68, 69, 70);
+  if constexpr (kSums == 16 && kAdd && kBf16)
+    ANNULUS_WGMMA_RS(32, bf16, 16, "+f", 16, 17, 18, 19, 20, 21, 22);
+  if constexpr (kSums == 16 && kAdd && !kBf16)
+    ANNULUS_WGMMA_RS(32, f16, 16, "+f", 16, 17, 18, 19, 20, 21, 22);
+  if constexpr (kSums == 16 && !kAdd && kBf16)
+    ANNULUS_WGMMA_RS(32, bf16, 16, "=f", 16, 17, 18, 19, 20, 21, 22);
+  if constexpr (kSums == 16 && !kAdd && !kBf16)
+    ANNULUS_WGMMA_RS(32, f16, 16, "=f", 16, 17, 18, 19, 20, 21, 22);
+  if constexpr (kSums == 32 && kAdd && kBf16)
+    ANNULUS_WGMMA_RS(64, bf16, 32, "+f", 32, 33, 34, 35, 36, 37, 38);
+  if constexpr (kSums == 32 && kAdd && !kBf16)
+    ANNULUS_WGMMA_RS(64, f16, 32, "+f", 32, 33, 34, 35, 36, 37, 38);
+  if constexpr (kSums == 32 && !kAdd && kBf16)
+    ANNULUS_WGMMA_RS(64, bf16, 32, "=f", 32, 33, 34, 35, 36, 37, 38);
+  if constexpr (kSums == 32 && !kAdd && !kBf16)
+    ANNULUS_WGMMA_RS(64, f16, 32, "=f", 32, 33, 34, 35, 36, 37, 38);
+  if constexpr (kSums == 64 && kAdd && kBf16)
+    ANNULUS_WGMMA_RS(128, bf16, 64, "+f", 64, 65, 66, 67, 68, 69, 70);
+  if constexpr (kSums == 64 && kAdd && !kBf16)
+    ANNULUS_WGMMA_RS(128, f16, 64, "+f", 64, 65, 66, 67, 68, 69, 70);
+  if constexpr (kSums == 64 && !kAdd && kBf16)
+    ANNULUS_WGMMA_RS(128, bf16, 64, "=f", 64, 65, 66, 67, 68, 69, 70);
+  if constexpr (kSums == 64 && !kAdd && !kBf16)
+    ANNULUS_WGMMA_RS(128, f16, 64, "=f", 64, 65, 66, 67, 68, 69, 70);
 }
 
 #undef ANNULUS_WGMMA_SS

@@ -378,6 +378,8 @@ def compare(problem, weights, listed, keys, values, name):
                 rowwise = ((got[good] - want).norm(dim=-1) / want.norm(dim=-1)).max().item()
                 top = max(top, rowwise)
             fine = some & ~sick_k
+            if not torch.isfinite(got_l[fine]).all():
+                bad.append(f"b{b} h{h}: L not finite")
             if fine.any():
                 worst_l = max(worst_l, (got_l[fine] - lse[fine]).abs().max().item())
     limit = 6e-3 if problem.q.dtype == torch.bfloat16 else 1e-3
@@ -566,7 +568,6 @@ def run_checks(names):
     import torch
     torch.backends.cuda.matmul.allow_tf32 = False
     every = checks()
-    groups = {g for g, _ in every.values()}
     chosen = [n for n in every if not names or n in names or every[n][0] in names]
     failed = []
     began = time.time()
@@ -584,7 +585,6 @@ def run_checks(names):
                 print(f"  the device is lost after '{name}': {str(sticky)[:200]}", flush=True)
                 break
     print(f"{len(chosen)} checks, {len(failed)} failed, {time.time() - began:.0f} s: {failed}", flush=True)
-    assert groups
     return not failed
 
 

@@ -68,11 +68,16 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     pin(weights);
     pin(q);
   };
+  // What is said of a tile is read here, where its latency is hidden.
+  int key_flags = 0;
+  std::uint32_t sick = 0;
   const auto wait_for_keys = [&] {
     barrier_wait(shared_address(&control.keys_full[0]) + 8 * key_stage, key_parity);
+    key_flags = control.keys[key_stage].flags;
   };
   const auto wait_for_values = [&] {
     barrier_wait(shared_address(&control.values_full[0]) + 8 * value_stage, value_parity);
+    if constexpr (kCausal) sick = control.values[value_stage].any;
   };
   const auto issue_scores = [&] {
     const std::uint64_t keys = k_major(tiles + L::kKeys + key_stage * L::kTileBytes);
@@ -102,7 +107,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   const auto release_values = [&] {
     if constexpr (kCausal) {
       const ValueStage& stage = control.values[value_stage];
-      if (stage.any != 0) {
+      if (sick != 0) {
         bool seen0 = false;
         bool seen1 = false;
 #pragma unroll
@@ -195,7 +200,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // Scores of keys that are not seen become -inf. Returns whether this was the item's last tile.
   const auto mask = [&](const Slot& slot) {
     const KeyStage& stage = control.keys[key_stage];
-    const int flags = stage.flags;
+    const int flags = key_flags;
     if ((flags & kMasked) != 0) {
       const int index0 = kCausal ? slot.index[row] : 0;
       const int index1 = kCausal ? slot.index[row + 8] : 0;

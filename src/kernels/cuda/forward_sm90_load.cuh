@@ -50,7 +50,7 @@ struct Slot {
 };
 
 // What consumers know of a key tile.
-struct KeyStage {
+struct alignas(16) KeyStage {
   std::int32_t flags;
   std::int32_t rows;
   std::int32_t first;           // index of the first row less the mask's shift
@@ -61,7 +61,7 @@ struct KeyStage {
 
 // Keys of a partly masked tile with values that are not finite. 0 * NaN is NaN: queries that do not
 // see them must not get them, so their rows are zeroed and those who see them get a NaN.
-struct ValueStage {
+struct alignas(16) ValueStage {
   std::uint32_t any;
   std::uint32_t keys[4];
 };
@@ -235,12 +235,20 @@ __device__ __forceinline__ void gather(std::uint32_t target, const std::byte** a
   fence_shared_for_async();
 }
 
-// Whether a word of two numbers has one that is not finite.
+// Whether 8 numbers have one that is not finite: its exponent is all ones, so that adding one to it
+// carries into the sign's place.
 template <typename T>
-__device__ __forceinline__ bool not_finite(std::uint32_t word) {
-  constexpr std::uint32_t kLow = std::is_same_v<T, __nv_bfloat16> ? 0x7F80U : 0x7C00U;
-  constexpr std::uint32_t kHigh = kLow << 16;
-  return (word & kLow) == kLow || (word & kHigh) == kHigh;
+__device__ __forceinline__ bool not_finite(std::uint32_t address) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  constexpr std::uint32_t kExponents = kBf16 ? 0x7F807F80U : 0x7C007C00U;
+  constexpr std::uint32_t kOne = kBf16 ? 0x00800080U : 0x04000400U;
+  std::uint32_t x, y, z, w;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
+               : "r"(address));
+  const std::uint32_t carries = ((x & kExponents) + kOne) | ((y & kExponents) + kOne) |
+                                ((z & kExponents) + kOne) | ((w & kExponents) + kOne);
+  return (carries & 0x80008000U) != 0;
 }
 
 // By a team that has met: finds the rows of a tile in shared memory that are not all finite, zeroes
@@ -253,23 +261,14 @@ __device__ __forceinline__ void confine(std::uint32_t tile, ValueStage& stage, i
   const std::uint32_t block = tile + (chunk / 8) * kBlockBytes;
   if (thread < 4) stage.keys[thread] = 0;
   bool found = false;
-#pragma unroll 2
-  for (int i = thread / kChunks; i < kTile; i += kTeam / kChunks) {
-    std::uint32_t x, y, z, w;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
-                 : "r"(block + swizzled(i, chunk % 8)));
-    found = found || not_finite<T>(x) || not_finite<T>(y) || not_finite<T>(z) || not_finite<T>(w);
-  }
+#pragma unroll 4
+  for (int i = thread / kChunks; i < kTile; i += kTeam / kChunks)
+    found |= not_finite<T>(block + swizzled(i, chunk % 8));
   named_sync(team, kTeam);
   if (found) {
     stage.any = 1;
     for (int i = thread / kChunks; i < kTile; i += kTeam / kChunks) {
-      std::uint32_t x, y, z, w;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
-                   : "r"(block + swizzled(i, chunk % 8)));
-      if (not_finite<T>(x) || not_finite<T>(y) || not_finite<T>(z) || not_finite<T>(w))
+      if (not_finite<T>(block + swizzled(i, chunk % 8)))
         atomicOr(&stage.keys[i / 32], 1U << (i % 32));
     }
   }
@@ -378,9 +377,9 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
                 place * __ldg(&tables.runs[run].stride);
         index = __ldg(&tables.runs[run].index) + place * __ldg(&tables.runs[run].index_stride);
         if (p.load_state) {
-          lse = *reinterpret_cast<const float*>(p.lse.base + batch * p.lse.batch_step +
-                                                queries.head * p.lse.head_step +
-                                                token * p.lse.row_step);
+          lse = __ldcg(reinterpret_cast<const float*>(p.lse.base + batch * p.lse.batch_step +
+                                                      queries.head * p.lse.head_step +
+                                                      token * p.lse.row_step));
           if (lse != -INFINITY) {  // consumers read it when they have nothing else to do
             prefetch_to_l2(p.state.base + batch * p.state.batch_step +
                                queries.head * p.state.head_step + token * p.state.row_step,

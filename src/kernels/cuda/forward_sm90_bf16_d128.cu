@@ -1,0 +1,9 @@
+#include "kernels/cuda/forward_sm90_kernel.cuh"
+
+namespace annulus::cuda::sm90 {
+
+ForwardKernel forward_bf16_d128(bool causal, PairWeights weights) {
+  return choose_forward<__nv_bfloat16, 128>(causal, weights);
+}
+
+}  // namespace annulus::cuda::sm90

@@ -1,0 +1,522 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/forward_sm90_load.cuh"
+#include "kernels/cuda/sm90_instructions.h"
+
+// The forward kernel for Hopper. One block per SM walks the items of a launch: two warp groups of
+// consumers with 64 query rows each, and one warp group that brings rows into shared memory, half
+// of its warps Q and K, the other half V. Tiles are 128 x 128.
+//
+// A tile whose rows are evenly spaced in the shard comes by bulk copies, through a map {dim, head,
+// remainder, quotient, batch} of the token modulo and divided by the launch's stride, so that any
+// first row will do. All other tiles (several runs, fewer than 128 rows, received parcels) are
+// gathered by the loading threads into the same places. Consumers see no difference.
+//
+// Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
+// before, also from one item to the next; a row's running state is where its sums start: maximum
+// L / scale, sum 1, O.
+namespace annulus::cuda::sm90 {
+
+// Transposes 4 x 4 values over the 4 lanes that share a row.
+__device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int lane) {
+  const auto swap = [](std::uint32_t& a, std::uint32_t& b, bool first, int distance) {
+    const std::uint32_t other = __shfl_xor_sync(~0U, first ? a : b, distance);
+    a = first ? other : a;
+    b = first ? b : other;
+  };
+  const bool odd = (lane & 1) != 0;
+  const bool upper = (lane & 2) != 0;
+  swap(x[0], x[1], odd, 1);
+  swap(x[2], x[3], odd, 1);
+  swap(x[0], x[2], upper, 2);
+  swap(x[1], x[3], upper, 2);
+}
+
+template <typename T, int kDim, bool kCausal, PairWeights kWeights>
+__device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
+                                        typename Layout<kDim>::Control& control, int group) {
+  using L = Layout<kDim>;
+  // Issue the next item's second S before the last item's rows are written: worth 2 % at head dim
+  // 64, nothing at 128.
+  constexpr bool kEarly = kDim == 64;
+  const ForwardParams& p = a.params;
+  const int lane = threadIdx.x & 31;
+  const int warp = (threadIdx.x >> 5) & 3;
+  const int c = lane & 3;
+  // Rows `row` and row + 8 are this thread's; of 8 columns, 2c and 2c + 1.
+  const int row = group * 64 + warp * 16 + (lane >> 2);
+  const float scale_log2 = a.scale_log2;
+
+  float o[kDim / 2];
+  float s[kTile / 2];
+  std::uint32_t weights[kTile / 16][4];  // P
+  std::uint32_t q[kDim / 16][4];
+  float max0, max1, sum0, sum1, keep0 = 0, keep1 = 0;
+  float bias[kWeights == PairWeights::periodic ? 8 : 1];  // log2 of weights: [row][2c, +1, +8, +9]
+
+  int slot_at = 0;
+  int query_parity = 0;
+  int key_stage = 0;
+  int key_parity = 0;
+  int value_stage = 0;
+  int value_parity = 0;
+
+  const auto pin_operands = [&] {
+    pin(o);
+    pin(weights);
+    pin(q);
+  };
+  // What is said of a tile is read here, where its latency is hidden.
+  int key_flags = 0;
+  std::uint32_t sick = 0;
+  const auto wait_for_keys = [&] {
+    barrier_wait(shared_address(&control.keys_full[0]) + 8 * key_stage, key_parity);
+    key_flags = control.keys[key_stage].flags;
+  };
+  const auto wait_for_values = [&] {
+    barrier_wait(shared_address(&control.values_full[0]) + 8 * value_stage, value_parity);
+    if constexpr (kCausal) sick = control.values[value_stage].any;
+  };
+  const auto issue_scores = [&] {
+    const std::uint64_t keys = k_major(tiles + L::kKeys + key_stage * L::kTileBytes);
+    multiply<T, Major::k, false>(s, q[0], keys);
+#pragma unroll
+    for (int k = 1; k < kDim / 16; ++k)
+      multiply<T, Major::k, true>(s, q[k], keys + (k / 4) * (kBlockBytes >> 4) + (k % 4) * 2);
+    products_commit();
+  };
+  const auto issue_values = [&] {
+    const std::uint64_t values =
+        mn_major(tiles + L::kValues + value_stage * L::kTileBytes, kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < kTile / 16; ++k)
+      multiply<T, Major::mn, true>(o, weights[k], values + k * 128);
+    products_commit();
+  };
+  const auto release_keys = [&] {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&control.keys_empty[0]) + 8 * key_stage);
+    if (++key_stage == L::kKeyStages) {
+      key_stage = 0;
+      key_parity ^= 1;
+    }
+  };
+  // Rows that see a key whose value is not finite get NaN; P of that tile is still there.
+  const auto release_values = [&] {
+    if constexpr (kCausal) {
+      const ValueStage& stage = control.values[value_stage];
+      if (sick != 0) {
+        bool seen0 = false;
+        bool seen1 = false;
+#pragma unroll
+        for (int k = 0; k < kTile / 16; ++k) {
+          const std::uint32_t keys = stage.keys[k / 2] >> (16 * (k % 2) + 2 * c);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const std::uint32_t pair = keys >> (8 * half);
+            const std::uint32_t with =
+                ((pair & 1U) != 0 ? 0xFFFFU : 0U) | ((pair & 2U) != 0 ? 0xFFFF0000U : 0U);
+            seen0 = seen0 || (weights[k][2 * half] & with) != 0;
+            seen1 = seen1 || (weights[k][2 * half + 1] & with) != 0;
+          }
+        }
+        const std::uint32_t quad = 0xFU << (lane & 28);
+        seen0 = (__ballot_sync(~0U, seen0) & quad) != 0;
+        seen1 = (__ballot_sync(~0U, seen1) & quad) != 0;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          if (seen0) o[4 * j] = o[4 * j + 1] = NAN;
+          if (seen1) o[4 * j + 2] = o[4 * j + 3] = NAN;
+        }
+      }
+      __syncwarp();
+    }
+    if (lane == 0) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
+    if (++value_stage == L::kValueStages) {
+      value_stage = 0;
+      value_parity ^= 1;
+    }
+  };
+  // Q into registers: its place in shared memory is free then.
+  const auto take_queries = [&] {
+    const int r = group * 64 + warp * 16 + (lane & 15);
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      load_matrices(tiles + (k / 4) * kBlockBytes + swizzled(r, 2 * (k % 4) + (lane >> 4)), q[k][0],
+                    q[k][1], q[k][2], q[k][3]);
+    }
+    pin(q);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&control.queries_empty));
+  };
+  const auto scale_output = [&] {
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j) {
+      o[4 * j] *= keep0;
+      o[4 * j + 1] *= keep0;
+      o[4 * j + 2] *= keep1;
+      o[4 * j + 3] *= keep1;
+    }
+  };
+  // Where the sums of a row start.
+  const auto take_state = [&](const Slot& slot) {
+    if constexpr (kWeights == PairWeights::periodic) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int key = 2 * c + (e & 1) + 4 * (e & 2);
+        bias[e] = control.log2_weight[slot.repeats[row + 2 * (e & 4)] & slot.key_repeats[key]];
+      }
+    }
+    const float lse0 = slot.old_lse[row];
+    const float lse1 = slot.old_lse[row + 8];
+    max0 = lse0 * a.inverse_scale;  // -inf stays
+    max1 = lse1 * a.inverse_scale;
+    sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
+    sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
+  };
+  const auto take_output = [&](const Slot& slot) {
+    if (p.load_state) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool has = slot.old_lse[row + 8 * half] != -INFINITY;
+        const auto* from = reinterpret_cast<const float2*>(slot.state + slot.token[row + 8 * half] *
+                                                                            p.state.row_step) +
+                           c;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          const float2 x = has ? __ldcg(from + 4 * j) : make_float2(0.0F, 0.0F);
+          o[4 * j + 2 * half] = x.x;
+          o[4 * j + 2 * half + 1] = x.y;
+        }
+      }
+      scale_output();
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0F;
+    }
+  };
+  // Scores of keys that are not seen become -inf. Returns whether this was the item's last tile.
+  const auto mask = [&](const Slot& slot) {
+    const KeyStage& stage = control.keys[key_stage];
+    const int flags = key_flags;
+    if ((flags & kMasked) != 0) {
+      const int index0 = kCausal ? slot.index[row] : 0;
+      const int index1 = kCausal ? slot.index[row + 8] : 0;
+      if (kCausal && (flags & kTable) != 0) {
+#pragma unroll
+        for (int j = 0; j < kTile / 8; ++j) {
+          const int2 key = *reinterpret_cast<const int2*>(&stage.index[8 * j + 2 * c]);
+          if (key.x > index0) s[4 * j] = -INFINITY;
+          if (key.y > index0) s[4 * j + 1] = -INFINITY;
+          if (key.x > index1) s[4 * j + 2] = -INFINITY;
+          if (key.y > index1) s[4 * j + 3] = -INFINITY;
+        }
+      } else {
+        int end0 = stage.rows;
+        int end1 = end0;
+        if (kCausal && (flags & kCompare) != 0) {
+          const int ahead0 = index0 - stage.first;
+          const int ahead1 = index1 - stage.first;
+          const int stride = stage.stride;
+          end0 = min(end0, ahead0 < 0 ? 0 : (stride == 1 ? ahead0 : ahead0 / stride) + 1);
+          end1 = min(end1, ahead1 < 0 ? 0 : (stride == 1 ? ahead1 : ahead1 / stride) + 1);
+        }
+        end0 -= 2 * c;
+        end1 -= 2 * c;
+#pragma unroll
+        for (int j = 0; j < kTile / 8; ++j) {
+          if (8 * j >= end0) s[4 * j] = -INFINITY;
+          if (8 * j + 1 >= end0) s[4 * j + 1] = -INFINITY;
+          if (8 * j >= end1) s[4 * j + 2] = -INFINITY;
+          if (8 * j + 1 >= end1) s[4 * j + 3] = -INFINITY;
+        }
+      }
+    }
+    if constexpr (kWeights != PairWeights::general) release_keys();
+    return (flags & kLast) != 0;
+  };
+  // S becomes P, before rounding. The maximum is that of the plain scores, so P is at most 5.
+  const auto softmax = [&](const Slot& slot) {
+    float top0 = fmaxf(s[0], s[1]);
+    float top1 = fmaxf(s[2], s[3]);
+#pragma unroll
+    for (int j = 1; j < kTile / 8; ++j) {
+      top0 = fmaxf(fmaxf(top0, s[4 * j]), s[4 * j + 1]);
+      top1 = fmaxf(fmaxf(top1, s[4 * j + 2]), s[4 * j + 3]);
+    }
+    top0 = fmaxf(top0, __shfl_xor_sync(~0U, top0, 1));
+    top1 = fmaxf(top1, __shfl_xor_sync(~0U, top1, 1));
+    top0 = fmaxf(max0, fmaxf(top0, __shfl_xor_sync(~0U, top0, 2)));
+    top1 = fmaxf(max1, fmaxf(top1, __shfl_xor_sync(~0U, top1, 2)));
+    // A row that has seen nothing yet: -inf - -inf would be NaN.
+    const float less0 = top0 == -INFINITY ? 0.0F : top0 * scale_log2;
+    const float less1 = top1 == -INFINITY ? 0.0F : top1 * scale_log2;
+    keep0 = exp2_approx(fmaf(max0, scale_log2, -less0));
+    keep1 = exp2_approx(fmaf(max1, scale_log2, -less1));
+    max0 = top0;
+    max1 = top1;
+    float add0 = 0.0F;
+    float add1 = 0.0F;
+    if constexpr (kWeights == PairWeights::periodic) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {  // one kind of columns after the other
+        const float addend = bias[e] - (e < 4 ? less0 : less1);
+#pragma unroll
+        for (int j = (e >> 1) & 1; j < kTile / 8; j += 2) {
+          float& x = s[4 * j + 2 * (e >> 2) + (e & 1)];
+          x = exp2_approx(fmaf(x, scale_log2, addend));
+          (e < 4 ? add0 : add1) += x;
+        }
+      }
+    } else if constexpr (kWeights == PairWeights::general) {
+      const KeyStage& stage = control.keys[key_stage];
+      const std::uint32_t repeats0 = slot.repeats[row];
+      const std::uint32_t repeats1 = slot.repeats[row + 8];
+#pragma unroll
+      for (int j = 0; j < kTile / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const std::uint32_t with = stage.repeats[8 * j + 2 * c + e];
+          s[4 * j + e] = exp2_approx(
+              fmaf(s[4 * j + e], scale_log2, control.log2_weight[repeats0 & with] - less0));
+          s[4 * j + 2 + e] = exp2_approx(
+              fmaf(s[4 * j + 2 + e], scale_log2, control.log2_weight[repeats1 & with] - less1));
+          add0 += s[4 * j + e];
+          add1 += s[4 * j + 2 + e];
+        }
+      }
+      release_keys();
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTile / 8; ++j) {
+        s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -less0));
+        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -less0));
+        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -less1));
+        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -less1));
+        add0 += s[4 * j];
+        add0 += s[4 * j + 1];
+        add1 += s[4 * j + 2];
+        add1 += s[4 * j + 3];
+      }
+    }
+    sum0 = fmaf(sum0, keep0, add0);
+    sum1 = fmaf(sum1, keep1, add1);
+    // The compiler would wait for the products that are under way before all this. It cannot move
+    // that wait above a store of the sums, which never happens: they are not negative.
+    asm volatile(
+        "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
+        "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
+        "r"(tiles)
+        : "memory");
+  };
+  const auto round_weights = [&] {
+#pragma unroll
+    for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+  };
+  // Scores of a tile and products with the values of the one before are under way.
+  const auto finish_tile = [&](const Slot& slot) {
+    products_wait<1>();
+    pin(s);
+    const bool last = mask(slot);
+    softmax(slot);
+    products_wait<0>();
+    pin(o);
+    release_values();
+    round_weights();
+    scale_output();
+    return last;
+  };
+  const auto write = [&](const Slot& slot, float max0, float max1, float sum0, float sum1) {
+    sum0 += __shfl_xor_sync(~0U, sum0, 1);
+    sum1 += __shfl_xor_sync(~0U, sum1, 1);
+    sum0 += __shfl_xor_sync(~0U, sum0, 2);
+    sum1 += __shfl_xor_sync(~0U, sum1, 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = half == 0 ? sum0 : sum1;
+      const bool empty = sum == 0.0F;
+      const std::int64_t token = slot.token[row + 8 * half];
+      const float lse =
+          empty ? -INFINITY : fmaf(half == 0 ? max0 : max1, p.shape.scale, __logf(sum));
+      if (c == 0 && token >= 0) *reinterpret_cast<float*>(slot.lse + token * p.lse.row_step) = lse;
+      std::byte* to = slot.out + token * p.out.row_step;
+      const float factor = empty ? 0.0F : p.out_factor / sum;
+      if (p.out_dtype == DType::f32) {
+        if (token >= 0 && (!empty || p.for_good)) {
+#pragma unroll
+          for (int j = 0; j < kDim / 8; ++j) {
+            __stcg(reinterpret_cast<float2*>(to) + 4 * j + c,
+                   make_float2(o[4 * j + 2 * half] * factor, o[4 * j + 2 * half + 1] * factor));
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kDim / 32; ++i) {  // of 4 chunks of 8 columns each lane gets one
+          std::uint32_t x[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            x[j] = pack<T>(o[4 * (4 * i + j) + 2 * half] * factor,
+                           o[4 * (4 * i + j) + 2 * half + 1] * factor);
+          }
+          transpose_quad(x, lane);
+          if (token >= 0)
+            __stcg(reinterpret_cast<uint4*>(to) + 4 * i + c, make_uint4(x[0], x[1], x[2], x[3]));
+        }
+      }
+    }
+  };
+
+  const std::uint32_t queries_full = shared_address(&control.queries_full);
+  barrier_wait(queries_full, 0);
+  query_parity ^= 1;
+  if (control.slots[0].end != 0) return;
+  take_queries();
+  take_state(control.slots[0]);
+  wait_for_keys();
+  products_fence();
+  issue_scores();
+  products_wait<0>();
+  pin(s);
+  bool last = mask(control.slots[0]);
+  softmax(control.slots[0]);
+  round_weights();
+  take_output(control.slots[0]);
+  while (true) {
+    while (!last) {
+      wait_for_keys();
+      pin_operands();
+      products_fence();
+      issue_scores();
+      wait_for_values();
+      products_fence();
+      issue_values();
+      last = finish_tile(control.slots[slot_at]);
+    }
+    // The next item's first scores go with this one's last values.
+    barrier_wait(queries_full, query_parity);
+    query_parity ^= 1;
+    const Slot& slot = control.slots[slot_at];
+    slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
+    const Slot& next = control.slots[slot_at];
+    if (next.end != 0) {
+      slot_at = slot_at == 0 ? kSlots - 1 : slot_at - 1;
+      break;
+    }
+    take_queries();
+    wait_for_keys();
+    pin_operands();
+    products_fence();
+    issue_scores();
+    wait_for_values();
+    products_fence();
+    issue_values();
+    const float old_max0 = max0;
+    const float old_max1 = max1;
+    const float old_sum0 = sum0;
+    const float old_sum1 = sum1;
+    take_state(next);
+    products_wait<1>();
+    pin(s);
+    last = mask(next);
+    softmax(next);
+    products_wait<0>();
+    pin(o);
+    release_values();
+    round_weights();
+    if (kEarly && !last) {
+      wait_for_keys();
+      pin(weights);
+      pin(q);
+      products_fence();
+      issue_scores();
+      write(slot, old_max0, old_max1, old_sum0, old_sum1);
+      take_output(next);
+      wait_for_values();
+      pin(o);
+      pin(weights);
+      products_fence();
+      issue_values();
+      last = finish_tile(next);
+    } else {
+      write(slot, old_max0, old_max1, old_sum0, old_sum1);
+      take_output(next);
+    }
+  }
+  wait_for_values();
+  pin_operands();
+  products_fence();
+  issue_values();
+  products_wait<0>();
+  pin(o);
+  release_values();
+  write(control.slots[slot_at], max0, max1, sum0, sum1);
+}
+
+template <typename T, int kDim, bool kCausal, PairWeights kWeights>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_forward(const __grid_constant__ ForwardArguments a) {
+  using L = Layout<kDim>;
+  extern __shared__ std::uint8_t raw[];
+  const std::uint32_t unaligned = shared_address(raw);
+  const std::uint32_t tiles = (unaligned + 1023) & ~1023U;
+  auto& control = *reinterpret_cast<typename L::Control*>(raw + (tiles - unaligned) + L::kControl);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kKeyStages; ++i) {
+      barrier_init(shared_address(&control.keys_full[i]), 1);
+      barrier_init(shared_address(&control.keys_empty[i]), kConsumerWarps);
+    }
+    for (int i = 0; i < L::kValueStages; ++i) {
+      barrier_init(shared_address(&control.values_full[i]), 1);
+      barrier_init(shared_address(&control.values_empty[i]), kConsumerWarps);
+    }
+    barrier_init(shared_address(&control.queries_full), 1);
+    barrier_init(shared_address(&control.queries_empty), kConsumerWarps);
+    barrier_init(shared_address(&control.values_landed), 1);
+    barrier_init_fence();
+  }
+  if (threadIdx.x < 16)
+    control.log2_weight[threadIdx.x] = log2f(1.0F + static_cast<float>(__popc(threadIdx.x)));
+  __syncthreads();
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  const int group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+  if (group == kConsumers) {
+    fewer_registers<40>();
+    const int thread = threadIdx.x % 128;
+    if (thread < kTeam) {
+      load_queries_and_keys<T, kDim, kCausal, kWeights>(a, tiles, control, thread);
+    } else {
+      load_values<T, kDim, kCausal>(a, tiles, control, thread - kTeam);
+    }
+  } else {
+    more_registers<232>();
+    compute<T, kDim, kCausal, kWeights>(a, tiles, control, group);
+  }
+}
+
+// One per kind of rows, each in a file of its own (forward_sm90_*.cu): they take long to compile.
+using ForwardKernel = void (*)(ForwardArguments);
+ForwardKernel forward_bf16_d64(bool causal, PairWeights weights);
+ForwardKernel forward_bf16_d128(bool causal, PairWeights weights);
+ForwardKernel forward_f16_d64(bool causal, PairWeights weights);
+ForwardKernel forward_f16_d128(bool causal, PairWeights weights);
+
+template <typename T, int kDim>
+ForwardKernel choose_forward(bool causal, PairWeights weights) {
+  switch (weights) {
+    case PairWeights::none:
+      return causal ? attend_forward<T, kDim, true, PairWeights::none>
+                    : attend_forward<T, kDim, false, PairWeights::none>;
+    case PairWeights::periodic:
+      return causal ? attend_forward<T, kDim, true, PairWeights::periodic>
+                    : attend_forward<T, kDim, false, PairWeights::periodic>;
+    case PairWeights::general:
+      return causal ? attend_forward<T, kDim, true, PairWeights::general>
+                    : attend_forward<T, kDim, false, PairWeights::general>;
+  }
+  return nullptr;
+}
+
+}  // namespace annulus::cuda::sm90

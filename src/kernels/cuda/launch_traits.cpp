@@ -1,0 +1,157 @@
+#include "kernels/cuda/launch_traits.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <functional>
+#include <limits>
+#include <map>
+#include <queue>
+#include <span>
+#include <utility>
+
+namespace annulus::cuda {
+namespace {
+
+std::span<const Run> runs_of(const Tables& tables, const RowList& list) {
+  return {tables.runs.data() + list.begin, static_cast<std::size_t>(list.runs)};
+}
+
+std::span<const Item> items_of(const Tables& tables, const Launch& launch) {
+  return {tables.items.data() + launch.first_item, static_cast<std::size_t>(launch.items)};
+}
+
+const Group& group_of(const Tables& tables, const Item& item) {
+  return tables.groups[static_cast<std::size_t>(item.group)];
+}
+
+// Smallest and largest index of rows [begin, begin + rows) of a list; rows > 0.
+std::pair<std::int64_t, std::int64_t> index_range(std::span<const Run> runs, std::int64_t begin,
+                                                  std::int64_t rows) {
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  std::int64_t most = std::numeric_limits<std::int64_t>::min();
+  for (const Run& run : runs) {
+    const std::int64_t first = std::max<std::int64_t>(0, begin - run.before);
+    const std::int64_t last = std::min<std::int64_t>(run.count, begin + rows - run.before) - 1;
+    if (first > last) continue;
+    least = std::min(least, run.index + first * run.index_stride);
+    most = std::max(most, run.index + last * run.index_stride);
+  }
+  return {least, most};
+}
+
+std::int32_t usual_stride(const std::map<std::int32_t, std::int64_t>& rows_by_stride) {
+  std::int32_t stride = 1;
+  std::int64_t most = 0;
+  for (const auto& [candidate, rows] : rows_by_stride) {
+    if (rows > most) {
+      stride = candidate;
+      most = rows;
+    }
+  }
+  return stride;
+}
+
+}  // namespace
+
+bool periodic_weights(const Tables& tables, const Group& group) {
+  for (std::int32_t i = 0; i < group.repeats; ++i) {
+    const Repeat& repeat = tables.repeats[static_cast<std::size_t>(group.first_repeat + i)];
+    if (16 % repeat.stride != 0) return false;
+  }
+  return std::ranges::all_of(runs_of(tables, group.keys), [](const Run& run) {
+    return (run.index_stride == 1 || run.count == 1) && (run.index - run.before) % 16 == 0;
+  });
+}
+
+LaunchTraits launch_traits(const Tables& tables, const Launch& launch) {
+  LaunchTraits traits;
+  std::map<std::int32_t, std::int64_t> query_rows;
+  std::map<std::int32_t, std::int64_t> key_rows;
+  std::int32_t seen = -1;
+  for (const Item& item : items_of(tables, launch)) {
+    if (item.rows == 0 || item.group == seen) continue;
+    seen = item.group;
+    const Group& group = group_of(tables, item);
+    traits.causal = traits.causal || group.causal != 0;
+    if (group.repeats > 0) {
+      traits.weights =
+          std::max(traits.weights,
+                   periodic_weights(tables, group) ? PairWeights::periodic : PairWeights::general);
+    }
+    for (const Run& run : runs_of(tables, group.queries)) {
+      if (run.source < 0) query_rows[run.stride] += run.count;
+    }
+    for (const Run& run : runs_of(tables, group.keys)) {
+      if (run.source < 0) key_rows[run.stride] += run.count;
+    }
+  }
+  traits.query_stride = usual_stride(query_rows);
+  traits.key_stride = usual_stride(key_rows);
+  return traits;
+}
+
+std::int64_t key_tiles(const Tables& tables, const Item& item, int tile) {
+  const Group& group = group_of(tables, item);
+  const std::int64_t all = (group.keys.rows + tile - 1) / tile;
+  if (group.causal == 0 || item.rows == 0) return std::max<std::int64_t>(1, all);
+  const std::int64_t limit =
+      index_range(runs_of(tables, group.queries), item.begin, item.rows).second + group.shift;
+  const std::span<const Run> keys = runs_of(tables, group.keys);
+  if (keys.size() == 1) {
+    const Run& run = keys.front();
+    const std::int64_t visible = limit < run.index ? 0 : (limit - run.index) / run.index_stride + 1;
+    return std::clamp<std::int64_t>((visible + tile - 1) / tile, 1, std::max<std::int64_t>(1, all));
+  }
+  std::int64_t tiles = 0;
+  for (std::int64_t t = 0; t < all; ++t) {
+    const std::int64_t rows = std::min<std::int64_t>(tile, group.keys.rows - t * tile);
+    if (index_range(keys, t * tile, rows).first <= limit) ++tiles;
+  }
+  return std::max<std::int64_t>(1, tiles);
+}
+
+std::vector<Item> arrange_items(const Tables& tables, const Launch& launch, int blocks, int tile) {
+  const std::span<const Item> given = items_of(tables, launch);
+  std::vector<Item> items(given.begin(), given.end());
+  std::erase_if(items, [](const Item& item) { return item.rows == 0; });
+  const auto count = static_cast<std::int64_t>(items.size());
+  if (count <= blocks) return items;
+
+  // Besides its key tiles an item costs about as much as 1.6 of them (H200, head dim 128).
+  std::vector<std::pair<std::int64_t, std::size_t>> order(items.size());  // cost, item
+  for (std::size_t i = 0; i < items.size(); ++i)
+    order[i] = {10 * key_tiles(tables, items[i], tile) + 16, i};
+  // The last few of each block go by cost: what is left over at the end is little then.
+  const std::int64_t tail = std::min<std::int64_t>(count, 4 * static_cast<std::int64_t>(blocks));
+  std::stable_sort(order.end() - tail, order.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+
+  // Each item goes to the block that is free first, as if blocks took them from a queue.
+  using Free = std::pair<std::int64_t, std::size_t>;  // when, block
+  std::priority_queue<Free, std::vector<Free>, std::greater<>> free;
+  std::vector<std::vector<std::size_t>> of_block(static_cast<std::size_t>(blocks));
+  for (std::size_t block = 0; block < of_block.size(); ++block) free.push({0, block});
+  std::size_t rounds = 0;
+  for (const auto& [cost, item] : order) {
+    const auto [when, block] = free.top();
+    free.pop();
+    of_block[block].push_back(item);
+    rounds = std::max(rounds, of_block[block].size());
+    free.push({when + cost, block});
+  }
+  std::vector<Item> arranged;
+  arranged.reserve(rounds * of_block.size());
+  for (std::size_t round = 0; round < rounds; ++round) {
+    for (const std::vector<std::size_t>& own : of_block) {
+      if (round < own.size()) {
+        arranged.push_back(items[own[round]]);
+      } else {
+        arranged.push_back({.rows = 0});
+      }
+    }
+  }
+  while (!arranged.empty() && arranged.back().rows == 0) arranged.pop_back();
+  return arranged;
+}
+
+}  // namespace annulus::cuda

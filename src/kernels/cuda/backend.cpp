@@ -1,6 +1,6 @@
 #include "kernels/cuda/backend.h"
 
-#include <cstdlib>
+#include <algorithm>
 #include <utility>
 
 #include <fmt/format.h>
@@ -8,31 +8,13 @@
 #include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "kernels/cuda/engine.h"
-#include "kernels/cuda/portable.h"
+#include "kernels/cuda/families.h"
 #include "kernels/cuda/runtime.h"
 
 namespace annulus::cuda {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
-
-Family portable(const KernelShape& shape) {
-  return {"portable",
-          portable_forward_tile(shape),
-          kPortableGradientTile,
-          kPortableGradientTile,
-          portable_forward,
-          portable_key_gradient,
-          portable_query_gradient};
-}
-
-// The environment may ask for a family by name.
-std::string forced_family() {
-  const char* text = std::getenv("ANNULUS_CUDA_KERNELS");
-  const std::string name = text == nullptr ? "" : text;
-  if (name.empty() || name == "portable") return name;
-  throw ConfigError(fmt::format("ANNULUS_CUDA_KERNELS is '{}', expected portable or nothing", name));
-}
 
 class CudaCopies final : public CopyProgram {
  public:
@@ -90,10 +72,10 @@ class CudaCopies final : public CopyProgram {
 
 class CudaBackend final : public Backend {
  public:
-  explicit CudaBackend(int device) : device_(device), forced_(forced_family()) {}
+  explicit CudaBackend(int device) : device_(device), best_(best_family(device)) {}
 
   [[nodiscard]] Device device() const override { return {Device::Kind::cuda, device_}; }
-  [[nodiscard]] std::string kernels() const override { return "portable"; }
+  [[nodiscard]] std::string kernels() const override { return best_; }
   [[nodiscard]] std::int64_t scratch_bytes() const override { return 0; }
 
   [[nodiscard]] std::string complaint(const Computation& computation) const override {
@@ -118,10 +100,8 @@ class CudaBackend final : public Backend {
   [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
                                                 std::span<const Stage> forward,
                                                 std::span<const Stage> backward) override {
-    KernelShape shape;
-    shape.dtype = computation.dtype;
-    shape.head_dim = computation.head_dim;
-    return std::make_unique<CudaEngine>(computation, forward, backward, portable(shape), device_);
+    return std::make_unique<CudaEngine>(computation, forward, backward,
+                                        choose_families(computation, device_), device_);
   }
   [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
                                                      std::vector<ParcelCopy> copies) override {
@@ -153,7 +133,7 @@ class CudaBackend final : public Backend {
 
  private:
   int device_;
-  std::string forced_;
+  std::string best_;
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels/cuda/portable.h"
 #include "kernels/cuda/runtime.h"
 
 namespace annulus::cuda {
@@ -24,6 +25,20 @@ bool is_aligned(const TensorRows& rows) {
                    static_cast<std::uint64_t>(rows.head_step) |
                    static_cast<std::uint64_t>(rows.row_step);
   return all % 16 == 0;
+}
+
+// Items of each launch in the order in which blocks that stay take them.
+void arrange_all(Tables& tables, int blocks, int tile) {
+  std::vector<Item> items;
+  std::vector<Launch> launches;
+  for (const Launch& launch : tables.launches) {
+    const std::vector<Item> arranged = arrange_items(tables, launch, blocks, tile);
+    launches.push_back({launch.branch, static_cast<std::int32_t>(items.size()),
+                        static_cast<std::int32_t>(arranged.size())});
+    items.insert(items.end(), arranged.begin(), arranged.end());
+  }
+  tables.items = std::move(items);
+  tables.launches = std::move(launches);
 }
 
 }  // namespace
@@ -59,16 +74,27 @@ void CompiledStage::upload(int device_index) {
 }
 
 CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> forward,
-                       std::span<const Stage> backward, const Family& family, int device)
-    : computation_(computation), family_(family), device_(device) {
-  const auto compile = [&](const Stage& stage, Side side, int tile) {
+                       std::span<const Stage> backward, const Families& families, int device)
+    : computation_(computation), families_(families), device_(device) {
+  int multiprocessors = 0;
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_),
+        "asking for the number of multiprocessors");
+  const auto compile = [&](const Stage& stage, Side side, int tile, bool persistent) {
     CompiledStage out;
     out.tables = make_tables(stage, computation_, side, tile, computation_.reproducible);
+    for (const Launch& launch : out.tables.launches)
+      out.traits.push_back(launch_traits(out.tables, launch));
+    if (persistent) {
+      arrange_all(out.tables, multiprocessors, tile);
+    } else {
+      put_longest_first(out.tables, side);
+    }
     list_bytes_ += out.tables.bytes();
     return out;
   };
   for (const Stage& stage : forward) {
-    forward_.push_back(compile(stage, Side::queries, family_.forward_tile));
+    forward_.push_back(
+        compile(stage, Side::queries, families_.forward.tile, families_.forward.persistent));
     forward_launches_ += static_cast<int>(forward_.back().tables.launches.size());
   }
   for (const CompiledStage& stage : forward_) {
@@ -82,10 +108,11 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
   }
   for (const Stage& stage : backward) {
     BackwardStage out{stage.kind, {}, {}};
-    if (stage.kind != Stage::Kind::key_gradient && family_.query_tile > 0)
-      out.queries = compile(stage, Side::queries, family_.query_tile);
+    const BackwardFamily& family = families_.backward;
+    if (stage.kind != Stage::Kind::key_gradient && family.query_tile > 0)
+      out.queries = compile(stage, Side::queries, family.query_tile, false);
     if (stage.kind != Stage::Kind::query_gradient)
-      out.keys = compile(stage, Side::keys, family_.key_tile);
+      out.keys = compile(stage, Side::keys, family.key_tile, family.persistent);
     backward_.push_back(std::move(out));
   }
 }
@@ -219,19 +246,24 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
   params.state = is_fp32() ? call.o
                            : rows_of(accumulators_, computation_.query_tokens, computation_.heads(),
                                      computation_.head_dim);
+  // Rows that lie awkwardly go to the kernels that take any.
+  const bool fits = families_.forward.fits(params.shape) && is_aligned(call.o);
   bool first = stage == 0;
-  for (const Launch& launch : compiled.tables.launches) {
+  for (std::size_t i = 0; i < compiled.tables.launches.size(); ++i) {
+    const Launch& launch = compiled.tables.launches[i];
     if (call.stop->load(std::memory_order_relaxed)) return;
     params.first_item = launch.first_item;
     params.items = launch.items;
     params.load_state = !first;
     params.for_good = covers_last_ && static_cast<std::size_t>(stage) + 1 == forward_.size() &&
-                      &launch == &compiled.tables.launches.back();
+                      i + 1 == compiled.tables.launches.size();
     params.out = params.for_good ? call.o : params.state;
     params.out_dtype = params.for_good ? computation_.dtype : DType::f32;
     params.out_factor =
         params.for_good ? static_cast<float>(computation_.pattern->output_scale) : 1.0F;
-    check_launch(family_.forward(params, stream), "forward", stream);
+    check_launch(fits ? families_.forward.run(params, compiled.traits[i], stream)
+                      : portable_forward(params, stream),
+                 "forward", stream);
     first = false;
   }
 }
@@ -314,15 +346,15 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
   params.dv = channel(sum.dv, keys_return ? gradients_ : none, 1);
   const auto run = [&](const CompiledStage& part, auto* kernel, const char* name) {
     params.tables = part.device;
-    for (const Launch& launch : part.tables.launches) {
+    for (std::size_t i = 0; i < part.tables.launches.size(); ++i) {
       if (call.stop->load(std::memory_order_relaxed)) return;
-      params.first_item = launch.first_item;
-      params.items = launch.items;
-      check_launch(kernel(params, stream), name, stream);
+      params.first_item = part.tables.launches[i].first_item;
+      params.items = part.tables.launches[i].items;
+      check_launch(kernel(params, part.traits[i], stream), name, stream);
     }
   };
-  run(compiled.queries, family_.query_gradient, "query_gradient");
-  run(compiled.keys, family_.key_gradient, "key_gradient");
+  run(compiled.queries, families_.backward.queries, "query_gradient");
+  run(compiled.keys, families_.backward.keys, "key_gradient");
 }
 
 void CudaEngine::finish_backward(const BackwardCall& call, Queue& queue) {

@@ -5,26 +5,17 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "kernels/cuda/families.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/row_kernels.h"
 #include "kernels/cuda/tables.h"
 
 namespace annulus::cuda {
 
-// Which kernels compute a stage.
-struct Family {
-  const char* name;  // "portable", "sm90"
-  int forward_tile;  // most rows of an item
-  int key_tile;
-  int query_tile;    // 0: the kernel of the keys makes dQ as well
-  cudaError_t (*forward)(const ForwardParams&, cudaStream_t);
-  cudaError_t (*key_gradient)(const BackwardParams&, cudaStream_t);
-  cudaError_t (*query_gradient)(const BackwardParams&, cudaStream_t);
-};
-
 // Tables of a stage in device memory, and their launches.
 struct CompiledStage {
   Tables tables;  // dropped when uploaded, but for the launches
+  std::vector<LaunchTraits> traits;  // of the launches
   DeviceTables device;
   Memory memory;
 
@@ -34,7 +25,7 @@ struct CompiledStage {
 class CudaEngine final : public Engine {
  public:
   CudaEngine(const Computation& computation, std::span<const Stage> forward,
-             std::span<const Stage> backward, const Family& family, int device);
+             std::span<const Stage> backward, const Families& families, int device);
 
   void allocate(const ReceivedRows& received) override;
   [[nodiscard]] std::int64_t state_bytes() const override;
@@ -74,7 +65,7 @@ class CudaEngine final : public Engine {
   [[nodiscard]] KernelShape shape(std::span<const TensorRows> rows) const;
 
   const Computation computation_;
-  const Family family_;
+  const Families families_;
   const int device_;
   std::vector<CompiledStage> forward_;
   std::vector<BackwardStage> backward_;

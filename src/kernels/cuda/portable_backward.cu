@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<QueryShared<T, kDim, Buffers>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
+  if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
   const Place query_place{item.batch, member.head, member.unit};
@@ -202,6 +203,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<KeyShared<T, kDim, Buffers>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
+  if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const int head_dim = p.shape.head_dim;
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T, kDim, Buffers>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
+  if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
   const Place query_place{item.batch, member.head, member.unit};

@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
+  if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
   const Place query_place{item.batch, member.head, member.unit};
@@ -252,6 +253,7 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<GradientShared<kDim>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
+  if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
   const Place query_place{item.batch, member.head, member.unit};
@@ -318,6 +320,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<GradientShared<kDim>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
+  if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const int head_dim = p.shape.head_dim;
   const int tx = static_cast<int>(threadIdx.x) % 16;

@@ -197,19 +197,24 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   for (const int branch : order) {
     for (std::vector<Item>& wave : items[static_cast<std::size_t>(branch)]) {
       if (wave.empty()) continue;
-      // The longest first, so that multiprocessors end together.
-      std::stable_sort(wave.begin(), wave.end(), [&](const Item& a, const Item& b) {
-        const auto cost = [&](const Item& item) {
-          return cost_of(item, tables.groups[static_cast<std::size_t>(item.group)], side);
-        };
-        return cost(a) > cost(b);
-      });
       tables.launches.push_back({branch, static_cast<std::int32_t>(tables.items.size()),
                                  static_cast<std::int32_t>(wave.size())});
       tables.items.insert(tables.items.end(), wave.begin(), wave.end());
     }
   }
   return std::move(maker.tables);
+}
+
+void put_longest_first(Tables& tables, Side side) {
+  for (const Launch& launch : tables.launches) {
+    const auto first = tables.items.begin() + launch.first_item;
+    std::stable_sort(first, first + launch.items, [&](const Item& a, const Item& b) {
+      const auto cost = [&](const Item& item) {
+        return cost_of(item, tables.groups[static_cast<std::size_t>(item.group)], side);
+      };
+      return cost(a) > cost(b);
+    });
+  }
 }
 
 }  // namespace annulus::cuda

@@ -94,4 +94,8 @@ inline constexpr int kCanonicalTile = 64;
 [[nodiscard]] Tables make_tables(const Stage& stage, const Computation& computation, Side side,
                                  int tile, bool canonical);
 
+// Items of each launch: the longest first, so that multiprocessors that take one after the other end
+// together.
+void put_longest_first(Tables& tables, Side side);
+
 }  // namespace annulus::cuda

@@ -1,0 +1,93 @@
+#include "kernels/cuda/families.h"
+
+#include <cstdlib>
+
+#include <fmt/format.h>
+
+#include "annulus/error.h"
+#include "kernels/cuda/forward_sm90.h"
+#include "kernels/cuda/portable.h"
+#include "kernels/cuda/runtime.h"
+
+namespace annulus::cuda {
+namespace {
+
+bool anything_fits(const KernelShape&) { return true; }
+
+ForwardFamily portable_forward_family(const KernelShape& shape) {
+  return {"portable", portable_forward_tile(shape), false, anything_fits,
+          [](const ForwardParams& params, const LaunchTraits&, cudaStream_t stream) {
+            return portable_forward(params, stream);
+          }};
+}
+
+BackwardFamily portable_backward_family() {
+  return {"portable",
+          kPortableGradientTile,
+          kPortableGradientTile,
+          false,
+          anything_fits,
+          [](const BackwardParams& params, const LaunchTraits&, cudaStream_t stream) {
+            return portable_key_gradient(params, stream);
+          },
+          [](const BackwardParams& params, const LaunchTraits&, cudaStream_t stream) {
+            return portable_query_gradient(params, stream);
+          }};
+}
+
+ForwardFamily sm90_forward_family() {
+  return {"sm90", kForwardSm90Tile, true, forward_sm90_fits, launch_forward_sm90};
+}
+
+// "", "portable" or "sm90".
+std::string forced_family() {
+  const char* text = std::getenv("ANNULUS_CUDA_KERNELS");
+  std::string name = text == nullptr ? "" : text;
+  if (name.empty() || name == "portable" || name == "sm90") return name;
+  throw ConfigError(
+      fmt::format("ANNULUS_CUDA_KERNELS is '{}', expected portable, sm90 or nothing", name));
+}
+
+bool is_hopper(int device) {
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+        "asking for the compute capability");
+  return major == 9;
+}
+
+}  // namespace
+
+Families choose_families(const Computation& computation, int device) {
+  KernelShape shape;
+  shape.dtype = computation.dtype;
+  shape.head_dim = computation.head_dim;
+  shape.scale = static_cast<float>(computation.scale);
+  shape.aligned = true;  // what the caller passes is seen call by call
+  shape.query_tokens = computation.query_tokens;
+  shape.key_tokens = computation.key_tokens;
+  Families out{portable_forward_family(shape), portable_backward_family()};
+  const std::string forced = forced_family();
+  if (forced == "portable") return out;
+  // Canonical sums are the portable kernels'.
+  std::string complaint;
+  if (!is_hopper(device)) complaint = "the device is not of compute capability 9.0";
+  if (computation.reproducible) complaint = "reproducible results come from the portable kernels";
+  if (!forward_sm90_fits(shape)) {
+    complaint = fmt::format("they take bf16 and fp16 with head_dim 64 or 128, not {} with {}",
+                            name_of(computation.dtype), computation.head_dim);
+  }
+  if (complaint.empty()) {
+    out.forward = sm90_forward_family();
+  } else if (forced == "sm90") {
+    throw ConfigError("ANNULUS_CUDA_KERNELS is sm90: " + complaint);
+  }
+  return out;
+}
+
+std::string best_family(int device) {
+  const std::string forced = forced_family();
+  if (!forced.empty()) return forced;
+  return is_hopper(device) ? "sm90" : "portable";
+}
+
+}  // namespace annulus::cuda

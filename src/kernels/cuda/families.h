@@ -1,0 +1,42 @@
+#pragma once
+
+#include <string>
+
+#include "kernels/backend.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/launch_traits.h"
+
+// Which kernels compute what. A family covers some shapes on some devices; "portable" covers all.
+namespace annulus::cuda {
+
+struct ForwardFamily {
+  const char* name = "";
+  int tile = 0;         // most rows of an item
+  bool persistent = false;  // one block a multiprocessor: items are arranged for that
+  // What rows must be, for whatever the caller passes: others go to the portable kernels.
+  bool (*fits)(const KernelShape&) = nullptr;
+  cudaError_t (*run)(const ForwardParams&, const LaunchTraits&, cudaStream_t) = nullptr;
+};
+
+struct BackwardFamily {
+  const char* name = "";
+  int key_tile = 0;
+  int query_tile = 0;  // 0: the kernel of the keys makes dQ as well
+  bool persistent = false;
+  bool (*fits)(const KernelShape&) = nullptr;
+  cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, cudaStream_t) = nullptr;
+  cudaError_t (*queries)(const BackwardParams&, const LaunchTraits&, cudaStream_t) = nullptr;
+};
+
+struct Families {
+  ForwardFamily forward;
+  BackwardFamily backward;
+};
+
+// For what a device is and what is computed. The environment variable ANNULUS_CUDA_KERNELS, portable
+// or sm90, takes the choice away: ConfigError where that one cannot do it.
+[[nodiscard]] Families choose_families(const Computation& computation, int device);
+// Of a device, for people and tests: "sm90" or "portable".
+[[nodiscard]] std::string best_family(int device);
+
+}  // namespace annulus::cuda

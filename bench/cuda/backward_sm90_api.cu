@@ -8,7 +8,7 @@ using namespace annulus::cuda;
 
 // Sizes of what the script lays out by itself.
 extern "C" void backward_sm90_sizes(int* sizes) {
-  const int all[] = {sizeof(BackwardParams), sizeof(Channel), sizeof(Run),  sizeof(Group),
+  const int all[] = {sizeof(BackwardParams), sizeof(Channel), sizeof(Run),   sizeof(Group),
                      sizeof(Member),         sizeof(Item),    sizeof(Source)};
   std::memcpy(sizes, all, sizeof all);
 }

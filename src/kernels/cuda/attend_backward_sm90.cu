@@ -55,12 +55,12 @@ CUtensorMap make_map(const TensorRows& rows, int head_dim, int heads, std::int64
                               static_cast<cuuint32_t>(box.rows), 1};
   const cuuint32_t every[] = {1, 1, 1, 1, 1};
   CUtensorMap map{};
-  const CUresult result = encode_tiled()(
-      &map, box.type, 5, rows.base, extents, steps, boxed, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B,
-      box.type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? CU_TENSOR_MAP_L2_PROMOTION_NONE
-                                                  : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled()(&map, box.type, 5, rows.base, extents, steps, boxed, every,
+                                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                         box.type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                             ? CU_TENSOR_MAP_L2_PROMOTION_NONE
+                                             : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw DeviceError("attention backward on Hopper: cuTensorMapEncodeTiled: error " +
                       std::to_string(static_cast<int>(result)));
@@ -97,8 +97,7 @@ void launch_backward_sm90(const BackwardParams& params, cudaStream_t stream,
     };
     arguments.q = of_queries(params.q, {type, 64, sm90::kQueries});
     arguments.dout = of_queries(params.dout, {type, 64, sm90::kQueries});
-    arguments.dq =
-        of_queries(params.dq, {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 32, sm90::kQueries});
+    arguments.dq = of_queries(params.dq, {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 32, sm90::kQueries});
     arguments.k = of_keys(params.k, {type, 64, sm90::kKeys});
     arguments.v = of_keys(params.v, {type, 64, sm90::kKeys});
   }

@@ -23,8 +23,8 @@ struct BackwardSchedule {
 
 [[nodiscard]] bool backward_sm90_fits(const KernelShape& shape);
 
-// Adds the pairs of items [first_item, first_item + items) to dq, dk and dv. No two of the items may
-// own the same key row. DeviceError where CUDA refuses.
+// Adds the pairs of items [first_item, first_item + items) to dq, dk and dv. No two of the items
+// may own the same key row. DeviceError where CUDA refuses.
 void launch_backward_sm90(const BackwardParams& params, cudaStream_t stream,
                           const BackwardSchedule& schedule = {});
 

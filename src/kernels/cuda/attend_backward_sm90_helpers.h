@@ -16,8 +16,8 @@ __device__ __forceinline__ const std::byte* from_lane(const std::byte* pointer, 
 // after the last. By a whole warp.
 template <int kDim, int kRows>
 __device__ __forceinline__ void gather(const BackwardArguments& a, const Channel& channel,
-                                    const RowList& list, int begin, int rows, RowOwner owner,
-                                    std::uint32_t tile) {
+                                       const RowList& list, int begin, int rows, RowOwner owner,
+                                       std::uint32_t tile) {
   constexpr int kChunks = kDim / 8;  // of 16 bytes in a row; one for each lane
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int chunk = lane % kChunks;
@@ -91,8 +91,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
     if (lane == 0) {
       const std::uint32_t note =
           shared + Memory::kTileNotes + buffer * static_cast<int>(sizeof(TileNote));
-      store_longs2(note,
-                   reinterpret_cast<std::int64_t>(row_address(p.dk, run, item.begin, owner)),
+      store_longs2(note, reinterpret_cast<std::int64_t>(row_address(p.dk, run, item.begin, owner)),
                    reinterpret_cast<std::int64_t>(row_address(p.dv, run, item.begin, owner)));
       store_longs2(note + 16, row_step(p.dk, run), row_step(p.dv, run));
       store_words4(note + 32, whole ? -1 : number, item.rows, 0, 0);
@@ -113,8 +112,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
           int word = kAbsentKey;
           if (i < item.rows) {
             const int row = item.begin + i;
-            const int index =
-                index_of(whole ? run : runs[run_of(runs, group.keys, row)], row);
+            const int index = index_of(whole ? run : runs[run_of(runs, group.keys, row)], row);
             word = index * 16 | repeat_bits(repeats, count, index);
           }
           store_word(shared + Memory::kKeyWords + i * 4, word);
@@ -125,9 +123,9 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
         if (periodic) {
           // Lanes 0-15 hold the repeats of 16 keys, 16-31 those of 16 queries. Fragments want
           // queries 2c, 2c + 1, 2c + 8, 2c + 9 side by side.
-          const int index = (lane < 16 ? index_of(run, item.begin)
-                                       : runs[group.queries.begin].index & 15) +
-                            (lane & 15);
+          const int index =
+              (lane < 16 ? index_of(run, item.begin) : runs[group.queries.begin].index & 15) +
+              (lane & 15);
           const int bits = repeat_bits(repeats, count, index);
           const int c = lane & 3;
           for (int key = lane >> 2; key < 16; key += 8) {
@@ -284,14 +282,14 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             if (lane + 32 * i < rows) {
               const int in_list = block * kQueries + lane + 32 * i;
               if (whole) {
-                lse[i] = __ldg(reinterpret_cast<const float*>(lse_row + 32 * i *
-                                                                            row_step(p.lse, run)));
+                lse[i] =
+                    __ldg(reinterpret_cast<const float*>(lse_row + 32 * i * row_step(p.lse, run)));
                 delta[i] = __ldg(
                     reinterpret_cast<const float*>(delta_row + 32 * i * row_step(p.delta, run)));
               } else {
                 const Run& its = runs[run_of(runs, queries, in_list)];
-                lse[i] = __ldg(
-                    reinterpret_cast<const float*>(row_address(p.lse, its, in_list, owner)));
+                lse[i] =
+                    __ldg(reinterpret_cast<const float*>(row_address(p.lse, its, in_list, owner)));
                 delta[i] = __ldg(
                     reinterpret_cast<const float*>(row_address(p.delta, its, in_list, owner)));
               }
@@ -300,8 +298,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                     index_of(whole ? run : runs[run_of(runs, queries, in_list)], in_list);
                 word[i] = (causal ? max(-1, min(kLastIndex, index + shift)) : kLastIndex) * 16;
                 if ((flags & kWeighted) != 0)
-                  word[i] |= repeat_bits(p.tables.repeats + group.first_repeat, group.repeats,
-                                         index);
+                  word[i] |=
+                      repeat_bits(p.tables.repeats + group.first_repeat, group.repeats, index);
                 if (nothing) word[i] = kAbsentQuery;
               }
             }
@@ -318,8 +316,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           for (int which = 0; which < 2; ++which) {
             const std::uint32_t full =
                 shared + (which == 0 ? Memory::q_full(stage) : Memory::dout_full(stage));
-            const std::uint32_t target = shared + (which == 0 ? Memory::kQ : Memory::kDout) +
-                                         stage * Memory::kQueryTile;
+            const std::uint32_t target =
+                shared + (which == 0 ? Memory::kQ : Memory::kDout) + stage * Memory::kQueryTile;
             if (boxed) {
               if (lane == 0) {
                 barrier_arrive_expecting(full, Memory::kQueryTile);
@@ -329,8 +327,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                            h * 64, owner.head, remainder, row, owner.batch, policy_keep());
               }
             } else {
-              gather<kDim, kQueries>(a, which == 0 ? p.q : p.dout, group.queries,
-                                     block * kQueries, rows, owner, target);
+              gather<kDim, kQueries>(a, which == 0 ? p.q : p.dout, group.queries, block * kQueries,
+                                     rows, owner, target);
               if (lane == 0) barrier_arrive(full);
             }
           }
@@ -377,8 +375,8 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
       if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < kColumns / 32; ++i)
-          add_box(&a.dq, staging + i * (kQueries * 128), half * kColumns + i * 32, first.y,
-                  first.z, first.w, second.x);
+          add_box(&a.dq, staging + i * (kQueries * 128), half * kColumns + i * 32, first.y, first.z,
+                  first.w, second.x);
         bulk_commit();
         bulk_wait_read<0>();
       }
@@ -395,7 +393,8 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
         }
         for (int i = 0; i < 32; i += 32 / kLanes) {
           const int row = i + lane / kLanes;
-          auto* const target = reinterpret_cast<float*>(const_cast<std::byte*>(from_lane(mine, row)));
+          auto* const target =
+              reinterpret_cast<float*>(const_cast<std::byte*>(from_lane(mine, row)));
           if (target != nullptr) {
             add_to_global(target + half * kColumns + column,
                           load_floats4(staging + column / 32 * (kQueries * 128) +

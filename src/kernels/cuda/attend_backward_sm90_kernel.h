@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/attend_backward_sm90_helpers.h"
 
 // A block takes tiles of 128 keys, and walks the queries that see them in steps of 64. Two consumer
@@ -7,15 +9,15 @@
 // dV += P^T dO and dK += dS^T Q want them:
 //   S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP - delta);
 //   dQ of the step before: dS through shared memory, 64 queries x half of the columns per group.
-// dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group at
-// a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic.
+// dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group
+// at a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic.
 // Registers of a consumer: dK, dV 2 x 64, S or dQ 32, dP 32; P and dS are packed in place. Shared
-// memory is read at 83 % of the tensor cores' peak, which makes it the limit.
+// memory is the limit: it allows 83 % of the tensor cores' peak.
 namespace annulus::cuda::sm90 {
 
 // Adds sums of 64 keys, as products leave them, to the tile's rows: rows 16 * warp + g and g + 8,
-// columns 8 m + 2 c and the next; four lanes have 32 bytes of a row, a sector. All loads of a tensor
-// come first: S, dP, P and dS are free here.
+// columns 8 m + 2 c and the next; four lanes have 32 bytes of a row, a sector. All loads of a
+// tensor come first: S, dP, P and dS are free here.
 template <int kDim>
 __device__ __forceinline__ void add_rows(float* row0, float* row1, const float (&sums)[kDim / 2],
                                          float factor) {
@@ -67,8 +69,8 @@ __device__ __forceinline__ void add_key_gradients(const BackwardArguments& a, st
   add_rows<kDim>(row_at(true, first), row_at(true, first + 8), dk, factor);
 }
 
-// Nothing may be in flight over a branch that the compiler cannot predicate, nor over the loop's back
-// edge: it then serialises all products (warnings C7510 to C7520).
+// No product may be in flight over the loop's back edge, nor where a branch touches its registers:
+// the compiler then serialises all of them (it says so: C7510 to C7520).
 template <typename T, int kDim>
 __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_t shared,
                                         int group) {
@@ -89,12 +91,13 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   const int g = lane >> 2;
   const int c = lane & 3;
   const bool leader = lane == 0;
-  const std::uint32_t ds_target = shared + Memory::kDs + (warp * 16 + (lane & 15)) * 128 +
-                                  (((lane >> 4) ^ (lane & 7)) << 4);
+  const std::uint32_t ds_target =
+      shared + Memory::kDs + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
   const std::uint32_t of_queries = shared + c * 8;  // this thread's columns of S^T: 8 i + 2 c, + 1
-  // Staging: rows g and g + 8 of the warp's 16, columns 8 m + 2 c and the next: 8 bytes in the 16-byte
-  // chunk 2 m + (c >> 1), swizzled by g. Eight threads that store at once (g = 0..3 of a half warp,
-  // or 4..7) would meet in pairs (g, g ^ 1): odd g take m ^ 2 instead, which leaves no conflict.
+  // Staging: rows g and g + 8 of the warp's 16, columns 8 m + 2 c and the next: 8 bytes in the
+  // 16-byte chunk 2 m + (c >> 1), swizzled by g. Half a warp stores at once, g = 0..3 or 4..7: g
+  // and g ^ 1 would meet in the two chunks of m ^ (g >> 1). Odd g take m ^ 2 instead: the pairs of
+  // chunks are then m ^ {0, 2, 1, 3}, or {2, 0, 3, 1}, and all 32 banks are used once.
   const bool odd = (g & 1) != 0;
   const std::uint32_t staging = shared + Memory::kStaging + group * Memory::kStagingOfGroup +
                                 ((warp & 3) * 16 + g) * 128 +
@@ -130,10 +133,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   const auto queue_dq = [&](int buffer, int key_buffer) {
     const std::uint64_t gradients =
         mn_major(shared + Memory::kDs + buffer * Memory::kGradientTile, Memory::kGradientTile);
-    const std::uint64_t keys =
-        mn_major(shared + Memory::kK + key_buffer * Memory::kKeyTile +
-                     (kDim == 128 ? group * Memory::kKeyBlock : group * 64),
-                 Memory::kKeyBlock);
+    const std::uint64_t keys = mn_major(shared + Memory::kK + key_buffer * Memory::kKeyTile +
+                                            (kDim == 128 ? group * Memory::kKeyBlock : group * 64),
+                                        Memory::kKeyBlock);
     products_fence();
     multiply<T, Major::mn, Major::mn, false>(dq, gradients, keys);
 #pragma unroll
@@ -286,8 +288,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     pin_packed(ds);
 
     named_sync(kToken + group, 256);
-    if (step > 0)
-      barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
+    if (step > 0) barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
     queue_dq(stage ^ 1, new_tile ? key_buffer ^ 1 : key_buffer);  // step 0: garbage, dropped
     {
       const std::uint64_t dout =
@@ -323,9 +324,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     new_tile = (flags & kLastOfTile) != 0;
     if (new_tile) {
       if ((flags & kNothing) == 0)
-        add_key_gradients<kDim>(a, shared + Memory::kTileNotes +
-                                     key_buffer * static_cast<int>(sizeof(TileNote)),
-                              dv, dk, kBf16 ? 1.0F : a.params.shape.scale);
+        add_key_gradients<kDim>(
+            a, shared + Memory::kTileNotes + key_buffer * static_cast<int>(sizeof(TileNote)), dv,
+            dk, kBf16 ? 1.0F : a.params.shape.scale);
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
       ++tile;

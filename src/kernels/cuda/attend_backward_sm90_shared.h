@@ -73,7 +73,7 @@ struct Shared {
   static constexpr int kKeyTile = kKeys * kDim * 2;
   static constexpr int kQueryBlock = kQueries * 128;  // 64 columns of it
   static constexpr int kKeyBlock = kKeys * 128;
-  static constexpr int kGradientTile = kKeys * kQueries * 2;      // dS
+  static constexpr int kGradientTile = kKeys * kQueries * 2;       // dS
   static constexpr int kStagingOfGroup = kQueries * kDim / 2 * 4;  // dQ, half of the columns
 
   static constexpr int kK = 0;
@@ -82,13 +82,13 @@ struct Shared {
   static constexpr int kDout = kQ + kStages * kQueryTile;
   static constexpr int kDs = kDout + kStages * kQueryTile;
   static constexpr int kStaging = kDs + 2 * kGradientTile;
-  static constexpr int kLse = kStaging + 2 * kStagingOfGroup;      // -L * log2(e)
-  static constexpr int kDelta = kLse + kStages * kQueries * 4;     // -delta * delta_scale
+  static constexpr int kLse = kStaging + 2 * kStagingOfGroup;   // -L * log2(e)
+  static constexpr int kDelta = kLse + kStages * kQueries * 4;  // -delta * delta_scale
   static constexpr int kQueryWords = kDelta + kStages * kQueries * 4;
   static constexpr int kKeyWords = kQueryWords + kStages * kQueries * 4;
-  static constexpr int kPeriod = kKeyWords + kKeys * 4;       // fp16 [16 keys][4][4 queries]
-  static constexpr int kWeights = kPeriod + 16 * 16 * 2;      // fp32 by common repeats
-  static constexpr int kStepNotes = kWeights + 16 * 4;        // 4: writers lag by up to 3 steps
+  static constexpr int kPeriod = kKeyWords + kKeys * 4;   // fp16 [16 keys][4][4 queries]
+  static constexpr int kWeights = kPeriod + 16 * 16 * 2;  // fp32 by common repeats
+  static constexpr int kStepNotes = kWeights + 16 * 4;    // 4: writers lag by up to 3 steps
   static constexpr int kTileNotes = kStepNotes + 4 * static_cast<int>(sizeof(StepNote));
   static constexpr int kDrawn = kTileNotes + 2 * static_cast<int>(sizeof(TileNote));  // items
   static constexpr int kBarriers = kDrawn + 4 * 4;

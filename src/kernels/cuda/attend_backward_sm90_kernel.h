@@ -15,32 +15,32 @@
 // memory is the limit: it allows 83 % of the tensor cores' peak.
 namespace annulus::cuda::sm90 {
 
-// Adds sums of 64 keys, as products leave them, to the tile's rows: rows 16 * warp + g and g + 8,
-// columns 8 m + 2 c and the next; four lanes have 32 bytes of a row, a sector. All loads of a
-// tensor come first: S, dP, P and dS are free here.
-template <int kDim>
-__device__ __forceinline__ void add_rows(float* row0, float* row1, const float (&sums)[kDim / 2],
-                                         float factor) {
-  float2 old[kDim / 4];
+// The two rows of a thread: 16 * warp + g and g + 8 of a tile, columns 8 m + 2 c and the next; four
+// lanes have 32 bytes of a row, a sector. Null: no such row.
+struct RowPair {
+  float* row[2];
+};
+__device__ __forceinline__ void load_pair(const RowPair& from, int m, float2 (&old)[2]) {
 #pragma unroll
-  for (int m = 0; m < kDim / 8; ++m) {
-    old[2 * m] = old[2 * m + 1] = make_float2(0, 0);
-    if (row0 != nullptr) old[2 * m] = __ldcs(reinterpret_cast<const float2*>(row0 + 8 * m));
-    if (row1 != nullptr) old[2 * m + 1] = __ldcs(reinterpret_cast<const float2*>(row1 + 8 * m));
-  }
-#pragma unroll
-  for (int m = 0; m < kDim / 8; ++m) {
-    if (row0 != nullptr)
-      __stcs(reinterpret_cast<float2*>(row0 + 8 * m),
-             make_float2(fmaf(sums[4 * m], factor, old[2 * m].x),
-                         fmaf(sums[4 * m + 1], factor, old[2 * m].y)));
-    if (row1 != nullptr)
-      __stcs(reinterpret_cast<float2*>(row1 + 8 * m),
-             make_float2(fmaf(sums[4 * m + 2], factor, old[2 * m + 1].x),
-                         fmaf(sums[4 * m + 3], factor, old[2 * m + 1].y)));
+  for (int i = 0; i < 2; ++i) {
+    old[i] = make_float2(0, 0);
+    if (from.row[i] != nullptr)
+      old[i] = __ldcs(reinterpret_cast<const float2*>(from.row[i] + 8 * m));
   }
 }
+__device__ __forceinline__ void store_pair(const RowPair& to, int m, const float2 (&old)[2],
+                                           const float* sums, float factor) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (to.row[i] != nullptr)
+      __stcs(reinterpret_cast<float2*>(to.row[i] + 8 * m),
+             make_float2(fmaf(sums[4 * m + 2 * i], factor, old[i].x),
+                         fmaf(sums[4 * m + 2 * i + 1], factor, old[i].y)));
+}
 
+// Adds the sums of a tile, as products leave them, to its rows of dV and dK. No other block of the
+// launch writes these. Loads run a quarter ahead of stores: registers are scarce (S, dP, P and dS
+// are free here, but more loads at once spilled into the main loop).
 template <int kDim>
 __device__ __forceinline__ void add_key_gradients(const BackwardArguments& a, std::uint32_t note,
                                                   const float (&dv)[kDim / 2],
@@ -48,25 +48,53 @@ __device__ __forceinline__ void add_key_gradients(const BackwardArguments& a, st
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int first = (static_cast<int>(threadIdx.x) >> 5) * 16 + (lane >> 2);
   const int4 tile = load_words4(note + 32);  // item, rows
-  const auto row_at = [&](bool of_dk, int row) -> float* {
-    if (row >= tile.y) return nullptr;
-    std::byte* address = nullptr;
-    if (tile.x < 0) {
-      address = reinterpret_cast<std::byte*>(load_long(note + (of_dk ? 0 : 8)) +
-                                             row * load_long(note + (of_dk ? 16 : 24)));
-    } else {
-      const DeviceTables& tables = a.params.tables;
-      const Item& item = tables.items[tile.x];
-      const Member& member = tables.members[item.member];
-      const RowList& keys = tables.groups[item.group].keys;
-      address = row_address(of_dk ? a.params.dk : a.params.dv,
-                            tables.runs[run_of(tables.runs, keys, item.begin + row)],
-                            item.begin + row, {item.batch, member.kv_head, member.unit});
+  RowPair to_dv;
+  RowPair to_dk;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + 8 * i;
+    std::byte* of_dk = nullptr;
+    std::byte* of_dv = nullptr;
+    if (row < tile.y) {
+      if (tile.x < 0) {
+        of_dk = reinterpret_cast<std::byte*>(load_long(note) + row * load_long(note + 16));
+        of_dv = reinterpret_cast<std::byte*>(load_long(note + 8) + row * load_long(note + 24));
+      } else {
+        const DeviceTables& tables = a.params.tables;
+        const Item& item = tables.items[tile.x];
+        const Member& member = tables.members[item.member];
+        const RowOwner owner{item.batch, member.kv_head, member.unit};
+        const int in_list = item.begin + row;
+        const Run& run = tables.runs[run_of(tables.runs, tables.groups[item.group].keys, in_list)];
+        of_dk = row_address(a.params.dk, run, in_list, owner);
+        of_dv = row_address(a.params.dv, run, in_list, owner);
+      }
+      of_dk += (lane & 3) * 8;
+      of_dv += (lane & 3) * 8;
     }
-    return reinterpret_cast<float*>(address) + (lane & 3) * 2;
-  };
-  add_rows<kDim>(row_at(false, first), row_at(false, first + 8), dv, 1);
-  add_rows<kDim>(row_at(true, first), row_at(true, first + 8), dk, factor);
+    to_dk.row[i] = reinterpret_cast<float*>(of_dk);
+    to_dv.row[i] = reinterpret_cast<float*>(of_dv);
+  }
+  // Quarters: dV's two halves, then dK's.
+  constexpr int kQuarter = kDim / 16;
+  float2 old[kQuarter][2];
+#pragma unroll
+  for (int m = 0; m < kQuarter; ++m) load_pair(to_dv, m, old[m]);
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+#pragma unroll
+    for (int m = 0; m < kQuarter; ++m) {
+      const int at = quarter % 2 * kQuarter + m;
+      if (quarter < 2) {
+        store_pair(to_dv, at, old[m], dv, 1);
+      } else {
+        store_pair(to_dk, at, old[m], dk, factor);
+      }
+      if (quarter < 3) {
+        load_pair(quarter < 1 ? to_dv : to_dk, (quarter + 1) % 2 * kQuarter + m, old[m]);
+      }
+    }
+  }
 }
 
 // No product may be in flight over the loop's back edge, nor where a branch touches its registers:
@@ -323,6 +351,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     if (leader) barrier_arrive(shared + Memory::q_empty(stage));
     new_tile = (flags & kLastOfTile) != 0;
     if (new_tile) {
+      // Memory takes its time: meanwhile the other group may have the tensor cores.
+      named_arrive(kToken + 1 - group, 256);
       if ((flags & kNothing) == 0)
         add_key_gradients<kDim>(
             a, shared + Memory::kTileNotes + key_buffer * static_cast<int>(sizeof(TileNote)), dv,
@@ -330,6 +360,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
       ++tile;
+      named_sync(kToken + group, 256);
     }
     ++step;
   } while ((flags & kLastOfAll) == 0);

@@ -1,0 +1,433 @@
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/cuda/attend_backward_sm90_helpers.h"
+
+// A block takes tiles of 128 keys, and walks the queries that see them in steps of 64. Two consumer
+// warp groups have 64 keys each; everything is transposed, so that P and dS are in registers where
+// dV += P^T dO and dK += dS^T Q want them:
+//   S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP - delta);
+//   dQ of the step before: dS through shared memory, 64 queries x half of the columns per group.
+// dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group
+// at a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic.
+// Registers of a consumer: dK, dV 2 x 64, S or dQ 32, dP 32; P and dS are packed in place. Shared
+// memory is the limit: it allows 83 % of the tensor cores' peak.
+namespace annulus::cuda::sm90 {
+
+// The two rows of a thread: 16 * warp + g and g + 8 of a tile, columns 8 m + 2 c and the next; four
+// lanes have 32 bytes of a row, a sector. Null: no such row.
+struct RowPair {
+  float* row[2];
+};
+__device__ __forceinline__ void load_pair(const RowPair& from, int m, float2 (&old)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    old[i] = make_float2(0, 0);
+    if (from.row[i] != nullptr)
+      old[i] = __ldcs(reinterpret_cast<const float2*>(from.row[i] + 8 * m));
+  }
+}
+__device__ __forceinline__ void store_pair(const RowPair& to, int m, const float2 (&old)[2],
+                                           const float* sums, float factor) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (to.row[i] != nullptr)
+      __stcs(reinterpret_cast<float2*>(to.row[i] + 8 * m),
+             make_float2(fmaf(sums[4 * m + 2 * i], factor, old[i].x),
+                         fmaf(sums[4 * m + 2 * i + 1], factor, old[i].y)));
+}
+
+// Adds the sums of a tile, as products leave them, to its rows of dV and dK. No other block of the
+// launch writes these. Loads run a quarter ahead of stores: registers are scarce (S, dP, P and dS
+// are free here, but more loads at once spilled into the main loop).
+template <int kDim>
+__device__ __forceinline__ void add_key_gradients(const BackwardArguments& a, std::uint32_t note,
+                                                  const float (&dv)[kDim / 2],
+                                                  const float (&dk)[kDim / 2], float factor) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int first = (static_cast<int>(threadIdx.x) >> 5) * 16 + (lane >> 2);
+  const int4 tile = load_words4(note + 32);  // item, rows
+  RowPair to_dv;
+  RowPair to_dk;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first + 8 * i;
+    std::byte* of_dk = nullptr;
+    std::byte* of_dv = nullptr;
+    if (row < tile.y) {
+      if (tile.x < 0) {
+        of_dk = reinterpret_cast<std::byte*>(load_long(note) + row * load_long(note + 16));
+        of_dv = reinterpret_cast<std::byte*>(load_long(note + 8) + row * load_long(note + 24));
+      } else {
+        const DeviceTables& tables = a.params.tables;
+        const Item& item = tables.items[tile.x];
+        const Member& member = tables.members[item.member];
+        const RowOwner owner{item.batch, member.kv_head, member.unit};
+        const int in_list = item.begin + row;
+        const Run& run = tables.runs[run_of(tables.runs, tables.groups[item.group].keys, in_list)];
+        of_dk = row_address(a.params.dk, run, in_list, owner);
+        of_dv = row_address(a.params.dv, run, in_list, owner);
+      }
+      of_dk += (lane & 3) * 8;
+      of_dv += (lane & 3) * 8;
+    }
+    to_dk.row[i] = reinterpret_cast<float*>(of_dk);
+    to_dv.row[i] = reinterpret_cast<float*>(of_dv);
+  }
+  // Quarters: dV's two halves, then dK's.
+  constexpr int kQuarter = kDim / 16;
+  float2 old[kQuarter][2];
+#pragma unroll
+  for (int m = 0; m < kQuarter; ++m) load_pair(to_dv, m, old[m]);
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+#pragma unroll
+    for (int m = 0; m < kQuarter; ++m) {
+      const int at = quarter % 2 * kQuarter + m;
+      if (quarter < 2) {
+        store_pair(to_dv, at, old[m], dv, 1);
+      } else {
+        store_pair(to_dk, at, old[m], dk, factor);
+      }
+      if (quarter < 3) {
+        load_pair(quarter < 1 ? to_dv : to_dk, (quarter + 1) % 2 * kQuarter + m, old[m]);
+      }
+    }
+  }
+}
+
+// No product may be in flight over the loop's back edge, nor where a branch touches its registers:
+// the compiler then serialises all of them (it says so: C7510 to C7520).
+template <typename T, int kDim>
+__device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_t shared,
+                                        int group) {
+  using Memory = Shared<kDim>;
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  constexpr int kColumns = kDim / 2;  // of dQ
+  constexpr int kToken = 1;           // named barrier of group 0; that of group 1 is next
+
+  float dk[kDim / 2];
+  float dv[kDim / 2];
+  float s[kQueries / 2];
+  float dp[kQueries / 2];
+  std::uint32_t p[kQueries / 16][4];
+  std::uint32_t ds[kQueries / 16][4];
+
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int warp = static_cast<int>(threadIdx.x) >> 5;  // of 8: keys 16 * warp ...
+  const int g = lane >> 2;
+  const int c = lane & 3;
+  const bool leader = lane == 0;
+  const std::uint32_t ds_target =
+      shared + Memory::kDs + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  const std::uint32_t of_queries = shared + c * 8;  // this thread's columns of S^T: 8 i + 2 c, + 1
+  // Staging: rows g and g + 8 of the warp's 16, columns 8 m + 2 c and the next: 8 bytes in the
+  // 16-byte chunk 2 m + (c >> 1), swizzled by g. Half a warp stores at once, g = 0..3 or 4..7: g
+  // and g ^ 1 would meet in the two chunks of m ^ (g >> 1). Odd g take m ^ 2 instead: the pairs of
+  // chunks are then m ^ {0, 2, 1, 3}, or {2, 0, 3, 1}, and all 32 banks are used once.
+  const bool odd = (g & 1) != 0;
+  const std::uint32_t staging = shared + Memory::kStaging + group * Memory::kStagingOfGroup +
+                                ((warp & 3) * 16 + g) * 128 +
+                                (((c >> 1) ^ g ^ (odd ? 4 : 0)) << 4) + (c & 1) * 8;
+
+  const auto queue_s = [&](int stage, int buffer) {
+    const std::uint64_t keys =
+        k_major(shared + Memory::kK + buffer * Memory::kKeyTile + group * (64 * 128));
+    const std::uint64_t queries = k_major(shared + Memory::kQ + stage * Memory::kQueryTile);
+    products_fence();
+    multiply<T, Major::k, Major::k, false>(s, keys, queries);
+#pragma unroll
+    for (int i = 1; i < kDim / 16; ++i)
+      multiply<T, Major::k, Major::k, true>(
+          s, keys + (i / 4) * (Memory::kKeyBlock >> 4) + (i % 4) * 2,
+          queries + (i / 4) * (Memory::kQueryBlock >> 4) + (i % 4) * 2);
+    products_commit();
+  };
+  const auto queue_dp = [&](int stage) {
+    const std::uint64_t values = k_major(shared + Memory::kV + group * (64 * 128));
+    const std::uint64_t queries = k_major(shared + Memory::kDout + stage * Memory::kQueryTile);
+    products_fence();
+    multiply<T, Major::k, Major::k, false>(dp, values, queries);
+#pragma unroll
+    for (int i = 1; i < kDim / 16; ++i)
+      multiply<T, Major::k, Major::k, true>(
+          dp, values + (i / 4) * (Memory::kKeyBlock >> 4) + (i % 4) * 2,
+          queries + (i / 4) * (Memory::kQueryBlock >> 4) + (i % 4) * 2);
+    products_commit();
+  };
+  // dQ takes the registers of S.
+  float(&dq)[kColumns / 2] = *reinterpret_cast<float(*)[kColumns / 2]>(s);
+  const auto queue_dq = [&](int buffer, int key_buffer) {
+    const std::uint64_t gradients =
+        mn_major(shared + Memory::kDs + buffer * Memory::kGradientTile, Memory::kGradientTile);
+    const std::uint64_t keys = mn_major(shared + Memory::kK + key_buffer * Memory::kKeyTile +
+                                            (kDim == 128 ? group * Memory::kKeyBlock : group * 64),
+                                        Memory::kKeyBlock);
+    products_fence();
+    multiply<T, Major::mn, Major::mn, false>(dq, gradients, keys);
+#pragma unroll
+    for (int i = 1; i < kKeys / 16; ++i)
+      multiply<T, Major::mn, Major::mn, true>(dq, gradients + i * 128, keys + i * 128);
+    products_commit();
+  };
+  // The fence and the signal to the writer come with the next dS: one fence a step.
+  const auto stage_dq = [&](int step) {
+    barrier_wait(shared + Memory::staging_empty(group), (step & 1) ^ 1);
+    if constexpr (!kBf16) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) dq[i] *= a.params.shape.scale;
+    }
+#pragma unroll
+    for (int m = 0; m < kColumns / 8; ++m) {
+      const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * (kQueries * 128);
+      const int other = m ^ 2;
+      store_floats2(target, odd ? dq[4 * other] : dq[4 * m],
+                    odd ? dq[4 * other + 1] : dq[4 * m + 1]);
+      store_floats2(target + 1024, odd ? dq[4 * other + 2] : dq[4 * m + 2],
+                    odd ? dq[4 * other + 3] : dq[4 * m + 3]);
+    }
+  };
+  const auto pin_packed = [](std::uint32_t(&values)[kQueries / 16][4]) {
+#pragma unroll
+    for (int i = 0; i < kQueries / 16; ++i) pin(values[i]);
+  };
+
+  int step = 0;
+  int tile = 0;
+  int flags = 0;
+  bool new_tile = false;  // this step is the first after another tile
+#pragma unroll
+  for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
+  if (group == 1) named_arrive(kToken, 256);
+  named_sync(kToken + group, 256);
+  do {
+    const int stage = step & 1;
+    const int key_buffer = tile & 1;
+    barrier_wait(shared + Memory::k_full(key_buffer), (tile >> 1) & 1);
+    barrier_wait(shared + Memory::q_full(stage), (step >> 1) & 1);
+    queue_s(stage, key_buffer);
+    barrier_wait(shared + Memory::v_full(), tile & 1);
+    barrier_wait(shared + Memory::dout_full(stage), (step >> 1) & 1);
+    queue_dp(stage);
+    named_arrive(kToken + 1 - group, 256);
+    flags = load_word(shared + Memory::kStepNotes + (step & 3) * 32);
+    products_wait<1>();
+    pin(s);
+    {
+      const std::uint32_t lse = of_queries + Memory::kLse + stage * (kQueries * 4);
+#pragma unroll
+      for (int i = 0; i < kQueries / 8; ++i) {
+        const float2 l = load_floats2(lse + i * 32);
+        s[4 * i] = exp2_approx(fmaf(s[4 * i], a.score_scale, l.x));
+        s[4 * i + 1] = exp2_approx(fmaf(s[4 * i + 1], a.score_scale, l.y));
+        s[4 * i + 2] = exp2_approx(fmaf(s[4 * i + 2], a.score_scale, l.x));
+        s[4 * i + 3] = exp2_approx(fmaf(s[4 * i + 3], a.score_scale, l.y));
+      }
+    }
+    if ((flags & (kMasked | kPeriodic | kWeighted)) != 0) {
+      if ((flags & kPeriodic) != 0) {
+        const std::uint32_t period = of_queries + Memory::kPeriod + g * 32;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const int2 packed = load_words2(period + row * 256);
+          const float2 even = __half22float2(*reinterpret_cast<const __half2*>(&packed.x));
+          const float2 uneven = __half22float2(*reinterpret_cast<const __half2*>(&packed.y));
+#pragma unroll
+          for (int i = 0; i < kQueries / 8; ++i) {
+            s[4 * i + 2 * row] *= (i & 1) != 0 ? uneven.x : even.x;
+            s[4 * i + 2 * row + 1] *= (i & 1) != 0 ? uneven.y : even.y;
+          }
+        }
+      }
+      if ((flags & (kMasked | kWeighted)) != 0) {
+        const std::uint32_t words = of_queries + Memory::kQueryWords + stage * (kQueries * 4);
+        const int key0 = load_word(shared + Memory::kKeyWords + (warp * 16 + g) * 4);
+        const int key1 = load_word(shared + Memory::kKeyWords + (warp * 16 + g + 8) * 4);
+        if ((flags & kWeighted) != 0) {
+          const std::uint32_t weights = shared + Memory::kWeights;
+#pragma unroll
+          for (int i = 0; i < kQueries / 8; ++i) {
+            const int2 query = load_words2(words + i * 32);
+            s[4 * i] *= load_float(weights + (key0 & query.x & 15) * 4);
+            s[4 * i + 1] *= load_float(weights + (key0 & query.y & 15) * 4);
+            s[4 * i + 2] *= load_float(weights + (key1 & query.x & 15) * 4);
+            s[4 * i + 3] *= load_float(weights + (key1 & query.y & 15) * 4);
+          }
+        }
+        // Selected, not multiplied: what is masked may be infinite or NaN.
+        const int after0 = key0 & ~15;
+        const int after1 = key1 & ~15;
+#pragma unroll
+        for (int i = 0; i < kQueries / 8; ++i) {
+          const int2 query = load_words2(words + i * 32);
+          if (after0 > query.x) s[4 * i] = 0;
+          if (after0 > query.y) s[4 * i + 1] = 0;
+          if (after1 > query.x) s[4 * i + 2] = 0;
+          if (after1 > query.y) s[4 * i + 3] = 0;
+        }
+      }
+    }
+    // Both groups have finished the dQ of two steps ago.
+    barrier_wait(shared + Memory::ds_empty(stage), ((step >> 1) & 1) ^ 1);
+    products_wait<0>();
+    pin(dp);
+    if ((flags & kLastOfTile) != 0 && leader) barrier_arrive(shared + Memory::v_empty());
+    {
+      // scale * dS for bf16, whose exponents have room; fp16 would lose small ones.
+      const std::uint32_t delta = of_queries + Memory::kDelta + stage * (kQueries * 4);
+      const float scale = kBf16 ? a.params.shape.scale : 1.0F;
+#pragma unroll
+      for (int i = 0; i < kQueries / 8; ++i) {
+        const float2 d = load_floats2(delta + i * 32);
+        if constexpr (kBf16) {
+          dp[4 * i] = s[4 * i] * fmaf(dp[4 * i], scale, d.x);
+          dp[4 * i + 1] = s[4 * i + 1] * fmaf(dp[4 * i + 1], scale, d.y);
+          dp[4 * i + 2] = s[4 * i + 2] * fmaf(dp[4 * i + 2], scale, d.x);
+          dp[4 * i + 3] = s[4 * i + 3] * fmaf(dp[4 * i + 3], scale, d.y);
+        } else {
+          dp[4 * i] = s[4 * i] * (dp[4 * i] + d.x);
+          dp[4 * i + 1] = s[4 * i + 1] * (dp[4 * i + 1] + d.y);
+          dp[4 * i + 2] = s[4 * i + 2] * (dp[4 * i + 2] + d.x);
+          dp[4 * i + 3] = s[4 * i + 3] * (dp[4 * i + 3] + d.y);
+        }
+      }
+    }
+    if ((flags & kMasked) != 0) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 2; ++i)
+        if (s[i] == 0) dp[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kQueries / 4; ++i) ds[i / 4][i % 4] = pack<T>(dp[2 * i], dp[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < kQueries / 16; ++i)
+      store_matrices((ds_target + stage * Memory::kGradientTile) ^ (i << 5), ds[i][0], ds[i][1],
+                     ds[i][2], ds[i][3]);
+    fence_shared_for_async();
+    __syncwarp();
+    if (leader) {
+      barrier_arrive(shared + Memory::ds_full(stage));
+      if (step > 1) barrier_arrive(shared + Memory::staged(group, stage));  // dQ of step - 2
+    }
+#pragma unroll
+    for (int i = 0; i < kQueries / 4; ++i) p[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+    pin_packed(p);
+    pin_packed(ds);
+
+    named_sync(kToken + group, 256);
+    if (step > 0) barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
+    queue_dq(stage ^ 1, new_tile ? key_buffer ^ 1 : key_buffer);  // step 0: garbage, dropped
+    {
+      const std::uint64_t dout =
+          mn_major(shared + Memory::kDout + stage * Memory::kQueryTile, Memory::kQueryBlock);
+      const std::uint64_t queries =
+          mn_major(shared + Memory::kQ + stage * Memory::kQueryTile, Memory::kQueryBlock);
+      pin(dv);
+      pin(dk);
+      products_fence();
+#pragma unroll
+      for (int i = 0; i < kQueries / 16; ++i)
+        multiply<T, Major::mn, true>(dv, p[i], dout + i * 128);
+#pragma unroll
+      for (int i = 0; i < kQueries / 16; ++i)
+        multiply<T, Major::mn, true>(dk, ds[i], queries + i * 128);
+      products_commit();
+    }
+    products_wait<1>();
+    pin(s);
+    if (step > 0) {
+      if (leader) {
+        barrier_arrive(shared + Memory::ds_empty(stage ^ 1));
+        if (new_tile) barrier_arrive(shared + Memory::k_empty(key_buffer ^ 1));
+      }
+      stage_dq(step - 1);
+    }
+    products_wait<0>();
+    pin_packed(p);
+    pin_packed(ds);
+    pin(dv);
+    pin(dk);
+    if (leader) barrier_arrive(shared + Memory::q_empty(stage));
+    new_tile = (flags & kLastOfTile) != 0;
+    if (new_tile) {
+      // Memory takes its time: meanwhile the other group may have the tensor cores.
+      named_arrive(kToken + 1 - group, 256);
+      if ((flags & kNothing) == 0)
+        add_key_gradients<kDim>(
+            a, shared + Memory::kTileNotes + key_buffer * static_cast<int>(sizeof(TileNote)), dv,
+            dk, kBf16 ? 1.0F : a.params.shape.scale);
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
+      ++tile;
+      named_sync(kToken + group, 256);
+    }
+    ++step;
+  } while ((flags & kLastOfAll) == 0);
+  named_arrive(kToken + 1 - group, 256);
+  fence_shared_for_async();
+  __syncwarp();
+  if (leader && step > 1) barrier_arrive(shared + Memory::staged(group, step & 1));
+  barrier_wait(shared + Memory::ds_full((step - 1) & 1), ((step - 1) >> 1) & 1);
+  queue_dq((step - 1) & 1, (tile & 1) ^ 1);
+  products_wait<0>();
+  pin(s);
+  stage_dq(step - 1);
+  fence_shared_for_async();
+  __syncwarp();
+  if (leader) barrier_arrive(shared + Memory::staged(group, (step - 1) & 1));
+  if (group == 0) named_sync(kToken, 256);  // takes the last arrival
+}
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(384, 1)
+    attend_backward(const __grid_constant__ BackwardArguments a) {
+  using Memory = Shared<kDim>;
+  extern __shared__ __align__(1024) std::uint8_t memory[];
+  const std::uint32_t shared = shared_address(memory);
+  if (threadIdx.x == 0) {
+    if ((shared & 1023) != 0) __trap();  // swizzles count from there, and there is no room to round
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(shared + Memory::q_full(i), 2);  // rows; words and statistics
+      barrier_init(shared + Memory::dout_full(i), 1);
+      barrier_init(shared + Memory::q_empty(i), 8);
+      barrier_init(shared + Memory::ds_full(i), 8);
+      barrier_init(shared + Memory::ds_empty(i), 8);
+      barrier_init(shared + Memory::k_full(i), 1);
+      barrier_init(shared + Memory::k_empty(i), 8);
+      barrier_init(shared + Memory::staged(i, 0), 4);
+      barrier_init(shared + Memory::staged(i, 1), 4);
+      barrier_init(shared + Memory::staging_empty(i), 1);
+      barrier_init(shared + Memory::drawn(i), 1);
+    }
+    barrier_init(shared + Memory::v_full(), 1);
+    barrier_init(shared + Memory::v_empty(), 8);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(~0U, static_cast<int>(threadIdx.x) / 128, 0);
+  if (group == 2) {
+    fewer_registers<40>();
+    const int warp = __shfl_sync(~0U, static_cast<int>(threadIdx.x) / 32 & 3, 0);
+    if (warp == 0) {
+      bring_steps<kDim>(a, shared);
+    } else if (warp == 1) {
+      bring_tiles<kDim>(a, shared);
+    } else {
+      add_query_gradients<kDim>(a, shared, warp - 2);
+    }
+  } else {
+    more_registers<232>();
+    consume<T, kDim>(a, shared, group);
+  }
+}
+
+template <typename T, int kDim>
+void start_backward(const BackwardArguments& arguments, int blocks, cudaStream_t stream) {
+  // Of the current device, and there may be several: asked for every time.
+  cudaFuncSetAttribute(attend_backward<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       Shared<kDim>::kBytes);
+  attend_backward<T, kDim><<<blocks, 384, Shared<kDim>::kBytes, stream>>>(arguments);
+}
+
+}  // namespace annulus::cuda::sm90

@@ -26,7 +26,7 @@ class TensorRows(ctypes.Structure):
 
 class Channel(ctypes.Structure):
     _fields_ = [('local', TensorRows), ('sources', pointer), ('row_bytes', i64), ('bytes_before', i64),
-                ('bytes_all', i64)]
+                ('bytes_all', i64), ('row_offset', i64)]
 
 
 class DeviceTables(ctypes.Structure):
@@ -44,7 +44,7 @@ class BackwardParams(ctypes.Structure):
 
 
 RUN = np.dtype([(n, 'i4') for n in ('source', 'before', 'count', 'index', 'index_stride', 'stride')] + [('first', 'i8')])
-LIST = np.dtype([(n, 'i4') for n in ('begin', 'runs', 'rows', 'ascending')])
+LIST = np.dtype([(n, 'i4') for n in ('begin', 'runs', 'rows', 'ascending', 'phase')])
 GROUP = np.dtype([('queries', LIST), ('keys', LIST)] +
                  [(n, 'i4') for n in ('causal', 'shift', 'first_repeat', 'repeats', 'branch', 'dilation')])
 MEMBER = np.dtype([(n, 'i4') for n in ('head', 'kv_head', 'unit')])
@@ -86,7 +86,7 @@ class Tables:
             before += count
             ascending &= int(index > last)
             last = index + (count - 1) * index_stride
-        return (begin, len(rows), before, ascending)
+        return (begin, len(rows), before, ascending, 0)
 
     def group(self, queries, keys, causal, shift, repeats, dilation, members, batch):
         if not queries or not keys:
@@ -236,7 +236,7 @@ def rows_of(t, skip=0):
 
 
 def channel(t, skip=0):
-    return Channel(rows_of(t, skip), None, 0, 0, 0)
+    return Channel(rows_of(t, skip), None, 0, 0, 0, 0)
 
 
 def backward(tables, tensors, dim, dtype, heads, kv_heads, batch, query_tokens, key_tokens, dynamic=True, scale=None):

@@ -44,7 +44,7 @@ class BackwardParams(ctypes.Structure):
 
 
 RUN = np.dtype([(n, 'i4') for n in ('source', 'before', 'count', 'index', 'index_stride', 'stride')] + [('first', 'i8')])
-LIST = np.dtype([(n, 'i4') for n in ('begin', 'runs', 'rows', 'ascending', 'phase')])
+LIST = np.dtype([(n, 'i4') for n in ('begin', 'runs', 'rows', 'ascending', 'by_index')])
 GROUP = np.dtype([('queries', LIST), ('keys', LIST)] +
                  [(n, 'i4') for n in ('causal', 'shift', 'first_repeat', 'repeats', 'branch', 'dilation')])
 MEMBER = np.dtype([(n, 'i4') for n in ('head', 'kv_head', 'unit')])

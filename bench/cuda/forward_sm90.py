@@ -27,8 +27,8 @@ TILE = 128
 
 RUN = np.dtype([("source", "i4"), ("before", "i4"), ("count", "i4"), ("index", "i4"),
                 ("index_stride", "i4"), ("stride", "i4"), ("first", "i8")])
-GROUP = np.dtype([("q_begin", "i4"), ("q_runs", "i4"), ("q_rows", "i4"), ("q_ascending", "i4"), ("q_phase", "i4"),
-                  ("k_begin", "i4"), ("k_runs", "i4"), ("k_rows", "i4"), ("k_ascending", "i4"), ("k_phase", "i4"),
+GROUP = np.dtype([("q_begin", "i4"), ("q_runs", "i4"), ("q_rows", "i4"), ("q_ascending", "i4"), ("q_by_index", "i4"),
+                  ("k_begin", "i4"), ("k_runs", "i4"), ("k_rows", "i4"), ("k_ascending", "i4"), ("k_by_index", "i4"),
                   ("causal", "i4"), ("shift", "i4"), ("first_repeat", "i4"), ("repeats", "i4"),
                   ("branch", "i4"), ("dilation", "i4")])
 MEMBER = np.dtype([("head", "i4"), ("kv_head", "i4"), ("unit", "i4")])

@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
   shared.poison.clear();
-  shared.queries.fill(p.tables, group, group.queries, item.begin, item.begin + item.rows,
+  shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                       query_place, p.q, p.dout, p.lse, p.delta, p.dq);
-  int keys = group.keys.rows;
+  int keys = tile_extent(p.tables.runs, group.keys);
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int last =
         place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = rows_up_to(p.tables.runs, group.keys, last);
+    keys = extent_up_to(p.tables.runs, group.keys, last);
   }
   const auto load = [&](int tile) {
     const int stage = tile % kStages;
@@ -138,7 +138,8 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
       }
     }
     if (group.causal != 0) {
-      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0;
+      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0 &&
+                           group.keys.by_index == 0;
       const int last_key = rows.index[min(kKeys, keys - tile * kKeys) - 1];
       if (!ordered || last_key > shared.queries.index[0] + group.shift) {
         shared.poison.take_from(shared.k[stage], [&](int query, int key) {
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     const Place place{item.batch, member.kv_head, member.unit};
     shared.key_poison.clear();
     shared.value_poison.clear();
-    shared.keys.fill(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
+    shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
                      p.v, p.dk, p.dv);
   }
   // Queries that see some key of the block come last: whole tiles before them are skipped, and tiles
@@ -222,19 +223,17 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   int first_tile = 0;
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int first = place_row(p.tables.runs, group.keys, item.begin).index - group.shift;
-    first_tile =
-        (rows_up_to(p.tables.runs, group.queries, first - 1) + group.queries.phase) / kQueries;
+    first_tile = extent_up_to(p.tables.runs, group.queries, first - 1) / kQueries;
   }
-  const int tiles =
-      max(0, (group.queries.rows + group.queries.phase + kQueries - 1) / kQueries - first_tile);
+  const int queries = tile_extent(p.tables.runs, group.queries);
+  const int tiles = max(0, (queries + kQueries - 1) / kQueries - first_tile);
   const int steps = tiles * item.members;
   const auto load = [&](int step) {
     const int stage = step % kStages;
     const Member member = p.tables.members[item.member + step / tiles];
     const Place place{item.batch, member.head, member.unit};
     TileRows<kQueries, 4>& rows = shared.queries[stage];
-    rows.fill(p.tables, group, group.queries,
-              (first_tile + step % tiles) * kQueries - group.queries.phase, group.queries.rows, place, p.q, p.dout, p.lse, p.delta);
+    rows.fill(p.tables, group, group.queries, (first_tile + step % tiles) * kQueries, queries, place, p.q, p.dout, p.lse, p.delta);
     __syncthreads();
     shared.q[stage].load(rows.at[0], head_dim, p.shape.aligned, p.tables.items);
     shared.dout[stage].load(rows.at[1], head_dim, p.shape.aligned, p.tables.items);
@@ -307,9 +306,9 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
       }
     }
     if (group.causal != 0) {
-      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0;
-      const int first_row = max(0, group.queries.phase - (first_tile + step % tiles) * kQueries);
-      if (!ordered || shared.keys.index[item.rows - 1] > rows.index[first_row] + group.shift) {
+      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0 &&
+                           group.queries.by_index == 0;
+      if (!ordered || shared.keys.index[item.rows - 1] > rows.index[0] + group.shift) {
         const auto sees = [&](int key, int query) {
           return !hidden_pair(group, rows.index[query], shared.keys.index[key]);
         };

@@ -61,16 +61,16 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
   const Channel state{p.state};
   const Channel out{p.out};
 
-  shared.queries.fill(p.tables, group, group.queries, item.begin, item.begin + item.rows,
+  shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                       query_place, p.q, lse, state, out);
   // Keys that some query of the block sees, where that can be told from their order.
-  int keys = group.keys.rows;
+  int keys = tile_extent(p.tables.runs, group.keys);
   int first_query = 0;  // smallest index; below it a tile needs no mask
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     first_query = place_row(p.tables.runs, group.queries, item.begin).index + group.shift;
     const int last_query =
         place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = rows_up_to(p.tables.runs, group.keys, last_query);
+    keys = extent_up_to(p.tables.runs, group.keys, last_query);
   } else {
     first_query = INT_MIN;
   }
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
     }
 
     const TileRows<kKeys, 2>& rows = shared.keys[stage];
-    const bool masked = (tile + 1) * kKeys > keys ||
+    const bool masked = (tile + 1) * kKeys > keys || group.keys.by_index != 0 ||
                         (group.causal != 0 && (first_query == INT_MIN ||
                                                rows.index[kKeys - 1] > first_query));
     const bool weighted = group.repeats > 0;

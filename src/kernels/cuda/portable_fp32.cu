@@ -60,6 +60,11 @@ __device__ void multiply_rows(float (&result)[kA / 16][kB / 16], const FloatTile
   }
 }
 
+// 0 * NaN is NaN: what is wrong with a row must not reach those that do not see it. So hidden pairs
+// have a weight of -0, which no other pair has.
+constexpr float kHidden = -0.0F;
+__device__ bool is_hidden(float weight) { return __float_as_uint(weight) == 0x80000000U; }
+
 // sums[i][c] += sum over rows r of weights[ty + 16 i][r] * rows[r][tx + 16 c]; a tile's part is
 // summed from zero, so that errors grow with the number of tiles and not of rows.
 template <int kDim, int kRows>
@@ -74,9 +79,8 @@ __device__ void add_weighted(float (&sums)[kOwnPerThread][kDim / 16],
       const float value = rows.row(r)[tx + 16 * c];
 #pragma unroll
       for (int i = 0; i < kOwnPerThread; ++i) {
-        // Hidden pairs have a weight of 0, and 0 * NaN is NaN.
         const float weight = weights[ty + 16 * i][r];
-        if (weight != 0) part[i] = fmaf(weight, value, part[i]);
+        if (!is_hidden(weight)) part[i] = fmaf(weight, value, part[i]);
       }
     }
 #pragma unroll
@@ -118,13 +122,13 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
   const int tx = static_cast<int>(threadIdx.x) % 16;
   const int ty = static_cast<int>(threadIdx.x) / 16;
 
-  shared.queries.fill(p.tables, group, group.queries, item.begin, item.begin + item.rows,
+  shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                       query_place, p.q, Channel{p.lse}, Channel{p.state}, Channel{p.out});
-  int keys = group.keys.rows;
+  int keys = tile_extent(p.tables.runs, group.keys);
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int last =
         place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = rows_up_to(p.tables.runs, group.keys, last);
+    keys = extent_up_to(p.tables.runs, group.keys, last);
   }
   __syncthreads();
   shared.q.load(shared.queries.at[0], head_dim);
@@ -178,8 +182,10 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
       float total = 0;
 #pragma unroll
       for (int j = 0; j < kOtherPerThread; ++j) {
+        const bool hidden =
+            hidden_pair(group, shared.queries.index[row], shared.keys.index[tx + 16 * j]);
         const float weight = exp2f(s[i][j] - reference);
-        shared.weights[row][tx + 16 * j] = weight;
+        shared.weights[row][tx + 16 * j] = hidden ? kHidden : weight;
         total += weight;
       }
       sum[i] = fmaf(sum[i], shrink, row_sum(total));
@@ -224,9 +230,9 @@ struct Gradient {
 };
 __device__ Gradient gradient_of(float s, float dp, float lse, float delta, float log2_of_weight,
                                 float scale, bool hidden) {
-  if (hidden || lse == -INFINITY) return {0, 0};
+  if (hidden || lse == -INFINITY) return {kHidden, kHidden};
   const float weight = exp2f(fmaf(s, scale, log2_of_weight - lse * kLog2E));
-  return {weight, weight * (dp - delta)};
+  return {weight, weight * (dp - delta) + 0.0F};  // not -0
 }
 __device__ float read(const std::byte* at) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : 0.0F;
@@ -264,13 +270,13 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   auto& keys_of_tile = *reinterpret_cast<TileRows<kOther, 2>*>(&shared.keys);
   static_assert(sizeof(TileRows<kOther, 2>) <= sizeof(shared.keys));
 
-  shared.queries.fill(p.tables, group, group.queries, item.begin, item.begin + item.rows,
+  shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                       query_place, p.q, p.dout, p.lse, p.delta, p.dq);
-  int keys = group.keys.rows;
+  int keys = tile_extent(p.tables.runs, group.keys);
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int last =
         place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = rows_up_to(p.tables.runs, group.keys, last);
+    keys = extent_up_to(p.tables.runs, group.keys, last);
   }
   __syncthreads();
   shared.own[0].load(shared.queries.at[0], head_dim);
@@ -330,15 +336,15 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   {
     const Member member = p.tables.members[item.member];
     const Place place{item.batch, member.kv_head, member.unit};
-    shared.keys.fill(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
+    shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
                      p.v, p.dk, p.dv);
   }
+  const int queries = tile_extent(p.tables.runs, group.queries);
   int begin = 0;  // of the queries; tiles stay where they are in the list
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int first = place_row(p.tables.runs, group.keys, item.begin).index - group.shift;
-    begin = rows_up_to(p.tables.runs, group.queries, first - 1);
+    begin = extent_up_to(p.tables.runs, group.queries, first - 1) / kOther * kOther;
   }
-  begin = (begin + group.queries.phase) / kOther * kOther - group.queries.phase;
   __syncthreads();
   shared.own[0].load(shared.keys.at[0], head_dim);
   shared.own[1].load(shared.keys.at[1], head_dim);
@@ -348,9 +354,9 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   for (int m = 0; m < item.members; ++m) {
     const Member member = p.tables.members[item.member + m];
     const Place place{item.batch, member.head, member.unit};
-    for (int first = begin; first < group.queries.rows; first += kOther) {
+    for (int first = begin; first < queries; first += kOther) {
       __syncthreads();
-      queries_of_tile.fill(p.tables, group, group.queries, first, group.queries.rows, place, p.q,
+      queries_of_tile.fill(p.tables, group, group.queries, first, queries, place, p.q,
                            p.dout, p.lse, p.delta);
       __syncthreads();
       shared.other[0].load(queries_of_tile.at[0], head_dim);

@@ -34,6 +34,31 @@ __device__ inline PlacedRow place_row(const Run* runs, const RowList& list, int 
           run.first + static_cast<std::int64_t>(i) * run.stride};
 }
 
+// The row with this index, if the list has it. Indices rise.
+__device__ inline bool find_index(const Run* runs, const RowList& list, int index, PlacedRow& row) {
+  int low = list.begin;
+  int high = list.begin + list.runs - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (runs[middle].index <= index) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const Run run = runs[low];
+  const int i = (index - run.index) / run.index_stride;
+  if (index < run.index || i >= run.count || (index - run.index) % run.index_stride != 0) return false;
+  row = {run.source, index, run.first + static_cast<std::int64_t>(i) * run.stride};
+  return true;
+}
+
+// What tiles of a list count: rows, or indices up to the last one.
+__device__ inline int tile_extent(const Run* runs, const RowList& list) {
+  if (list.by_index == 0 || list.rows == 0) return list.rows;
+  return place_row(runs, list, list.rows - 1).index + 1;
+}
+
 // Which head of the shard, and which unit of a parcel.
 struct Place {
   int batch;
@@ -77,8 +102,9 @@ __device__ inline bool hidden_pair(const Group& group, int query, int key) {
   return query == kAbsent || key == kAbsent || (group.causal != 0 && key > query + group.shift);
 }
 
-// How many rows of an ascending list have an index of at most `last`.
-__device__ inline int rows_up_to(const Run* runs, const RowList& list, int last) {
+// How much of what tiles of an ascending list count has an index of at most `last`.
+__device__ inline int extent_up_to(const Run* runs, const RowList& list, int last) {
+  if (list.by_index != 0) return max(0, min(tile_extent(runs, list), last + 1));
   int low = 0;
   int high = list.rows;
   while (low < high) {
@@ -99,21 +125,41 @@ struct TileRows {
   int index[kRows];                 // kAbsent: absent
   unsigned char repeats[kRows];
 
-  // Rows [first, first + kRows) of the list, as far as they are there and below `end`. By the threads
-  // of a block, one row each; the caller synchronises.
+  // What tiles of the list count from `first` on, as far as it is there and below `end`. By the
+  // threads of a block, one row each; the caller synchronises.
   template <typename... Channels>
   __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list, int first,
                        int end, const Place& place, const Channels&... channels) {
+    fill(tables, group, list, list.by_index != 0, first, end, place, channels...);
+  }
+  // Rows [first, end) of the list, whatever its tiles are.
+  template <typename... Channels>
+  __device__ void fill_rows(const DeviceTables& tables, const Group& group, const RowList& list,
+                            int first, int end, const Place& place, const Channels&... channels) {
+    fill(tables, group, list, false, first, end, place, channels...);
+  }
+
+ private:
+  template <typename... Channels>
+  __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list,
+                       bool by_index, int first, int end, const Place& place,
+                       const Channels&... channels) {
     static_assert(sizeof...(channels) == kChannels);
     for (int r = static_cast<int>(threadIdx.x); r < kRows; r += static_cast<int>(blockDim.x)) {
       int c = 0;
-      if (first + r < 0 || first + r >= end) {
+      PlacedRow row;
+      bool present = first + r < end;
+      if (present && by_index) {
+        present = find_index(tables.runs, list, first + r, row);
+      } else if (present) {
+        row = place_row(tables.runs, list, first + r);
+      }
+      if (!present) {
         ((at[c++][r] = nullptr, static_cast<void>(channels)), ...);
         index[r] = kAbsent;
         repeats[r] = 0;
         continue;
       }
-      const PlacedRow row = place_row(tables.runs, list, first + r);
       ((at[c++][r] = address(channels, row, place)), ...);
       index[r] = row.index;
       repeats[r] = static_cast<unsigned char>(

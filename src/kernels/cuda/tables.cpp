@@ -88,7 +88,7 @@ struct Maker {
     list.begin = static_cast<std::int32_t>(tables.runs.size());
     list.runs = static_cast<std::int32_t>(runs.size());
     list.ascending = ascends(runs) ? 1 : 0;
-    if (canonical && !runs.empty()) list.phase = runs.front().index % kCanonicalTile;
+    list.by_index = canonical ? 1 : 0;
     for (Run& run : runs) {
       run.before = list.rows;
       list.rows += run.count;

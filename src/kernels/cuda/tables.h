@@ -28,9 +28,9 @@ struct RowList {
   std::int32_t runs = 0;
   std::int32_t rows = 0;
   std::int32_t ascending = 1;  // indices rise from row to row over the whole list
-  // Tiles of the list begin this many rows before its first one. Where sums must not depend on how
-  // many rows a rank was sent, tiles begin at the same indices everywhere.
-  std::int32_t phase = 0;
+  // Tiles of the list are cut by index, [64 t, 64 t + 64), and may have gaps: where sums must not
+  // depend on how many rows a rank was sent, tiles are the same everywhere.
+  std::int32_t by_index = 0;
 };
 
 // Query rows against key rows of one segment, for heads that do the same. A pair counts once, and
@@ -84,9 +84,6 @@ struct Tables {
 
   [[nodiscard]] std::int64_t bytes() const;
 };
-
-// Tiles of canonical lists begin at indices that are multiples of this.
-inline constexpr int kCanonicalTile = 64;
 
 // `tile`: most rows of an item. Branches come coarsest first, so that a branch that has every row
 // is the last to write it. Where the stage's results must not depend on how rows are spread over

@@ -4,9 +4,10 @@
 
 #include "kernels/cuda/attend_backward_sm90_helpers.h"
 
-// A block takes tiles of 128 keys, and walks the queries that see them in steps of 64. Two consumer
-// warp groups have 64 keys each; everything is transposed, so that P and dS are in registers where
-// dV += P^T dO and dK += dS^T Q want them:
+// A block takes tiles of 128 keys, and walks the queries that see them in steps of 64 (128 where
+// the head dim is 64: numbers in this comment are for 128). Two consumer warp groups have 64 keys
+// each; everything is transposed, so that P and dS are in registers where dV += P^T dO and dK +=
+// dS^T Q want them:
 //   S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP - delta);
 //   dQ of the step before: dS through shared memory, 64 queries x half of the columns per group.
 // dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group
@@ -104,8 +105,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
                                         int group) {
   using Memory = Shared<kDim>;
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  constexpr int kColumns = kDim / 2;  // of dQ
-  constexpr int kToken = 1;           // named barrier of group 0; that of group 1 is next
+  constexpr int kQueries = Memory::kQueries;
+  constexpr int kColumns = Memory::kColumns;  // of dQ
+  constexpr int kToken = 1;                   // named barrier of group 0; that of group 1 is next
 
   float dk[kDim / 2];
   float dv[kDim / 2];
@@ -159,10 +161,13 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   // dQ takes the registers of S.
   float(&dq)[kColumns / 2] = *reinterpret_cast<float(*)[kColumns / 2]>(s);
   const auto queue_dq = [&](int buffer, int key_buffer) {
-    const std::uint64_t gradients =
-        mn_major(shared + Memory::kDs + buffer * Memory::kGradientTile, Memory::kGradientTile);
+    const std::uint64_t gradients = mn_major(shared + Memory::kDs + buffer * Memory::kGradientTile +
+                                                 (Memory::kByRows ? group * (kKeys * 128) : 0),
+                                             kKeys * 128);
     const std::uint64_t keys = mn_major(shared + Memory::kK + key_buffer * Memory::kKeyTile +
-                                            (kDim == 128 ? group * Memory::kKeyBlock : group * 64),
+                                            (Memory::kByRows ? 0
+                                             : kDim == 128   ? group * Memory::kKeyBlock
+                                                             : group * 64),
                                         Memory::kKeyBlock);
     products_fence();
     multiply<T, Major::mn, Major::mn, false>(dq, gradients, keys);
@@ -180,7 +185,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     }
 #pragma unroll
     for (int m = 0; m < kColumns / 8; ++m) {
-      const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * (kQueries * 128);
+      const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * Memory::kStagingBox;
       const int other = m ^ 2;
       store_floats2(target, odd ? dq[4 * other] : dq[4 * m],
                     odd ? dq[4 * other + 1] : dq[4 * m + 1]);
@@ -302,8 +307,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     for (int i = 0; i < kQueries / 4; ++i) ds[i / 4][i % 4] = pack<T>(dp[2 * i], dp[2 * i + 1]);
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
-      store_matrices((ds_target + stage * Memory::kGradientTile) ^ (i << 5), ds[i][0], ds[i][1],
-                     ds[i][2], ds[i][3]);
+      store_matrices(
+          (ds_target + stage * Memory::kGradientTile + i / 4 * (kKeys * 128)) ^ (i % 4 << 5),
+          ds[i][0], ds[i][1], ds[i][2], ds[i][3]);
     fence_shared_for_async();
     __syncwarp();
     if (leader) {

@@ -278,33 +278,32 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     products_wait<0>();
     pin(dp);
     if ((flags & kLastOfTile) != 0 && leader) barrier_arrive(shared + Memory::v_empty());
-    {
-      // scale * dS for bf16, whose exponents have room; fp16 would lose small ones.
-      const std::uint32_t delta = of_queries + Memory::kDelta + stage * (kQueries * 4);
-      const float scale = kBf16 ? a.params.shape.scale : 1.0F;
+    // scale * dS for bf16, whose exponents have room; fp16 would lose small ones. P and dS are
+    // packed chunk by chunk, so that their floats' registers come free.
+    const std::uint32_t delta = of_queries + Memory::kDelta + stage * (kQueries * 4);
+    const auto finish = [&](auto masked) {
 #pragma unroll
       for (int i = 0; i < kQueries / 8; ++i) {
         const float2 d = load_floats2(delta + i * 32);
-        if constexpr (kBf16) {
-          dp[4 * i] = s[4 * i] * fmaf(dp[4 * i], scale, d.x);
-          dp[4 * i + 1] = s[4 * i + 1] * fmaf(dp[4 * i + 1], scale, d.y);
-          dp[4 * i + 2] = s[4 * i + 2] * fmaf(dp[4 * i + 2], scale, d.x);
-          dp[4 * i + 3] = s[4 * i + 3] * fmaf(dp[4 * i + 3], scale, d.y);
-        } else {
-          dp[4 * i] = s[4 * i] * (dp[4 * i] + d.x);
-          dp[4 * i + 1] = s[4 * i + 1] * (dp[4 * i + 1] + d.y);
-          dp[4 * i + 2] = s[4 * i + 2] * (dp[4 * i + 2] + d.x);
-          dp[4 * i + 3] = s[4 * i + 3] * (dp[4 * i + 3] + d.y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float of_row = j % 2 == 0 ? d.x : d.y;
+          float& x = dp[4 * i + j];
+          x = s[4 * i + j] * (kBf16 ? fmaf(x, a.params.shape.scale, of_row) : x + of_row);
+          if (masked && s[4 * i + j] == 0) x = 0;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          ds[i / 2][i % 2 * 2 + j] = pack<T>(dp[4 * i + 2 * j], dp[4 * i + 2 * j + 1]);
+          p[i / 2][i % 2 * 2 + j] = pack<T>(s[4 * i + 2 * j], s[4 * i + 2 * j + 1]);
         }
       }
-    }
+    };
     if ((flags & kMasked) != 0) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i)
-        if (s[i] == 0) dp[i] = 0;
+      finish(std::true_type{});
+    } else {
+      finish(std::false_type{});
     }
-#pragma unroll
-    for (int i = 0; i < kQueries / 4; ++i) ds[i / 4][i % 4] = pack<T>(dp[2 * i], dp[2 * i + 1]);
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
       store_matrices(
@@ -316,8 +315,6 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       barrier_arrive(shared + Memory::ds_full(stage));
       if (step > 1) barrier_arrive(shared + Memory::staged(group, stage));  // dQ of step - 2
     }
-#pragma unroll
-    for (int i = 0; i < kQueries / 4; ++i) p[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
     pin_packed(p);
     pin_packed(ds);
 

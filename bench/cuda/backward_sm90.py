@@ -26,7 +26,7 @@ class TensorRows(ctypes.Structure):
 
 class Channel(ctypes.Structure):
     _fields_ = [('local', TensorRows), ('sources', pointer), ('row_bytes', i64), ('bytes_before', i64),
-                ('bytes_all', i64)]
+                ('bytes_all', i64), ('row_offset', i64)]
 
 
 class DeviceTables(ctypes.Structure):
@@ -236,7 +236,7 @@ def rows_of(t, skip=0):
 
 
 def channel(t, skip=0):
-    return Channel(rows_of(t, skip), None, 0, 0, 0)
+    return Channel(rows_of(t, skip), None, 0, 0, 0, 0)
 
 
 def backward(tables, tensors, dim, dtype, heads, kv_heads, batch, query_tokens, key_tokens, dynamic=True, scale=None):
@@ -333,9 +333,9 @@ def split_channel(local, parcels, skip=0):
     c = channel(local, skip)
     if parcels:
         row = parcels[0].stride(2) * parcels[0].element_size()
-        sources = np.array([(x.data_ptr() + skip, x.shape[2], x.shape[1]) for x in parcels], dtype=SOURCE)
+        sources = np.array([(x.data_ptr(), x.shape[2], x.shape[1]) for x in parcels], dtype=SOURCE)
         KEEP.append(to_device(sources))
-        c.sources, c.row_bytes, c.bytes_before, c.bytes_all = KEEP[-1].data_ptr(), row, 0, row
+        c.sources, c.row_bytes, c.bytes_before, c.bytes_all, c.row_offset = KEEP[-1].data_ptr(), row, 0, row, skip
     return c
 
 

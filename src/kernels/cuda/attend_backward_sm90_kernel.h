@@ -193,11 +193,6 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
                     odd ? dq[4 * other + 3] : dq[4 * m + 3]);
     }
   };
-  const auto pin_packed = [](std::uint32_t(&values)[kQueries / 16][4]) {
-#pragma unroll
-    for (int i = 0; i < kQueries / 16; ++i) pin(values[i]);
-  };
-
   int step = 0;
   int tile = 0;
   int flags = 0;
@@ -315,8 +310,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       barrier_arrive(shared + Memory::ds_full(stage));
       if (step > 1) barrier_arrive(shared + Memory::staged(group, stage));  // dQ of step - 2
     }
-    pin_packed(p);
-    pin_packed(ds);
+    pin(p);
+    pin(ds);
 
     named_sync(kToken + group, 256);
     if (step > 0) barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
@@ -347,8 +342,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       stage_dq(step - 1);
     }
     products_wait<0>();
-    pin_packed(p);
-    pin_packed(ds);
+    pin(p);
+    pin(ds);
     pin(dv);
     pin(dk);
     if (leader) barrier_arrive(shared + Memory::q_empty(stage));

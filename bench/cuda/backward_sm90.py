@@ -333,9 +333,9 @@ def split_channel(local, parcels, skip=0):
     c = channel(local, skip)
     if parcels:
         row = parcels[0].stride(2) * parcels[0].element_size()
-        sources = np.array([(x.data_ptr() + skip, x.shape[2], x.shape[1]) for x in parcels], dtype=SOURCE)
+        sources = np.array([(x.data_ptr(), x.shape[2], x.shape[1]) for x in parcels], dtype=SOURCE)
         KEEP.append(to_device(sources))
-        c.sources, c.row_bytes, c.bytes_before, c.bytes_all = KEEP[-1].data_ptr(), row, 0, row
+        c.sources, c.row_bytes, c.bytes_before, c.bytes_all, c.row_offset = KEEP[-1].data_ptr(), row, 0, row, skip
     return c
 
 

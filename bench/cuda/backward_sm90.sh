@@ -12,14 +12,15 @@ mkdir -p "$(dirname "$library")"
 steps=${*:-build check bench}
 for step in $steps; do
   if [ "$step" = build ]; then
+    rm -f build/backward_sm90/*.o build/backward_sm90/*.txt "$library"
     for part in src/kernels/cuda/attend_backward_sm90 src/kernels/cuda/attend_backward_sm90_bf16 \
                 src/kernels/cuda/attend_backward_sm90_fp16 bench/cuda/backward_sm90_api; do
       nvcc -std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v \
         --expt-relaxed-constexpr -lineinfo -Xcompiler -fPIC -Isrc -Iinclude -c $part.cu \
-        -o build/backward_sm90/$(basename $part).o > build/backward_sm90/$(basename $part).log 2>&1 &
+        -o build/backward_sm90/$(basename $part).o > build/backward_sm90/$(basename $part).txt 2>&1 &
     done
     wait
-    cat build/backward_sm90/*.log > "$out/build.log"
+    cat build/backward_sm90/*.txt > "$out/build.log"
     grep -E "error|C7[0-9][0-9][0-9]|spill" "$out/build.log" || true
     nvcc -shared -o "$library" build/backward_sm90/*.o
   else

@@ -95,9 +95,10 @@ void launch_backward_sm90(const BackwardParams& params, cudaStream_t stream,
       return make_map(channel.local, shape.head_dim, shape.kv_heads, shape.key_tokens, shape.batch,
                       schedule.row_stride, box);
     };
-    arguments.q = of_queries(params.q, {type, 64, sm90::kQueries});
-    arguments.dout = of_queries(params.dout, {type, 64, sm90::kQueries});
-    arguments.dq = of_queries(params.dq, {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 32, sm90::kQueries});
+    const int queries = sm90::queries_of(shape.head_dim);
+    arguments.q = of_queries(params.q, {type, 64, queries});
+    arguments.dout = of_queries(params.dout, {type, 64, queries});
+    arguments.dq = of_queries(params.dq, {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 32, 64});
     arguments.k = of_keys(params.k, {type, 64, sm90::kKeys});
     arguments.v = of_keys(params.v, {type, 64, sm90::kKeys});
   }

@@ -173,6 +173,8 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
 template <int kDim>
 __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uint32_t shared) {
   using Memory = Shared<kDim>;
+  constexpr int kQueries = Memory::kQueries;
+  constexpr int kPerLane = kQueries / 32;
   const BackwardParams& p = a.params;
   const Run* const runs = p.tables.runs;
   const int lane = static_cast<int>(threadIdx.x) & 31;
@@ -270,12 +272,12 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             flags |= kLastOfTile;
             if (no_more || drawn_item(tile + 1) >= p.items) flags |= kLastOfAll;
           }
-          // Statistics and words of rows `lane` and `lane + 32`: fetched before there is room.
-          float lse[2];
-          float delta[2];
-          int word[2];
+          // Statistics and words of rows `lane`, `lane + 32`, ...: fetched before there is room.
+          float lse[kPerLane];
+          float delta[kPerLane];
+          int word[kPerLane];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          for (int i = 0; i < kPerLane; ++i) {
             lse[i] = -INFINITY;
             delta[i] = 0;
             word[i] = kAbsentQuery;
@@ -334,7 +336,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           }
           const std::uint32_t of_lane = shared + (stage * kQueries + lane) * 4;
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          for (int i = 0; i < kPerLane; ++i) {
             // An infinite L of either sign: exp2(-inf) is the P of no attention.
             const float negated = lse[i] == -INFINITY ? lse[i] : lse[i] * -1.4426950408889634F;
             store_float(of_lane + Memory::kLse + i * 128, negated);
@@ -354,16 +356,18 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
   }
 }
 
-// Adds staged dQ to global memory. One warp for each half of the columns, which one consumer group
-// computes: kernels whose consumers add by themselves wait for these adds at every proxy fence.
+// Adds staged dQ to global memory. One warp for each half, which one consumer group computes:
+// consumers that add by themselves wait for these adds at every proxy fence.
 template <int kDim>
 __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
                                                     std::uint32_t shared, int half) {
   using Memory = Shared<kDim>;
-  constexpr int kColumns = kDim / 2;
+  constexpr int kColumns = Memory::kColumns;
   constexpr int kLanes = kColumns / 4;  // for a row
   const BackwardParams& p = a.params;
   const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int first_row = Memory::kByRows ? half * 64 : 0;
+  const int first_column = Memory::kByRows ? 0 : half * kColumns;
   const std::uint32_t staging = shared + Memory::kStaging + half * Memory::kStagingOfGroup;
   for (int step = 0;; ++step) {
     barrier_wait(shared + Memory::staged(half, step & 1), (step >> 1) & 1);
@@ -375,19 +379,20 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
       if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < kColumns / 32; ++i)
-          add_box(&a.dq, staging + i * (kQueries * 128), half * kColumns + i * 32, first.y, first.z,
-                  first.w, second.x);
+          add_box(&a.dq, staging + i * Memory::kStagingBox, first_column + i * 32, first.y, first.z,
+                  first.w + first_row, second.x);
         bulk_commit();
         bulk_wait_read<0>();
       }
     } else if ((first.x & kNothing) == 0) {
       const RowList& list = p.tables.groups[second.z].queries;
-      const int rows = min(kQueries, list.rows - second.w);
+      const int begin = second.w + first_row;
+      const int rows = min(64, list.rows - begin);
       const int column = lane % kLanes * 4;
       for (int base = 0; base < rows; base += 32) {
         const std::byte* mine = nullptr;
         if (base + lane < rows) {
-          const int row = second.w + base + lane;
+          const int row = begin + base + lane;
           mine = row_address(p.dq, p.tables.runs[run_of(p.tables.runs, list, row)], row,
                              {second.x, first.y, second.y});
         }
@@ -396,8 +401,8 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
           auto* const target =
               reinterpret_cast<float*>(const_cast<std::byte*>(from_lane(mine, row)));
           if (target != nullptr) {
-            add_to_global(target + half * kColumns + column,
-                          load_floats4(staging + column / 32 * (kQueries * 128) +
+            add_to_global(target + first_column + column,
+                          load_floats4(staging + column / 32 * Memory::kStagingBox +
                                        swizzled(base + row, column % 32 / 4)));
           }
         }

@@ -4,9 +4,10 @@
 
 #include "kernels/cuda/attend_backward_sm90_helpers.h"
 
-// A block takes tiles of 128 keys, and walks the queries that see them in steps of 64. Two consumer
-// warp groups have 64 keys each; everything is transposed, so that P and dS are in registers where
-// dV += P^T dO and dK += dS^T Q want them:
+// A block takes tiles of 128 keys, and walks the queries that see them in steps of 64 (128 where
+// the head dim is 64: numbers in this comment are for 128). Two consumer warp groups have 64 keys
+// each; everything is transposed, so that P and dS are in registers where dV += P^T dO and dK +=
+// dS^T Q want them:
 //   S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP - delta);
 //   dQ of the step before: dS through shared memory, 64 queries x half of the columns per group.
 // dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group
@@ -104,8 +105,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
                                         int group) {
   using Memory = Shared<kDim>;
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
-  constexpr int kColumns = kDim / 2;  // of dQ
-  constexpr int kToken = 1;           // named barrier of group 0; that of group 1 is next
+  constexpr int kQueries = Memory::kQueries;
+  constexpr int kColumns = Memory::kColumns;  // of dQ
+  constexpr int kToken = 1;                   // named barrier of group 0; that of group 1 is next
 
   float dk[kDim / 2];
   float dv[kDim / 2];
@@ -159,10 +161,13 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   // dQ takes the registers of S.
   float(&dq)[kColumns / 2] = *reinterpret_cast<float(*)[kColumns / 2]>(s);
   const auto queue_dq = [&](int buffer, int key_buffer) {
-    const std::uint64_t gradients =
-        mn_major(shared + Memory::kDs + buffer * Memory::kGradientTile, Memory::kGradientTile);
+    const std::uint64_t gradients = mn_major(shared + Memory::kDs + buffer * Memory::kGradientTile +
+                                                 (Memory::kByRows ? group * (kKeys * 128) : 0),
+                                             kKeys * 128);
     const std::uint64_t keys = mn_major(shared + Memory::kK + key_buffer * Memory::kKeyTile +
-                                            (kDim == 128 ? group * Memory::kKeyBlock : group * 64),
+                                            (Memory::kByRows ? 0
+                                             : kDim == 128   ? group * Memory::kKeyBlock
+                                                             : group * 64),
                                         Memory::kKeyBlock);
     products_fence();
     multiply<T, Major::mn, Major::mn, false>(dq, gradients, keys);
@@ -180,7 +185,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     }
 #pragma unroll
     for (int m = 0; m < kColumns / 8; ++m) {
-      const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * (kQueries * 128);
+      const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * Memory::kStagingBox;
       const int other = m ^ 2;
       store_floats2(target, odd ? dq[4 * other] : dq[4 * m],
                     odd ? dq[4 * other + 1] : dq[4 * m + 1]);
@@ -188,11 +193,6 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
                     odd ? dq[4 * other + 3] : dq[4 * m + 3]);
     }
   };
-  const auto pin_packed = [](std::uint32_t(&values)[kQueries / 16][4]) {
-#pragma unroll
-    for (int i = 0; i < kQueries / 16; ++i) pin(values[i]);
-  };
-
   int step = 0;
   int tile = 0;
   int flags = 0;
@@ -273,47 +273,45 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     products_wait<0>();
     pin(dp);
     if ((flags & kLastOfTile) != 0 && leader) barrier_arrive(shared + Memory::v_empty());
-    {
-      // scale * dS for bf16, whose exponents have room; fp16 would lose small ones.
-      const std::uint32_t delta = of_queries + Memory::kDelta + stage * (kQueries * 4);
-      const float scale = kBf16 ? a.params.shape.scale : 1.0F;
+    // scale * dS for bf16, whose exponents have room; fp16 would lose small ones. P and dS are
+    // packed chunk by chunk, so that their floats' registers come free.
+    const std::uint32_t delta = of_queries + Memory::kDelta + stage * (kQueries * 4);
+    const auto finish = [&](auto masked) {
 #pragma unroll
       for (int i = 0; i < kQueries / 8; ++i) {
         const float2 d = load_floats2(delta + i * 32);
-        if constexpr (kBf16) {
-          dp[4 * i] = s[4 * i] * fmaf(dp[4 * i], scale, d.x);
-          dp[4 * i + 1] = s[4 * i + 1] * fmaf(dp[4 * i + 1], scale, d.y);
-          dp[4 * i + 2] = s[4 * i + 2] * fmaf(dp[4 * i + 2], scale, d.x);
-          dp[4 * i + 3] = s[4 * i + 3] * fmaf(dp[4 * i + 3], scale, d.y);
-        } else {
-          dp[4 * i] = s[4 * i] * (dp[4 * i] + d.x);
-          dp[4 * i + 1] = s[4 * i + 1] * (dp[4 * i + 1] + d.y);
-          dp[4 * i + 2] = s[4 * i + 2] * (dp[4 * i + 2] + d.x);
-          dp[4 * i + 3] = s[4 * i + 3] * (dp[4 * i + 3] + d.y);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float of_row = j % 2 == 0 ? d.x : d.y;
+          float& x = dp[4 * i + j];
+          x = s[4 * i + j] * (kBf16 ? fmaf(x, a.params.shape.scale, of_row) : x + of_row);
+          if (masked && s[4 * i + j] == 0) x = 0;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          ds[i / 2][i % 2 * 2 + j] = pack<T>(dp[4 * i + 2 * j], dp[4 * i + 2 * j + 1]);
+          p[i / 2][i % 2 * 2 + j] = pack<T>(s[4 * i + 2 * j], s[4 * i + 2 * j + 1]);
         }
       }
-    }
+    };
     if ((flags & kMasked) != 0) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i)
-        if (s[i] == 0) dp[i] = 0;
+      finish(std::true_type{});
+    } else {
+      finish(std::false_type{});
     }
-#pragma unroll
-    for (int i = 0; i < kQueries / 4; ++i) ds[i / 4][i % 4] = pack<T>(dp[2 * i], dp[2 * i + 1]);
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
-      store_matrices((ds_target + stage * Memory::kGradientTile) ^ (i << 5), ds[i][0], ds[i][1],
-                     ds[i][2], ds[i][3]);
+      store_matrices(
+          (ds_target + stage * Memory::kGradientTile + i / 4 * (kKeys * 128)) ^ (i % 4 << 5),
+          ds[i][0], ds[i][1], ds[i][2], ds[i][3]);
     fence_shared_for_async();
     __syncwarp();
     if (leader) {
       barrier_arrive(shared + Memory::ds_full(stage));
       if (step > 1) barrier_arrive(shared + Memory::staged(group, stage));  // dQ of step - 2
     }
-#pragma unroll
-    for (int i = 0; i < kQueries / 4; ++i) p[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
-    pin_packed(p);
-    pin_packed(ds);
+    pin(p);
+    pin(ds);
 
     named_sync(kToken + group, 256);
     if (step > 0) barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
@@ -344,8 +342,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       stage_dq(step - 1);
     }
     products_wait<0>();
-    pin_packed(p);
-    pin_packed(ds);
+    pin(p);
+    pin(ds);
     pin(dv);
     pin(dk);
     if (leader) barrier_arrive(shared + Memory::q_empty(stage));

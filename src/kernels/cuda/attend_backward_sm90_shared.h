@@ -10,9 +10,10 @@
 // What the roles of the Hopper backward kernel share: its arguments, shared memory and barriers.
 namespace annulus::cuda::sm90 {
 
-inline constexpr int kKeys = 128;    // of a tile: 64 for each of two warp groups
-inline constexpr int kQueries = 64;  // of a step
-inline constexpr int kStages = 2;    // of queries: one computes while one arrives
+inline constexpr int kKeys = 128;  // of a tile: 64 for each of two warp groups
+// Of a step: as many as registers hold, with dK and dV beside them.
+constexpr int queries_of(int head_dim) { return head_dim == 64 ? 128 : 64; }
+inline constexpr int kStages = 2;  // of queries: one computes while one arrives
 
 // Maps see the shard's tokens as {columns, heads, token % stride, token / stride, batch}: a run of
 // that stride is a box, wherever it begins.
@@ -69,12 +70,17 @@ inline constexpr int kLastIndex = 0x7FFFFFE;  // so indices end at 2^27 - 2
 // reaches into the next tile; dS for the same reason.
 template <int kDim>
 struct Shared {
+  static constexpr int kQueries = queries_of(kDim);
   static constexpr int kQueryTile = kQueries * kDim * 2;
   static constexpr int kKeyTile = kKeys * kDim * 2;
   static constexpr int kQueryBlock = kQueries * 128;  // 64 columns of it
   static constexpr int kKeyBlock = kKeys * 128;
-  static constexpr int kGradientTile = kKeys * kQueries * 2;       // dS
-  static constexpr int kStagingOfGroup = kQueries * kDim / 2 * 4;  // dQ, half of the columns
+  static constexpr int kGradientTile = kKeys * kQueries * 2;  // dS^T
+  // A consumer group computes 64 rows of dQ: half of the queries, or half of the columns.
+  static constexpr bool kByRows = kQueries == 128;
+  static constexpr int kColumns = kByRows ? kDim : kDim / 2;
+  static constexpr int kStagingBox = 64 * 128;  // 32 columns
+  static constexpr int kStagingOfGroup = kColumns / 32 * kStagingBox;
 
   static constexpr int kK = 0;
   static constexpr int kV = kK + 2 * kKeyTile;

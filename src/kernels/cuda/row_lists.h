@@ -51,7 +51,7 @@ __device__ __forceinline__ std::byte* row_address(const Channel& channel, const 
   const Source& source = channel.sources[run.source];
   const std::int64_t before = owner.batch * source.units + owner.unit;
   return source.base + source.rows * (before * channel.bytes_all + channel.bytes_before) +
-         position * channel.row_bytes;
+         position * channel.row_bytes + channel.row_offset;
 }
 // From one row of the run to the next, in bytes.
 __device__ __forceinline__ std::int64_t row_step(const Channel& channel, const Run& run) {

@@ -68,8 +68,8 @@ struct MemoryInfo {
   double device_utilization = -1.0;      // -1: unknown (CPU)
 };
 
-// What `detached` mixing needs from forward: the normalised output of every branch. Made by
-// make_branch_state().
+// What `detached` mixing needs from forward: the normalised output of every branch, of the rows that
+// the branch selects. Made by make_branch_state().
 class BranchState {
  public:
   BranchState();
@@ -134,6 +134,7 @@ class RingAttention {
   // forward has written it already.
   [[nodiscard]] BranchState make_branch_state(std::span<float> o, std::span<float> lse,
                                               bool filled) const;
+  // Batch entries x heads x selected tokens of this rank, over all branches; 0 unless detached.
   [[nodiscard]] std::int64_t branch_state_rows() const;
 
   [[nodiscard]] const RingOptions& options() const;

@@ -153,6 +153,10 @@ void RingAttention::Impl::make_computation() {
   computation.dtype = options.dtype;
   computation.scale = ring::scale_of(options);
   computation.mix_gradient = options.mix_gradient;
+  if (options.mix_gradient == MixGradient::detached) {
+    kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
+    computation.kept = kept.get();
+  }
   computation.reproducible = options.reproducible;
   computation.backward = options.backward;
   const std::string complaint = backend->complaint(computation);

@@ -131,7 +131,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
   const char* where = "RingAttention::forward";
   const Transport::Use use(*impl_->transport, where);
   const OverOnError over(*impl_);
-  const bool keep = state != nullptr && state->data_ != nullptr;
+  const bool keep = impl_->kept != nullptr && state != nullptr && state->data_ != nullptr;
   const Impl::CallClaims& claims = impl_->forward_claims[keep ? 1 : 0];
   ring::agree(*impl_->transport, where,
               first_of({impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
@@ -269,6 +269,7 @@ MemoryInfo RingAttention::memory_info() const {
   info.communication_bytes = impl_->communication_bytes();
   info.state_bytes = impl_->engine->state_bytes();
   info.workspace_bytes = info.communication_bytes + info.state_bytes + impl_->engine->list_bytes();
+  if (impl_->kept != nullptr) info.workspace_bytes += impl_->kept->bytes();
   info.scratch_bytes = impl_->backend->scratch_bytes();
   return info;
 }

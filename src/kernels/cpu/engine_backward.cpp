@@ -39,9 +39,9 @@ void CpuEngine::fill_statistics(const BackwardCall& call) const {
         continue;
       }
       for (int branch = 0; branch < deltas; ++branch) {
-        const std::int64_t row = branch * computation_.query_rows() + at;
+        const std::int64_t row = computation_.kept->row(branch, b, h, t);
         out[1 + branch] = 0;
-        if (call.branches.lse[row] == -INFINITY) continue;  // its O was never written
+        if (row < 0 || call.branches.lse[row] == -INFINITY) continue;  // its O was never written
         const float* branch_o = call.branches.o + row * head_dim;
         float sum = 0;
         for (int d = 0; d < head_dim; ++d)

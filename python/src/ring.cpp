@@ -284,14 +284,16 @@ mix_gradient='detached', `state` is the one that forward has filled.)")
           nb::arg("lse") = nb::none(), nb::arg("filled") = false,
           nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
                   "None = None, filled: bool = False) -> BranchState"),
-          R"(What mix_gradient='detached' keeps from forward for backward: the output of every branch.
+          R"(What mix_gradient='detached' keeps from forward for backward: the output of every
+branch, of the rows that it selects.
 
 In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim and `lse` of
 branch_state_rows elements, contiguous float32 arrays of any shape, which the state keeps alive.
 filled: a forward has written them already.)")
       .def_prop_ro(
           "branch_state_rows", [](const Ring& self) { return self.core->branch_state_rows(); },
-          "Rows of a branch state: branches x batch x local tokens x heads.")
+          "Rows of a branch state: batch x heads x selected local tokens, over all branches; 0 "
+          "unless mix_gradient is 'detached'.")
       .def_static(
           "refuse",
           [](Transport& transport, const std::string& reason) {

@@ -89,11 +89,11 @@ TEST(KeptRows, RowsOfARunLieSideBySide) {
   EXPECT_GT(checked, 10'000);
 }
 
-// The reason for all this: LongNet's dilations 1, 2, ..., 16 select 1.94 tokens' worth of rows of 5.
+// The reason for all this: LongNet's dilations 1, 2, ..., 16 select 1.94 tokens' worth of rows
+// of 5.
 TEST(KeptRows, LongNetKeepsLessThanTwoRowsAToken) {
   constexpr std::int64_t kTokens = 65'536;
-  const Pattern pattern =
-      longnet(8, List{2048, 4096, 8192, 16384, 32768}, List{1, 2, 4, 8, 16});
+  const Pattern pattern = longnet(8, List{2048, 4096, 8192, 16384, 32768}, List{1, 2, 4, 8, 16});
   const KeptRows kept(pattern, Placement::contiguous(kTokens, 1), 0, 1);
   EXPECT_EQ(kept.rows(), kTokens * 8 * 31 / 16);
   // Next to nothing beside the rows: less than one element of 16 bits for each.

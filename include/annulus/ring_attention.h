@@ -68,8 +68,8 @@ struct MemoryInfo {
   double device_utilization = -1.0;      // -1: unknown (CPU)
 };
 
-// What `detached` mixing needs from forward: the normalised output of every branch, of the rows that
-// the branch selects. Made by make_branch_state().
+// What `detached` mixing needs from forward: the normalised output of every branch, of the rows
+// that the branch selects. Made by make_branch_state().
 class BranchState {
  public:
   BranchState();

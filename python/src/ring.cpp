@@ -279,12 +279,11 @@ autograd function (:func:`annulus.torch.ring_attention` is one).)")
 q, k, v, o and lse are those of :meth:`forward`, `do` is the gradient of o, like q. Gradients are like
 q, k and v; they are written into `dq`, `dk` and `dv` where given, else into new arrays. With
 mix_gradient='detached', `state` is the one that forward has filled.)")
-      .def(
-          "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
-          nb::arg("lse") = nb::none(), nb::arg("filled") = false,
-          nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
-                  "None = None, filled: bool = False) -> BranchState"),
-          R"(What mix_gradient='detached' keeps from forward for backward: the output of every
+      .def("make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
+           nb::arg("lse") = nb::none(), nb::arg("filled") = false,
+           nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
+                   "None = None, filled: bool = False) -> BranchState"),
+           R"(What mix_gradient='detached' keeps from forward for backward: the output of every
 branch, of the rows that it selects.
 
 In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim and `lse` of

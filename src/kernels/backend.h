@@ -84,8 +84,8 @@ struct Stage {
 };
 
 // Outputs of single branches, kept by forward where backward needs them: [row][dim], and the
-// log-sum-exps without dim, for the rows that Computation::kept tells (kept_rows.h). The local query
-// rows of a run (RunTemplate) lie side by side from its `kept` on. Null: not kept.
+// log-sum-exps without dim, for the rows that Computation::kept tells (kept_rows.h). The local
+// query rows of a run (RunTemplate) lie side by side from its `kept` on. Null: not kept.
 struct BranchOutputs {
   float* o = nullptr;
   float* lse = nullptr;

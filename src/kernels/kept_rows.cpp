@@ -6,8 +6,7 @@
 
 namespace annulus {
 
-KeptRows::KeptRows(const Pattern& pattern, const Placement& placement, int rank,
-                   std::int64_t batch)
+KeptRows::KeptRows(const Pattern& pattern, const Placement& placement, int rank, std::int64_t batch)
     : branch_heads_(pattern.heads),
       batch_(batch),
       heads_(pattern.branches.size() * static_cast<std::size_t>(pattern.heads)) {

@@ -117,8 +117,10 @@ void RingAttention::Impl::check_options() const {
     throw ConfigError(fmt::format("rates are {} FLOP/s and {} bytes/s, expected more than 0",
                                   options.rates.flops_per_second, options.rates.bytes_per_second));
   }
-  if (options.scale.has_value() && !(std::isfinite(static_cast<float>(*options.scale)) && *options.scale > 0)) {
-    throw ConfigError(fmt::format("scale is {}, expected a number above 0 that fp32 can hold", *options.scale));
+  if (options.scale.has_value() &&
+      !(std::isfinite(static_cast<float>(*options.scale)) && *options.scale > 0)) {
+    throw ConfigError(
+        fmt::format("scale is {}, expected a number above 0 that fp32 can hold", *options.scale));
   }
   if (options.reproducible && options.schedule == Schedule::ring) {
     throw ConfigError(

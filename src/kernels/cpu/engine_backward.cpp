@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -80,6 +81,12 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
   const ParcelRows* keys_from = received_.keys.layout != nullptr ? &received_.keys : nullptr;
   const ParcelRows* back = received_.gradients.layout != nullptr ? &received_.gradients : nullptr;
   Turns& turns = *turns_;
+  const std::vector<Branch>& branches = computation_.pattern->branches;
+  const auto branches_of = [&](int head) {
+    return std::count_if(branches.begin(), branches.end(), [&](const Branch& branch) {
+      return branch.offset[static_cast<std::size_t>(head)] >= 0;
+    });
+  };
 
   for (const Phase& phase : work.phases()) {
     turns.begin(phase);
@@ -127,6 +134,7 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
           task.key_gap = group.keys.gap;
           task.query_gap = group.queries.gap;
           task.repeats = group.repeats;
+          task.only_branch = branches_of(head) == 1;
           task.query_grad = kind != Stage::Kind::key_gradient;
           task.key_grad = kind != Stage::Kind::query_gradient;
           const Turns::Turn turn(turns, item);

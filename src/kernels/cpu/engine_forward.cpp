@@ -51,8 +51,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       const int branch = group.branch;
       const TensorRows o =
           per_branch ? kept_rows(call.branches.o, branch, head, computation_.head_dim) : state;
-      const TensorRows lse =
-          per_branch ? kept_rows(call.branches.lse, branch, head, 1) : call.lse;
+      const TensorRows lse = per_branch ? kept_rows(call.branches.lse, branch, head, 1) : call.lse;
       const ChannelSource queries[] = {{kQuery, call.q},
                                        {kLse, lse, nullptr, 0, 0, per_branch},
                                        {kState, o, nullptr, 0, 0, per_branch},
@@ -145,7 +144,8 @@ void CpuEngine::merge_branches(const BranchOutputs& kept, std::int64_t batch, st
   *lse = highest;
   if (highest == -INFINITY && !poisoned) return;
   double sum = 0;
-  for_each_branch([&](float l, const float*) { sum += std::exp(static_cast<double>(l) - highest); });
+  for_each_branch(
+      [&](float l, const float*) { sum += std::exp(static_cast<double>(l) - highest); });
   *lse = static_cast<float>(highest + std::log(sum));
   for_each_branch([&](float l, const float* o) {
     const auto weight = static_cast<float>(std::exp(static_cast<double>(l) - highest) / sum);

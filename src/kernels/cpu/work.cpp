@@ -211,9 +211,8 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
                  layout.offset(run.parcel, item.batch, unit, source.section);
           row = layout.section_bytes(source.section);
         }
-        out.base[c] =
-            base + ((source.kept ? run.kept : run.store_first) + first * stride) * row +
-            source.byte_offset;
+        out.base[c] = base + ((source.kept ? run.kept : run.store_first) + first * stride) * row +
+                      source.byte_offset;
         out.step[c] = stride * row;
       }
     });

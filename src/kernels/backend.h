@@ -83,11 +83,12 @@ struct Stage {
   int last_step = 0;
 };
 
-// Outputs of single branches, kept by forward where backward needs them: [row][dim], and the
-// log-sum-exps without dim, for the rows that Computation::kept tells (kept_rows.h). The local
-// query rows of a run (RunTemplate) lie side by side from its `kept` on. Null: not kept.
+// Outputs of single branches, kept by forward where backward needs them: [row][dim] of the call's
+// dtype, rounded once, and the log-sum-exps without dim, for the rows that Computation::kept tells
+// (kept_rows.h). The local query rows of a run (RunTemplate) lie side by side from its `kept` on.
+// Null: not kept.
 struct BranchOutputs {
-  float* o = nullptr;
+  std::byte* o = nullptr;
   float* lse = nullptr;
 };
 

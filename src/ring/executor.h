@@ -17,14 +17,14 @@
 
 namespace annulus {
 
-// Normalised output and log-sum-exp of every branch, of the rows that it selects: o is [row][dim],
-// lse the same without dim; `KeptRows` says which row is where.
+// Normalised output and log-sum-exp of every branch, of the rows that it selects: o is [row][dim]
+// of the call's dtype, lse fp32 and the same without dim; `KeptRows` says which row is where.
 struct BranchState::Data {
   Memory o;
   Memory lse;
   bool filled = false;  // by a forward that ended well
 
-  [[nodiscard]] BranchOutputs outputs() const { return {o.floats(), lse.floats()}; }
+  [[nodiscard]] BranchOutputs outputs() const { return {o.data(), lse.floats()}; }
 };
 
 // What one rank's executor holds: the plan's order of things, and whose memory is where. How to
@@ -63,6 +63,9 @@ struct RingAttention::Impl {
 
   [[nodiscard]] std::int64_t local_tokens() const { return options.placement.local_tokens(rank); }
   [[nodiscard]] std::int64_t branch_rows() const { return kept != nullptr ? kept->rows() : 0; }
+  [[nodiscard]] std::int64_t branch_output_bytes() const {
+    return branch_rows() * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
+  }
   [[nodiscard]] std::int64_t communication_bytes() const;
 
   const RingOptions options;

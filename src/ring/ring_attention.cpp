@@ -62,9 +62,7 @@ std::string RingAttention::Impl::check_lse(const ConstTensorView& view) const {
 }
 
 std::string RingAttention::Impl::check_state(const BranchState::Data& state) const {
-  if (state.o.bytes() == branch_rows() * options.head_dim * 4 &&
-      state.lse.bytes() == branch_rows() * 4)
-    return "";
+  if (state.o.bytes() == branch_output_bytes() && state.lse.bytes() == branch_rows() * 4) return "";
   return "the branch state was made by an executor of another shape: make it with this one's "
          "make_branch_state()";
 }
@@ -79,9 +77,8 @@ TensorRows rows_of(const ConstTensorView& view) {
   return {base, view.stride[0] * size, view.stride[2] * size, view.stride[1] * size};
 }
 
-Memory borrow(std::span<float> floats, const Device& device) {
-  return {reinterpret_cast<std::byte*>(floats.data()),
-          static_cast<std::int64_t>(floats.size_bytes()), device, nullptr};
+Memory borrow(std::span<std::byte> bytes, const Device& device) {
+  return {bytes.data(), std::ssize(bytes), device, nullptr};
 }
 
 // A call that fails is over: what it and those before it have enqueued touches the caller's tensors
@@ -215,18 +212,17 @@ void RingAttention::refuse(Transport& transport, const std::string& reason) {
 BranchState RingAttention::make_branch_state() const {
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
-  state.data_->o =
-      impl_->backend->allocate(branch_state_rows() * impl_->options.head_dim * 4, "branch outputs");
+  state.data_->o = impl_->backend->allocate(impl_->branch_output_bytes(), "branch outputs");
   state.data_->lse = impl_->backend->allocate(branch_state_rows() * 4, "branch log-sum-exps");
   return state;
 }
 
-BranchState RingAttention::make_branch_state(std::span<float> o, std::span<float> lse,
+BranchState RingAttention::make_branch_state(std::span<std::byte> o, std::span<float> lse,
                                              bool filled) const {
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
   state.data_->o = borrow(o, impl_->options.device);
-  state.data_->lse = borrow(lse, impl_->options.device);
+  state.data_->lse = borrow(std::as_writable_bytes(lse), impl_->options.device);
   state.data_->filled = filled;
   return state;
 }

@@ -165,10 +165,11 @@ def test_compile_takes_it_as_one_operator(mix: str, dynamic: bool) -> None:
         {"segment_lengths": [5, 7], "dilation_rates": [2, 9]},  # do not divide, exceed the segment
     ],
 )
-def test_detached_keeps_selected_rows_only(branches: dict) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_detached_keeps_selected_rows_only(dtype: torch.dtype, branches: dict) -> None:
     """As many as compilers expect, whatever the length."""
     for tokens in (1, 5, 64, 70, 131):
-        q, k, v, _ = tensors(tokens)
+        q, k, v, _ = tensors(tokens, dtype=dtype)
         calls = []
         with pytest.MonkeyPatch.context() as patch:
             attend = torch.ops.annulus.attend
@@ -182,7 +183,8 @@ def test_detached_keeps_selected_rows_only(branches: dict) -> None:
             for t in range(tokens)
         )
         _, _, state_o, state_lse = attend(*calls[0])
-        assert state_o.shape == (2 * selected, 16) and state_lse.shape == (2 * selected,)
+        assert state_o.shape == (2 * selected, 16) and state_o.dtype == dtype
+        assert state_lse.shape == (2 * selected,) and state_lse.dtype == torch.float32
         torch.library.opcheck(attend, calls[0], test_utils="test_faketensor")
 
 

@@ -14,7 +14,6 @@ from annulus.torch import _rings
 from annulus.torch._config import Config, branch_numbers, config_of, pattern_of, text_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CPU = torch.device("cpu")
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -35,9 +34,7 @@ def _result_like(x: torch.Tensor) -> torch.Tensor:
 
 def _states(q: torch.Tensor, rows: int | torch.SymInt) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for the branches' outputs and log-sum-exps, all of which forward writes."""
-    # Dtype and device are said, because PyTorch's defaults may be others.
-    wide = {"dtype": torch.float32, "device": q.device}
-    return torch.empty((rows, q.shape[3]), **wide), torch.empty((rows,), **wide)
+    return q.new_empty((rows, q.shape[3])), q.new_empty((rows,), dtype=torch.float32)
 
 
 def _keeps_branches(q: torch.Tensor, c: Config) -> bool:
@@ -78,7 +75,7 @@ def _attend(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    o, lse = _result_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=_CPU)
+    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     states = _states(q, 0)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:

@@ -12,9 +12,13 @@ namespace annulus::cpu {
 GradientSums CpuEngine::sums(const BackwardCall& call) const {
   if (is_fp32()) return {call.dq, call.dk, call.dv};
   const Computation& c = computation_;
-  return {rows_of(accumulators_.floats(), c.query_tokens, c.heads(), c.head_dim),
-          rows_of(key_gradients_.floats(), c.key_tokens, c.kv_heads, c.head_dim),
-          rows_of(value_gradients_.floats(), c.key_tokens, c.kv_heads, c.head_dim)};
+  const auto [dq_bytes, dk_bytes, dv_bytes] = sum_bytes();
+  const float* dq = accumulators_.floats();
+  const float* dk = dq + dq_bytes / 4;
+  const float* dv = dk + dk_bytes / 4;
+  return {rows_of(dq, c.query_tokens, c.heads(), c.head_dim),
+          rows_of(dk, c.key_tokens, c.kv_heads, c.head_dim),
+          rows_of(dv, c.key_tokens, c.kv_heads, c.head_dim)};
 }
 
 // lse and delta = rowsum(dO * O) of every row, side by side, so that they travel together. Detached
@@ -25,6 +29,7 @@ void CpuEngine::fill_statistics(const BackwardCall& call) const {
   const int head_dim = computation_.head_dim;
   const int deltas = computation_.deltas();
   const DType dtype = computation_.dtype;
+  const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
   // A scale of 0 makes every gradient 0 at the end.
   const double factor = computation_.pattern->output_scale;
   const auto unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
@@ -43,10 +48,10 @@ void CpuEngine::fill_statistics(const BackwardCall& call) const {
         const std::int64_t row = computation_.kept->row(branch, b, h, t);
         out[1 + branch] = 0;
         if (row < 0 || call.branches.lse[row] == -INFINITY) continue;  // its O was never written
-        const float* branch_o = call.branches.o + row * head_dim;
+        const std::byte* o = call.branches.o + row * row_bytes;
         float sum = 0;
         for (int d = 0; d < head_dim; ++d)
-          sum = std::fma(load_element(g, dtype, d), branch_o[d], sum);
+          sum = std::fma(load_element(g, dtype, d), load_element(o, dtype, d), sum);
         out[1 + branch] = sum;
       }
     }

@@ -33,6 +33,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
   // caller's o.
   const TensorRows state = state_rows(call);
   const DType state_dtype = direct(call) ? computation_.dtype : DType::f32;
+  float* branch_o = branch_outputs(call.branches);
   const auto kept_rows = [&](float* base, int branch, int head, std::int64_t width) {
     const KeptRows& kept = *computation_.kept;
     float* first = base + kept.first(branch, head) * width;
@@ -50,7 +51,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       const WorkGroup& group = work.group(item);
       const int branch = group.branch;
       const TensorRows o =
-          per_branch ? kept_rows(call.branches.o, branch, head, computation_.head_dim) : state;
+          per_branch ? kept_rows(branch_o, branch, head, computation_.head_dim) : state;
       const TensorRows lse = per_branch ? kept_rows(call.branches.lse, branch, head, 1) : call.lse;
       const ChannelSource queries[] = {{kQuery, call.q},
                                        {kLse, lse, nullptr, 0, 0, per_branch},
@@ -104,6 +105,7 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
       if (per_branch) {
         merge_branches(call.branches, b, t, h, row, l);
         kernels_.store_row(dtype, row, factor, out, head_dim);
+        if (!is_fp32()) round_branches(call.branches, b, t, h);
       } else if (*l == -INFINITY) {
         if (out != empty_end) {
           if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));
@@ -121,17 +123,32 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   });
 }
 
+// What is kept for backward is rounded like o, of which exact gradients take delta.
+void CpuEngine::round_branches(const BranchOutputs& kept, std::int64_t batch, std::int64_t token,
+                               int head) const {
+  const DType dtype = computation_.dtype;
+  const int head_dim = computation_.head_dim;
+  const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
+  for (int b = 0; b < static_cast<int>(computation_.pattern->branches.size()); ++b) {
+    const std::int64_t at = computation_.kept->row(b, batch, head, token);
+    if (at < 0 || kept.lse[at] == -INFINITY) continue;  // its O was never written
+    kernels_.store_row(dtype, branch_outputs(kept) + at * head_dim, 1.0F, kept.o + at * row_bytes,
+                       head_dim);
+  }
+}
+
 // One softmax over all branches: weights exp(L_b - L).
 void CpuEngine::merge_branches(const BranchOutputs& kept, std::int64_t batch, std::int64_t token,
                                int head, float* row, float* lse) const {
   const auto branches = static_cast<int>(computation_.pattern->branches.size());
   const int head_dim = computation_.head_dim;
+  const float* branch_o = branch_outputs(kept);
   // Selects the token and has seen a key; calls use(lse, o).
   const auto for_each_branch = [&](const auto& use) {
     for (int b = 0; b < branches; ++b) {
       const std::int64_t at = computation_.kept->row(b, batch, head, token);
       if (at < 0 || kept.lse[at] == -INFINITY) continue;  // its O was never written
-      use(kept.lse[at], kept.o + at * head_dim);
+      use(kept.lse[at], branch_o + at * head_dim);
     }
   };
   float highest = -INFINITY;

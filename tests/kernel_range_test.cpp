@@ -128,6 +128,66 @@ TEST_P(KernelRangeTest, LogitsMayClimbFromBlockToBlock) {
   }
 }
 
+// The same scores by other roundings: those of the log-sum-exp are then not those of the scores.
+TaskData by_thirds(TaskData data) {
+  data.scale = 1.0 / 3;
+  for (std::size_t j = 0; j < data.k.size(); j += 16)
+    data.k[j] = test::as_stored(data.dtype, 3 * data.k[j]);
+  return data;
+}
+
+// fp32 rounds a log-sum-exp of 4e4 by up to 2e-3, one of 1e9 by 32. A row that has one key for all
+// practical purposes gives it the weight 1 all the same, alone or in several branches.
+TEST_P(KernelRangeTest, BackwardGivesALoneKeyTheWeightOne) {
+  for (const DType dtype : kDTypes) {
+    for (const double level : {5e3, 4e4, -4e4, 1e7, 1e9, -1e9}) {
+      if (dtype == DType::f16 && std::abs(level) > 1e4) continue;  // 65,504 is its largest
+      for (const bool repeats : {false, true}) {
+        SCOPED_TRACE(std::string(name_of(dtype)) + " at " + std::to_string(level) +
+                     (repeats ? " thrice" : ""));
+        test::Random random(13);
+        for (int trial = 0; trial < 20; ++trial) {
+          // 140 keys, the others far below.
+          std::vector<double> logits(140, level - std::abs(level) / 2);
+          const auto top = static_cast<std::size_t>(random.between(0, 139));
+          logits[top] = level * (1 + 0.01 * trial);
+          TaskData data =
+              by_thirds(with_logits(dtype, 5, logits, 20 + static_cast<std::uint64_t>(trial)));
+          if (repeats) data.repeats = {{1, 0}, {1, 0}};  // every pair is in three branches
+          const TaskResult got = run_task(kernels(), data);
+          const TaskOracle want = oracle(data);
+          const double limit = dtype == DType::f32 ? 1e-6 : 1e-2;
+          for (std::size_t i = 0; i < got.dv.size(); ++i)
+            ASSERT_NEAR(got.dv[i], want.dv[i], limit * (1 + std::abs(want.dv[i]))) << i;
+        }
+      }
+    }
+  }
+}
+
+// Where other branches may have the same pairs, half of a weight can be theirs. It still stays
+// below 1, and is right where the log-sum-exp tells one from a half.
+TEST_P(KernelRangeTest, BackwardWeightsNeverExceedOne) {
+  TaskRun run;
+  run.only_branch = false;
+  for (const double level : {5e3, 4e4, 1e7, 1e9, 1e12}) {
+    for (int trial = 0; trial < 20; ++trial) {
+      SCOPED_TRACE(std::to_string(level) + ", trial " + std::to_string(trial));
+      std::vector<double> logits(40, -level);
+      logits[7] = level * (1 + 0.003 * trial);
+      const TaskData data = by_thirds(with_logits(DType::f32, 5, logits));
+      const TaskResult got = run_task(kernels(), data, run);
+      const TaskOracle want = oracle(data);
+      for (std::size_t i = 7 * 16; i < 8 * 16; ++i) {
+        double most = 0;
+        for (std::size_t t = 0; t < 5; ++t) most += std::abs(data.dout[t * 16 + i % 16]);
+        ASSERT_LE(std::abs(got.dv[i]), most * (1 + 1e-6));
+        if (level < 1e6) ASSERT_NEAR(got.dv[i], want.dv[i], 1e-6 * most);
+      }
+    }
+  }
+}
+
 TEST_P(KernelRangeTest, StateMayBe10000AwayFromTheScores) {
   for (const double old_lse : {1e4, -1e4, 120.0, -120.0}) {
     const TaskData data = with_logits(DType::f32, 40, std::vector<double>(20, 0.0));

@@ -68,8 +68,8 @@ struct MemoryInfo {
   double device_utilization = -1.0;      // -1: unknown (CPU)
 };
 
-// What `detached` mixing needs from forward: the normalised output of every branch. Made by
-// make_branch_state().
+// What `detached` mixing needs from forward: the normalised output of every branch, of the rows
+// that the branch selects. Made by make_branch_state().
 class BranchState {
  public:
   BranchState();
@@ -132,11 +132,12 @@ class RingAttention {
   void interrupt() noexcept;
 
   [[nodiscard]] BranchState make_branch_state() const;
-  // The same over the caller's memory, branch_state_rows() * head_dim and branch_state_rows()
-  // floats: for frameworks that own whatever lives between forward and backward. `filled`: a
-  // forward has written it already.
-  [[nodiscard]] BranchState make_branch_state(std::span<float> o, std::span<float> lse,
+  // The same over the caller's memory, for frameworks that own whatever lives between forward and
+  // backward: branch_state_rows() * head_dim elements of the options' dtype, and
+  // branch_state_rows() floats. `filled`: a forward has written it already.
+  [[nodiscard]] BranchState make_branch_state(std::span<std::byte> o, std::span<float> lse,
                                               bool filled) const;
+  // Batch entries x heads x selected tokens of this rank, over all branches; 0 unless detached.
   [[nodiscard]] std::int64_t branch_state_rows() const;
 
   [[nodiscard]] const RingOptions& options() const;

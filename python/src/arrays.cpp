@@ -276,16 +276,19 @@ TensorView Arrays::output(nb::handle array, const char* name, int axes) {
   return view;
 }
 
-std::span<float> Arrays::floats(nb::handle array, const char* name) {
-  nb::ndarray<float, nb::c_contig, nb::device::cpu> found;
-  if (!nb::try_cast(nb::borrow(array), found, /*convert=*/false)) {
-    complain(fmt::format(
-        "{} is a {}, expected a contiguous float32 array on the CPU that can be written to", name,
-        type_text(array)));
+std::span<std::byte> Arrays::bytes(nb::handle array, const char* name, DType dtype) {
+  nb::ndarray<nb::c_contig, nb::device::cpu> found;
+  const bool bfloat16 = is_bfloat16_numpy(array);
+  const nb::object exported = bfloat16 ? array.attr("view")("uint16") : nb::borrow(array);
+  if (!try_import(exported, found) ||
+      (bfloat16 ? DType::bf16 : dtype_of(found.dtype())) != std::optional(dtype)) {
+    complain(
+        fmt::format("{} is a {}, expected a contiguous {} array on the CPU that can be written to",
+                    name, type_text(array), python_name_of(dtype)));
     return {};
   }
   outputs_.emplace_back(found);
-  return {found.data(), found.size()};
+  return {static_cast<std::byte*>(found.data()), found.nbytes()};
 }
 
 namespace {

@@ -28,7 +28,8 @@ class Arrays {
   [[nodiscard]] TensorView output(nb::handle array, const char* name, int axes = 4);
 
   // All elements of a contiguous float32 array of any shape, to be written to.
-  [[nodiscard]] std::span<float> floats(nb::handle array, const char* name);
+  // Of a contiguous array of this dtype, for writing.
+  [[nodiscard]] std::span<std::byte> bytes(nb::handle array, const char* name, DType dtype);
 
   // The first thing that is wrong: "q is float64, expected float32, ...". Empty: nothing.
   [[nodiscard]] const std::string& complaint() const { return complaint_; }

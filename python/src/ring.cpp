@@ -176,10 +176,12 @@ std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse
     state->core = self.core->make_branch_state();
     return state;
   }
-  const std::span<float> o_floats = state->arrays.floats(o, "o");
-  const std::span<float> lse_floats = state->arrays.floats(lse, "lse");
+  const std::span<std::byte> o_bytes = state->arrays.bytes(o, "o", self.core->options().dtype);
+  const std::span<std::byte> lse_bytes = state->arrays.bytes(lse, "lse", DType::f32);
+  const std::span lse_floats(reinterpret_cast<float*>(lse_bytes.data()),
+                             lse_bytes.size() / sizeof(float));
   state->arrays.check("RingAttention.make_branch_state");
-  state->core = self.core->make_branch_state(o_floats, lse_floats, filled);
+  state->core = self.core->make_branch_state(o_bytes, lse_floats, filled);
   return state;
 }
 
@@ -279,19 +281,21 @@ autograd function (:func:`annulus.torch.ring_attention` is one).)")
 q, k, v, o and lse are those of :meth:`forward`, `do` is the gradient of o, like q. Gradients are like
 q, k and v; they are written into `dq`, `dk` and `dv` where given, else into new arrays. With
 mix_gradient='detached', `state` is the one that forward has filled.)")
-      .def(
-          "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
-          nb::arg("lse") = nb::none(), nb::arg("filled") = false,
-          nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
-                  "None = None, filled: bool = False) -> BranchState"),
-          R"(What mix_gradient='detached' keeps from forward for backward: the output of every branch.
+      .def("make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
+           nb::arg("lse") = nb::none(), nb::arg("filled") = false,
+           nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
+                   "None = None, filled: bool = False) -> BranchState"),
+           R"(What mix_gradient='detached' keeps from forward for backward: the output of every
+branch, of the rows that it selects.
 
-In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim and `lse` of
-branch_state_rows elements, contiguous float32 arrays of any shape, which the state keeps alive.
+In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim elements of the
+executor's dtype and `lse` of branch_state_rows float32 numbers, contiguous arrays of any shape,
+which the state keeps alive.
 filled: a forward has written them already.)")
       .def_prop_ro(
           "branch_state_rows", [](const Ring& self) { return self.core->branch_state_rows(); },
-          "Rows of a branch state: branches x batch x local tokens x heads.")
+          "Rows of a branch state: batch x heads x selected local tokens, over all branches; 0 "
+          "unless mix_gradient is 'detached'.")
       .def_static(
           "refuse",
           [](Transport& transport, const std::string& reason) {

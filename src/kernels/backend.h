@@ -13,6 +13,7 @@
 #include "annulus/plan.h"
 #include "annulus/tensor.h"
 #include "core/memory.h"
+#include "kernels/kept_rows.h"
 #include "kernels/parcel_layout.h"
 
 // The contract between the ring executor and the devices that compute. The executor knows plans,
@@ -55,6 +56,7 @@ struct Computation {
   DType dtype = DType::f32;
   double scale = 1;  // of q.k
   MixGradient mix_gradient = MixGradient::full;
+  const KeptRows* kept = nullptr;  // of the executor; null unless mixing is detached
   bool reproducible = false;
   bool backward = true;
 
@@ -81,10 +83,12 @@ struct Stage {
   int last_step = 0;
 };
 
-// Outputs of single branches, kept by forward where backward needs them: [branch][batch][token]
-// [head][dim], and the log-sum-exps without dim. Null: not kept.
+// Outputs of single branches, kept by forward where backward needs them: [row][dim] of the call's
+// dtype, rounded once, and the log-sum-exps without dim, for the rows that Computation::kept tells
+// (kept_rows.h). The local query rows of a run (RunTemplate) lie side by side from its `kept` on.
+// Null: not kept.
 struct BranchOutputs {
-  float* o = nullptr;
+  std::byte* o = nullptr;
   float* lse = nullptr;
 };
 

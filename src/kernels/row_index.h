@@ -32,6 +32,9 @@ struct RunTemplate {
   std::int32_t index = 0;  // within the segment's progression
   std::int32_t index_stride = 1;
   std::int32_t count = 0;
+  // Forward's query rows where branches are kept apart: the first one's rank among the kept rows of
+  // its branch and head. Those of the others follow: what lies between is not selected.
+  std::int32_t kept = 0;
 
   [[nodiscard]] std::int32_t last_index() const { return index + (count - 1) * index_stride; }
 };

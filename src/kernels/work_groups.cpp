@@ -102,6 +102,13 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     const std::int64_t start = tiles.segment == 0 ? 0 : tiles.segment * branch.segment_length;
     rows_.push_back({templates(tiles.queries, start, selection.offset, branch.dilation),
                      templates(tiles.keys, start, selection.offset, branch.dilation)});
+    if (computation.kept != nullptr && stage.kind == Stage::Kind::forward) {
+      const int head = selection.members.front().q_head;  // all have the same offset
+      for (RunTemplate& run : rows_.back().queries) {
+        run.kept = static_cast<std::int32_t>(
+            computation.kept->rank(selection.branch, head, run.store_first));
+      }
+    }
     const IndexMask mask = index_mask(tiles.mask, branch.dilation);
     // One group for all members that share alike.
     std::vector<bool> done(selection.members.size(), false);

@@ -117,8 +117,10 @@ void RingAttention::Impl::check_options() const {
     throw ConfigError(fmt::format("rates are {} FLOP/s and {} bytes/s, expected more than 0",
                                   options.rates.flops_per_second, options.rates.bytes_per_second));
   }
-  if (options.scale.has_value() && !(std::isfinite(static_cast<float>(*options.scale)) && *options.scale > 0)) {
-    throw ConfigError(fmt::format("scale is {}, expected a number above 0 that fp32 can hold", *options.scale));
+  if (options.scale.has_value() &&
+      !(std::isfinite(static_cast<float>(*options.scale)) && *options.scale > 0)) {
+    throw ConfigError(
+        fmt::format("scale is {}, expected a number above 0 that fp32 can hold", *options.scale));
   }
   if (options.reproducible && options.schedule == Schedule::ring) {
     throw ConfigError(
@@ -153,6 +155,10 @@ void RingAttention::Impl::make_computation() {
   computation.dtype = options.dtype;
   computation.scale = ring::scale_of(options);
   computation.mix_gradient = options.mix_gradient;
+  if (options.mix_gradient == MixGradient::detached) {
+    kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
+    computation.kept = kept.get();
+  }
   computation.reproducible = options.reproducible;
   computation.backward = options.backward;
   const std::string complaint = backend->complaint(computation);

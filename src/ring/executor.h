@@ -17,14 +17,14 @@
 
 namespace annulus {
 
-// Normalised output and log-sum-exp of every branch: o is [branch][batch][token][head][dim], lse
-// the same without dim.
+// Normalised output and log-sum-exp of every branch, of the rows that it selects: o is [row][dim]
+// of the call's dtype, lse fp32 and the same without dim; `KeptRows` says which row is where.
 struct BranchState::Data {
   Memory o;
   Memory lse;
   bool filled = false;  // by a forward that ended well
 
-  [[nodiscard]] BranchOutputs outputs() const { return {o.floats(), lse.floats()}; }
+  [[nodiscard]] BranchOutputs outputs() const { return {o.data(), lse.floats()}; }
 };
 
 // What one rank's executor holds: the plan's order of things, and whose memory is where. How to
@@ -62,9 +62,9 @@ struct RingAttention::Impl {
   [[nodiscard]] std::string check_state(const BranchState::Data& state) const;
 
   [[nodiscard]] std::int64_t local_tokens() const { return options.placement.local_tokens(rank); }
-  [[nodiscard]] std::int64_t branch_rows() const {
-    return static_cast<std::int64_t>(options.pattern.branches.size()) * options.batch *
-           local_tokens() * options.pattern.heads;
+  [[nodiscard]] std::int64_t branch_rows() const { return kept != nullptr ? kept->rows() : 0; }
+  [[nodiscard]] std::int64_t branch_output_bytes() const {
+    return branch_rows() * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   }
   [[nodiscard]] std::int64_t communication_bytes() const;
 
@@ -73,6 +73,7 @@ struct RingAttention::Impl {
   const int rank;
   std::shared_ptr<Backend> backend;
   std::shared_ptr<Queue> queue;
+  std::unique_ptr<KeptRows> kept;  // detached mixing only
   Computation computation;
   Schedule schedule = Schedule::ring;
   Travel travel = Travel::keys;  // backward

@@ -62,9 +62,7 @@ std::string RingAttention::Impl::check_lse(const ConstTensorView& view) const {
 }
 
 std::string RingAttention::Impl::check_state(const BranchState::Data& state) const {
-  if (state.o.bytes() == branch_rows() * options.head_dim * 4 &&
-      state.lse.bytes() == branch_rows() * 4)
-    return "";
+  if (state.o.bytes() == branch_output_bytes() && state.lse.bytes() == branch_rows() * 4) return "";
   return "the branch state was made by an executor of another shape: make it with this one's "
          "make_branch_state()";
 }
@@ -79,9 +77,8 @@ TensorRows rows_of(const ConstTensorView& view) {
   return {base, view.stride[0] * size, view.stride[2] * size, view.stride[1] * size};
 }
 
-Memory borrow(std::span<float> floats, const Device& device) {
-  return {reinterpret_cast<std::byte*>(floats.data()),
-          static_cast<std::int64_t>(floats.size_bytes()), device, nullptr};
+Memory borrow(std::span<std::byte> bytes, const Device& device) {
+  return {bytes.data(), std::ssize(bytes), device, nullptr};
 }
 
 // A call that fails is over: what it and those before it have enqueued touches the caller's tensors
@@ -131,7 +128,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
   const char* where = "RingAttention::forward";
   const Transport::Use use(*impl_->transport, where);
   const OverOnError over(*impl_);
-  const bool keep = state != nullptr && state->data_ != nullptr;
+  const bool keep = impl_->kept != nullptr && state != nullptr && state->data_ != nullptr;
   const Impl::CallClaims& claims = impl_->forward_claims[keep ? 1 : 0];
   ring::agree(*impl_->transport, where,
               first_of({impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
@@ -227,18 +224,17 @@ void RingAttention::refuse(Transport& transport, const std::string& reason) {
 BranchState RingAttention::make_branch_state() const {
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
-  state.data_->o =
-      impl_->backend->allocate(branch_state_rows() * impl_->options.head_dim * 4, "branch outputs");
+  state.data_->o = impl_->backend->allocate(impl_->branch_output_bytes(), "branch outputs");
   state.data_->lse = impl_->backend->allocate(branch_state_rows() * 4, "branch log-sum-exps");
   return state;
 }
 
-BranchState RingAttention::make_branch_state(std::span<float> o, std::span<float> lse,
+BranchState RingAttention::make_branch_state(std::span<std::byte> o, std::span<float> lse,
                                              bool filled) const {
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
   state.data_->o = borrow(o, impl_->options.device);
-  state.data_->lse = borrow(lse, impl_->options.device);
+  state.data_->lse = borrow(std::as_writable_bytes(lse), impl_->options.device);
   state.data_->filled = filled;
   return state;
 }
@@ -281,6 +277,7 @@ MemoryInfo RingAttention::memory_info() const {
   info.communication_bytes = impl_->communication_bytes();
   info.state_bytes = impl_->engine->state_bytes();
   info.workspace_bytes = info.communication_bytes + info.state_bytes + impl_->engine->list_bytes();
+  if (impl_->kept != nullptr) info.workspace_bytes += impl_->kept->bytes();
   info.scratch_bytes = impl_->backend->scratch_bytes();
   return info;
 }

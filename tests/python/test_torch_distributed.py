@@ -50,6 +50,7 @@ def torchrun(processes: int, *arguments: str) -> str:
             [
                 "bad_luck_is_everybodys",  # first: an instruction set is chosen once
                 "equals_one_process",
+                "compiled_equals_eager",
                 "two_threads",
                 "fully_sharded",
                 "forked_children_end",
@@ -62,6 +63,7 @@ def torchrun(processes: int, *arguments: str) -> str:
             [
                 "bad_luck_is_everybodys",
                 "equals_one_process",
+                "compiled_equals_eager",
                 "lengths_of_your_own",
                 "lengths_that_change",
                 "nothing_gives_nothing",

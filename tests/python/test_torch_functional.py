@@ -140,15 +140,52 @@ def test_operators_pass_pytorchs_own_checks(mix: str) -> None:
     torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, text))
 
 
-def test_compile_takes_it_as_one_operator() -> None:
-    q, k, v, do = tensors()
-
+@pytest.mark.parametrize("mix", ["full", "detached"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_takes_it_as_one_operator(mix: str, dynamic: bool) -> None:
     def function(q, k, v):
-        return 2 * at.ring_attention(q * 1.5, k, v, is_causal=True, **LONGNET)
+        return 2 * at.ring_attention(q * 1.5, k, v, is_causal=True, mix_gradient=mix, **LONGNET)
 
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(gradients(compiled, q, k, v, do), gradients(function, q, k, v, do)):
-        assert torch.equal(found, expected)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (70, 33, 5):
+        q, k, v, do = tensors(tokens)
+        for found, expected in zip(
+            gradients(compiled, q, k, v, do), gradients(function, q, k, v, do)
+        ):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        {},
+        LONGNET,
+        {**LONGNET, "offsets": "interleaved"},
+        {**LONGNET, "pattern": "head_groups"},
+        {"segment_lengths": [5, 7], "dilation_rates": [2, 9]},  # do not divide, exceed the segment
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_detached_keeps_selected_rows_only(dtype: torch.dtype, branches: dict) -> None:
+    """As many as compilers expect, whatever the length."""
+    for tokens in (1, 5, 64, 70, 131):
+        q, k, v, _ = tensors(tokens, dtype=dtype)
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            attend = torch.ops.annulus.attend
+            patch.setattr(torch.ops.annulus, "attend", lambda *x: calls.append(x) or attend(*x))
+            at.ring_attention(q, k, v, mix_gradient="detached", **branches)
+        pattern = at._config.pattern_of(at._config.config_of(calls[0][3]), 4)
+        selected = sum(
+            offset >= 0 and t % (branch.segment_length or tokens) % branch.dilation == offset
+            for branch in pattern.branches
+            for offset in branch.offset
+            for t in range(tokens)
+        )
+        _, _, state_o, state_lse = attend(*calls[0])
+        assert state_o.shape == (2 * selected, 16) and state_o.dtype == dtype
+        assert state_lse.shape == (2 * selected,) and state_lse.dtype == torch.float32
+        torch.library.opcheck(attend, calls[0], test_utils="test_faketensor")
 
 
 def test_checkpointing_computes_the_same() -> None:

@@ -73,6 +73,26 @@ def equals_one_process() -> None:
             )
 
 
+def compiled_equals_eager() -> None:
+    """Of how many rows a rank keeps branches' outputs depends on the others' lengths: no compiler can know."""
+    options = {"segment_lengths": [16, 64], "dilation_rates": [1, 4], "mix_gradient": "detached"}
+
+    def function(*x: torch.Tensor) -> torch.Tensor:
+        return 2 * at.ring_attention(*x, placement="striped", group=WORLD, **options)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for tokens in (150, 77):
+        *qkv, do = (at.shard(x, placement="striped", group=WORLD) for x in whole(tokens, 4, 2, 16, tokens))
+        results = []
+        for each in (function, compiled):
+            mine = leaves(qkv)
+            o = each(*mine)
+            o.backward(do)
+            results.append([o, *(x.grad for x in mine)])
+        for a, b in zip(*results):
+            assert torch.equal(a, b)
+
+
 def lengths_of_your_own() -> None:
     lengths = [5, 0, 17, 9][: dist.get_world_size()]
     *qkv, do = whole(sum(lengths), 2, 2, 16, 7)

@@ -296,6 +296,7 @@ struct TaskRun {
   bool canonical_queries = false;
   bool query_grad = true;
   bool key_grad = true;
+  bool only_branch = true;
   DType out_dtype = DType::f32;
   std::size_t scratch_bytes = ThreadPool::kScratchBytes;
   // Forward continues from this state where it is given.
@@ -422,6 +423,7 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
   task.canonical_keys = run.canonical_keys;
   task.canonical_queries = run.canonical_queries;
   task.repeats = data.repeats;
+  task.only_branch = run.only_branch;
   task.query_grad = run.query_grad;
   task.key_grad = run.key_grad;
   kernels.backward(problem_of(data), task, shared_scratch().span().first(run.scratch_bytes));

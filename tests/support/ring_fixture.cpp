@@ -340,7 +340,8 @@ void Shard::forward(RingAttention& ring) {
     state = ring.make_branch_state();
   } else if (detached) {  // the same in memory of our own, which is all that backward then gets
     state_lse_.resize(static_cast<std::size_t>(ring.branch_state_rows()));
-    state_o_.resize(state_lse_.size() * static_cast<std::size_t>(ring.options().head_dim));
+    state_o_.resize(state_lse_.size() * static_cast<std::size_t>(ring.options().head_dim) *
+                    size_of(ring.options().dtype));
     state = ring.make_branch_state(state_o_, state_lse_, false);
   }
   for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse}) tensor->upload();

@@ -121,7 +121,7 @@ struct Shard {
 
  private:
   std::vector<std::vector<std::byte>> loaded_;
-  std::vector<float> state_o_;
+  std::vector<std::byte> state_o_;
   std::vector<float> state_lse_;
 };
 

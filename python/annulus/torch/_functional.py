@@ -14,7 +14,6 @@ from annulus.torch import _rings
 from annulus.torch._config import Config, branch_numbers, config_of, pattern_of, text_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CPU = torch.device("cpu")
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +29,36 @@ def _result_like(x: torch.Tensor) -> torch.Tensor:
 
 
 # Two operators with plain tensors in and out: torch.compile, checkpointing and autograd take them as
-# they are. The two states are empty unless detached mixing needs them.
+# they are. The two states have no rows unless detached mixing needs them.
+
+
+def _states(q: torch.Tensor, rows: int | torch.SymInt) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the branches' outputs and log-sum-exps, all of which forward writes."""
+    return q.new_empty((rows, q.shape[3])), q.new_empty((rows,), dtype=torch.float32)
+
+
+def _keeps_branches(q: torch.Tensor, c: Config) -> bool:
+    return c.mix_gradient == "detached" and c.backward and q.dtype != torch.float64
+
+
+def _kept_rows(q: torch.Tensor, c: Config) -> int | torch.SymInt:
+    """What RingAttention.branch_state_rows is for a sequence in one process."""
+    batch, tokens, heads, _ = q.shape
+    rows = 0
+    for branch in pattern_of(c, int(heads)).branches:
+        for offset in branch.offset:
+            if offset < 0:
+                continue
+
+            def selected(length: int | torch.SymInt) -> int | torch.SymInt:
+                return torch.sym_max(0, (length - offset + branch.dilation - 1) // branch.dilation)
+
+            if branch.segment_length is None:
+                rows += selected(tokens)
+            else:
+                whole, last = tokens // branch.segment_length, tokens % branch.segment_length
+                rows += whole * selected(branch.segment_length) + selected(last)
+    return batch * rows
 
 
 @torch.library.custom_op("annulus::attend", mutates_args=(), device_types="cpu")
@@ -47,9 +75,8 @@ def _attend(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Dtype and device are said, because PyTorch's defaults may be others.
-    o, lse = _result_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=_CPU)
-    states = [torch.empty(0, dtype=torch.float32, device=_CPU) for _ in range(2)]
+    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    states = _states(q, 0)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(
@@ -60,13 +87,10 @@ def _forward(
         return o, lse, *states
 
     def body(executor: annulus.RingAttention) -> None:
+        nonlocal states
         state = None
-        if c.mix_gradient == "detached" and c.backward:
-            rows = executor.branch_state_rows
-            if rows > 0:
-                # Rows that a branch does not select are never written: zeros, not what was there.
-                wide = {"dtype": torch.float32, "device": _CPU}
-                states[:] = torch.zeros(rows, q.shape[3], **wide), torch.empty(rows, **wide)
+        if _keeps_branches(q, c):
+            states = _states(q, executor.branch_state_rows)
             state = executor.make_branch_state(o=states[0], lse=states[1])
         executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
 
@@ -80,18 +104,11 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
     o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows = 0
-    if c.mix_gradient == "detached" and c.backward and q.dtype != torch.float64:
-        rows = max(1, len(c.segment_lengths)) * q.shape[0] * q.shape[1] * q.shape[2]
-    empty = q.new_empty(0, dtype=torch.float32)
-    if rows == 0:
-        return o, lse, empty, empty.clone()
-    return (
-        o,
-        lse,
-        q.new_empty((rows, q.shape[3]), dtype=torch.float32),
-        q.new_empty(rows, dtype=torch.float32),
-    )
+    rows: int | torch.SymInt = 0
+    if _keeps_branches(q, c):
+        # On a group it depends on where this rank's tokens are, which other ranks' lengths decide.
+        rows = _kept_rows(q, c) if c.group is None else torch.library.get_ctx().new_dynamic_size()
+    return o, lse, *_states(q, rows)
 
 
 @torch.library.custom_op("annulus::attend_backward", mutates_args=(), device_types="cpu")
@@ -313,7 +330,8 @@ def ring_attention(
         is_causal: tokens attend to themselves and earlier positions only.
         offsets: of a dilated branch's rows, by head: "blocked" or "interleaved".
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
-            as the best-known LongNet implementation does, and keeps every branch's output for it.
+            as the best-known LongNet implementation does, and keeps for it every branch's output of the
+            rows that the branch selects.
         group_scale: divides the output by the number of branches.
         scale: of q.k, above 0; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.

@@ -6,6 +6,14 @@
 
 namespace annulus::cpu::ANNULUS_ISA {
 
+// Rows with a log-sum-exp beyond this (in units of log 2) get their exponents S - L settled: fp32
+// has rounded L by up to 2^-24 of it, which is an error of so much in every weight. What forward
+// saw is lost, but scores that large mostly leave a row one key with weight 1, which is known.
+constexpr float kLargeLse = 2048.0F;
+// By how much L of such a row may be off, per unit: rounded in the caller's tensor, in forward's
+// sum, and in some steps of a ring.
+constexpr double kLseError = 0x1p-22;
+
 template <class M, int kLd, int kFd>
 class Backward {
   using Element = typename M::Element;
@@ -61,6 +69,7 @@ class Backward {
     query_index_ = scratch.take<std::int32_t>(kPanels * kPanel);
     minus_lse_ = scratch.take<float>(kPanels * kPanel);
     minus_delta_ = scratch.take<float>(kPanels * kPanel);
+    large_lse_ = scratch.take<double>(kPanels * kPanel);
     const auto lanes = static_cast<std::size_t>(kPanels * kPanel);
     repeats_ = scratch.take<float>(lanes << kMaxRepeats);
     q_pairs_ = scratch.take<Element>(lanes * kLd / M::kPack);
@@ -117,6 +126,7 @@ class Backward {
     queries_ = count;
     panels_ = (query_pad_ + count + kPanel - 1) / kPanel;
     const int lanes = panels_ * kPanel;
+    std::fill_n(large_, kPanels, false);
     pack_queries(kQuery, query_factor_, q_columns_, q_pairs_);
     queries_finite_ = pack_queries(kOutGrad, 1.0F, do_columns_, do_pairs_) && queries_finite_;
     for (int i = 0; i < lanes; ++i) {
@@ -124,6 +134,7 @@ class Backward {
       // Padding sees no key: index -1, weight 2^-inf.
       query_index_[i] = real ? query_number(task_.mask, query_refs_[i - query_pad_].index()) : -1;
       minus_lse_[i] = -INFINITY;
+      large_lse_[i] = 0;
       minus_delta_[i] = 0.0F;
       repeat_weights(task_.repeats, real ? query_refs_[i - query_pad_].index() : 0, repeats_ + i,
                      kPanels * kPanel);
@@ -135,6 +146,11 @@ class Backward {
         continue;
       }
       minus_lse_[i] = -lse * kLog2E;
+      if (std::abs(minus_lse_[i]) >= kLargeLse && std::isfinite(minus_lse_[i])) {
+        large_[i / kPanel] = true;
+        large_lse_[i] = lse / double{kLn2};  // forward multiplied by that
+        minus_lse_[i] = 0;                   // settle_scores subtracts it
+      }
       minus_delta_[i] = -*reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kDelta));
     }
     std::memset(dq_, 0, sizeof(float) * static_cast<std::size_t>(lanes * padded_dim_));
@@ -226,6 +242,7 @@ class Backward {
         score_tile<1>(k, q, s_ + t * kRows * kPanel);
       }
     }
+    if (large_[p]) settle_scores<kRepeats>(block, p);
     const std::int32_t lowest =
         *std::min_element(query_index_ + p * kPanel, query_index_ + (p + 1) * kPanel);
     for (int t = 0; t < r.end; ++t) {
@@ -237,6 +254,30 @@ class Backward {
         gradient_tile<0, true, kRepeats>(p, t, v, dout, keys);
       } else {
         gradient_tile<0, false, kRepeats>(p, t, v, dout, keys);
+      }
+    }
+  }
+
+  // S - L of rows with a large L. A weight never exceeds 1. Where it is 1 but for what L may be
+  // off, the row has no other key that counts, and it is 1; unless other branches may have the same
+  // pair, which halves it, and L is not even known to that. Lane by lane, whatever its neighbours
+  // are.
+  template <bool kRepeats>
+  HWY_NOINLINE void settle_scores(int block, int p) const {
+    const Reach& r = reach_[p];
+    const double* lse = large_lse_ + p * kPanel;
+    for (int i = 0; i < r.end * kRows; ++i) {
+      float* s = s_ + i * kPanel;
+      for (int j = i < r.first_end * kRows ? 0 : kLanes; j < kPanel; ++j) {
+        double highest = 0;  // of the exponent
+        if constexpr (kRepeats)
+          highest = -std::log2(double{repeats_[key_repeats_[block + i] + p * kPanel + j]});
+        double x = s[j] * double{score_factor_} - lse[j];
+        const double error = std::abs(lse[j]) * kLseError;
+        const double known = task_.only_branch || error < 0.25 ? error : 0;
+        x = x >= highest - known ? highest : x;  // NaN stays
+        x = x < -200 ? -200 : x;                 // 2^x is 0 all the same
+        s[j] = lse[j] != 0 ? static_cast<float>(x / score_factor_) : s[j];
       }
     }
   }
@@ -454,6 +495,8 @@ class Backward {
   std::int32_t* query_index_;
   float* minus_lse_;
   float* minus_delta_;
+  double* large_lse_;  // 0: L is not large
+  bool large_[kPanels] = {};
   float* repeats_;    // [key class][lanes]; see repeat_weights
   Element* q_pairs_;  // pair form, [kGradBlock / kPack][kLd]
   Element* do_pairs_;

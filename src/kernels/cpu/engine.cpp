@@ -60,21 +60,28 @@ void CpuEngine::compile(std::vector<Work>& works, std::span<const Stage> stages)
 
 void CpuEngine::allocate(const ReceivedRows& received) {
   received_ = received;
-  const std::int64_t row = computation_.head_dim * std::int64_t{4};
-  if (!is_fp32() && (!direct_output_ || computation_.backward))
-    accumulators_ = allocate_host(computation_.query_rows() * row, "fp32 accumulators");
-  if (!computation_.backward) return;
   if (!is_fp32()) {
-    key_gradients_ = allocate_host(computation_.key_rows() * row, "fp32 gradients of k");
-    value_gradients_ = allocate_host(computation_.key_rows() * row, "fp32 gradients of v");
+    // Forward and backward take turns: the larger one's needs will do.
+    const auto [dq, dk, dv] = sum_bytes();
+    std::int64_t bytes = computation_.backward ? dq + dk + dv : direct_output_ ? 0 : dq;
+    if (computation_.kept != nullptr)
+      bytes = std::max(bytes, computation_.kept->rows() * computation_.head_dim * 4);
+    accumulators_ = allocate_host(bytes, "fp32 accumulators");
   }
+  if (!computation_.backward) return;
   statistics_ =
       allocate_host(computation_.query_rows() * (1 + computation_.deltas()) * 4, "row statistics");
 }
 
-std::int64_t CpuEngine::state_bytes() const {
-  return accumulators_.bytes() + key_gradients_.bytes() + value_gradients_.bytes() +
-         statistics_.bytes();
+std::int64_t CpuEngine::state_bytes() const { return accumulators_.bytes() + statistics_.bytes(); }
+
+std::array<std::int64_t, 3> CpuEngine::sum_bytes() const {
+  const auto bytes = [&](std::int64_t rows) {
+    constexpr std::int64_t kCacheLine = 64;
+    return (rows * computation_.head_dim * 4 + kCacheLine - 1) / kCacheLine * kCacheLine;
+  };
+  const std::int64_t keys = bytes(computation_.key_rows());
+  return {bytes(computation_.query_rows()), keys, keys};
 }
 
 std::int64_t CpuEngine::list_bytes() const { return list_bytes_; }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -48,8 +49,16 @@ class CpuEngine final : public Engine {
     return direct_output_ && call.branches.o == nullptr;
   }
   [[nodiscard]] TensorRows state_rows(const ForwardCall& call) const;
+  // Where the branches' outputs so far are, in fp32: with the caller, or in the workspace.
+  [[nodiscard]] float* branch_outputs(const BranchOutputs& kept) const {
+    return is_fp32() ? reinterpret_cast<float*>(kept.o) : accumulators_.floats();
+  }
+  // fp32 dQ, dK and dV of 16-bit dtypes, one after the other.
+  [[nodiscard]] std::array<std::int64_t, 3> sum_bytes() const;
   void merge_branches(const BranchOutputs& branches, std::int64_t batch, std::int64_t token,
                       int head, float* row, float* lse) const;
+  void round_branches(const BranchOutputs& branches, std::int64_t batch, std::int64_t token,
+                      int head) const;
   void fill_statistics(const BackwardCall& call) const;
   void for_each_token(std::int64_t tokens,
                       FunctionRef<void(std::int64_t batch, std::int64_t token)> body) const;
@@ -66,10 +75,8 @@ class CpuEngine final : public Engine {
   bool direct_output_ = false;      // every row is written once: no fp32 state is needed
 
   ReceivedRows received_;
-  Memory accumulators_;     // fp32 O in forward, dQ in backward (16-bit dtypes)
-  Memory key_gradients_;    // fp32 dK (16-bit dtypes)
-  Memory value_gradients_;  // fp32 dV (16-bit dtypes)
-  Memory statistics_;       // [batch][token][q head][1 + deltas()]: lse and delta
+  Memory accumulators_;  // 16-bit dtypes: fp32 O, or those of the branches; in backward dQ, dK, dV
+  Memory statistics_;    // [batch][token][q head][1 + deltas()]: lse and delta
   struct Runs {
     std::vector<RowRun> queries;
     std::vector<RowRun> keys;

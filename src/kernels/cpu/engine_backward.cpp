@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -11,9 +12,13 @@ namespace annulus::cpu {
 GradientSums CpuEngine::sums(const BackwardCall& call) const {
   if (is_fp32()) return {call.dq, call.dk, call.dv};
   const Computation& c = computation_;
-  return {rows_of(accumulators_.floats(), c.query_tokens, c.heads(), c.head_dim),
-          rows_of(key_gradients_.floats(), c.key_tokens, c.kv_heads, c.head_dim),
-          rows_of(value_gradients_.floats(), c.key_tokens, c.kv_heads, c.head_dim)};
+  const auto [dq_bytes, dk_bytes, dv_bytes] = sum_bytes();
+  const float* dq = accumulators_.floats();
+  const float* dk = dq + dq_bytes / 4;
+  const float* dv = dk + dk_bytes / 4;
+  return {rows_of(dq, c.query_tokens, c.heads(), c.head_dim),
+          rows_of(dk, c.key_tokens, c.kv_heads, c.head_dim),
+          rows_of(dv, c.key_tokens, c.kv_heads, c.head_dim)};
 }
 
 // lse and delta = rowsum(dO * O) of every row, side by side, so that they travel together. Detached
@@ -24,6 +29,7 @@ void CpuEngine::fill_statistics(const BackwardCall& call) const {
   const int head_dim = computation_.head_dim;
   const int deltas = computation_.deltas();
   const DType dtype = computation_.dtype;
+  const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
   // A scale of 0 makes every gradient 0 at the end.
   const double factor = computation_.pattern->output_scale;
   const auto unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
@@ -39,13 +45,13 @@ void CpuEngine::fill_statistics(const BackwardCall& call) const {
         continue;
       }
       for (int branch = 0; branch < deltas; ++branch) {
-        const std::int64_t row = branch * computation_.query_rows() + at;
+        const std::int64_t row = computation_.kept->row(branch, b, h, t);
         out[1 + branch] = 0;
-        if (call.branches.lse[row] == -INFINITY) continue;  // its O was never written
-        const float* branch_o = call.branches.o + row * head_dim;
+        if (row < 0 || call.branches.lse[row] == -INFINITY) continue;  // its O was never written
+        const std::byte* o = call.branches.o + row * row_bytes;
         float sum = 0;
         for (int d = 0; d < head_dim; ++d)
-          sum = std::fma(load_element(g, dtype, d), branch_o[d], sum);
+          sum = std::fma(load_element(g, dtype, d), load_element(o, dtype, d), sum);
         out[1 + branch] = sum;
       }
     }
@@ -80,6 +86,12 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
   const ParcelRows* keys_from = received_.keys.layout != nullptr ? &received_.keys : nullptr;
   const ParcelRows* back = received_.gradients.layout != nullptr ? &received_.gradients : nullptr;
   Turns& turns = *turns_;
+  const std::vector<Branch>& branches = computation_.pattern->branches;
+  const auto branches_of = [&](int head) {
+    return std::count_if(branches.begin(), branches.end(), [&](const Branch& branch) {
+      return branch.offset[static_cast<std::size_t>(head)] >= 0;
+    });
+  };
 
   for (const Phase& phase : work.phases()) {
     turns.begin(phase);
@@ -127,6 +139,7 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
           task.key_gap = group.keys.gap;
           task.query_gap = group.queries.gap;
           task.repeats = group.repeats;
+          task.only_branch = branches_of(head) == 1;
           task.query_grad = kind != Stage::Kind::key_gradient;
           task.key_grad = kind != Stage::Kind::query_gradient;
           const Turns::Turn turn(turns, item);

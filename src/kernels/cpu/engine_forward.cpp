@@ -15,8 +15,7 @@ TensorRows CpuEngine::state_rows(const ForwardCall& call) const {
 
 void CpuEngine::begin_forward(const ForwardCall& call, Queue&) {
   if (call.branches.lse != nullptr) {
-    const std::int64_t branches = static_cast<std::int64_t>(computation_.pattern->branches.size());
-    std::fill_n(call.branches.lse, branches * computation_.query_rows(), -INFINITY);
+    std::fill_n(call.branches.lse, computation_.kept->rows(), -INFINITY);
     return;
   }
   for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
@@ -34,9 +33,12 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
   // caller's o.
   const TensorRows state = state_rows(call);
   const DType state_dtype = direct(call) ? computation_.dtype : DType::f32;
-  const auto rows_of_branch = [&](const float* base, int branch, std::int64_t width) {
-    return rows_of(base + branch * computation_.query_rows() * width, computation_.query_tokens,
-                   heads, width);
+  float* branch_o = branch_outputs(call.branches);
+  const auto kept_rows = [&](float* base, int branch, int head, std::int64_t width) {
+    const KeptRows& kept = *computation_.kept;
+    float* first = base + kept.first(branch, head) * width;
+    return TensorRows{reinterpret_cast<std::byte*>(first), kept.batch_rows() * width * 4, 0,
+                      width * 4};
   };
 
   bool first_phase = stage == 0;
@@ -49,9 +51,12 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       const WorkGroup& group = work.group(item);
       const int branch = group.branch;
       const TensorRows o =
-          per_branch ? rows_of_branch(call.branches.o, branch, computation_.head_dim) : state;
-      const TensorRows lse = per_branch ? rows_of_branch(call.branches.lse, branch, 1) : call.lse;
-      const ChannelSource queries[] = {{kQuery, call.q}, {kLse, lse}, {kState, o}, {kOut, o}};
+          per_branch ? kept_rows(branch_o, branch, head, computation_.head_dim) : state;
+      const TensorRows lse = per_branch ? kept_rows(call.branches.lse, branch, head, 1) : call.lse;
+      const ChannelSource queries[] = {{kQuery, call.q},
+                                       {kLse, lse, nullptr, 0, 0, per_branch},
+                                       {kState, o, nullptr, 0, 0, per_branch},
+                                       {kOut, o, nullptr, 0, 0, per_branch}};
       const ChannelSource keys[] = {{kKey, call.k, &received_.keys, 0},
                                     {kValue, call.v, &received_.keys, 1}};
       Runs& runs = runs_[static_cast<std::size_t>(slot)];
@@ -100,6 +105,7 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
       if (per_branch) {
         merge_branches(call.branches, b, t, h, row, l);
         kernels_.store_row(dtype, row, factor, out, head_dim);
+        if (!is_fp32()) round_branches(call.branches, b, t, h);
       } else if (*l == -INFINITY) {
         if (out != empty_end) {
           if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));
@@ -117,34 +123,51 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   });
 }
 
+// What is kept for backward is rounded like o, of which exact gradients take delta.
+void CpuEngine::round_branches(const BranchOutputs& kept, std::int64_t batch, std::int64_t token,
+                               int head) const {
+  const DType dtype = computation_.dtype;
+  const int head_dim = computation_.head_dim;
+  const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
+  for (int b = 0; b < static_cast<int>(computation_.pattern->branches.size()); ++b) {
+    const std::int64_t at = computation_.kept->row(b, batch, head, token);
+    if (at < 0 || kept.lse[at] == -INFINITY) continue;  // its O was never written
+    kernels_.store_row(dtype, branch_outputs(kept) + at * head_dim, 1.0F, kept.o + at * row_bytes,
+                       head_dim);
+  }
+}
+
 // One softmax over all branches: weights exp(L_b - L).
 void CpuEngine::merge_branches(const BranchOutputs& kept, std::int64_t batch, std::int64_t token,
                                int head, float* row, float* lse) const {
   const auto branches = static_cast<int>(computation_.pattern->branches.size());
   const int head_dim = computation_.head_dim;
-  const std::int64_t rows = computation_.query_rows();
-  const std::int64_t at = (batch * computation_.query_tokens + token) * computation_.heads() + head;
+  const float* branch_o = branch_outputs(kept);
+  // Selects the token and has seen a key; calls use(lse, o).
+  const auto for_each_branch = [&](const auto& use) {
+    for (int b = 0; b < branches; ++b) {
+      const std::int64_t at = computation_.kept->row(b, batch, head, token);
+      if (at < 0 || kept.lse[at] == -INFINITY) continue;  // its O was never written
+      use(kept.lse[at], branch_o + at * head_dim);
+    }
+  };
   float highest = -INFINITY;
   bool poisoned = false;
-  for (int b = 0; b < branches; ++b) {
-    const float l = kept.lse[b * rows + at];
+  for_each_branch([&](float l, const float*) {
     poisoned = poisoned || std::isnan(l);
     highest = std::max(highest, l);
-  }
+  });
   std::fill_n(row, head_dim, 0.0F);
   *lse = highest;
   if (highest == -INFINITY && !poisoned) return;
   double sum = 0;
-  for (int b = 0; b < branches; ++b)
-    sum += std::exp(static_cast<double>(kept.lse[b * rows + at]) - highest);
+  for_each_branch(
+      [&](float l, const float*) { sum += std::exp(static_cast<double>(l) - highest); });
   *lse = static_cast<float>(highest + std::log(sum));
-  for (int b = 0; b < branches; ++b) {
-    const float l = kept.lse[b * rows + at];
-    if (l == -INFINITY) continue;  // its O was never written
+  for_each_branch([&](float l, const float* o) {
     const auto weight = static_cast<float>(std::exp(static_cast<double>(l) - highest) / sum);
-    const float* o = kept.o + (b * rows + at) * head_dim;
     for (int d = 0; d < head_dim; ++d) row[d] = std::fma(weight, o[d], row[d]);
-  }
+  });
 }
 
 }  // namespace annulus::cpu

@@ -90,8 +90,9 @@ struct BackwardTask {
   IndexGap key_gap;
   IndexGap query_gap;
   std::span<const Repeat> repeats;
-  bool query_grad = true;  // add into kQueryGrad
-  bool key_grad = true;    // add into kKeyGrad and kValueGrad
+  bool only_branch = false;  // no other branch has these pairs, too
+  bool query_grad = true;    // add into kQueryGrad
+  bool key_grad = true;      // add into kKeyGrad and kValueGrad
 };
 
 // One instruction set. All functions are pure in their arguments; scratch is

@@ -201,6 +201,7 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
         const auto c = static_cast<std::size_t>(source.channel);
         std::byte* base = nullptr;
         std::int64_t row = 0;
+        const std::int64_t stride = source.kept ? 1 : run.store_stride;
         if (run.parcel < 0) {
           base = source.local.at(item.batch, local_head);
           row = source.local.row_step;
@@ -210,9 +211,9 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
                  layout.offset(run.parcel, item.batch, unit, source.section);
           row = layout.section_bytes(source.section);
         }
-        out.base[c] =
-            base + (run.store_first + first * run.store_stride) * row + source.byte_offset;
-        out.step[c] = run.store_stride * row;
+        out.base[c] = base + ((source.kept ? run.kept : run.store_first) + first * stride) * row +
+                      source.byte_offset;
+        out.step[c] = stride * row;
       }
     });
   }

@@ -20,6 +20,7 @@ struct ChannelSource {
   const ParcelRows* received = nullptr;  // null: only local rows have this channel
   int section = 0;
   std::int64_t byte_offset = 0;  // within a row, local or received
+  bool kept = false;             // local rows are those that the branch keeps (kept_rows.h)
 };
 
 // One kernel call. Rows are counted through the group's runs.

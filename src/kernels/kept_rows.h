@@ -1,0 +1,86 @@
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "annulus/pattern.h"
+#include "annulus/placement.h"
+
+namespace annulus {
+
+struct SelectedRows;
+
+// Where the output of each single branch is kept (`BranchOutputs`): only rows that the branch
+// selects are. A branch's rows of one head lie one after the other, in the order of the shard's
+// tokens:
+//
+//   row = batch * batch_rows() + first(branch, head) + rank of the token
+//
+// The rank, how many earlier tokens of the shard the branch selects for this head, comes from a
+// bitmap with counts, one for all heads of a branch with the same offset: a quarter of a byte per
+// token. All tables are plain memory that a device may copy.
+class KeptRows {
+ public:
+  static constexpr std::int64_t kWordTokens = 64;
+  struct Word {
+    std::uint64_t selected = 0;  // bit i: token i of these 64
+    std::int64_t before = 0;     // selected tokens of all earlier words
+  };
+
+  KeptRows(const Pattern& pattern, const Placement& placement, int rank, std::int64_t batch);
+
+  [[nodiscard]] std::int64_t rows() const { return batch_ * batch_rows_; }
+  [[nodiscard]] std::int64_t batch_rows() const { return batch_rows_; }
+  [[nodiscard]] std::int64_t first(int branch, int head) const { return of(branch, head).first; }
+  // For heads that are in the branch, whether it selects the token or not.
+  [[nodiscard]] std::int64_t rank(int branch, int head, std::int64_t token) const {
+    const Word& word = word_of(of(branch, head), token);
+    return word.before + std::popcount(word.selected & (bit_of(token) - 1));
+  }
+  // -1: the branch does not select the token.
+  [[nodiscard]] std::int64_t row(int branch, std::int64_t batch, int head,
+                                 std::int64_t token) const {
+    const Head& kept = of(branch, head);
+    if (kept.first_word < 0) return -1;
+    const Word& word = word_of(kept, token);
+    const std::uint64_t bit = bit_of(token);
+    if ((word.selected & bit) == 0) return -1;
+    return batch * batch_rows_ + kept.first + word.before +
+           std::popcount(word.selected & (bit - 1));
+  }
+
+  // The tables: words of all bitmaps, and for [branch][head] its first row and first word.
+  struct Head {
+    std::int64_t first = 0;
+    std::int64_t first_word = -1;  // -1: the head is not in the branch
+  };
+  [[nodiscard]] const std::vector<Word>& words() const { return words_; }
+  [[nodiscard]] const std::vector<Head>& heads() const { return heads_; }
+  [[nodiscard]] std::int64_t bytes() const;
+
+ private:
+  [[nodiscard]] const Head& of(int branch, int head) const {
+    return heads_[static_cast<std::size_t>(branch) * static_cast<std::size_t>(branch_heads_) +
+                  static_cast<std::size_t>(head)];
+  }
+  [[nodiscard]] const Word& word_of(const Head& head, std::int64_t token) const {
+    return words_[static_cast<std::size_t>(head.first_word + token / kWordTokens)];
+  }
+  [[nodiscard]] static std::uint64_t bit_of(std::int64_t token) {
+    return std::uint64_t{1} << (token % kWordTokens);
+  }
+  // Returns how many tokens are selected.
+  std::int64_t add_bitmap(const SelectedRows& selected, std::span<const RowSet> ranges,
+                          std::int64_t words);
+
+  int branch_heads_;
+  std::int64_t batch_;
+  std::int64_t batch_rows_ = 0;
+  std::vector<Head> heads_;
+  std::vector<Word> words_;
+};
+
+}  // namespace annulus

@@ -12,6 +12,7 @@
 #include "annulus/plan.h"
 #include "annulus/ring_attention.h"
 #include "annulus/tensor.h"
+#include "flag.h"
 
 // What options look like in Python: strings for enumerations, None for "as usual".
 namespace annulus::python {
@@ -34,7 +35,7 @@ namespace nb = nanobind;
                                     bool causal, const std::string& offsets, bool group_scale);
 
 [[nodiscard]] Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
-                                   const std::vector<std::int64_t>& dilations, bool causal,
-                                   const std::string& offsets, bool group_scale);
+                                   const std::vector<std::int64_t>& dilations, Flag causal,
+                                   const std::string& offsets, Flag group_scale);
 
 }  // namespace annulus::python

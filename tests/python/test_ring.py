@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from support import normal, on_ranks, problem
 
 import annulus
 from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
+from annulus._core import ExecutorPool
 
 PATTERN = Pattern.longnet(4, [16, 64], [1, 2], causal=True)
 
@@ -210,6 +212,53 @@ def test_wrong_array_on_one_rank_is_an_error_on_all() -> None:
     )
 
 
+class WithoutMemory:
+    """An array of a framework that cannot make another one."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def new_empty(self, *_: Any, **__: Any) -> Any:
+        raise MemoryError("no room for results")
+
+
+def test_results_that_one_rank_cannot_allocate_are_an_error_on_all() -> None:
+    transports = make_in_process_ring(3, deadline=30)
+    q = normal(1, 3, 2, 16)
+
+    def body(transport: annulus.Transport) -> list[Any]:
+        ring = RingAttention(
+            Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, head_dim=16
+        )
+        o, lse = ring.forward(q, q, q)
+        mine = WithoutMemory(q) if transport.rank() == 1 else q
+        found = []
+        for call in (
+            lambda: ring.forward(mine, q, q),
+            lambda: ring.backward(q, mine, q, o, lse, q),
+        ):
+            try:
+                found.append(call())
+            except (annulus.Error, MemoryError) as error:
+                found.append(error)
+            ring.forward(q, q, q)  # as good as before
+        return found
+
+    begin = time.monotonic()
+    outcomes = on_ranks(transports, body)
+    assert time.monotonic() - begin < 5
+    for rank, outcome in enumerate(outcomes):
+        for error in outcome:
+            assert isinstance(error, MemoryError if rank == 1 else annulus.ConfigError), outcomes
+            assert "no room for results" in str(error), outcomes
+
+
 def test_ranks_without_tokens() -> None:
     placement = Placement.contiguous(2, 4)
     q = normal(1, 2, 4, 16)
@@ -270,6 +319,45 @@ def test_cache_keeps_the_latest_executors() -> None:
     assert first.forward(q, q, q)[0].shape == q.shape  # who has one may keep it
     with pytest.raises(annulus.ConfigError, match="capacity is 0"):
         annulus.RingAttentionCache(make_in_process_ring(1)[0], capacity=0)
+
+
+def test_pool_lends_executors_and_drops_the_least_recently_used() -> None:
+    pool = ExecutorPool(capacity=2)
+
+    def make() -> RingAttention:
+        transport = make_in_process_ring(1)[0]
+        return RingAttention(
+            PATTERN, Placement.contiguous(9, 1), transport=transport, head_dim=16
+        )
+
+    a, b, c = make(), make(), make()
+    assert pool.take("a") is None
+    pool.give_back("a", a)
+    pool.give_back("a", b)  # of another thread
+    assert {pool.take("a"), pool.take("a")} == {a, b} and pool.take("a") is None
+    pool.give_back("a", a)
+    pool.give_back("b", b)
+    pool.give_back("a", pool.take("a"))
+    pool.give_back("c", c)
+    assert pool.take("b") is None and set(pool.executors()) == {a, c}
+    pool.make_room()
+    assert pool.executors() == [c]
+    pool.clear()
+    assert pool.executors() == [] and pool.take("c") is None
+
+    # Whatever refers back to its pool is found by the garbage collector.
+    class Link(Transport):
+        """A ring of one rank, which sends nothing."""
+
+    link = Link(0, 1, "link")
+    link.pool = ExecutorPool()
+    link.pool.give_back(
+        "x", RingAttention(PATTERN, Placement.contiguous(9, 1), transport=link, head_dim=16)
+    )
+    gone = weakref.ref(link)
+    del link
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(

@@ -164,18 +164,15 @@ void run(const Ring& ring, const Arrays& arrays, const char* method, double flop
   }
 }
 
-template <typename T>
-auto* core_of(T* state) {
-  return state == nullptr ? nullptr : &state->core;
-}
-
 nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o,
-                  nb::object lse, State* state) {
+                  nb::object lse, nb::handle state) {
   Arrays arrays;
+  BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view;
   TensorView o_view, lse_view;
   std::optional<Result> o_result, lse_result;
   telling_others(nb::cast<Transport&>(self.transport), [&] {
+    if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
     q_view = arrays.input(q, "q");
     k_view = arrays.input(k, "k");
     v_view = arrays.input(v, "v");
@@ -186,18 +183,20 @@ nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::obje
     lse_view = arrays.output(lse_result->writable(), "lse", 3);
   });
   run(self, arrays, "forward", self.flops,
-      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, core_of(state)); });
+      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, state_core); });
   return nb::make_tuple(o_result->finish(), lse_result->finish());
 }
 
 nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o,
                    nb::handle lse, nb::handle dout, nb::object dq, nb::object dk, nb::object dv,
-                   const State* state) {
+                   nb::handle state) {
   Arrays arrays;
+  const BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view, o_view, lse_view, dout_view;
   TensorView dq_view, dk_view, dv_view;
   std::optional<Result> dq_result, dk_result, dv_result;
   telling_others(nb::cast<Transport&>(self.transport), [&] {
+    if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
     q_view = arrays.input(q, "q");
     k_view = arrays.input(k, "k");
     v_view = arrays.input(v, "v");
@@ -214,7 +213,7 @@ nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::han
   });
   run(self, arrays, "backward", 2.5 * self.flops, [&] {
     self.core->backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view,
-                        dv_view, core_of(state));
+                        dv_view, state_core);
   });
   return nb::make_tuple(dq_result->finish(), dk_result->finish(), dv_result->finish());
 }
@@ -287,7 +286,7 @@ void bind_executor(nb::module_& module) {
                                doc_with_options(kRingDoc));
   ring.def(
       "__init__",
-      [](Ring* self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
+      [](Ring* self, nb::handle pattern, nb::handle placement, const nb::kwargs& given) {
         if (!given.contains("transport")) throw nb::type_error("transport is missing");
         nb::object transport = given["transport"];
         Transport* link = nullptr;
@@ -300,7 +299,7 @@ void bind_executor(nb::module_& module) {
                   [&] { core = std::make_shared<RingAttention>(std::move(options), *link); });
         new (self) Ring(std::move(transport), std::move(core));
       },
-      nb::arg("pattern"), nb::arg("placement"), nb::arg("options"),
+      nb::arg("pattern").none(), nb::arg("placement").none(), nb::arg("options"),
       nb::sig(signature_with_options("__init__", ", transport: Transport) -> None")));
   ring.def("forward", &forward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
            nb::arg("o") = nb::none(), nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
@@ -420,7 +419,7 @@ Args:
       nb::sig("def __init__(self, transport: Transport, capacity: int = 20) -> None"));
   cache.def(
       "get",
-      [](Cache& self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
+      [](Cache& self, nb::handle pattern, nb::handle placement, const nb::kwargs& given) {
         const RingOptions options = telling_others(nb::cast<Transport&>(self.transport), [&] {
           return options_from(pattern, placement, given);
         });
@@ -428,7 +427,7 @@ Args:
         construct(nb::cast<Transport&>(self.transport), [&] { core = self.core->get(options); });
         return Ring(self.transport, std::move(core));
       },
-      nb::arg("pattern"), nb::arg("placement"), nb::arg("options"),
+      nb::arg("pattern").none(), nb::arg("placement").none(), nb::arg("options"),
       nb::sig(signature_with_options("get", ") -> RingAttention")),
       "The executor for these options, which are those of :class:`RingAttention`: a kept one or a "
       "new one.");

@@ -80,10 +80,11 @@ bool is(const OptionInfo& info, const char* name) { return std::string(info.name
 
 }  // namespace
 
-RingOptions options_from(const Pattern& pattern, const Placement& placement,
-                         const nb::kwargs& given, const char* also) {
-  RingOptions options{.pattern = pattern, .placement = placement};
-  options.kv_heads = pattern.heads;
+RingOptions options_from(nb::handle pattern, nb::handle placement, const nb::kwargs& given,
+                         const char* also) {
+  RingOptions options{.pattern = instance_of<Pattern>(pattern, "pattern", "a Pattern"),
+                      .placement = instance_of<Placement>(placement, "placement", "a Placement")};
+  options.kv_heads = options.pattern.heads;
   std::size_t known = given.contains(also) ? 1 : 0;
   for_each_option(options, [&](const OptionInfo& info, auto& option) {
     if (!given.contains(info.name)) {

@@ -19,6 +19,17 @@ namespace annulus::python {
 
 namespace nb = nanobind;
 
+// An object of a class of ours; TypeError: "pattern is 'dense': a Pattern was expected". For
+// arguments whose errors the other ranks have to hear of, too: nanobind's own are raised before.
+template <typename T>
+[[nodiscard]] T& instance_of(nb::handle object, const char* name, const char* expected) {
+  T* found = nullptr;
+  if (nb::try_cast<T*>(object, found) && found != nullptr) return *found;
+  const std::string text =
+      std::string(name) + " is " + nb::repr(object).c_str() + ": " + expected + " was expected";
+  throw nb::type_error(text.c_str());
+}
+
 [[nodiscard]] Offsets parse_offsets(const std::string& name);
 [[nodiscard]] Schedule parse_schedule(const std::string& name);
 [[nodiscard]] Travel parse_travel(const std::string& name);

@@ -42,7 +42,9 @@ def test_the_list_has_what_is_derived_from_it() -> None:
 def test_every_option_is_a_flag(name: str, tool: str) -> None:
     flag = name.replace("_", "-")
     flag = f"--no-{flag}" if OPTIONS[name]["default"] is True else f"--{flag}"
-    text = subprocess.run([tool, "run", "--help"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [tool, "run", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     assert flag in text.split() and OPTIONS[name]["help"] in text
 
 

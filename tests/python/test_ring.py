@@ -259,6 +259,39 @@ def test_results_that_one_rank_cannot_allocate_are_an_error_on_all() -> None:
             assert "no room for results" in str(error), outcomes
 
 
+def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
+    transports = make_in_process_ring(3, deadline=30)
+    q = normal(1, 3, 2, 16)
+    right = {"pattern": Pattern.dense(2), "placement": Placement.contiguous(9, 3)}
+
+    def body(transport: annulus.Transport) -> list[Any]:
+        def make(**wrong: Any) -> RingAttention:
+            mine = wrong if transport.rank() == 1 else {}
+            return RingAttention(**right | mine, transport=transport, head_dim=16)
+
+        ring = make()
+        found = []
+        for call in (
+            lambda: make(pattern="dense"),
+            lambda: make(placement=None),
+            lambda: ring.forward(q, q, q, state="dense" if transport.rank() == 1 else None),
+        ):
+            try:
+                found.append(call())
+            except (annulus.Error, TypeError) as error:
+                found.append(error)
+        return found
+
+    begin = time.monotonic()
+    outcomes = on_ranks(transports, body)
+    assert time.monotonic() - begin < 5
+    words = ["pattern is 'dense'", "placement is None", "state is 'dense'"]
+    for rank, outcome in enumerate(outcomes):
+        for error, text in zip(outcome, words):
+            assert isinstance(error, TypeError if rank == 1 else annulus.ConfigError), outcomes
+            assert text in str(error), outcomes
+
+
 def test_ranks_without_tokens() -> None:
     placement = Placement.contiguous(2, 4)
     q = normal(1, 2, 4, 16)
@@ -326,9 +359,7 @@ def test_pool_lends_executors_and_drops_the_least_recently_used() -> None:
 
     def make() -> RingAttention:
         transport = make_in_process_ring(1)[0]
-        return RingAttention(
-            PATTERN, Placement.contiguous(9, 1), transport=transport, head_dim=16
-        )
+        return RingAttention(PATTERN, Placement.contiguous(9, 1), transport=transport, head_dim=16)
 
     a, b, c = make(), make(), make()
     assert pool.take("a") is None
@@ -374,9 +405,7 @@ def test_pool_lends_executors_and_drops_the_least_recently_used() -> None:
 def test_wrong_option_of_one_rank_is_an_error_of_all(wrong: dict[str, Any], words: str) -> None:
     def build(transport: annulus.Transport) -> None:
         options = {"head_dim": 16} | (wrong if transport.rank() == 1 else {})
-        RingAttention(
-            Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, **options
-        )
+        RingAttention(Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, **options)
 
     transports = annulus.make_in_process_ring(3, deadline=30)
     begin = time.monotonic()

@@ -147,8 +147,15 @@ def arguments_are_everybodys() -> None:
     def heads(**options: object) -> object:
         return module(x, x, x, need_weights=False, **options)
 
+    def whole() -> torch.Tensor:
+        return at.unshard(q, group=group)
+
     for wrong, right, words in (
-        (lambda: at.ring_attention(q, q, q, group=group, segment_length=[16]), attend, "segment_length"),
+        (
+            lambda: at.ring_attention(q, q, q, group=group, segment_length=[16]),
+            attend,
+            "segment_length",
+        ),
         (lambda: at.ring_attention(q, q, group=group), attend, "'v'"),
         (lambda: at.ring_attention(q, q, q, True, group=group), attend, "positional"),
         (lambda: at.ring_attention("q", "k", "v", group=group), attend, "q is a str"),
@@ -157,18 +164,18 @@ def arguments_are_everybodys() -> None:
         (lambda: module(x, x, need_weights=False), heads, "value"),
         (lambda: heads(mask=None), heads, "'mask'"),
         (lambda: module(None, x, x, need_weights=False), heads, "NoneType"),
-        (lambda: at.unshard(None, group=group), lambda: at.unshard(q, group=group), "x is a NoneType"),
-        (lambda: at.unshard(q, group=group, axis=1), lambda: at.unshard(q, group=group), "'axis'"),
-        (lambda: at.unshard(q, group=group, dim=4), lambda: at.unshard(q, group=group), "dim is 4"),
-        (lambda: at.unshard(q.to_sparse(), group=group), lambda: at.unshard(q, group=group), "sparse"),
-        (lambda: at.unshard(q, group=group, placement="zig"), lambda: at.unshard(q, group=group), "'zig'"),
+        (lambda: at.unshard(None, group=group), whole, "x is a NoneType"),
+        (lambda: at.unshard(q, group=group, axis=1), whole, "'axis'"),
+        (lambda: at.unshard(q, group=group, dim=4), whole, "dim is 4"),
+        (lambda: at.unshard(q.to_sparse(), group=group), whole, "sparse"),
+        (lambda: at.unshard(q, group=group, placement="zig"), whole, "'zig'"),
         (
             lambda: at.unshard(q, group=group, placement="striped"),
-            lambda: at.unshard(q, group=group),
+            whole,
             "placement (rank 0: 'contiguous', rank 1: 'striped')",
         ),
-        (lambda: at.unshard(q, group=group), attend, "the call (rank 0: 'forward', rank 1: 'unshard')"),
-        (attend, lambda: at.unshard(q, group=group), "the call (rank 0: 'unshard', rank 1: 'forward')"),
+        (whole, attend, "the call (rank 0: 'forward', rank 1: 'unshard')"),
+        (attend, whole, "the call (rank 0: 'unshard', rank 1: 'forward')"),
         # A mask is columns of q and k and another scale: that is not what people passed.
         (
             lambda: heads(key_padding_mask=torch.zeros(1, 8, dtype=torch.bool)),
@@ -177,7 +184,7 @@ def arguments_are_everybodys() -> None:
         ),
     ):
         refused(wrong if rank == 1 else right, [words], seconds=1.5)
-        attend(), heads(), at.unshard(q, group=group)  # as good as before
+        attend(), heads(), whole()  # as good as before
 
     def gradient(made: torch.Tensor) -> None:
         a = q.clone().requires_grad_()
@@ -195,8 +202,9 @@ def arguments_are_everybodys() -> None:
 
     # A sum of gradients takes sparse ones, too.
     a = q.clone().requires_grad_()
-    whole = at.unshard(a, group=group)
-    whole.backward(torch.ones_like(whole).to_sparse() if rank == 1 else torch.ones_like(whole))
+    summed = at.unshard(a, group=group)
+    ones = torch.ones_like(summed)
+    summed.backward(ones.to_sparse() if rank == 1 else ones)
     assert torch.equal(a.grad, torch.full_like(q, dist.get_world_size()))
 
 

@@ -17,7 +17,9 @@ def _axis(where: str, x: torch.Tensor, dim: int) -> int:
     if x.layout != torch.strided or x.is_nested:
         raise ConfigError(f"{where}: x is a {x.layout} tensor: a dense one was expected")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise ConfigError(f"{where}: dim is {dim!r}: an axis of x, which has {x.dim()}, was expected")
+        raise ConfigError(
+            f"{where}: dim is {dim!r}: an axis of x, which has {x.dim()}, was expected"
+        )
     return dim % x.dim()
 
 

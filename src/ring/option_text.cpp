@@ -46,7 +46,7 @@ std::string text_of(const std::optional<double>& value) {
 std::string text_of(const Device& value) { return name_of(value); }
 
 std::string read_text(const OptionInfo& info, const std::string& text, std::int64_t& value) {
-  const std::string expected = fmt::format("a whole number from {} to {}", info.least, info.most);
+  std::string expected = fmt::format("a whole number from {} to {}", info.least, info.most);
   const char* const end = text.data() + text.size();
   std::int64_t read = 0;
   const auto [stop, problem] = std::from_chars(text.data(), end, read);

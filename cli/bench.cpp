@@ -45,10 +45,9 @@ struct BenchFlags {
   int heads = 8;
   int ranks = 4;
   int repeat = 5;
-  bool no_backward = false;
   bool json = false;
   bool progress = false;
-  ProblemFlags threads;
+  ProblemFlags execution;  // threads and backward
 };
 
 struct Case {
@@ -79,8 +78,8 @@ Case make_case(const BenchFlags& flags, std::string name, Pattern pattern, Place
   result.options.kv_heads = heads;
   result.options.head_dim = head_dim;
   result.options.dtype = dtype;
-  result.options.backward = !flags.no_backward;
-  result.options.threads = flags.threads.threads.value_or(0);
+  result.options.backward = flags.execution.options.backward;
+  result.options.threads = flags.execution.options.threads;
   return result;
 }
 
@@ -291,7 +290,7 @@ int bench(const BenchFlags& flags) {
     print(fmt::format("{}, {}, {} threads, {} heads, medians of {}{}\n\n", cpu_name(), kernels.name,
                       threads, flags.heads, flags.repeat,
                       grouped ? "; ratio: time over that of the first of a group" : "") +
-          header(grouped, !flags.no_backward));
+          header(grouped, flags.execution.options.backward));
   }
   for (Group& group : groups) {
     measure(group, flags, progress);
@@ -340,11 +339,11 @@ void add_bench(CLI::App& tool, Action& chosen) {
   command->add_option("--repeat", flags->repeat, "Timed repetitions (default 5)")
       ->check(whole_number(1, 10000))
       ->type_name("R");
-  command->add_flag("--no-backward", flags->no_backward, "Forward only");
+  add_option_flag(*command, flags->execution, "backward");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->add_flag("--progress", flags->progress,
                     "Progress even if standard error is no terminal");
-  add_thread_flag(*command, flags->threads);
+  add_option_flag(*command, flags->execution, "threads");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return bench(*flags); }; });
 }

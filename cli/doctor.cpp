@@ -79,7 +79,7 @@ Check check_kernels(DType dtype, const ProblemFlags& flags) {
     options.kv_heads = 2;
     options.dtype = dtype;
     options.schedule = Schedule::ring;
-    options.threads = flags.threads.value_or(0);
+    options.threads = flags.options.threads;
     check.ok = true;
     for (const Deviation& deviation : OracleCheck(options, 1).run(options)) {
       check.ok = check.ok && deviation.ok();
@@ -107,7 +107,7 @@ int doctor(const DoctorFlags& flags) {
   const std::vector<std::string> compiled = cpu::compiled_kernel_names();
   std::vector<std::string> usable;
   for (const cpu::Kernels* kernels : cpu::available_kernels()) usable.emplace_back(kernels->name);
-  const int threads = ThreadPool::of(flags.problem.threads.value_or(0))->threads();
+  const int threads = ThreadPool::of(flags.problem.options.threads)->threads();
   const double peak = cpu::measure_fma_peak_gflops(false);
   const double bf16_peak = cpu::measure_fma_peak_gflops(true);
 
@@ -191,7 +191,7 @@ void add_doctor(CLI::App& tool, Action& chosen) {
       ->check(whole_number(1, 256))
       ->type_name("P");
   command->add_flag("--json", flags->json, "Print one JSON object");
-  add_thread_flag(*command, flags->problem);
+  add_option_flag(*command, flags->problem, "threads");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return doctor(*flags); }; });
 }

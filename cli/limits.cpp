@@ -25,19 +25,19 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
     options.kv_heads = shape.kv_heads;
     options.dtype = dtype;
     options.backward = backward;
-    if (flags.mix_gradient == "detached") options.mix_gradient = MixGradient::detached;
+    options.mix_gradient = flags.options.mix_gradient;
     chosen.limits = ring::limits_for_memory(options, *available, ring::Missing::all_tensors);
     chosen.origin = "derived from " + format_bytes(*available) + " of available memory";
   }
-  if (flags.max_communication_bytes) {
-    chosen.limits.communication_bytes = *flags.max_communication_bytes;
-  }
-  if (flags.max_qkv_elements) chosen.limits.qkv_elements = *flags.max_qkv_elements;
-  if (flags.max_communication_bytes && flags.max_qkv_elements) {
+  const bool bytes_given = flags.has("max_communication_bytes");
+  const bool elements_given = flags.has("max_qkv_elements");
+  if (bytes_given) chosen.limits.communication_bytes = flags.options.limits.communication_bytes;
+  if (elements_given) chosen.limits.qkv_elements = flags.options.limits.qkv_elements;
+  if (bytes_given && elements_given) {
     chosen.origin = "as given";
-  } else if (flags.max_communication_bytes || flags.max_qkv_elements) {
-    chosen.origin = std::string(flags.max_qkv_elements ? "messages " : "elements ") +
-                    chosen.origin + ", the other as given";
+  } else if (bytes_given || elements_given) {
+    chosen.origin = std::string(elements_given ? "messages " : "elements ") + chosen.origin +
+                    ", the other as given";
   }
 
   // The executor counts the rows of its shard exactly.

@@ -5,11 +5,12 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "annulus/error.h"
-#include "core/thread_pool.h"
+#include "ring/option_list.h"
+#include "ring/option_text.h"
 
 namespace annulus::cli {
 namespace {
@@ -18,6 +19,65 @@ constexpr std::int64_t kLargestCount = 2147483647;  // positions inside a segmen
 
 const std::vector<std::int64_t> kDefaultSegments = {2048, 4096, 8192, 16384, 32768};
 const std::vector<std::int64_t> kDefaultDilations = {1, 2, 4, 8, 16};
+
+using ring::OptionInfo;
+
+// "--max-qkv-elements", or "--no-backward" for what is usually on.
+std::string flag_of(const OptionInfo& info, bool usually_on) {
+  std::string flag = std::string(usually_on ? "--no-" : "--") + info.name;
+  std::replace(flag.begin(), flag.end(), '_', '-');
+  return flag;
+}
+
+template <typename T>
+std::string placeholder_of(const OptionInfo& info, const T& option) {
+  if constexpr (ring::Named<T>) {
+    std::string text;
+    for (const auto& name : ring::names_like(option)) {
+      text += (text.empty() ? "" : "|") + std::string(name.text);
+    }
+    return text;
+  } else {
+    return info.value;
+  }
+}
+
+template <typename T>
+CLI::Option* add_flag(CLI::App& command, std::set<std::string>& given, const OptionInfo& info,
+                      T& option) {
+  if constexpr (std::is_same_v<T, bool>) {
+    const bool usually_on = option;
+    const auto take = [&given, &option, info, usually_on](std::int64_t times) {
+      if (times == 0) return;
+      option = !usually_on;
+      given.insert(info.name);
+    };
+    return command.add_flag_function(flag_of(info, usually_on), take, info.help);
+  } else {
+    const auto take = [&given, &option, info](const std::string& text) {
+      (void)ring::read_text(info, text, option);  // the check has been made
+      given.insert(info.name);
+    };
+    const auto check = [info](const std::string& text) {
+      T scratch{};
+      const std::string expected = ring::read_text(info, text, scratch);
+      return expected.empty() ? "" : fmt::format("found '{}', expected {}", text, expected);
+    };
+    return command.add_option_function<std::string>(flag_of(info, false), take, info.help)
+        ->check(CLI::Validator(check, "", info.name))
+        ->type_name(placeholder_of(info, option));
+  }
+}
+
+// An empty group: among the command's own.
+void add_flags_of(ring::Topic topic, CLI::App& command, ProblemFlags& flags,
+                  const std::string& group) {
+  ring::for_each_option(flags.options, [&](const OptionInfo& info, auto& option) {
+    if (info.topic != topic) return;
+    CLI::Option* added = add_flag(command, flags.given, info, option);
+    if (!group.empty()) added->group(group);
+  });
+}
 
 }  // namespace
 
@@ -94,20 +154,11 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
                 "longnet, head_groups: multiply the output by 1 / number of branches")
       ->group(group);
   command.add_flag("--causal", flags.causal, "No token attends to a later one")->group(group);
-  add_choice(command, "--mix-gradient", flags.mix_gradient, {"full", "detached"},
-             "Exact gradient (default), or branch weights held constant")
-      ->group(group);
-  command.add_option("--scale", flags.scale, "Factor of q.k (default 1/sqrt(head dim))")
-      ->type_name("X")
-      ->group(group);
+  add_flags_of(ring::Topic::pattern, command, flags, group);
 }
 
 void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Shape";
-  command.add_option("--batch", flags.batch, "Sequences (default 1)")
-      ->check(whole_number(1, kLargestCount))
-      ->type_name("B")
-      ->group(group);
   command.add_option("--tokens", flags.tokens, "Length; 128k and 1M work, too (default 32768)")
       ->transform(token_count())
       ->check(whole_number(1, kLargestCount))
@@ -117,22 +168,11 @@ void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
       ->check(whole_number(1, kMostHeads))
       ->type_name("H")
       ->group(group);
-  command
-      .add_option("--kv-heads", flags.kv_heads, "Key/value heads, a divisor of --heads (default H)")
-      ->check(whole_number(1, kMostHeads))
-      ->type_name("H2")
-      ->group(group);
-  command.add_option("--head-dim", flags.head_dim, "Multiple of 8 up to 256 (default 64)")
-      ->check(whole_number(1, kLargestCount))
-      ->type_name("D")
-      ->group(group);
-  add_choice(command, "--dtype", flags.dtype, {"fp32", "bf16", "fp16"},
-             "Compute in (default fp32, or what the files have)")
-      ->group(group);
   command.add_option("--seed", flags.seed, "Seed of synthetic data (default 1)")
       ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()))
       ->type_name("S")
       ->group(group);
+  add_flags_of(ring::Topic::shape, command, flags, group);
 }
 
 void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
@@ -160,56 +200,33 @@ void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
       ->check(whole_number(1, kLargestCount))
       ->type_name("COLS")
       ->group(group);
-  add_choice(command, "--schedule", flags.schedule, {"ring", "gather", "auto"},
-             "Rows hop around, or go straight to who needs them (default auto)")
-      ->group(group);
-  command
-      .add_flag("--reproducible", flags.reproducible,
-                "The same bits for every number of ranks and placement (gathers)")
-      ->group(group);
-  add_choice(command, "--backward-travel", flags.backward_travel, {"auto", "keys", "queries"},
-             "What visits other ranks in backward (default auto: fewer bytes)")
-      ->group(group);
-  command
-      .add_option("--min-tokens-for-ring", flags.min_tokens_for_ring,
-                  "Schedule auto gathers below this length (default 32768)")
-      ->transform(token_count())
-      ->check(whole_number(0, kLargestCount))
-      ->type_name("N")
-      ->group(group);
-}
-
-void add_thread_flag(CLI::App& command, ProblemFlags& flags) {
-  command
-      .add_option("--threads", flags.threads,
-                  "Threads that compute, over all ranks (default ANNULUS_THREADS or all)")
-      ->check(whole_number(1, 4096))
-      ->type_name("T");
+  add_flags_of(ring::Topic::ring, command, flags, group);
 }
 
 void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
-  const std::string group = "Limits per rank (default: derived from the memory that is available)";
-  command
-      .add_option("--max-communication-bytes", flags.max_communication_bytes,
-                  "Refuse jobs whose send and receive buffers are larger; 2GiB works, too")
-      ->transform(CLI::AsSizeValue(false).description(""))
-      ->type_name("BYTES")
-      ->group(group);
-  command
-      .add_option("--max-qkv-elements", flags.max_qkv_elements,
-                  "Refuse jobs whose q, k and v have more elements together")
-      ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()))
-      ->type_name("COUNT")
-      ->group(group);
+  add_flags_of(ring::Topic::limits, command, flags,
+               "Limits per rank (default: derived from the memory that is available)");
+}
+
+void add_execution_flags(CLI::App& command, ProblemFlags& flags) {
+  add_flags_of(ring::Topic::execution, command, flags, "");
+}
+
+CLI::Option* add_option_flag(CLI::App& command, ProblemFlags& flags, const std::string& name) {
+  CLI::Option* added = nullptr;
+  ring::for_each_option(flags.options, [&](const OptionInfo& info, auto& option) {
+    if (info.name == name) added = add_flag(command, flags.given, info, option);
+  });
+  return added;
 }
 
 Shape shape_from(const ProblemFlags& flags) {
   Shape shape;
-  shape.batch = flags.batch.value_or(shape.batch);
+  shape.batch = flags.options.batch;
   shape.tokens = flags.tokens.value_or(shape.tokens);
   shape.heads = static_cast<int>(flags.heads.value_or(shape.heads));
-  shape.kv_heads = static_cast<int>(flags.kv_heads.value_or(shape.heads));
-  shape.head_dim = static_cast<int>(flags.head_dim.value_or(shape.head_dim));
+  shape.kv_heads = flags.has("kv_heads") ? flags.options.kv_heads : shape.heads;
+  shape.head_dim = flags.options.head_dim;
   return shape;
 }
 
@@ -259,29 +276,14 @@ Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
   return Placement::named(flags.placement, tokens, flags.ranks);
 }
 
-Schedule schedule_from(const ProblemFlags& flags) {
-  if (flags.schedule == "ring") return Schedule::ring;
-  return flags.schedule == "gather" ? Schedule::gather : Schedule::automatic;
-}
-
-RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DType dtype,
-                              bool backward) {
-  RingOptions options{.pattern = pattern_from(flags, shape.heads),
-                      .placement = placement_from(flags, shape.tokens)};
+RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DType dtype) {
+  RingOptions options = flags.options;
+  options.pattern = pattern_from(flags, shape.heads);
+  options.placement = placement_from(flags, shape.tokens);
   options.batch = shape.batch;
   options.kv_heads = shape.kv_heads;
   options.head_dim = shape.head_dim;
   options.dtype = dtype;
-  options.scale = flags.scale;
-  options.mix_gradient =
-      flags.mix_gradient == "detached" ? MixGradient::detached : MixGradient::full;
-  options.schedule = schedule_from(flags);
-  options.min_tokens_for_ring = flags.min_tokens_for_ring;
-  options.reproducible = flags.reproducible;
-  options.backward = backward;
-  if (flags.backward_travel == "keys") options.backward_travel = BackwardTravel::keys;
-  if (flags.backward_travel == "queries") options.backward_travel = BackwardTravel::queries;
-  options.threads = flags.threads.value_or(0);
   return options;
 }
 
@@ -293,33 +295,31 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
                                                                : branch.segment_length);
     dilations.push_back(branch.dilation);
   }
-  return {{"pattern", options.pattern.name},
-          {"segments", segments},
-          {"dilations", dilations},
-          {"offsets", flags.offsets},
-          {"group_scale", flags.group_scale},
-          {"causal", options.pattern.causal},
-          {"mix_gradient", flags.mix_gradient},
-          {"scale", options.scale.value_or(1.0 / std::sqrt(options.head_dim))},
-          {"batch", options.batch},
-          {"tokens", options.placement.tokens()},
-          {"heads", options.pattern.heads},
-          {"kv_heads", options.kv_heads},
-          {"head_dim", options.head_dim},
-          {"dtype", name_of(options.dtype)},
-          {"seed", flags.seed},
-          {"ranks", options.placement.ranks()},
-          {"placement", flags.placement},
-          {"align", flags.align},
-          {"grid_rows", flags.grid_rows},
-          {"grid_cols", flags.grid_cols},
-          {"schedule", flags.schedule},
-          {"reproducible", options.reproducible},
-          {"backward", options.backward},
-          {"backward_travel", flags.backward_travel},
-          {"min_tokens_for_ring", options.min_tokens_for_ring},
-          {"max_communication_bytes", options.limits.communication_bytes},
-          {"max_qkv_elements", options.limits.qkv_elements}};
+  Json json = {{"pattern", options.pattern.name},
+               {"segments", segments},
+               {"dilations", dilations},
+               {"offsets", flags.offsets},
+               {"group_scale", flags.group_scale},
+               {"causal", options.pattern.causal},
+               {"tokens", options.placement.tokens()},
+               {"heads", options.pattern.heads},
+               {"seed", flags.seed},
+               {"ranks", options.placement.ranks()},
+               {"placement", flags.placement},
+               {"align", flags.align},
+               {"grid_rows", flags.grid_rows},
+               {"grid_cols", flags.grid_cols}};
+  ring::for_each_option(options, [&](const OptionInfo& info, const auto& option) {
+    using Value = std::decay_t<decltype(option)>;
+    if constexpr (std::is_same_v<Value, std::optional<double>>) {
+      json[info.name] = ring::scale_of(options);  // the only one
+    } else if constexpr (std::is_arithmetic_v<Value>) {
+      json[info.name] = option;
+    } else {
+      json[info.name] = ring::text_of(option);
+    }
+  });
+  return json;
 }
 
 std::string describe(const Pattern& pattern) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -34,15 +35,9 @@ struct ProblemFlags {
   std::string offsets = "blocked";
   bool group_scale = false;
   bool causal = false;
-  std::string mix_gradient = "full";
-  std::optional<double> scale;
   // shape
-  std::optional<std::int64_t> batch;
   std::optional<std::int64_t> tokens;
   std::optional<std::int64_t> heads;
-  std::optional<std::int64_t> kv_heads;  // absent: as many as heads
-  std::optional<std::int64_t> head_dim;
-  std::string dtype;  // empty: as the files, or fp32
   std::uint64_t seed = 1;
   // ring
   int ranks = 4;
@@ -50,21 +45,21 @@ struct ProblemFlags {
   std::int64_t align = 1;      // contiguous only
   std::int64_t grid_rows = 0;  // hilbert only; 0: the squarest grid
   std::int64_t grid_cols = 0;
-  std::string schedule = "auto";
-  bool reproducible = false;
-  std::string backward_travel = "auto";
-  std::int64_t min_tokens_for_ring = 32768;
-  std::optional<int> threads;  // absent: the shared pool's choice
-  // limits per rank; absent: derived from the machine's memory
-  std::optional<std::int64_t> max_communication_bytes;
-  std::optional<std::int64_t> max_qkv_elements;
+  // Everything else that an executor can be told (ring/option_list.h), by the names in `given`;
+  // pattern and placement are not looked at.
+  RingOptions options{.pattern = {}, .placement = Placement::contiguous(1, 1)};
+  std::set<std::string> given;
+
+  [[nodiscard]] bool has(const char* name) const { return given.contains(name); }
 };
 
 void add_pattern_flags(CLI::App& command, ProblemFlags& flags);
 void add_shape_flags(CLI::App& command, ProblemFlags& flags);
 void add_ring_flags(CLI::App& command, ProblemFlags& flags);
-void add_thread_flag(CLI::App& command, ProblemFlags& flags);
 void add_limit_flags(CLI::App& command, ProblemFlags& flags);
+void add_execution_flags(CLI::App& command, ProblemFlags& flags);
+// One option of an executor alone, by its name in the list.
+CLI::Option* add_option_flag(CLI::App& command, ProblemFlags& flags, const std::string& name);
 
 // Building blocks for flags of one command only.
 [[nodiscard]] CLI::Validator whole_number(std::int64_t least, std::int64_t most);
@@ -76,10 +71,9 @@ CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string&
 [[nodiscard]] Shape shape_from(const ProblemFlags& flags);
 [[nodiscard]] Pattern pattern_from(const ProblemFlags& flags, int heads);
 [[nodiscard]] Placement placement_from(const ProblemFlags& flags, std::int64_t tokens);
-[[nodiscard]] Schedule schedule_from(const ProblemFlags& flags);
 
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
-                                            DType dtype, bool backward);
+                                            DType dtype);
 
 // All of it, as chosen, for --json.
 [[nodiscard]] Json parameters_json(const ProblemFlags& flags, const RingOptions& options);

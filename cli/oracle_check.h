@@ -24,6 +24,10 @@ struct Deviation {
 // fp32 results must be within 1e-6. 16-bit ones may be off by twice what the oracle itself is off
 // if it has to round like an executor: inputs (that is no error: it gets rounded ones), results,
 // and between forward and backward o.
+//
+// sample_check.h is the other half: a few rows of a problem of any size and any input, judged row by
+// row, where this solves a small one whole and judges tensors. What both know about errors is in
+// kernels/reference; a common check would have to leave out what makes each of them strict.
 class OracleCheck {
  public:
   // Everything in `options` that describes the problem counts; its placement only by its tokens.

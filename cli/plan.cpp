@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 #include "plan/plan_text.h"
 #include "plan/traffic.h"
 #include "ring/agreement.h"
+#include "ring/option_check.h"
 #include "ring/schedule.h"
 
 namespace annulus::cli {
@@ -134,16 +136,10 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
 
 int plan_command(const PlanFlags& flags) {
   const Shape shape = shape_from(flags.problem);
-  RingOptions options = ring_options_from(
-      flags.problem, shape,
-      flags.problem.dtype.empty() ? DType::f32 : dtype_from_name(flags.problem.dtype), true);
-  if (shape.heads % shape.kv_heads != 0) {
-    throw ConfigError(fmt::format("--kv-heads is {}, expected a divisor of the {} query heads",
-                                  shape.kv_heads, shape.heads));
-  }
-  if (flags.problem.max_communication_bytes) {
-    options.limits.communication_bytes = *flags.problem.max_communication_bytes;
-  }
+  const RingOptions options = ring_options_from(flags.problem, shape, flags.problem.options.dtype);
+  // What nothing can compute is not planned either.
+  ring::check_values(options);
+  (void)ring::computation_of(options, *backend_of(options.device, options.threads), shape.tokens);
   if (flags.rank && *flags.rank >= options.placement.ranks()) {
     throw ConfigError(fmt::format("--rank is {}, expected 0..{}: --ranks is {}", *flags.rank,
                                   options.placement.ranks() - 1, options.placement.ranks()));
@@ -185,7 +181,7 @@ void add_plan(CLI::App& tool, Action& chosen) {
   add_choice(*command, "--travel", flags->travel, {"keys", "queries"},
              "Which rows leave their owner (default keys)");
   command->add_option("--rank", flags->rank, "Show one rank's view instead of all ranks")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number(0, std::numeric_limits<int>::max()))
       ->type_name("R");
   command->add_option("--svg", flags->svg, "Write a picture of the plan")
       ->check(not_empty("a file name"))
@@ -194,11 +190,8 @@ void add_plan(CLI::App& tool, Action& chosen) {
   add_pattern_flags(*command, flags->problem);
   add_shape_flags(*command, flags->problem);
   add_ring_flags(*command, flags->problem);
-  command
-      ->add_option("--max-communication-bytes", flags->problem.max_communication_bytes,
-                   "Limit per rank that schedule auto respects (default 1 GiB)")
-      ->transform(CLI::AsSizeValue(false).description(""))
-      ->type_name("BYTES");
+  add_option_flag(*command, flags->problem, "max_communication_bytes")
+      ->description("Limit per rank that schedule auto respects (default 1 GiB)");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return plan_command(*flags); }; });
 }

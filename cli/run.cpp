@@ -39,7 +39,6 @@ struct RunFlags {
   ProblemFlags problem;
   std::string input;
   std::string output;
-  bool no_backward = false;
   bool json = false;
   bool progress = false;
   int repeat = 1;
@@ -173,17 +172,16 @@ Json to_json(const RunFlags& flags, const Result& result) {
 
 int run(const RunFlags& flags) {
   (void)cpu::chosen_kernels();  // an ANNULUS_ISA that cannot run is found before any work is done
-  const bool backward = !flags.no_backward;
+  const bool backward = flags.problem.options.backward;
   std::optional<InputFiles> files;
   if (!flags.input.empty()) files = inspect_inputs(flags.input, backward, flags.problem);
   if (!flags.output.empty()) check_output_folder(flags.output, backward);
   const Shape shape = files ? files->shape : shape_from(flags.problem);
-  const DType dtype = !flags.problem.dtype.empty() ? dtype_from_name(flags.problem.dtype)
-                      : files                      ? files->dtype
-                                                   : DType::f32;
+  const DType dtype =
+      files && !flags.problem.has("dtype") ? files->dtype : flags.problem.options.dtype;
 
   const ChosenLimits limits = choose_limits(flags.problem, shape, dtype, backward);
-  Result result{.options = ring_options_from(flags.problem, shape, dtype, backward),
+  Result result{.options = ring_options_from(flags.problem, shape, dtype),
                 .limits = limits,
                 .job = {},
                 .errors = {}};
@@ -211,6 +209,14 @@ int run(const RunFlags& flags) {
   progress.phase("comparing sampled rows with the definition");
   result.errors = check_sampled_rows(options, tensors, *ThreadPool::of(options.threads));
   if (const std::string complaint = result.errors.complaint(); !complaint.empty()) {
+    if (const std::string products = overflowing_products(options, tensors);
+        result.errors.overflowed() && !products.empty()) {
+      throw ConfigError(
+          fmt::format("the inputs overflow fp32: {}, exceed 3.4e38; nothing was written. Divide "
+                      "them by a power "
+                      "of two",
+                      products));
+    }
     throw VerificationError(fmt::format(
         "results differ from the definition on sampled rows: {}; nothing was written. This is a "
         "bug in annulus: please report the command line and the output of 'annulus doctor'",
@@ -245,7 +251,6 @@ void add_run(CLI::App& tool, Action& chosen) {
       ->check(not_empty("a folder"))
       ->type_name("DIR");
   command->add_flag("--json", flags->json, "Print one JSON object");
-  command->add_flag("--no-backward", flags->no_backward, "Forward only");
   command
       ->add_option("--repeat", flags->repeat,
                    "Repetitions; times are medians (default 1; use 5 to compare speeds)")
@@ -253,7 +258,7 @@ void add_run(CLI::App& tool, Action& chosen) {
       ->type_name("R");
   command->add_flag("--progress", flags->progress,
                     "Say on standard error what is going on even if it is no terminal");
-  add_thread_flag(*command, flags->problem);
+  add_execution_flags(*command, flags->problem);
   add_pattern_flags(*command, flags->problem);
   add_shape_flags(*command, flags->problem);
   add_ring_flags(*command, flags->problem);

@@ -304,6 +304,58 @@ std::string SampledErrors::complaint() const {
   return text;
 }
 
+bool SampledErrors::overflowed() const {
+  for (const std::optional<SampledError>& error : {o, lse, dq, dk, dv}) {
+    if (error && !error->ok() && std::isfinite(error->found)) return false;
+  }
+  return !complaint().empty();
+}
+
+std::string overflowing_products(const RingOptions& options, const JobTensors& tensors) {
+  struct Input {
+    const char* name;
+    double largest;  // that is finite
+  };
+  const auto input = [&](const char* name, const RingTensor& tensor) {
+    const TensorView& view = tensor.view();
+    Input found{name, 0.0};
+    if (view.data == nullptr) return found;
+    std::vector<double> row(static_cast<std::size_t>(view.shape[3]));
+    for (std::int64_t batch = 0; batch < view.shape[0]; ++batch) {
+      for (std::int64_t token = 0; token < view.shape[1]; ++token) {
+        for (int head = 0; head < view.shape[2]; ++head) {
+          tensor.load_row(batch, token, head, row);
+          for (const double x : row) {
+            if (std::isfinite(x)) found.largest = std::max(found.largest, std::abs(x));
+          }
+        }
+      }
+    }
+    return found;
+  };
+  const Input q = input("q", tensors.q);
+  const Input k = input("k", tensors.k);
+  const Input v = input("v", tensors.v);
+  const Input dout = input("do", tensors.dout);
+  const double scale = options.scale.value_or(1.0 / std::sqrt(options.head_dim));
+  const auto too_large = [&](const Input& a, const Input& b, double rest) {
+    return a.largest * b.largest * options.head_dim * rest > std::numeric_limits<float>::max();
+  };
+  const auto text = [&](const Input& a, const Input& b, const char* rest) {
+    return fmt::format("{} (up to {:.2g}) times {} (up to {:.2g}), {} of them added{}", a.name,
+                       a.largest, b.name, b.largest, options.head_dim, rest);
+  };
+  if (too_large(q, k, std::max(1.0, scale))) return text(q, k, "");
+  if (too_large(dout, v, 1.0)) return text(dout, v, "");
+  // A gradient of a score is at most twice that, and multiplied by keys and queries.
+  for (const Input& other : {k, q}) {
+    if (too_large(dout, v, 2.0 * other.largest * std::max(1.0, scale)))
+      return text(dout, v,
+                  fmt::format(", times {} (up to {:.2g})", other.name, other.largest).c_str());
+  }
+  return "";
+}
+
 SampledErrors check_sampled_rows(const RingOptions& options, const JobTensors& tensors,
                                  ThreadPool& pool) {
   const Checker checker(options, tensors);

@@ -28,6 +28,8 @@ struct SampledErrors {
   [[nodiscard]] std::optional<double> worst() const;
   // Empty if all is right, else which tensors are off by how much.
   [[nodiscard]] std::string complaint() const;
+  // Whether every tensor that is off is so by infinity or NaN.
+  [[nodiscard]] bool overflowed() const;
 };
 
 // Evaluates the definition in fp64 for a few rows spread over the sequence and compares. Inputs are
@@ -35,5 +37,10 @@ struct SampledErrors {
 // alone; dk and dv of a key need all of its queries' o and lse, and take the computed ones.
 [[nodiscard]] SampledErrors check_sampled_rows(const RingOptions& options,
                                                const JobTensors& tensors, ThreadPool& pool);
+
+// Which products on the way to the results fp32 cannot hold, by the largest inputs: "do (up to
+// 3e19) times v (up to 1e19), 64 of them added". Empty: it can hold all.
+[[nodiscard]] std::string overflowing_products(const RingOptions& options,
+                                               const JobTensors& tensors);
 
 }  // namespace annulus::cli

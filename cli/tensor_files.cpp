@@ -187,11 +187,14 @@ InputFiles inspect_inputs(const fs::path& folder, bool backward, const ProblemFl
                  .heads = static_cast<int>(q[2]),
                  .kv_heads = static_cast<int>(k[2]),
                  .head_dim = static_cast<int>(q[3])};
-  check_flag("--batch", flags.batch, q[0], folder);
+  const auto given = [&](const char* name, std::int64_t value) {
+    return flags.has(name) ? std::optional(value) : std::nullopt;
+  };
+  check_flag("--batch", given("batch", flags.options.batch), q[0], folder);
   check_flag("--tokens", flags.tokens, q[1], folder);
   check_flag("--heads", flags.heads, q[2], folder);
-  check_flag("--kv-heads", flags.kv_heads, k[2], folder);
-  check_flag("--head-dim", flags.head_dim, q[3], folder);
+  check_flag("--kv-heads", given("kv_heads", flags.options.kv_heads), k[2], folder);
+  check_flag("--head-dim", given("head_dim", flags.options.head_dim), q[3], folder);
   return files;
 }
 

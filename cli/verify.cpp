@@ -192,7 +192,7 @@ Summary verify_all(const VerifyFlags& flags, Progress& progress) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<Problem> problems = all_problems();
   const std::vector<Ring> rings = all_rings();
-  const int threads = flags.threads.threads.value_or(0);
+  const int threads = flags.threads.options.threads;
   const auto pool = ThreadPool::of(threads);  // kept from one ring to the next
   Summary summary;
   std::size_t next_ring = 0;
@@ -284,7 +284,7 @@ void add_verify(CLI::App& tool, Action& chosen) {
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->add_flag("--progress", flags->progress,
                     "Progress even if standard error is no terminal");
-  add_thread_flag(*command, flags->threads);
+  add_option_flag(*command, flags->threads, "threads");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return verify(*flags); }; });
 }

@@ -215,6 +215,22 @@ TEST_F(Cli, ErrorsAreRelativeToTheTermsWhateverTheInput) {
   EXPECT_EQ(nan["sampled_errors"]["nonfinite_rows"], nan["sampled_errors"]["rows"]);
 }
 
+// The results fit, but not the products on the way to them: nobody's bug.
+TEST_F(Cli, InputsWhoseProductsOverflowAreSaidToDoSo) {
+  Data data;
+  for (auto* tensor : {&data.q, &data.k}) {
+    for (double& x : *tensor) x *= 1e-3;
+  }
+  for (auto* tensor : {&data.v, &data.dout}) {
+    for (double& x : *tensor) x *= 1e19;
+  }
+  data.save_all(folder_ / "in");
+  expect_refused(annulus({"run", "--input", folder_ / "in", "--output", folder_ / "out",
+                          "--segments", "35", "--dilations", "1"}),
+                 "the inputs overflow fp32: do (up to ");
+  EXPECT_FALSE(fs::exists(folder_ / "out" / "o.npy"));
+}
+
 // What is wrong with the files, how to make it so, and a word of the complaint.
 struct BadFile {
   const char* name;

@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "ring/option_list.h"
+#include "ring/option_text.h"
 #include "support/tool.h"
 
 namespace annulus::cli {
@@ -97,6 +100,65 @@ TEST_F(Cli, LimitsAreCheckedAndNamed) {
   EXPECT_NE(bench.err.find("elements"), std::string::npos) << bench.err;
 }
 
+// --- options: every one in ring/option_list.h is a flag, without anybody's doing -----------------
+
+// Another value than the default, as one would type it.
+template <typename T>
+std::string another(const ring::OptionInfo& info, const T& usual) {
+  if constexpr (ring::Named<T>) {
+    return ring::names_like(usual).back().text;
+  } else if constexpr (std::is_integral_v<T>) {
+    // Larger limits refuse nothing; a divisor of the heads; a head dim that there is.
+    return std::string(info.name) == "head_dim" ? "32" : std::to_string(usual + 1);
+  } else {
+    return "0.25";
+  }
+}
+
+TEST_F(Cli, EveryOptionIsAFlagThatReachesTheExecutor) {
+  RingOptions usual{.pattern = {}, .placement = Placement::contiguous(1, 1)};
+  const std::string help = annulus({"run", "--help"}).out;
+  const Words small = {"run", "--tokens", "200", "--heads", "4"};
+  ring::for_each_option(usual, [&](const ring::OptionInfo& info, auto& option) {
+    using Value = std::decay_t<decltype(option)>;
+    SCOPED_TRACE(info.name);
+    std::string flag = info.name;
+    std::replace(flag.begin(), flag.end(), '_', '-');
+    if constexpr (std::is_same_v<Value, bool>) {
+      flag = (option ? "--no-" : "--") + flag;
+      const Json json = annulus_json(small + Words{flag});
+      EXPECT_EQ(json["parameters"][info.name], !option);
+    } else if constexpr (std::is_same_v<Value, Device>) {
+      flag = "--" + flag;  // there is but one in every build, and the others are refused by name
+      EXPECT_EQ(annulus_json(small + Words{flag, "cpu"})["parameters"][info.name], "cpu");
+      const Outcome refused = annulus(small + Words{flag, "cuda:977"});
+      EXPECT_NE(refused.code, 0);
+      EXPECT_NE(refused.err.find("cuda:977"), std::string::npos) << refused.err;
+    } else {
+      flag = "--" + flag;
+      const std::string text = another(info, option);
+      ASSERT_EQ(ring::read_text(info, text, option), "");
+      const Json found = annulus_json(small + Words{flag, text})["parameters"][info.name];
+      EXPECT_EQ(found.is_string() ? found.get<std::string>() : found.dump(), text);
+    }
+    EXPECT_NE(help.find(flag), std::string::npos) << flag;
+    EXPECT_NE(help.find(info.help), std::string::npos) << info.help;
+  });
+}
+
+TEST_F(Cli, NumbersMayHaveUnits) {
+  const auto parameter = [&](const char* flag, const char* text, const char* name) {
+    return annulus_json(kSmall + Words{flag, text})["parameters"][name].get<std::int64_t>();
+  };
+  EXPECT_EQ(parameter("--max-communication-bytes", "2GiB", "max_communication_bytes"),
+            std::int64_t{2} << 30);
+  EXPECT_EQ(parameter("--min-tokens-for-ring", "16k", "min_tokens_for_ring"), 16384);
+  for (const char* wrong : {"", "x", "2x", "2kk", "-1", "9G9", "9999999999G"}) {
+    expect_refused(annulus(kSmall + Words{"--max-qkv-elements", wrong}),
+                   "--max-qkv-elements: found '");
+  }
+}
+
 // --- bad arguments -------------------------------------------------------------------------------
 
 struct BadArguments {
@@ -142,6 +204,12 @@ TEST_F(Cli, BadArgumentsAreRefusedWithAReason) {
       {{"bench", "--tokens", "0"}, "--tokens: found '0'"},
       {{"plan", "--travel", "sideways"}, "sideways"},
       {{"plan", "--heads", "6", "--kv-heads", "4"}, "divisor"},
+      {{"plan", "--scale", "nan"}, "scale is nan"},
+      {{"plan", "--scale", "-1"}, "scale is -1"},
+      {{"plan", "--head-dim", "20"}, "multiple of 8"},
+      {{"plan", "--reproducible", "--schedule", "ring"}, "reproducible"},
+      {{"plan", "--rank", "-1"}, "--rank: found '-1', expected a whole number from 0"},
+      {{"plan", "--rank", "4"}, "--rank is 4"},
       {{"plan", "--svg", folder_ / "no" / "plan.svg"}, "cannot be written"},
       {{"verify", "--quick", "--full"}, "--full"},
       {{"verify", "--filter", "nothing_has_this_name"}, "--filter"},

@@ -16,6 +16,7 @@
 #include "core/lease_pool.h"
 #include "interrupt.h"
 #include "local_ring.h"
+#include "ring/option_text.h"
 #include "values.h"
 
 namespace annulus::python {
@@ -64,11 +65,6 @@ void expect_shape(const char* where, const char* name, const ConstTensorView& vi
   }
 }
 
-template <typename T>
-void append(std::string& key, const T& value) {
-  key.append(reinterpret_cast<const char*>(&value), sizeof(T));
-}
-
 // A ring for the request: the last one of its kind if it is free, else a new one. Given back when
 // the pass has ended well; after an error its transport may be dead, and a new one is made next
 // time.
@@ -91,42 +87,31 @@ class Lease {
                         "'zigzag', 'striped', 'hilbert' or annulus.Placement");
     }
 
-    // Everything that an executor depends on. Named placements are made only when there is no ring
-    // yet: a Hilbert curve takes longer than a small attention.
-    append(key_, pattern.heads);
-    append(key_, pattern.causal);
-    append(key_, pattern.output_scale);
-    for (const Branch& branch : pattern.branches) {
-      append(key_, branch.segment_length);
-      append(key_, branch.dilation);
-      key_.append(reinterpret_cast<const char*>(branch.offset.data()),
-                  branch.offset.size() * sizeof(std::int64_t));
-    }
-    append(key_, q.shape);
-    append(key_, k.shape[2]);
-    append(key_, q.dtype);
-    append(key_, request.scale.has_value());
-    append(key_, request.scale.value_or(0.0));
-    append(key_, schedule);
-    append(key_, request.reproducible);
-    append(key_, backward);
-    append(key_, named);
+    // Named placements are made only when there is no ring yet: a Hilbert curve takes longer than a
+    // small attention.
+    static const Placement none_yet = Placement::contiguous(1, 1);
+    RingOptions options{
+        .pattern = std::move(pattern),
+        .placement = named ? none_yet : nb::cast<const Placement&>(request.placement)};
+    options.batch = q.shape[0];
+    options.kv_heads = static_cast<int>(std::min<std::int64_t>(k.shape[2], 1 << 20));
+    options.head_dim = static_cast<int>(std::min<std::int64_t>(q.shape[3], 1 << 20));
+    options.dtype = q.dtype;
+    options.scale = request.scale;
+    options.schedule = schedule;
+    options.reproducible = request.reproducible;
+    options.backward = backward;
+    key_ = ring::options_key(options);
     if (named) {
-      append(key_, request.ranks);
-      key_ += nb::cast<std::string>(request.placement);
-    } else {
-      const auto& placement = nb::cast<const Placement&>(request.placement);
-      if (placement.tokens() != q.shape[1] ||
-          (request.ranks != 1 && request.ranks != placement.ranks())) {
-        throw ConfigError(
-            fmt::format("{}: placement '{}' is for {} tokens on {} ranks, expected {} tokens{}",
-                        where, placement.name(), placement.tokens(), placement.ranks(), q.shape[1],
-                        request.ranks == 1 ? "" : fmt::format(" on {} ranks", request.ranks)));
-      }
-      for (int rank = 0; rank < placement.ranks(); ++rank) {
-        append(key_, placement.ranges(rank).size());
-        for (const RowSet& rows : placement.ranges(rank)) append(key_, rows);
-      }
+      key_ += fmt::format("|{} {} {}", nb::cast<std::string>(request.placement), request.ranks,
+                          q.shape[1]);
+    } else if (const Placement& placement = options.placement;
+               placement.tokens() != q.shape[1] ||
+               (request.ranks != 1 && request.ranks != placement.ranks())) {
+      throw ConfigError(
+          fmt::format("{}: placement '{}' is for {} tokens on {} ranks, expected {} tokens{}",
+                      where, placement.name(), placement.tokens(), placement.ranks(), q.shape[1],
+                      request.ranks == 1 ? "" : fmt::format(" on {} ranks", request.ranks)));
     }
 
     // No sequences, or none of their tokens: nothing to compute, once the names have been checked.
@@ -138,19 +123,10 @@ class Lease {
       ring_ = std::move(*kept);
       return;
     }
-    RingOptions options{
-        .pattern = std::move(pattern),
-        .placement = named ? Placement::named(nb::cast<std::string>(request.placement), q.shape[1],
-                                              request.ranks)
-                           : nb::cast<const Placement&>(request.placement)};
-    options.batch = q.shape[0];
-    options.kv_heads = static_cast<int>(std::min<std::int64_t>(k.shape[2], 1 << 20));
-    options.head_dim = static_cast<int>(std::min<std::int64_t>(q.shape[3], 1 << 20));
-    options.dtype = q.dtype;
-    options.scale = request.scale;
-    options.schedule = schedule;
-    options.reproducible = request.reproducible;
-    options.backward = backward;
+    if (named) {
+      options.placement =
+          Placement::named(nb::cast<std::string>(request.placement), q.shape[1], request.ranks);
+    }
     options.limits = local_limits(options);
     const nb::gil_scoped_release no_gil;
     local_rings().make_room();
@@ -174,10 +150,10 @@ class Lease {
 };
 
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
-                     const Lengths& segments, const Lengths& dilations, bool causal,
-                     const std::string& offsets, bool group_scale, std::optional<double> scale,
+                     const Lengths& segments, const Lengths& dilations, Flag causal,
+                     const std::string& offsets, Flag group_scale, std::optional<double> scale,
                      int ranks, nb::handle placement, const std::string& schedule,
-                     bool reproducible, nb::object out, bool return_lse) {
+                     Flag reproducible, nb::object out, Flag return_lse) {
   const char* where = "attention";
   Arrays arrays;
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -210,9 +186,9 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
 
 nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                              nb::handle dout, nb::handle pattern, const Lengths& segments,
-                             const Lengths& dilations, bool causal, const std::string& offsets,
-                             bool group_scale, std::optional<double> scale, int ranks,
-                             nb::handle placement, const std::string& schedule, bool reproducible) {
+                             const Lengths& dilations, Flag causal, const std::string& offsets,
+                             Flag group_scale, std::optional<double> scale, int ranks,
+                             nb::handle placement, const std::string& schedule, Flag reproducible) {
   const char* where = "attention_backward";
   Arrays arrays;
   const ConstTensorView q_view = arrays.input(q, "q");

@@ -137,7 +137,7 @@ Args:
     name: for messages and pictures.)")
       .def(
           "__init__",
-          [](Pattern* self, int heads, std::vector<Branch> branches, bool causal,
+          [](Pattern* self, int heads, std::vector<Branch> branches, Flag causal,
              double output_scale, std::string name) {
             Pattern pattern{std::move(name), heads, causal, std::move(branches), output_scale};
             pattern.validate();
@@ -145,12 +145,14 @@ Args:
           },
           nb::arg("heads"), nb::arg("branches"), nb::kw_only(), nb::arg("causal") = false,
           nb::arg("output_scale") = 1.0, nb::arg("name") = "custom")
-      .def_static("dense", &dense, nb::arg("heads"), nb::arg("causal") = false,
-                  "Plain attention: every query attends to every key (not after it, when causal).")
+      .def_static(
+          "dense", [](int heads, Flag causal) { return dense(heads, causal); }, nb::arg("heads"),
+          nb::arg("causal") = false,
+          "Plain attention: every query attends to every key (not after it, when causal).")
       .def_static(
           "head_groups",
           [](int heads, const std::vector<std::int64_t>& segments,
-             const std::vector<std::int64_t>& dilations, bool causal, bool group_scale) {
+             const std::vector<std::int64_t>& dilations, Flag causal, Flag group_scale) {
             return head_groups(heads, segments, dilations, causal, group_scale);
           },
           nb::arg("heads"), nb::arg("segment_lengths"), nb::arg("dilation_rates"),

@@ -17,6 +17,8 @@
 #include "annulus/ring_attention.h"
 #include "arrays.h"
 #include "bindings.h"
+#include "core/lease_pool.h"
+#include "flag.h"
 #include "interrupt.h"
 #include "ring/records.h"
 #include "ring_options.h"
@@ -51,6 +53,35 @@ struct Cache {
   nb::object transport;
   std::unique_ptr<RingAttentionCache> core;
 };
+
+// Executors between calls, for callers that lend them out themselves.
+struct Pool {
+  explicit Pool(std::size_t capacity) : core(capacity) {}
+  LeasePool<nb::object> core;
+
+  [[nodiscard]] std::vector<nb::object> executors() const {
+    std::vector<nb::object> kept;
+    core.for_each([&](const nb::object& executor) { kept.push_back(executor); });
+    return kept;
+  }
+};
+
+// Python's objects are reached only with the GIL and the pool's lock is never held while Python
+// runs, so the collector does not meet it.
+int traverse_pool(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  int result = 0;
+  nb::inst_ptr<Pool>(self)->core.for_each([&](const nb::object& executor) {
+    if (result == 0) result = visit(executor.ptr(), arg);
+  });
+  return result;
+}
+
+int clear_pool(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<Pool>(self)->core.clear();
+  return 0;
+}
 
 // A transport written in Python may refer back to its executor: the garbage collector has to see
 // both edges of such a cycle.
@@ -90,6 +121,13 @@ void construct(Transport& transport, const std::function<void()>& make) {
                     [&] { transport.abort("interrupted"); });
 }
 
+std::string reason_of(const std::exception& error) {
+  const auto* raised = dynamic_cast<const nb::python_error*>(&error);
+  if (raised == nullptr) return error.what();
+  return fmt::format("{}: {}", nb::str(raised->type().attr("__name__")).c_str(),
+                     nb::str(raised->value()).c_str());
+}
+
 // What this rank alone finds wrong before it can take part in a call: the other ranks hear of it,
 // and it is thrown here.
 template <typename Make>
@@ -97,8 +135,9 @@ auto telling_others(Transport& transport, const Make& make) {
   try {
     return make();
   } catch (const std::exception& error) {
+    const std::string reason = reason_of(error);
     try {
-      construct(transport, [&] { RingAttention::refuse(transport, error.what()); });
+      construct(transport, [&] { RingAttention::refuse(transport, reason); });
     } catch (const ConfigError&) {  // as it must end; the original says more
     }
     throw;
@@ -125,52 +164,61 @@ void run(const Ring& ring, const Arrays& arrays, const char* method, double flop
   }
 }
 
-template <typename T>
-auto* core_of(T* state) {
-  return state == nullptr ? nullptr : &state->core;
-}
-
 nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o,
-                  nb::object lse, State* state) {
+                  nb::object lse, nb::handle state) {
   Arrays arrays;
-  const ConstTensorView q_view = arrays.input(q, "q");
-  const ConstTensorView k_view = arrays.input(k, "k");
-  const ConstTensorView v_view = arrays.input(v, "v");
-  const DType dtype = self.core->options().dtype;
-  const Result o_result(std::move(o), q, q_view, dtype, 4);
-  const Result lse_result(std::move(lse), q, q_view, DType::f32, 3);
-  const TensorView o_view = arrays.output(o_result.writable(), "o");
-  const TensorView lse_view = arrays.output(lse_result.writable(), "lse", 3);
+  BranchState* state_core = nullptr;
+  ConstTensorView q_view, k_view, v_view;
+  TensorView o_view, lse_view;
+  std::optional<Result> o_result, lse_result;
+  telling_others(nb::cast<Transport&>(self.transport), [&] {
+    if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
+    q_view = arrays.input(q, "q");
+    k_view = arrays.input(k, "k");
+    v_view = arrays.input(v, "v");
+    const DType dtype = self.core->options().dtype;
+    o_result.emplace(std::move(o), q, q_view, dtype, 4);
+    lse_result.emplace(std::move(lse), q, q_view, DType::f32, 3);
+    o_view = arrays.output(o_result->writable(), "o");
+    lse_view = arrays.output(lse_result->writable(), "lse", 3);
+  });
   run(self, arrays, "forward", self.flops,
-      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, core_of(state)); });
-  return nb::make_tuple(o_result.finish(), lse_result.finish());
+      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, state_core); });
+  return nb::make_tuple(o_result->finish(), lse_result->finish());
 }
 
 nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o,
                    nb::handle lse, nb::handle dout, nb::object dq, nb::object dk, nb::object dv,
-                   const State* state) {
+                   nb::handle state) {
   Arrays arrays;
-  const ConstTensorView q_view = arrays.input(q, "q");
-  const ConstTensorView k_view = arrays.input(k, "k");
-  const ConstTensorView v_view = arrays.input(v, "v");
-  const ConstTensorView o_view = arrays.input(o, "o");
-  const ConstTensorView lse_view = arrays.input(lse, "lse", 3);
-  const ConstTensorView dout_view = arrays.input(dout, "do");
-  const DType dtype = self.core->options().dtype;
-  const Result dq_result(std::move(dq), q, q_view, dtype, 4);
-  const Result dk_result(std::move(dk), k, k_view, dtype, 4);
-  const Result dv_result(std::move(dv), v, v_view, dtype, 4);
-  const TensorView dq_view = arrays.output(dq_result.writable(), "dq");
-  const TensorView dk_view = arrays.output(dk_result.writable(), "dk");
-  const TensorView dv_view = arrays.output(dv_result.writable(), "dv");
+  const BranchState* state_core = nullptr;
+  ConstTensorView q_view, k_view, v_view, o_view, lse_view, dout_view;
+  TensorView dq_view, dk_view, dv_view;
+  std::optional<Result> dq_result, dk_result, dv_result;
+  telling_others(nb::cast<Transport&>(self.transport), [&] {
+    if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
+    q_view = arrays.input(q, "q");
+    k_view = arrays.input(k, "k");
+    v_view = arrays.input(v, "v");
+    o_view = arrays.input(o, "o");
+    lse_view = arrays.input(lse, "lse", 3);
+    dout_view = arrays.input(dout, "do");
+    const DType dtype = self.core->options().dtype;
+    dq_result.emplace(std::move(dq), q, q_view, dtype, 4);
+    dk_result.emplace(std::move(dk), k, k_view, dtype, 4);
+    dv_result.emplace(std::move(dv), v, v_view, dtype, 4);
+    dq_view = arrays.output(dq_result->writable(), "dq");
+    dk_view = arrays.output(dk_result->writable(), "dk");
+    dv_view = arrays.output(dv_result->writable(), "dv");
+  });
   run(self, arrays, "backward", 2.5 * self.flops, [&] {
     self.core->backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view,
-                        dv_view, core_of(state));
+                        dv_view, state_core);
   });
-  return nb::make_tuple(dq_result.finish(), dk_result.finish(), dv_result.finish());
+  return nb::make_tuple(dq_result->finish(), dk_result->finish(), dv_result->finish());
 }
 
-std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse, bool filled) {
+std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse, Flag filled) {
   auto state = std::make_unique<State>();
   if (o.is_none() && lse.is_none() && !filled) {
     state->core = self.core->make_branch_state();
@@ -236,10 +284,11 @@ void bind_executor(nb::module_& module) {
                     "What mix_gradient='detached' keeps from forward for backward: the output "
                     "of every branch. Made by :meth:`RingAttention.make_branch_state`.");
 
-  auto ring = nb::class_<Ring>(module, "RingAttention", nb::type_slots(slots<Ring>()), kRingDoc);
+  auto ring = nb::class_<Ring>(module, "RingAttention", nb::type_slots(slots<Ring>()),
+                               doc_with_options(kRingDoc));
   ring.def(
       "__init__",
-      [](Ring* self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
+      [](Ring* self, nb::handle pattern, nb::handle placement, const nb::kwargs& given) {
         if (!given.contains("transport")) throw nb::type_error("transport is missing");
         nb::object transport = given["transport"];
         Transport* link = nullptr;
@@ -252,7 +301,7 @@ void bind_executor(nb::module_& module) {
                   [&] { core = std::make_shared<RingAttention>(std::move(options), *link); });
         new (self) Ring(std::move(transport), std::move(core));
       },
-      nb::arg("pattern"), nb::arg("placement"), nb::arg("options"),
+      nb::arg("pattern").none(), nb::arg("placement").none(), nb::arg("options"),
       nb::sig(signature_with_options("__init__", ", transport: Transport) -> None")));
   ring.def("forward", &forward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
            nb::arg("o") = nb::none(), nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
@@ -374,7 +423,7 @@ Args:
       nb::sig("def __init__(self, transport: Transport, capacity: int = 20) -> None"));
   cache.def(
       "get",
-      [](Cache& self, const Pattern& pattern, const Placement& placement, const nb::kwargs& given) {
+      [](Cache& self, nb::handle pattern, nb::handle placement, const nb::kwargs& given) {
         const RingOptions options = telling_others(nb::cast<Transport&>(self.transport), [&] {
           return options_from(pattern, placement, given);
         });
@@ -382,7 +431,7 @@ Args:
         construct(nb::cast<Transport&>(self.transport), [&] { core = self.core->get(options); });
         return Ring(self.transport, std::move(core));
       },
-      nb::arg("pattern"), nb::arg("placement"), nb::arg("options"),
+      nb::arg("pattern").none(), nb::arg("placement").none(), nb::arg("options"),
       nb::sig(signature_with_options("get", ") -> RingAttention")),
       "The executor for these options, which are those of :class:`RingAttention`: a kept one or a "
       "new one.");
@@ -402,6 +451,48 @@ Args:
           "Sums over the cached executors; keys as in RingAttention.memory_info.");
 }
 
+void bind_pool(nb::module_& module) {
+  static PyType_Slot pool_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_pool)},
+                                     {Py_tp_clear, reinterpret_cast<void*>(clear_pool)},
+                                     {0, nullptr}};
+  nb::class_<Pool>(module, "ExecutorPool", nb::type_slots(pool_slots),
+                   R"(Executors between calls, by what they are for.
+
+One is taken out while it runs, so that a caller on another thread makes its own instead of waiting.
+At most `capacity` are kept; the least recently used one is dropped first.)")
+      .def(nb::init<std::size_t>(), nb::arg("capacity") = 20)
+      .def(
+          "take",
+          [](Pool& self, const std::string& key) {
+            return self.core.take(key).value_or(nb::none());
+          },
+          nb::arg("key"), nb::sig("def take(self, key: str) -> RingAttention | None"),
+          "One that was given back under this key, which is then the caller's; None: there is "
+          "none.")
+      .def(
+          "make_room", [](Pool& self) { self.core.make_room(); },
+          "Drops what one more would drop, so that its memory is free before that one asks for "
+          "its own.")
+      .def(
+          "give_back",
+          [](Pool& self, std::string key, nb::object executor) {
+            self.core.give_back(std::move(key), std::move(executor));
+          },
+          nb::arg("key"), nb::arg("executor"),
+          nb::sig("def give_back(self, key: str, executor: RingAttention) -> None"),
+          "Keeps an executor for the next call.")
+      .def(
+          "clear", [](Pool& self) { self.core.clear(); }, "Drops all that are not taken.")
+      .def(
+          "executors",
+          [](const Pool& self) {
+            nb::list list;
+            for (const nb::object& executor : self.executors()) list.append(executor);
+            return list;
+          },
+          nb::sig("def executors(self) -> list[RingAttention]"), "Those that are not taken.");
+}
+
 nb::list gather_records(Transport& transport, const nb::bytes& record) {
   std::vector<std::string> records;
   construct(transport, [&] {
@@ -415,8 +506,12 @@ nb::list gather_records(Transport& transport, const nb::bytes& record) {
 }  // namespace
 
 void bind_ring(nb::module_& module) {
+  module.def("ring_options", &listed_options,
+             nb::sig("def ring_options() -> list[dict[str, typing.Any]]"),
+             "The options of an executor but its pattern and placement: one dict each.");
   bind_executor(module);
   bind_cache(module);
+  bind_pool(module);
   module.def("gather_records", &gather_records, nb::arg("transport"), nb::arg("record"),
              nb::sig("def gather_records(transport: Transport, record: bytes) -> list[bytes]"),
              R"(What every rank has to say: the records of all ranks, in their order. Collective.

@@ -8,9 +8,12 @@
 #include <list>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "annulus/error.h"
+#include "flag.h"
 #include "ring/option_list.h"
+#include "ring/option_text.h"
 #include "values.h"
 
 namespace annulus::python {
@@ -19,34 +22,25 @@ namespace {
 using ring::for_each_option;
 using ring::OptionInfo;
 
-Device parse_device(const std::string& name) {
-  if (name == "cpu") return {};
-  if (name == "cuda") return {Device::Kind::cuda, 0};
-  if (name.starts_with("cuda:") && name.size() > 5 && name.size() < 10 &&
-      name.find_first_not_of("0123456789", 5) == std::string::npos) {
-    return {Device::Kind::cuda, std::stoi(name.substr(5))};
-  }
-  throw ConfigError("device is '" + name + "', expected 'cpu', 'cuda' or 'cuda:1'");
+void assign(const OptionInfo& /*info*/, DType& option, nb::handle value) {
+  option = parse_dtype(value);
 }
-
-void assign(DType& option, nb::handle value) { option = parse_dtype(value); }
-void assign(MixGradient& option, nb::handle value) {
-  option = parse_mix_gradient(nb::cast<std::string>(value));
-}
-void assign(Schedule& option, nb::handle value) {
-  option = parse_schedule(nb::cast<std::string>(value));
-}
-void assign(BackwardTravel& option, nb::handle value) {
-  option = parse_backward_travel(nb::cast<std::string>(value));
-}
-void assign(Device& option, nb::handle value) {
-  option = parse_device(nb::cast<std::string>(value));
+void assign(const OptionInfo& /*info*/, bool& option, nb::handle value) {
+  option = nb::cast<Flag>(value);
 }
 template <typename T>
-void assign(T& option, nb::handle value) {
-  option = nb::cast<T>(value);
+void assign(const OptionInfo& info, T& option, nb::handle value) {
+  if constexpr (ring::Named<T> || std::is_same_v<T, Device>) {
+    const auto text = nb::cast<std::string>(value);
+    const std::string expected = ring::read_text(info, text, option);
+    if (!expected.empty())
+      throw ConfigError(fmt::format("{} is '{}', expected {}", info.name, text, expected));
+  } else {
+    option = nb::cast<T>(value);
+  }
 }
 
+// Type and default for signatures.
 std::string with_default(bool value) { return value ? "bool = True" : "bool = False"; }
 std::string with_default(int value) { return fmt::format("int = {}", value); }
 std::string with_default(std::int64_t value) { return fmt::format("int = {}", value); }
@@ -55,21 +49,42 @@ std::string with_default(const std::optional<double>&) { return "float | None = 
 std::string with_default(DType value) {
   return fmt::format("typing.Any = '{}'", python_name_of(value));
 }
-std::string with_default(MixGradient) { return "typing.Literal['full', 'detached'] = 'full'"; }
-std::string with_default(Schedule) { return "typing.Literal['auto', 'ring', 'gather'] = 'auto'"; }
-std::string with_default(BackwardTravel) {
-  return "typing.Literal['auto', 'keys', 'queries'] = 'auto'";
-}
 std::string with_default(const Device& value) { return "str = '" + name_of(value) + "'"; }
+template <ring::Named T>
+std::string with_default(T value) {
+  std::string names;
+  for (const auto& name : ring::names_like(value))
+    names += std::string(names.empty() ? "'" : ", '") + name.text + "'";
+  return fmt::format("typing.Literal[{}] = '{}'", names, ring::text_of(value));
+}
+
+// The default as Python's.
+template <typename T>
+nb::object object_of(const T& value) {
+  if constexpr (std::is_same_v<T, DType>) {
+    return nb::str(python_name_of(value));
+  } else if constexpr (ring::Named<T> || std::is_same_v<T, Device>) {
+    return nb::str(ring::text_of(value).c_str());
+  } else {
+    return nb::cast(value);
+  }
+}
+
+template <typename T>
+std::string annotation_of(const T& option) {
+  const std::string text = with_default(option);
+  return text.substr(0, text.find(" = "));
+}
 
 bool is(const OptionInfo& info, const char* name) { return std::string(info.name) == name; }
 
 }  // namespace
 
-RingOptions options_from(const Pattern& pattern, const Placement& placement,
-                         const nb::kwargs& given, const char* also) {
-  RingOptions options{.pattern = pattern, .placement = placement};
-  options.kv_heads = pattern.heads;
+RingOptions options_from(nb::handle pattern, nb::handle placement, const nb::kwargs& given,
+                         const char* also) {
+  RingOptions options{.pattern = instance_of<Pattern>(pattern, "pattern", "a Pattern"),
+                      .placement = instance_of<Placement>(placement, "placement", "a Placement")};
+  options.kv_heads = options.pattern.heads;
   std::size_t known = given.contains(also) ? 1 : 0;
   for_each_option(options, [&](const OptionInfo& info, auto& option) {
     if (!given.contains(info.name)) {
@@ -80,12 +95,11 @@ RingOptions options_from(const Pattern& pattern, const Placement& placement,
     const nb::object value = given[info.name];
     if (is(info, "kv_heads") && value.is_none()) return;
     try {
-      assign(option, value);
+      assign(info, option, value);
     } catch (const nb::cast_error&) {
-      throw nb::type_error(
-          fmt::format("{} is {}: {} was expected", info.name, nb::repr(value).c_str(),
-                      with_default(option).substr(0, with_default(option).find(" = ")))
-              .c_str());
+      throw nb::type_error(fmt::format("{} is {}: {} was expected", info.name,
+                                       nb::repr(value).c_str(), annotation_of(option))
+                               .c_str());
     }
   });
   if (known == given.size()) return options;
@@ -99,8 +113,58 @@ RingOptions options_from(const Pattern& pattern, const Placement& placement,
   return options;
 }
 
-const char* signature_with_options(const std::string& name, const std::string& rest) {
+nb::list listed_options() {
+  const RingOptions usual{.pattern = {}, .placement = Placement::contiguous(1, 1)};
+  nb::list list;
+  for_each_option(usual, [&](const OptionInfo& info, const auto& option) {
+    using Value = std::decay_t<decltype(option)>;
+    nb::dict dict;
+    dict["name"] = info.name;
+    dict["default"] = object_of(option);
+    dict["annotation"] = annotation_of(option);
+    dict["shared"] = info.shared == ring::Shared::same     ? "same"
+                     : info.shared == ring::Shared::choice ? "choice"
+                                                           : "own";
+    dict["kind"] = std::is_same_v<Value, bool>     ? "flag"
+                   : std::is_integral_v<Value>     ? "whole"
+                   : std::is_same_v<Value, double> ? "number"
+                   : std::is_same_v<Value, Device> ? "device"
+                   : ring::Named<Value>            ? "name"
+                                                   : "number or none";
+    nb::list names;
+    if constexpr (ring::Named<Value>) {
+      for (const auto& name : ring::names_like(option)) names.append(name.text);
+    }
+    dict["names"] = nb::tuple(names);
+    dict["help"] = info.help;
+    list.append(dict);
+  });
+  return list;
+}
+
+namespace {
+
+// For as long as the process lives, as nanobind needs texts.
+const char* kept_for_ever(std::string text) {
   static std::list<std::string> kept;
+  return kept.emplace_back(std::move(text)).c_str();
+}
+
+}  // namespace
+
+const char* doc_with_options(const std::string& text) {
+  const RingOptions usual{.pattern = {}, .placement = Placement::contiguous(1, 1)};
+  std::string all = text;
+  for_each_option(usual, [&](const OptionInfo& info, const auto&) {
+    const bool told = all.find(fmt::format("    {}:", info.name)) != std::string::npos ||
+                      all.find(fmt::format("    {},", info.name)) != std::string::npos ||
+                      all.find(fmt::format(", {}:", info.name)) != std::string::npos;
+    if (!told) all += fmt::format("\n    {}: {}.", info.name, info.help);
+  });
+  return kept_for_ever(std::move(all));
+}
+
+const char* signature_with_options(const std::string& name, const std::string& rest) {
   const RingOptions usual{.pattern = {}, .placement = Placement::contiguous(1, 1)};
   std::string text = "def " + name + "(self, pattern: Pattern, placement: Placement, *";
   for_each_option(usual, [&](const OptionInfo& info, const auto& option) {
@@ -109,7 +173,7 @@ const char* signature_with_options(const std::string& name, const std::string& r
             : is(info, "kv_heads") ? "int | None = None"
                                    : with_default(option);
   });
-  return kept.emplace_back(text + rest).c_str();
+  return kept_for_ever(text + rest);
 }
 
 }  // namespace annulus::python

@@ -3,21 +3,19 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <initializer_list>
-#include <utility>
-
 #include "annulus/error.h"
+#include "ring/option_text.h"
 
 namespace annulus::python {
 namespace {
 
-template <typename T>
-T parse(const char* option, const std::string& name,
-        std::initializer_list<std::pair<const char*, T>> values) {
+// `names`: of things with a text and a value.
+template <typename Names>
+auto parse(const char* option, const std::string& name, const Names& names) {
   std::string expected;
-  for (const auto& [text, value] : values) {
-    if (name == text) return value;
-    expected += std::string(expected.empty() ? "" : ", ") + "'" + text + "'";
+  for (const auto& each : names) {
+    if (name == each.text) return each.value;
+    expected += std::string(expected.empty() ? "" : ", ") + "'" + each.text + "'";
   }
   throw ConfigError(std::string(option) + " is '" + name + "', expected one of " + expected);
 }
@@ -25,30 +23,26 @@ T parse(const char* option, const std::string& name,
 }  // namespace
 
 Offsets parse_offsets(const std::string& name) {
-  return parse<Offsets>("offsets", name,
-                        {{"blocked", Offsets::blocked}, {"interleaved", Offsets::interleaved}});
+  constexpr ring::Name<Offsets> kNames[] = {{"blocked", Offsets::blocked},
+                                            {"interleaved", Offsets::interleaved}};
+  return parse("offsets", name, kNames);
 }
 
 Schedule parse_schedule(const std::string& name) {
-  return parse<Schedule>(
-      "schedule", name,
-      {{"auto", Schedule::automatic}, {"ring", Schedule::ring}, {"gather", Schedule::gather}});
+  return parse("schedule", name, ring::names_like(Schedule{}));
 }
 
 Travel parse_travel(const std::string& name) {
-  return parse<Travel>("travel", name, {{"keys", Travel::keys}, {"queries", Travel::queries}});
+  constexpr ring::Name<Travel> kNames[] = {{"keys", Travel::keys}, {"queries", Travel::queries}};
+  return parse("travel", name, kNames);
 }
 
 MixGradient parse_mix_gradient(const std::string& name) {
-  return parse<MixGradient>("mix_gradient", name,
-                            {{"full", MixGradient::full}, {"detached", MixGradient::detached}});
+  return parse("mix_gradient", name, ring::names_like(MixGradient{}));
 }
 
 BackwardTravel parse_backward_travel(const std::string& name) {
-  return parse<BackwardTravel>("backward_travel", name,
-                               {{"auto", BackwardTravel::automatic},
-                                {"keys", BackwardTravel::keys},
-                                {"queries", BackwardTravel::queries}});
+  return parse("backward_travel", name, ring::names_like(BackwardTravel{}));
 }
 
 DType parse_dtype(nb::handle dtype) {
@@ -64,13 +58,10 @@ DType parse_dtype(nb::handle dtype) {
     name = nb::str(dtype).c_str();
     if (name.starts_with("torch.")) name.erase(0, 6);
   }
-  return parse<DType>("dtype", name,
-                      {{"float32", DType::f32},
-                       {"float16", DType::f16},
-                       {"bfloat16", DType::bf16},
-                       {"fp32", DType::f32},
-                       {"fp16", DType::f16},
-                       {"bf16", DType::bf16}});
+  constexpr ring::Name<DType> kNames[] = {{"float32", DType::f32},   {"float16", DType::f16},
+                                          {"bfloat16", DType::bf16}, {"fp32", DType::f32},
+                                          {"fp16", DType::f16},      {"bf16", DType::bf16}};
+  return parse("dtype", name, kNames);
 }
 
 const char* python_name_of(DType dtype) noexcept {
@@ -78,8 +69,8 @@ const char* python_name_of(DType dtype) noexcept {
 }
 
 Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
-                     const std::vector<std::int64_t>& dilations, bool causal,
-                     const std::string& offsets, bool group_scale) {
+                     const std::vector<std::int64_t>& dilations, Flag causal,
+                     const std::string& offsets, Flag group_scale) {
   return longnet(heads, segments, dilations, causal, parse_offsets(offsets), group_scale);
 }
 
@@ -121,7 +112,7 @@ Pattern parse_pattern(nb::handle pattern, int heads,
     throw ConfigError("pattern '" + name + "' needs segment_lengths and dilation_rates");
   }
   if (name == "head_groups") return head_groups(heads, *segments, *dilations, causal, group_scale);
-  return make_longnet(heads, *segments, *dilations, causal, offsets, group_scale);
+  return make_longnet(heads, *segments, *dilations, {causal}, offsets, {group_scale});
 }
 
 }  // namespace annulus::python

@@ -12,11 +12,23 @@
 #include "annulus/plan.h"
 #include "annulus/ring_attention.h"
 #include "annulus/tensor.h"
+#include "flag.h"
 
 // What options look like in Python: strings for enumerations, None for "as usual".
 namespace annulus::python {
 
 namespace nb = nanobind;
+
+// An object of a class of ours; TypeError: "pattern is 'dense': a Pattern was expected". For
+// arguments whose errors the other ranks have to hear of, too: nanobind's own are raised before.
+template <typename T>
+[[nodiscard]] T& instance_of(nb::handle object, const char* name, const char* expected) {
+  T* found = nullptr;
+  if (nb::try_cast<T*>(object, found) && found != nullptr) return *found;
+  const std::string text =
+      std::string(name) + " is " + nb::repr(object).c_str() + ": " + expected + " was expected";
+  throw nb::type_error(text.c_str());
+}
 
 [[nodiscard]] Offsets parse_offsets(const std::string& name);
 [[nodiscard]] Schedule parse_schedule(const std::string& name);
@@ -34,7 +46,7 @@ namespace nb = nanobind;
                                     bool causal, const std::string& offsets, bool group_scale);
 
 [[nodiscard]] Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
-                                   const std::vector<std::int64_t>& dilations, bool causal,
-                                   const std::string& offsets, bool group_scale);
+                                   const std::vector<std::int64_t>& dilations, Flag causal,
+                                   const std::string& offsets, Flag group_scale);
 
 }  // namespace annulus::python

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "ring/option_check.h"
 #include "ring/option_text.h"
 #include "ring/schedule.h"
 
@@ -50,7 +51,11 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
   attempt([&] {
     check_options();
     backend = backend_of(options.device, options.threads);
-    make_computation();
+    computation = ring::computation_of(options, *backend, local_tokens());
+    if (options.mix_gradient == MixGradient::detached) {
+      kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
+      computation.kept = kept.get();
+    }
     make_plans();
     link = std::make_unique<ring::Link>(*transport, *backend, queue = backend->make_queue());
     make_couriers();
@@ -99,33 +104,11 @@ void RingAttention::Impl::finish_enqueued() noexcept {
 }
 
 void RingAttention::Impl::check_options() const {
-  options.pattern.validate();
+  ring::check_values(options);
   if (options.placement.ranks() != transport->size()) {
     throw ConfigError(fmt::format("placement '{}' is for {} ranks, the transport has {}",
                                   options.placement.name(), options.placement.ranks(),
                                   transport->size()));
-  }
-  if (options.batch < 1)
-    throw ConfigError(fmt::format("batch is {}, expected at least 1", options.batch));
-  if (options.kv_heads < 1 || options.pattern.heads % options.kv_heads != 0) {
-    throw ConfigError(fmt::format("kv_heads is {}, expected a divisor of the {} query heads",
-                                  options.kv_heads, options.pattern.heads));
-  }
-  if (options.threads < 0)
-    throw ConfigError(fmt::format("threads is {}, expected 0 (all) or more", options.threads));
-  if (!(options.rates.flops_per_second > 0) || !(options.rates.bytes_per_second > 0)) {
-    throw ConfigError(fmt::format("rates are {} FLOP/s and {} bytes/s, expected more than 0",
-                                  options.rates.flops_per_second, options.rates.bytes_per_second));
-  }
-  if (options.scale.has_value() &&
-      !(std::isfinite(static_cast<float>(*options.scale)) && *options.scale > 0)) {
-    throw ConfigError(
-        fmt::format("scale is {}, expected a number above 0 that fp32 can hold", *options.scale));
-  }
-  if (options.reproducible && options.schedule == Schedule::ring) {
-    throw ConfigError(
-        "reproducible needs every row's keys in one order: use schedule gather or auto instead of "
-        "ring");
   }
   // In floating point, and before anything is multiplied out in integers: a huge batch must not
   // wrap.
@@ -144,25 +127,6 @@ void RingAttention::Impl::check_options() const {
     throw ConfigError(
         fmt::format("{} tokens, expected fewer than 2^31", options.placement.tokens()));
   }
-}
-
-void RingAttention::Impl::make_computation() {
-  computation.pattern = &options.pattern;
-  computation.query_tokens = computation.key_tokens = local_tokens();
-  computation.batch = options.batch;
-  computation.kv_heads = options.kv_heads;
-  computation.head_dim = options.head_dim;
-  computation.dtype = options.dtype;
-  computation.scale = ring::scale_of(options);
-  computation.mix_gradient = options.mix_gradient;
-  if (options.mix_gradient == MixGradient::detached) {
-    kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
-    computation.kept = kept.get();
-  }
-  computation.reproducible = options.reproducible;
-  computation.backward = options.backward;
-  const std::string complaint = backend->complaint(computation);
-  if (!complaint.empty()) throw ConfigError(complaint);
 }
 
 void RingAttention::Impl::make_plans() {

@@ -47,7 +47,6 @@ struct RingAttention::Impl {
 
   // ---- executor.cpp: construction, in order; whatever one of them throws becomes every rank's
   void check_options() const;
-  void make_computation();
   void make_plans();
   void make_couriers();
   void check_limits() const;

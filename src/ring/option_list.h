@@ -1,38 +1,91 @@
 #pragma once
 
+#include <cstdint>
+
 #include "annulus/ring_attention.h"
 
 namespace annulus::ring {
 
-// How an option is known to people, and whether all ranks must have the same.
+// What an option is to the other ranks.
+enum class Shared : std::uint8_t {
+  same,    // everybody must have the same
+  choice,  // it has a say in what `automatic` chooses; the choice is what the ranks compare
+  own,     // nobody else's business
+};
+
+// Where people look for it.
+enum class Topic : std::uint8_t { pattern, shape, ring, limits, execution };
+
+// How an option is known to people.
 struct OptionInfo {
   const char* name;  // as in Python and, with dashes, on the command line
-  bool agreed;
+  Shared shared;
+  Topic topic;
+  const char* help;        // one line
+  const char* value = "";  // what stands for a number or a device in help
+  std::int64_t least = 0;  // whole numbers: what the command line takes
+  std::int64_t most = INT64_MAX;
 };
 
 // Every option of an executor but its pattern and placement, once: what the ranks compare, what
-// tells executors apart in a cache, and what bindings offer all follow from this list.
+// tells executors apart in a cache, the tool's flags and the arguments in Python all follow from
+// this list. A bool that is usually true is --no-<name> on the command line.
 template <typename Options, typename Visit>
 void for_each_option(Options& options, const Visit& visit) {
-  visit(OptionInfo{"batch", true}, options.batch);
-  visit(OptionInfo{"kv_heads", true}, options.kv_heads);
-  visit(OptionInfo{"head_dim", true}, options.head_dim);
-  visit(OptionInfo{"dtype", true}, options.dtype);
-  visit(OptionInfo{"scale", true}, options.scale);
-  visit(OptionInfo{"mix_gradient", true}, options.mix_gradient);
-  visit(OptionInfo{"reproducible", true}, options.reproducible);
-  visit(OptionInfo{"backward", true}, options.backward);
-  visit(OptionInfo{"blocking", false}, options.blocking);
-  // These have a say in what `automatic` chooses; the choice is what the ranks compare.
-  visit(OptionInfo{"schedule", false}, options.schedule);
-  visit(OptionInfo{"min_tokens_for_ring", false}, options.min_tokens_for_ring);
-  visit(OptionInfo{"backward_travel", false}, options.backward_travel);
-  visit(OptionInfo{"max_communication_bytes", false}, options.limits.communication_bytes);
-  visit(OptionInfo{"max_qkv_elements", false}, options.limits.qkv_elements);
-  visit(OptionInfo{"flops_per_second", false}, options.rates.flops_per_second);
-  visit(OptionInfo{"bytes_per_second", false}, options.rates.bytes_per_second);
-  visit(OptionInfo{"device", false}, options.device);
-  visit(OptionInfo{"threads", false}, options.threads);
+  using enum Shared;
+  using enum Topic;
+  visit(OptionInfo{"batch", same, shape, "Sequences (default 1)", "B", 1, INT32_MAX},
+        options.batch);
+  visit(OptionInfo{"kv_heads", same, shape, "Key/value heads, a divisor of --heads (default H)",
+                   "H2", 1, INT32_MAX},
+        options.kv_heads);
+  visit(OptionInfo{"head_dim", same, shape, "Multiple of 8 up to 256 (default 64)", "D", 1,
+                   INT32_MAX},
+        options.head_dim);
+  visit(OptionInfo{"dtype", same, shape, "Compute in (default fp32, or what the files have)"},
+        options.dtype);
+  visit(OptionInfo{"mix_gradient", same, pattern,
+                   "Exact gradient (default), or branch weights held constant"},
+        options.mix_gradient);
+  visit(OptionInfo{"scale", same, pattern, "Factor of q.k (default 1/sqrt(head dim))", "X"},
+        options.scale);
+  visit(OptionInfo{"schedule", choice, ring,
+                   "Rows hop around, or go straight to who needs them (default auto)"},
+        options.schedule);
+  visit(OptionInfo{"reproducible", same, ring,
+                   "The same bits for every number of ranks and placement (gathers)"},
+        options.reproducible);
+  visit(OptionInfo{"backward_travel", choice, ring,
+                   "What visits other ranks in backward (default auto: fewer bytes)"},
+        options.backward_travel);
+  visit(OptionInfo{"min_tokens_for_ring", choice, ring,
+                   "Schedule auto gathers below this length (default 32768)", "N"},
+        options.min_tokens_for_ring);
+  visit(OptionInfo{"flops_per_second", choice, ring,
+                   "Of one rank, by which schedule auto tells ring and gather apart (default 1e12)",
+                   "X"},
+        options.rates.flops_per_second);
+  visit(OptionInfo{"bytes_per_second", choice, ring,
+                   "Between two ranks, by which schedule auto does so (default 1e10)", "X"},
+        options.rates.bytes_per_second);
+  visit(
+      OptionInfo{"max_communication_bytes", own, limits,
+                 "Refuse jobs whose send and receive buffers are larger; 2GiB works, too", "BYTES"},
+      options.limits.communication_bytes);
+  visit(OptionInfo{"max_qkv_elements", own, limits,
+                   "Refuse jobs whose q, k and v have more elements together", "COUNT"},
+        options.limits.qkv_elements);
+  visit(OptionInfo{"backward", same, execution, "Forward only"}, options.backward);
+  visit(OptionInfo{"blocking", own, execution,
+                   "For debugging: wait for each transfer where it is posted"},
+        options.blocking);
+  visit(OptionInfo{"device", own, execution, "Where to compute: cpu, cuda, cuda:1 (default cpu)",
+                   "DEVICE"},
+        options.device);
+  visit(OptionInfo{"threads", own, execution,
+                   "Threads that compute, over all ranks (default ANNULUS_THREADS or all)", "T", 1,
+                   4096},
+        options.threads);
 }
 
 }  // namespace annulus::ring

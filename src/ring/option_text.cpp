@@ -1,15 +1,40 @@
 #include "ring/option_text.h"
 
+#include <algorithm>
+#include <cctype>
+#include <charconv>
 #include <cmath>
-#include <cstdint>
-#include <optional>
+#include <limits>
+#include <string_view>
 
 #include <fmt/format.h>
 
-#include "ring/option_list.h"
-
 namespace annulus::ring {
-namespace {
+
+std::span<const Name<DType>> names_like(DType) {
+  static constexpr Name<DType> kNames[] = {
+      {"fp32", DType::f32}, {"bf16", DType::bf16}, {"fp16", DType::f16}};
+  return kNames;
+}
+
+std::span<const Name<MixGradient>> names_like(MixGradient) {
+  static constexpr Name<MixGradient> kNames[] = {{"full", MixGradient::full},
+                                                 {"detached", MixGradient::detached}};
+  return kNames;
+}
+
+std::span<const Name<Schedule>> names_like(Schedule) {
+  static constexpr Name<Schedule> kNames[] = {
+      {"auto", Schedule::automatic}, {"ring", Schedule::ring}, {"gather", Schedule::gather}};
+  return kNames;
+}
+
+std::span<const Name<BackwardTravel>> names_like(BackwardTravel) {
+  static constexpr Name<BackwardTravel> kNames[] = {{"auto", BackwardTravel::automatic},
+                                                    {"keys", BackwardTravel::keys},
+                                                    {"queries", BackwardTravel::queries}};
+  return kNames;
+}
 
 std::string text_of(std::int64_t value) { return std::to_string(value); }
 std::string text_of(int value) { return std::to_string(value); }
@@ -18,15 +43,76 @@ std::string text_of(double value) { return fmt::format("{}", value); }
 std::string text_of(const std::optional<double>& value) {
   return value.has_value() ? text_of(*value) : "default";
 }
-std::string text_of(DType value) { return name_of(value); }
-std::string text_of(Schedule value) { return name_of(value); }
 std::string text_of(const Device& value) { return name_of(value); }
-std::string text_of(MixGradient value) { return value == MixGradient::full ? "full" : "detached"; }
-std::string text_of(BackwardTravel value) {
-  return value == BackwardTravel::automatic ? "auto"
-         : value == BackwardTravel::keys    ? name_of(Travel::keys)
-                                            : name_of(Travel::queries);
+
+std::string read_text(const OptionInfo& info, const std::string& text, std::int64_t& value) {
+  std::string expected = fmt::format("a whole number from {} to {}", info.least, info.most);
+  const char* const end = text.data() + text.size();
+  std::int64_t read = 0;
+  const auto [stop, problem] = std::from_chars(text.data(), end, read);
+  if (problem != std::errc()) return expected;
+  // 128k is 131,072; bytes may be said to be bytes: 2GiB, 2G.
+  std::string unit(stop, end);
+  for (char& c : unit) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  if (unit.ends_with("ib")) unit.erase(unit.size() - 2);
+  if (unit.ends_with("b")) unit.pop_back();
+  constexpr std::string_view kUnits = "kmgt";
+  const std::size_t power = unit.empty() ? 0 : kUnits.find(unit) + 1;
+  if (unit.size() > 1 || (power == 0 && !unit.empty())) return expected;
+  const std::int64_t factor = std::int64_t{1} << (10 * power);
+  if (read < info.least / factor || read > info.most / factor) return expected;
+  read *= factor;
+  if (read < info.least || read > info.most) return expected;
+  value = read;
+  return "";
 }
+
+std::string read_text(const OptionInfo& info, const std::string& text, int& value) {
+  std::int64_t wide = 0;
+  OptionInfo narrow = info;
+  narrow.most = std::min<std::int64_t>(info.most, std::numeric_limits<int>::max());
+  std::string expected = read_text(narrow, text, wide);
+  if (expected.empty()) value = static_cast<int>(wide);
+  return expected;
+}
+
+std::string read_text(const OptionInfo& /*info*/, const std::string& text, double& value) {
+  const char* const end = text.data() + text.size();
+  double read = 0.0;
+  const auto [stop, problem] = std::from_chars(text.data(), end, read);
+  if (problem != std::errc() || stop != end) return "a number";
+  value = read;
+  return "";
+}
+
+std::string read_text(const OptionInfo& info, const std::string& text,
+                      std::optional<double>& value) {
+  double read = 0.0;
+  std::string expected = read_text(info, text, read);
+  if (expected.empty()) value = read;
+  return expected;
+}
+
+std::string read_text(const OptionInfo& /*info*/, const std::string& text, Device& value) {
+  constexpr std::string_view kCuda = "cuda";
+  if (text == "cpu") {
+    value = {};
+    return "";
+  }
+  int index = 0;
+  if (text.starts_with("cuda:")) {
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data() + kCuda.size() + 1, end, index);
+    if (problem != std::errc() || stop != end || index < 0) index = -1;
+  } else if (text != kCuda) {
+    index = -1;
+  }
+  if (index < 0) return "'cpu', 'cuda' or 'cuda:1'";
+  value = {Device::Kind::cuda, index};
+  return "";
+}
+
+namespace {
 
 // Bytes of a value, for keys that nobody reads.
 template <typename T>
@@ -83,7 +169,7 @@ double scale_of(const RingOptions& options) {
 std::vector<Claim> claims_of(const RingOptions& options) {
   std::vector<Claim> claims;
   for_each_option(options, [&](const OptionInfo& info, const auto& value) {
-    if (info.agreed) claims.push_back({info.name, text_of(value)});
+    if (info.shared == Shared::same) claims.push_back({info.name, text_of(value)});
   });
   // A default that is spelled out is the same value.
   for (Claim& claim : claims) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from support import normal, on_ranks, problem
 
 import annulus
 from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
+from annulus._core import ExecutorPool
 
 PATTERN = Pattern.longnet(4, [16, 64], [1, 2], causal=True)
 
@@ -211,6 +213,86 @@ def test_wrong_array_on_one_rank_is_an_error_on_all() -> None:
     )
 
 
+class WithoutMemory:
+    """An array of a framework that cannot make another one."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def new_empty(self, *_: Any, **__: Any) -> Any:
+        raise MemoryError("no room for results")
+
+
+def test_results_that_one_rank_cannot_allocate_are_an_error_on_all() -> None:
+    transports = make_in_process_ring(3, deadline=30)
+    q = normal(1, 3, 2, 16)
+
+    def body(transport: annulus.Transport) -> list[Any]:
+        ring = RingAttention(
+            Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, head_dim=16
+        )
+        o, lse = ring.forward(q, q, q)
+        mine = WithoutMemory(q) if transport.rank() == 1 else q
+        found = []
+        for call in (
+            lambda: ring.forward(mine, q, q),
+            lambda: ring.backward(q, mine, q, o, lse, q),
+        ):
+            try:
+                found.append(call())
+            except (annulus.Error, MemoryError) as error:
+                found.append(error)
+            ring.forward(q, q, q)  # as good as before
+        return found
+
+    begin = time.monotonic()
+    outcomes = on_ranks(transports, body)
+    assert time.monotonic() - begin < 5
+    for rank, outcome in enumerate(outcomes):
+        for error in outcome:
+            assert isinstance(error, MemoryError if rank == 1 else annulus.ConfigError), outcomes
+            assert "no room for results" in str(error), outcomes
+
+
+def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
+    transports = make_in_process_ring(3, deadline=30)
+    q = normal(1, 3, 2, 16)
+    right = {"pattern": Pattern.dense(2), "placement": Placement.contiguous(9, 3)}
+
+    def body(transport: annulus.Transport) -> list[Any]:
+        def make(**wrong: Any) -> RingAttention:
+            mine = wrong if transport.rank() == 1 else {}
+            return RingAttention(**right | mine, transport=transport, head_dim=16)
+
+        ring = make()
+        found = []
+        for call in (
+            lambda: make(pattern="dense"),
+            lambda: make(placement=None),
+            lambda: ring.forward(q, q, q, state="dense" if transport.rank() == 1 else None),
+        ):
+            try:
+                found.append(call())
+            except (annulus.Error, TypeError) as error:
+                found.append(error)
+        return found
+
+    begin = time.monotonic()
+    outcomes = on_ranks(transports, body)
+    assert time.monotonic() - begin < 5
+    words = ["pattern is 'dense'", "placement is None", "state is 'dense'"]
+    for rank, outcome in enumerate(outcomes):
+        for error, text in zip(outcome, words):
+            assert isinstance(error, TypeError if rank == 1 else annulus.ConfigError), outcomes
+            assert text in str(error), outcomes
+
+
 def test_ranks_without_tokens() -> None:
     placement = Placement.contiguous(2, 4)
     q = normal(1, 2, 4, 16)
@@ -273,6 +355,43 @@ def test_cache_keeps_the_latest_executors() -> None:
         annulus.RingAttentionCache(make_in_process_ring(1)[0], capacity=0)
 
 
+def test_pool_lends_executors_and_drops_the_least_recently_used() -> None:
+    pool = ExecutorPool(capacity=2)
+
+    def make() -> RingAttention:
+        transport = make_in_process_ring(1)[0]
+        return RingAttention(PATTERN, Placement.contiguous(9, 1), transport=transport, head_dim=16)
+
+    a, b, c = make(), make(), make()
+    assert pool.take("a") is None
+    pool.give_back("a", a)
+    pool.give_back("a", b)  # of another thread
+    assert {pool.take("a"), pool.take("a")} == {a, b} and pool.take("a") is None
+    pool.give_back("a", a)
+    pool.give_back("b", b)
+    pool.give_back("a", pool.take("a"))
+    pool.give_back("c", c)
+    assert pool.take("b") is None and set(pool.executors()) == {a, c}
+    pool.make_room()
+    assert pool.executors() == [c]
+    pool.clear()
+    assert pool.executors() == [] and pool.take("c") is None
+
+    # Whatever refers back to its pool is found by the garbage collector.
+    class Link(Transport):
+        """A ring of one rank, which sends nothing."""
+
+    link = Link(0, 1, "link")
+    link.pool = ExecutorPool()
+    link.pool.give_back(
+        "x", RingAttention(PATTERN, Placement.contiguous(9, 1), transport=link, head_dim=16)
+    )
+    gone = weakref.ref(link)
+    del link
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -287,9 +406,7 @@ def test_cache_keeps_the_latest_executors() -> None:
 def test_wrong_option_of_one_rank_is_an_error_of_all(wrong: dict[str, Any], words: str) -> None:
     def build(transport: annulus.Transport) -> None:
         options = {"head_dim": 16} | (wrong if transport.rank() == 1 else {})
-        RingAttention(
-            Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, **options
-        )
+        RingAttention(Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, **options)
 
     transports = annulus.make_in_process_ring(3, deadline=30)
     begin = time.monotonic()

@@ -51,6 +51,7 @@ def torchrun(processes: int, *arguments: str) -> str:
                 "bad_luck_is_everybodys",  # first: an instruction set is chosen once
                 "equals_one_process",
                 "compiled_equals_eager",
+                "arguments_are_everybodys",
                 "two_threads",
                 "fully_sharded",
                 "forked_children_end",
@@ -68,6 +69,7 @@ def torchrun(processes: int, *arguments: str) -> str:
                 "lengths_that_change",
                 "nothing_gives_nothing",
                 "errors_are_everybodys",
+                "arguments_are_everybodys",
                 "what_nobody_thought_of_ends_the_ring",
                 "messages_are_few",
                 "two_threads",

@@ -132,6 +132,82 @@ def errors_are_everybodys() -> None:
     module(x, x, x, need_weights=False)
 
 
+def arguments_are_everybodys() -> None:
+    """What never reaches the operator: arguments that there are not, wrong types, gradients, shards."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    q = torch.randn(1, 8, 2, 16)
+    x = torch.randn(1, 8, 32)
+    plain = at.RingDilatedAttention(group=group)
+    module = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, group=group)
+    at.ring_attention(q, q, q, group=group)
+
+    def attend() -> torch.Tensor:
+        return at.ring_attention(q, q, q, group=group)
+
+    def heads(**options: object) -> object:
+        return module(x, x, x, need_weights=False, **options)
+
+    def whole() -> torch.Tensor:
+        return at.unshard(q, group=group)
+
+    for wrong, right, words in (
+        (
+            lambda: at.ring_attention(q, q, q, group=group, segment_length=[16]),
+            attend,
+            "segment_length",
+        ),
+        (lambda: at.ring_attention(q, q, group=group), attend, "'v'"),
+        (lambda: at.ring_attention(q, q, q, True, group=group), attend, "positional"),
+        (lambda: at.ring_attention("q", "k", "v", group=group), attend, "q is a str"),
+        (lambda: plain(q, q, q, causal=True), attend, "causal"),
+        (lambda: plain(q, q), attend, "value"),
+        (lambda: module(x, x, need_weights=False), heads, "value"),
+        (lambda: heads(mask=None), heads, "'mask'"),
+        (lambda: module(None, x, x, need_weights=False), heads, "NoneType"),
+        (lambda: at.unshard(None, group=group), whole, "x is a NoneType"),
+        (lambda: at.unshard(q, group=group, axis=1), whole, "'axis'"),
+        (lambda: at.unshard(q, group=group, dim=4), whole, "dim is 4"),
+        (lambda: at.unshard(q.to_sparse(), group=group), whole, "sparse"),
+        (lambda: at.unshard(q, group=group, placement="zig"), whole, "'zig'"),
+        (
+            lambda: at.unshard(q, group=group, placement="striped"),
+            whole,
+            "placement (rank 0: 'contiguous', rank 1: 'striped')",
+        ),
+        (whole, attend, "the call (rank 0: 'forward', rank 1: 'unshard')"),
+        (attend, whole, "the call (rank 0: 'unshard', rank 1: 'forward')"),
+        # A mask is columns of q and k and another scale: that is not what people passed.
+        (
+            lambda: heads(key_padding_mask=torch.zeros(1, 8, dtype=torch.bool)),
+            heads,
+            "about whether there is a key_padding_mask (rank 0: False, rank 1: True): every",
+        ),
+    ):
+        refused(wrong if rank == 1 else right, [words], seconds=1.5)
+        attend(), heads(), whole()  # as good as before
+
+    def gradient(made: torch.Tensor) -> None:
+        a = q.clone().requires_grad_()
+        at.ring_attention(a, a, a, group=group).backward(made if rank == 1 else torch.ones_like(q))
+
+    sparse = torch.ones_like(q).to_sparse()
+    words = ["gradient of the output is a torch.sparse_coo tensor"]
+    refused(lambda: gradient(sparse), words, seconds=1.5)
+    gradient(torch.ones_like(q).double())  # of whatever dtype: autograd sees to that
+
+    # Sharding does not talk: what is wrong is an error here, and the others go on.
+    if rank == 1:
+        refused(lambda: at.shard(None, group=group), ["shard: x is a NoneType"], seconds=1.5)
+    attend()
+
+    # A sum of gradients takes sparse ones, too.
+    a = q.clone().requires_grad_()
+    summed = at.unshard(a, group=group)
+    ones = torch.ones_like(summed)
+    summed.backward(ones.to_sparse() if rank == 1 else ones)
+    assert torch.equal(a.grad, torch.full_like(q, dist.get_world_size()))
+
+
 def bad_luck_is_everybodys() -> None:
     """What goes wrong on one rank without anybody's doing: the environment, memory."""
     rank = dist.get_rank()

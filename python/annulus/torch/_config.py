@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import operator
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
 
 from annulus import ConfigError, Pattern, Placement
+from annulus._core import ring_options
+
+F = TypeVar("F", bound=Callable)
 
 _MOST_TEXTS = 1000
 _NAMES = {
     "pattern": ("dense", "longnet", "head_groups"),
     "offsets": ("blocked", "interleaved"),
-    "mix_gradient": ("full", "detached"),
     "placement": ("contiguous", "zigzag", "striped", "hilbert"),
-    "schedule": ("auto", "ring", "gather"),
 }
+# Options of an executor that are no arguments, and who says them.
+NO_ARGUMENTS = {
+    "batch": "the tensors",
+    "kv_heads": "the tensors",
+    "head_dim": "the tensors",
+    "dtype": "the tensors",
+    "device": "the tensors",
+    "max_qkv_elements": "the tensors, which exist already: there is nothing to protect them from",
+    "backward": "autograd",
+}
+# All others, as the library lists them: their names, defaults and what is valid come from there.
+OPTIONS = {o["name"]: o for o in ring_options() if o["name"] not in NO_ARGUMENTS}
+DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
 # Of one rank alone: how long it waits, what it calls the group, how much memory it has.
-_OF_ONE_RANK = ("group", "timeout", "max_communication_bytes")
+_OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
+# How the ranks call a mask; what else they would find different follows from it.
+MASKED = "whether there is a key_padding_mask"
+_MOST_SCALE = 3.4e38  # what fp32 holds
+_MOST_SECONDS = 1e9  # what a clock counts
 
 
 def _is_whole(x: object, least: int) -> bool:
@@ -37,39 +61,60 @@ def _is_finite(x: object) -> bool:
         return False
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
+def _number_complaint(name: str, value: object, most: float) -> str | None:
+    if _is_finite(value) and 0 < value <= most:
+        return None
+    return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
+
+
+def _whole_complaint(name: str, value: object) -> str | None:
+    if _is_whole(value, 0):
+        return None
+    return f"{name} is {value!r}: a whole number from 0 to 2**63 - 1 was expected"
+
+
+def _flag_complaint(name: str, value: object) -> str | None:
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    return f"{name} is {value!r}: True or False was expected"
+
+
+def _name_complaint(name: str, value: object, names: tuple[str, ...]) -> str | None:
+    if isinstance(value, str) and value in names:
+        return None
+    return f"{name} is {value!r}: one of {', '.join(map(repr, names))} was expected"
+
+
+def _option_complaint(name: str, value: object) -> str | None:
+    """What is wrong with an option of the executor, by its kind."""
+    kind = OPTIONS[name]["kind"]
+    if kind == "name":
+        return _name_complaint(name, value, OPTIONS[name]["names"])
+    if kind == "flag":
+        return _flag_complaint(name, value)
+    if kind == "whole":
+        return _whole_complaint(name, value)
+    if kind == "number or none" and value is None:
+        return None
+    return _number_complaint(name, value, _MOST_SCALE)
+
+
+class _Call:
     """Everything about a call that is not a tensor. Travels through operators as its JSON text, which says
     it all: a compiled graph that holds it may be loaded by another process."""
 
-    group: str | None  # name of the process group; None: this process alone
-    pattern: str
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    is_causal: bool
-    offsets: str
-    mix_gradient: str
-    group_scale: bool
-    scale: float | None
-    placement: str
-    n_global: int | None
-    schedule: str
-    reproducible: bool
-    min_tokens_for_ring: int
-    max_communication_bytes: int
-    timeout: float | None
-    backward: bool  # whether gradients are needed
-
     def complaint(self) -> str | None:
         """What is wrong with it that no tensor is needed to see."""
-        for name, names in _NAMES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in names:
-                return f"{name} is {value!r}: one of {', '.join(map(repr, names))} was expected"
-        for name in ("is_causal", "group_scale", "reproducible"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                return f"{name} is {value!r}: True or False was expected"
+        complaints = [_name_complaint(n, getattr(self, n), names) for n, names in _NAMES.items()]
+        complaints += [_option_complaint(name, getattr(self, name)) for name in OPTIONS]
+        complaints += [_flag_complaint(n, getattr(self, n)) for n in ("is_causal", "group_scale")]
+        if self.n_global is not None:
+            complaints.append(_whole_complaint("n_global", self.n_global))
+        if self.timeout is not None:
+            complaints.append(_number_complaint("timeout", self.timeout, _MOST_SECONDS))
+        return next((c for c in complaints if c is not None), None) or self._branch_complaint()
+
+    def _branch_complaint(self) -> str | None:
         plain = self.pattern == "dense"
         if len(self.segment_lengths) != len(self.dilation_rates):
             return (
@@ -87,15 +132,6 @@ class Config:
             values = getattr(self, name)
             if not all(_is_whole(x, 1) for x in values):
                 return f"{name} is {list(values)}: whole numbers from 1 to 2**63 - 1 were expected"
-        for name in ("n_global", "min_tokens_for_ring", "max_communication_bytes"):
-            value = getattr(self, name)
-            if not _is_whole(value, 0) and not (name == "n_global" and value is None):
-                return f"{name} is {value!r}: a whole number from 0 to 2**63 - 1 was expected"
-        # What fp32 holds, and what a clock counts.
-        for name, most in (("scale", 3.4e38), ("timeout", 1e9)):
-            value = getattr(self, name)
-            if value is not None and not (_is_finite(value) and 0 < value <= most):
-                return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
         return None
 
     def text(self) -> str:
@@ -108,13 +144,42 @@ class Config:
         return dataclasses.replace(self, timeout=None).text()
 
     @functools.cached_property
+    def options(self) -> dict[str, object]:
+        """What it says about the executor, by the executor's names."""
+        return {name: getattr(self, name) for name in (*OPTIONS, "backward")}
+
+    @functools.cached_property
     def claims(self) -> dict[str, object]:
         """What all ranks have to pass alike, by name."""
         every = dataclasses.asdict(self)
-        needs_gradients = every.pop("backward")
-        return {"whether gradients are needed": needs_gradients} | {
-            name: value for name, value in every.items() if name not in _OF_ONE_RANK
+        said = {
+            MASKED: every.pop("has_key_padding_mask"),
+            "whether gradients are needed": every.pop("backward"),
         }
+        return said | {name: value for name, value in every.items() if name not in _OF_ONE_RANK}
+
+
+# The fields, in the order of text_of's arguments.
+Config = dataclasses.make_dataclass(
+    "Config",
+    [
+        ("group", "str | None"),  # name of the process group; None: this process alone
+        ("pattern", "str"),
+        ("segment_lengths", "tuple[int, ...]"),
+        ("dilation_rates", "tuple[int, ...]"),
+        ("is_causal", "bool"),
+        ("offsets", "str"),
+        ("group_scale", "bool"),
+        ("placement", "str"),
+        ("n_global", "int | None"),
+        ("timeout", "float | None"),
+        ("has_key_padding_mask", "bool"),  # it is part of q and k
+        *((name, o["annotation"]) for name, o in OPTIONS.items()),
+        ("backward", "bool"),  # whether gradients are needed
+    ],
+    bases=(_Call,),
+    frozen=True,
+)
 
 
 # Texts and configurations of the calls so far. They are few; should they not be, they are made anew.
@@ -151,6 +216,26 @@ def config_of(text: str) -> Config:
         config = Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
         _configs[text] = config
     return config
+
+
+def with_options(function: F) -> F:
+    """Says in the signature of a function what its **options may be, and in its docstring what of them it leaves
+    out."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+    for name, o in OPTIONS.items():
+        new = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=o["default"])
+        parameters.append(new.replace(annotation=o["annotation"].replace("typing.", "")))
+    function.__signature__ = signature.replace(parameters=parameters)
+    head, arguments, rest = re.fullmatch(
+        r"(.*\n    Args:\n)?(.*?)(\n\n    [A-Z].*)?", function.__doc__ or "", re.DOTALL
+    ).groups()
+    if head is not None:
+        for name, o in OPTIONS.items():
+            if re.search(rf"^ {{8}}(\w+, )*{name}\b[\w, ]*:", arguments, re.MULTILINE) is None:
+                arguments += f"\n        {name}: {o['help'][0].lower()}{o['help'][1:]}."
+        function.__doc__ = head + arguments + (rest or "")
+    return function
 
 
 def branch_numbers(name: str, values: object) -> tuple:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,9 +13,19 @@ from torch.autograd import forward_ad
 import annulus
 from annulus import ConfigError
 from annulus.torch import _rings
-from annulus.torch._config import Config, branch_numbers, config_of, pattern_of, text_of
+from annulus.torch._config import (
+    DEFAULTS,
+    Config,
+    branch_numbers,
+    config_of,
+    pattern_of,
+    text_of,
+    with_options,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# An argument of ring_attention for the module that makes columns of q and k of a mask: all ranks must.
+HAS_MASK = "_has_key_padding_mask"
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -186,9 +198,19 @@ def _save(ctx, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _refuse_gradient(grad: torch.Tensor, c: Config) -> NoReturn:
+    with _rings.errors_of_all(c.group, c.timeout) if c.group else contextlib.nullcontext():
+        raise ConfigError(
+            f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
+        )
+
+
 def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     if grad is None:
         return None, None, None, None
+    # Autograd sees to the dtype, device and shape; for a sparse one PyTorch would find no kernel.
+    if grad.layout != torch.strided:
+        _refuse_gradient(grad, config_of(ctx.config))
     dq, dk, dv = torch.ops.annulus.attend_backward(*ctx.saved_tensors, grad, ctx.config)
     return dq, dk, dv, None
 
@@ -290,6 +312,8 @@ def _call(
     return o, lse
 
 
+@_rings.errors_reach_all(lambda *_, group=None, timeout=None, **__: (group, timeout))
+@with_options
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -300,18 +324,13 @@ def ring_attention(
     pattern: str | None = None,
     is_causal: bool = False,
     offsets: str = "blocked",
-    mix_gradient: str = "full",
     group_scale: bool = False,
-    scale: float | None = None,
     group: dist.ProcessGroup | None = None,
     placement: str = "contiguous",
     n_global: int | None = None,
-    schedule: str = "auto",
-    reproducible: bool = False,
-    min_tokens_for_ring: int = 32768,
-    max_communication_bytes: int = 1 << 30,
     timeout: float | None = None,
     return_lse: bool = False,
+    **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a group.
 
@@ -353,13 +372,11 @@ def ring_attention(
             differ; two threads call on one group at a time.
         TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
     """
-    name = _rings.group_name(group)
-    call = (q, k, v, name, pattern, segment_lengths, dilation_rates, is_causal, offsets)
-    call += (mix_gradient, group_scale, scale, placement, n_global, schedule, reproducible)
-    call += (min_tokens_for_ring, max_communication_bytes, timeout)
-    if name is None or torch.compiler.is_compiling():
-        o, lse = _call(*call)
-    else:
-        with _rings.errors_of_all(name, timeout):
-            o, lse = _call(*call)
+    has_mask = options.pop(HAS_MASK, False)
+    for name in options:
+        if name not in DEFAULTS:
+            raise TypeError(f"ring_attention() got an unexpected keyword argument {name!r}")
+    call = (_rings.group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
+    call += (group_scale, placement, n_global, timeout, has_mask)
+    o, lse = _call(q, k, v, *call, *{**DEFAULTS, **options}.values())
     return (o, lse) if return_lse else o

@@ -13,7 +13,8 @@ from torch import nn
 
 from annulus import ConfigError
 from annulus.torch import _rings
-from annulus.torch._functional import ring_attention
+from annulus.torch._config import DEFAULTS, with_options
+from annulus.torch._functional import HAS_MASK, ring_attention
 
 # Its square times the scale, taken from a score, is far below any other score; float16 holds it.
 _LARGE = 60000.0
@@ -35,6 +36,7 @@ class RingDilatedAttention(nn.Module):
     in a file.
     """
 
+    @with_options
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -43,34 +45,31 @@ class RingDilatedAttention(nn.Module):
         pattern: str | None = None,
         is_causal: bool = False,
         offsets: str = "blocked",
-        mix_gradient: str = "full",
         group_scale: bool = False,
-        scale: float | None = None,
         group: dist.ProcessGroup | None = None,
         placement: str = "contiguous",
-        schedule: str = "auto",
-        reproducible: bool = False,
-        min_tokens_for_ring: int = 32768,
-        max_communication_bytes: int = 1 << 30,
         timeout: float | None = None,
+        **options: object,
     ):
         super().__init__()
+        for name in options:
+            if name not in DEFAULTS:
+                raise TypeError(
+                    f"{type(self).__name__}() got an unexpected keyword argument {name!r}"
+                )
         self.segment_lengths = None if segment_lengths is None else tuple(segment_lengths)
         self.dilation_rates = None if dilation_rates is None else tuple(dilation_rates)
         self.pattern = pattern
         self.is_causal = is_causal
         self.offsets = offsets
-        self.mix_gradient = mix_gradient
         self.group_scale = group_scale
-        self.scale = scale
         self.group = group
         self.placement = placement
-        self.schedule = schedule
-        self.reproducible = reproducible
-        self.min_tokens_for_ring = min_tokens_for_ring
-        self.max_communication_bytes = max_communication_bytes
         self.timeout = timeout
+        for name, value in {**DEFAULTS, **options}.items():
+            setattr(self, name, value)
 
+    @_rings.errors_reach_all(lambda self, *_, **__: (self.group, self.timeout))
     def forward(
         self,
         query: torch.Tensor,
@@ -99,16 +98,11 @@ class RingDilatedAttention(nn.Module):
             "pattern": self.pattern,
             "is_causal": self.is_causal,
             "offsets": self.offsets,
-            "mix_gradient": self.mix_gradient,
             "group_scale": self.group_scale,
-            "scale": self.scale,
             "group": self.group,
             "placement": self.placement,
-            "schedule": self.schedule,
-            "reproducible": self.reproducible,
-            "min_tokens_for_ring": self.min_tokens_for_ring,
-            "max_communication_bytes": self.max_communication_bytes,
             "timeout": self.timeout,
+            **{name: getattr(self, name) for name in DEFAULTS},
         }
 
     def extra_repr(self) -> str:
@@ -137,7 +131,7 @@ class RingDilatedAttention(nn.Module):
                     f"RingDilatedAttention: the process group {name!r} of the stored module does not exist "
                     "here; set `group = None` before storing it"
                 ) from error
-        super().__setstate__(state)
+        super().__setstate__({**DEFAULTS, **state})  # options may be younger than what was stored
 
 
 class RingMultiheadDilatedAttention(nn.MultiheadAttention):
@@ -161,10 +155,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         gamma_init: MAGNETO's gain of the value and output projections; initialises all projections by
             Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
         is_causal: every call is causal.
-        pattern, offsets, mix_gradient, group_scale, scale, group, placement, schedule, reproducible,
-            min_tokens_for_ring, max_communication_bytes, timeout: as in :func:`ring_attention`.
+        all others: as in :func:`ring_attention`.
     """
 
+    @with_options
     def __init__(
         self,
         embed_dim: int,
@@ -187,16 +181,11 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         pattern: str | None = None,
         offsets: str = "blocked",
-        mix_gradient: str = "full",
         group_scale: bool = False,
-        scale: float | None = None,
         group: dist.ProcessGroup | None = None,
         placement: str = "contiguous",
-        schedule: str = "auto",
-        reproducible: bool = False,
-        min_tokens_for_ring: int = 32768,
-        max_communication_bytes: int = 1 << 30,
         timeout: float | None = None,
+        **options: object,
     ):
         here = type(self).__name__
         for name, value in (
@@ -234,16 +223,11 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             pattern=pattern,
             is_causal=is_causal,
             offsets=offsets,
-            mix_gradient=mix_gradient,
             group_scale=group_scale,
-            scale=scale,
             group=group,
             placement=placement,
-            schedule=schedule,
-            reproducible=reproducible,
-            min_tokens_for_ring=min_tokens_for_ring,
-            max_communication_bytes=max_communication_bytes,
             timeout=timeout,
+            **options,
         )
         self.layer_norm = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
@@ -285,6 +269,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             for x, weight, b in zip((query, key, value), self._projections(), biases)
         )
 
+    @_rings.errors_reach_all(lambda self, *_, **__: (self.attention.group, self.attention.timeout))
     def forward(
         self,
         query: torch.Tensor,
@@ -319,26 +304,6 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         Returns:
             (output like query, weights or None).
         """
-        call = (query, key, value, key_padding_mask, need_weights, attn_mask)
-        call += (average_attn_weights, is_causal, n_global)
-        name = _rings.group_name(self.attention.group)
-        if name is None or torch.compiler.is_compiling():
-            return self._forward(*call)
-        with _rings.errors_of_all(name, self.attention.timeout):
-            return self._forward(*call)
-
-    def _forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        need_weights: bool,
-        attn_mask: torch.Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
-        n_global: int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if query.is_nested:
             return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
         batched = query.dim() == 3
@@ -479,6 +444,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         k8 = torch.cat([k, F.pad(columns, (0, 6))[:, :, None].expand(*k.shape[:3], 8)], -1)
         v8 = F.pad(v, (0, 8))
         changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
+        changes[HAS_MASK] = True
         o, lse = ring_attention(q8, k8, v8, **{**self.attention._options(), **changes})
         # Rows that saw no key, or none but those that are left out.
         empty = (lse < -0.5 * _LARGE * _LARGE * scale)[..., None]

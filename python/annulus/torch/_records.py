@@ -8,13 +8,16 @@ from collections.abc import Sequence
 
 import annulus
 from annulus import ConfigError
-from annulus.torch._config import Config
+from annulus.torch._config import MASKED, Config
+
+
+CALL = "the call"
 
 
 def claims_of(what: str, config: Config, shape: tuple[int, ...], kv_heads: int, dtype: str) -> dict:
     """What all ranks have to pass alike, by name. `shape` is q's."""
     return {
-        "the call": what,
+        CALL: what,
         "dtype": dtype,
         "batch": shape[0],
         "heads": shape[2],
@@ -33,6 +36,7 @@ def compare(
     claims: dict | None = None,
     tokens: int = 0,
     expected: Sequence[int] | None = None,
+    where: str = "ring_attention",
 ) -> tuple[tuple[int, ...], bool]:
     """The number of tokens on every rank, if no rank complains and all claim the same; and whether these
     are what every rank expected. Collective.
@@ -54,16 +58,21 @@ def compare(
     for rank, record in enumerate(records):
         if record["complaint"] is not None:
             raise ConfigError(f"{here}rank {rank} refused: {record['complaint']}")
-    differences = []
+    differences = {}
     for name, value in records[0]["claims"].items():
-        others = (rank for rank, record in enumerate(records) if record["claims"][name] != value)
+        others = (r for r, record in enumerate(records) if record["claims"].get(name) != value)
         rank = next(others, None)
         if rank is not None:
-            other = records[rank]["claims"][name]
-            differences.append(f"{name} (rank 0: {value!r}, rank {rank}: {other!r})")
+            other = records[rank]["claims"].get(name)
+            differences[name] = f"{name} (rank 0: {value!r}, rank {rank}: {other!r})"
+    # Different calls have nothing to compare. A mask is eight more columns and a scale that is spelled out, which
+    # is no news to those who pass one.
+    for name in (CALL, MASKED):
+        if name in differences:
+            differences = {name: differences[name]}
     if differences:
         raise ConfigError(
-            f"{here}ring_attention: the ranks disagree about {', '.join(differences)}: every rank must pass "
+            f"{here}{where}: the ranks disagree about {', '.join(differences.values())}: every rank must pass "
             "the same"
         )
     lengths = tuple(record["tokens"] for record in records)

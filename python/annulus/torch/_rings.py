@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +15,13 @@ import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, Pattern, Placement, RingAttention, TransportError
-from annulus.torch._cache import ExecutorCache
+from annulus._core import ExecutorPool
 from annulus.torch._config import Config, pattern_of, placement_of_lengths
-from annulus.torch._records import claims_of, compare
+from annulus.torch._records import CALL, claims_of, compare
 from annulus.torch._transport import ProcessGroupTransport, timeout_of
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable)
 
 _NO_LIMIT = 2**62
 _MOST_CALLS = 1000  # whose lengths are remembered
@@ -41,15 +43,8 @@ def _make_executor(
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         dtype=q.dtype,
-        scale=config.scale,
-        mix_gradient=config.mix_gradient,
-        schedule=config.schedule,
-        reproducible=config.reproducible,
-        backward=config.backward,
-        min_tokens_for_ring=config.min_tokens_for_ring,
-        max_communication_bytes=config.max_communication_bytes,
-        # They exist already: there is nothing to protect them from.
         max_qkv_elements=_NO_LIMIT,
+        **config.options,
     )
 
 
@@ -57,7 +52,7 @@ class _LocalRings:
     """Rings of one rank. Threads may call at once: each takes an executor of its own."""
 
     def __init__(self) -> None:
-        self.cache = ExecutorCache()
+        self.pool = ExecutorPool()
 
     def run(
         self,
@@ -70,8 +65,8 @@ class _LocalRings:
         shape = q.shape
         if 0 in shape[:2]:
             return None
-        key = (config.executors, shape, k.shape[2], q.dtype)
-        executor = self.cache.take(key)
+        key = f"{config.executors} {tuple(shape)} {k.shape[2]} {q.dtype}"
+        executor = self.pool.take(key)
         if executor is None:
             if config.n_global not in (None, q.shape[1]):
                 raise ConfigError(
@@ -80,10 +75,10 @@ class _LocalRings:
             transport = annulus.make_in_process_ring(1)[0]
             placement = Placement.named(config.placement, q.shape[1], 1)
             pattern = pattern_of(config, q.shape[2])
-            self.cache.make_room()
+            self.pool.make_room()
             executor = _make_executor(config, pattern, placement, transport, q, k)
         result = body(executor)
-        self.cache.give_back(key, executor)  # after an error its transport may be dead
+        self.pool.give_back(key, executor)  # after an error its transport may be dead
         return result
 
 
@@ -102,9 +97,9 @@ class _GroupRing:
         self.process_group = group
         self.transport = ProcessGroupTransport._instead_of(loss, group, timeout)
         self._usual_deadline = timeout_of(group)
-        self.cache = ExecutorCache()
-        # By what this rank alone knows of a call: its whole key when it was last made.
-        self._last: dict[tuple, tuple] = {}
+        self.pool = ExecutorPool()
+        # By what this rank alone knows of a call: everybody's tokens when it was last made, and its key.
+        self._last: dict[tuple, tuple[tuple[int, ...], str]] = {}
 
     def messages(self) -> int:
         """That were sent so far: if it has not changed, the others have not heard of this rank."""
@@ -126,6 +121,14 @@ class _GroupRing:
         compare(self.transport, reason)
         raise AssertionError("compare returned although there was a complaint")
 
+    def lengths(self, call: str, claims: dict, tokens: int) -> tuple[int, ...]:
+        """Everybody's number of tokens in a call that needs no executor, if all ranks make it and claim the
+        same. Collective with whatever they do instead."""
+        if self.transport.size() > 1:
+            with contextlib.suppress(ConfigError):
+                RingAttention.refuse(self.transport, f"this rank calls {call}")
+        return compare(self.transport, None, {CALL: call} | claims, tokens, where=call)[0]
+
     def run(
         self,
         what: str,
@@ -136,8 +139,8 @@ class _GroupRing:
     ) -> T | None:
         self.set_timeout(config.timeout)
         looks = (config.executors, q.shape, k.shape[2], q.dtype)
-        key = self._last.get(looks)
-        executor = None if key is None else self.cache.take(key)
+        lengths, key = self._last.get(looks, (None, ""))
+        executor = None if lengths is None else self.pool.take(key)
         messages = self.messages()
         try:
             if executor is None:
@@ -151,24 +154,24 @@ class _GroupRing:
             failure = error
         finally:
             if executor is not None:
-                self.cache.give_back(key, executor)
+                self.pool.give_back(key, executor)
 
         claims = claims_of(what, config, q.shape, k.shape[2], str(q.dtype))
-        expected = None if executor is None else key[-1]
+        expected = None if executor is None else lengths
         lengths, all_knew = compare(self.transport, None, claims, q.shape[1], expected)
         if all_knew:
             raise failure  # that was not the reason
-        key = (*looks, lengths)
+        key = f"{looks} {lengths}"
         if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
             return None
-        executor = self.cache.take(key)
+        executor = self.pool.take(key)
         kept = b"" if executor is None else b"kept"
         if not all(annulus.gather_records(self.transport, kept)):
             executor = None  # some rank has none: all make theirs
         messages = self.messages()
         try:
             if executor is None:
-                self.cache.make_room()
+                self.pool.make_room()
                 executor = self._make(config, list(lengths), q, k)
                 messages = self.messages()
             result = body(executor)
@@ -176,10 +179,10 @@ class _GroupRing:
             if self._is_waited_for(messages):
                 RingAttention.refuse(self.transport, _reason(error))
             raise
-        self.cache.give_back(key, executor)
+        self.pool.give_back(key, executor)
         if len(self._last) >= _MOST_CALLS:
             self._last.clear()
-        self._last[looks] = key
+        self._last[looks] = lengths, key
         return result
 
     def _refuse_because_of(self, error: Exception) -> NoReturn:
@@ -289,6 +292,13 @@ def run(
         return ring.run(what, config, q, k, body)
 
 
+def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:
+    """How many tokens every rank of a group has; ConfigError unless all make this call and claim the same."""
+    with _ring_of_group(group, None) as ring:
+        ring.set_timeout(None)
+        return ring.lengths(call, claims, tokens)
+
+
 @contextlib.contextmanager
 def errors_of_all(group: str, timeout: object) -> Iterator[None]:
     """What is raised inside before the other ranks of the group have heard of this call, they hear of, too: on
@@ -317,6 +327,24 @@ def errors_of_all(group: str, timeout: object) -> Iterator[None]:
         raise (error if isinstance(error, NotImplementedError) else told) from error
 
 
+def errors_reach_all(of: Callable[..., tuple[object, object]]) -> Callable[[F], F]:
+    """Of a function that all ranks of a group call, one argument too many included: see errors_of_all. `of`
+    says the group and the timeout, given the arguments."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            group, timeout = of(*args, **kwargs)
+            if group is None or torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            with errors_of_all(group_name(group), timeout):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Ranks of a ring and this process's place in it; without a group, one and 0."""
     if group is None:
@@ -342,7 +370,7 @@ def clear_cache() -> None:
     Harmless at any time, on one rank or all.
     """
     for ring in (_local, *_groups.values()):
-        ring.cache.clear()
+        ring.pool.clear()
 
 
 def cleanup() -> None:
@@ -366,7 +394,7 @@ def get_memory_info() -> dict[str, object]:
     The keys are those of :attr:`annulus.RingAttention.memory_info` and always present; bytes are sums over
     all rings, except scratch_bytes, which they share.
     """
-    executors = [e for ring in (_local, *_groups.values()) for e in ring.cache.executors()]
+    executors = [e for ring in (_local, *_groups.values()) for e in ring.pool.executors()]
     total: dict[str, object] = {
         "device": "cpu",
         "complexity": "none yet",

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 import torch.distributed as dist
 
 from annulus import ConfigError, Placement
 from annulus.torch import _rings
 from annulus.torch._config import placement_of_lengths
+
+
+def _axis(where: str, x: torch.Tensor, dim: int) -> int:
+    """The axis of the tokens, counted from the front; ConfigError for what is no tensor that has it."""
+    if not isinstance(x, torch.Tensor):
+        raise ConfigError(f"{where}: x is a {type(x).__name__}: a torch.Tensor was expected")
+    if x.layout != torch.strided or x.is_nested:
+        raise ConfigError(f"{where}: x is a {x.layout} tensor: a dense one was expected")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ConfigError(
+            f"{where}: dim is {dim!r}: an axis of x, which has {x.dim()}, was expected"
+        )
+    return dim % x.dim()
 
 
 def positions(
@@ -54,8 +65,8 @@ def shard(
         group: the ranks of the ring; None: this process alone, which gets all of x.
         dim: the axis of the tokens.
     """
-    n = x.shape[dim]
-    mine = positions(n, placement=placement, group=group)
+    dim = _axis("shard", x, dim)
+    mine = positions(x.shape[dim], placement=placement, group=group)
     if placement == "contiguous":
         return x.narrow(dim, int(mine[0]) if len(mine) else 0, len(mine))
     return x.index_select(dim, mine.to(x.device))
@@ -78,7 +89,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)  # others may hold what came in
+        # A copy: others may hold what came in. A sparse one is made dense: gradients of the ranks are summed.
+        grad = grad.to_dense().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         rank = dist.get_rank(ctx.group)
         first = sum(ctx.lengths[:rank])
@@ -86,17 +98,7 @@ class _Gather(torch.autograd.Function):
         return grad.index_select(ctx.dim, mine), None, None, None, None
 
 
-def _shapes(x: torch.Tensor, group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every rank's tensor. Collective."""
-    mine = torch.zeros(256, dtype=torch.uint8)
-    text = json.dumps([str(x.dtype), list(x.shape)]).encode()
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    all_ranks = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_ranks, mine, group=group)
-    texts = (bytes(t.tolist()).rstrip(b"\0").decode() for t in all_ranks)
-    return [(dtype, tuple(shape)) for dtype, shape in map(json.loads, texts)]
-
-
+@_rings.errors_reach_all(lambda *_, group=None, **__: (group, None))
 def unshard(
     x: torch.Tensor,
     *,
@@ -118,21 +120,16 @@ def unshard(
         group: the ranks of the ring; None: this process alone.
         dim: the axis of the tokens.
     """
-    _rings.group_size_and_rank(group)  # refuses what is no group
-    if group is None:
+    name = _rings.group_name(group)  # refuses what is no group
+    dim = _axis("unshard", x, dim)
+    if name is None:
         order = positions(x.shape[dim], placement=placement)
         return x.index_select(dim, torch.argsort(order)) if placement == "hilbert" else x
-    dim = dim % x.dim()
-    shapes = _shapes(x, group)
-    lengths = [shape[dim] for _, shape in shapes if dim < len(shape)]
-    if len({(dtype, *shape[:dim], None, *shape[dim + 1 :]) for dtype, shape in shapes}) > 1:
-        raise ConfigError(
-            "unshard: the ranks hold "
-            + ", ".join(f"{dtype} {list(shape)}" for dtype, shape in shapes)
-            + f": tensors that differ in axis {dim} alone were expected"
-        )
+    positions(0, placement=placement, group=group)  # refuses what is no placement
+    others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
+    claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others, "placement": placement}
+    lengths = list(_rings.lengths_of_all("unshard", name, claims, x.shape[dim]))
     if sum(lengths) == 0:
-        positions(0, placement=placement, group=group)  # refuses what is no placement
         return x
     placed = placement_of_lengths(placement, lengths)
     order = torch.cat([torch.from_numpy(placed.positions(r)) for r in range(len(lengths))])

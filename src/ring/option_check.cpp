@@ -1,0 +1,57 @@
+#include "ring/option_check.h"
+
+#include <cmath>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "annulus/error.h"
+#include "ring/option_text.h"
+
+namespace annulus::ring {
+
+void check_values(const RingOptions& options) {
+  options.pattern.validate();
+  if (options.batch < 1)
+    throw ConfigError(fmt::format("batch is {}, expected at least 1", options.batch));
+  if (options.kv_heads < 1 || options.pattern.heads % options.kv_heads != 0) {
+    throw ConfigError(fmt::format("kv_heads is {}, expected a divisor of the {} query heads",
+                                  options.kv_heads, options.pattern.heads));
+  }
+  if (options.threads < 0)
+    throw ConfigError(fmt::format("threads is {}, expected 0 (all) or more", options.threads));
+  if (!(options.rates.flops_per_second > 0) || !(options.rates.bytes_per_second > 0)) {
+    throw ConfigError(fmt::format("rates are {} FLOP/s and {} bytes/s, expected more than 0",
+                                  options.rates.flops_per_second, options.rates.bytes_per_second));
+  }
+  if (options.scale.has_value() &&
+      !(std::isfinite(static_cast<float>(*options.scale)) && *options.scale > 0)) {
+    throw ConfigError(
+        fmt::format("scale is {}, expected a number above 0 that fp32 can hold", *options.scale));
+  }
+  if (options.reproducible && options.schedule == Schedule::ring) {
+    throw ConfigError(
+        "reproducible needs every row's keys in one order: use schedule gather or auto instead of "
+        "ring");
+  }
+}
+
+Computation computation_of(const RingOptions& options, const Backend& backend,
+                           std::int64_t tokens) {
+  Computation computation;
+  computation.pattern = &options.pattern;
+  computation.query_tokens = computation.key_tokens = tokens;
+  computation.batch = options.batch;
+  computation.kv_heads = options.kv_heads;
+  computation.head_dim = options.head_dim;
+  computation.dtype = options.dtype;
+  computation.scale = scale_of(options);
+  computation.mix_gradient = options.mix_gradient;
+  computation.reproducible = options.reproducible;
+  computation.backward = options.backward;
+  const std::string complaint = backend.complaint(computation);
+  if (!complaint.empty()) throw ConfigError(complaint);
+  return computation;
+}
+
+}  // namespace annulus::ring

@@ -106,8 +106,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
                         expected);
     };
     RingAttention ring(options, transport);
-    const std::shared_ptr<ThreadPool> pool =
-        ThreadPool::of(options.threads);
+    const std::shared_ptr<ThreadPool> pool = ThreadPool::of(options.threads);
     const bool detached = options.backward && options.mix_gradient == MixGradient::detached;
     BranchState state = detached ? ring.make_branch_state() : BranchState();
     BranchState* kept = detached ? &state : nullptr;

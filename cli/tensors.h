@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "annulus/ring_attention.h"
-#include "core/thread_pool.h"
 #include "core/memory.h"
+#include "core/thread_pool.h"
 
 namespace annulus::cli {
 

@@ -162,9 +162,9 @@ class Transfer : public Pooled<Transfer> {
 
   // Guarded by channel_.mutex.
   Outcome outcome_ = Outcome::cancelled;  // not yet queued
-  Event moved_;                    // from done or on_link on
-  Clock::time_point ready_{};      // with on_link
-  std::size_t partner_bytes_ = 0;  // with size_mismatch
+  Event moved_;                           // from done or on_link on
+  Clock::time_point ready_{};             // with on_link
+  std::size_t partner_bytes_ = 0;         // with size_mismatch
   Transfer* previous_ = nullptr;
   Transfer* next_ = nullptr;
 };

@@ -26,7 +26,7 @@ namespace annulus::test {
 namespace {
 
 // ANNULUS_TEST_BACKEND=late runs a whole test program on late queues.
-[[maybe_unused]] const std::unique_ptr<LateBackends> late_backends = [] {
+[[maybe_unused]] const std::unique_ptr<LateBackends> kLateBackends = [] {
   const char* name = std::getenv("ANNULUS_TEST_BACKEND");
   return name != nullptr && std::string(name) == "late" ? std::make_unique<LateBackends>()
                                                         : nullptr;

@@ -55,8 +55,8 @@ class CpuCopies final : public CopyProgram {
     std::int64_t rows;
   };
 
-  // Calls rows(section, batch, head, run, first, end, base, bytes): rows [first, end) of the run, in
-  // a section that begins `base` bytes into the buffer and has `bytes` a row.
+  // Calls rows(section, batch, head, run, first, end, base, bytes): rows [first, end) of the run,
+  // in a section that begins `base` bytes into the buffer and has `bytes` a row.
   template <typename Row>
   void for_each(ThreadPool& pool, const Row& row) const {
     for (std::size_t p = 0; p < parcels.size(); ++p) {
@@ -91,9 +91,7 @@ class CpuCopies final : public CopyProgram {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int threads)
-      : pool_(ThreadPool::of(threads)),
-        kernels_(chosen_kernels()) {}
+  explicit CpuBackend(int threads) : pool_(ThreadPool::of(threads)), kernels_(chosen_kernels()) {}
 
   [[nodiscard]] Device device() const override { return {}; }
   [[nodiscard]] std::string kernels() const override { return kernels_.name; }

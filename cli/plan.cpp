@@ -54,10 +54,10 @@ RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
       options.batch * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   const std::int64_t wide = options.batch * options.head_dim * 4;
   if (travel == Travel::keys) return {2 * row, gradients ? 2 * wide : 0};
-  const auto deltas = options.mix_gradient == MixGradient::detached
-                          ? static_cast<std::int64_t>(options.pattern.branches.size())
-                          : 1;
-  return {2 * row + options.batch * 4 * (1 + deltas), wide};
+  Computation computation;
+  computation.pattern = &options.pattern;
+  computation.mix_gradient = options.mix_gradient;
+  return {2 * row + options.batch * 4 * computation.statistics_width(), wide};
 }
 
 // The plan that RingAttention would make, schedule `auto` resolved by the same rule.

@@ -45,6 +45,9 @@ struct RingOptions {
   // The same bits for every ring size and placement. Needs the gather schedule; backward computes
   // scores twice.
   bool reproducible = false;
+  // The same bits in every run with the same ranks; implied by reproducible. The CPU always does
+  // so; on CUDA devices backward is slower by it.
+  bool deterministic = false;
   bool backward = true;  // false: backward() is refused and its memory is not allocated
   BackwardTravel backward_travel = BackwardTravel::automatic;  // automatic: fewer bytes
   bool blocking =

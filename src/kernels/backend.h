@@ -58,6 +58,7 @@ struct Computation {
   MixGradient mix_gradient = MixGradient::full;
   const KeptRows* kept = nullptr;  // of the executor; null unless mixing is detached
   bool reproducible = false;
+  bool deterministic = false;  // the same bits in every run; true if reproducible is
   bool backward = true;
 
   [[nodiscard]] int heads() const { return pattern->heads; }
@@ -67,6 +68,9 @@ struct Computation {
   [[nodiscard]] int deltas() const {
     return mix_gradient == MixGradient::detached ? static_cast<int>(pattern->branches.size()) : 1;
   }
+  // Floats of a row's statistics: its log-sum-exp, its deltas, and what makes them a multiple of 16
+  // bytes, so that parcels with statistics in them keep the other rows aligned.
+  [[nodiscard]] int statistics_width() const { return (1 + deltas() + 3) / 4 * 4; }
 };
 
 // The tiles of steps first_step..last_step of a plan, and what to do with them.

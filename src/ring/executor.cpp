@@ -164,7 +164,7 @@ void RingAttention::Impl::make_plans() {
   const double keys = total(*key_plan, 2 * options.head_dim * (element + 4));
   const double queries =
       total(*query_plan,
-            2 * options.head_dim * element + 4 * (1 + computation.deltas()) + 4 * options.head_dim);
+            2 * options.head_dim * element + 4 * computation.statistics_width() + 4 * options.head_dim);
   if (options.backward_travel == BackwardTravel::queries || queries < keys) {
     travel = Travel::queries;
   } else {
@@ -182,7 +182,7 @@ void RingAttention::Impl::make_couriers() {
   if (!options.backward) return;
   if (query_plan != nullptr) {
     const std::int64_t statistics_row =
-        (1 + computation.deltas()) * static_cast<std::int64_t>(sizeof(float));
+        computation.statistics_width() * static_cast<std::int64_t>(sizeof(float));
     query_courier = std::make_unique<Courier>(
         *query_plan, layout(*query_plan, {row, row, statistics_row}), *link);
   }

@@ -48,6 +48,7 @@ Computation computation_of(const RingOptions& options, const Backend& backend,
   computation.scale = scale_of(options);
   computation.mix_gradient = options.mix_gradient;
   computation.reproducible = options.reproducible;
+  computation.deterministic = options.deterministic || options.reproducible;
   computation.backward = options.backward;
   const std::string complaint = backend.complaint(computation);
   if (!complaint.empty()) throw ConfigError(complaint);

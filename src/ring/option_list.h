@@ -55,6 +55,9 @@ void for_each_option(Options& options, const Visit& visit) {
   visit(OptionInfo{"reproducible", same, ring,
                    "The same bits for every number of ranks and placement (gathers)"},
         options.reproducible);
+  visit(OptionInfo{"deterministic", same, ring,
+                   "The same bits in every run (the CPU always does; CUDA backward slows down)"},
+        options.deterministic);
   visit(OptionInfo{"backward_travel", choice, ring,
                    "What visits other ranks in backward (default auto: fewer bytes)"},
         options.backward_travel);

@@ -70,7 +70,7 @@ void CpuEngine::allocate(const ReceivedRows& received) {
   }
   if (!computation_.backward) return;
   statistics_ =
-      allocate_host(computation_.query_rows() * (1 + computation_.deltas()) * 4, "row statistics");
+      allocate_host(computation_.query_rows() * computation_.statistics_width() * 4, "row statistics");
 }
 
 std::int64_t CpuEngine::state_bytes() const { return accumulators_.bytes() + statistics_.bytes(); }
@@ -95,7 +95,7 @@ TensorRows CpuEngine::rows_of(const float* base, std::int64_t tokens, int heads,
 
 TensorRows CpuEngine::statistics() const {
   return rows_of(statistics_.floats(), computation_.query_tokens, computation_.heads(),
-                 1 + computation_.deltas());
+                 computation_.statistics_width());
 }
 
 void CpuEngine::for_each_token(std::int64_t tokens,

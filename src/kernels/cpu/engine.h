@@ -76,7 +76,7 @@ class CpuEngine final : public Engine {
 
   ReceivedRows received_;
   Memory accumulators_;  // 16-bit dtypes: fp32 O, or those of the branches; in backward dQ, dK, dV
-  Memory statistics_;    // [batch][token][q head][1 + deltas()]: lse and delta
+  Memory statistics_;    // [batch][token][q head][statistics_width()]
   struct Runs {
     std::vector<RowRun> queries;
     std::vector<RowRun> keys;

@@ -36,7 +36,7 @@ void CpuEngine::fill_statistics(const BackwardCall& call) const {
   for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
     for (int h = 0; h < heads; ++h) {
       const std::int64_t at = (b * computation_.query_tokens + t) * heads + h;
-      float* out = statistics_.floats() + at * (1 + deltas);
+      float* out = statistics_.floats() + at * computation_.statistics_width();
       const std::byte* g = call.dout.at(b, h) + t * call.dout.row_step;
       out[0] = *reinterpret_cast<const float*>(call.lse.at(b, h) + t * call.lse.row_step);
       if (call.branches.o == nullptr) {

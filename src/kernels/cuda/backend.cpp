@@ -80,8 +80,6 @@ class CudaBackend final : public Backend {
 
   [[nodiscard]] std::string complaint(const Computation& computation) const override {
     const int head_dim = computation.head_dim;
-    if (computation.mix_gradient == MixGradient::detached)
-      return "mix_gradient is detached, which CUDA devices cannot do yet: use full";
     if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return "";
     return fmt::format(
         "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros", head_dim,

@@ -75,27 +75,15 @@ void CompiledStage::upload(int device_index) {
 
 CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> forward,
                        std::span<const Stage> backward, const Families& families, int device)
-    : computation_(computation), families_(families), device_(device) {
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_),
-        "asking for the number of multiprocessors");
-  const auto compile = [&](const Stage& stage, Side side, int tile, bool persistent) {
-    CompiledStage out;
-    out.tables = make_tables(stage, computation_, side, tile, computation_.reproducible);
-    for (const Launch& launch : out.tables.launches)
-      out.traits.push_back(launch_traits(out.tables, launch));
-    if (persistent) {
-      arrange_all(out.tables, multiprocessors, tile);
-    } else {
-      put_longest_first(out.tables, side);
-    }
-    list_bytes_ += out.tables.bytes();
-    return out;
-  };
+    : computation_(computation),
+      families_(families),
+      device_(device),
+      stages_(backward.begin(), backward.end()) {
   for (const Stage& stage : forward) {
     forward_.push_back(
-        compile(stage, Side::queries, families_.forward.tile, families_.forward.persistent));
+        compile(stage, Side::queries, families_.forward.tile, families_.forward.order));
     forward_launches_ += static_cast<int>(forward_.back().tables.launches.size());
+    list_bytes_ += forward_.back().tables.bytes();
   }
   for (const CompiledStage& stage : forward_) {
     if (stage.tables.launches.empty()) continue;
@@ -106,42 +94,106 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
     const Tables& last = forward_.back().tables;
     covers_last_ = covers(last, last.launches.back(), computation_.query_rows());
   }
-  for (const Stage& stage : backward) {
-    BackwardStage out{stage.kind, {}, {}};
-    const BackwardFamily& family = families_.backward;
-    if (stage.kind != Stage::Kind::key_gradient && family.query_tile > 0)
-      out.queries = compile(stage, Side::queries, family.query_tile, false);
-    if (stage.kind != Stage::Kind::query_gradient)
-      out.keys = compile(stage, Side::keys, family.key_tile, family.persistent);
-    backward_.push_back(std::move(out));
+  backward_ = compile_backward(families_.backward);
+  for (const BackwardStage& stage : backward_.stages)
+    list_bytes_ += stage.queries.tables.bytes() + stage.keys.tables.bytes();
+}
+
+CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemOrder order) const {
+  CompiledStage out;
+  out.tables = make_tables(stage, computation_, side, tile, computation_.reproducible);
+  for (const Launch& launch : out.tables.launches)
+    out.traits.push_back(launch_traits(out.tables, launch));
+  if (order == ItemOrder::in_turn) {
+    int multiprocessors = 0;
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_),
+          "asking for the number of multiprocessors");
+    arrange_all(out.tables, multiprocessors, tile);
   }
+  if (order == ItemOrder::longest_first) put_longest_first(out.tables, side);
+  return out;
+}
+
+CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& family) const {
+  BackwardStages out;
+  out.family = family;
+  std::int64_t launches = 0;
+  for (const Stage& stage : stages_) {
+    BackwardStage compiled{stage.kind, {}, {}, launches};
+    if (stage.kind != Stage::Kind::key_gradient && family.query_tile > 0) {
+      compiled.queries =
+          compile(stage, Side::queries, family.query_tile, ItemOrder::longest_first);
+    }
+    if (stage.kind != Stage::Kind::query_gradient)
+      compiled.keys = compile(stage, Side::keys, family.key_tile, family.order);
+    launches += static_cast<std::int64_t>(compiled.keys.tables.launches.size());
+    out.stages.push_back(std::move(compiled));
+  }
+  return out;
+}
+
+void CudaEngine::upload(BackwardStages& stages) const {
+  std::int64_t launches = 0;
+  for (BackwardStage& stage : stages.stages) {
+    stage.queries.upload(device_);
+    stage.keys.upload(device_);
+    launches += static_cast<std::int64_t>(stage.keys.tables.launches.size());
+  }
+  stages.counters = allocate_device(device_, launches * 4, "counters of items");
+}
+
+CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
+  if (backward_.family.fits(shape)) return backward_;
+  if (awkward_.stages.empty()) {
+    awkward_ = compile_backward(portable_backward_family());
+    upload(awkward_);
+  }
+  return awkward_;
 }
 
 void CudaEngine::allocate(const ReceivedRows& received) {
   const DeviceScope scope(device_);
   for (CompiledStage& stage : forward_) stage.upload(device_);
-  for (BackwardStage& stage : backward_) {
-    stage.queries.upload(device_);
-    stage.keys.upload(device_);
-  }
+  if (computation_.backward) upload(backward_);
   keys_ = upload_parcels(received.keys);
   queries_ = upload_parcels(received.queries);
   gradients_ = upload_parcels(received.gradients);
-  const std::int64_t row = computation_.head_dim * std::int64_t{4};
-  const bool one_launch = forward_launches_ <= 1 && covers_last_;
-  if (!is_fp32() && (!one_launch || computation_.backward)) {
-    accumulators_ =
-        allocate_device(device_, computation_.query_rows() * row, "fp32 accumulators");
+  if (computation_.kept != nullptr) upload_kept();
+  if (!is_fp32()) {
+    // Forward and backward take turns: the larger one's needs will do.
+    const bool one_launch = forward_launches_ <= 1 && covers_last_;
+    std::int64_t bytes = one_launch ? 0 : sum_bytes(computation_.query_rows());
+    if (computation_.backward)
+      bytes = sum_bytes(computation_.query_rows()) + 2 * sum_bytes(computation_.key_rows());
+    if (computation_.kept != nullptr) bytes = std::max(bytes, sum_bytes(computation_.kept->rows()));
+    accumulators_ = allocate_device(device_, bytes, "fp32 accumulators");
   }
   if (!computation_.backward) return;
-  if (!is_fp32()) {
-    key_gradients_ =
-        allocate_device(device_, computation_.key_rows() * row, "fp32 gradients of k");
-    value_gradients_ =
-        allocate_device(device_, computation_.key_rows() * row, "fp32 gradients of v");
-  }
   statistics_ = allocate_device(
-      device_, computation_.query_rows() * (1 + computation_.deltas()) * 4, "row statistics");
+      device_, computation_.query_rows() * computation_.statistics_width() * 4, "row statistics");
+}
+
+std::int64_t CudaEngine::sum_bytes(std::int64_t rows) const {
+  constexpr std::int64_t kLine = 128;
+  return (rows * computation_.head_dim * 4 + kLine - 1) / kLine * kLine;
+}
+
+void CudaEngine::upload_kept() {
+  const KeptRows& kept = *computation_.kept;
+  const auto words = static_cast<std::int64_t>(kept.words().size() * sizeof(KeptRows::Word));
+  const auto heads = static_cast<std::int64_t>(kept.heads().size() * sizeof(KeptRows::Head));
+  kept_memory_ = allocate_device(device_, words + heads, "the table of kept rows");
+  const auto copy = [&](std::byte* to, const void* from, std::int64_t bytes) {
+    check(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice),
+          "copying the table of kept rows");
+  };
+  if (words > 0) copy(kept_memory_.data(), kept.words().data(), words);
+  if (heads > 0) copy(kept_memory_.data() + words, kept.heads().data(), heads);
+  kept_.words = reinterpret_cast<const KeptRows::Word*>(kept_memory_.data());
+  kept_.heads = reinterpret_cast<const KeptRows::Head*>(kept_memory_.data() + words);
+  kept_.batch_rows = kept.batch_rows();
+  kept_.branch_heads = computation_.heads();
+  kept_.branches = static_cast<std::int32_t>(computation_.pattern->branches.size());
 }
 
 CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) const {
@@ -171,8 +223,7 @@ CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) const 
 }
 
 std::int64_t CudaEngine::state_bytes() const {
-  return accumulators_.bytes() + key_gradients_.bytes() + value_gradients_.bytes() +
-         statistics_.bytes();
+  return accumulators_.bytes() + statistics_.bytes();
 }
 
 RowSpace CudaEngine::query_space() const {
@@ -183,15 +234,25 @@ RowSpace CudaEngine::key_space() const {
   return {computation_.batch, computation_.key_tokens, computation_.kv_heads};
 }
 
-TensorRows CudaEngine::rows_of(const Memory& memory, std::int64_t tokens, int heads,
-                               std::int64_t width) const {
+TensorRows CudaEngine::rows_of(std::byte* base, std::int64_t tokens, int heads,
+                               std::int64_t width) {
   const std::int64_t row = width * 4;
-  return {memory.data(), tokens * heads * row, row, heads * row};
+  return {base, tokens * heads * row, row, heads * row};
+}
+
+TensorRows CudaEngine::state_rows(const ForwardCall& call) const {
+  if (is_fp32()) return call.o;
+  return rows_of(accumulators_.data(), computation_.query_tokens, computation_.heads(),
+                 computation_.head_dim);
+}
+
+float* CudaEngine::branch_sums(const BranchOutputs& branches) const {
+  return is_fp32() ? reinterpret_cast<float*>(branches.o) : accumulators_.floats();
 }
 
 TensorRows CudaEngine::statistics() const {
-  return rows_of(statistics_, computation_.query_tokens, computation_.heads(),
-                 1 + computation_.deltas());
+  return rows_of(statistics_.data(), computation_.query_tokens, computation_.heads(),
+                 computation_.statistics_width());
 }
 
 Channel CudaEngine::channel(const TensorRows& local, const Parcels& parcels, int section,
@@ -224,10 +285,21 @@ KernelShape CudaEngine::shape(std::span<const TensorRows> rows) const {
   return out;
 }
 
+KernelShape CudaEngine::backward_shape(const BackwardCall& call) const {
+  const TensorRows tensors[] = {call.q, call.k, call.v, call.dout};
+  return shape(tensors);
+}
+
 void CudaEngine::begin_forward(const ForwardCall& call, Queue& queue) {
-  if (covers_first_) return;
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
+  if (call.branches.lse != nullptr) {
+    const TensorRows rows{reinterpret_cast<std::byte*>(call.branches.lse), 0, 0, 4};
+    check_launch(fill_rows(rows, {1, computation_.kept->rows(), 1}, -INFINITY, stream), "fill_rows",
+                 stream);
+    return;
+  }
+  if (covers_first_) return;
   check_launch(fill_rows(call.lse, query_space(), -INFINITY, stream), "fill_rows", stream);
 }
 
@@ -243,9 +315,18 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
   params.k = channel(call.k, keys_, 0);
   params.v = channel(call.v, keys_, 1);
   params.lse = call.lse;
-  params.state = is_fp32() ? call.o
-                           : rows_of(accumulators_, computation_.query_tokens, computation_.heads(),
-                                     computation_.head_dim);
+  params.state = state_rows(call);
+  if (call.branches.o != nullptr) {
+    const ForwardKept kept{kept_, branch_sums(call.branches), call.branches.lse};
+    params.load_state = stage != 0;
+    for (const Launch& launch : compiled.tables.launches) {
+      if (call.stop->load(std::memory_order_relaxed)) return;
+      params.first_item = launch.first_item;
+      params.items = launch.items;
+      check_launch(portable_forward(params, stream, kept), "forward", stream);
+    }
+    return;
+  }
   // Rows that lie awkwardly go to the kernels that take any.
   const bool fits = families_.forward.fits(params.shape) && is_aligned(call.o);
   bool first = stage == 0;
@@ -269,15 +350,28 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
 }
 
 void CudaEngine::finish_forward(const ForwardCall& call, Queue& queue) {
-  if (covers_last_) return;
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
+  if (call.branches.o != nullptr) {
+    MergeParams params;
+    params.space = query_space();
+    params.kept = kept_;
+    params.branch_o = branch_sums(call.branches);
+    params.branch_lse = call.branches.lse;
+    params.kept_o = is_fp32() ? nullptr : call.branches.o;
+    params.lse = call.lse;
+    params.out = call.o;
+    params.head_dim = computation_.head_dim;
+    params.dtype = computation_.dtype;
+    params.factor = static_cast<float>(computation_.pattern->output_scale);
+    check_launch(merge_branches(params, stream), "merge_branches", stream);
+    return;
+  }
+  if (covers_last_) return;
   FinishParams params;
   params.space = query_space();
   params.lse = call.lse;
-  params.state = is_fp32() ? call.o
-                           : rows_of(accumulators_, computation_.query_tokens, computation_.heads(),
-                                     computation_.head_dim);
+  params.state = state_rows(call);
   params.out = call.o;
   params.head_dim = computation_.head_dim;
   params.dtype = computation_.dtype;
@@ -289,9 +383,12 @@ void CudaEngine::finish_forward(const ForwardCall& call, Queue& queue) {
 GradientSums CudaEngine::sums(const BackwardCall& call) const {
   if (is_fp32()) return {call.dq, call.dk, call.dv};
   const Computation& c = computation_;
-  return {rows_of(accumulators_, c.query_tokens, c.heads(), c.head_dim),
-          rows_of(key_gradients_, c.key_tokens, c.kv_heads, c.head_dim),
-          rows_of(value_gradients_, c.key_tokens, c.kv_heads, c.head_dim)};
+  std::byte* dq = accumulators_.data();
+  std::byte* dk = dq + sum_bytes(c.query_rows());
+  std::byte* dv = dk + sum_bytes(c.key_rows());
+  return {rows_of(dq, c.query_tokens, c.heads(), c.head_dim),
+          rows_of(dk, c.key_tokens, c.kv_heads, c.head_dim),
+          rows_of(dv, c.key_tokens, c.kv_heads, c.head_dim)};
 }
 
 void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
@@ -309,7 +406,19 @@ void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
   // scale of 0 makes every gradient 0.
   const double factor = computation_.pattern->output_scale;
   params.unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
+  if (call.branches.o != nullptr) {
+    params.kept = kept_;
+    params.branch_o = call.branches.o;
+    params.branch_lse = call.branches.lse;
+  }
   check_launch(fill_statistics(params, stream), "fill_statistics", stream);
+  const auto clear = [&](const Memory& memory, std::int64_t bytes) {
+    if (bytes == 0) return;
+    check(cudaMemsetAsync(memory.data(), 0, static_cast<std::size_t>(bytes), stream),
+          "clearing gradients");
+  };
+  const Memory& counters = stages_for(backward_shape(call)).counters;
+  clear(counters, counters.bytes());
   const std::int64_t row = computation_.head_dim * std::int64_t{4};
   if (is_fp32()) {
     check_launch(clear_rows(call.dq, query_space(), row, stream), "clear_rows", stream);
@@ -317,44 +426,51 @@ void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
     check_launch(clear_rows(call.dv, key_space(), row, stream), "clear_rows", stream);
     return;
   }
-  for (const Memory* memory : {&accumulators_, &key_gradients_, &value_gradients_}) {
-    if (memory->bytes() == 0) continue;
-    check(cudaMemsetAsync(memory->data(), 0, static_cast<std::size_t>(memory->bytes()), stream),
-          "clearing gradients");
-  }
+  clear(accumulators_,
+        sum_bytes(computation_.query_rows()) + 2 * sum_bytes(computation_.key_rows()));
 }
 
 void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
-  const BackwardStage& compiled = backward_[static_cast<std::size_t>(stage)];
+  const KernelShape shape = backward_shape(call);
+  const BackwardStages& stages = stages_for(shape);
+  const BackwardStage& compiled = stages.stages[static_cast<std::size_t>(stage)];
   const GradientSums sum = sums(call);
   const TensorRows stats = statistics();
-  const TensorRows tensors[] = {call.q, call.k, call.v, call.dout};
   const bool keys_return = gradients_.layout != nullptr && gradients_.layout->sections() == 2;
   const Parcels none;
   BackwardParams params;
-  params.shape = shape(tensors);
+  params.shape = shape;
   params.q = channel(call.q, queries_, 0);
   params.dout = channel(call.dout, queries_, 1);
   params.lse = channel(stats, queries_, 2);
-  params.delta = channel(stats, queries_, 2, 4);
   params.k = channel(call.k, keys_, 0);
   params.v = channel(call.v, keys_, 1);
   params.dq = channel(sum.dq, keys_return ? none : gradients_, 0);
   params.dk = channel(sum.dk, keys_return ? gradients_ : none, 0);
   params.dv = channel(sum.dv, keys_return ? gradients_ : none, 1);
-  const auto run = [&](const CompiledStage& part, auto* kernel, const char* name) {
+  const bool by_branch = computation_.deltas() > 1;
+  const auto run = [&](const CompiledStage& part, const auto& kernel, const char* name) {
     params.tables = part.device;
     for (std::size_t i = 0; i < part.tables.launches.size(); ++i) {
       if (call.stop->load(std::memory_order_relaxed)) return;
-      params.first_item = part.tables.launches[i].first_item;
-      params.items = part.tables.launches[i].items;
-      check_launch(kernel(params, part.traits[i], stream), name, stream);
+      const Launch& launch = part.tables.launches[i];
+      params.first_item = launch.first_item;
+      params.items = launch.items;
+      params.delta = channel(stats, queries_, 2, 4 * (1 + (by_branch ? launch.branch : 0)));
+      check_launch(kernel(i), name, stream);
     }
   };
-  run(compiled.queries, families_.backward.queries, "query_gradient");
-  run(compiled.keys, families_.backward.keys, "key_gradient");
+  run(compiled.queries, [&](std::size_t) { return portable_query_gradient(params, stream); },
+      "query_gradient");
+  run(compiled.keys,
+      [&](std::size_t i) {
+        auto* next_item = reinterpret_cast<std::int32_t*>(stages.counters.data()) +
+                          compiled.first_counter + static_cast<std::int64_t>(i);
+        return stages.family.keys(params, compiled.keys.traits[i], next_item, stream);
+      },
+      "key_gradient");
 }
 
 void CudaEngine::finish_backward(const BackwardCall& call, Queue& queue) {

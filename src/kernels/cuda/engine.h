@@ -42,10 +42,12 @@ class CudaEngine final : public Engine {
   [[nodiscard]] TensorRows statistics() const override;
 
  private:
+  // Backward's stages, as a family wants them.
   struct BackwardStage {
     Stage::Kind kind;
     CompiledStage queries;  // dQ
     CompiledStage keys;     // dK and dV
+    std::int64_t first_counter = 0;
   };
   // Received parcels of one kind, as kernels see them.
   struct Parcels {
@@ -54,11 +56,30 @@ class CudaEngine final : public Engine {
     bool aligned = true;
   };
 
+  struct BackwardStages {
+    BackwardFamily family;
+    std::vector<BackwardStage> stages;
+    Memory counters;  // of their launches: which item is next
+  };
+  [[nodiscard]] CompiledStage compile(const Stage& stage, Side side, int tile, ItemOrder order) const;
+  [[nodiscard]] BackwardStages compile_backward(const BackwardFamily& family) const;
+  void upload(BackwardStages& stages) const;
+  // Those of the chosen family or, for rows that lie too awkwardly for it, of the portable one, which
+  // are made when they are first needed.
+  [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape);
+  [[nodiscard]] KernelShape backward_shape(const BackwardCall& call) const;
+
   [[nodiscard]] bool is_fp32() const { return computation_.dtype == DType::f32; }
   [[nodiscard]] RowSpace query_space() const;
   [[nodiscard]] RowSpace key_space() const;
-  [[nodiscard]] TensorRows rows_of(const Memory& memory, std::int64_t tokens, int heads,
-                                   std::int64_t width) const;
+  [[nodiscard]] static TensorRows rows_of(std::byte* base, std::int64_t tokens, int heads,
+                                          std::int64_t width);
+  // Where O so far is.
+  [[nodiscard]] TensorRows state_rows(const ForwardCall& call) const;
+  // fp32 outputs of branches so far: those that are kept, or their wide image.
+  [[nodiscard]] float* branch_sums(const BranchOutputs& branches) const;
+  void upload_kept();
+  [[nodiscard]] std::int64_t sum_bytes(std::int64_t rows) const;
   [[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels) const;
   [[nodiscard]] static Channel channel(const TensorRows& local, const Parcels& parcels, int section,
                                        std::int64_t byte_offset = 0);
@@ -68,7 +89,9 @@ class CudaEngine final : public Engine {
   const Families families_;
   const int device_;
   std::vector<CompiledStage> forward_;
-  std::vector<BackwardStage> backward_;
+  const std::vector<Stage> stages_;  // of backward
+  BackwardStages backward_;
+  BackwardStages awkward_;
   std::int64_t list_bytes_ = 0;
   int forward_launches_ = 0;
   bool covers_first_ = false;  // the first launch has every query row
@@ -77,10 +100,11 @@ class CudaEngine final : public Engine {
   Parcels keys_;
   Parcels queries_;
   Parcels gradients_;
-  Memory accumulators_;     // fp32 O in forward, dQ in backward (16-bit dtypes)
-  Memory key_gradients_;    // fp32 (16-bit dtypes)
-  Memory value_gradients_;  // fp32 (16-bit dtypes)
-  Memory statistics_;       // [batch][token][q head][1 + deltas()]
+  KeptTables kept_;  // detached mixing
+  Memory kept_memory_;
+  // 16-bit dtypes: fp32 O, or those of all branches, in forward; dQ, dK, dV in backward.
+  Memory accumulators_;
+  Memory statistics_;       // [batch][token][q head][statistics_width()]
 };
 
 }  // namespace annulus::cuda

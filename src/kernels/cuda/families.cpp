@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "kernels/cuda/attend_backward_sm90.h"
 #include "kernels/cuda/forward_sm90.h"
 #include "kernels/cuda/portable.h"
 #include "kernels/cuda/runtime.h"
@@ -15,28 +16,28 @@ namespace {
 bool anything_fits(const KernelShape&) { return true; }
 
 ForwardFamily portable_forward_family(const KernelShape& shape) {
-  return {"portable", portable_forward_tile(shape), false, anything_fits,
+  return {"portable", portable_forward_tile(shape), ItemOrder::longest_first, anything_fits,
           [](const ForwardParams& params, const LaunchTraits&, cudaStream_t stream) {
             return portable_forward(params, stream);
           }};
 }
 
-BackwardFamily portable_backward_family() {
-  return {"portable",
-          kPortableGradientTile,
-          kPortableGradientTile,
-          false,
-          anything_fits,
-          [](const BackwardParams& params, const LaunchTraits&, cudaStream_t stream) {
-            return portable_key_gradient(params, stream);
-          },
-          [](const BackwardParams& params, const LaunchTraits&, cudaStream_t stream) {
-            return portable_query_gradient(params, stream);
-          }};
+ForwardFamily sm90_forward_family() {
+  return {"sm90", kForwardSm90Tile, ItemOrder::in_turn, forward_sm90_fits, launch_forward_sm90};
 }
 
-ForwardFamily sm90_forward_family() {
-  return {"sm90", kForwardSm90Tile, true, forward_sm90_fits, launch_forward_sm90};
+BackwardFamily sm90_backward_family() {
+  return {"sm90",
+          kBackwardTileSm90,
+          0,
+          ItemOrder::as_made,
+          backward_sm90_fits,
+          [](const BackwardParams& params, const LaunchTraits& traits, std::int32_t* next_item,
+             cudaStream_t stream) {
+            launch_backward_sm90(params, stream, {traits.key_stride, next_item});
+            return cudaSuccess;
+          },
+          nullptr};
 }
 
 // "", "portable" or "sm90".
@@ -56,6 +57,18 @@ bool is_hopper(int device) {
 }
 
 }  // namespace
+
+BackwardFamily portable_backward_family() {
+  return {"portable",
+          kPortableGradientTile,
+          kPortableGradientTile,
+          ItemOrder::longest_first,
+          anything_fits,
+          [](const BackwardParams& params, const LaunchTraits&, std::int32_t*, cudaStream_t stream) {
+            return portable_key_gradient(params, stream);
+          },
+          portable_query_gradient};
+}
 
 Families choose_families(const Computation& computation, int device) {
   KernelShape shape;
@@ -78,6 +91,8 @@ Families choose_families(const Computation& computation, int device) {
   }
   if (complaint.empty()) {
     out.forward = sm90_forward_family();
+    // Sums of dQ are made in whatever order blocks come by.
+    if (!computation.deterministic) out.backward = sm90_backward_family();
   } else if (forced == "sm90") {
     throw ConfigError("ANNULUS_CUDA_KERNELS is sm90: " + complaint);
   }

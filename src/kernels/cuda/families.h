@@ -9,10 +9,17 @@
 // Which kernels compute what. A family covers some shapes on some devices; "portable" covers all.
 namespace annulus::cuda {
 
+// In which order the items of a launch are best.
+enum class ItemOrder : std::uint8_t {
+  longest_first,  // whoever is free takes the next one
+  in_turn,        // block b of n takes items b, b + n, ...: see arrange_items
+  as_made,        // whoever is free takes the next one, neighbours share rows in cache
+};
+
 struct ForwardFamily {
   const char* name = "";
-  int tile = 0;         // most rows of an item
-  bool persistent = false;  // one block a multiprocessor: items are arranged for that
+  int tile = 0;  // most rows of an item
+  ItemOrder order = ItemOrder::longest_first;
   // What rows must be, for whatever the caller passes: others go to the portable kernels.
   bool (*fits)(const KernelShape&) = nullptr;
   cudaError_t (*run)(const ForwardParams&, const LaunchTraits&, cudaStream_t) = nullptr;
@@ -22,10 +29,12 @@ struct BackwardFamily {
   const char* name = "";
   int key_tile = 0;
   int query_tile = 0;  // 0: the kernel of the keys makes dQ as well
-  bool persistent = false;
+  ItemOrder order = ItemOrder::longest_first;  // of keys
   bool (*fits)(const KernelShape&) = nullptr;
-  cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, cudaStream_t) = nullptr;
-  cudaError_t (*queries)(const BackwardParams&, const LaunchTraits&, cudaStream_t) = nullptr;
+  // `next_item`: device memory, 0, for kernels whose blocks draw their items.
+  cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, std::int32_t* next_item,
+                      cudaStream_t) = nullptr;
+  cudaError_t (*queries)(const BackwardParams&, cudaStream_t) = nullptr;
 };
 
 struct Families {
@@ -36,6 +45,7 @@ struct Families {
 // For what a device is and what is computed. The environment variable ANNULUS_CUDA_KERNELS, portable
 // or sm90, takes the choice away: ConfigError where that one cannot do it.
 [[nodiscard]] Families choose_families(const Computation& computation, int device);
+[[nodiscard]] BackwardFamily portable_backward_family();
 // Of a device, for people and tests: "sm90" or "portable".
 [[nodiscard]] std::string best_family(int device);
 

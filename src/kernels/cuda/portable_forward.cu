@@ -1,4 +1,5 @@
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/kept_rows.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/portable.h"
 #include "kernels/cuda/rows.cuh"
@@ -41,7 +42,7 @@ __device__ void store_pair(std::byte* row, int column, float a, float b, DType d
 }
 
 template <typename T, int kDim, typename Buffers>
-__global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ PortableForwardParams p) {
   constexpr int kTiles = kRowTiles<kDim>;
   constexpr int kKeys = Buffers::kRows;  // of a tile
   constexpr int kStages = Buffers::kStages;
@@ -83,9 +84,11 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
   };
   const int tiles = (keys + kKeys - 1) / kKeys;
   __syncthreads();
+  if (p.kept.tables.branches > 0) point_to_kept(shared.queries, p, group, item, member.head);
   shared.q.load(shared.queries.at[0], head_dim, p.shape.aligned, p.tables.items);
   if (kStages == 2 && tiles > 0) load(0);
   commit_copies();
+  __syncthreads();
 
   // Rows of a thread: row tile m, upper or lower half. Scores are in units of log2.
   float o[kTiles][kDim / 8][4];
@@ -268,8 +271,10 @@ int portable_forward_tile(const KernelShape& shape) {
   return shape.dtype == DType::f32 || shape.head_dim > 128 ? 64 : 128;
 }
 
-cudaError_t portable_forward(const ForwardParams& params, cudaStream_t stream) {
-  if (params.items == 0) return cudaSuccess;
+cudaError_t portable_forward(const ForwardParams& forward_params, cudaStream_t stream,
+                             const ForwardKept& kept) {
+  if (forward_params.items == 0) return cudaSuccess;
+  const PortableForwardParams params{forward_params, kept};
   if (params.shape.dtype == DType::f32) return forward_fp32(params, stream);
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);

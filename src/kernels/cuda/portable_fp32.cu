@@ -1,4 +1,5 @@
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/kept_rows.cuh"
 #include "kernels/cuda/portable.h"
 #include "kernels/cuda/rows.cuh"
 
@@ -109,7 +110,7 @@ struct ForwardShared {
 };
 
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ PortableForwardParams p) {
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
@@ -131,6 +132,10 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Forw
     keys = extent_up_to(p.tables.runs, group.keys, last);
   }
   __syncthreads();
+  if (p.kept.tables.branches > 0) {
+    point_to_kept(shared.queries, p, group, item, member.head);
+    __syncthreads();
+  }
   shared.q.load(shared.queries.at[0], head_dim);
   float o[kOwnPerThread][kDim / 16];
   float highest[kOwnPerThread];
@@ -404,7 +409,7 @@ cudaError_t launch_items(const Params& params, cudaStream_t stream, const Kernel
 
 }  // namespace
 
-cudaError_t forward_fp32(const ForwardParams& params, cudaStream_t stream) {
+cudaError_t forward_fp32(const PortableForwardParams& params, cudaStream_t stream) {
   return launch_items<ForwardShared>(params, stream, [](auto dim) { return forward<dim()>; });
 }
 

@@ -1,3 +1,4 @@
+#include "kernels/cuda/kept_rows.cuh"
 #include "kernels/cuda/row_kernels.h"
 
 #include <cuda_bf16.h>
@@ -88,18 +89,71 @@ __global__ void finish_kernel(const __grid_constant__ FinishParams p) {
   });
 }
 
+__global__ void merge_kernel(const __grid_constant__ MergeParams p) {
+  for_each_row(p.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
+    float highest = -INFINITY;
+    bool poisoned = false;
+    for (int branch = 0; branch < p.kept.branches; ++branch) {
+      const std::int64_t row = kept_row(p.kept, branch, b, h, t);
+      if (row < 0) continue;
+      const float l = p.branch_lse[row];
+      poisoned = poisoned || isnan(l);
+      highest = fmaxf(highest, l);
+    }
+    const bool empty = highest == -INFINITY && !poisoned;
+    double sum = 0;
+    for (int branch = 0; branch < p.kept.branches && !empty; ++branch) {
+      const std::int64_t row = kept_row(p.kept, branch, b, h, t);
+      if (row >= 0 && p.branch_lse[row] != -INFINITY)
+        sum += exp(static_cast<double>(p.branch_lse[row]) - highest);
+    }
+    if (lane == 0) {
+      *reinterpret_cast<float*>(row_at(p.lse, b, t, h)) =
+          empty ? -INFINITY : static_cast<float>(highest + log(sum));
+    }
+    std::byte* out = row_at(p.out, b, t, h);
+    const std::int64_t kept_bytes = p.head_dim * (p.dtype == DType::f32 ? 4 : 2);
+    for (int d = lane; d < p.head_dim; d += 32) {
+      float value = 0;
+      for (int branch = 0; branch < p.kept.branches && !empty; ++branch) {
+        const std::int64_t row = kept_row(p.kept, branch, b, h, t);
+        if (row < 0 || p.branch_lse[row] == -INFINITY) continue;  // its O was never written
+        const auto weight =
+            static_cast<float>(exp(static_cast<double>(p.branch_lse[row]) - highest) / sum);
+        const float o = p.branch_o[row * p.head_dim + d];
+        value = fmaf(weight, o, value);
+        if (p.kept_o != nullptr) store(p.kept_o + row * kept_bytes, p.dtype, d, o);
+      }
+      store(out, p.dtype, d, value * p.factor);
+    }
+  });
+}
+
+__device__ float dot(const std::byte* a, const std::byte* b, DType dtype, int head_dim, int lane) {
+  float sum = 0;
+  for (int d = lane; d < head_dim; d += 32) sum = fmaf(load(a, dtype, d), load(b, dtype, d), sum);
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, step);
+  return sum;
+}
+
 __global__ void statistics_kernel(const __grid_constant__ StatisticsParams p) {
   for_each_row(p.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
-    const std::byte* o = row_at(p.o, b, t, h);
     const std::byte* g = row_at(p.dout, b, t, h);
-    float sum = 0;
-    for (int d = lane; d < p.head_dim; d += 32)
-      sum = fmaf(load(o, p.dtype, d), load(g, p.dtype, d), sum);
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, step);
-    if (lane != 0) return;
     auto* out = reinterpret_cast<float*>(row_at(p.statistics, b, t, h));
-    out[0] = *reinterpret_cast<const float*>(row_at(p.lse, b, t, h));
-    out[1] = sum * p.unscale;
+    if (lane == 0) out[0] = *reinterpret_cast<const float*>(row_at(p.lse, b, t, h));
+    if (p.kept.branches == 0) {
+      const float sum = dot(row_at(p.o, b, t, h), g, p.dtype, p.head_dim, lane);
+      if (lane == 0) out[1] = sum * p.unscale;
+      return;
+    }
+    const std::int64_t row_bytes = p.head_dim * (p.dtype == DType::f32 ? 4 : 2);
+    for (int branch = 0; branch < p.kept.branches; ++branch) {
+      const std::int64_t row = kept_row(p.kept, branch, b, h, t);
+      const bool written = row >= 0 && p.branch_lse[row] != -INFINITY;
+      const float sum =
+          written ? dot(p.branch_o + row * row_bytes, g, p.dtype, p.head_dim, lane) : 0.0F;
+      if (lane == 0) out[1 + branch] = sum;
+    }
   });
 }
 
@@ -176,6 +230,12 @@ cudaError_t store_rows(const TensorRows& from, const TensorRows& to, const RowSp
 cudaError_t finish_rows(const FinishParams& params, cudaStream_t stream) {
   if (params.space.rows() == 0) return cudaSuccess;
   finish_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t merge_branches(const MergeParams& params, cudaStream_t stream) {
+  if (params.space.rows() == 0) return cudaSuccess;
+  merge_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

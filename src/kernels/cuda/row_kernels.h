@@ -4,6 +4,7 @@
 #include <span>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/kept_rows.h"
 
 // What happens to rows besides attention. All of them are bound by memory.
 namespace annulus::cuda {
@@ -39,13 +40,41 @@ struct FinishParams {
 };
 [[nodiscard]] cudaError_t finish_rows(const FinishParams& params, cudaStream_t stream);
 
-// Log-sum-exp and unscale * rowsum(dout * o) of every row, side by side.
+// KeptRows in device memory.
+struct KeptTables {
+  const KeptRows::Word* words = nullptr;
+  const KeptRows::Head* heads = nullptr;  // [branch][head]
+  std::int64_t batch_rows = 0;
+  std::int32_t branch_heads = 0;
+  std::int32_t branches = 0;
+};
+
+// The end of forward where branches are kept apart: one softmax over all of them, times a factor as
+// `dtype`; what is kept of 16-bit calls is rounded.
+struct MergeParams {
+  RowSpace space;
+  KeptTables kept;
+  const float* branch_o = nullptr;  // fp32 rows
+  const float* branch_lse = nullptr;
+  std::byte* kept_o = nullptr;  // null: the fp32 rows are what is kept
+  TensorRows lse, out;
+  int head_dim = 0;
+  DType dtype = DType::f32;
+  float factor = 1;
+};
+[[nodiscard]] cudaError_t merge_branches(const MergeParams& params, cudaStream_t stream);
+
+// Log-sum-exp and unscale * rowsum(dout * o) of every row, side by side. Where branches are kept
+// apart, instead of the one, rowsum(dout * o of the branch) for every branch.
 struct StatisticsParams {
   RowSpace space;
   TensorRows lse, o, dout, statistics;
   int head_dim = 0;
   DType dtype = DType::f32;
   float unscale = 1;
+  KeptTables kept;  // branches 0: they are not
+  const std::byte* branch_o = nullptr;  // of the call's dtype
+  const float* branch_lse = nullptr;
 };
 [[nodiscard]] cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream);
 

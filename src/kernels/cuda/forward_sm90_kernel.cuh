@@ -40,7 +40,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   using L = Layout<kDim>;
   // Issue the next item's second S before the last item's rows are written: worth 2 % at head dim
   // 64, nothing at 128.
-  constexpr bool kEarly = kDim == 64;
+  constexpr bool kEarly = kDim <= ANNULUS_SM90_EARLY;
   const ForwardParams& p = a.params;
   const int lane = threadIdx.x & 31;
   const int warp = (threadIdx.x >> 5) & 3;
@@ -176,6 +176,38 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
     sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
   };
+  // Asks for the state's O, into registers that nothing else needs before it is used.
+  constexpr bool kStateFirst = !kEarly && kDim == kTile && ANNULUS_SM90_STATE_FIRST != 0;
+  const auto ask_for_state = [&](const Slot& slot) {
+    if (!p.load_state) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool has = slot.old_lse[row + 8 * half] != -INFINITY;
+      const auto* from = reinterpret_cast<const float2*>(slot.state + slot.token[row + 8 * half] *
+                                                                          p.state.row_step) +
+                         c;
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        const float2 x = has ? __ldcg(from + 4 * j) : make_float2(0.0F, 0.0F);
+        s[4 * j + 2 * half] = x.x;
+        s[4 * j + 2 * half + 1] = x.y;
+      }
+    }
+  };
+  const auto take_asked = [&] {
+    if (p.load_state) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        o[4 * j] = s[4 * j] * keep0;
+        o[4 * j + 1] = s[4 * j + 1] * keep0;
+        o[4 * j + 2] = s[4 * j + 2] * keep1;
+        o[4 * j + 3] = s[4 * j + 3] * keep1;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0F;
+    }
+  };
   const auto take_output = [&](const Slot& slot) {
     if (p.load_state) {
 #pragma unroll
@@ -305,6 +337,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum1 = fmaf(sum1, keep1, add1);
     // The compiler would wait for the products that are under way before all this. It cannot move
     // that wait above a store of the sums, which never happens: they are not negative.
+    if constexpr (ANNULUS_SM90_WAIT_LATE != 0)
     asm volatile(
         "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
         "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
@@ -439,6 +472,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       products_fence();
       issue_values();
       last = finish_tile(next);
+    } else if constexpr (kStateFirst) {
+      ask_for_state(next);
+      write(slot, old_max0, old_max1, old_sum0, old_sum1);
+      take_asked();
     } else {
       write(slot, old_max0, old_max1, old_sum0, old_sum1);
       take_output(next);
@@ -488,7 +525,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread < kTeam) {
       load_queries_and_keys<T, kDim, kCausal, kWeights>(a, tiles, control, thread);
     } else {
-      load_values<T, kDim, kCausal>(a, tiles, control, thread - kTeam);
+      load_values<T, kDim, kCausal, kWeights>(a, tiles, control, thread - kTeam);
     }
   } else {
     more_registers<232>();

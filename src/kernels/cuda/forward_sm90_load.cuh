@@ -17,8 +17,26 @@ inline constexpr int kConsumerWarps = 4 * kConsumers;
 inline constexpr int kThreads = 128 * (kConsumers + 1);
 inline constexpr int kTeam = 64;                 // threads that load together
 inline constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
-inline constexpr int kSlots = 3;  // items whose rows are known: the last one's are still written
-                                  // when the next but one is announced
+inline constexpr int kSlots = 4;  // items whose rows are known: one is looked up ahead of the one
+                                  // that is announced, and the last one's are still written when
+                                  // the next but one is announced
+
+// Switches, to see what they are worth (bench/cuda/variants_sm90.sh).
+#ifndef ANNULUS_SM90_PLAIN
+#define ANNULUS_SM90_PLAIN 1  // items whose tiles all come by bulk copies are loaded by one thread
+#endif
+#ifndef ANNULUS_SM90_EARLY
+#define ANNULUS_SM90_EARLY 64  // most head dim for which S of the next item goes ahead of writing
+#endif
+#ifndef ANNULUS_SM90_STATE_FIRST
+#define ANNULUS_SM90_STATE_FIRST 1  // the next item's state is asked for before the last is written
+#endif
+#ifndef ANNULUS_SM90_WAIT_LATE
+#define ANNULUS_SM90_WAIT_LATE 1  // P V is waited for after the softmax
+#endif
+#ifndef ANNULUS_SM90_PREFETCH
+#define ANNULUS_SM90_PREFETCH 1  // of the state, to L2
+#endif
 
 struct ForwardArguments {
   CUtensorMap q, k, v;
@@ -66,6 +84,22 @@ struct alignas(16) ValueStage {
   std::uint32_t keys[4];
 };
 
+// What a team knows of an item, looked up while the one before is loaded.
+struct alignas(16) Plan {
+  std::int32_t end;  // there are no more items
+  std::int32_t group, batch, head, kv_head, unit, begin, rows;
+  std::int32_t least, most;  // indices of queries
+  std::int32_t bulk;         // queries come by bulk copies
+  std::int32_t remainder, quotient;
+  // Keys: all tiles come by bulk copies, from at most two runs.
+  std::int32_t plain;
+  std::int32_t compare;
+  std::int32_t shift;
+  std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in this
+                          // order, the last tile of a run first
+  std::int32_t run_remainder[2], run_quotient[2], run_index[2], run_step[2];
+};
+
 template <int kDim>
 struct Layout {
   static constexpr int kKeyStages = kDim == 64 ? 3 : 2;
@@ -85,6 +119,7 @@ struct Layout {
     std::uint64_t values_landed;         // to be looked through first
     const std::byte* address[2][kTile];  // of rows to gather, by team
     float log2_weight[16];               // by the repeats that contain both rows
+    Plan plans[2][2];  // by team: this item's and the next one's
     Slot slots[kSlots];
     KeyStage keys[kKeyStages];
     ValueStage values[kValueStages];
@@ -172,6 +207,12 @@ __device__ __forceinline__ std::uint32_t repeats_with(const DeviceTables& tables
   return with;
 }
 
+// The threads of a team meet.
+__device__ __forceinline__ void team_sync(int team) {
+  __syncwarp();
+  named_sync(team, kTeam);
+}
+
 // ---- loading ------------------------------------------------------------------------------------
 
 // The rows of an item's operand, as a team's threads see them.
@@ -220,7 +261,7 @@ __device__ __forceinline__ void gather(std::uint32_t target, const std::byte** a
                                         operand.batch, operand.head, operand.unit)
                           : nullptr;
   }
-  named_sync(team, kTeam);
+  team_sync(team);
   constexpr int kChunks = kDim / 8;  // of 16 bytes
   const int chunk = thread % kChunks;
   const std::uint32_t block = target + (chunk / 8) * kBlockBytes;
@@ -264,7 +305,7 @@ __device__ __forceinline__ void confine(std::uint32_t tile, ValueStage& stage, i
 #pragma unroll 4
   for (int i = thread / kChunks; i < kTile; i += kTeam / kChunks)
     found |= not_finite<T>(block + swizzled(i, chunk % 8));
-  named_sync(team, kTeam);
+  team_sync(team);
   if (found) {
     stage.any = 1;
     for (int i = thread / kChunks; i < kTile; i += kTeam / kChunks) {
@@ -272,7 +313,7 @@ __device__ __forceinline__ void confine(std::uint32_t tile, ValueStage& stage, i
         atomicOr(&stage.keys[i / 32], 1U << (i % 32));
     }
   }
-  named_sync(team, kTeam);
+  team_sync(team);
   if (stage.any != 0) {
     for (int i = thread / kChunks; i < kTile; i += kTeam / kChunks) {
       if ((stage.keys[i / 32] >> (i % 32) & 1U) == 0) continue;
@@ -326,7 +367,164 @@ __device__ __forceinline__ KeyTiles<kCausal> key_tiles(const Run* runs, const Gr
   return {runs, group.keys, causal ? most_query + shift_of(group) : INT_MAX, {}};
 }
 
-// Q and K.
+// ---- looking up items ----------------------------------------------------------------------------
+
+// By one thread: the first item with rows from `at` on. Returns where to go on.
+template <bool kCausal, PairWeights kWeights>
+__device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, Plan& plan) {
+  const ForwardParams& p = a.params;
+  const DeviceTables& tables = p.tables;
+  const Item* item = nullptr;
+  int rows = 0;
+  for (; at < p.items && rows == 0; at += gridDim.x) {
+    item = tables.items + p.first_item + at;
+    rows = __ldg(&item->rows);
+  }
+  plan.end = rows == 0 ? 1 : 0;
+  if (rows == 0) return at;
+  const int begin = __ldg(&item->begin);
+  const int group_at = __ldg(&item->group);
+  const Member* member = tables.members + __ldg(&item->member);
+  const Group* group = tables.groups + group_at;
+  plan.group = group_at;
+  plan.batch = __ldg(&item->batch);
+  plan.head = __ldg(&member->head);
+  plan.kv_head = __ldg(&member->kv_head);
+  plan.unit = __ldg(&member->unit);
+  plan.begin = begin;
+  plan.rows = rows;
+  const Run* runs = tables.runs;
+  const Span span = look_up(runs, group->queries, begin, rows);
+  plan.least = span.least;
+  plan.most = span.most;
+  const auto stride = static_cast<std::uint32_t>(a.traits.query_stride);
+  plan.bulk = 0;
+  if (a.map_queries && rows == kTile && span.single && __ldg(&runs[span.run].source) < 0 &&
+      __ldg(&runs[span.run].stride) == a.traits.query_stride) {
+    const std::uint32_t token =
+        static_cast<std::uint32_t>(__ldg(&runs[span.run].first)) +
+        static_cast<std::uint32_t>(begin - __ldg(&runs[span.run].before)) * stride;
+    plan.bulk = 1;
+    plan.quotient = static_cast<std::int32_t>(token / stride);
+    plan.remainder = static_cast<std::int32_t>(token % stride);
+  }
+
+  const int shift = kCausal ? shift_of(*group) : 0;
+  const bool compare = kCausal && group->causal != 0;
+  plan.shift = shift;
+  plan.compare = compare ? 1 : 0;
+  const int key_runs = group->keys.runs;
+  bool plain = ANNULUS_SM90_PLAIN != 0 && kWeights != PairWeights::general && a.map_keys &&
+               group->keys.rows > 0 && key_runs <= 2 && (key_runs == 1 || group->keys.ascending != 0);
+  if (plain) {
+    const auto key_stride = static_cast<std::uint32_t>(a.traits.key_stride);
+    int sum = 0;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // the last run first
+      const int from = 1 - j;
+      plan.tiles[j] = 0;
+      if (from >= key_runs) continue;
+      const Run* run = runs + group->keys.begin + from;
+      const int count = __ldg(&run->count);
+      const int index = __ldg(&run->index);
+      const int step = __ldg(&run->index_stride);
+      const auto first = static_cast<std::uint32_t>(__ldg(&run->first));
+      plain = plain && count % kTile == 0 && __ldg(&run->source) < 0 &&
+              __ldg(&run->stride) == a.traits.key_stride;
+      int tiles = count / kTile;
+      if (compare) {
+        const int limit = span.most + shift;
+        tiles = limit < index ? 0 : min(tiles, (limit - index) / step / kTile + 1);
+      }
+      plan.tiles[j] = tiles;
+      sum += tiles;
+      plan.run_quotient[j] = static_cast<std::int32_t>(first / key_stride);
+      plan.run_remainder[j] = static_cast<std::int32_t>(first % key_stride);
+      plan.run_index[j] = index;
+      plan.run_step[j] = step;
+    }
+    if (sum == 0) plan.tiles[1] = 1;  // as every item has one
+  }
+  plan.plain = plain ? 1 : 0;
+  return at;
+}
+
+// By a warp, for the team of queries and keys: the next item and its rows.
+template <bool kCausal, PairWeights kWeights, int kDim>
+__device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, Plan& plan,
+                                            Slot& slot, int lane) {
+  const ForwardParams& p = a.params;
+  const DeviceTables& tables = p.tables;
+  if (lane == 0) at = look_up_item<kCausal, kWeights>(a, at, plan);
+  at = __shfl_sync(~0U, at, 0);
+  __syncwarp();
+  if (lane == 0) slot.end = plan.end;
+  if (plan.end != 0) return at;
+  const Group& group = tables.groups[plan.group];
+  const int batch = plan.batch;
+  const int head = plan.head;
+  const bool single = plan.bulk != 0;
+  std::byte* const state = p.state.base + batch * p.state.batch_step + head * p.state.head_step;
+  std::byte* const lses = p.lse.base + batch * p.lse.batch_step + head * p.lse.head_step;
+  const int step = single ? (plan.most - plan.least) / (kTile - 1) : 0;
+  for (int r = lane; r < kTile; r += 32) {
+    int token = -1;
+    int index = 0;
+    float lse = -INFINITY;
+    if (r < plan.rows) {
+      if (single) {
+        token = (plan.quotient + r) * a.traits.query_stride + plan.remainder;
+        index = plan.least + r * step;
+      } else {
+        const int run = find_run(tables.runs, group.queries, plan.begin + r);
+        const int place = plan.begin + r - __ldg(&tables.runs[run].before);
+        token = static_cast<int>(__ldg(&tables.runs[run].first)) +
+                place * __ldg(&tables.runs[run].stride);
+        index = __ldg(&tables.runs[run].index) + place * __ldg(&tables.runs[run].index_stride);
+      }
+      if (p.load_state) {
+        lse = __ldcg(reinterpret_cast<const float*>(lses + token * p.lse.row_step));
+        // consumers read it when they have nothing else to do
+        if (ANNULUS_SM90_PREFETCH != 0 && lse != -INFINITY)
+          prefetch_to_l2(state + token * p.state.row_step, kDim * 4);
+      }
+    }
+    slot.token[r] = token;
+    slot.index[r] = index;
+    slot.old_lse[r] = lse;
+    if constexpr (kWeights != PairWeights::none)
+      slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index));
+  }
+  if constexpr (kWeights == PairWeights::periodic) {
+    if (lane < 16)
+      slot.key_repeats[lane] = static_cast<std::uint8_t>(repeats_with(tables, group, lane));
+  }
+  if (lane == 0) {
+    slot.out = p.out.base + batch * p.out.batch_step + head * p.out.head_step;
+    slot.state = state;
+    slot.lse = lses;
+  }
+  return at;
+}
+
+__device__ __forceinline__ void advance(int& stage, int& parity, int tiles, int stages) {
+  const int sum = stage + tiles;
+  parity ^= (sum / stages) & 1;
+  stage = sum % stages;
+}
+
+template <int kDim>
+__device__ __forceinline__ void load_tile(std::uint32_t target, const CUtensorMap* map,
+                                          std::uint32_t barrier, int head, int remainder,
+                                          int quotient, int batch, std::uint64_t policy) {
+#pragma unroll
+  for (int block = 0; block < kDim / 64; ++block) {
+    load_box(target + block * kBlockBytes, map, barrier, block * 64, head, remainder, quotient,
+             batch, policy);
+  }
+}
+
+// Q and K. While one thread loads an item's tiles, the other warp looks up the next item.
 template <typename T, int kDim, bool kCausal, PairWeights kWeights>
 __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
                                                       std::uint32_t tiles,
@@ -336,213 +534,282 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
   constexpr int kTeamBarrier = 1;
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
-  Operand queries{&a.q, a.map_queries, a.traits.query_stride, policy_stream(), 0, 0, 0};
-  Operand keys{&a.k, a.map_keys, a.traits.key_stride, policy_keep(), 0, 0, 0};
+  const std::uint64_t keep = policy_keep();
+  const std::uint32_t queries_full = shared_address(&control.queries_full);
+  const bool ahead = thread >= 32;  // looks up items
   int stage = 0;
   int parity = 0;
   int slot_at = 0;
   int query_parity = 0;
-  for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-    const Item& item = tables.items[p.first_item + i];
-    const int item_rows = item.rows;
-    if (item_rows == 0) continue;
-    const Group& group = tables.groups[item.group];
-    const Member& member = tables.members[item.member];
-    const int batch = item.batch;
-    const int begin = item.begin;
-    queries.batch = keys.batch = batch;
-    queries.head = member.head;
-    keys.head = member.kv_head;
-    queries.unit = keys.unit = member.unit;
-
-    if (thread == 0) barrier_wait(shared_address(&control.queries_empty), query_parity ^ 1);
-    named_sync(kTeamBarrier, kTeam);
-    query_parity ^= 1;
-    const Span rows = look_up(tables.runs, group.queries, begin, item_rows);
-    const bool by_bulk = bulk(queries, tables.runs, rows, item_rows);
-    if (by_bulk && thread == 0) {  // ahead of what follows; the barrier expects it afterwards
-      load_bulk<kDim>(tiles, shared_address(&control.queries_full), queries, tables.runs, rows.run,
-                      begin);
-    }
-    Slot& slot = control.slots[slot_at];
+  int at = blockIdx.x;
+  if (ahead) {
+    at = look_up_rows<kCausal, kWeights, kDim>(a, at, control.plans[0][0], control.slots[0],
+                                               thread - 32);
+  }
+  team_sync(kTeamBarrier);
+  for (int turn = 0;; turn ^= 1) {
+    const Plan& plan = control.plans[0][turn];
+    Plan& next_plan = control.plans[0][turn ^ 1];
     slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
-    for (int r = thread; r < kTile; r += kTeam) {
-      int token = -1;
-      int index = 0;
-      float lse = -INFINITY;
-      if (r < item_rows) {
-        const int run = find_run(tables.runs, group.queries, begin + r);
-        const int place = begin + r - __ldg(&tables.runs[run].before);
-        token = static_cast<int>(__ldg(&tables.runs[run].first)) +
-                place * __ldg(&tables.runs[run].stride);
-        index = __ldg(&tables.runs[run].index) + place * __ldg(&tables.runs[run].index_stride);
-        if (p.load_state) {
-          lse = __ldcg(reinterpret_cast<const float*>(p.lse.base + batch * p.lse.batch_step +
-                                                      queries.head * p.lse.head_step +
-                                                      token * p.lse.row_step));
-          if (lse != -INFINITY) {  // consumers read it when they have nothing else to do
-            prefetch_to_l2(p.state.base + batch * p.state.batch_step +
-                               queries.head * p.state.head_step + token * p.state.row_step,
-                           kDim * 4);
-          }
-        }
-      }
-      slot.token[r] = token;
-      slot.index[r] = index;
-      slot.old_lse[r] = lse;
-      if constexpr (kWeights != PairWeights::none)
-        slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index));
-    }
-    if constexpr (kWeights == PairWeights::periodic) {
-      if (thread < 16)
-        slot.key_repeats[thread] = static_cast<std::uint8_t>(repeats_with(tables, group, thread));
-    }
+    Slot& next_slot = control.slots[slot_at];
     if (thread == 0) {
-      slot.out = p.out.base + batch * p.out.batch_step + queries.head * p.out.head_step;
-      slot.state = p.state.base + batch * p.state.batch_step + queries.head * p.state.head_step;
-      slot.lse = p.lse.base + batch * p.lse.batch_step + queries.head * p.lse.head_step;
-      slot.end = 0;
+      const bool bulk_copies = plan.end == 0 && plan.bulk != 0;
+      barrier_wait(shared_address(&control.queries_empty), query_parity ^ 1);
+      if (bulk_copies) {
+        barrier_arrive_expecting(queries_full, L::kTileBytes);
+        load_tile<kDim>(tiles, &a.q, queries_full, plan.head, plan.remainder, plan.quotient,
+                        plan.batch, policy_stream());
+      } else if (plan.end != 0) {
+        barrier_arrive(queries_full);
+      }
     }
-    const std::uint32_t queries_full = shared_address(&control.queries_full);
-    if (by_bulk) {
-      named_sync(kTeamBarrier, kTeam);
-      if (thread == 0) barrier_arrive_expecting(queries_full, L::kTileBytes);
-    } else {
-      gather<kDim>(tiles, control.address[0], p.q, queries, tables.runs, group.queries, begin,
-                   item_rows, thread, kTeamBarrier);
-      named_sync(kTeamBarrier, kTeam);
+    query_parity ^= 1;
+    if (plan.end != 0) break;
+    team_sync(kTeamBarrier);  // Q of the item before has been taken: a slot is free
+    const Group& group = tables.groups[plan.group];
+    if (plan.bulk == 0) {
+      const Operand queries{&a.q, false, 0, 0, plan.batch, plan.head, plan.unit};
+      gather<kDim>(tiles, control.address[0], p.q, queries, tables.runs, group.queries, plan.begin,
+                   plan.rows, thread, kTeamBarrier);
+      team_sync(kTeamBarrier);
       if (thread == 0) barrier_arrive(queries_full);
     }
 
-    auto walk = key_tiles<kCausal>(tables.runs, group, rows.most);
-    int tile = walk.first();
-    const int shift = kCausal ? shift_of(group) : 0;
-    const bool compare = kCausal && group.causal != 0;
-    const int everyone = rows.least + shift;  // every query sees indices up to it
-    while (tile >= 0) {
-      const Span span = walk.span;
-      const int count = walk.rows(tile);
-      const int next = walk.visible(tile - 1);
-      int flags = next < 0 ? kLast : 0;
-      if (count < kTile) flags |= kMasked;
-      if (compare && span.most > everyone) flags |= kMasked | kCompare | (span.single ? 0 : kTable);
-
-      const std::uint32_t full = shared_address(&control.keys_full[stage]);
-      if (thread == 0) barrier_wait(shared_address(&control.keys_empty[stage]), parity ^ 1);
-      named_sync(kTeamBarrier, kTeam);
-      KeyStage& info = control.keys[stage];
+    if (plan.plain != 0) {
+      const int count = plan.tiles[0] + plan.tiles[1];
       if (thread == 0) {
-        info.flags = flags;
-        info.rows = count;
-        info.first = span.least - shift;  // of a single run, the first row's
-        info.stride = __ldg(&tables.runs[span.run].index_stride);
-      }
-      if ((kCausal && (flags & kTable) != 0) || kWeights == PairWeights::general) {
-        for (int r = thread; r < kTile; r += kTeam) {
-          int index = INT_MAX;
-          if (r < count) {
-            const int run = find_run(tables.runs, group.keys, tile * kTile + r);
-            index = __ldg(&tables.runs[run].index) +
-                    (tile * kTile + r - __ldg(&tables.runs[run].before)) *
-                        __ldg(&tables.runs[run].index_stride);
+        const int everyone = plan.least + plan.shift;  // every query sees indices up to it
+        int s = stage;
+        int phase = parity;
+        int left = count;
+#pragma unroll 1
+        for (int j = 0; j < 2; ++j) {
+          const int head = plan.kv_head;
+          const int batch = plan.batch;
+          const int remainder = plan.run_remainder[j];
+          const int quotient = plan.run_quotient[j];
+          const int step = plan.run_step[j];
+          const int index = plan.run_index[j];
+#pragma unroll 1
+          for (int t = plan.tiles[j] - 1; t >= 0; --t) {
+            --left;
+            int4 info;
+            info.x = left == 0 ? kLast : 0;
+            info.y = kTile;
+            info.z = index + t * kTile * step;
+            info.w = step;
+            if (kCausal && plan.compare != 0 && info.z + (kTile - 1) * step > everyone)
+              info.x |= kMasked | kCompare;
+            if (kCausal) info.z -= plan.shift;
+            const std::uint32_t full = shared_address(&control.keys_full[0]) + 8 * s;
+            const std::uint32_t target = tiles + L::kKeys + s * L::kTileBytes;
+            barrier_wait(shared_address(&control.keys_empty[0]) + 8 * s, phase ^ 1);
+            load_tile<kDim>(target, &a.k, full, head, remainder, quotient + t * kTile, batch, keep);
+            *reinterpret_cast<int4*>(&control.keys[s]) = info;
+            barrier_arrive_expecting(full, L::kTileBytes);
+            if (++s == L::kKeyStages) {
+              s = 0;
+              phase ^= 1;
+            }
           }
-          if constexpr (kWeights == PairWeights::general) {
-            info.repeats[r] = static_cast<std::uint8_t>(
-                index == INT_MAX ? 0U : repeats_with(tables, group, index));
-          }
-          info.index[r] = index == INT_MAX ? INT_MAX : index - shift;
         }
       }
-      const std::uint32_t target = tiles + L::kKeys + stage * L::kTileBytes;
-      if (bulk(keys, tables.runs, span, count)) {
-        if ((kCausal && (flags & kTable) != 0) || kWeights == PairWeights::general)
-          named_sync(kTeamBarrier, kTeam);
+      advance(stage, parity, count, L::kKeyStages);
+    } else {
+      const Operand keys{&a.k,      a.map_keys,   a.traits.key_stride, keep,
+                         plan.batch, plan.kv_head, plan.unit};
+      auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
+      int tile = walk.first();
+      const int shift = plan.shift;
+      const bool compare = kCausal && plan.compare != 0;
+      const int everyone = plan.least + shift;
+      while (tile >= 0) {
+        const Span span = walk.span;
+        const int count = walk.rows(tile);
+        const int next = walk.visible(tile - 1);
+        int flags = next < 0 ? kLast : 0;
+        if (count < kTile) flags |= kMasked;
+        if (compare && span.most > everyone)
+          flags |= kMasked | kCompare | (span.single ? 0 : kTable);
+
+        const std::uint32_t full = shared_address(&control.keys_full[stage]);
+        if (thread == 0) barrier_wait(shared_address(&control.keys_empty[stage]), parity ^ 1);
+        team_sync(kTeamBarrier);
+        KeyStage& info = control.keys[stage];
         if (thread == 0) {
-          barrier_arrive_expecting(full, L::kTileBytes);
-          load_bulk<kDim>(target, full, keys, tables.runs, span.run, tile * kTile);
+          info.flags = flags;
+          info.rows = count;
+          info.first = span.least - shift;  // of a single run, the first row's
+          info.stride = __ldg(&tables.runs[span.run].index_stride);
         }
-      } else {
-        gather<kDim>(target, control.address[0], p.k, keys, tables.runs, group.keys, tile * kTile,
-                     count, thread, kTeamBarrier);
-        named_sync(kTeamBarrier, kTeam);
-        if (thread == 0) barrier_arrive(full);
+        if ((kCausal && (flags & kTable) != 0) || kWeights == PairWeights::general) {
+          for (int r = thread; r < kTile; r += kTeam) {
+            int index = INT_MAX;
+            if (r < count) {
+              const int run = find_run(tables.runs, group.keys, tile * kTile + r);
+              index = __ldg(&tables.runs[run].index) +
+                      (tile * kTile + r - __ldg(&tables.runs[run].before)) *
+                          __ldg(&tables.runs[run].index_stride);
+            }
+            if constexpr (kWeights == PairWeights::general) {
+              info.repeats[r] = static_cast<std::uint8_t>(
+                  index == INT_MAX ? 0U : repeats_with(tables, group, index));
+            }
+            info.index[r] = index == INT_MAX ? INT_MAX : index - shift;
+          }
+        }
+        const std::uint32_t target = tiles + L::kKeys + stage * L::kTileBytes;
+        if (bulk(keys, tables.runs, span, count)) {
+          if ((kCausal && (flags & kTable) != 0) || kWeights == PairWeights::general)
+            team_sync(kTeamBarrier);
+          if (thread == 0) {
+            barrier_arrive_expecting(full, L::kTileBytes);
+            load_bulk<kDim>(target, full, keys, tables.runs, span.run, tile * kTile);
+          }
+        } else {
+          gather<kDim>(target, control.address[0], p.k, keys, tables.runs, group.keys, tile * kTile,
+                       count, thread, kTeamBarrier);
+          team_sync(kTeamBarrier);
+          if (thread == 0) barrier_arrive(full);
+        }
+        if (++stage == L::kKeyStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+        tile = next;
       }
-      if (++stage == L::kKeyStages) {
-        stage = 0;
-        parity ^= 1;
-      }
-      tile = next;
     }
-  }
-  if (thread == 0) {
-    barrier_wait(shared_address(&control.queries_empty), query_parity ^ 1);
-    control.slots[slot_at].end = 1;
-    barrier_arrive(shared_address(&control.queries_full));
+    if (ahead) {
+      at = look_up_rows<kCausal, kWeights, kDim>(a, at, next_plan, next_slot, thread - 32);
+    }
+    team_sync(kTeamBarrier);
   }
 }
 
-template <typename T, int kDim, bool kCausal>
+template <typename T, int kDim, bool kCausal, PairWeights kWeights>
 __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint32_t tiles,
                                             typename Layout<kDim>::Control& control, int thread) {
   using L = Layout<kDim>;
   constexpr int kTeamBarrier = 2;
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
-  Operand values{&a.v, a.map_keys, a.traits.key_stride, policy_keep(), 0, 0, 0};
+  const std::uint64_t keep = policy_keep();
+  const std::uint32_t landed = shared_address(&control.values_landed);
   int stage = 0;
   int parity = 0;
   int landed_parity = 0;
-  for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-    const Item& item = tables.items[p.first_item + i];
-    if (item.rows == 0) continue;
-    const Group& group = tables.groups[item.group];
-    const Member& member = tables.members[item.member];
-    values.batch = item.batch;
-    values.head = member.kv_head;
-    values.unit = member.unit;
-    const Span rows = kCausal ? look_up(tables.runs, group.queries, item.begin, item.rows) : Span{};
-    auto walk = key_tiles<kCausal>(tables.runs, group, rows.most);
-    const int everyone = rows.least + (kCausal ? shift_of(group) : 0);
-    int tile = walk.first();
-    while (tile >= 0) {
-      const Span span = walk.span;
-      const int count = walk.rows(tile);
-      const int next = walk.visible(tile - 1);
-      const bool look = kCausal && group.causal != 0 && span.most > everyone;
-      const std::uint32_t full = shared_address(&control.values_full[stage]);
-      if (thread == 0) barrier_wait(shared_address(&control.values_empty[stage]), parity ^ 1);
-      named_sync(kTeamBarrier, kTeam);
-      const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
-      ValueStage& info = control.values[stage];
-      if (kCausal && thread == 0) info.any = 0;
-      if (bulk(values, tables.runs, span, count)) {
-        const std::uint32_t landed = shared_address(&control.values_landed);
-        if (thread == 0) {
-          const std::uint32_t barrier = look ? landed : full;
-          barrier_arrive_expecting(barrier, L::kTileBytes);
-          load_bulk<kDim>(target, barrier, values, tables.runs, span.run, tile * kTile);
-        }
-        if (look) {
+  int at = blockIdx.x;
+  if (thread == 32) at = look_up_item<kCausal, kWeights>(a, at, control.plans[1][0]);
+  team_sync(kTeamBarrier);
+  for (int turn = 0;; turn ^= 1) {
+    const Plan& plan = control.plans[1][turn];
+    if (plan.end != 0) break;
+    const int everyone = plan.least + plan.shift;
+    if (plan.plain != 0) {
+      int left = plan.tiles[0] + plan.tiles[1];
+      int j = plan.tiles[0] > 0 ? 0 : 1;
+      int t = plan.tiles[j] - 1;
+      if constexpr (kCausal) {
+        // Those that are masked come first: the team looks through them.
+        while (plan.compare != 0 && left > 0 &&
+               plan.run_index[j] + (t * kTile + kTile - 1) * plan.run_step[j] > everyone) {
+          const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
+          ValueStage& info = control.values[stage];
+          if (thread == 0) {
+            barrier_wait(shared_address(&control.values_empty[stage]), parity ^ 1);
+            barrier_arrive_expecting(landed, L::kTileBytes);
+            load_tile<kDim>(target, &a.v, landed, plan.kv_head, plan.run_remainder[j],
+                            plan.run_quotient[j] + t * kTile, plan.batch, keep);
+            info.any = 0;
+          }
+          team_sync(kTeamBarrier);
           barrier_wait(landed, landed_parity);
           landed_parity ^= 1;
+          confine<T, kDim>(target, info, thread, kTeamBarrier);
+          team_sync(kTeamBarrier);
+          if (thread == 0) barrier_arrive(shared_address(&control.values_full[stage]));
+          advance(stage, parity, 1, L::kValueStages);
+          --left;
+          if (--t < 0) {
+            j = 1;
+            t = plan.tiles[1] - 1;
+          }
         }
-      } else {
-        gather<kDim>(target, control.address[1], p.v, values, tables.runs, group.keys, tile * kTile,
-                     count, thread, kTeamBarrier);
-        named_sync(kTeamBarrier, kTeam);
-        if (!look && thread == 0) barrier_arrive(full);
       }
-      if (look) {
-        confine<T, kDim>(target, info, thread, kTeamBarrier);
-        named_sync(kTeamBarrier, kTeam);
-        if (thread == 0) barrier_arrive(full);
+      if (thread == 0) {
+        int s = stage;
+        int phase = parity;
+#pragma unroll 1
+        for (int more = left; more > 0;) {
+          const int head = plan.kv_head;
+          const int batch = plan.batch;
+          const int remainder = plan.run_remainder[j];
+          const int quotient = plan.run_quotient[j];
+#pragma unroll 1
+          for (; t >= 0; --t, --more) {
+            const std::uint32_t full = shared_address(&control.values_full[0]) + 8 * s;
+            const std::uint32_t target = tiles + L::kValues + s * L::kTileBytes;
+            barrier_wait(shared_address(&control.values_empty[0]) + 8 * s, phase ^ 1);
+            load_tile<kDim>(target, &a.v, full, head, remainder, quotient + t * kTile, batch, keep);
+            if (kCausal) control.values[s].any = 0;
+            barrier_arrive_expecting(full, L::kTileBytes);
+            if (++s == L::kValueStages) {
+              s = 0;
+              phase ^= 1;
+            }
+          }
+          j = 1;
+          t = plan.tiles[1] - 1;
+        }
       }
-      if (++stage == L::kValueStages) {
-        stage = 0;
-        parity ^= 1;
+      advance(stage, parity, left, L::kValueStages);
+    } else {
+      const Group& group = tables.groups[plan.group];
+      const Operand values{&a.v,      a.map_keys,   a.traits.key_stride, keep,
+                           plan.batch, plan.kv_head, plan.unit};
+      auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
+      int tile = walk.first();
+      while (tile >= 0) {
+        const Span span = walk.span;
+        const int count = walk.rows(tile);
+        const int next = walk.visible(tile - 1);
+        const bool look = kCausal && plan.compare != 0 && span.most > everyone;
+        const std::uint32_t full = shared_address(&control.values_full[stage]);
+        if (thread == 0) barrier_wait(shared_address(&control.values_empty[stage]), parity ^ 1);
+        team_sync(kTeamBarrier);
+        const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
+        ValueStage& info = control.values[stage];
+        if (kCausal && thread == 0) info.any = 0;
+        if (bulk(values, tables.runs, span, count)) {
+          if (thread == 0) {
+            const std::uint32_t barrier = look ? landed : full;
+            barrier_arrive_expecting(barrier, L::kTileBytes);
+            load_bulk<kDim>(target, barrier, values, tables.runs, span.run, tile * kTile);
+          }
+          if (look) {
+            barrier_wait(landed, landed_parity);
+            landed_parity ^= 1;
+          }
+        } else {
+          gather<kDim>(target, control.address[1], p.v, values, tables.runs, group.keys,
+                       tile * kTile, count, thread, kTeamBarrier);
+          team_sync(kTeamBarrier);
+          if (!look && thread == 0) barrier_arrive(full);
+        }
+        if (look) {
+          confine<T, kDim>(target, info, thread, kTeamBarrier);
+          team_sync(kTeamBarrier);
+          if (thread == 0) barrier_arrive(full);
+        }
+        if (++stage == L::kValueStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+        tile = next;
       }
-      tile = next;
     }
+    if (thread == 32) at = look_up_item<kCausal, kWeights>(a, at, control.plans[1][turn ^ 1]);
+    team_sync(kTeamBarrier);
   }
 }
 

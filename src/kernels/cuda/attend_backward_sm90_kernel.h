@@ -107,6 +107,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   constexpr int kQueries = Memory::kQueries;
   constexpr int kColumns = Memory::kColumns;  // of dQ
+  constexpr bool kPackLate = ANNULUS_BWD_PACK_LATE && kDim == 128;  // registers
   constexpr int kToken = 1;                   // named barrier of group 0; that of group 1 is next
 
   float dk[kDim / 2];
@@ -129,9 +130,14 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   // and g ^ 1 would meet in the two chunks of m ^ (g >> 1). Odd g take m ^ 2 instead: the pairs of
   // chunks are then m ^ {0, 2, 1, 3}, or {2, 0, 3, 1}, and all 32 banks are used once.
   const bool odd = (g & 1) != 0;
+#if ANNULUS_BWD_STAGE16
+  const std::uint32_t staging = shared + Memory::kStaging + group * Memory::kStagingOfGroup +
+                                ((warp & 3) * 16 + g) * 128 + (((2 * c) ^ g) << 4);
+#else
   const std::uint32_t staging = shared + Memory::kStaging + group * Memory::kStagingOfGroup +
                                 ((warp & 3) * 16 + g) * 128 +
                                 (((c >> 1) ^ g ^ (odd ? 4 : 0)) << 4) + (c & 1) * 8;
+#endif
 
   const auto queue_s = [&](int stage, int buffer) {
     const std::uint64_t keys =
@@ -183,6 +189,14 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) dq[i] *= a.params.shape.scale;
     }
+#if ANNULUS_BWD_STAGE16
+#pragma unroll
+    for (int m = 0; m < kColumns / 16; ++m) {
+      const std::uint32_t target = (staging ^ ((m & 1) << 4)) + (m >> 1) * Memory::kStagingBox;
+      store_floats4(target, dq[8 * m], dq[8 * m + 1], dq[8 * m + 4], dq[8 * m + 5]);
+      store_floats4(target + 1024, dq[8 * m + 2], dq[8 * m + 3], dq[8 * m + 6], dq[8 * m + 7]);
+    }
+#else
 #pragma unroll
     for (int m = 0; m < kColumns / 8; ++m) {
       const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * Memory::kStagingBox;
@@ -192,6 +206,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       store_floats2(target + 1024, odd ? dq[4 * other + 2] : dq[4 * m + 2],
                     odd ? dq[4 * other + 3] : dq[4 * m + 3]);
     }
+#endif
   };
   int step = 0;
   int tile = 0;
@@ -225,7 +240,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
         s[4 * i + 3] = exp2_approx(fmaf(s[4 * i + 3], a.score_scale, l.y));
       }
     }
-    if ((flags & (kMasked | kPeriodic | kWeighted)) != 0) {
+    // Masks and weights.
+    const auto weigh = [&] {
       if ((flags & kPeriodic) != 0) {
         const std::uint32_t period = of_queries + Memory::kPeriod + g * 32;
 #pragma unroll
@@ -267,7 +283,10 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
           if (after1 > query.y) s[4 * i + 3] = 0;
         }
       }
-    }
+        };
+#if !ANNULUS_BWD_ONE_BRANCH
+    if ((flags & kSpecial) != 0) weigh();
+#endif
     // Both groups have finished the dQ of two steps ago.
     barrier_wait(shared + Memory::ds_empty(stage), ((step >> 1) & 1) ^ 1);
     products_wait<0>();
@@ -290,15 +309,25 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           ds[i / 2][i % 2 * 2 + j] = pack<T>(dp[4 * i + 2 * j], dp[4 * i + 2 * j + 1]);
-          p[i / 2][i % 2 * 2 + j] = pack<T>(s[4 * i + 2 * j], s[4 * i + 2 * j + 1]);
+          if constexpr (!kPackLate)
+            p[i / 2][i % 2 * 2 + j] = pack<T>(s[4 * i + 2 * j], s[4 * i + 2 * j + 1]);
         }
       }
     };
+#if ANNULUS_BWD_ONE_BRANCH
+    if (__builtin_expect((flags & kSpecial) != 0, 0)) {
+      weigh();
+      finish(std::true_type{});
+    } else {
+      finish(std::false_type{});
+    }
+#else
     if ((flags & kMasked) != 0) {
       finish(std::true_type{});
     } else {
       finish(std::false_type{});
     }
+#endif
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
       store_matrices(
@@ -309,6 +338,10 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     if (leader) {
       barrier_arrive(shared + Memory::ds_full(stage));
       if (step > 1) barrier_arrive(shared + Memory::staged(group, stage));  // dQ of step - 2
+    }
+    if constexpr (kPackLate) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 4; ++i) p[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
     }
     pin(p);
     pin(ds);

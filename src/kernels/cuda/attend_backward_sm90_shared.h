@@ -7,6 +7,26 @@
 #include "kernels/cuda/attend_backward_sm90.h"
 #include "kernels/cuda/sm90_instructions.h"
 
+// For measurements: 0 or 1 each.
+#ifndef ANNULUS_BWD_FEED  // queries in boxes have a loop of their own
+#define ANNULUS_BWD_FEED 1
+#endif
+#ifndef ANNULUS_BWD_ONE_BRANCH  // masks and weights in one place, out of the common path
+#define ANNULUS_BWD_ONE_BRANCH 1
+#endif
+#ifndef ANNULUS_BWD_PACK_LATE  // P is packed after dS has been announced
+#define ANNULUS_BWD_PACK_LATE 1
+#endif
+#ifndef ANNULUS_BWD_STAGE16  // dQ is staged by 16 bytes: columns are permuted
+#define ANNULUS_BWD_STAGE16 0
+#endif
+#ifndef ANNULUS_BWD_MAP4  // heads and token % stride are one dimension of maps
+#define ANNULUS_BWD_MAP4 0
+#endif
+#ifndef ANNULUS_BWD_STAGGER  // tiles begin at different queries
+#define ANNULUS_BWD_STAGGER 0
+#endif
+
 // What the roles of the Hopper backward kernel share: its arguments, shared memory and barriers.
 namespace annulus::cuda::sm90 {
 
@@ -39,6 +59,7 @@ enum StepFlag : int {
   kBox = 32,       // its rows of dQ are a box
   kNothing = 64,   // no pair counts, and nothing may be added
 };
+inline constexpr int kSpecial = kMasked | kPeriodic | kWeighted;
 struct alignas(16) StepNote {
   std::int32_t flags;
   std::int32_t head;
@@ -183,6 +204,12 @@ __device__ __forceinline__ void store_float(std::uint32_t address, float value) 
 }
 __device__ __forceinline__ void store_floats2(std::uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ void store_floats4(std::uint32_t address, float a, float b, float c,
+                                              float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
 }
 // Adds in L2; nothing comes back.
 __device__ __forceinline__ void add_to_global(float* address, const float4& value) {

@@ -1,0 +1,72 @@
+#!/bin/sh
+# Builds variants of the Hopper backward kernel, checks a few cases of each, times them, and profiles
+# the first, the last and the prototype (folder $PROTOTYPE, if set):
+#   sh bench/cuda/variants_backward_sm90.sh [build] [time] [profile]
+# Everything goes to $OUT, or to build/variants_sm90.
+cd "$(dirname "$0")/../.."
+built=$PWD/build/variants_sm90
+out=${OUT:-$built}
+mkdir -p "$built" "$out"
+flags="-std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v --expt-relaxed-constexpr -lineinfo
+       -Xcompiler -fPIC -Isrc -Iinclude"
+# name and switches; what is not named is 0
+variants='base
+feed FEED
+branch ONE_BRANCH
+late PACK_LATE
+stage16 STAGE16
+map4 MAP4
+three FEED ONE_BRANCH PACK_LATE
+stagger FEED ONE_BRANCH PACK_LATE STAGGER
+all FEED ONE_BRANCH PACK_LATE STAGGER STAGE16 MAP4'
+for step in ${*:-build time profile}; do
+  case $step in
+  build)
+    rm -f "$built"/*.o "$built"/*.so "$built"/*.txt
+    cat > "$built/no_fp16.cu" <<'END'
+#include "kernels/cuda/attend_backward_sm90_shared.h"
+namespace annulus::cuda::sm90 {
+void start_backward_fp16(const BackwardArguments&, int, cudaStream_t) {}
+}  // namespace annulus::cuda::sm90
+END
+    nvcc $flags -c bench/cuda/backward_sm90_api.cu -o "$built/api.o" > "$built/api.txt" 2>&1 &
+    nvcc $flags -c "$built/no_fp16.cu" -o "$built/no_fp16.o" > "$built/no_fp16.txt" 2>&1 &
+    if [ -n "$PROTOTYPE" ] && [ -f "$PROTOTYPE/bwd.cu" ]; then
+      nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -lineinfo -Xptxas -v -Xcompiler -fPIC -shared -DQUICK \
+        -o "$built/prototype.so" "$PROTOTYPE/bwd.cu" > "$built/prototype.txt" 2>&1 &
+    fi
+    echo "$variants" > "$built/names"
+    while read -r name switches; do
+      macros=
+      for s in FEED ONE_BRANCH PACK_LATE STAGE16 MAP4 STAGGER; do
+        case " $switches " in *" $s "*) v=1 ;; *) v=0 ;; esac
+        macros="$macros -DANNULUS_BWD_$s=$v"
+      done
+      (nvcc $flags $macros -c src/kernels/cuda/attend_backward_sm90_bf16.cu -o "$built/$name.kernel.o" > "$built/$name.txt" 2>&1) &
+      (nvcc $flags $macros -c src/kernels/cuda/attend_backward_sm90.cu -o "$built/$name.host.o" > "$built/$name.host.txt" 2>&1) &
+    done < "$built/names"
+    wait
+    while read -r name switches; do
+      nvcc -shared -o "$built/$name.so" "$built/$name.kernel.o" "$built/$name.host.o" "$built/api.o" "$built/no_fp16.o" &
+    done < "$built/names"
+    wait
+    grep -H -E "error|C7[0-9][0-9][0-9]|spill stores" "$built"/*.txt | sed 's|.*/||'
+    ;;
+  time)
+    OUT="$out" BUILT="$built" python3 bench/cuda/variants_backward_sm90.py time
+    ;;
+  profile)
+    for name in base three prototype; do
+      [ -f "$built/$name.so" ] || continue
+      BUILT="$built" timeout 60 ncu --clock-control none -k "regex:attend_backward|bwd" -c 1 --section SpeedOfLight \
+        --section ComputeWorkloadAnalysis --section MemoryWorkloadAnalysis_Tables --section WarpStateStats \
+        --section InstructionStats --section SourceCounters --section SchedulerStats -f -o "$out/ncu_$name" \
+        python3 bench/cuda/variants_backward_sm90.py once "$name" > "$out/ncu_$name.log" 2>&1 || tail -5 "$out/ncu_$name.log"
+      ncu -i "$out/ncu_$name.ncu-rep" --page raw --csv > "$out/ncu_$name.raw.csv" 2> /dev/null
+      ncu -i "$out/ncu_$name.ncu-rep" --page source --csv > "$out/ncu_$name.source.csv" 2> /dev/null
+      rm -f "$out/ncu_$name.ncu-rep"
+      python3 bench/cuda/variants_backward_sm90.py profile "$out/ncu_$name" || true
+    done
+    ;;
+  esac
+done

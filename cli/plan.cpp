@@ -13,6 +13,7 @@
 #include "cli/console.h"
 #include "cli/options.h"
 #include "cli/output_file.h"
+#include "kernels/backend.h"
 #include "plan/plan_text.h"
 #include "plan/traffic.h"
 #include "ring/agreement.h"

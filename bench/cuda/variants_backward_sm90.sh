@@ -2,9 +2,9 @@
 # Builds variants of the Hopper backward kernel, checks a few cases of each, times them, and profiles
 # the first, the last and the prototype (folder $PROTOTYPE, if set):
 #   sh bench/cuda/variants_backward_sm90.sh [build] [time] [profile]
-# Everything goes to $OUT, or to build/variants_sm90.
+# Everything goes to $OUT, or to build/variants_backward_sm90.
 cd "$(dirname "$0")/../.."
-built=$PWD/build/variants_sm90
+built=$PWD/build/variants_backward_sm90
 out=${OUT:-$built}
 mkdir -p "$built" "$out"
 flags="-std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v --expt-relaxed-constexpr -lineinfo

@@ -1,0 +1,365 @@
+#!/usr/bin/env python3
+"""What the library does on a GPU, beside its peers in the same process.
+
+    make gpu-bench          # builds the package where PyTorch with CUDA is, then runs this
+    python3 bench/cuda/gpu_bench.py --out bench/results/h200.json [--only longnet_forward] [--rounds 5]
+
+A case is our time over the peer's. Readings are of at least 80 ms and shuffled; medians count. A card throttles on power, so only
+ratios within one run mean anything. Peers: cuDNN through PyTorch (LongNet: one call per branch and offset on strided views, WITHOUT the
+merge or the accumulation that ours includes), PyTorch's flash backend, FlexAttention, and what a PyTorch user would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import math
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any, Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import annulus
+import annulus.torch
+
+SEGMENTS, DILATIONS = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
+HEADS = 16
+Function = Callable[[], Any]
+
+
+def reading(function: Function, calls: int) -> float:
+    """Milliseconds of one call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(4_000_000)  # the host gets ahead
+    begin.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def medians(functions: dict[str, Function], rounds: int, least_ms: float = 80.0) -> dict[str, float]:
+    for function in functions.values():
+        function()
+    torch.cuda.synchronize()
+    calls = {n: max(1, math.ceil(least_ms / reading(f, 2))) for n, f in functions.items()}
+    found: dict[str, list[float]] = {n: [] for n in functions}
+    for _ in range(rounds):
+        order = list(functions)
+        random.shuffle(order)
+        for name in order:
+            found[name].append(reading(functions[name], calls[name]))
+    return {n: statistics.median(t) for n, t in found.items()}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
+
+
+class Ours:
+    """Executors of all ranks of a ring in this process, one GPU, and their tensors."""
+
+    def __init__(self, pattern: annulus.Pattern, batch: int, tokens: int, dim: int, *, ranks: int = 1, placement: str = "contiguous",
+                 dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+        self.ranks = ranks
+        self.threads = concurrent.futures.ThreadPoolExecutor(ranks)
+        where = annulus.Placement.named(placement, tokens, ranks)
+        transports = annulus.make_in_process_ring(ranks)
+        limits = dict(max_qkv_elements=10**12, max_communication_bytes=10**12)
+
+        def make(rank: int) -> dict[str, Any]:
+            local = where.local_tokens(rank)
+            ring = annulus.RingAttention(pattern, where, transport=transports[rank], batch=batch, kv_heads=pattern.heads,
+                                         head_dim=dim, dtype=dtype, device="cuda:0", **limits, **options)
+            q, k, v, do = (normal(batch, local, pattern.heads, dim, dtype=dtype) for _ in range(4))
+            o, dq, dk, dv = (torch.empty_like(q) for _ in range(4))
+            lse = torch.empty(batch, local, pattern.heads, device="cuda")
+            return dict(ring=ring, stream=torch.cuda.Stream(), q=q, k=k, v=v, o=o, lse=lse, do=do, dq=dq, dk=dk, dv=dv)
+
+        self.parts = self.on_ranks(make)
+
+    def on_ranks(self, body: Callable[[int], Any]) -> list[Any]:
+        if self.ranks == 1:
+            return [body(0)]
+        return [f.result() for f in [self.threads.submit(body, r) for r in range(self.ranks)]]
+
+    def forward(self, part: dict[str, Any]) -> None:
+        part["ring"].forward(part["q"], part["k"], part["v"], out=part["o"], lse=part["lse"])
+
+    def backward(self, part: dict[str, Any]) -> None:
+        p = part
+        p["ring"].backward(p["q"], p["k"], p["v"], p["o"], p["lse"], p["do"], dq=p["dq"], dk=p["dk"], dv=p["dv"])
+
+    def run(self, what: str) -> Function:
+        """One call on the current stream; rings of several ranks by wall_clock() instead."""
+        function = getattr(self, what)
+        return lambda: function(self.parts[0])
+
+    def wall_clock(self, what: str, least_ms: float = 80.0) -> float:
+        """Milliseconds of one pass of all ranks, each on a stream of its own."""
+        function = getattr(self, what)
+
+        def body(rank: int, calls: int) -> None:
+            with torch.cuda.stream(self.parts[rank]["stream"]):
+                for _ in range(calls):
+                    function(self.parts[rank])
+
+        def timed(calls: int) -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.on_ranks(lambda rank: body(rank, calls))
+            torch.cuda.synchronize()
+            return (time.perf_counter() - start) / calls * 1e3
+
+        timed(1)
+        return timed(max(1, math.ceil(least_ms / timed(2))))
+
+
+def views(tensors: list[torch.Tensor], segment: int, dilation: int, offset: int) -> list[torch.Tensor]:
+    """Rows and heads of one offset, [segments, heads, rows, dim], blocked offsets; nothing is copied."""
+    _, tokens, heads, dim = tensors[0].shape
+    each = heads // dilation
+    return [t.view(tokens // segment, segment // dilation, dilation, heads, dim)[:, :, offset, offset * each:(offset + 1) * each]
+            .transpose(1, 2) for t in tensors]
+
+
+def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+
+
+def cudnn_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Any, causal: bool) -> Any:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, x[0], x[1], x[6], x[7], None, x[2], x[3], x[4], x[5], 0.0, causal)
+
+
+def longnet_pattern(causal: bool, interleaved: bool = False) -> annulus.Pattern:
+    return annulus.Pattern.longnet(HEADS, SEGMENTS, DILATIONS, causal=causal, offsets="interleaved" if interleaved else "blocked")
+
+
+def longnet_flops(tokens: int, dim: int, causal: bool, backward: bool) -> float:
+    pairs = sum(tokens / w * HEADS * (w / r) ** 2 for w, r in zip(SEGMENTS, DILATIONS, strict=True))
+    return pairs * dim * (10 if backward else 4) * (0.5 if causal else 1)
+
+
+class Report:
+    def __init__(self, only: list[str], rounds: int, seconds: float) -> None:
+        self.only, self.rounds, self.end = only, rounds, time.time() + seconds
+        self.cases: list[dict[str, Any]] = []
+
+    def wants(self, *names: str) -> bool:
+        return time.time() < self.end and (not self.only or any(o in n for o in self.only for n in names))
+
+    def add(self, name: str, ours: float, peer: str, peer_ms: float, flops: float | None = None) -> None:
+        row: dict[str, Any] = dict(name=name, ours_ms=ours, peer=peer, peer_ms=peer_ms, ratio=ours / peer_ms)
+        if flops:
+            row["tflops"] = flops / ours / 1e9
+        self.cases.append(row)
+        rate = f"{row['tflops']:5.0f} TFLOP/s" if flops else ""
+        print(f"{name:48s} {ours:9.3f} ms  {peer_ms:9.3f} ms {peer:24s} {row['ratio']:6.3f}  {rate}", flush=True)
+
+
+def longnet(report: Report, tokens: int, label: str, dim: int, causal: bool, backward: bool) -> None:
+    mask = "causal" if causal else "full"
+    forward_name, backward_name = (f"longnet_{p}_d{dim}_{label}_{mask}" for p in ("forward", "backward"))
+    if not report.wants(forward_name, backward_name):
+        return
+    own = {kind: Ours(longnet_pattern(causal, kind == "interleaved"), 1, tokens, dim, backward=backward)
+           for kind in ("blocked", "interleaved")}
+    part = own["blocked"].parts[0]
+    tensors = [part[n] for n in ("q", "k", "v", "do")]
+    calls = [views(tensors, w, r, o) for w, r in zip(SEGMENTS, DILATIONS, strict=True) for o in range(r)]
+    functions: dict[str, Function] = {k: x.run("forward") for k, x in own.items()}
+    functions["cudnn"] = lambda: [cudnn_forward(q, k, v, causal) for q, k, v, _ in calls]
+    found = medians(functions, report.rounds)
+    for kind in own:
+        report.add(f"{forward_name}_{kind}", found[kind], "cuDNN, no merge", found["cudnn"], longnet_flops(tokens, dim, causal, False))
+    if backward:
+        kept = [(a, cudnn_forward(*a[:3], causal)) for a in calls]
+        grads = [torch.empty_like(x[0]).copy_(a[3]) for a, x in kept]
+        functions = {k: x.run("backward") for k, x in own.items()}
+        functions["cudnn"] = lambda: [cudnn_backward(g, *a[:3], x, causal) for (a, x), g in zip(kept, grads, strict=True)]
+        found = medians(functions, report.rounds)
+        for kind in own:
+            report.add(f"{backward_name}_{kind}", found[kind], "cuDNN, no accumulation", found["cudnn"],
+                       longnet_flops(tokens, dim, causal, True))
+
+
+def dense(report: Report, length: int, label: str, causal: bool) -> None:
+    mask, dim, batch = "causal" if causal else "full", 128, 65536 // length
+    names = [f"dense_{p}_d128_{label}_{mask}" for p in ("forward", "backward", "backward_deterministic")]
+    if not report.wants(*names):
+        return
+    own = Ours(annulus.Pattern.dense(HEADS, causal), batch, length, dim)
+    same = Ours(annulus.Pattern.dense(HEADS, causal), batch, length, dim, deterministic=True)
+    part = own.parts[0]
+    q, k, v, do = (part[n].transpose(1, 2) for n in ("q", "k", "v", "do"))
+    flops = 4.0 * dim * batch * HEADS * length**2 * (0.5 if causal else 1)
+    found = medians({"own": own.run("forward"), "cudnn": lambda: cudnn_forward(q, k, v, causal)}, report.rounds)
+    report.add(names[0], found["own"], "cuDNN", found["cudnn"], flops)
+    x = cudnn_forward(q, k, v, causal)
+    same.run("forward")()
+    found = medians({"own": own.run("backward"), "same": same.run("backward"),
+                     "cudnn": lambda: cudnn_backward(do, q, k, v, x, causal)}, report.rounds)
+    report.add(names[1], found["own"], "cuDNN", found["cudnn"], 2.5 * flops)
+    report.add(names[2], found["same"], "cuDNN", found["cudnn"], 2.5 * flops)
+
+
+def portable(report: Report) -> None:
+    """In a process of its own: the family is chosen by the environment."""
+    for causal in (False, True):
+        name = f"portable_dense_forward_d128_4k_{'causal' if causal else 'full'}"
+        if not report.wants(name):
+            continue
+        own = Ours(annulus.Pattern.dense(HEADS, causal), 16, 4096, 128, backward=False)
+        q, k, v = (own.parts[0][n].transpose(1, 2) for n in ("q", "k", "v"))
+
+        def flash() -> None:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        found = medians({"own": own.run("forward"), "flash": flash}, report.rounds)
+        report.add(name, found["own"], "PyTorch flash (FA2)", found["flash"],
+                   4.0 * 128 * 16 * HEADS * 4096**2 * (0.5 if causal else 1))
+
+
+def rings(report: Report) -> None:
+    cases = [("ring8_longnet_d128_256k_full", longnet_pattern(False), 262144, 8, "contiguous"),
+             ("ring4_dense_d128_64k_causal_zigzag", annulus.Pattern.dense(HEADS, True), 65536, 4, "zigzag")]
+    for name, pattern, tokens, ranks, placement in cases:
+        if not report.wants(name):
+            continue
+        one = Ours(pattern, 1, tokens, 128)
+        many = Ours(pattern, 1, tokens, 128, ranks=ranks, placement=placement)
+        for what in ("forward", "backward"):
+            found: dict[str, list[float]] = {"one": [], "many": []}
+            for _ in range(report.rounds):
+                found["one"].append(one.wall_clock(what))
+                found["many"].append(many.wall_clock(what))
+            report.add(f"{name}_{what}", statistics.median(found["many"]), "one rank", statistics.median(found["one"]))
+        del one, many
+        torch.cuda.empty_cache()
+
+
+def user_longnet(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """What people write: slice, attend, scatter, merge by log-sum-exp, all under autograd."""
+    outputs, weights = [], []
+    for w, r in zip(SEGMENTS, DILATIONS, strict=True):
+        o = torch.zeros_like(q)
+        lse = torch.full(q.shape[:3], -math.inf, device=q.device)
+        each = HEADS // r
+        for offset in range(r):
+            a = views([q, k, v], w, r, offset)
+            x = cudnn_forward(*a, causal)
+            views([o], w, r, offset)[0].copy_(x[0])
+            rows = lse.view(q.shape[1] // w, w // r, r, HEADS)[:, :, offset, offset * each:(offset + 1) * each]
+            rows.copy_(x[1].reshape(x[1].shape[:3]).transpose(1, 2))
+        outputs.append(o)
+        weights.append(lse)
+    share = torch.softmax(torch.stack(weights), 0).to(q.dtype)
+    return sum(o * s[..., None] for o, s in zip(outputs, share, strict=True))
+
+
+def user(report: Report, tokens: int, label: str, causal: bool) -> None:
+    name = f"user_longnet_d128_{label}_{'causal' if causal else 'full'}"
+    if not report.wants(name):
+        return
+    leaves = [normal(1, tokens, HEADS, 128).requires_grad_() for _ in range(3)]
+    do = normal(1, tokens, HEADS, 128)
+
+    def ours() -> None:
+        o = annulus.torch.ring_attention(*leaves, segment_lengths=SEGMENTS, dilation_rates=DILATIONS, is_causal=causal,
+                                         max_communication_bytes=10**12)
+        torch.autograd.grad(o, leaves, do)
+
+    def theirs() -> None:
+        torch.autograd.grad(user_longnet(*leaves, causal), leaves, do)
+
+    found = medians({"own": ours, "user": theirs}, report.rounds)
+    report.add(name, found["own"], "PyTorch by hand", found["user"], longnet_flops(tokens, 128, causal, False) * 3.5)
+
+
+def flex(report: Report) -> None:
+    name = "flex_longnet_forward_d128_64k_full"
+    if not report.wants(name):
+        return
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    tokens = 65536
+    own = Ours(longnet_pattern(False), 1, tokens, 128, backward=False)
+    q, k, v = (own.parts[0][n].transpose(1, 2).contiguous() for n in ("q", "k", "v"))
+    pairs = list(zip(SEGMENTS, DILATIONS, strict=True))
+
+    def allowed(_b: Any, h: Any, i: Any, j: Any) -> Any:
+        any_branch = None
+        for w, r in pairs:
+            o = h * r // HEADS
+            here = (i // w == j // w) & (i % w % r == o) & (j % w % r == o)
+            any_branch = here if any_branch is None else any_branch | here
+        return any_branch
+
+    mask = create_block_mask(allowed, 1, HEADS, tokens, tokens, device="cuda", _compile=True)
+    compiled = torch.compile(flex_attention)
+    found = medians({"own": own.run("forward"), "flex": lambda: compiled(q, k, v, block_mask=mask)}, min(3, report.rounds))
+    report.add(name, found["own"], "FlexAttention", found["flex"])
+
+
+def machine() -> dict[str, Any]:
+    def ask(*command: str) -> str:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+    return dict(device=torch.cuda.get_device_name(), torch=torch.__version__, cudnn=torch.backends.cudnn.version(),
+                nvidia_smi=ask("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv"),
+                commit=ask("git", "rev-parse", "HEAD"), command=" ".join(sys.argv))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    arguments = parser.parse_args()
+    report = Report(arguments.only, arguments.rounds, arguments.seconds)
+
+    def attempt(function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(report, *args)
+        except Exception as error:  # the other cases count, too
+            print(f"{function.__name__}{args}: {type(error).__name__}: {error}"[:500], flush=True)
+        torch.cuda.empty_cache()
+
+    if len(arguments.only) == 1 and arguments.only[0].startswith("portable"):
+        attempt(portable)
+    else:
+        for dim in (128, 64):
+            for causal in (False, True):
+                attempt(longnet, 262144, "256k", dim, causal, dim == 128)
+        for length, label in ((2048, "2k"), (4096, "4k"), (16384, "16k")):
+            for causal in (False, True):
+                attempt(dense, length, label, causal)
+        attempt(rings)
+        attempt(user, 262144, "256k", False)
+        for causal in (False, True):
+            attempt(longnet, 1048576, "1m", 128, causal, False)
+        attempt(flex)
+    if arguments.out:
+        old = json.loads(arguments.out.read_text())["cases"] if arguments.out.exists() else []
+        names = {c["name"] for c in report.cases}
+        cases = [c for c in old if c["name"] not in names] + report.cases
+        arguments.out.write_text(json.dumps(dict(machine=machine(), cases=cases), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -148,6 +148,7 @@ class Engine {
 class CopyProgram {
  public:
   virtual ~CopyProgram() = default;
+  [[nodiscard]] virtual std::int64_t bytes() const = 0;  // of the description
 };
 
 class Backend {

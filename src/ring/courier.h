@@ -50,6 +50,7 @@ class Courier {
   // next.
   [[nodiscard]] ParcelRows received() const { return {&layout_, &received_}; }
   [[nodiscard]] std::int64_t bytes_sent() const;  // per pass over all steps
+  [[nodiscard]] std::int64_t list_bytes() const { return packing_->bytes(); }
 
  private:
   // Parcels of a message that do not lie one after the other are put so first.

@@ -200,6 +200,14 @@ std::int64_t RingAttention::Impl::communication_bytes() const {
   return bytes;
 }
 
+std::int64_t RingAttention::Impl::list_bytes() const {
+  std::int64_t bytes = engine->list_bytes() + key_courier->list_bytes();
+  if (query_courier != nullptr) bytes += query_courier->list_bytes();
+  if (returns != nullptr) bytes += returns->list_bytes();
+  if (kept != nullptr) bytes += kept->bytes();
+  return bytes;
+}
+
 void RingAttention::Impl::check_limits() const {
   const std::int64_t bytes = communication_bytes();
   if (bytes > options.limits.communication_bytes) {

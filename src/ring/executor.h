@@ -66,6 +66,7 @@ struct RingAttention::Impl {
     return branch_rows() * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   }
   [[nodiscard]] std::int64_t communication_bytes() const;
+  [[nodiscard]] std::int64_t list_bytes() const;  // what says what to compute and to copy
 
   const RingOptions options;
   Transport* const transport;

@@ -149,6 +149,14 @@ void ReturnCourier::cancel() {
   for (auto& ticket : receives_) ticket.reset();
 }
 
+std::int64_t ReturnCourier::list_bytes() const {
+  std::int64_t bytes = 0;
+  for (const Step& step : steps_) {
+    for (const Incoming& incoming : step.in) bytes += incoming.add->bytes();
+  }
+  return bytes;
+}
+
 std::int64_t ReturnCourier::bytes_sent() const {
   std::int64_t bytes = 0;
   for (const Step& step : steps_) {

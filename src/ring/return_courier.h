@@ -27,6 +27,7 @@ class ReturnCourier {
   // Gradients of received parcels, from clear() to begin() of their step.
   [[nodiscard]] ParcelRows gradients() const { return {&layout_, &gradients_}; }
   [[nodiscard]] std::int64_t bytes_sent() const;
+  [[nodiscard]] std::int64_t list_bytes() const;
 
  private:
   // What comes back in one message, and how it is added.

@@ -276,8 +276,7 @@ MemoryInfo RingAttention::memory_info() const {
   info.device = impl_->options.device;
   info.communication_bytes = impl_->communication_bytes();
   info.state_bytes = impl_->engine->state_bytes();
-  info.workspace_bytes = info.communication_bytes + info.state_bytes + impl_->engine->list_bytes();
-  if (impl_->kept != nullptr) info.workspace_bytes += impl_->kept->bytes();
+  info.workspace_bytes = info.communication_bytes + info.state_bytes + impl_->list_bytes();
   info.scratch_bytes = impl_->backend->scratch_bytes();
   return info;
 }

@@ -48,6 +48,17 @@ class CpuCopies final : public CopyProgram {
     }
   }
 
+  [[nodiscard]] std::int64_t bytes() const override {
+    std::size_t sum = 0;
+    for (const std::vector<Stretch>& cut : stretches) sum += cut.size() * sizeof(Stretch);
+    for (const ParcelCopy& parcel : parcels) {
+      // Programs of one parcel share its runs.
+      sum += sizeof(ParcelCopy) + parcel.runs->size() * sizeof(CopyRun) /
+                                      static_cast<std::size_t>(std::max(1L, parcel.runs.use_count()));
+    }
+    return static_cast<std::int64_t>(sum);
+  }
+
   // `rows` rows from row `first` of run number `run` on, going on into the next runs.
   struct Stretch {
     std::size_t run;

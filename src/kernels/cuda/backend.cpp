@@ -58,6 +58,7 @@ class CudaCopies final : public CopyProgram {
     params.items = reinterpret_cast<const CopyItem*>(memory_.data());
   }
 
+  [[nodiscard]] std::int64_t bytes() const override { return memory_.bytes(); }
   [[nodiscard]] CopyParams with(std::span<const TensorRows> sections, std::byte* buffer) const {
     CopyParams out = params;
     for (std::size_t s = 0; s < sections.size(); ++s) out.rows[s] = sections[s];

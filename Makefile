@@ -13,7 +13,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit asan asan-python tsan bench pytorch-bench lint format clean
+.PHONY: help setup build python demo test unit asan asan-python tsan bench pytorch-bench gpu-bench lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -93,6 +93,17 @@ pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), result
 	.venv/bin/python bench/peer/versus_pytorch.py --out bench/results/versus_pytorch.json
 	.venv/bin/python bench/peer/annulus_torch.py --out bench/results/annulus_torch.json
 	.venv/bin/python bench/plot.py bench/results/versus_pytorch.json
+	python3 bench/tables.py
+
+gpu-bench: ## Measure on a GPU beside cuDNN and others, with the python3 that has PyTorch with CUDA; results into bench/results/h200.json
+	@cmake -S . -B build/gpu_python -G Ninja -DCMAKE_BUILD_TYPE=Release -DANNULUS_CUDA=ON -DANNULUS_BUILD_PYTHON=ON \
+	  -DANNULUS_BUILD_TESTS=OFF -DANNULUS_BUILD_BENCH=OFF -DANNULUS_BUILD_CLI=OFF -DPython_EXECUTABLE="$$(command -v python3)"
+	@cmake --build build/gpu_python --parallel $(JOBS) --target annulus_python
+	@rm -rf build/gpu_python/package && cp -r python build/gpu_python/package
+	@cp build/gpu_python/python/annulus/_core*.so build/gpu_python/package/annulus
+	PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --out bench/results/h200.json
+	ANNULUS_CUDA_KERNELS=portable PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --only portable \
+	  --out bench/results/h200.json
 	python3 bench/tables.py
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)

@@ -153,6 +153,23 @@ def planning(rows):
     )
 
 
+def gpu(rows):
+    return table(
+        ["case", "ours ms", "peer ms", "peer", "ours / peer", "TFLOP/s"],
+        [
+            [
+                f"`{r['name']}`",
+                f"{r['ours_ms']:.2f}",
+                f"{r['peer_ms']:.2f}",
+                r["peer"],
+                f"**{r['ratio']:.3f}**",
+                f"{r['tflops']:.0f}" if "tflops" in r else "",
+            ]
+            for r in rows
+        ],
+    )
+
+
 TABLES = {
     "forward": dense,
     "backward": dense,
@@ -169,6 +186,13 @@ TABLES = {
 
 
 def machine(result):
+    if "cases" in result:
+        m = result["machine"]
+        smi = m["nvidia_smi"].splitlines()[-1]
+        return (
+            f"Measured with {m['device']}, PyTorch {m['torch']}, cuDNN {m['cudnn']}; driver, clocks at the end and power limit: {smi}; "
+            f"commit {m['commit'][:7]}.\n"
+        )
     if "torch" not in result:
         return (
             f"Measured with {result['cpu']}, {result['cores']} cores at a load of {result['load_before']:.1f} by others, "
@@ -184,7 +208,10 @@ def main():
     page = PAGE.read_text(encoding="utf-8")
     for file in sorted((ROOT / "bench" / "results").glob("*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
-        parts = {f"table: {name}": TABLES[name](rows) for name, rows in result["suites"].items()}
+        if "cases" in result:
+            parts = {"table: gpu": gpu(result["cases"])}
+        else:
+            parts = {f"table: {name}": TABLES[name](rows) for name, rows in result["suites"].items()}
         parts[f"machine: {file.name}"] = machine(result)
         for mark, text in parts.items():
             pattern = rf"(<!-- {re.escape(mark)} -->\n\n)(?:.+\n)*"

@@ -327,7 +327,6 @@ def join(local, parcels, storage):
 
 
 KEEP = []
-DQ_COLUMNS = None  # where the columns of dQ are, if not in order
 
 
 def split_channel(local, parcels, skip=0):
@@ -451,8 +450,6 @@ def check(name, tokens, pattern, dim=128, causal=False, heads=2, kv_heads=None, 
         torch.cuda.synchronize()
         got = [join(*stored[n], s) if s.how != 'plain' else stored[n][0] for n, s in (('dq', Q), ('dk', K), ('dv', K))]
         got = [x.double() - s.double() for x, s in zip(got, sums)]
-        if DQ_COLUMNS is not None:
-            got[0] = got[0][..., DQ_COLUMNS]
         errors = [rel(x, y) for x, y in zip(got, want)]
         rows = [worst_row(x, y) for x, y in zip(got, want)]
         bound = 6e-3 if dtype == torch.bfloat16 else 1.2e-3

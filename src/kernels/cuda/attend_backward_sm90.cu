@@ -47,25 +47,6 @@ CUtensorMap make_map(const TensorRows& rows, int head_dim, int heads, std::int64
     return static_cast<cuuint64_t>(over > 1 ? bytes : 16);
   };
   const std::int64_t high = (tokens + stride - 1) / stride;
-#if ANNULUS_BWD_MAP4
-  const cuuint64_t extents4[] = {extent(head_dim), extent(stride * heads), extent(high),
-                                 extent(batch)};
-  const cuuint64_t steps4[] = {extent(rows.head_step), step(stride * rows.row_step, high),
-                               step(rows.batch_step, batch)};
-  const cuuint32_t boxed4[] = {static_cast<cuuint32_t>(box.columns), 1,
-                               static_cast<cuuint32_t>(box.rows), 1};
-  const cuuint32_t every4[] = {1, 1, 1, 1};
-  CUtensorMap map4{};
-  const CUresult result4 =
-      encode_tiled()(&map4, box.type, 4, rows.base, extents4, steps4, boxed4, every4,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     box.type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? CU_TENSOR_MAP_L2_PROMOTION_NONE
-                                                                 : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result4 != CUDA_SUCCESS || rows.row_step != heads * rows.head_step)
-    throw DeviceError("attention backward on Hopper: not a map of four dimensions");
-  return map4;
-#endif
   const cuuint64_t extents[] = {extent(head_dim), extent(heads), extent(stride), extent(high),
                                 extent(batch)};
   const cuuint64_t steps[] = {step(rows.head_step, heads), step(rows.row_step, stride),

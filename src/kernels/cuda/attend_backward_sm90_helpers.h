@@ -53,19 +53,6 @@ __device__ __forceinline__ int repeat_bits(const Repeat* repeats, int count, int
   return bits;
 }
 
-// A box of rows: of a head, from row `row` of those with this remainder.
-__device__ __forceinline__ void load_rows(const BackwardArguments& a, std::uint32_t target,
-                                          const CUtensorMap* map, std::uint32_t barrier, int column,
-                                          int head, int remainder, int row, int batch,
-                                          std::uint64_t policy) {
-#if ANNULUS_BWD_MAP4
-  load_box(target, map, barrier, column, head + a.params.shape.heads * remainder, row, batch,
-           policy);
-#else
-  load_box(target, map, barrier, column, head, remainder, row, batch, policy);
-#endif
-}
-
 __device__ __forceinline__ bool goes_by_box(const BackwardArguments& a, const Run& run) {
   return run.source < 0 && run.stride == a.schedule.row_stride;
 }
@@ -161,9 +148,9 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
         if (lane == 0) {
           barrier_arrive_expecting(full, Memory::kKeyTile);
           for (int h = 0; h < kDim / 64; ++h)
-            load_rows(a, target + h * Memory::kKeyBlock, which == 0 ? &a.k : &a.v, full, h * 64,
-                      owner.head, position % run.stride, position / run.stride, owner.batch,
-                      policy_stream());
+            load_box(target + h * Memory::kKeyBlock, which == 0 ? &a.k : &a.v, full, h * 64,
+                     owner.head, position % run.stride, position / run.stride, owner.batch,
+                     policy_stream());
         }
       } else {
         gather<kDim, kKeys>(a, which == 0 ? p.k : p.v, group.keys, item.begin, item.rows, owner,
@@ -268,14 +255,12 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           low = row_block(runs, queries, begin, rows).low;
           if (!all_after) next_block = seeing(next_block);
         }
-#if ANNULUS_BWD_FEED
         if (boxed && !nothing) {
           int flags_of = kBox;
           if (keys.rows < kKeys) flags_of |= kMasked;
           if (group.repeats > 0)
-            flags_of |=
-                periodic && run.index_stride == 1 && ((low - phase) & 15) == 0 ? kPeriodic
-                                                                              : kWeighted;
+            flags_of |= periodic && run.index_stride == 1 && ((low - phase) & 15) == 0 ? kPeriodic
+                                                                                       : kWeighted;
           const int masked_below = causal ? keys.high - shift : -0x7FFFFFFF;
           // Of the tile: the block that ends it, if it is in this stretch.
           const int last_block = member + 1 == members ? blocks - 1 : -1;
@@ -287,27 +272,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           const std::int64_t delta_step = row_step(p.delta, run) / 4 * 32;
           const int low_step = kQueries * run.index_stride;
           const std::uint64_t policy = policy_keep();
-#if ANNULUS_BWD_STAGGER
-          int until = -1;
-          if (!causal && block == 0 && stretch == blocks) {
-            const int ahead = item.begin / kQueries % blocks;
-            until = row + blocks * kQueries;
-            row += ahead * kQueries;
-            low += ahead * low_step;
-            lse_row += ahead * kPerLane * lse_step;
-            delta_row += ahead * kPerLane * delta_step;
-          }
-#endif
 #pragma unroll 1
           for (; block < stretch; ++block) {
-#if ANNULUS_BWD_STAGGER
-            if (row == until) {
-              row -= blocks * kQueries;
-              low -= blocks * low_step;
-              lse_row -= blocks * kPerLane * lse_step;
-              delta_row -= blocks * kPerLane * delta_step;
-            }
-#endif
             float lse[kPerLane];
             float delta[kPerLane];
 #pragma unroll
@@ -331,15 +297,15 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
               barrier_arrive_expecting(q_full, Memory::kQueryTile);
 #pragma unroll
               for (int h = 0; h < kDim / 64; ++h)
-                load_rows(a, q_tile + h * Memory::kQueryBlock, &a.q, q_full, h * 64, owner.head,
-                          remainder, row, owner.batch, policy);
+                load_box(q_tile + h * Memory::kQueryBlock, &a.q, q_full, h * 64, owner.head,
+                         remainder, row, owner.batch, policy);
               const std::uint32_t dout_full = shared + Memory::dout_full(stage);
               const std::uint32_t dout_tile = shared + Memory::kDout + stage * Memory::kQueryTile;
               barrier_arrive_expecting(dout_full, Memory::kQueryTile);
 #pragma unroll
               for (int h = 0; h < kDim / 64; ++h)
-                load_rows(a, dout_tile + h * Memory::kQueryBlock, &a.dout, dout_full, h * 64,
-                          owner.head, remainder, row, owner.batch, policy);
+                load_box(dout_tile + h * Memory::kQueryBlock, &a.dout, dout_full, h * 64,
+                         owner.head, remainder, row, owner.batch, policy);
               const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * 32;
               store_words4(note, flags, owner.head, remainder, row);
               store_words4(note + 16, owner.batch, owner.unit, item.group, block * kQueries);
@@ -369,7 +335,6 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           }
           continue;
         }
-#endif
         int always = nothing ? kNothing | kMasked : 0;
         if (boxed && !nothing) always |= kBox;
         if (rows < kQueries || keys.rows < kKeys) always |= kMasked;
@@ -440,8 +405,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                 barrier_arrive_expecting(full, Memory::kQueryTile);
 #pragma unroll
                 for (int h = 0; h < kDim / 64; ++h)
-                  load_rows(a, target + h * Memory::kQueryBlock, which == 0 ? &a.q : &a.dout, full,
-                            h * 64, owner.head, remainder, row, owner.batch, policy_keep());
+                  load_box(target + h * Memory::kQueryBlock, which == 0 ? &a.q : &a.dout, full,
+                           h * 64, owner.head, remainder, row, owner.batch, policy_keep());
               }
             } else {
               gather<kDim, kQueries>(a, which == 0 ? p.q : p.dout, group.queries, block * kQueries,
@@ -494,13 +459,8 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
       if (lane == 0) {
 #pragma unroll
         for (int i = 0; i < kColumns / 32; ++i)
-#if ANNULUS_BWD_MAP4
-          add_box(&a.dq, staging + i * Memory::kStagingBox, first_column + i * 32,
-                  first.y + p.shape.heads * first.z, first.w + first_row, second.x);
-#else
           add_box(&a.dq, staging + i * Memory::kStagingBox, first_column + i * 32, first.y, first.z,
                   first.w + first_row, second.x);
-#endif
         bulk_commit();
         bulk_wait_read<0>();
       }

@@ -16,6 +16,17 @@
 // memory is the limit: it allows 83 % of the tensor cores' peak.
 namespace annulus::cuda::sm90 {
 
+// The same value, in a register: the compiler would look up the thread's number and where shared
+// memory begins (70 cycles and more) wherever a step needs them, with the token in hand. It cannot
+// see through a shuffle. Where registers are short, it had better.
+template <int kDim, typename T>
+__device__ __forceinline__ T kept(T value, int lane) {
+#if ANNULUS_BWD_KEEP
+  if constexpr (kDim == 128) return __shfl_sync(~0U, value, lane);
+#endif
+  return value;
+}
+
 // The two rows of a thread: 16 * warp + g and g + 8 of a tile, columns 8 m + 2 c and the next; four
 // lanes have 32 bytes of a row, a sector. Null: no such row.
 struct RowPair {
@@ -107,8 +118,10 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   constexpr int kQueries = Memory::kQueries;
   constexpr int kColumns = Memory::kColumns;  // of dQ
-  constexpr bool kPackLate = ANNULUS_BWD_PACK_LATE && kDim == 128;  // registers
-  constexpr int kToken = 1;                   // named barrier of group 0; that of group 1 is next
+  constexpr int kAnnounce = ANNULUS_BWD_ANNOUNCE;
+  constexpr bool kWaits = ANNULUS_BWD_WAITS != 0;
+  constexpr bool kEarlyToken = ANNULUS_BWD_EARLY_TOKEN != 0;
+  constexpr int kToken = 1;  // named barrier of group 0; that of group 1 is next
 
   float dk[kDim / 2];
   float dv[kDim / 2];
@@ -117,8 +130,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   std::uint32_t p[kQueries / 16][4];
   std::uint32_t ds[kQueries / 16][4];
 
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const int warp = static_cast<int>(threadIdx.x) >> 5;  // of 8: keys 16 * warp ...
+  const int thread = kept<kDim>(static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) & 31);
+  const int lane = thread & 31;
+  const int warp = thread >> 5;  // of 8: keys 16 * warp ...
   const int g = lane >> 2;
   const int c = lane & 3;
   const bool leader = lane == 0;
@@ -130,19 +144,14 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   // and g ^ 1 would meet in the two chunks of m ^ (g >> 1). Odd g take m ^ 2 instead: the pairs of
   // chunks are then m ^ {0, 2, 1, 3}, or {2, 0, 3, 1}, and all 32 banks are used once.
   const bool odd = (g & 1) != 0;
-#if ANNULUS_BWD_STAGE16
-  const std::uint32_t staging = shared + Memory::kStaging + group * Memory::kStagingOfGroup +
-                                ((warp & 3) * 16 + g) * 128 + (((2 * c) ^ g) << 4);
-#else
   const std::uint32_t staging = shared + Memory::kStaging + group * Memory::kStagingOfGroup +
                                 ((warp & 3) * 16 + g) * 128 +
                                 (((c >> 1) ^ g ^ (odd ? 4 : 0)) << 4) + (c & 1) * 8;
-#endif
 
   const auto queue_s = [&](int stage, int buffer) {
     const std::uint64_t keys =
-        k_major(shared + Memory::kK + buffer * Memory::kKeyTile + group * (64 * 128));
-    const std::uint64_t queries = k_major(shared + Memory::kQ + stage * Memory::kQueryTile);
+        k_major(shared + Memory::kK + group * (64 * 128)) + buffer * (Memory::kKeyTile >> 4);
+    const std::uint64_t queries = k_major(shared + Memory::kQ) + stage * (Memory::kQueryTile >> 4);
     products_fence();
     multiply<T, Major::k, Major::k, false>(s, keys, queries);
 #pragma unroll
@@ -154,7 +163,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   };
   const auto queue_dp = [&](int stage) {
     const std::uint64_t values = k_major(shared + Memory::kV + group * (64 * 128));
-    const std::uint64_t queries = k_major(shared + Memory::kDout + stage * Memory::kQueryTile);
+    const std::uint64_t queries =
+        k_major(shared + Memory::kDout) + stage * (Memory::kQueryTile >> 4);
     products_fence();
     multiply<T, Major::k, Major::k, false>(dp, values, queries);
 #pragma unroll
@@ -167,14 +177,15 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   // dQ takes the registers of S.
   float(&dq)[kColumns / 2] = *reinterpret_cast<float(*)[kColumns / 2]>(s);
   const auto queue_dq = [&](int buffer, int key_buffer) {
-    const std::uint64_t gradients = mn_major(shared + Memory::kDs + buffer * Memory::kGradientTile +
-                                                 (Memory::kByRows ? group * (kKeys * 128) : 0),
-                                             kKeys * 128);
-    const std::uint64_t keys = mn_major(shared + Memory::kK + key_buffer * Memory::kKeyTile +
-                                            (Memory::kByRows ? 0
-                                             : kDim == 128   ? group * Memory::kKeyBlock
-                                                             : group * 64),
-                                        Memory::kKeyBlock);
+    const std::uint64_t gradients =
+        mn_major(shared + Memory::kDs + (Memory::kByRows ? group * (kKeys * 128) : 0),
+                 kKeys * 128) +
+        buffer * (Memory::kGradientTile >> 4);
+    const std::uint64_t keys =
+        mn_major(shared + Memory::kK +
+                     (Memory::kByRows ? 0 : group * (kDim == 128 ? Memory::kKeyBlock : 64)),
+                 Memory::kKeyBlock) +
+        key_buffer * (Memory::kKeyTile >> 4);
     products_fence();
     multiply<T, Major::mn, Major::mn, false>(dq, gradients, keys);
 #pragma unroll
@@ -182,21 +193,19 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       multiply<T, Major::mn, Major::mn, true>(dq, gradients + i * 128, keys + i * 128);
     products_commit();
   };
-  // The fence and the signal to the writer come with the next dS: one fence a step.
-  const auto stage_dq = [&](int step) {
+  const auto wait_for_staging = [&](int step) {
     barrier_wait(shared + Memory::staging_empty(group), (step & 1) ^ 1);
+  };
+  const auto announce_dq = [&](int step) {
+    fence_shared_for_async();
+    __syncwarp();
+    if (leader) barrier_arrive(shared + Memory::staged(group, step & 1));
+  };
+  const auto stage_dq = [&] {
     if constexpr (!kBf16) {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) dq[i] *= a.params.shape.scale;
     }
-#if ANNULUS_BWD_STAGE16
-#pragma unroll
-    for (int m = 0; m < kColumns / 16; ++m) {
-      const std::uint32_t target = (staging ^ ((m & 1) << 4)) + (m >> 1) * Memory::kStagingBox;
-      store_floats4(target, dq[8 * m], dq[8 * m + 1], dq[8 * m + 4], dq[8 * m + 5]);
-      store_floats4(target + 1024, dq[8 * m + 2], dq[8 * m + 3], dq[8 * m + 6], dq[8 * m + 7]);
-    }
-#else
 #pragma unroll
     for (int m = 0; m < kColumns / 8; ++m) {
       const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * Memory::kStagingBox;
@@ -206,26 +215,32 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       store_floats2(target + 1024, odd ? dq[4 * other + 2] : dq[4 * m + 2],
                     odd ? dq[4 * other + 3] : dq[4 * m + 3]);
     }
-#endif
   };
   int step = 0;
   int tile = 0;
   int flags = 0;
-  bool new_tile = false;  // this step is the first after another tile
+  bool first = true;  // of its tile
 #pragma unroll
   for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
   if (group == 1) named_arrive(kToken, 256);
-  named_sync(kToken + group, 256);
+  if (!kEarlyToken) named_sync(kToken + group, 256);
   do {
     const int stage = step & 1;
     const int key_buffer = tile & 1;
-    barrier_wait(shared + Memory::k_full(key_buffer), (tile >> 1) & 1);
-    barrier_wait(shared + Memory::q_full(stage), (step >> 1) & 1);
+    // Within a tile, the step before has waited for these: see below.
+    if (first || !kWaits) {
+      barrier_wait(shared + Memory::k_full(key_buffer), (tile >> 1) & 1);
+      barrier_wait(shared + Memory::q_full(stage), (step >> 1) & 1);
+    }
     queue_s(stage, key_buffer);
-    barrier_wait(shared + Memory::v_full(), tile & 1);
-    barrier_wait(shared + Memory::dout_full(stage), (step >> 1) & 1);
+    if (first || !kWaits) {
+      barrier_wait(shared + Memory::v_full(), tile & 1);
+      barrier_wait(shared + Memory::dout_full(stage), (step >> 1) & 1);
+    }
     queue_dp(stage);
-    named_arrive(kToken + 1 - group, 256);
+    if (!kEarlyToken) named_arrive(kToken + 1 - group, 256);
+    // The writer takes long: were dQ announced with dS, the next would have to wait for it.
+    if (kAnnounce == 1 && step > 1) announce_dq(step - 2);
     flags = load_word(shared + Memory::kStepNotes + (step & 3) * 32);
     products_wait<1>();
     pin(s);
@@ -283,10 +298,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
           if (after1 > query.y) s[4 * i + 3] = 0;
         }
       }
-        };
-#if !ANNULUS_BWD_ONE_BRANCH
-    if ((flags & kSpecial) != 0) weigh();
-#endif
+    };
     // Both groups have finished the dQ of two steps ago.
     barrier_wait(shared + Memory::ds_empty(stage), ((step >> 1) & 1) ^ 1);
     products_wait<0>();
@@ -309,25 +321,16 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           ds[i / 2][i % 2 * 2 + j] = pack<T>(dp[4 * i + 2 * j], dp[4 * i + 2 * j + 1]);
-          if constexpr (!kPackLate)
-            p[i / 2][i % 2 * 2 + j] = pack<T>(s[4 * i + 2 * j], s[4 * i + 2 * j + 1]);
+          p[i / 2][i % 2 * 2 + j] = pack<T>(s[4 * i + 2 * j], s[4 * i + 2 * j + 1]);
         }
       }
     };
-#if ANNULUS_BWD_ONE_BRANCH
     if (__builtin_expect((flags & kSpecial) != 0, 0)) {
       weigh();
       finish(std::true_type{});
     } else {
       finish(std::false_type{});
     }
-#else
-    if ((flags & kMasked) != 0) {
-      finish(std::true_type{});
-    } else {
-      finish(std::false_type{});
-    }
-#endif
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
       store_matrices(
@@ -337,23 +340,24 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     __syncwarp();
     if (leader) {
       barrier_arrive(shared + Memory::ds_full(stage));
-      if (step > 1) barrier_arrive(shared + Memory::staged(group, stage));  // dQ of step - 2
-    }
-    if constexpr (kPackLate) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 4; ++i) p[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+      if (kAnnounce == 0 && step > 1) barrier_arrive(shared + Memory::staged(group, stage));
     }
     pin(p);
     pin(ds);
 
+    if (kWaits && step > 0) {
+      barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
+      if (kAnnounce != 0) wait_for_staging(step - 1);
+    }
     named_sync(kToken + group, 256);
-    if (step > 0) barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
-    queue_dq(stage ^ 1, new_tile ? key_buffer ^ 1 : key_buffer);  // step 0: garbage, dropped
+    if (!kWaits && step > 0)
+      barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
+    queue_dq(stage ^ 1, first ? key_buffer ^ 1 : key_buffer);  // step 0: garbage, dropped
     {
       const std::uint64_t dout =
-          mn_major(shared + Memory::kDout + stage * Memory::kQueryTile, Memory::kQueryBlock);
+          mn_major(shared + Memory::kDout, Memory::kQueryBlock) + stage * (Memory::kQueryTile >> 4);
       const std::uint64_t queries =
-          mn_major(shared + Memory::kQ + stage * Memory::kQueryTile, Memory::kQueryBlock);
+          mn_major(shared + Memory::kQ, Memory::kQueryBlock) + stage * (Memory::kQueryTile >> 4);
       pin(dv);
       pin(dk);
       products_fence();
@@ -365,14 +369,22 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
         multiply<T, Major::mn, true>(dk, ds[i], queries + i * 128);
       products_commit();
     }
+    if (kEarlyToken) named_arrive(kToken + 1 - group, 256);
     products_wait<1>();
     pin(s);
     if (step > 0) {
       if (leader) {
         barrier_arrive(shared + Memory::ds_empty(stage ^ 1));
-        if (new_tile) barrier_arrive(shared + Memory::k_empty(key_buffer ^ 1));
+        if (first) barrier_arrive(shared + Memory::k_empty(key_buffer ^ 1));
       }
-      stage_dq(step - 1);
+      if (!kWaits || kAnnounce == 0) wait_for_staging(step - 1);
+      stage_dq();
+      if (kAnnounce == 2) announce_dq(step - 1);
+    }
+    if (kWaits && (flags & kLastOfTile) == 0) {
+      // Not for another tile's: that may need what the other group does with the token.
+      barrier_wait(shared + Memory::q_full(stage ^ 1), ((step + 1) >> 1) & 1);
+      barrier_wait(shared + Memory::dout_full(stage ^ 1), ((step + 1) >> 1) & 1);
     }
     products_wait<0>();
     pin(p);
@@ -380,10 +392,10 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     pin(dv);
     pin(dk);
     if (leader) barrier_arrive(shared + Memory::q_empty(stage));
-    new_tile = (flags & kLastOfTile) != 0;
-    if (new_tile) {
+    first = (flags & kLastOfTile) != 0;
+    if (first) {
       // Memory takes its time: meanwhile the other group may have the tensor cores.
-      named_arrive(kToken + 1 - group, 256);
+      if (!kEarlyToken) named_arrive(kToken + 1 - group, 256);
       if ((flags & kNothing) == 0)
         add_key_gradients<kDim>(
             a, shared + Memory::kTileNotes + key_buffer * static_cast<int>(sizeof(TileNote)), dv,
@@ -391,22 +403,19 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
       ++tile;
-      named_sync(kToken + group, 256);
+      if (!kEarlyToken) named_sync(kToken + group, 256);
     }
     ++step;
   } while ((flags & kLastOfAll) == 0);
-  named_arrive(kToken + 1 - group, 256);
-  fence_shared_for_async();
-  __syncwarp();
-  if (leader && step > 1) barrier_arrive(shared + Memory::staged(group, step & 1));
+  if (!kEarlyToken) named_arrive(kToken + 1 - group, 256);
+  if (kAnnounce != 2 && step > 1) announce_dq(step - 2);
   barrier_wait(shared + Memory::ds_full((step - 1) & 1), ((step - 1) >> 1) & 1);
   queue_dq((step - 1) & 1, (tile & 1) ^ 1);
   products_wait<0>();
   pin(s);
-  stage_dq(step - 1);
-  fence_shared_for_async();
-  __syncwarp();
-  if (leader) barrier_arrive(shared + Memory::staged(group, (step - 1) & 1));
+  wait_for_staging(step - 1);
+  stage_dq();
+  announce_dq(step - 1);
   if (group == 0) named_sync(kToken, 256);  // takes the last arrival
 }
 
@@ -449,7 +458,7 @@ __global__ void __launch_bounds__(384, 1)
     }
   } else {
     more_registers<232>();
-    consume<T, kDim>(a, shared, group);
+    consume<T, kDim>(a, kept<kDim>(shared, 0), group);
   }
 }
 

@@ -7,24 +7,18 @@
 #include "kernels/cuda/attend_backward_sm90.h"
 #include "kernels/cuda/sm90_instructions.h"
 
-// For measurements: 0 or 1 each.
-#ifndef ANNULUS_BWD_FEED  // queries in boxes have a loop of their own
-#define ANNULUS_BWD_FEED 1
+// For measurements.
+#ifndef ANNULUS_BWD_ANNOUNCE  // staged dQ: 0 with the next dS, 1 without the token, 2 at once
+#define ANNULUS_BWD_ANNOUNCE 1
 #endif
-#ifndef ANNULUS_BWD_ONE_BRANCH  // masks and weights in one place, out of the common path
-#define ANNULUS_BWD_ONE_BRANCH 1
+#ifndef ANNULUS_BWD_WAITS  // 1: what can be waited for without the token is
+#define ANNULUS_BWD_WAITS 1
 #endif
-#ifndef ANNULUS_BWD_PACK_LATE  // P is packed after dS has been announced
-#define ANNULUS_BWD_PACK_LATE 1
+#ifndef ANNULUS_BWD_KEEP  // 1: addresses are not computed anew in every step
+#define ANNULUS_BWD_KEEP 1
 #endif
-#ifndef ANNULUS_BWD_STAGE16  // dQ is staged by 16 bytes: columns are permuted
-#define ANNULUS_BWD_STAGE16 0
-#endif
-#ifndef ANNULUS_BWD_MAP4  // heads and token % stride are one dimension of maps
-#define ANNULUS_BWD_MAP4 0
-#endif
-#ifndef ANNULUS_BWD_STAGGER  // tiles begin at different queries
-#define ANNULUS_BWD_STAGGER 0
+#ifndef ANNULUS_BWD_EARLY_TOKEN  // 1: S and dP are queued without the token
+#define ANNULUS_BWD_EARLY_TOKEN 0
 #endif
 
 // What the roles of the Hopper backward kernel share: its arguments, shared memory and barriers.

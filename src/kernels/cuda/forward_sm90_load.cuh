@@ -28,11 +28,23 @@ inline constexpr int kSlots = 4;  // items whose rows are known: one is looked u
 #ifndef ANNULUS_SM90_EARLY
 #define ANNULUS_SM90_EARLY 64  // most head dim for which S of the next item goes ahead of writing
 #endif
+#ifndef ANNULUS_SM90_EARLY_CAUSAL
+#define ANNULUS_SM90_EARLY_CAUSAL ANNULUS_SM90_EARLY
+#endif
 #ifndef ANNULUS_SM90_STATE_FIRST
 #define ANNULUS_SM90_STATE_FIRST 1  // the next item's state is asked for before the last is written
 #endif
+#ifndef ANNULUS_SM90_STATE_TILES
+#define ANNULUS_SM90_STATE_TILES 1  // the state comes through shared memory, among the tiles of V
+#endif
+#ifndef ANNULUS_SM90_WIDE
+#define ANNULUS_SM90_WIDE 0  // fp32 rows are written by 16 bytes a lane
+#endif
+#ifndef ANNULUS_SM90_VALUE_STAGES_64
+#define ANNULUS_SM90_VALUE_STAGES_64 5  // head dim 64
+#endif
 #ifndef ANNULUS_SM90_WAIT_LATE
-#define ANNULUS_SM90_WAIT_LATE 1  // P V is waited for after the softmax
+#define ANNULUS_SM90_WAIT_LATE 2  // P V is waited for after the softmax: never, always, where it pays
 #endif
 #ifndef ANNULUS_SM90_PREFETCH
 #define ANNULUS_SM90_PREFETCH 1  // of the state, to L2
@@ -103,7 +115,7 @@ struct alignas(16) Plan {
 template <int kDim>
 struct Layout {
   static constexpr int kKeyStages = kDim == 64 ? 3 : 2;
-  static constexpr int kValueStages = 3;
+  static constexpr int kValueStages = kDim == 64 ? ANNULUS_SM90_VALUE_STAGES_64 : 3;
   static constexpr int kTileBytes = kTile * kDim * 2;
   static constexpr int kKeys = kTileBytes;  // queries are at 0
   static constexpr int kValues = kKeys + kKeyStages * kTileBytes;
@@ -117,6 +129,8 @@ struct Layout {
     std::uint64_t queries_full;
     std::uint64_t queries_empty;
     std::uint64_t values_landed;         // to be looked through first
+    std::uint64_t rows_known[kSlots];    // a slot's
+    std::uint64_t state_full[kValueStages];
     const std::byte* address[2][kTile];  // of rows to gather, by team
     float log2_weight[16];               // by the repeats that contain both rows
     Plan plans[2][2];  // by team: this item's and the next one's
@@ -449,10 +463,40 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   return at;
 }
 
+// ---- the running state ---------------------------------------------------------------------------
+
+// The state's O comes as two tiles of V's ring ahead of the item's values: half of the columns each,
+// fp32, rows of 2 * kDim bytes. Rows are rotated by 32 bytes times the row modulo 4, so that
+// consumers' 8-byte reads of 4 rows meet no bank twice. Rows without a state are not touched.
+template <int kDim>
+__device__ __forceinline__ std::uint32_t state_place(int row, int byte) {
+  constexpr int kRowBytes = 2 * kDim;
+  return static_cast<std::uint32_t>(row * kRowBytes + ((byte + 32 * (row & 3)) & (kRowBytes - 1)));
+}
+
+// By a team: asks for one half.
+template <int kDim>
+__device__ __forceinline__ void copy_state(std::uint32_t target, const Slot& slot,
+                                           std::int64_t row_step, int half, int thread) {
+  constexpr int kChunks = kDim / 8;
+  constexpr int kStep = kTeam / kChunks;
+  static_assert(kStep % 4 == 0);
+  const int chunk = thread % kChunks;
+  const int first = thread / kChunks;
+  const std::byte* const from = slot.state + half * 2 * kDim + chunk * 16;
+  const std::uint32_t to = target + state_place<kDim>(first, chunk * 16);
+#pragma unroll 8
+  for (int i = 0; i < kTile / kStep; ++i) {
+    const int row = first + i * kStep;
+    if (slot.old_lse[row] != -INFINITY)
+      copy16(to + i * kStep * 2 * kDim, from + slot.token[row] * row_step, true);
+  }
+}
+
 // By a warp, for the team of queries and keys: the next item and its rows.
 template <bool kCausal, PairWeights kWeights, int kDim>
 __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, Plan& plan,
-                                            Slot& slot, int lane) {
+                                            Slot& slot, std::uint32_t known, int lane) {
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
   if (lane == 0) at = look_up_item<kCausal, kWeights>(a, at, plan);
@@ -484,9 +528,6 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
       }
       if (p.load_state) {
         lse = __ldcg(reinterpret_cast<const float*>(lses + token * p.lse.row_step));
-        // consumers read it when they have nothing else to do
-        if (ANNULUS_SM90_PREFETCH != 0 && lse != -INFINITY)
-          prefetch_to_l2(state + token * p.state.row_step, kDim * 4);
       }
     }
     slot.token[r] = token;
@@ -503,6 +544,14 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
     slot.out = p.out.base + batch * p.out.batch_step + head * p.out.head_step;
     slot.state = state;
     slot.lse = lses;
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(known);
+  if (ANNULUS_SM90_PREFETCH != 0 && p.load_state) {
+    for (int r = lane; r < kTile; r += 32) {
+      if (slot.old_lse[r] != -INFINITY)
+        prefetch_to_l2(state + slot.token[r] * p.state.row_step, kDim * 4);
+    }
   }
   return at;
 }
@@ -544,7 +593,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
   int at = blockIdx.x;
   if (ahead) {
     at = look_up_rows<kCausal, kWeights, kDim>(a, at, control.plans[0][0], control.slots[0],
-                                               thread - 32);
+                                               shared_address(&control.rows_known[0]), thread - 32);
   }
   team_sync(kTeamBarrier);
   for (int turn = 0;; turn ^= 1) {
@@ -680,7 +729,9 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       }
     }
     if (ahead) {
-      at = look_up_rows<kCausal, kWeights, kDim>(a, at, next_plan, next_slot, thread - 32);
+      at = look_up_rows<kCausal, kWeights, kDim>(a, at, next_plan, next_slot,
+                                                 shared_address(&control.rows_known[slot_at]),
+                                                 thread - 32);
     }
     team_sync(kTeamBarrier);
   }
@@ -698,12 +749,35 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
   int stage = 0;
   int parity = 0;
   int landed_parity = 0;
+  int slot_at = 0;
+  int slot_parity = 0;
   int at = blockIdx.x;
   if (thread == 32) at = look_up_item<kCausal, kWeights>(a, at, control.plans[1][0]);
   team_sync(kTeamBarrier);
   for (int turn = 0;; turn ^= 1) {
     const Plan& plan = control.plans[1][turn];
     if (plan.end != 0) break;
+    if (ANNULUS_SM90_STATE_TILES != 0 && p.load_state) {
+      barrier_wait(shared_address(&control.rows_known[slot_at]), slot_parity);
+      const Slot& slot = control.slots[slot_at];
+      if (++slot_at == kSlots) {
+        slot_at = 0;
+        slot_parity ^= 1;
+      }
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        if (thread == 0) {
+          barrier_wait(shared_address(&control.values_empty[0]) + 8 * stage, parity ^ 1);
+          // nobody waits for it, but phases go on
+          barrier_arrive(shared_address(&control.values_full[0]) + 8 * stage);
+        }
+        team_sync(kTeamBarrier);
+        copy_state<kDim>(tiles + L::kValues + stage * L::kTileBytes, slot, p.state.row_step, half,
+                         thread);
+        copy16_arrive(shared_address(&control.state_full[0]) + 8 * stage);
+        advance(stage, parity, 1, L::kValueStages);
+      }
+    }
     const int everyone = plan.least + plan.shift;
     if (plan.plain != 0) {
       int left = plan.tiles[0] + plan.tiles[1];

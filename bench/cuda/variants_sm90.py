@@ -63,6 +63,36 @@ def prototype_call(module, pattern, n, dim, causal, share, q, k, v, kind="blocke
     return lambda: module.merged(plan, causal, q, k, v, o, l, 5 if dim == 128 else 4)
 
 
+def by_launch(title, libs, problem, module, pattern, dim, causal, share, kind, q, k, v):
+    """Times of single launches, coarsest first, each repeated on its own."""
+    import torch
+
+    def reading(call):
+        call()
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2000000)
+        a.record()
+        for _ in range(12):
+            call()
+        b.record()
+        torch.cuda.synchronize()
+        return a.elapsed_time(b) / 12
+
+    rows = {}
+    for name in ("base", "state_direct"):
+        if name in libs:
+            rows[name] = [lambda c=c, lib=libs[name]: lib.forward(c[0], problem.scale, c[1]) for c in problem.calls]
+    if module:
+        o, l = module.state(q.shape[1])
+        branches = module.plan(pattern, kind, 2 if share else 0).b
+        variant = 5 if dim == 128 else 4
+        rows["prototype"] = [lambda i=i: module.step(branches[i], causal, 3 if i else 0, q[0], k[0], v[0], o, l, variant)
+                             for i in reversed(range(len(branches)))]
+    for name, calls in rows.items():
+        print(f"  {title}, launches of {name}: " + "  ".join(f"{sorted(reading(c) for _ in range(3))[1]:.3f}" for c in calls),
+              flush=True)
+
+
 def run(names):
     import torch
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -132,6 +162,12 @@ def run(names):
             absolute.setdefault(name, {})[title] = (median, low, high, flops / median / 1e9)
         print(f"{title}: " + "  ".join(f"{name} {t[0]:.3f} ms ({t[1]:.3f}..{t[2]:.3f}) {flops / t[0] / 1e9:.0f} TF"
                                        for name, t in found.items()), flush=True)
+        if title in ("longnet", "longnet causal"):
+            try:
+                by_launch(title, libs, problem, module if "prototype" in functions else None, pattern, dim, causal, share,
+                          kind, q, k, v)
+            except Exception as error:  # noqa: BLE001
+                print(f"{title} by launch: {type(error).__name__} {str(error)[:100]}")
         del q, k, v, problem, functions, module
         torch.cuda.empty_cache()
     print("\n| time / cuDNN | " + " | ".join(c[0] for c in CASES) + " |\n|---|" + "---|" * len(CASES))

@@ -12,11 +12,11 @@ declare -A switches=(
   [base]=""
   [late]="-DANNULUS_SM90_WAIT_LATE=1"
   [early]="-DANNULUS_SM90_EARLY=128"
-  [no_prefetch]="-DANNULUS_SM90_PREFETCH=0"
+  [prefetch]="-DANNULUS_SM90_PREFETCH=1"
   [wide]="-DANNULUS_SM90_WIDE=1"
-  [state_direct]="-DANNULUS_SM90_STATE_TILES=0"
+  [state_direct]="-DANNULUS_SM90_STATE_TILES=0 -DANNULUS_SM90_PREFETCH=1"
 )
-only=${ONLY:-"base late early no_prefetch wide state_direct"}
+only=${ONLY:-"base late early prefetch wide state_direct"}
 steps=${STEPS:-"build run ncu"}
 flags="-std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v --expt-relaxed-constexpr
   -lineinfo -Xcompiler -fPIC -diag-suppress 554 -Isrc -Iinclude"

@@ -47,7 +47,7 @@ inline constexpr int kSlots = 4;  // items whose rows are known: one is looked u
 #define ANNULUS_SM90_WAIT_LATE 2  // P V is waited for after the softmax: never, always, where it pays
 #endif
 #ifndef ANNULUS_SM90_PREFETCH
-#define ANNULUS_SM90_PREFETCH 1  // of the state, to L2
+#define ANNULUS_SM90_PREFETCH 0  // of the state, to L2: takes long to ask for, row by row
 #endif
 
 struct ForwardArguments {
@@ -511,34 +511,53 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   std::byte* const state = p.state.base + batch * p.state.batch_step + head * p.state.head_step;
   std::byte* const lses = p.lse.base + batch * p.lse.batch_step + head * p.lse.head_step;
   const int step = single ? (plan.most - plan.least) / (kTile - 1) : 0;
-  for (int r = lane; r < kTile; r += 32) {
-    int token = -1;
-    int index = 0;
-    float lse = -INFINITY;
-    if (r < plan.rows) {
-      if (single) {
-        token = (plan.quotient + r) * a.traits.query_stride + plan.remainder;
-        index = plan.least + r * step;
-      } else {
-        const int run = find_run(tables.runs, group.queries, plan.begin + r);
-        const int place = plan.begin + r - __ldg(&tables.runs[run].before);
-        token = static_cast<int>(__ldg(&tables.runs[run].first)) +
-                place * __ldg(&tables.runs[run].stride);
-        index = __ldg(&tables.runs[run].index) + place * __ldg(&tables.runs[run].index_stride);
-      }
-      if (p.load_state) {
-        lse = __ldcg(reinterpret_cast<const float*>(lses + token * p.lse.row_step));
-      }
+  // All rows are asked for before any of them is waited for.
+  constexpr int kRows = kTile / 32;
+  int token[kRows];
+  int index[kRows];
+  float lse[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = lane + 32 * i;
+    token[i] = -1;
+    index[i] = 0;
+    lse[i] = -INFINITY;
+    if (r >= plan.rows) continue;
+    if (single) {
+      token[i] = (plan.quotient + r) * a.traits.query_stride + plan.remainder;
+      index[i] = plan.least + r * step;
+    } else {
+      const int run = find_run(tables.runs, group.queries, plan.begin + r);
+      const int place = plan.begin + r - __ldg(&tables.runs[run].before);
+      token[i] = static_cast<int>(__ldg(&tables.runs[run].first)) +
+                 place * __ldg(&tables.runs[run].stride);
+      index[i] = __ldg(&tables.runs[run].index) + place * __ldg(&tables.runs[run].index_stride);
     }
-    slot.token[r] = token;
-    slot.index[r] = index;
-    slot.old_lse[r] = lse;
-    if constexpr (kWeights != PairWeights::none)
-      slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index));
   }
+  if (p.load_state) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (token[i] >= 0)
+        lse[i] = __ldcg(reinterpret_cast<const float*>(lses + token[i] * p.lse.row_step));
+    }
+  }
+  std::uint32_t periodic = 0;  // by place modulo 16
   if constexpr (kWeights == PairWeights::periodic) {
-    if (lane < 16)
-      slot.key_repeats[lane] = static_cast<std::uint8_t>(repeats_with(tables, group, lane));
+    periodic = repeats_with(tables, group, lane & 15);
+    if (lane < 16) slot.key_repeats[lane] = static_cast<std::uint8_t>(periodic);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = lane + 32 * i;
+    slot.token[r] = token[i];
+    slot.index[r] = index[i];
+    slot.old_lse[r] = lse[i];
+    if constexpr (kWeights == PairWeights::periodic) {
+      slot.repeats[r] =
+          static_cast<std::uint8_t>(__shfl_sync(~0U, periodic, index[i] & 15));
+    } else if constexpr (kWeights == PairWeights::general) {
+      slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index[i]));
+    }
   }
   if (lane == 0) {
     slot.out = p.out.base + batch * p.out.batch_step + head * p.out.head_step;

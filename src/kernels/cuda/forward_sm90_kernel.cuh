@@ -35,10 +35,7 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int lane) 
 }
 
 __device__ __forceinline__ void load_pair(std::uint32_t address, float& x, float& y) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(x), "=f"(y)
-               : "r"(address)
-               : "memory");
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
 }
 
 template <typename T, int kDim, bool kCausal, PairWeights kWeights>
@@ -198,7 +195,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
   };
   // Asks for the state's O, into registers that nothing else needs before it is used.
-  constexpr bool kStateFirst = ANNULUS_SM90_STATE_TILES == 0 && !kEarly && kDim == kTile && ANNULUS_SM90_STATE_FIRST != 0;
+  constexpr bool kStateFirst =
+      ANNULUS_SM90_STATE_TILES == 0 && !kEarly && kDim == kTile && ANNULUS_SM90_STATE_FIRST != 0;
   const auto ask_for_state = [&](const Slot& slot) {
     if (!p.load_state) return;
 #pragma unroll
@@ -382,11 +380,11 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     // The compiler would wait for the products that are under way before all this. It cannot move
     // that wait above a store of the sums, which never happens: they are not negative.
     if constexpr (kWaitLate)
-    asm volatile(
-        "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
-        "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
-        "r"(tiles)
-        : "memory");
+      asm volatile(
+          "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
+          "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
+          "r"(tiles)
+          : "memory");
   };
   const auto round_weights = [&] {
 #pragma unroll

@@ -17,9 +17,9 @@ inline constexpr int kConsumerWarps = 4 * kConsumers;
 inline constexpr int kThreads = 128 * (kConsumers + 1);
 inline constexpr int kTeam = 64;                 // threads that load together
 inline constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
-inline constexpr int kSlots = 4;  // items whose rows are known: one is looked up ahead of the one
-                                  // that is announced, and the last one's are still written when
-                                  // the next but one is announced
+inline constexpr int kSlots = 5;  // items whose rows are known: one is looked up ahead of the one
+                                  // that is announced, the last one's are still written when the
+                                  // next but one is announced, and values may lag by one
 
 // Switches, to see what they are worth (bench/cuda/variants_sm90.sh).
 #ifndef ANNULUS_SM90_PLAIN
@@ -44,7 +44,8 @@ inline constexpr int kSlots = 4;  // items whose rows are known: one is looked u
 #define ANNULUS_SM90_VALUE_STAGES_64 5  // head dim 64
 #endif
 #ifndef ANNULUS_SM90_WAIT_LATE
-#define ANNULUS_SM90_WAIT_LATE 2  // P V is waited for after the softmax: never, always, where it pays
+#define ANNULUS_SM90_WAIT_LATE \
+  2  // P V is waited for after the softmax: never, always, where it pays
 #endif
 #ifndef ANNULUS_SM90_PREFETCH
 #define ANNULUS_SM90_PREFETCH 0  // of the state, to L2: takes long to ask for, row by row
@@ -96,7 +97,7 @@ struct alignas(16) ValueStage {
   std::uint32_t keys[4];
 };
 
-// What a team knows of an item, looked up while the one before is loaded.
+// What both teams know of an item, looked up while the one before is loaded.
 struct alignas(16) Plan {
   std::int32_t end;  // there are no more items
   std::int32_t group, batch, head, kv_head, unit, begin, rows;
@@ -107,8 +108,8 @@ struct alignas(16) Plan {
   std::int32_t plain;
   std::int32_t compare;
   std::int32_t shift;
-  std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in this
-                          // order, the last tile of a run first
+  std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in
+                          // this order, the last tile of a run first
   std::int32_t run_remainder[2], run_quotient[2], run_index[2], run_step[2];
 };
 
@@ -128,12 +129,12 @@ struct Layout {
     std::uint64_t values_empty[kValueStages];
     std::uint64_t queries_full;
     std::uint64_t queries_empty;
-    std::uint64_t values_landed;         // to be looked through first
-    std::uint64_t rows_known[kSlots];    // a slot's
+    std::uint64_t values_landed;       // to be looked through first
+    std::uint64_t rows_known[kSlots];  // plan and slot are there
     std::uint64_t state_full[kValueStages];
     const std::byte* address[2][kTile];  // of rows to gather, by team
     float log2_weight[16];               // by the repeats that contain both rows
-    Plan plans[2][2];  // by team: this item's and the next one's
+    Plan plans[kSlots];
     Slot slots[kSlots];
     KeyStage keys[kKeyStages];
     ValueStage values[kValueStages];
@@ -381,7 +382,8 @@ __device__ __forceinline__ KeyTiles<kCausal> key_tiles(const Run* runs, const Gr
   return {runs, group.keys, causal ? most_query + shift_of(group) : INT_MAX, {}};
 }
 
-// ---- looking up items ----------------------------------------------------------------------------
+// ---- looking up items
+// ----------------------------------------------------------------------------
 
 // By one thread: the first item with rows from `at` on. Returns where to go on.
 template <bool kCausal, PairWeights kWeights>
@@ -429,7 +431,8 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   plan.compare = compare ? 1 : 0;
   const int key_runs = group->keys.runs;
   bool plain = ANNULUS_SM90_PLAIN != 0 && kWeights != PairWeights::general && a.map_keys &&
-               group->keys.rows > 0 && key_runs <= 2 && (key_runs == 1 || group->keys.ascending != 0);
+               group->keys.rows > 0 && key_runs <= 2 &&
+               (key_runs == 1 || group->keys.ascending != 0);
   if (plain) {
     const auto key_stride = static_cast<std::uint32_t>(a.traits.key_stride);
     int sum = 0;
@@ -463,10 +466,11 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   return at;
 }
 
-// ---- the running state ---------------------------------------------------------------------------
+// ---- the running state
+// ---------------------------------------------------------------------------
 
-// The state's O comes as two tiles of V's ring ahead of the item's values: half of the columns each,
-// fp32, rows of 2 * kDim bytes. Rows are rotated by 32 bytes times the row modulo 4, so that
+// The state's O comes as two tiles of V's ring ahead of the item's values: half of the columns
+// each, fp32, rows of 2 * kDim bytes. Rows are rotated by 32 bytes times the row modulo 4, so that
 // consumers' 8-byte reads of 4 rows meet no bank twice. Rows without a state are not touched.
 template <int kDim>
 __device__ __forceinline__ std::uint32_t state_place(int row, int byte) {
@@ -503,7 +507,10 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   at = __shfl_sync(~0U, at, 0);
   __syncwarp();
   if (lane == 0) slot.end = plan.end;
-  if (plan.end != 0) return at;
+  if (plan.end != 0) {
+    if (lane == 0) barrier_arrive(known);
+    return at;
+  }
   const Group& group = tables.groups[plan.group];
   const int batch = plan.batch;
   const int head = plan.head;
@@ -553,8 +560,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
     slot.index[r] = index[i];
     slot.old_lse[r] = lse[i];
     if constexpr (kWeights == PairWeights::periodic) {
-      slot.repeats[r] =
-          static_cast<std::uint8_t>(__shfl_sync(~0U, periodic, index[i] & 15));
+      slot.repeats[r] = static_cast<std::uint8_t>(__shfl_sync(~0U, periodic, index[i] & 15));
     } else if constexpr (kWeights == PairWeights::general) {
       slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index[i]));
     }
@@ -611,14 +617,14 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
   int query_parity = 0;
   int at = blockIdx.x;
   if (ahead) {
-    at = look_up_rows<kCausal, kWeights, kDim>(a, at, control.plans[0][0], control.slots[0],
+    at = look_up_rows<kCausal, kWeights, kDim>(a, at, control.plans[0], control.slots[0],
                                                shared_address(&control.rows_known[0]), thread - 32);
   }
   team_sync(kTeamBarrier);
-  for (int turn = 0;; turn ^= 1) {
-    const Plan& plan = control.plans[0][turn];
-    Plan& next_plan = control.plans[0][turn ^ 1];
+  while (true) {
+    const Plan& plan = control.plans[slot_at];
     slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
+    Plan& next_plan = control.plans[slot_at];
     Slot& next_slot = control.slots[slot_at];
     if (thread == 0) {
       const bool bulk_copies = plan.end == 0 && plan.bulk != 0;
@@ -684,8 +690,8 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       }
       advance(stage, parity, count, L::kKeyStages);
     } else {
-      const Operand keys{&a.k,      a.map_keys,   a.traits.key_stride, keep,
-                         plan.batch, plan.kv_head, plan.unit};
+      const Operand keys{&a.k,         a.map_keys, a.traits.key_stride, keep, plan.batch,
+                         plan.kv_head, plan.unit};
       auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
       int tile = walk.first();
       const int shift = plan.shift;
@@ -748,9 +754,8 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       }
     }
     if (ahead) {
-      at = look_up_rows<kCausal, kWeights, kDim>(a, at, next_plan, next_slot,
-                                                 shared_address(&control.rows_known[slot_at]),
-                                                 thread - 32);
+      at = look_up_rows<kCausal, kWeights, kDim>(
+          a, at, next_plan, next_slot, shared_address(&control.rows_known[slot_at]), thread - 32);
     }
     team_sync(kTeamBarrier);
   }
@@ -770,19 +775,16 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
   int landed_parity = 0;
   int slot_at = 0;
   int slot_parity = 0;
-  int at = blockIdx.x;
-  if (thread == 32) at = look_up_item<kCausal, kWeights>(a, at, control.plans[1][0]);
-  team_sync(kTeamBarrier);
-  for (int turn = 0;; turn ^= 1) {
-    const Plan& plan = control.plans[1][turn];
+  while (true) {
+    barrier_wait(shared_address(&control.rows_known[0]) + 8 * slot_at, slot_parity);
+    const Plan& plan = control.plans[slot_at];
     if (plan.end != 0) break;
+    const Slot& slot = control.slots[slot_at];
+    if (++slot_at == kSlots) {
+      slot_at = 0;
+      slot_parity ^= 1;
+    }
     if (ANNULUS_SM90_STATE_TILES != 0 && p.load_state) {
-      barrier_wait(shared_address(&control.rows_known[slot_at]), slot_parity);
-      const Slot& slot = control.slots[slot_at];
-      if (++slot_at == kSlots) {
-        slot_at = 0;
-        slot_parity ^= 1;
-      }
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         if (thread == 0) {
@@ -858,8 +860,8 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       advance(stage, parity, left, L::kValueStages);
     } else {
       const Group& group = tables.groups[plan.group];
-      const Operand values{&a.v,      a.map_keys,   a.traits.key_stride, keep,
-                           plan.batch, plan.kv_head, plan.unit};
+      const Operand values{&a.v,         a.map_keys, a.traits.key_stride, keep, plan.batch,
+                           plan.kv_head, plan.unit};
       auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
       int tile = walk.first();
       while (tile >= 0) {
@@ -901,7 +903,6 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         tile = next;
       }
     }
-    if (thread == 32) at = look_up_item<kCausal, kWeights>(a, at, control.plans[1][turn ^ 1]);
     team_sync(kTeamBarrier);
   }
 }

@@ -20,14 +20,17 @@ sys.path.insert(0, HERE)
 import forward_sm90 as f  # noqa: E402
 
 LONGNET = f.LONGNET
-CASES = [  # title, pattern, tokens, dim, causal, shared
+CASES = [  # title, pattern, tokens, dim, causal, shared; which offsets, where not blocked
     ("dense 16384", [(16384, 1)], 65536, 128, False, False),
     ("dense 2048", [(2048, 1)], 65536, 128, False, False),
     ("dense 2048 causal", [(2048, 1)], 65536, 128, True, False),
     ("longnet", LONGNET, 262144, 128, False, True),
     ("longnet causal", LONGNET, 262144, 128, True, True),
     ("longnet d64", LONGNET, 262144, 64, False, True),
+    ("longnet interleaved", LONGNET, 262144, 128, False, True, "interleaved"),
+    ("longnet 1M", LONGNET, 1048576, 128, False, True),
 ]
+SECONDS = 46  # no case is begun later
 
 
 def libraries(names):
@@ -53,11 +56,41 @@ def prototype(dim):
     return module
 
 
-def prototype_call(module, pattern, n, dim, causal, share, q, k, v):
+def prototype_call(module, pattern, n, dim, causal, share, q, k, v, kind="blocked"):
     o, l = module.state(n)
-    plan = module.plan(pattern, "blocked", 2 if share else 0)
+    plan = module.plan(pattern, kind, 2 if share else 0)
     q, k, v = q[0], k[0], v[0]
     return lambda: module.merged(plan, causal, q, k, v, o, l, 5 if dim == 128 else 4)
+
+
+def by_launch(title, libs, problem, module, pattern, dim, causal, share, kind, q, k, v):
+    """Times of single launches, coarsest first, each repeated on its own."""
+    import torch
+
+    def reading(call):
+        call()
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2000000)
+        a.record()
+        for _ in range(12):
+            call()
+        b.record()
+        torch.cuda.synchronize()
+        return a.elapsed_time(b) / 12
+
+    rows = {}
+    for name in ("base", "state_direct"):
+        if name in libs:
+            rows[name] = [lambda c=c, lib=libs[name]: lib.forward(c[0], problem.scale, c[1]) for c in problem.calls]
+    if module:
+        o, l = module.state(q.shape[1])
+        branches = module.plan(pattern, kind, 2 if share else 0).b
+        variant = 5 if dim == 128 else 4
+        rows["prototype"] = [lambda i=i: module.step(branches[i], causal, 3 if i else 0, q[0], k[0], v[0], o, l, variant)
+                             for i in reversed(range(len(branches)))]
+    for name, calls in rows.items():
+        print(f"  {title}, launches of {name}: " + "  ".join(f"{sorted(reading(c) for _ in range(3))[1]:.3f}" for c in calls),
+              flush=True)
 
 
 def run(names):
@@ -94,9 +127,13 @@ def run(names):
         print(f"checks {name}: {len(chosen)} {'ok' if not bad else 'BAD ' + '; '.join(bad[:4])} ({time.time() - began:.0f} s)",
               flush=True)
     table, absolute = {}, {}
-    for title, pattern, n, dim, causal, share in CASES:
+    for title, pattern, n, dim, causal, share, *kind in CASES:
+        if time.time() - began > SECONDS:
+            print(f"{title}: no time")
+            continue
+        kind = kind[0] if kind else "blocked"
         q, k, v = f.tensors(1, n, 16, 16, dim)
-        launches = f.longnet_launches(pattern, n, 16, 16, 1, "blocked", causal, share)
+        launches = f.longnet_launches(pattern, n, 16, 16, 1, kind, causal, share)
         f._library = next(iter(libs.values()))
         problem = f.Problem(q, k, v, launches)
         functions = {}
@@ -112,24 +149,30 @@ def run(names):
         module = prototype(dim)
         if module:
             try:
-                functions["prototype"] = prototype_call(module, pattern, n, dim, causal, share, q, k, v)
+                functions["prototype"] = prototype_call(module, pattern, n, dim, causal, share, q, k, v, kind)
                 functions["prototype"]()
             except Exception as error:  # noqa: BLE001
                 print(f"prototype, {title}: {type(error).__name__} {str(error)[:100]}")
                 functions.pop("prototype", None)
         functions["cudnn"] = lambda: f.cudnn(q, k, v, pattern, causal)
-        found = f.times(functions, rounds=5 if len(pattern) > 1 else 4)
+        found = f.times(functions, rounds=4 if len(pattern) == 1 or n > 262144 else 5)
         flops = sum(4.0 * dim * (n // w) * 16 * (w // r) ** 2 for w, r in pattern) * (0.5 if causal else 1)
         for name, (median, low, high) in found.items():
             table.setdefault(name, {})[title] = median / found["cudnn"][0]
             absolute.setdefault(name, {})[title] = (median, low, high, flops / median / 1e9)
         print(f"{title}: " + "  ".join(f"{name} {t[0]:.3f} ms ({t[1]:.3f}..{t[2]:.3f}) {flops / t[0] / 1e9:.0f} TF"
                                        for name, t in found.items()), flush=True)
+        if title in ("longnet", "longnet causal"):
+            try:
+                by_launch(title, libs, problem, module if "prototype" in functions else None, pattern, dim, causal, share,
+                          kind, q, k, v)
+            except Exception as error:  # noqa: BLE001
+                print(f"{title} by launch: {type(error).__name__} {str(error)[:100]}")
         del q, k, v, problem, functions, module
         torch.cuda.empty_cache()
     print("\n| time / cuDNN | " + " | ".join(c[0] for c in CASES) + " |\n|---|" + "---|" * len(CASES))
     for name, row in table.items():
-        print(f"| {name}{'' if good.get(name, True) else ' (WRONG)'} | " + " | ".join(f"{row[c[0]]:.3f}" for c in CASES if c[0] in row)
+        print(f"| {name}{'' if good.get(name, True) else ' (WRONG)'} | " + " | ".join(f"{row[c[0]]:.3f}" if c[0] in row else "" for c in CASES)
               + " |")
     print(f"{time.time() - began:.0f} s", flush=True)
     if os.environ.get("OUT"):
@@ -141,7 +184,7 @@ def for_ncu(name):
     import torch
     libs = libraries([name])
     f._library = libs[name]
-    for title, pattern, n, dim, causal, share in CASES:
+    for title, pattern, n, dim, causal, share, *_ in CASES:
         if title not in ("dense 16384", "longnet"):
             continue
         n = min(n, 65536)

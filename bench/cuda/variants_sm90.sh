@@ -10,14 +10,13 @@ out=build/variants_sm90
 mkdir -p $out
 declare -A switches=(
   [base]=""
-  [team]="-DANNULUS_SM90_PLAIN=0"
+  [late]="-DANNULUS_SM90_WAIT_LATE=1"
   [early]="-DANNULUS_SM90_EARLY=128"
-  [never_early]="-DANNULUS_SM90_EARLY=0"
-  [state_last]="-DANNULUS_SM90_STATE_FIRST=0"
-  [no_prefetch]="-DANNULUS_SM90_PREFETCH=0"
-  [wait_early]="-DANNULUS_SM90_WAIT_LATE=0"
+  [prefetch]="-DANNULUS_SM90_PREFETCH=1"
+  [wide]="-DANNULUS_SM90_WIDE=1"
+  [state_direct]="-DANNULUS_SM90_STATE_TILES=0 -DANNULUS_SM90_PREFETCH=1"
 )
-only=${ONLY:-"base team early never_early state_last no_prefetch wait_early"}
+only=${ONLY:-"base late early prefetch wide state_direct"}
 steps=${STEPS:-"build run ncu"}
 flags="-std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v --expt-relaxed-constexpr
   -lineinfo -Xcompiler -fPIC -diag-suppress 554 -Isrc -Iinclude"

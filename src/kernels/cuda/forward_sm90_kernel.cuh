@@ -16,7 +16,7 @@
 //
 // Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
 // before, also from one item to the next; a row's running state is where its sums start: maximum
-// L / scale, sum 1, O.
+// L / scale, sum 1, O. The state's O comes through V's stages, two of them ahead of the item's V.
 namespace annulus::cuda::sm90 {
 
 // Transposes 4 x 4 values over the 4 lanes that share a row.
@@ -34,13 +34,20 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int lane) 
   swap(x[1], x[3], upper, 2);
 }
 
+__device__ __forceinline__ void load_pair(std::uint32_t address, float& x, float& y) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
 template <typename T, int kDim, bool kCausal, PairWeights kWeights>
 __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
                                         typename Layout<kDim>::Control& control, int group) {
   using L = Layout<kDim>;
   // Issue the next item's second S before the last item's rows are written: worth 2 % at head dim
   // 64, nothing at 128.
-  constexpr bool kEarly = kDim <= ANNULUS_SM90_EARLY;
+  constexpr bool kEarly = kDim <= (kCausal ? ANNULUS_SM90_EARLY_CAUSAL : ANNULUS_SM90_EARLY);
+  constexpr bool kWaitLate =
+      ANNULUS_SM90_WAIT_LATE == 1 ||
+      (ANNULUS_SM90_WAIT_LATE == 2 && kDim == 128 && (kCausal || kWeights != PairWeights::none));
   const ForwardParams& p = a.params;
   const int lane = threadIdx.x & 31;
   const int warp = (threadIdx.x >> 5) & 3;
@@ -62,6 +69,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   int key_parity = 0;
   int value_stage = 0;
   int value_parity = 0;
+  int state_parities = 0;  // by stage
 
   const auto pin_operands = [&] {
     pin(o);
@@ -139,6 +147,16 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       value_parity ^= 1;
     }
   };
+  // A stage that ordinary reads were for.
+  const auto pass_values = [&] {
+    fence_shared_for_async();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
+    if (++value_stage == L::kValueStages) {
+      value_stage = 0;
+      value_parity ^= 1;
+    }
+  };
   // Q into registers: its place in shared memory is free then.
   const auto take_queries = [&] {
     const int r = group * 64 + warp * 16 + (lane & 15);
@@ -177,7 +195,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
   };
   // Asks for the state's O, into registers that nothing else needs before it is used.
-  constexpr bool kStateFirst = !kEarly && kDim == kTile && ANNULUS_SM90_STATE_FIRST != 0;
+  constexpr bool kStateFirst =
+      ANNULUS_SM90_STATE_TILES == 0 && !kEarly && kDim == kTile && ANNULUS_SM90_STATE_FIRST != 0;
   const auto ask_for_state = [&](const Slot& slot) {
     if (!p.load_state) return;
 #pragma unroll
@@ -209,7 +228,30 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     }
   };
   const auto take_output = [&](const Slot& slot) {
-    if (p.load_state) {
+    if (ANNULUS_SM90_STATE_TILES != 0 && p.load_state) {
+      const bool has0 = slot.old_lse[row] != -INFINITY;
+      const bool has1 = slot.old_lse[row + 8] != -INFINITY;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        barrier_wait(shared_address(&control.state_full[0]) + 8 * value_stage,
+                     (state_parities >> value_stage) & 1);
+        state_parities ^= 1 << value_stage;
+        const std::uint32_t from = tiles + L::kValues + value_stage * L::kTileBytes;
+#pragma unroll
+        for (int i = 0; i < kDim / 16; ++i) {
+          const std::uint32_t at = from + state_place<kDim>(row, 32 * i + 8 * c);
+          const int j = part * (kDim / 16) + i;
+          float x, y, z, w;
+          load_pair(at, x, y);
+          load_pair(at + 8 * 2 * kDim, z, w);
+          o[4 * j] = has0 ? x * keep0 : 0.0F;
+          o[4 * j + 1] = has0 ? y * keep0 : 0.0F;
+          o[4 * j + 2] = has1 ? z * keep1 : 0.0F;
+          o[4 * j + 3] = has1 ? w * keep1 : 0.0F;
+        }
+        pass_values();
+      }
+    } else if (p.load_state) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool has = slot.old_lse[row + 8 * half] != -INFINITY;
@@ -337,12 +379,12 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum1 = fmaf(sum1, keep1, add1);
     // The compiler would wait for the products that are under way before all this. It cannot move
     // that wait above a store of the sums, which never happens: they are not negative.
-    if constexpr (ANNULUS_SM90_WAIT_LATE != 0)
-    asm volatile(
-        "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
-        "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
-        "r"(tiles)
-        : "memory");
+    if constexpr (kWaitLate)
+      asm volatile(
+          "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
+          "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
+          "r"(tiles)
+          : "memory");
   };
   const auto round_weights = [&] {
 #pragma unroll
@@ -377,7 +419,22 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       std::byte* to = slot.out + token * p.out.row_step;
       const float factor = empty ? 0.0F : p.out_factor / sum;
       if (p.out_dtype == DType::f32) {
-        if (token >= 0 && (!empty || p.for_good)) {
+        if constexpr (ANNULUS_SM90_WIDE != 0) {
+          // Of two chunks of 8 columns even lanes get halves of the first, odd ones of the second.
+          const bool odd = (c & 1) != 0;
+          auto* const at = reinterpret_cast<float4*>(to) + (odd ? 2 : 0) + (c >> 1);
+#pragma unroll
+          for (int j = 0; j < kDim / 8; j += 2) {
+            const float x0 = o[4 * j + 2 * half] * factor;
+            const float x1 = o[4 * j + 2 * half + 1] * factor;
+            const float y0 = o[4 * j + 4 + 2 * half] * factor;
+            const float y1 = o[4 * j + 4 + 2 * half + 1] * factor;
+            const float z0 = __shfl_xor_sync(~0U, odd ? x0 : y0, 1);
+            const float z1 = __shfl_xor_sync(~0U, odd ? x1 : y1, 1);
+            if (token >= 0 && (!empty || p.for_good))
+              __stcg(at + 2 * j, odd ? make_float4(z0, z1, y0, y1) : make_float4(x0, x1, z0, z1));
+          }
+        } else if (token >= 0 && (!empty || p.for_good)) {
 #pragma unroll
           for (int j = 0; j < kDim / 8; ++j) {
             __stcg(reinterpret_cast<float2*>(to) + 4 * j + c,
@@ -511,6 +568,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&control.queries_full), 1);
     barrier_init(shared_address(&control.queries_empty), kConsumerWarps);
     barrier_init(shared_address(&control.values_landed), 1);
+    for (int i = 0; i < L::kValueStages; ++i)
+      barrier_init(shared_address(&control.state_full[i]), kTeam);
+    for (int i = 0; i < kSlots; ++i) barrier_init(shared_address(&control.rows_known[i]), 1);
     barrier_init_fence();
   }
   if (threadIdx.x < 16)

@@ -17,9 +17,9 @@ inline constexpr int kConsumerWarps = 4 * kConsumers;
 inline constexpr int kThreads = 128 * (kConsumers + 1);
 inline constexpr int kTeam = 64;                 // threads that load together
 inline constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
-inline constexpr int kSlots = 4;  // items whose rows are known: one is looked up ahead of the one
-                                  // that is announced, and the last one's are still written when
-                                  // the next but one is announced
+inline constexpr int kSlots = 5;  // items whose rows are known: one is looked up ahead of the one
+                                  // that is announced, the last one's are still written when the
+                                  // next but one is announced, and values may lag by one
 
 // Switches, to see what they are worth (bench/cuda/variants_sm90.sh).
 #ifndef ANNULUS_SM90_PLAIN
@@ -28,14 +28,27 @@ inline constexpr int kSlots = 4;  // items whose rows are known: one is looked u
 #ifndef ANNULUS_SM90_EARLY
 #define ANNULUS_SM90_EARLY 64  // most head dim for which S of the next item goes ahead of writing
 #endif
+#ifndef ANNULUS_SM90_EARLY_CAUSAL
+#define ANNULUS_SM90_EARLY_CAUSAL ANNULUS_SM90_EARLY
+#endif
 #ifndef ANNULUS_SM90_STATE_FIRST
 #define ANNULUS_SM90_STATE_FIRST 1  // the next item's state is asked for before the last is written
 #endif
+#ifndef ANNULUS_SM90_STATE_TILES
+#define ANNULUS_SM90_STATE_TILES 1  // the state comes through shared memory, among the tiles of V
+#endif
+#ifndef ANNULUS_SM90_WIDE
+#define ANNULUS_SM90_WIDE 0  // fp32 rows are written by 16 bytes a lane
+#endif
+#ifndef ANNULUS_SM90_VALUE_STAGES_64
+#define ANNULUS_SM90_VALUE_STAGES_64 5  // head dim 64
+#endif
 #ifndef ANNULUS_SM90_WAIT_LATE
-#define ANNULUS_SM90_WAIT_LATE 1  // P V is waited for after the softmax
+#define ANNULUS_SM90_WAIT_LATE \
+  2  // P V is waited for after the softmax: never, always, where it pays
 #endif
 #ifndef ANNULUS_SM90_PREFETCH
-#define ANNULUS_SM90_PREFETCH 1  // of the state, to L2
+#define ANNULUS_SM90_PREFETCH 0  // of the state, to L2: takes long to ask for, row by row
 #endif
 
 struct ForwardArguments {
@@ -84,7 +97,7 @@ struct alignas(16) ValueStage {
   std::uint32_t keys[4];
 };
 
-// What a team knows of an item, looked up while the one before is loaded.
+// What both teams know of an item, looked up while the one before is loaded.
 struct alignas(16) Plan {
   std::int32_t end;  // there are no more items
   std::int32_t group, batch, head, kv_head, unit, begin, rows;
@@ -95,15 +108,15 @@ struct alignas(16) Plan {
   std::int32_t plain;
   std::int32_t compare;
   std::int32_t shift;
-  std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in this
-                          // order, the last tile of a run first
+  std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in
+                          // this order, the last tile of a run first
   std::int32_t run_remainder[2], run_quotient[2], run_index[2], run_step[2];
 };
 
 template <int kDim>
 struct Layout {
   static constexpr int kKeyStages = kDim == 64 ? 3 : 2;
-  static constexpr int kValueStages = 3;
+  static constexpr int kValueStages = kDim == 64 ? ANNULUS_SM90_VALUE_STAGES_64 : 3;
   static constexpr int kTileBytes = kTile * kDim * 2;
   static constexpr int kKeys = kTileBytes;  // queries are at 0
   static constexpr int kValues = kKeys + kKeyStages * kTileBytes;
@@ -116,10 +129,12 @@ struct Layout {
     std::uint64_t values_empty[kValueStages];
     std::uint64_t queries_full;
     std::uint64_t queries_empty;
-    std::uint64_t values_landed;         // to be looked through first
+    std::uint64_t values_landed;       // to be looked through first
+    std::uint64_t rows_known[kSlots];  // plan and slot are there
+    std::uint64_t state_full[kValueStages];
     const std::byte* address[2][kTile];  // of rows to gather, by team
     float log2_weight[16];               // by the repeats that contain both rows
-    Plan plans[2][2];  // by team: this item's and the next one's
+    Plan plans[kSlots];
     Slot slots[kSlots];
     KeyStage keys[kKeyStages];
     ValueStage values[kValueStages];
@@ -367,7 +382,8 @@ __device__ __forceinline__ KeyTiles<kCausal> key_tiles(const Run* runs, const Gr
   return {runs, group.keys, causal ? most_query + shift_of(group) : INT_MAX, {}};
 }
 
-// ---- looking up items ----------------------------------------------------------------------------
+// ---- looking up items
+// ----------------------------------------------------------------------------
 
 // By one thread: the first item with rows from `at` on. Returns where to go on.
 template <bool kCausal, PairWeights kWeights>
@@ -415,7 +431,8 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   plan.compare = compare ? 1 : 0;
   const int key_runs = group->keys.runs;
   bool plain = ANNULUS_SM90_PLAIN != 0 && kWeights != PairWeights::general && a.map_keys &&
-               group->keys.rows > 0 && key_runs <= 2 && (key_runs == 1 || group->keys.ascending != 0);
+               group->keys.rows > 0 && key_runs <= 2 &&
+               (key_runs == 1 || group->keys.ascending != 0);
   if (plain) {
     const auto key_stride = static_cast<std::uint32_t>(a.traits.key_stride);
     int sum = 0;
@@ -449,17 +466,51 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   return at;
 }
 
+// ---- the running state
+// ---------------------------------------------------------------------------
+
+// The state's O comes as two tiles of V's ring ahead of the item's values: half of the columns
+// each, fp32, rows of 2 * kDim bytes. Rows are rotated by 32 bytes times the row modulo 4, so that
+// consumers' 8-byte reads of 4 rows meet no bank twice. Rows without a state are not touched.
+template <int kDim>
+__device__ __forceinline__ std::uint32_t state_place(int row, int byte) {
+  constexpr int kRowBytes = 2 * kDim;
+  return static_cast<std::uint32_t>(row * kRowBytes + ((byte + 32 * (row & 3)) & (kRowBytes - 1)));
+}
+
+// By a team: asks for one half.
+template <int kDim>
+__device__ __forceinline__ void copy_state(std::uint32_t target, const Slot& slot,
+                                           std::int64_t row_step, int half, int thread) {
+  constexpr int kChunks = kDim / 8;
+  constexpr int kStep = kTeam / kChunks;
+  static_assert(kStep % 4 == 0);
+  const int chunk = thread % kChunks;
+  const int first = thread / kChunks;
+  const std::byte* const from = slot.state + half * 2 * kDim + chunk * 16;
+  const std::uint32_t to = target + state_place<kDim>(first, chunk * 16);
+#pragma unroll 8
+  for (int i = 0; i < kTile / kStep; ++i) {
+    const int row = first + i * kStep;
+    if (slot.old_lse[row] != -INFINITY)
+      copy16(to + i * kStep * 2 * kDim, from + slot.token[row] * row_step, true);
+  }
+}
+
 // By a warp, for the team of queries and keys: the next item and its rows.
 template <bool kCausal, PairWeights kWeights, int kDim>
 __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, Plan& plan,
-                                            Slot& slot, int lane) {
+                                            Slot& slot, std::uint32_t known, int lane) {
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
   if (lane == 0) at = look_up_item<kCausal, kWeights>(a, at, plan);
   at = __shfl_sync(~0U, at, 0);
   __syncwarp();
   if (lane == 0) slot.end = plan.end;
-  if (plan.end != 0) return at;
+  if (plan.end != 0) {
+    if (lane == 0) barrier_arrive(known);
+    return at;
+  }
   const Group& group = tables.groups[plan.group];
   const int batch = plan.batch;
   const int head = plan.head;
@@ -467,42 +518,65 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   std::byte* const state = p.state.base + batch * p.state.batch_step + head * p.state.head_step;
   std::byte* const lses = p.lse.base + batch * p.lse.batch_step + head * p.lse.head_step;
   const int step = single ? (plan.most - plan.least) / (kTile - 1) : 0;
-  for (int r = lane; r < kTile; r += 32) {
-    int token = -1;
-    int index = 0;
-    float lse = -INFINITY;
-    if (r < plan.rows) {
-      if (single) {
-        token = (plan.quotient + r) * a.traits.query_stride + plan.remainder;
-        index = plan.least + r * step;
-      } else {
-        const int run = find_run(tables.runs, group.queries, plan.begin + r);
-        const int place = plan.begin + r - __ldg(&tables.runs[run].before);
-        token = static_cast<int>(__ldg(&tables.runs[run].first)) +
-                place * __ldg(&tables.runs[run].stride);
-        index = __ldg(&tables.runs[run].index) + place * __ldg(&tables.runs[run].index_stride);
-      }
-      if (p.load_state) {
-        lse = __ldcg(reinterpret_cast<const float*>(lses + token * p.lse.row_step));
-        // consumers read it when they have nothing else to do
-        if (ANNULUS_SM90_PREFETCH != 0 && lse != -INFINITY)
-          prefetch_to_l2(state + token * p.state.row_step, kDim * 4);
-      }
+  // All rows are asked for before any of them is waited for.
+  constexpr int kRows = kTile / 32;
+  int token[kRows];
+  int index[kRows];
+  float lse[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = lane + 32 * i;
+    token[i] = -1;
+    index[i] = 0;
+    lse[i] = -INFINITY;
+    if (r >= plan.rows) continue;
+    if (single) {
+      token[i] = (plan.quotient + r) * a.traits.query_stride + plan.remainder;
+      index[i] = plan.least + r * step;
+    } else {
+      const int run = find_run(tables.runs, group.queries, plan.begin + r);
+      const int place = plan.begin + r - __ldg(&tables.runs[run].before);
+      token[i] = static_cast<int>(__ldg(&tables.runs[run].first)) +
+                 place * __ldg(&tables.runs[run].stride);
+      index[i] = __ldg(&tables.runs[run].index) + place * __ldg(&tables.runs[run].index_stride);
     }
-    slot.token[r] = token;
-    slot.index[r] = index;
-    slot.old_lse[r] = lse;
-    if constexpr (kWeights != PairWeights::none)
-      slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index));
   }
+  if (p.load_state) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (token[i] >= 0)
+        lse[i] = __ldcg(reinterpret_cast<const float*>(lses + token[i] * p.lse.row_step));
+    }
+  }
+  std::uint32_t periodic = 0;  // by place modulo 16
   if constexpr (kWeights == PairWeights::periodic) {
-    if (lane < 16)
-      slot.key_repeats[lane] = static_cast<std::uint8_t>(repeats_with(tables, group, lane));
+    periodic = repeats_with(tables, group, lane & 15);
+    if (lane < 16) slot.key_repeats[lane] = static_cast<std::uint8_t>(periodic);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int r = lane + 32 * i;
+    slot.token[r] = token[i];
+    slot.index[r] = index[i];
+    slot.old_lse[r] = lse[i];
+    if constexpr (kWeights == PairWeights::periodic) {
+      slot.repeats[r] = static_cast<std::uint8_t>(__shfl_sync(~0U, periodic, index[i] & 15));
+    } else if constexpr (kWeights == PairWeights::general) {
+      slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index[i]));
+    }
   }
   if (lane == 0) {
     slot.out = p.out.base + batch * p.out.batch_step + head * p.out.head_step;
     slot.state = state;
     slot.lse = lses;
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(known);
+  if (ANNULUS_SM90_PREFETCH != 0 && p.load_state) {
+    for (int r = lane; r < kTile; r += 32) {
+      if (slot.old_lse[r] != -INFINITY)
+        prefetch_to_l2(state + slot.token[r] * p.state.row_step, kDim * 4);
+    }
   }
   return at;
 }
@@ -543,14 +617,14 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
   int query_parity = 0;
   int at = blockIdx.x;
   if (ahead) {
-    at = look_up_rows<kCausal, kWeights, kDim>(a, at, control.plans[0][0], control.slots[0],
-                                               thread - 32);
+    at = look_up_rows<kCausal, kWeights, kDim>(a, at, control.plans[0], control.slots[0],
+                                               shared_address(&control.rows_known[0]), thread - 32);
   }
   team_sync(kTeamBarrier);
-  for (int turn = 0;; turn ^= 1) {
-    const Plan& plan = control.plans[0][turn];
-    Plan& next_plan = control.plans[0][turn ^ 1];
+  while (true) {
+    const Plan& plan = control.plans[slot_at];
     slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
+    Plan& next_plan = control.plans[slot_at];
     Slot& next_slot = control.slots[slot_at];
     if (thread == 0) {
       const bool bulk_copies = plan.end == 0 && plan.bulk != 0;
@@ -616,8 +690,8 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       }
       advance(stage, parity, count, L::kKeyStages);
     } else {
-      const Operand keys{&a.k,      a.map_keys,   a.traits.key_stride, keep,
-                         plan.batch, plan.kv_head, plan.unit};
+      const Operand keys{&a.k,         a.map_keys, a.traits.key_stride, keep, plan.batch,
+                         plan.kv_head, plan.unit};
       auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
       int tile = walk.first();
       const int shift = plan.shift;
@@ -680,7 +754,8 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       }
     }
     if (ahead) {
-      at = look_up_rows<kCausal, kWeights, kDim>(a, at, next_plan, next_slot, thread - 32);
+      at = look_up_rows<kCausal, kWeights, kDim>(
+          a, at, next_plan, next_slot, shared_address(&control.rows_known[slot_at]), thread - 32);
     }
     team_sync(kTeamBarrier);
   }
@@ -698,12 +773,32 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
   int stage = 0;
   int parity = 0;
   int landed_parity = 0;
-  int at = blockIdx.x;
-  if (thread == 32) at = look_up_item<kCausal, kWeights>(a, at, control.plans[1][0]);
-  team_sync(kTeamBarrier);
-  for (int turn = 0;; turn ^= 1) {
-    const Plan& plan = control.plans[1][turn];
+  int slot_at = 0;
+  int slot_parity = 0;
+  while (true) {
+    barrier_wait(shared_address(&control.rows_known[0]) + 8 * slot_at, slot_parity);
+    const Plan& plan = control.plans[slot_at];
     if (plan.end != 0) break;
+    const Slot& slot = control.slots[slot_at];
+    if (++slot_at == kSlots) {
+      slot_at = 0;
+      slot_parity ^= 1;
+    }
+    if (ANNULUS_SM90_STATE_TILES != 0 && p.load_state) {
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        if (thread == 0) {
+          barrier_wait(shared_address(&control.values_empty[0]) + 8 * stage, parity ^ 1);
+          // nobody waits for it, but phases go on
+          barrier_arrive(shared_address(&control.values_full[0]) + 8 * stage);
+        }
+        team_sync(kTeamBarrier);
+        copy_state<kDim>(tiles + L::kValues + stage * L::kTileBytes, slot, p.state.row_step, half,
+                         thread);
+        copy16_arrive(shared_address(&control.state_full[0]) + 8 * stage);
+        advance(stage, parity, 1, L::kValueStages);
+      }
+    }
     const int everyone = plan.least + plan.shift;
     if (plan.plain != 0) {
       int left = plan.tiles[0] + plan.tiles[1];
@@ -765,8 +860,8 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       advance(stage, parity, left, L::kValueStages);
     } else {
       const Group& group = tables.groups[plan.group];
-      const Operand values{&a.v,      a.map_keys,   a.traits.key_stride, keep,
-                           plan.batch, plan.kv_head, plan.unit};
+      const Operand values{&a.v,         a.map_keys, a.traits.key_stride, keep, plan.batch,
+                           plan.kv_head, plan.unit};
       auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
       int tile = walk.first();
       while (tile >= 0) {
@@ -808,7 +903,6 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         tile = next;
       }
     }
-    if (thread == 32) at = look_up_item<kCausal, kWeights>(a, at, control.plans[1][turn ^ 1]);
     team_sync(kTeamBarrier);
   }
 }

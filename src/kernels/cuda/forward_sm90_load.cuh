@@ -35,7 +35,7 @@ inline constexpr int kSlots = 5;  // items whose rows are known: one is looked u
 #define ANNULUS_SM90_STATE_FIRST 1  // the next item's state is asked for before the last is written
 #endif
 #ifndef ANNULUS_SM90_STATE_TILES
-#define ANNULUS_SM90_STATE_TILES 1  // the state comes through shared memory, among the tiles of V
+#define ANNULUS_SM90_STATE_TILES 0  // the state comes through shared memory, among the tiles of V
 #endif
 #ifndef ANNULUS_SM90_WIDE
 #define ANNULUS_SM90_WIDE 0  // fp32 rows are written by 16 bytes a lane
@@ -48,7 +48,7 @@ inline constexpr int kSlots = 5;  // items whose rows are known: one is looked u
   2  // P V is waited for after the softmax: never, always, where it pays
 #endif
 #ifndef ANNULUS_SM90_PREFETCH
-#define ANNULUS_SM90_PREFETCH 0  // of the state, to L2: takes long to ask for, row by row
+#define ANNULUS_SM90_PREFETCH 1  // of the state, to L2: takes long to ask for, row by row
 #endif
 
 struct ForwardArguments {

@@ -10,8 +10,8 @@
 
 namespace annulus::cli {
 
-// A rank's shards where its executor wants them: views of the host's tensors where work is done when
-// enqueuing returns, which is the CPU; dense images in device memory elsewhere.
+// A rank's shards where its executor wants them: views of the host's tensors where work is done
+// when enqueuing returns, which is the CPU; dense images in device memory elsewhere.
 class DeviceTensors {
  public:
   DeviceTensors(const RingOptions& options, const JobTensors& host, int rank);

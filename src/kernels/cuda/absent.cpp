@@ -14,7 +14,8 @@ namespace {
 
 bool cuda_built() { return false; }
 std::string cuda_complaint() {
-  return "this build has no CUDA: nvcc was not found when it was configured, or ANNULUS_CUDA was OFF";
+  return "this build has no CUDA: nvcc was not found when it was configured, or ANNULUS_CUDA was "
+         "OFF";
 }
 int cuda_device_count() { return 0; }
 CudaDevice cuda_device(int) { refuse(); }

@@ -13,7 +13,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit asan asan-python tsan bench pytorch-bench gpu-bench lint format clean
+.PHONY: help setup build python demo test unit gpu gpu-test gpu-bench asan asan-python tsan bench pytorch-bench lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -53,6 +53,14 @@ unit: setup ## Build with assertions and warnings as errors (build/dev), run the
 	@$(CONFIGURE) dev
 	@$(BUILD) dev
 	@$(CTEST) unit
+
+gpu: setup ## Build everything with CUDA kernels into build/cuda; an error where there is no CUDA toolkit
+	@$(CONFIGURE) cuda
+	@$(BUILD) cuda
+
+# One after the other: they share the device.
+gpu-test: gpu ## Build with CUDA kernels and run the tests of GPUs (without one they are skipped, and say why)
+	@ctest --preset gpu
 
 asan: setup ## Run the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(CONFIGURE) asan

@@ -10,6 +10,7 @@
 #include "annulus/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/device_facts.h"
 #include "cli/job.h"
 #include "cli/limits.h"
 #include "cli/options.h"
@@ -32,9 +33,12 @@ constexpr const char* kExamples = R"(Examples:
       fixed branches, growing sequence: time should grow in proportion
   annulus bench --suite dilated
       dilations 1 to 16 at equal work, taken in turns
+  annulus bench --device cuda
+      dense attention on a GPU: 4,096 and 16,384 tokens, bf16; ranks of other suites share it
 
 Every case is compared with fp64 on sampled rows before it is timed. Times are medians, spread is
-(slowest - fastest) / median. 'of peak' is relative to fused multiply-adds measured in the same run.)";
+(slowest - fastest) / median. 'of peak' is relative to fused multiply-adds measured in the same run.
+On a GPU a repetition is many passes, enqueued one after the other and waited for at the end.)";
 
 struct BenchFlags {
   std::string suite = "kernels";
@@ -47,7 +51,9 @@ struct BenchFlags {
   int repeat = 5;
   bool json = false;
   bool progress = false;
-  ProblemFlags execution;  // threads and backward
+  ProblemFlags execution;  // threads, device and backward
+
+  [[nodiscard]] bool on_gpu() const { return execution.options.device.kind != Device::Kind::cpu; }
 };
 
 struct Case {
@@ -56,7 +62,9 @@ struct Case {
   // results
   PassReport forward, backward;
   SampledErrors errors;
-  double peak_gflops = 0.0;
+  std::string kernels;
+  int passes = 1;            // of a repetition
+  double peak_gflops = 0.0;  // 0: unknown
 };
 
 // Cases of one group are taken in turns, so that a noisy machine disturbs all of them alike; ratios
@@ -74,12 +82,15 @@ Case make_case(const BenchFlags& flags, std::string name, Pattern pattern, Place
               .forward = {},
               .backward = {},
               .errors = {},
+              .kernels = "",
+              .passes = 1,
               .peak_gflops = 0.0};
   result.options.kv_heads = heads;
   result.options.head_dim = head_dim;
   result.options.dtype = dtype;
   result.options.backward = flags.execution.options.backward;
   result.options.threads = flags.execution.options.threads;
+  result.options.device = flags.execution.options.device;
   return result;
 }
 
@@ -93,8 +104,9 @@ std::vector<Group> make_groups(const BenchFlags& flags) {
   std::vector<DType> dtypes;
   const bool kernels = flags.suite == "kernels";
   for (const std::string& name :
-       or_default(flags.dtypes, kernels ? std::vector<std::string>{"fp32", "bf16"}
-                                        : std::vector<std::string>{"fp32"})) {
+       or_default(flags.dtypes, flags.on_gpu() ? std::vector<std::string>{"bf16"}
+                                : kernels      ? std::vector<std::string>{"fp32", "bf16"}
+                                               : std::vector<std::string>{"fp32"})) {
     dtypes.push_back(dtype_from_name(name));
   }
   std::vector<bool> causal = {false};
@@ -103,7 +115,8 @@ std::vector<Group> make_groups(const BenchFlags& flags) {
   if (wish == "both") causal = {false, true};
 
   const std::vector<std::int64_t> tokens = or_default(
-      flags.tokens, kernels                    ? std::vector<std::int64_t>{1024, 4096}
+      flags.tokens, kernels && flags.on_gpu()  ? std::vector<std::int64_t>{4096, 16384}
+                    : kernels                  ? std::vector<std::int64_t>{1024, 4096}
                     : flags.suite == "ring"    ? std::vector<std::int64_t>{32768}
                     : flags.suite == "scaling" ? std::vector<std::int64_t>{32768, 65536, 131072}
                                                : std::vector<std::int64_t>{4096});
@@ -148,6 +161,7 @@ std::vector<Group> make_groups(const BenchFlags& flags) {
 }
 
 double peak_of(const RingOptions& options) {
+  if (options.device.kind != Device::Kind::cpu) return 0.0;
   const bool native = options.dtype == DType::bf16 && cpu::chosen_kernels().native_bf16;
   return cpu::measure_fma_peak_gflops(native) * ThreadPool::of(options.threads)->threads();
 }
@@ -158,6 +172,7 @@ void apply_limits(Group& group) {
     RingOptions& options = one.options;
     ProblemFlags ring;
     ring.ranks = options.placement.ranks();
+    ring.options.device = options.device;
     const Shape shape{.batch = static_cast<std::int64_t>(group.size()),
                       .tokens = options.placement.tokens(),
                       .heads = options.pattern.heads,
@@ -165,6 +180,16 @@ void apply_limits(Group& group) {
                       .head_dim = options.head_dim};
     options.limits = choose_limits(ring, shape, options.dtype, options.backward).limits;
   }
+}
+
+// A GPU's passes may take less time than starting one and waiting for it: so many that a repetition
+// takes a tenth of a second.
+int passes_of(const JobReport& warm) {
+  constexpr double kSeconds = 0.1;
+  constexpr double kMost = 200;
+  const double fastest =
+      *std::min_element(warm.forward.seconds.begin(), warm.forward.seconds.end());
+  return static_cast<int>(std::clamp(kSeconds / std::max(fastest, 1e-9), 1.0, kMost));
 }
 
 // One pass to warm up, on which the results are checked, then the timed ones.
@@ -188,7 +213,14 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
           fill_synthetic(*tensors[i], rank, 1, pool);
           touch_outputs(*tensors[i], rank, pool);
         };
+        if (flags.on_gpu()) {  // the first pass loads the kernels, the second one shows their speed
+          settings.repeat = 2;
+          one.passes = passes_of(run_job(one.options, *tensors[i], settings));
+          settings.repeat = repeat + 1;
+          settings.prepare = nullptr;
+        }
       }
+      settings.passes = one.passes;
       const JobReport job = run_job(one.options, *tensors[i], settings);
       const auto keep = [](PassReport& into, const PassReport& from) {
         std::vector<double> seconds = into.seconds;
@@ -208,6 +240,7 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
             fmt::format("{}: results differ from the definition: {}; run 'annulus verify'",
                         one.name, complaint));
       }
+      one.kernels = job.isa;
       one.peak_gflops = peak_of(one.options);
     }
   }
@@ -224,31 +257,36 @@ double ratio(const PassReport& pass, const PassReport& first) {
   return first.median_seconds() > 0.0 ? pass.median_seconds() / first.median_seconds() : 0.0;
 }
 
-std::string pass_columns(const PassReport& pass, double peak, const PassReport& first,
-                         bool grouped) {
+std::string pass_columns(const PassReport& pass, double peak, const PassReport& first, bool grouped,
+                         bool on_gpu) {
   if (pass.seconds.empty()) return "";
-  std::string text = fmt::format(" {:>10} {:>7} {:>8.0f} {:>8}",
-                                 format_seconds(pass.median_seconds()), percent(spread(pass)),
-                                 pass.gflops(), peak > 0.0 ? percent(pass.gflops() / peak) : "-");
+  std::string text =
+      fmt::format(" {:>10} {:>7} ", format_seconds(pass.median_seconds()), percent(spread(pass)));
+  text +=
+      on_gpu ? fmt::format("{:>8.1f} {:>8}", pass.gflops() / 1e3, format_bytes(pass.measured_bytes))
+             : fmt::format("{:>8.0f} {:>8}", pass.gflops(),
+                           peak > 0.0 ? percent(pass.gflops() / peak) : "-");
   if (grouped) text += fmt::format(" {:>6.3f}", ratio(pass, first));
   return text;
 }
 
-std::string header(bool grouped, bool backward) {
+std::string header(bool grouped, bool backward, bool on_gpu) {
   const auto pass = [&](const char* name) {
-    return fmt::format(" {:>10} {:>7} {:>8} {:>8}", name, "spread", "GFLOP/s", "of peak") +
+    return fmt::format(" {:>10} {:>7} {:>8} {:>8}", name, "spread", on_gpu ? "TFLOP/s" : "GFLOP/s",
+                       on_gpu ? "sent" : "of peak") +
            (grouped ? fmt::format(" {:>6}", "ratio") : "");
   };
   return fmt::format("{:<12} {:>9} {:>4} {:>5} {:>6}", "case", "tokens", "dim", "dtype", "causal") +
-         pass("forward") + (backward ? pass("backward") : "") + "\n";
+         pass("forward") + (backward ? pass("backward") : "") + (on_gpu ? "  kernels" : "") + "\n";
 }
 
-std::string table_row(const Case& one, const Case& first, bool grouped) {
+std::string table_row(const Case& one, const Case& first, bool grouped, bool on_gpu) {
   return fmt::format("{:<12} {:>9} {:>4} {:>5} {:>6}", one.name,
                      with_commas(one.options.placement.tokens()), one.options.head_dim,
                      name_of(one.options.dtype), one.options.pattern.causal ? "yes" : "no") +
-         pass_columns(one.forward, one.peak_gflops, first.forward, grouped) +
-         pass_columns(one.backward, one.peak_gflops, first.backward, grouped) + "\n";
+         pass_columns(one.forward, one.peak_gflops, first.forward, grouped, on_gpu) +
+         pass_columns(one.backward, one.peak_gflops, first.backward, grouped, on_gpu) +
+         (on_gpu ? "  " + one.kernels : "") + "\n";
 }
 
 Json to_json(const Case& one, const Case& first) {
@@ -256,9 +294,11 @@ Json to_json(const Case& one, const Case& first) {
     if (report.seconds.empty()) return nullptr;
     return {
         {"seconds", report.median_seconds()},
+        {"ms", report.median_seconds() * 1e3},
         {"seconds_all", report.seconds},
         {"spread", spread(report)},
         {"gflops", report.gflops()},
+        {"tflops", report.gflops() / 1e3},
         {"share_of_peak", one.peak_gflops > 0.0 ? Json(report.gflops() / one.peak_gflops) : Json()},
         {"ratio", ratio(report, base)},
         {"bytes_sent", report.measured_bytes}};
@@ -272,32 +312,43 @@ Json to_json(const Case& one, const Case& first) {
           {"ranks", one.options.placement.ranks()},
           {"pattern", describe(one.options.pattern)},
           {"sampled_relative_error", one.errors.worst() ? Json(*one.errors.worst()) : Json()},
-          {"peak_gflops", one.peak_gflops},
+          {"kernels", one.kernels},
+          {"passes_per_repetition", one.passes},
+          {"peak_gflops", one.peak_gflops > 0.0 ? Json(one.peak_gflops) : Json()},
           {"forward", pass(one.forward, first.forward)},
           {"backward", pass(one.backward, first.backward)}};
 }
 
 int bench(const BenchFlags& flags) {
-  const cpu::Kernels& kernels = cpu::chosen_kernels();
+  const DeviceFacts device = device_facts(flags.execution.options.device);
   std::vector<Group> groups = make_groups(flags);
   const int threads = ThreadPool::of(groups[0][0].options.threads)->threads();
   const bool grouped = groups[0].size() > 1;
   Progress progress(flags.progress);
-  Json json = {{"command", "bench"},     {"suite", flags.suite}, {"cpu", cpu_name()},
-               {"isa", kernels.name},    {"threads", threads},   {"heads", flags.heads},
-               {"repeat", flags.repeat}, {"rows", Json::array()}};
+  Json json = {{"command", "bench"}, {"suite", flags.suite}};
+  add_device(json, device);
+  json["kernels"] = device.kernels;
+  json["isa"] = device.kernels;
+  json["cpu"] = cpu_name();
+  json["threads"] = threads;
+  json["heads"] = flags.heads;
+  json["repeat"] = flags.repeat;
+  json["rows"] = Json::array();
   if (!flags.json) {
-    print(fmt::format("{}, {}, {} threads, {} heads, medians of {}{}\n\n", cpu_name(), kernels.name,
-                      threads, flags.heads, flags.repeat,
+    const std::string where =
+        device.on_cpu()
+            ? fmt::format("{}, {}, {} threads", device.name, device.kernels, threads)
+            : fmt::format("{}, {}, driver {}", device.text(), device.kernels, device.driver);
+    print(fmt::format("{}, {} heads, medians of {}{}\n\n", where, flags.heads, flags.repeat,
                       grouped ? "; ratio: time over that of the first of a group" : "") +
-          header(grouped, flags.execution.options.backward));
+          header(grouped, flags.execution.options.backward, flags.on_gpu()));
   }
   for (Group& group : groups) {
     measure(group, flags, progress);
     progress.finish();
     for (const Case& one : group) {
       json["rows"].push_back(to_json(one, group[0]));
-      if (!flags.json) print(table_row(one, group[0], grouped));
+      if (!flags.json) print(table_row(one, group[0], grouped, flags.on_gpu()));
     }
   }
   if (flags.json) print_json(json);
@@ -308,7 +359,7 @@ int bench(const BenchFlags& flags) {
 
 void add_bench(CLI::App& tool, Action& chosen) {
   CLI::App* command =
-      tool.add_subcommand("bench", "Measure speed, as a share of what the CPU can do");
+      tool.add_subcommand("bench", "Measure speed; on the CPU as a share of what it can do");
   const auto flags = std::make_shared<BenchFlags>();
   add_choice(*command, "--suite", flags->suite, {"kernels", "ring", "scaling", "dilated"},
              "What to measure (default kernels)");
@@ -344,6 +395,7 @@ void add_bench(CLI::App& tool, Action& chosen) {
   command->add_flag("--progress", flags->progress,
                     "Progress even if standard error is no terminal");
   add_option_flag(*command, flags->execution, "threads");
+  add_option_flag(*command, flags->execution, "device");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return bench(*flags); }; });
 }

@@ -8,11 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/in_process.h"
 #include "annulus/ring_check.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/device_facts.h"
 #include "cli/options.h"
 #include "cli/oracle_check.h"
 #include "core/machine.h"
@@ -26,13 +28,15 @@ constexpr const char* kExamples = R"(Examples:
       what this machine has, what will be used, and whether it works
   annulus doctor --ranks 16
       the ring check over more ranks
+  annulus doctor --device cuda:1
+      of all GPUs, check this one; an error where it is not to be had
   ANNULUS_ISA=avx2 annulus doctor
       does a forced instruction set work here?
   annulus doctor --json > report.json
       to attach to a bug report)";
 
 struct DoctorFlags {
-  ProblemFlags problem;  // ranks, threads
+  ProblemFlags problem;  // ranks, threads, device
   bool json = false;
 };
 
@@ -43,9 +47,60 @@ struct Check {
 };
 
 // What may be linked in. A backend that is absent costs nothing and says so.
-const std::vector<std::pair<std::string, std::string>> kBackends = {
-    {"cpu", "built"},      {"in_process", "built"}, {"mpi", "not built"},
-    {"gloo", "not built"}, {"nccl", "not built"},   {"cuda", "not built"}};
+std::vector<std::pair<std::string, std::string>> backends() {
+  return {{"cpu", "built"},      {"in_process", "built"},
+          {"mpi", "not built"},  {"gloo", "not built"},
+          {"nccl", "not built"}, {"cuda", cuda_built() ? "built" : "not built"}};
+}
+
+// A GPU that the driver knows; `complaint`: why Annulus cannot use it.
+struct Gpu {
+  Device device;
+  CudaDevice facts;
+  std::string complaint;
+};
+
+std::vector<Gpu> find_gpus() {
+  std::vector<Gpu> gpus;
+  for (int i = 0; i < cuda_device_count(); ++i) {
+    Gpu gpu;
+    gpu.device = {Device::Kind::cuda, i};
+    try {
+      gpu.facts = cuda_device(i);
+    } catch (const DeviceError& error) {
+      gpu.complaint = error.what();
+    }
+    gpus.push_back(std::move(gpu));
+  }
+  return gpus;
+}
+
+// "sm90, where they fit; ..." and how to get others.
+std::string kernels_text(const Gpu& gpu) {
+  const std::string& kernels = gpu.facts.kernels;
+  if (!forced_cuda_kernels().empty()) return kernels + ", forced by ANNULUS_CUDA_KERNELS";
+  if (kernels == "portable") return "portable, the only ones for this device";
+  return fmt::format(
+      "{} for bf16 and fp16 with head dim 64 or 128, else portable; force others: "
+      "ANNULUS_CUDA_KERNELS=portable annulus ...",
+      kernels);
+}
+
+Json to_json(const Gpu& gpu) {
+  Json json = {{"device", name_of(gpu.device)}, {"usable", gpu.complaint.empty()}};
+  if (!gpu.complaint.empty()) {
+    json["complaint"] = gpu.complaint;
+    return json;
+  }
+  json["name"] = gpu.facts.name;
+  json["capability"] = fmt::format("{}.{}", gpu.facts.major, gpu.facts.minor);
+  json["multiprocessors"] = gpu.facts.multiprocessors;
+  json["memory_bytes"] = gpu.facts.memory_bytes;
+  json["free_bytes"] = gpu.facts.free_bytes;
+  json["driver"] = gpu.facts.driver;
+  json["kernels"] = gpu.facts.kernels;
+  return json;
+}
 
 // A block goes once around the ring in each direction.
 std::vector<Check> check_links(int ranks) {
@@ -69,8 +124,12 @@ std::vector<Check> check_links(int ranks) {
 }
 
 // A tiny LongNet on a ring of three against the oracle, with the kernels that would be used.
-Check check_kernels(DType dtype, const ProblemFlags& flags) {
-  Check check{.name = fmt::format("attention {}", name_of(dtype)), .ok = false, .detail = ""};
+Check check_kernels(DType dtype, const Device& device, const ProblemFlags& flags) {
+  const bool on_cpu = device.kind == Device::Kind::cpu;
+  Check check{
+      .name = fmt::format("attention {}{}", name_of(dtype), on_cpu ? "" : " " + name_of(device)),
+      .ok = false,
+      .detail = ""};
   try {
     const std::vector<std::int64_t> segments = {32, 64};
     const std::vector<std::int64_t> dilations = {1, 2};
@@ -80,12 +139,21 @@ Check check_kernels(DType dtype, const ProblemFlags& flags) {
     options.dtype = dtype;
     options.schedule = Schedule::ring;
     options.threads = flags.options.threads;
+    options.device = device;
     check.ok = true;
-    for (const Deviation& deviation : OracleCheck(options, 1).run(options)) {
+    if (!on_cpu && !forced_cuda_kernels().empty()) {
+      if (const std::string complaint = device_complaint(options); !complaint.empty()) {
+        check.detail = "left out: " + complaint;
+        return check;
+      }
+    }
+    const OracleCheck::Outcome outcome = OracleCheck(options, 1).run(options);
+    for (const Deviation& deviation : outcome.deviations) {
       check.ok = check.ok && deviation.ok();
       check.detail += fmt::format("{}{} {:.1e}", check.detail.empty() ? "" : ", ", deviation.tensor,
                                   deviation.found);
     }
+    if (!on_cpu) check.detail = outcome.kernels + ": " + check.detail;
     if (!check.ok) check.detail += ": too large; run 'annulus verify' and report its output";
   } catch (const Error& error) {
     check = {.name = check.name, .ok = false, .detail = error.what()};
@@ -102,6 +170,10 @@ std::string memory_text() {
 
 int doctor(const DoctorFlags& flags) {
   const cpu::Kernels& chosen = cpu::chosen_kernels();  // ConfigError names what is possible instead
+  // A device that is asked for has to be there; others may be or not.
+  const bool asked = flags.problem.has("device");
+  const DeviceFacts device = device_facts(flags.problem.options.device);
+  const std::vector<Gpu> gpus = find_gpus();
   const char* forced = std::getenv("ANNULUS_ISA");
   const bool is_forced = forced != nullptr && *forced != '\0';
   const std::vector<std::string> compiled = cpu::compiled_kernel_names();
@@ -113,7 +185,13 @@ int doctor(const DoctorFlags& flags) {
 
   std::vector<Check> checks = check_links(flags.problem.ranks);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    checks.push_back(check_kernels(dtype, flags.problem));
+    checks.push_back(check_kernels(dtype, {}, flags.problem));
+  }
+  for (const Gpu& gpu : gpus) {
+    if (!gpu.complaint.empty() || (asked && gpu.device != device.device)) continue;
+    for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+      checks.push_back(check_kernels(dtype, gpu.device, flags.problem));
+    }
   }
   const bool healthy =
       std::all_of(checks.begin(), checks.end(), [](const Check& check) { return check.ok; });
@@ -126,6 +204,8 @@ int doctor(const DoctorFlags& flags) {
     json["command"] = "doctor";
     json["healthy"] = healthy;
     json["version"] = ANNULUS_VERSION;
+    add_device(json, device);
+    json["kernels"] = device.kernels;
     json["cpu"] = cpu_name();
     json["cpu_features"] = cpu_features();
     json["isa"] = chosen.name;
@@ -139,7 +219,12 @@ int doctor(const DoctorFlags& flags) {
     json["threads"] = threads;
     json["memory_total_bytes"] = bytes(total_memory_bytes());
     json["memory_available_bytes"] = bytes(available_memory_bytes());
-    for (const auto& [name, state] : kBackends) json["backends"][name] = state;
+    for (const auto& [name, state] : backends()) json["backends"][name] = state;
+    const std::string complaint = cuda_complaint();
+    json["cuda"] = {{"built", cuda_built()},
+                    {"complaint", complaint.empty() ? Json() : Json(complaint)},
+                    {"devices", Json::array()}};
+    for (const Gpu& gpu : gpus) json["cuda"]["devices"].push_back(to_json(gpu));
     json["checks"] = Json::array();
     for (const Check& check : checks) {
       json["checks"].push_back({{"name", check.name}, {"ok", check.ok}, {"detail", check.detail}});
@@ -166,15 +251,31 @@ int doctor(const DoctorFlags& flags) {
                    bf16_peak > 0.0 ? ", " + format_flops(bf16_peak) + " bf16" : ""));
   fact("threads", fmt::format("{} (--threads or ANNULUS_THREADS choose another number)", threads));
   fact("memory", memory_text());
-  std::string backends;
-  for (const auto& [name, state] : kBackends) {
-    backends += fmt::format("{}{} {}", backends.empty() ? "" : ", ", name, state);
+  std::string linked;
+  for (const auto& [name, state] : backends()) {
+    linked += fmt::format("{}{} {}", linked.empty() ? "" : ", ", name, state);
   }
-  fact("backends", backends);
+  fact("backends", linked);
+  if (const std::string complaint = cuda_complaint(); !complaint.empty()) {
+    fact("CUDA", "no device: " + complaint);
+  }
+  for (const Gpu& gpu : gpus) {
+    const std::string name = name_of(gpu.device);
+    if (!gpu.complaint.empty()) {
+      fact(name.c_str(), "not usable: " + gpu.complaint);
+      continue;
+    }
+    fact(name.c_str(), fmt::format("{}, capability {}.{}, {} multiprocessors, driver {}",
+                                   gpu.facts.name, gpu.facts.major, gpu.facts.minor,
+                                   gpu.facts.multiprocessors, gpu.facts.driver));
+    fact("", fmt::format("{} of memory, {} free", format_bytes(gpu.facts.memory_bytes),
+                         format_bytes(gpu.facts.free_bytes)));
+    fact("", "kernels: " + kernels_text(gpu));
+  }
   text += "\n";
   for (const Check& check : checks) {
     text +=
-        fmt::format("  {} {:<20} {}\n", check.ok ? "ok    " : "FAILED", check.name, check.detail);
+        fmt::format("  {} {:<22} {}\n", check.ok ? "ok    " : "FAILED", check.name, check.detail);
   }
   text += healthy ? "\n  All is well.\n" : "\n  Something is wrong: see FAILED above.\n";
   print(text);
@@ -192,6 +293,7 @@ void add_doctor(CLI::App& tool, Action& chosen) {
       ->type_name("P");
   command->add_flag("--json", flags->json, "Print one JSON object");
   add_option_flag(*command, flags->problem, "threads");
+  add_option_flag(*command, flags->problem, "device");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return doctor(*flags); }; });
 }

@@ -8,6 +8,7 @@
 #include "annulus/in_process.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/device_tensors.h"
 #include "ring/limits.h"
 
 namespace annulus::cli {
@@ -18,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 struct PassRecord {
   Clock::time_point start;
   Clock::time_point end;
-  std::int64_t bytes = 0;
+  std::int64_t bytes = 0;  // of all passes
 };
 
 struct RankRecord {
@@ -29,11 +30,12 @@ struct RankRecord {
 };
 
 template <typename Pass>
-PassRecord record(const Transport& transport, const Pass& pass) {
+PassRecord record(const Transport& transport, RingAttention& ring, int passes, const Pass& pass) {
   PassRecord record;
   const std::uint64_t before = transport.counters().bytes_sent;
   record.start = Clock::now();
-  pass();
+  for (int i = 0; i < passes; ++i) pass();
+  ring.synchronize();
   record.end = Clock::now();
   record.bytes = static_cast<std::int64_t>(transport.counters().bytes_sent - before);
   return record;
@@ -43,7 +45,7 @@ PassRecord record(const Transport& transport, const Pass& pass) {
 // early only wait: the time of the pass is from the last start to the last end.
 PassReport summarise(const std::vector<RankRecord>& ranks,
                      std::vector<PassRecord> RankRecord::*pass, std::int64_t RankRecord::*predicted,
-                     const char* name, double flops) {
+                     const char* name, double flops, int passes) {
   PassReport report;
   report.flops = flops;
   const std::size_t repetitions = (ranks[0].*pass).size();
@@ -54,19 +56,19 @@ PassReport summarise(const std::vector<RankRecord>& ranks,
       const PassRecord& record = (ranks[rank].*pass)[i];
       start = std::max(start, record.start);
       end = std::max(end, record.end);
-      if (record.bytes != ranks[rank].*predicted) {
+      if (record.bytes != passes * (ranks[rank].*predicted)) {
         throw VerificationError(fmt::format(
             "rank {} sent {} bytes in {}, {} were predicted: this is a bug in annulus, please "
             "report the command line",
-            rank, record.bytes, name, ranks[rank].*predicted));
+            rank, record.bytes, name, passes * (ranks[rank].*predicted)));
       }
     }
-    report.seconds.push_back(std::chrono::duration<double>(end - start).count());
+    report.seconds.push_back(std::chrono::duration<double>(end - start).count() / passes);
   }
   if (repetitions == 0) return report;
   for (const RankRecord& rank : ranks) {
     report.predicted_bytes += rank.*predicted;
-    report.measured_bytes += (rank.*pass)[0].bytes;
+    report.measured_bytes += (rank.*pass)[0].bytes / passes;
   }
   return report;
 }
@@ -112,7 +114,8 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
     BranchState* kept = detached ? &state : nullptr;
     if (settings.prepare) settings.prepare(rank, *pool);
 
-    const auto shard = [&](const RingTensor& tensor) { return tensor.shard(tensors.order, rank); };
+    DeviceTensors on_device(options, tensors, rank);
+    on_device.upload();
     RankRecord& mine = records[at];
     mine.predicted_forward = ring.predicted_forward_bytes();
     mine.predicted_backward = ring.predicted_backward_bytes();
@@ -123,21 +126,21 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
     };
     for (int i = 0; i < settings.repeat; ++i) {
       announce("forward", i, forward_seconds);
-      mine.forward.push_back(record(transport, [&] {
-        ring.forward(shard(tensors.q), shard(tensors.k), shard(tensors.v), shard(tensors.o),
-                     shard(tensors.lse), kept);
+      mine.forward.push_back(record(transport, ring, settings.passes, [&] {
+        const DeviceTensors& t = on_device;
+        ring.forward(t.q, t.k, t.v, t.o, t.lse, kept);
       }));
       forward_seconds = seconds_of(mine.forward.back());
       if (!options.backward) continue;
       // 10 D operations per pair against 4 D.
       announce("backward", i, backward_seconds > 0.0 ? backward_seconds : 2.5 * forward_seconds);
-      mine.backward.push_back(record(transport, [&] {
-        ring.backward(shard(tensors.q), shard(tensors.k), shard(tensors.v), shard(tensors.o),
-                      shard(tensors.lse), shard(tensors.dout), shard(tensors.dq), shard(tensors.dk),
-                      shard(tensors.dv), kept);
+      mine.backward.push_back(record(transport, ring, settings.passes, [&] {
+        const DeviceTensors& t = on_device;
+        ring.backward(t.q, t.k, t.v, t.o, t.lse, t.dout, t.dq, t.dk, t.dv, kept);
       }));
       backward_seconds = seconds_of(mine.backward.back());
     }
+    on_device.download();
     const MemoryInfo memory = ring.memory_info();
     report.workspace_bytes[at] =
         memory.workspace_bytes + branch_state_bytes(options, options.placement.local_tokens(rank));
@@ -153,9 +156,9 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
   run_in_process(ranks, body, ring::patient_ring(options));
 
   report.forward = summarise(records, &RankRecord::forward, &RankRecord::predicted_forward,
-                             "forward", 4.0 * pair_flops);
+                             "forward", 4.0 * pair_flops, settings.passes);
   report.backward = summarise(records, &RankRecord::backward, &RankRecord::predicted_backward,
-                              "backward", 10.0 * pair_flops);
+                              "backward", 10.0 * pair_flops, settings.passes);
   return report;
 }
 

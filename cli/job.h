@@ -12,8 +12,9 @@ namespace annulus::cli {
 
 // One pass of all ranks together.
 struct PassReport {
-  std::vector<double> seconds;  // per repetition: from the last rank's start to the last rank's end
-  std::int64_t predicted_bytes = 0;  // sent by all ranks in one repetition
+  // Per repetition, of one pass: from the last rank's start to the last rank's end.
+  std::vector<double> seconds;
+  std::int64_t predicted_bytes = 0;  // sent by all ranks in one pass
   std::int64_t measured_bytes = 0;   // the same as the transport counted it
   double flops = 0.0;                // over allowed pairs
 
@@ -26,7 +27,7 @@ struct JobReport {
   PassReport backward;
   Schedule schedule = Schedule::ring;  // as chosen
   Travel backward_travel = Travel::keys;
-  std::string isa;
+  std::string isa;  // the kernels that ran
   int threads = 0;
   std::vector<std::int64_t> peak_bytes;       // per rank: workspace, and its share of the tensors
   std::vector<std::int64_t> workspace_bytes;  // of these
@@ -35,6 +36,9 @@ struct JobReport {
 
 struct JobSettings {
   int repeat = 1;
+  // Passes of a repetition, enqueued one after the other and waited for at the end: where the host
+  // only enqueues, one pass alone shows what starting it costs.
+  int passes = 1;
   // On every rank's thread, once its executor exists (limits have been checked then) and before the
   // first pass: fills the inputs.
   std::function<void(int rank, ThreadPool& pool)> prepare;

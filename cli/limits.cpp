@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "cli/console.h"
 #include "core/machine.h"
@@ -16,7 +17,17 @@ namespace annulus::cli {
 ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType dtype,
                            bool backward) {
   ChosenLimits chosen;
-  const std::optional<std::int64_t> available = available_memory_bytes();
+  std::optional<std::int64_t> available = available_memory_bytes();
+  std::string whose = "available memory";
+  const Device& device = flags.options.device;
+  if (device.kind == Device::Kind::cuda) {
+    // Tensors are in both memories: whichever is smaller.
+    const std::int64_t free = cuda_device(device.index).free_bytes;
+    if (!available || free < *available) {
+      available = free;
+      whose = "free memory of " + name_of(device);
+    }
+  }
   chosen.origin = "the library's defaults: the memory of this machine is unknown";
   if (available) {
     // Any placement will do: the real one may cost more than a refusal should.
@@ -27,7 +38,7 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
     options.backward = backward;
     options.mix_gradient = flags.options.mix_gradient;
     chosen.limits = ring::limits_for_memory(options, *available, ring::Missing::all_tensors);
-    chosen.origin = "derived from " + format_bytes(*available) + " of available memory";
+    chosen.origin = "derived from " + format_bytes(*available) + " of " + whose;
   }
   const bool bytes_given = flags.has("max_communication_bytes");
   const bool elements_given = flags.has("max_qkv_elements");

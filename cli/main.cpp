@@ -25,7 +25,8 @@ constexpr const char* kFooter = R"(Start here:
   annulus plan --svg p.svg  a picture of who computes and sends what
   annulus COMMAND --help    flags and examples
 
-Environment: ANNULUS_ISA forces an instruction set, ANNULUS_THREADS the number of threads.
+Environment: ANNULUS_ISA forces an instruction set, ANNULUS_THREADS the number of threads,
+             ANNULUS_CUDA_KERNELS the kernels of a GPU (portable or sm90).
 Exit codes: 0 success, 1 wrong results or another failure, 2 bad arguments or files,
             3 broken ring, 4 out of memory or missing device.)";
 

@@ -21,21 +21,26 @@ struct Deviation {
 
 // One small problem on synthetic data with the fp64 oracle's answer, for any number of rings.
 //
-// fp32 results must be within 1e-6. 16-bit ones may be off by twice what the oracle itself is off
-// if it has to round like an executor: inputs (that is no error: it gets rounded ones), results,
-// and between forward and backward o.
+// fp32 results must be within 1e-6, on a GPU within 2e-6. 16-bit ones may be off by twice what the
+// oracle itself is off if it has to round like an executor: inputs (that is no error: it gets
+// rounded ones), results, and between forward and backward o.
 //
 // sample_check.h is the other half: a few rows of a problem of any size and any input, judged row
 // by row, where this solves a small one whole and judges tensors. What both know about errors is in
 // kernels/reference; a common check would have to leave out what makes each of them strict.
 class OracleCheck {
  public:
+  struct Outcome {
+    std::vector<Deviation> deviations;  // one per output
+    std::string kernels;                // that ran
+  };
+
   // Everything in `options` that describes the problem counts; its placement only by its tokens.
   OracleCheck(const RingOptions& options, std::uint64_t seed);
 
   // Runs the problem on the ring that `options` describe: they must agree with the constructor's in
-  // all but placement, schedule, and how things travel. One entry per output.
-  [[nodiscard]] std::vector<Deviation> run(const RingOptions& options) const;
+  // all but placement, schedule, and how things travel.
+  [[nodiscard]] Outcome run(const RingOptions& options) const;
 
  private:
   struct Expected {

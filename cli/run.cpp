@@ -8,12 +8,12 @@
 #include "annulus/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/device_facts.h"
 #include "cli/job.h"
 #include "cli/limits.h"
 #include "cli/options.h"
 #include "cli/sample_check.h"
 #include "cli/tensor_files.h"
-#include "kernels/cpu/kernel.h"
 #include "plan/plan_text.h"
 
 namespace annulus::cli {
@@ -28,6 +28,8 @@ constexpr const char* kExamples = R"(Examples:
       plain ring attention with grouped key/value heads
   annulus run --input data --output results --ranks 3 --segments 512,2048 --dilations 1,4
       q.npy, k.npy, v.npy, do.npy from data; o, lse, dq, dk, dv.npy into results
+  annulus run --device cuda --tokens 256k --dtype bf16 --repeat 5
+      on a GPU: all ranks share it, and tensors are copied there before and back afterwards
   annulus run --tokens 64k --reproducible --json | jq .forward_gflops
       one JSON object for scripts
 
@@ -47,6 +49,7 @@ struct RunFlags {
 struct Result {
   RingOptions options;
   ChosenLimits limits;
+  DeviceFacts device;
   JobReport job;
   SampledErrors errors;
 };
@@ -82,8 +85,9 @@ void print_table(const RunFlags& flags, const Result& result) {
                    backward && placement.ranks() > 1
                        ? fmt::format(", {} travel in backward", name_of(job.backward_travel))
                        : ""));
-  fact("kernels",
-       fmt::format("{}, {} thread{}", job.isa, job.threads, job.threads == 1 ? "" : "s"));
+  fact("kernels", result.device.on_cpu() ? fmt::format("{}, {} thread{}", job.isa, job.threads,
+                                                       job.threads == 1 ? "" : "s")
+                                         : fmt::format("{} on {}", job.isa, result.device.text()));
   fact("limits",
        fmt::format("per rank {} elements of q, k, v and {} of messages,\n            {}",
                    compact(static_cast<double>(options.limits.qkv_elements)),
@@ -117,9 +121,11 @@ void print_table(const RunFlags& flags, const Result& result) {
   const auto [least, most] = std::minmax_element(job.peak_bytes.begin(), job.peak_bytes.end());
   const std::string smallest = format_bytes(*least);
   const std::string largest = format_bytes(*most);
-  text += fmt::format("\n  {:<9} {}{} per rank, and {} of scratch for the threads\n", "memory",
-                      largest, smallest == largest ? "" : " (smallest " + smallest + ")",
-                      format_bytes(job.scratch_bytes));
+  text += fmt::format("\n  {:<9} {}{} per rank{}\n", "memory", largest,
+                      smallest == largest ? "" : " (smallest " + smallest + ")",
+                      result.device.on_cpu() ? ", and " + format_bytes(job.scratch_bytes) +
+                                                   " of scratch for the threads"
+                                             : " on the device");
   if (!flags.output.empty()) {
     text += fmt::format("  {:<9} o, lse{} in {}\n", "written", backward ? ", dq, dk, dv" : "",
                         flags.output);
@@ -156,6 +162,8 @@ Json to_json(const RunFlags& flags, const Result& result) {
                             {"nonfinite_rows", errors.nonfinite_rows}};
   json["schedule"] = name_of(job.schedule);
   json["backward_travel"] = name_of(job.backward_travel);
+  add_device(json, result.device);
+  json["kernels"] = job.isa;
   json["isa"] = job.isa;
   json["threads"] = job.threads;
   json["allowed_pairs"] = allowed_pairs(result.options.pattern, result.options.placement.tokens()) *
@@ -171,7 +179,8 @@ Json to_json(const RunFlags& flags, const Result& result) {
 }
 
 int run(const RunFlags& flags) {
-  (void)cpu::chosen_kernels();  // an ANNULUS_ISA that cannot run is found before any work is done
+  // What cannot run is found before any work is done.
+  const DeviceFacts device = device_facts(flags.problem.options.device);
   const bool backward = flags.problem.options.backward;
   std::optional<InputFiles> files;
   if (!flags.input.empty()) files = inspect_inputs(flags.input, backward, flags.problem);
@@ -183,6 +192,7 @@ int run(const RunFlags& flags) {
   const ChosenLimits limits = choose_limits(flags.problem, shape, dtype, backward);
   Result result{.options = ring_options_from(flags.problem, shape, dtype),
                 .limits = limits,
+                .device = device,
                 .job = {},
                 .errors = {}};
   RingOptions& options = result.options;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -12,9 +13,9 @@
 #include "annulus/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/device_facts.h"
 #include "cli/options.h"
 #include "cli/oracle_check.h"
-#include "kernels/cpu/kernel.h"
 
 namespace annulus::cli {
 namespace {
@@ -28,9 +29,11 @@ constexpr const char* kExamples = R"(Examples:
       only configurations whose names contain all of these
   ANNULUS_ISA=avx2 annulus verify
       the kernels of another instruction set
+  annulus verify --device cuda
+      on a GPU, where special kernels and portable ones both fit with either
 
 A problem (pattern, shape, dtype, gradient) is solved by an fp64 oracle once and then computed on many
-rings (ranks, placement, schedule). fp32 must be within 1e-6 of the size of the sums' terms (RMS); 16-bit
+rings (ranks, placement, schedule). fp32 must be within 1e-6 (GPU: 2e-6) of the size of the sums' terms (RMS); 16-bit
 results within twice the error of rounding the exact ones. Predicted bytes must equal counted bytes in every run.)";
 
 struct VerifyFlags {
@@ -40,7 +43,7 @@ struct VerifyFlags {
   bool progress = false;
   std::uint64_t seed = 1;
   std::vector<std::string> filters;
-  ProblemFlags threads;
+  ProblemFlags execution;  // threads and device
 };
 
 struct Problem {
@@ -81,7 +84,8 @@ std::vector<std::pair<std::string, std::function<Pattern(int heads, bool causal)
 
 std::vector<Problem> all_problems() {
   constexpr std::int64_t kTokens[] = {97, 64, 131, 3, 50, 112};
-  constexpr int kHeadDims[] = {16, 64, 24, 32, 40};
+  constexpr int kHeadDims[] = {16, 64, 24, 128,
+                               40};  // 64 and 128 have kernels of their own on GPUs
   std::vector<Problem> problems;
   for (const auto& [pattern_name, make_pattern] : patterns()) {
     for (const bool causal : {false, true}) {
@@ -149,8 +153,10 @@ struct Failure {
 
 struct Summary {
   int configurations = 0;
+  std::map<std::string, int> by_kernels;  // configurations that ran to the end
+  int left_out = 0;                       // kernels that the environment asks for cannot do them
   std::vector<Failure> failures;
-  // Largest error by "dtype tensor", with what was allowed there.
+  // Largest error by "dtype tensor" and, on GPUs, kernels, with what was allowed there.
   std::map<std::string, Deviation> worst;
   double seconds = 0.0;
 };
@@ -161,14 +167,20 @@ bool matches(const std::string& name, const std::vector<std::string>& filters) {
   });
 }
 
-void check(const OracleCheck& oracle, const std::string& name, const RingOptions& options,
-           Summary& summary) {
+// The kernels that ran; empty: none did.
+std::string check(const OracleCheck& oracle, const std::string& name, const RingOptions& options,
+                  Summary& summary) {
   ++summary.configurations;
   std::string reason;
+  std::string kernels;
   try {
-    for (const Deviation& deviation : oracle.run(options)) {
-      Deviation& worst =
-          summary.worst[fmt::format("{} {}", name_of(options.dtype), deviation.tensor)];
+    const OracleCheck::Outcome outcome = oracle.run(options);
+    kernels = outcome.kernels;
+    ++summary.by_kernels[kernels];
+    for (const Deviation& deviation : outcome.deviations) {
+      std::string key = fmt::format("{} {}", name_of(options.dtype), deviation.tensor);
+      if (options.device.kind != Device::Kind::cpu) key += ", " + kernels;
+      Deviation& worst = summary.worst[key];
       if (worst.tensor.empty() ||
           deviation.found * worst.allowed > worst.found * deviation.allowed) {
         worst = deviation;
@@ -181,23 +193,37 @@ void check(const OracleCheck& oracle, const std::string& name, const RingOptions
     reason = error.what();
   }
   if (!reason.empty()) summary.failures.push_back({name, reason});
+  return kernels;
 }
+
+// Executors that are made while it lives have the portable kernels of their GPU. No other thread
+// reads the environment meanwhile: ranks are gone between two configurations, pools do not.
+class PortableKernels {
+ public:
+  PortableKernels() { ::setenv("ANNULUS_CUDA_KERNELS", "portable", 1); }
+  ~PortableKernels() { ::unsetenv("ANNULUS_CUDA_KERNELS"); }
+  PortableKernels(const PortableKernels&) = delete;
+  PortableKernels& operator=(const PortableKernels&) = delete;
+};
 
 // The quick run takes a few rings per problem. Steps of 23 through 80 rings meet all of them, and
 // no ring keeps meeting the same dtype or gradient.
 constexpr std::size_t kQuickRings = 5;
 constexpr std::size_t kQuickStride = 23;
 
-Summary verify_all(const VerifyFlags& flags, Progress& progress) {
+Summary verify_all(const VerifyFlags& flags, const DeviceFacts& device, Progress& progress) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<Problem> problems = all_problems();
   const std::vector<Ring> rings = all_rings();
-  const int threads = flags.threads.options.threads;
+  const int threads = flags.execution.options.threads;
+  const bool forced = !device.on_cpu() && !forced_cuda_kernels().empty();
   const auto pool = ThreadPool::of(threads);  // kept from one ring to the next
   Summary summary;
   std::size_t next_ring = 0;
   for (std::size_t i = 0; i < problems.size(); ++i) {
-    const Problem& problem = problems[i];
+    Problem problem = problems[i];
+    problem.options.device = device.device;  // limits of errors go by it
+    problem.options.threads = threads;
     progress.phase(fmt::format("problem {}/{}, {} configurations, {} failed: {}", i + 1,
                                problems.size(), summary.configurations, summary.failures.size(),
                                problem.name));
@@ -206,26 +232,48 @@ Summary verify_all(const VerifyFlags& flags, Progress& progress) {
       const Ring& ring = rings[flags.full ? j : (next_ring += kQuickStride) % rings.size()];
       const std::string name = problem.name + "_" + ring.name;
       if (!matches(name, flags.filters)) continue;
-      if (oracle == nullptr) oracle = std::make_unique<OracleCheck>(problem.options, flags.seed);
       RingOptions options = problem.options;
       ring.apply(options);
-      options.threads = threads;
-      check(*oracle, name, options, summary);
+      if (forced && !device_complaint(options).empty()) {
+        ++summary.left_out;
+        continue;
+      }
+      if (oracle == nullptr) oracle = std::make_unique<OracleCheck>(problem.options, flags.seed);
+      const std::string kernels = check(*oracle, name, options, summary);
+      if (device.on_cpu() || forced || device.kernels == "portable" || kernels == "portable") {
+        continue;
+      }
+      const PortableKernels portable;
+      check(*oracle, name + " (portable kernels)", options, summary);
     }
   }
   summary.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return summary;
 }
 
-void print_summary(const Summary& summary) {
+void print_summary(const DeviceFacts& device, const Summary& summary) {
   std::string text;
   for (const Failure& failure : summary.failures) {
     text += fmt::format("FAILED {}: {}\n", failure.name, failure.reason);
   }
-  text += fmt::format("\n  largest error relative to what is allowed, kernels {}\n\n",
-                      cpu::chosen_kernels().name);
+  text += fmt::format("\n  largest error relative to what is allowed, kernels {}{}\n\n",
+                      device.kernels, device.on_cpu() ? "" : " on " + device.text());
+  std::size_t width = 10;
+  for (const auto& [name, worst] : summary.worst) width = std::max(width, name.size());
   for (const auto& [name, worst] : summary.worst) {
-    text += fmt::format("  {:<10} {:>9.2e}   at most {:.2e}\n", name, worst.found, worst.allowed);
+    text += fmt::format("  {:<{}} {:>9.2e}   at most {:.2e}\n", name, width, worst.found,
+                        worst.allowed);
+  }
+  if (!device.on_cpu()) {
+    text += "\n";
+    for (const auto& [name, count] : summary.by_kernels) {
+      text += fmt::format("  {} configurations with {}\n", count, name);
+    }
+  }
+  if (summary.left_out > 0) {
+    text += fmt::format(
+        "  {} left out: {} kernels, which ANNULUS_CUDA_KERNELS asks for, cannot do them\n",
+        summary.left_out, device.kernels);
   }
   text += fmt::format("\n  {} of {} configurations passed in {}\n",
                       summary.configurations - static_cast<int>(summary.failures.size()),
@@ -233,7 +281,7 @@ void print_summary(const Summary& summary) {
   print(text);
 }
 
-Json to_json(const VerifyFlags& flags, const Summary& summary) {
+Json to_json(const VerifyFlags& flags, const DeviceFacts& device, const Summary& summary) {
   Json json;
   json["command"] = "verify";
   json["passed"] = summary.failures.empty();
@@ -246,24 +294,28 @@ Json to_json(const VerifyFlags& flags, const Summary& summary) {
     json["worst"][name] = {{"found", worst.found}, {"allowed", worst.allowed}};
   }
   json["seconds"] = summary.seconds;
-  json["isa"] = cpu::chosen_kernels().name;
+  add_device(json, device);
+  json["kernels"] = device.kernels;
+  json["configurations_by_kernels"] = summary.by_kernels;
+  json["left_out"] = summary.left_out;
+  json["isa"] = device.kernels;
   json["seed"] = flags.seed;
   json["full"] = flags.full;
   return json;
 }
 
 int verify(const VerifyFlags& flags) {
-  (void)cpu::chosen_kernels();
+  const DeviceFacts device = device_facts(flags.execution.options.device);
   Progress progress(flags.progress);
-  const Summary summary = verify_all(flags, progress);
+  const Summary summary = verify_all(flags, device, progress);
   progress.finish();
   if (summary.configurations == 0) {
     throw ConfigError("--filter: no configuration has a name that contains all of them");
   }
   if (flags.json) {
-    print_json(to_json(flags, summary));
+    print_json(to_json(flags, device, summary));
   } else {
-    print_summary(summary);
+    print_summary(device, summary);
   }
   return summary.failures.empty() ? kOk : kFailed;
 }
@@ -284,7 +336,8 @@ void add_verify(CLI::App& tool, Action& chosen) {
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->add_flag("--progress", flags->progress,
                     "Progress even if standard error is no terminal");
-  add_option_flag(*command, flags->threads, "threads");
+  add_option_flag(*command, flags->execution, "threads");
+  add_option_flag(*command, flags->execution, "device");
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return verify(*flags); }; });
 }

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "annulus/cuda.h"
 #include "ring/option_list.h"
 #include "ring/option_text.h"
 #include "support/tool.h"
@@ -337,10 +338,56 @@ TEST_F(Cli, DoctorFindsThisMachineHealthy) {
   const Json json = annulus_json({"doctor", "--ranks", "5"});
   EXPECT_EQ(json["healthy"], true) << json["checks"];
   EXPECT_EQ(json["backends"]["in_process"], "built");
-  EXPECT_EQ(json["backends"]["cuda"], "not built");
+  EXPECT_EQ(json["backends"]["cuda"], cuda_built() ? "built" : "not built");
+  EXPECT_EQ(json["device"], "cpu");
+  EXPECT_EQ(json["kernels"], json["isa"]);
   EXPECT_GE(json["checks"].size(), 5U);
   EXPECT_FALSE(json["isa_usable"].empty());
   EXPECT_NE(annulus({"doctor"}).out.find("ANNULUS_ISA"), std::string::npos);
+}
+
+TEST_F(Cli, DoctorSaysWhetherThereAreGpus) {
+  const Json cuda = annulus_json({"doctor"})["cuda"];
+  const std::string text = annulus({"doctor"}).out;
+  EXPECT_EQ(cuda["built"], cuda_built());
+  EXPECT_EQ(cuda["devices"].size(), static_cast<std::size_t>(cuda_device_count()));
+  const std::string complaint = cuda_complaint();
+  if (complaint.empty()) {
+    EXPECT_TRUE(cuda["complaint"].is_null());
+    EXPECT_NE(text.find("cuda:0 "), std::string::npos) << text;
+  } else {
+    EXPECT_EQ(cuda["complaint"], complaint);
+    EXPECT_NE(text.find("no device: " + complaint), std::string::npos) << text;
+  }
+  EXPECT_NE(text.find(cuda_built() ? "cuda built" : "cuda not built"), std::string::npos) << text;
+  // Without GPUs, too, everything else is healthy; asking for the CPU leaves GPUs alone.
+  EXPECT_EQ(annulus_json({"doctor", "--device", "cpu"})["checks"].size(), 5U);
+}
+
+TEST_F(Cli, EveryCommandSaysWhereItComputed) {
+  for (const Words& words :
+       {kSmall, Words{"verify", "--filter", "dense_gqa1_full_fp32"},
+        Words{"bench", "--tokens", "64", "--repeat", "1", "--no-backward"}, Words{"doctor"}}) {
+    const Json json = annulus_json(words + Words{"--device", "cpu"});
+    EXPECT_EQ(json["device"], "cpu") << words[0];
+    EXPECT_TRUE(json["device_name"].is_string()) << words[0];
+    EXPECT_TRUE(json["driver"].is_null()) << words[0];
+    EXPECT_EQ(json["kernels"], json["isa"]) << words[0];
+  }
+}
+
+// On a machine with a GPU cli_cuda_test is the test.
+TEST_F(Cli, WithoutAGpuItIsOneLineAndTheExitCodeOfMissingDevices) {
+  const std::string complaint = cuda_complaint();
+  if (complaint.empty()) GTEST_SKIP() << "there is a CUDA device";
+  for (const char* command : {"run", "verify", "bench", "doctor"}) {
+    const Outcome outcome = annulus({command, "--device", "cuda:1"});
+    EXPECT_EQ(outcome.code, 4) << command;
+    EXPECT_EQ(outcome.out, "") << command;
+    EXPECT_EQ(outcome.err, "annulus: error: device is cuda:1: " + complaint + "\n");
+    EXPECT_EQ(annulus_json({command, "--device", "cuda"}, 4)["kind"], "device") << command;
+    expect_refused(annulus({command, "--device", "tpu"}), "tpu");
+  }
 }
 
 TEST_F(Cli, BenchReportsMedianSpreadAndShareOfPeak) {

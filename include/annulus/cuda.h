@@ -16,7 +16,8 @@ namespace annulus {
 [[nodiscard]] std::string cuda_complaint();
 [[nodiscard]] int cuda_device_count();  // 0 where cuda_complaint() says why
 
-// For people: name, capability, memory, which kernels run there and why.
+// For people: name, capability, memory, driver, and the best kernels it may run. The environment
+// variable ANNULUS_CUDA_KERNELS forces others.
 struct CudaDevice {
   std::string name;
   int major = 0;
@@ -24,9 +25,10 @@ struct CudaDevice {
   int multiprocessors = 0;
   std::int64_t memory_bytes = 0;
   std::int64_t free_bytes = 0;
-  std::string kernels;
+  std::string driver;   // "580.65.06, CUDA 13.0"
+  std::string kernels;  // "sm90" or "portable"
 };
-[[nodiscard]] CudaDevice cuda_device(int index);  // DeviceError
+[[nodiscard]] CudaDevice cuda_device(int index);  // DeviceError, ConfigError: no such index
 
 // A stream of the caller's (a cudaStream_t) as a queue, for RingAttention::use_queue. The stream
 // outlives the queue.

@@ -148,7 +148,9 @@ class RingAttention {
   [[nodiscard]] const Plan& backward_plan()
       const;  // of the side that travels; ConfigError without backward
   [[nodiscard]] Schedule schedule() const;  // as chosen
-  [[nodiscard]] std::string isa() const;    // of the kernels
+  // Which kernels run: the CPU's instruction set; "sm90", "portable", or "sm90 forward, portable
+  // backward" on CUDA devices.
+  [[nodiscard]] std::string isa() const;
   // Bytes that this rank will send in one forward or backward: equals what the transport counts.
   // Includes the 24 bytes per doubling of the ranks with which they agree on the call; the rest is
   // rows.

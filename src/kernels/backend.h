@@ -126,6 +126,7 @@ class Engine {
   virtual ~Engine() = default;
 
   virtual void allocate(const ReceivedRows& received) = 0;     // once; DeviceError
+  [[nodiscard]] virtual std::string kernels() const = 0;       // which ones run, for people
   [[nodiscard]] virtual std::int64_t state_bytes() const = 0;  // accumulators and row statistics
   [[nodiscard]] virtual std::int64_t list_bytes() const = 0;   // what the stages became
 
@@ -156,7 +157,9 @@ class Backend {
   virtual ~Backend() = default;
 
   [[nodiscard]] virtual Device device() const = 0;
-  [[nodiscard]] virtual std::string kernels() const = 0;  // which ones run, for people and tests
+  // The best ones, known before anything is compiled: an engine may run others. Backends with the
+  // same name here compute the same reproducible bits.
+  [[nodiscard]] virtual std::string kernels() const = 0;
   [[nodiscard]] virtual std::int64_t scratch_bytes() const = 0;  // shared by all executors
   // Why it cannot compute this; empty: it can.
   [[nodiscard]] virtual std::string complaint(const Computation& computation) const = 0;

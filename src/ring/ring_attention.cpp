@@ -249,7 +249,7 @@ const Plan& RingAttention::backward_plan() const {
   return impl_->travel == Travel::queries ? *impl_->query_plan : *impl_->key_plan;
 }
 Schedule RingAttention::schedule() const { return impl_->schedule; }
-std::string RingAttention::isa() const { return impl_->backend->kernels(); }
+std::string RingAttention::isa() const { return impl_->engine->kernels(); }
 
 std::int64_t RingAttention::predicted_forward_bytes() const {
   return impl_->key_courier->bytes_sent() + ring::agreement_bytes(impl_->transport->size());

@@ -137,6 +137,7 @@ class LateEngine final : public Engine {
       : inner_(std::move(inner)), now_(std::move(now)) {}
 
   void allocate(const ReceivedRows& received) override { inner_->allocate(received); }
+  [[nodiscard]] std::string kernels() const override { return inner_->kernels(); }
   [[nodiscard]] std::int64_t state_bytes() const override { return inner_->state_bytes(); }
   [[nodiscard]] std::int64_t list_bytes() const override { return inner_->list_bytes(); }
 

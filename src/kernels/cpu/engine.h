@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/function_ref.h"
@@ -23,6 +24,7 @@ class CpuEngine final : public Engine {
             std::shared_ptr<ThreadPool> pool);
 
   void allocate(const ReceivedRows& received) override;
+  [[nodiscard]] std::string kernels() const override { return kernels_.name; }
   [[nodiscard]] std::int64_t state_bytes() const override;
   [[nodiscard]] std::int64_t list_bytes() const override;
 

@@ -1,4 +1,6 @@
 // Of builds without CUDA: says so.
+#include <fmt/format.h>
+
 #include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "kernels/cuda/backend.h"
@@ -12,13 +14,16 @@ namespace {
 
 bool cuda_built() { return false; }
 std::string cuda_complaint() {
-  return "this build has no CUDA: nvcc was not found when it was configured";
+  return "this build has no CUDA: nvcc was not found when it was configured, or ANNULUS_CUDA was "
+         "OFF";
 }
 int cuda_device_count() { return 0; }
 CudaDevice cuda_device(int) { refuse(); }
 std::shared_ptr<Queue> cuda_queue(const Device&, void*) { refuse(); }
 void use_cuda_allocator(CudaAllocator) { refuse(); }
 
-std::shared_ptr<Backend> cuda::make_backend(int) { refuse(); }
+std::shared_ptr<Backend> cuda::make_backend(int device) {
+  throw DeviceError(fmt::format("device is cuda:{}: {}", device, cuda_complaint()));
+}
 
 }  // namespace annulus

@@ -1,6 +1,8 @@
 #include "kernels/cuda/backend.h"
 
 #include <algorithm>
+#include <fstream>
+#include <string>
 #include <utility>
 
 #include <fmt/format.h>
@@ -15,6 +17,20 @@ namespace annulus::cuda {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
+
+std::string version_text(int number) {  // of CUDA's own encoding
+  return fmt::format("{}.{}", number / 1000, number % 1000 / 10);
+}
+
+// "580.65.06, CUDA 13.0"; the former where the kernel module tells.
+std::string driver_text() {
+  int knows = 0;
+  static_cast<void>(cudaDriverGetVersion(&knows));
+  std::ifstream file("/sys/module/nvidia/version");
+  std::string version;
+  if (std::getline(file, version) && !version.empty()) version += ", ";
+  return version + "CUDA " + version_text(knows);
+}
 
 class CudaCopies final : public CopyProgram {
  public:
@@ -81,10 +97,12 @@ class CudaBackend final : public Backend {
 
   [[nodiscard]] std::string complaint(const Computation& computation) const override {
     const int head_dim = computation.head_dim;
-    if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return "";
-    return fmt::format(
-        "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros", head_dim,
-        kMaxHeadDim);
+    if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
+      return fmt::format(
+          "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros",
+          head_dim, kMaxHeadDim);
+    }
+    return forced_complaint(computation, device_);
   }
 
   [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
@@ -169,11 +187,10 @@ std::string cuda_complaint() {
   int runtime = 0;
   static_cast<void>(cudaDriverGetVersion(&driver));
   static_cast<void>(cudaRuntimeGetVersion(&runtime));
-  const auto version = [](int number) { return fmt::format("{}.{}", number / 1000, number % 1000 / 10); };
   if (driver == 0) return "there is no CUDA driver on this machine";
   if (error == cudaErrorInsufficientDriver) {
     return fmt::format("the driver knows CUDA {}, this build needs {}: update the driver",
-                       version(driver), version(runtime));
+                       cuda::version_text(driver), cuda::version_text(runtime));
   }
   return error == cudaSuccess ? "there is no CUDA device" : cudaGetErrorString(error);
 }
@@ -202,6 +219,7 @@ CudaDevice cuda_device(int index) {
   out.multiprocessors = properties.multiProcessorCount;
   out.memory_bytes = static_cast<std::int64_t>(total);
   out.free_bytes = static_cast<std::int64_t>(free);
+  out.driver = cuda::driver_text();
   out.kernels = backend->kernels();
   return out;
 }

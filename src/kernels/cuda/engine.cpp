@@ -222,6 +222,15 @@ CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) const 
   return out;
 }
 
+std::string CudaEngine::kernels() const {
+  // Outputs of single branches are the portable kernels'.
+  const bool keeps_branches = computation_.kept != nullptr && computation_.backward;
+  const std::string forward = keeps_branches ? "portable" : families_.forward.name;
+  const std::string backward = families_.backward.name;
+  if (!computation_.backward || forward == backward) return forward;
+  return forward + " forward, " + backward + " backward";
+}
+
 std::int64_t CudaEngine::state_bytes() const {
   return accumulators_.bytes() + statistics_.bytes();
 }

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "kernels/backend.h"
@@ -28,6 +29,7 @@ class CudaEngine final : public Engine {
              std::span<const Stage> backward, const Families& families, int device);
 
   void allocate(const ReceivedRows& received) override;
+  [[nodiscard]] std::string kernels() const override;
   [[nodiscard]] std::int64_t state_bytes() const override;
   [[nodiscard]] std::int64_t list_bytes() const override { return list_bytes_; }
 

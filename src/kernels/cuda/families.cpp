@@ -56,6 +56,28 @@ bool is_hopper(int device) {
   return major == 9;
 }
 
+KernelShape shape_of(const Computation& computation) {
+  KernelShape shape;
+  shape.dtype = computation.dtype;
+  shape.head_dim = computation.head_dim;
+  shape.scale = static_cast<float>(computation.scale);
+  shape.aligned = true;  // what the caller passes is seen call by call
+  shape.query_tokens = computation.query_tokens;
+  shape.key_tokens = computation.key_tokens;
+  return shape;
+}
+
+// Why the sm90 kernels cannot compute this; empty: they can.
+std::string sm90_complaint(const Computation& computation, int device) {
+  if (!is_hopper(device)) return "the device is not of compute capability 9.0";
+  // Canonical sums are the portable kernels'.
+  if (computation.reproducible) return "reproducible results come from the portable kernels";
+  const KernelShape shape = shape_of(computation);
+  if (forward_sm90_fits(shape)) return "";
+  return fmt::format("they take bf16 and fp16 with head_dim 64 or 128, not {} with {}",
+                     name_of(computation.dtype), computation.head_dim);
+}
+
 }  // namespace
 
 BackwardFamily portable_backward_family() {
@@ -71,32 +93,25 @@ BackwardFamily portable_backward_family() {
 }
 
 Families choose_families(const Computation& computation, int device) {
-  KernelShape shape;
-  shape.dtype = computation.dtype;
-  shape.head_dim = computation.head_dim;
-  shape.scale = static_cast<float>(computation.scale);
-  shape.aligned = true;  // what the caller passes is seen call by call
-  shape.query_tokens = computation.query_tokens;
-  shape.key_tokens = computation.key_tokens;
+  const KernelShape shape = shape_of(computation);
   Families out{portable_forward_family(shape), portable_backward_family()};
   const std::string forced = forced_family();
   if (forced == "portable") return out;
-  // Canonical sums are the portable kernels'.
-  std::string complaint;
-  if (!is_hopper(device)) complaint = "the device is not of compute capability 9.0";
-  if (computation.reproducible) complaint = "reproducible results come from the portable kernels";
-  if (!forward_sm90_fits(shape)) {
-    complaint = fmt::format("they take bf16 and fp16 with head_dim 64 or 128, not {} with {}",
-                            name_of(computation.dtype), computation.head_dim);
-  }
+  const std::string complaint = sm90_complaint(computation, device);
   if (complaint.empty()) {
     out.forward = sm90_forward_family();
     // Sums of dQ are made in whatever order blocks come by.
     if (!computation.deterministic) out.backward = sm90_backward_family();
   } else if (forced == "sm90") {
-    throw ConfigError("ANNULUS_CUDA_KERNELS is sm90: " + complaint);
+    throw ConfigError(forced_complaint(computation, device));
   }
   return out;
+}
+
+std::string forced_complaint(const Computation& computation, int device) {
+  if (forced_family() != "sm90") return "";
+  const std::string complaint = sm90_complaint(computation, device);
+  return complaint.empty() ? "" : "ANNULUS_CUDA_KERNELS is sm90: " + complaint;
 }
 
 std::string best_family(int device) {

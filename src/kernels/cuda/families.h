@@ -45,6 +45,8 @@ struct Families {
 // For what a device is and what is computed. The environment variable ANNULUS_CUDA_KERNELS, portable
 // or sm90, takes the choice away: ConfigError where that one cannot do it.
 [[nodiscard]] Families choose_families(const Computation& computation, int device);
+// Why the family that the environment asks for cannot do it; empty: it can, or none is asked for.
+[[nodiscard]] std::string forced_complaint(const Computation& computation, int device);
 [[nodiscard]] BackwardFamily portable_backward_family();
 // Of a device, for people and tests: "sm90" or "portable".
 [[nodiscard]] std::string best_family(int device);

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <string>
+
+#include "annulus/device.h"
+#include "annulus/ring_attention.h"
+#include "cli/console.h"
+
+namespace annulus::cli {
+
+// Where a command computes, for people and --json.
+struct DeviceFacts {
+  Device device;
+  std::string name;     // of the processor
+  std::string kernels;  // the best ones there; an executor's own may be others
+  std::string driver;   // empty: the CPU
+
+  [[nodiscard]] bool on_cpu() const { return device.kind == Device::Kind::cpu; }
+  [[nodiscard]] std::string text() const;  // "cuda:0 (NVIDIA H200)", "cpu (AMD EPYC ...)"
+};
+
+// Throws what an executor there would, before any work is done: DeviceError where the device is not
+// to be had, ConfigError for one that is not there and for kernels that the environment asks for in
+// vain.
+[[nodiscard]] DeviceFacts device_facts(const Device& device);
+// "device", "device_name", "driver" (null: the CPU).
+void add_device(Json& json, const DeviceFacts& facts);
+
+// The family of kernels that ANNULUS_CUDA_KERNELS asks for; empty: none.
+[[nodiscard]] std::string forced_cuda_kernels();
+// Why the device cannot compute this with the kernels that are asked for; empty: it can.
+[[nodiscard]] std::string device_complaint(const RingOptions& options);
+
+}  // namespace annulus::cli

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "annulus/ring_attention.h"
+#include "cli/tensors.h"
+#include "core/memory.h"
+#include "kernels/backend.h"
+
+namespace annulus::cli {
+
+// A rank's shards where its executor wants them: views of the host's tensors where work is done
+// when enqueuing returns, which is the CPU; dense images in device memory elsewhere.
+class DeviceTensors {
+ public:
+  DeviceTensors(const RingOptions& options, const JobTensors& host, int rank);
+
+  TensorView q, k, v, o, lse;
+  TensorView dout, dq, dk, dv;  // empty without backward
+
+  // Both return when the copies are done. Results start as NaN, so that a row that nobody writes
+  // shows: device memory may hold the right results of the job before.
+  void upload();
+  void download();
+
+ private:
+  struct Image {
+    TensorView host;  // batch entries are apart, a shard of one is dense
+    Memory memory;
+
+    [[nodiscard]] std::int64_t entry_bytes() const;  // of one batch entry
+    [[nodiscard]] std::byte* host_entry(std::int64_t batch) const;
+  };
+  [[nodiscard]] TensorView place(const RingTensor& tensor, const TokenOrder& order, int rank,
+                                 const char* name, std::vector<Image>& images);
+
+  std::shared_ptr<Backend> backend_;  // null: nothing is copied
+  std::shared_ptr<Queue> queue_;
+  std::vector<Image> inputs_;
+  std::vector<Image> results_;
+};
+
+}  // namespace annulus::cli

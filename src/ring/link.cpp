@@ -58,7 +58,7 @@ void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {
 }
 
 void Link::use_queue(std::shared_ptr<Queue> queue) {
-  queue->wait(queue_->record());
+  queue->follow(*queue_);
   queue_ = std::move(queue);
 }
 

@@ -19,6 +19,8 @@ CudaDevice cuda_device(int) { refuse(); }
 std::shared_ptr<Queue> cuda_queue(const Device&, void*) { refuse(); }
 void use_cuda_allocator(CudaAllocator) { refuse(); }
 
-std::shared_ptr<Backend> cuda::make_backend(int) { refuse(); }
+std::shared_ptr<Backend> cuda::make_backend(int device) {
+  throw DeviceError("device is cuda:" + std::to_string(device) + ": " + cuda_complaint());
+}
 
 }  // namespace annulus

@@ -36,6 +36,7 @@ GROUPS = {
         ],
         "Errors": ["Error", "ConfigError", "TransportError", "DeviceError", "Interrupted"],
         "Runtime": ["isa", "threads", "cache_info", "clear_cache", "__version__"],
+        "CUDA": ["cuda_built", "cuda_complaint", "cuda_devices"],
     },
     "annulus.torch": {
         "annulus.torch: attention": [

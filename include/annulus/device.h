@@ -54,6 +54,8 @@ class Queue {
   [[nodiscard]] virtual Event record() = 0;
   // What is enqueued from now on runs after `event`, of whatever queue.
   virtual void wait(const Event& event) = 0;
+  // What is enqueued from now on runs after all that `other` was given so far.
+  virtual void follow(Queue& other) { wait(other.record()); }
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes) = 0;
 };
 

@@ -3,7 +3,7 @@
 `attention` computes on whole arrays in one process; `RingAttention` is one rank's part of a ring over a
 `Transport`. A `Pattern` says who attends to whom (dense, LongNet, head groups), a `Placement` which rank
 holds which tokens, and a `Plan` shows what moves where. Arrays of NumPy, PyTorch and anything else with DLPack
-are used in place.
+are used in place, on the CPU or a CUDA device.
 """
 
 import os
@@ -27,6 +27,9 @@ from annulus._core import (
     attention_backward,
     cache_info,
     clear_cache,
+    cuda_built,
+    cuda_complaint,
+    cuda_devices,
     gather_records,
     isa,
     make_in_process_ring,
@@ -56,6 +59,9 @@ __all__ = [
     "attention_backward",
     "cache_info",
     "clear_cache",
+    "cuda_built",
+    "cuda_complaint",
+    "cuda_devices",
     "gather_records",
     "isa",
     "make_in_process_ring",

@@ -52,24 +52,29 @@ std::string type_text(nb::handle object) {
   return module == "builtins" ? name : module + "." + name;
 }
 
-bool on_cpu(int device) {
-  constexpr int kCpu = 1;
-  constexpr int kPinnedByCuda = 3;  // host memory
-  constexpr int kPinnedByRocm = 11;
-  return device == kCpu || device == kPinnedByCuda || device == kPinnedByRocm;
+// By DLPack's numbers. None: kernels cannot reach it.
+std::optional<Device> device_of(int type, int index) {
+  switch (type) {
+    case 1:
+    case 3:   // host memory, pinned by CUDA
+    case 11:  // or by ROCm
+      return Device{};
+    case 2:
+    case 13:  // managed by CUDA
+      return Device{Device::Kind::cuda, index};
+    default:
+      return std::nullopt;
+  }
 }
 
-std::string device_text(int device) {
-  switch (device) {
-    case 2:
-    case 13:
-      return "a CUDA device";
+std::string device_text(int type) {
+  switch (type) {
     case 8:
       return "a Metal device";
     case 10:
       return "a ROCm device";
     default:
-      return fmt::format("a device of DLPack type {}", device);
+      return fmt::format("a device of DLPack type {}", type);
   }
 }
 
@@ -98,6 +103,38 @@ bool try_import(nb::handle array, Array& out) {
   return nb::try_cast(nb::borrow(array), out, /*convert=*/false);
 }
 
+// Whether an array is in CUDA's memory, by what it says itself.
+bool says_cuda(nb::handle array) {
+  if (PyObject_CheckBuffer(array.ptr()) != 0) return false;  // NumPy's
+  const nb::object method = nb::getattr(array, "__dlpack_device__", nb::none());
+  if (method.is_none()) return false;
+  try {
+    const nb::object device = method();
+    const std::optional<Device> found = device_of(nb::cast<int>(nb::object(device[0])), 0);
+    return found.has_value() && found->kind == Device::Kind::cuda;
+  } catch (const std::exception&) {  // then it is refused for what it gives to DLPack
+    return false;
+  }
+}
+
+// An array of a CUDA device whose work so far comes before what is enqueued on `stream`.
+nb::object export_to_stream(nb::handle array, std::uintptr_t stream, bool writable) {
+  constexpr std::uintptr_t kDefault = 1;  // 0 is ambiguous, as DLPack sees it
+  const std::uintptr_t number = stream == 0 ? kDefault : stream;
+  try {
+    if (writable) {  // only younger versions tell of arrays that may not be written to
+      return array.attr("__dlpack__")(nb::arg("stream") = number,
+                                      nb::arg("max_version") = nb::make_tuple(1, 0));
+    }
+    return array.attr("__dlpack__")(nb::arg("stream") = number);
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError) && !error.matches(PyExc_BufferError)) throw;
+  }
+  if (writable) return array.attr("__dlpack__")(nb::arg("stream") = number);
+  return array.attr("__dlpack__")(nb::arg("stream") = number,
+                                  nb::arg("max_version") = nb::make_tuple(1, 0));
+}
+
 }  // namespace
 
 void Arrays::complain(const std::string& text) {
@@ -109,12 +146,24 @@ void Arrays::check(const char* where) const {
 }
 
 template <typename Array>
-TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vector<Array>& held) {
+bool Arrays::find(nb::handle array, const char* name, std::vector<Array>& held, Found& found) {
   constexpr bool kWritable = std::is_same_v<Array, nb::ndarray<>>;
   Array imported;
   bool bfloat16 = false;
-  bool found = try_import(array, imported);
-  if (!found) {
+  bool is_one = false;
+  if (says_cuda(array)) {
+    if (!stream_) {
+      stream_ = 1;  // the default stream, by DLPack's number and by CUDA's
+      waits_ = true;
+    }
+    try {
+      is_one = try_import(export_to_stream(array, *stream_, kWritable), imported);
+    } catch (const nb::python_error&) {  // told below
+    }
+  } else {
+    is_one = try_import(array, imported);
+  }
+  if (!is_one) {
     // The rarer kinds, each brought into a form that can be exported without a copy.
     nb::object other;
     if (requires_grad(array)) {
@@ -125,9 +174,9 @@ TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vec
     } else if (nb::hasattr(array, "__array_interface__") && !nb::hasattr(array, "__dlpack__")) {
       other = nb::module_::import_("numpy").attr("asarray")(array);
     }
-    found = other.is_valid() && try_import(other, imported);
+    is_one = other.is_valid() && try_import(other, imported);
   }
-  if (!found) {
+  if (!is_one) {
     nb::ndarray<nb::ro> readable;
     if (kWritable && try_import(array, readable)) {
       complain(fmt::format("{} is read-only, expected an array that can be written to", name));
@@ -140,37 +189,68 @@ TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vec
       complain(fmt::format("{} (a {}) cannot be used without a copy: {}", name, type_text(array),
                            export_problem(array)));
     }
-    return {};
+    return false;
   }
-  if (!on_cpu(imported.device_type())) {
-    complain(fmt::format("{} is on {}, expected the CPU: CUDA is not built", name,
+  const std::optional<Device> device = device_of(imported.device_type(), imported.device_id());
+  if (!device) {
+    complain(fmt::format("{} is on {}, expected the CPU or a CUDA device", name,
                          device_text(imported.device_type())));
-    return {};
+    return false;
   }
   const std::optional<DType> dtype =
       bfloat16 ? std::optional(DType::bf16) : dtype_of(imported.dtype());
   if (!dtype) {
     complain(fmt::format("{} is {}, expected float32, float16 or bfloat16", name,
                          dtype_text(imported.dtype())));
+    return false;
+  }
+  found.data = const_cast<void*>(static_cast<const void*>(imported.data()));
+  found.dtype = *dtype;
+  found.device = *device;
+  found.axes = static_cast<int>(std::min<std::size_t>(imported.ndim(), Found::kMostAxes));
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(found.axes); ++axis) {
+    found.shape[axis] = static_cast<std::int64_t>(imported.shape(axis));
+    found.stride[axis] = imported.stride(axis);
+  }
+  held.push_back(std::move(imported));
+  return true;
+}
+
+template <typename Array>
+TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vector<Array>& held) {
+  Found found;
+  if (find_torch_tensor(array, found)) {
+    tensors_.push_back(nb::borrow(array));
+    if (found.device.kind == Device::Kind::cuda && !stream_)
+      stream_ = current_torch_stream(found.device.index);
+  } else if (!find(array, name, held, found)) {
     return {};
   }
-  const auto count = static_cast<int>(imported.ndim());
-  if (count != axes) {
-    std::vector<std::int64_t> shape;
-    for (int axis = 0; axis < count; ++axis) {
-      shape.push_back(static_cast<std::int64_t>(imported.shape(static_cast<std::size_t>(axis))));
-    }
+  if (!device_) {
+    device_ = found.device;
+    first_ = name;
+  }
+  if (found.device != *device_) {
+    complain(fmt::format("{} is on {}, expected {} like {}", name, name_of(found.device),
+                         name_of(*device_), first_ != nullptr ? first_ : "the executor"));
+    return {};
+  }
+  on_cuda_ = on_cuda_ || found.device.kind == Device::Kind::cuda;
+  if (found.axes != axes) {
+    const std::span<const std::int64_t> shape(found.shape.data(),
+                                              static_cast<std::size_t>(found.axes));
     complain(fmt::format("{} is [{}], expected {} axes: [batch, tokens, heads{}]", name,
                          fmt::join(shape, ", "), axes, axes == 4 ? ", head_dim" : ""));
     return {};
   }
   TensorView view;
-  view.data = const_cast<void*>(static_cast<const void*>(imported.data()));
-  view.dtype = *dtype;
+  view.data = found.data;
+  view.dtype = found.dtype;
+  view.device = found.device;
   view.rank = axes;
   for (std::size_t axis = 0; axis < static_cast<std::size_t>(axes); ++axis) {
-    view.shape[axis] = static_cast<std::int64_t>(imported.shape(axis));
-    view.stride[axis] = imported.stride(axis);
+    view.shape[axis] = found.shape[axis];
+    view.stride[axis] = found.stride[axis];
   }
   if (view.elements() == 0) {  // a rank without tokens; frameworks give such strides as they like
     std::int64_t step = 1;
@@ -184,7 +264,6 @@ TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vec
                          name, view.stride[3]));
     return {};
   }
-  held.push_back(std::move(imported));
   return view;
 }
 
@@ -276,17 +355,34 @@ TensorView Arrays::output(nb::handle array, const char* name, int axes) {
   return view;
 }
 
-std::span<std::byte> Arrays::bytes(nb::handle array, const char* name, DType dtype) {
-  nb::ndarray<nb::c_contig, nb::device::cpu> found;
+std::span<std::byte> Arrays::bytes(nb::handle array, const char* name, DType dtype,
+                                   const Device& device) {
+  const auto refuse = [&] {
+    complain(
+        fmt::format("{} is a {}, expected a contiguous {} array on {} that can be written to", name,
+                    type_text(array), python_name_of(dtype), name_of(device)));
+    return std::span<std::byte>();
+  };
+  if (Found tensor; find_torch_tensor(array, tensor)) {
+    std::int64_t elements = 1;
+    bool dense = true;
+    for (auto axis = static_cast<std::size_t>(tensor.axes); axis-- > 0;) {
+      dense = dense && (tensor.shape[axis] == 1 || tensor.stride[axis] == elements);
+      elements *= tensor.shape[axis];
+    }
+    if (!(dense || elements == 0) || tensor.dtype != dtype || tensor.device != device)
+      return refuse();
+    tensors_.push_back(nb::borrow(array));
+    return {static_cast<std::byte*>(tensor.data),
+            static_cast<std::size_t>(elements) * size_of(dtype)};
+  }
+  nb::ndarray<nb::c_contig> found;
   const bool bfloat16 = is_bfloat16_numpy(array);
   const nb::object exported = bfloat16 ? array.attr("view")("uint16") : nb::borrow(array);
   if (!try_import(exported, found) ||
-      (bfloat16 ? DType::bf16 : dtype_of(found.dtype())) != std::optional(dtype)) {
-    complain(
-        fmt::format("{} is a {}, expected a contiguous {} array on the CPU that can be written to",
-                    name, type_text(array), python_name_of(dtype)));
-    return {};
-  }
+      (bfloat16 ? DType::bf16 : dtype_of(found.dtype())) != std::optional(dtype) ||
+      device_of(found.device_type(), found.device_id()) != std::optional(device))
+    return refuse();
   outputs_.emplace_back(found);
   return {static_cast<std::byte*>(found.data()), found.nbytes()};
 }
@@ -339,6 +435,11 @@ Result::Result(nb::object given, nb::handle like, const ConstTensorView& shape_o
                     : like.attr("new_empty")(
                           shape, nb::arg("dtype") =
                                      nb::module_::import_("torch").attr(python_name_of(dtype)));
+  } else if (shape_of.device.kind == Device::Kind::cuda) {
+    throw ConfigError(fmt::format(
+        "a {} on {} came in, and results on CUDA devices are made for PyTorch only: pass arrays "
+        "for all of them (RingAttention.forward and backward take them)",
+        type_text(like), name_of(shape_of.device)));
   } else if (nb::isinstance(like, nb::module_::import_("numpy").attr("ndarray"))) {
     writable_ = numpy_empty(shape, same_dtype ? nb::object(like.attr("dtype"))
                                               : nb::object(nb::str(python_name_of(dtype))));

@@ -97,6 +97,7 @@ class Lease {
     options.kv_heads = static_cast<int>(std::min<std::int64_t>(k.shape[2], 1 << 20));
     options.head_dim = static_cast<int>(std::min<std::int64_t>(q.shape[3], 1 << 20));
     options.dtype = q.dtype;
+    options.device = q.device;
     options.scale = request.scale;
     options.schedule = schedule;
     options.reproducible = request.reproducible;
@@ -135,11 +136,18 @@ class Lease {
 
   // `cost`: operations, in multiples of forward's.
   template <typename Pass>
-  void run(double cost, const Pass& pass) {
+  void run(const Arrays& arrays, double cost, const Pass& pass) {
     if (ring_ == nullptr) return;  // nothing to compute
-    const bool watch = cost * ring_->forward_flops() >= kLongPass && on_main_thread();
+    const bool enqueues = arrays.stream().has_value();
+    const bool watch = !enqueues && cost * ring_->forward_flops() >= kLongPass && on_main_thread();
     run_interruptibly(
-        watch, [&] { pass(*ring_); }, [&] { ring_->interrupt(); });
+        watch,
+        [&] {
+          if (enqueues) ring_->use_stream(*arrays.stream());
+          pass(*ring_);
+          if (arrays.waits()) ring_->synchronize();
+        },
+        [&] { ring_->interrupt(); });
     const std::int64_t bytes = ring_->bytes();
     local_rings().give_back(std::move(key_), std::move(ring_), bytes);
   }
@@ -153,9 +161,10 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
                      const Lengths& segments, const Lengths& dilations, Flag causal,
                      const std::string& offsets, Flag group_scale, std::optional<double> scale,
                      int ranks, nb::handle placement, const std::string& schedule,
-                     Flag reproducible, nb::object out, Flag return_lse) {
+                     Flag reproducible, nb::object out, Flag return_lse,
+                     std::optional<std::uintptr_t> stream) {
   const char* where = "attention";
-  Arrays arrays;
+  Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
   const ConstTensorView k_view = arrays.input(k, "k");
   const ConstTensorView v_view = arrays.input(v, "v");
@@ -177,7 +186,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
               {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
                schedule, reproducible},
               q_view, k_view, /*backward=*/false);
-  lease.run(1.0, [&](LocalRing& ring) {
+  lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
   });
   if (!return_lse) return o.finish();
@@ -188,9 +197,10 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
                              nb::handle dout, nb::handle pattern, const Lengths& segments,
                              const Lengths& dilations, Flag causal, const std::string& offsets,
                              Flag group_scale, std::optional<double> scale, int ranks,
-                             nb::handle placement, const std::string& schedule, Flag reproducible) {
+                             nb::handle placement, const std::string& schedule, Flag reproducible,
+                             std::optional<std::uintptr_t> stream) {
   const char* where = "attention_backward";
-  Arrays arrays;
+  Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
   const ConstTensorView k_view = arrays.input(k, "k");
   const ConstTensorView v_view = arrays.input(v, "v");
@@ -214,7 +224,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
               {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
                schedule, reproducible},
               q_view, k_view, /*backward=*/true);
-  lease.run(2.5, [&](LocalRing& ring) {
+  lease.run(arrays, 2.5, [&](LocalRing& ring) {
     ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view);
   });
   return nb::make_tuple(dq.finish(), dk.finish(), dv.finish());
@@ -240,17 +250,17 @@ void bind_attention(nb::module_& module) {
                nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
                nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
                nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
-               nb::arg("return_lse") = false, signature_and_doc...);
+               nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), signature_and_doc...);
   };
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
-                 ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False) -> "
-                 "ArrayT"),
+                 ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False, "
+                 "stream: int | None = None) -> ArrayT"),
          R"(Exact attention over whole sequences in one process.
 
 Args:
-    q: [batch, tokens, heads, head_dim], float32, float16 or bfloat16, on the CPU. Any array with DLPack
-        (NumPy, PyTorch, JAX, ...) whose last axis is contiguous is used in place; PyTorch tensors that
-        require gradients are read as if detached.
+    q: [batch, tokens, heads, head_dim], float32, float16 or bfloat16, on the CPU or a CUDA device,
+        where all is then computed. Any array with DLPack (NumPy, PyTorch, JAX, ...) whose last axis is
+        contiguous is used in place; PyTorch tensors that require gradients are read as if detached.
     k, v: like q, with as many heads or a divisor of them (GQA, MQA): query head h uses head
         h // (heads // kv_heads).
     pattern: None, 'dense', 'longnet', 'head_groups' or a :class:`Pattern`. None is 'longnet' when
@@ -266,6 +276,8 @@ Args:
     reproducible: the same bits for every number of ranks and placement.
     out: array for the result; None: a new one of q's framework.
     return_lse: also return the log-sum-exp, float32 [batch, tokens, heads].
+    stream: CUDA: on which the work is enqueued, as a number (a cudaStream_t). None: PyTorch's current one
+        for its tensors; for arrays of others the call waits until the work is done.
 
 Returns:
     The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.
@@ -273,8 +285,8 @@ Returns:
 What is needed between calls of one shape is kept (:func:`clear_cache` frees it). Threads may call at
 the same time. The GIL is released.)");
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
-                 ", out: ArrayT | None = None, return_lse: typing.Literal[True]) -> tuple[ArrayT, "
-                 "ArrayT]"));
+                 ", out: ArrayT | None = None, return_lse: typing.Literal[True], stream: int "
+                 "| None = None) -> tuple[ArrayT, ArrayT]"));
   module.def(
       "attention_backward", &attention_backward, nb::arg("q").none(), nb::arg("k").none(),
       nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
@@ -282,9 +294,9 @@ the same time. The GIL is released.)");
       nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
       nb::arg("offsets") = "blocked", nb::arg("group_scale") = false, nb::arg("scale") = nb::none(),
       nb::arg("ranks") = 1, nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
-      nb::arg("reproducible") = false,
+      nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
-              "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE ") -> tuple[ArrayT, ArrayT, ArrayT]"),
+              "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE ", stream: int | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
       R"(Gradients of :func:`attention`.
 
 Args:
@@ -292,7 +304,7 @@ Args:
     o, lse: what attention returned for them with return_lse=True.
     do: gradient of o, like q.
     pattern, segment_lengths, dilation_rates, is_causal, offsets, group_scale, scale, ranks, placement,
-        schedule, reproducible: as given to attention.
+        schedule, reproducible, stream: as given to attention.
 
 Returns:
     (dq, dk, dv), like q, k and v.)");
@@ -305,13 +317,14 @@ Returns:
         nb::dict dict;
         dict["address"] = reinterpret_cast<std::uintptr_t>(view.data);
         dict["dtype"] = python_name_of(view.dtype);
+        dict["device"] = name_of(view.device);
         dict["shape"] = nb::make_tuple(view.shape[0], view.shape[1], view.shape[2], view.shape[3]);
         dict["strides"] =
             nb::make_tuple(view.stride[0], view.stride[1], view.stride[2], view.stride[3]);
         return dict;
       },
       nb::arg("array"), nb::sig("def view_of(array: typing.Any) -> dict[str, typing.Any]"),
-      "How the library sees an array of four axes: its address, dtype, shape and strides in "
+      "How the library sees an array of four axes: its address, dtype, device, shape and strides in "
       "elements. For tests that nothing is copied.");
   module.def(
       "clear_cache",

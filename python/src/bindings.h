@@ -15,5 +15,6 @@ void bind_transport(nb::module_& module);
 void bind_ring(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_reference(nb::module_& module);
+void bind_cuda(nb::module_& module);
 
 }  // namespace annulus::python

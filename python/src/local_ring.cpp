@@ -4,9 +4,13 @@
 #include <cstring>
 #include <utility>
 
+#include <fmt/format.h>
+
+#include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/in_process.h"
 #include "core/machine.h"
+#include "kernels/backend.h"
 #include "ring/limits.h"
 
 namespace annulus::python {
@@ -53,8 +57,16 @@ LocalRing::LocalRing(RingOptions options)
       forward_flops_(4.0 * allowed_pairs(options_.pattern, options_.placement.tokens()) *
                      static_cast<double>(options_.batch) * options_.head_dim),
       transports_(make_in_process_ring(options_.placement.ranks(), ring::patient_ring(options_))),
-      executors_(transports_.size()),
-      copies_(transports_.size()) {
+      copies_(transports_.size()),
+      executors_(transports_.size()) {
+  for (int rank = 0; options_.device.kind != Device::Kind::cpu && rank < options_.placement.ranks();
+       ++rank) {
+    if (is_view(rank)) continue;
+    throw ConfigError(fmt::format(
+        "attention on {}: shards of placement '{}' are no views of the arrays and would have to be "
+        "copied, which is done on the CPU only: use 'contiguous', 'striped' or one rank",
+        name_of(options_.device), options_.placement.name()));
+  }
   on_every_rank([&](int rank) {
     const auto at = static_cast<std::size_t>(rank);
     executors_[at] = std::make_unique<RingAttention>(options_, *transports_[at]);
@@ -68,7 +80,10 @@ void LocalRing::on_every_rank(const std::function<void(int rank)>& body) {
 std::byte* LocalRing::memory(int rank, std::size_t slot, std::size_t bytes) {
   Copies& copies = copies_[static_cast<std::size_t>(rank)];
   if (copies.size() <= slot) copies.resize(slot + 1);
-  if (copies[slot].size() < bytes) copies[slot].resize(bytes);
+  if (copies[slot].bytes() < static_cast<std::int64_t>(bytes)) {
+    copies[slot] = backend_of(options_.device, options_.threads)
+                       ->allocate(static_cast<std::int64_t>(bytes), "copies of shards");
+  }
   return copies[slot].data();
 }
 
@@ -80,6 +95,7 @@ TensorView LocalRing::shard(int rank, std::size_t slot, const ConstTensorView& w
   if (is_view(rank)) {
     TensorView view;
     view.dtype = whole.dtype;
+    view.device = whole.device;
     view.rank = whole.rank;
     view.shape = whole.shape;
     view.stride = whole.stride;
@@ -124,6 +140,7 @@ void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
     } else {
       lse_part =
           TensorView(nullptr, DType::f32, {q_part.shape[0], q_part.shape[1], q_part.shape[2]});
+      lse_part.device = options_.device;
       lse_part.data = memory(rank, 4, static_cast<std::size_t>(bytes_of(lse_part)));
     }
     executors_[static_cast<std::size_t>(rank)]->forward(q_part, k_part, v_part, o_part, lse_part);
@@ -150,6 +167,18 @@ void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
   });
 }
 
+void LocalRing::use_stream(std::uintptr_t stream) {
+  if (stream_ == stream) return;
+  // One queue for all of them: ranks of one device take turns in any case.
+  const std::shared_ptr<Queue> queue = cuda_queue(options_.device, reinterpret_cast<void*>(stream));
+  for (const auto& executor : executors_) executor->use_queue(queue);
+  stream_ = stream;
+}
+
+void LocalRing::synchronize() {
+  for (const auto& executor : executors_) executor->synchronize();
+}
+
 void LocalRing::interrupt() noexcept {
   for (const auto& executor : executors_) executor->interrupt();
   // Ranks that wait for rows hear of it through the transport.
@@ -160,12 +189,17 @@ std::int64_t LocalRing::bytes() const {
   std::int64_t sum = 0;
   for (const auto& executor : executors_) sum += executor->memory_info().workspace_bytes;
   for (const Copies& rank : copies_) {
-    for (const std::vector<std::byte>& copy : rank) sum += static_cast<std::int64_t>(copy.size());
+    for (const Memory& copy : rank) sum += copy.bytes();
   }
   return sum;
 }
 
 Limits local_limits(const RingOptions& options) {
+  if (options.device.kind != Device::Kind::cpu) {
+    // Whether it fits is for the device to say, which knows what its allocator can still free.
+    constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;
+    return {.communication_bytes = kNoLimit, .qkv_elements = kNoLimit};
+  }
   const Limits least;  // nobody can raise them from Python, and a share is only an estimate
   const std::optional<std::int64_t> available = available_memory_bytes();
   if (!available) return least;

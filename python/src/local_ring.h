@@ -3,15 +3,18 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "annulus/ring_attention.h"
+#include "core/memory.h"
 
 namespace annulus::python {
 
 // All ranks of an in-process ring, behind whole arrays: [batch, tokens, heads, head_dim] in the
 // order of the sequence. One rank runs on the caller's thread, more on a thread each. Shards whose
-// tokens are evenly spaced are views of the arrays; others are copied.
+// tokens are evenly spaced are views of the arrays; others are copied, in host memory only:
+// ConfigError for those of other devices.
 class LocalRing {
  public:
   explicit LocalRing(RingOptions options);
@@ -23,6 +26,10 @@ class LocalRing {
                 const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
                 const TensorView& dq, const TensorView& dk, const TensorView& dv);
 
+  // CUDA: all ranks' passes are enqueued on this stream of the caller's from now on.
+  void use_stream(std::uintptr_t stream);
+  void synchronize();
+
   // From another thread: the pass that runs ends soon, by an exception.
   void interrupt() noexcept;
 
@@ -31,7 +38,7 @@ class LocalRing {
 
  private:
   // Memory of one rank for shards that are no views, and for a log-sum-exp that nobody wants.
-  using Copies = std::vector<std::vector<std::byte>>;
+  using Copies = std::vector<Memory>;
 
   void on_every_rank(const std::function<void(int rank)>& body);
   [[nodiscard]] bool is_view(int rank) const { return options_.placement.ranges(rank).size() <= 1; }
@@ -45,10 +52,11 @@ class LocalRing {
 
   RingOptions options_;
   double forward_flops_;
-  // Executors refer to their transports, hence go first.
+  // Executors refer to their transports and wait for work that uses the copies, hence go first.
   std::vector<std::unique_ptr<Transport>> transports_;
-  std::vector<std::unique_ptr<RingAttention>> executors_;
   std::vector<Copies> copies_;  // per rank
+  std::vector<std::unique_ptr<RingAttention>> executors_;
+  std::optional<std::uintptr_t> stream_;
 };
 
 // Limits for a process that has its arrays already and asks for results: what fits into the memory

@@ -34,6 +34,7 @@ NB_MODULE(_core, module) {
   bind_ring(module);
   bind_attention(module);
   bind_reference(module);
+  bind_cuda(module);
 }
 
 }  // namespace annulus::python

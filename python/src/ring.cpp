@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
 #include "arrays.h"
@@ -33,6 +34,10 @@ struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
   double flops = 0;  // of forward
+  // The caller's stream that the executor was last told of, and its queue: others that share the
+  // executor may have told it of another one since.
+  std::uintptr_t stream = 0;
+  std::shared_ptr<Queue> queue;
 
   Ring(nb::object link, std::shared_ptr<RingAttention> executor)
       : transport(std::move(link)), core(std::move(executor)) {
@@ -40,6 +45,14 @@ struct Ring {
     const RingOptions& options = core->options();
     flops = 4.0 * allowed_pairs(options.pattern, options.placement.tokens()) *
             static_cast<double>(options.batch) * options.head_dim / ends.size();
+  }
+
+  // Passes are enqueued there from now on; after what came before them, wherever that was.
+  void use_stream(std::uintptr_t number) {
+    if (queue != nullptr && stream == number && &core->queue() == queue.get()) return;
+    queue = cuda_queue(core->options().device, reinterpret_cast<void*>(number));
+    stream = number;
+    core->use_queue(queue);
   }
 };
 
@@ -144,14 +157,25 @@ auto telling_others(Transport& transport, const Make& make) {
   }
 }
 
+// A pass over CUDA arrays is enqueued on their stream.
+void follow_stream(Ring& ring, const Arrays& arrays) {
+  if (arrays.stream() && arrays.complaint().empty()) ring.use_stream(*arrays.stream());
+}
+
 // Runs a pass without the GIL. With a complaint about an array it is run all the same, to fail on
 // every rank: the array's view has no axes, and the executor tells the others before it throws.
 void run(const Ring& ring, const Arrays& arrays, const char* method, double flops,
          const std::function<void()>& pass) {
   auto& transport = nb::cast<Transport&>(ring.transport);
+  // What a device computes is only enqueued here, which takes no time.
+  const bool computes = ring.core->options().device.kind == Device::Kind::cpu && flops >= kLongPass;
+  const auto all = [&] {
+    pass();
+    if (arrays.waits()) ring.core->synchronize();
+  };
   try {
     run_interruptibly(
-        (flops >= kLongPass || waits_in_cpp(transport)) && on_main_thread(), pass, [&] {
+        (computes || waits_in_cpp(transport)) && on_main_thread(), all, [&] {
           ring.core->interrupt();
           transport.abort(
               "interrupted");  // so that a rank that waits for rows need not get them first
@@ -165,8 +189,8 @@ void run(const Ring& ring, const Arrays& arrays, const char* method, double flop
 }
 
 nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o,
-                  nb::object lse, nb::handle state) {
-  Arrays arrays;
+                  nb::object lse, nb::handle state, std::optional<std::uintptr_t> stream) {
+  Arrays arrays(self.core->options().device, stream);
   BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view;
   TensorView o_view, lse_view;
@@ -181,6 +205,7 @@ nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::obje
     lse_result.emplace(std::move(lse), q, q_view, DType::f32, 3);
     o_view = arrays.output(o_result->writable(), "o");
     lse_view = arrays.output(lse_result->writable(), "lse", 3);
+    follow_stream(self, arrays);
   });
   run(self, arrays, "forward", self.flops,
       [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, state_core); });
@@ -189,8 +214,8 @@ nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::obje
 
 nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o,
                    nb::handle lse, nb::handle dout, nb::object dq, nb::object dk, nb::object dv,
-                   nb::handle state) {
-  Arrays arrays;
+                   nb::handle state, std::optional<std::uintptr_t> stream) {
+  Arrays arrays(self.core->options().device, stream);
   const BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view, o_view, lse_view, dout_view;
   TensorView dq_view, dk_view, dv_view;
@@ -210,6 +235,7 @@ nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::han
     dq_view = arrays.output(dq_result->writable(), "dq");
     dk_view = arrays.output(dk_result->writable(), "dk");
     dv_view = arrays.output(dv_result->writable(), "dv");
+    follow_stream(self, arrays);
   });
   run(self, arrays, "backward", 2.5 * self.flops, [&] {
     self.core->backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view,
@@ -224,8 +250,10 @@ std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse
     state->core = self.core->make_branch_state();
     return state;
   }
-  const std::span<std::byte> o_bytes = state->arrays.bytes(o, "o", self.core->options().dtype);
-  const std::span<std::byte> lse_bytes = state->arrays.bytes(lse, "lse", DType::f32);
+  const Device& device = self.core->options().device;
+  const std::span<std::byte> o_bytes =
+      state->arrays.bytes(o, "o", self.core->options().dtype, device);
+  const std::span<std::byte> lse_bytes = state->arrays.bytes(lse, "lse", DType::f32, device);
   const std::span lse_floats(reinterpret_cast<float*>(lse_bytes.data()),
                              lse_bytes.size() / sizeof(float));
   state->arrays.check("RingAttention.make_branch_state");
@@ -275,7 +303,9 @@ Args:
     max_communication_bytes: limit on the buffers for messages of one rank.
     blocking: for debugging: wait for each transfer where it is posted.
     flops_per_second, bytes_per_second: of one rank, by which 'auto' tells ring and gather apart.
-    device: of all arrays.
+    device: of all arrays: 'cpu', 'cuda' or 'cuda:1', or a torch.device. On a CUDA device calls return when
+        their work is enqueued: on the stream that they are given, else on PyTorch's current one if q is
+        its tensor. For other arrays they wait for it.
     threads: that compute, shared by all ranks of the process; 0: as many as the process may use.)";
 
 void bind_executor(nb::module_& module) {
@@ -305,31 +335,34 @@ void bind_executor(nb::module_& module) {
       nb::sig(signature_with_options("__init__", ", transport: Transport) -> None")));
   ring.def("forward", &forward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
            nb::arg("o") = nb::none(), nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
+           nb::arg("stream") = nb::none(),
            nb::sig("def forward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT | None = None, "
-                   "lse: ArrayT | None = None, state: BranchState | None = None) -> tuple[ArrayT, "
-                   "ArrayT]"),
+                   "lse: ArrayT | None = None, state: BranchState | None = None, stream: int | "
+                   "None = None) -> tuple[ArrayT, ArrayT]"),
            R"(Attention of this rank's queries to all keys: (o, lse).
 
 q is [batch, local tokens, heads, head_dim], k and v have kv_heads heads; tokens are in the placement's
 order. o is like q; lse is float32 [batch, local tokens, heads], the natural log of the softmax's
-denominator. Arrays of any framework with DLPack on the CPU, any strides whose last axis is contiguous,
-are used in place. Results are written into `o` and `lse` where given, else into new arrays of q's
-framework. With mix_gradient='detached', `state` is filled for backward. PyTorch tensors that require
+denominator. Arrays of any framework with DLPack on the executor's device, any strides whose last axis
+is contiguous, are used in place. Results are written into `o` and `lse` where given, else into new
+arrays of q's framework (on CUDA devices PyTorch's only). `stream` is the CUDA stream on which to enqueue
+the work, as a number (a cudaStream_t); None: see `device` of :class:`RingAttention`. With mix_gradient='detached', `state` is filled for backward. PyTorch tensors that require
 gradients are read as if detached, and results have no gradient: this is the bare computation, not an
 autograd function (:func:`annulus.torch.ring_attention` is one).)")
       .def(
           "backward", &backward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
           nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
           nb::arg("dq") = nb::none(), nb::arg("dk") = nb::none(), nb::arg("dv") = nb::none(),
-          nb::arg("state") = nb::none(),
+          nb::arg("state") = nb::none(), nb::arg("stream") = nb::none(),
           nb::sig("def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
                   "ArrayT, dq: ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = "
-                  "None, state: BranchState | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
+                  "None, state: BranchState | None = None, stream: int | None = None) -> "
+                  "tuple[ArrayT, ArrayT, ArrayT]"),
           R"(Gradients (dq, dk, dv) of this rank's shards.
 
 q, k, v, o and lse are those of :meth:`forward`, `do` is the gradient of o, like q. Gradients are like
 q, k and v; they are written into `dq`, `dk` and `dv` where given, else into new arrays. With
-mix_gradient='detached', `state` is the one that forward has filled.)")
+mix_gradient='detached', `state` is the one that forward has filled. `stream` as in forward.)")
       .def("make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
            nb::arg("lse") = nb::none(), nb::arg("filled") = false,
            nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
@@ -338,8 +371,8 @@ mix_gradient='detached', `state` is the one that forward has filled.)")
 branch, of the rows that it selects.
 
 In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim elements of the
-executor's dtype and `lse` of branch_state_rows float32 numbers, contiguous arrays of any shape,
-which the state keeps alive.
+executor's dtype and `lse` of branch_state_rows float32 numbers, contiguous arrays of any shape on its
+device, which the state keeps alive.
 filled: a forward has written them already.)")
       .def_prop_ro(
           "branch_state_rows", [](const Ring& self) { return self.core->branch_state_rows(); },
@@ -362,6 +395,14 @@ and raises it here. Empty: another rank has the reason.)")
 The pass soon raises :class:`Interrupted` on this rank and :class:`TransportError` on the others. The
 executor and its transport are of no further use. Ctrl-C does this for a pass that the main thread has
 called.)")
+      .def(
+          "synchronize",
+          [](Ring& self) {
+            const nb::gil_scoped_release no_gil;
+            self.core->synchronize();
+          },
+          "Waits until a CUDA device has done what forward and backward have enqueued; "
+          ":class:`DeviceError` if it could not. On the CPU there is nothing to wait for.")
       .def_prop_ro(
           "plan", [](const Ring& self) -> const Plan& { return self.core->plan(); },
           nb::rv_policy::reference_internal, "The plan of forward.")

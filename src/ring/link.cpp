@@ -58,10 +58,7 @@ void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {
 }
 
 void Link::use_queue(std::shared_ptr<Queue> queue) {
-  // A stream that is being captured into a graph must not wait for work outside of it: there is none
-  // left when people begin to capture.
-  const Event before = queue_->record();
-  if (!before.ready()) queue->wait(before);
+  queue->follow(*queue_);
   queue_ = std::move(queue);
 }
 

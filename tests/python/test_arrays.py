@@ -219,7 +219,7 @@ WRONG = {
     "three_axes": (X[0], "is [12, 2, 16]"),
     "five_axes": (X[None], "is [1, 1, 12, 2, 16]"),
     "last_axis": (X[..., ::2], "last axis"),
-    "cuda": (Elsewhere(), "CUDA is not built"),
+    "cuda": (Elsewhere(), "is on cuda:0, expected cpu like the executor"),
 }
 
 

@@ -4,7 +4,8 @@
 
     o = ring_attention(q, k, v, segment_lengths=[2048, 8192], dilation_rates=[1, 4], is_causal=True)
 
-With ``group=`` every rank passes its shard of the sequence; see :func:`ring_attention`.
+Tensors may be on the CPU or on a CUDA device, whose current stream does the work: calls do not wait for it. Workspaces
+there come from PyTorch's allocator. With ``group=`` every rank passes its shard of the sequence; see :func:`ring_attention`.
 """
 
 try:
@@ -14,11 +15,14 @@ except ModuleNotFoundError as error:
         "annulus.torch needs PyTorch (pip install torch)", name="torch"
     ) from error
 
+from annulus.torch import _memory
 from annulus.torch._functional import ring_attention
 from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
 from annulus.torch._rings import cleanup, clear_cache, get_memory_info
 from annulus.torch._sharding import positions, shard, unshard
 from annulus.torch._transport import ProcessGroupTransport
+
+_memory.install()
 
 __all__ = [
     "ProcessGroupTransport",

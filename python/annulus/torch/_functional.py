@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -73,8 +74,7 @@ def _kept_rows(q: torch.Tensor, c: Config) -> int | torch.SymInt:
     return batch * rows
 
 
-@torch.library.custom_op("annulus::attend", mutates_args=(), device_types="cpu")
-def _attend(
+def _attend_now(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
@@ -82,6 +82,12 @@ def _attend(
         return _forward(q, k, v, c)
     with _rings.errors_of_all(c.group, c.timeout):
         return _forward(q, k, v, c)
+
+
+_DEVICES = ("cpu", "cuda")
+_attend = torch.library.custom_op(
+    "annulus::attend", _attend_now, mutates_args=(), device_types=_DEVICES
+)
 
 
 def _forward(
@@ -92,7 +98,7 @@ def _forward(
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(
-                q.numpy(), k.numpy(), v.numpy(), pattern_of(c, q.shape[2]), scale=c.scale
+                *(x.cpu().numpy() for x in (q, k, v)), pattern_of(c, q.shape[2]), scale=c.scale
             )
             o.copy_(torch.from_numpy(o64))
             lse.copy_(torch.from_numpy(lse64))
@@ -123,8 +129,7 @@ def _(
     return o, lse, *_states(q, rows)
 
 
-@torch.library.custom_op("annulus::attend_backward", mutates_args=(), device_types="cpu")
-def _attend_backward(
+def _attend_backward_now(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -142,6 +147,11 @@ def _attend_backward(
         return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
 
 
+_attend_backward = torch.library.custom_op(
+    "annulus::attend_backward", _attend_backward_now, mutates_args=(), device_types=_DEVICES
+)
+
+
 def _backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,7 +166,7 @@ def _backward(
     grads = _result_like(q), _result_like(k), _result_like(v)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
-            arrays = [x.numpy() for x in (q, k, v, grad)]
+            arrays = [x.cpu().numpy() for x in (q, k, v, grad)]
             exact = annulus.reference_backward(
                 *arrays, pattern_of(c, q.shape[2]), scale=c.scale, mix_gradient=c.mix_gradient
             )
@@ -211,11 +221,50 @@ def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     # Autograd sees to the dtype, device and shape; for a sparse one PyTorch would find no kernel.
     if grad.layout != torch.strided:
         _refuse_gradient(grad, config_of(ctx.config))
-    dq, dk, dv = torch.ops.annulus.attend_backward(*ctx.saved_tensors, grad, ctx.config)
+    saved = ctx.saved_tensors
+    backward = torch.ops.annulus.attend_backward
+    if not torch.is_grad_enabled() and _nobody_looks(*saved, grad):
+        backward = _attend_backward_now
+    dq, dk, dv = backward(*saved, grad, ctx.config)
     return dq, dk, dv, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
+
+
+# What PyTorch does around a registered operator takes longer than the attention of a few thousand tokens on a
+# GPU. Where nobody would see the difference, what the operators do is called straight away.
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _nobody_looks(*tensors: torch.Tensor) -> bool:
+    """Whether nothing but autograd takes part in a call: no compiler, tracer, profiler or mode, no tensors of
+    another kind."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd._profiler_enabled()
+        and all(type(x) in _PLAIN for x in tensors)
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """annulus::attend and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+    ) -> tuple[torch.Tensor, ...]:
+        results = _attend_now(q, k, v, config)
+        _save(ctx, (q, k, v, config), results)
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple:
+        return _differentiate(ctx, *grads)
 
 
 def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
@@ -225,6 +274,12 @@ def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
 
 
 _attend_backward.register_autograd(_refuse_second_derivative)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _cuda_complaint() -> str:
+    return annulus.cuda_complaint()
 
 
 def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object) -> str | None:
@@ -237,10 +292,14 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
             return f"{name} is a nested tensor: a padded one was expected"
         if x.layout != torch.strided:
             return f"{name} is a {x.layout} tensor: a dense one was expected (x.to_dense())"
-        if not x.is_cpu:
-            return f"{name} is on {x.device}: this build has kernels for the CPU only"
+        if x.device != q.device:
+            return f"{name} is on {x.device}, but q is on {q.device}: one device was expected"
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype}, but q is {q.dtype}: one dtype was expected"
+    if q.device.type not in _DEVICES:
+        return f"q is on {q.device}: there are kernels for the CPU and for CUDA devices"
+    if q.is_cuda and _cuda_complaint() != "":
+        return f"q is on {q.device}: {_cuda_complaint()}"
     shape = k.shape
     if shape != q.shape:
         batch, tokens, _, head_dim = q.shape
@@ -289,10 +348,10 @@ def _call(
     *others: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse), given the fields of Config in their order, apart from the last."""
-    if torch.is_autocast_enabled("cpu") and all(
-        isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v)
+    if all(isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v)) and (
+        torch.is_autocast_enabled(q.device.type)
     ):
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     complaint = _complaint(q, k, v, group)
     if complaint is not None:
@@ -308,7 +367,11 @@ def _call(
     text = _text_of(group, pattern, segments, rates, *others, needs_gradient)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
-    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
+    if not _nobody_looks(q, k, v):
+        attend = torch.ops.annulus.attend
+    else:
+        attend = _Attention.apply if needs_gradient else _attend_now
+    o, lse, _, _ = attend(q, k, v, text)
     return o, lse
 
 
@@ -338,9 +401,16 @@ def ring_attention(
     result is that of one process holding the whole sequence, whatever the number of ranks and the
     placement: masks and dilation follow the tokens' positions in the whole sequence.
 
+    On a CUDA device work is enqueued on the current stream, and the call returns without waiting for it. A
+    graph (``torch.cuda.graph``) of a call in one process can be captured once the same call has been made
+    before. It uses the workspace that other calls of the same shape use, too: replay it on the stream on
+    which these are made, or order them by events. A group's rows travel through host memory, whatever the
+    group's backend, and the call waits for them.
+
     Args:
-        q: [batch, local tokens, heads, head_dim]; float32, bfloat16 or float16, any strides whose last
-            axis is dense (others are copied). float64 runs on the slow reference, in one process.
+        q: [batch, local tokens, heads, head_dim] on the CPU or a CUDA device; float32, bfloat16 or float16,
+            any strides whose last axis is dense (others are copied). float64 runs on the slow reference, in
+            one process.
         k, v: the same with as many or fewer heads (a divisor: grouped-query attention). Query head h uses
             head h // (heads // kv_heads) of k and v: neighbours share one.
         segment_lengths, dilation_rates: one branch each, as in LongNet; without them attention is dense.

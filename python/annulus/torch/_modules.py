@@ -370,7 +370,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             )
         lengths = torch.tensor([len(x) for x in query.unbind()])
         padded = query.to_padded_tensor(0.0)
-        padding = torch.arange(padded.shape[1]) >= lengths[:, None]
+        padding = (torch.arange(padded.shape[1]) >= lengths[:, None]).to(padded.device)
         if not self.batch_first:
             padded = padded.transpose(0, 1)
         out, _ = self.forward(
@@ -439,7 +439,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         least = max(-0.1 * _LARGE * _LARGE, torch.finfo(q.dtype).min)
         low = (bias.masked_fill(out, 0) / scale).clamp(min=least)
         columns = torch.stack([low.to(q.dtype), out.to(q.dtype) * -_LARGE], -1)
-        ones = q.new_tensor([1.0, _LARGE, 0, 0, 0, 0, 0, 0])
+        # Filled where they are: a copy from the host would make it wait, and cannot be part of a CUDA graph.
+        ones = F.pad(torch.cat([q.new_ones(1), q.new_full((1,), _LARGE)]), (0, 6))
         q8 = torch.cat([q, ones.expand(*q.shape[:3], 8)], -1)
         k8 = torch.cat([k, F.pad(columns, (0, 6))[:, :, None].expand(*k.shape[:3], 8)], -1)
         v8 = F.pad(v, (0, 8))
@@ -464,7 +465,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if bias is not None:
             scores = scores + bias[:, None, None, :]
         if causal:
-            later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+            later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
         # A row that sees nothing has zeros for weights, as its output has.
         weights = scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)

@@ -14,11 +14,14 @@ from annulus.torch._config import MASKED, Config
 CALL = "the call"
 
 
-def claims_of(what: str, config: Config, shape: tuple[int, ...], kv_heads: int, dtype: str) -> dict:
+def claims_of(
+    what: str, config: Config, shape: tuple[int, ...], kv_heads: int, dtype: str, device: str
+) -> dict:
     """What all ranks have to pass alike, by name. `shape` is q's."""
     return {
         CALL: what,
         "dtype": dtype,
+        "kind of device": device,
         "batch": shape[0],
         "heads": shape[2],
         "heads of k and v": kv_heads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable)
 
 _NO_LIMIT = 2**62
+# Executors whose memory is part of CUDA graphs, which may be replayed whenever their owner likes.
+_captured: dict[int, RingAttention] = {}
 _MOST_CALLS = 1000  # whose lengths are remembered
 
 
@@ -43,6 +46,7 @@ def _make_executor(
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         dtype=q.dtype,
+        device=str(q.device),
         max_qkv_elements=_NO_LIMIT,
         **config.options,
     )
@@ -53,6 +57,8 @@ class _LocalRings:
 
     def __init__(self) -> None:
         self.pool = ExecutorPool()
+        self._keys: dict[tuple, str] = {}
+        self._next_key = itertools.count()
 
     def run(
         self,
@@ -65,9 +71,20 @@ class _LocalRings:
         shape = q.shape
         if 0 in shape[:2]:
             return None
-        key = f"{config.executors} {tuple(shape)} {k.shape[2]} {q.dtype}"
+        looks = (config.executors, shape, k.shape[2], q.dtype, q.device)
+        key = self._keys.get(looks)
+        if key is None:
+            if len(self._keys) >= _MOST_CALLS:
+                self._keys.clear()
+            key = self._keys[looks] = str(next(self._next_key))
+        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         executor = self.pool.take(key)
         if executor is None:
+            if capturing:
+                raise ConfigError(
+                    "ring_attention: a CUDA graph is being captured and this call has not been made before, so "
+                    "that its workspace would have to be allocated: make it once before capturing"
+                )
             if config.n_global not in (None, q.shape[1]):
                 raise ConfigError(
                     f"n_global is {config.n_global}, but q has {q.shape[1]} tokens and there is no group"
@@ -77,6 +94,8 @@ class _LocalRings:
             pattern = pattern_of(config, q.shape[2])
             self.pool.make_room()
             executor = _make_executor(config, pattern, placement, transport, q, k)
+        if capturing:
+            _captured[id(executor)] = executor
         result = body(executor)
         self.pool.give_back(key, executor)  # after an error its transport may be dead
         return result
@@ -137,8 +156,13 @@ class _GroupRing:
         k: torch.Tensor,
         body: Callable[[RingAttention], T],
     ) -> T | None:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "ring_attention: a call on a group cannot be part of a CUDA graph: its rows travel through host "
+                "memory"
+            )
         self.set_timeout(config.timeout)
-        looks = (config.executors, q.shape, k.shape[2], q.dtype)
+        looks = (config.executors, q.shape, k.shape[2], q.dtype, q.device)
         lengths, key = self._last.get(looks, (None, ""))
         executor = None if lengths is None else self.pool.take(key)
         messages = self.messages()
@@ -156,7 +180,7 @@ class _GroupRing:
             if executor is not None:
                 self.pool.give_back(key, executor)
 
-        claims = claims_of(what, config, q.shape, k.shape[2], str(q.dtype))
+        claims = claims_of(what, config, q.shape, k.shape[2], str(q.dtype), q.device.type)
         expected = None if executor is None else lengths
         lengths, all_knew = compare(self.transport, None, claims, q.shape[1], expected)
         if all_knew:
@@ -365,7 +389,7 @@ def group_name(group: dist.ProcessGroup | None) -> str | None:
 
 
 def clear_cache() -> None:
-    """Drops the workspaces of all rings of this process.
+    """Drops the workspaces of all rings of this process, except those that CUDA graphs use.
 
     Harmless at any time, on one rank or all.
     """
@@ -374,12 +398,14 @@ def clear_cache() -> None:
 
 
 def cleanup() -> None:
-    """Drops all workspaces and closes the connections of all rings.
+    """Drops all workspaces and closes the connections of all rings. CUDA graphs that were captured before must
+    not be replayed any more.
 
     Call it before ``torch.distributed.destroy_process_group``, on every rank. Later calls of
     :func:`ring_attention` make new rings. Idempotent.
     """
     clear_cache()
+    _captured.clear()
     while _groups:
         _groups.popitem()[1].transport.close()
 
@@ -392,7 +418,7 @@ def get_memory_info() -> dict[str, object]:
     """Bytes that the rings of this process hold.
 
     The keys are those of :attr:`annulus.RingAttention.memory_info` and always present; bytes are sums over
-    all rings, except scratch_bytes, which they share.
+    all rings, except scratch_bytes, which they share. 'device' names all devices, if there are several.
     """
     executors = [e for ring in (_local, *_groups.values()) for e in ring.pool.executors()]
     total: dict[str, object] = {
@@ -404,12 +430,15 @@ def get_memory_info() -> dict[str, object]:
         "scratch_bytes": 0,
         "device_utilization": -1.0,
     }
+    devices: set[str] = set()
     for executor in executors:
         info = executor.memory_info
+        devices.add(info["device"])
         total["complexity"] = info["complexity"]
         total["scratch_bytes"] = info["scratch_bytes"]  # one pool for all
         for name in ("workspace_bytes", "communication_bytes", "state_bytes"):
             total[name] += info[name]
+    total["device"] = ", ".join(sorted(devices)) or "cpu"
     total["cached_workspaces"] = len(executors)
     return total
 

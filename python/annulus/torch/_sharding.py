@@ -85,7 +85,7 @@ class _Gather(torch.autograd.Function):
                 part.copy_(x)
             if part.numel() > 0:
                 dist.broadcast(part, group=group, group_src=source)
-        return torch.cat(parts, dim).index_select(dim, torch.argsort(order))
+        return torch.cat(parts, dim).index_select(dim, torch.argsort(order).to(x.device))
 
     @staticmethod
     def backward(ctx, grad):
@@ -95,7 +95,7 @@ class _Gather(torch.autograd.Function):
         rank = dist.get_rank(ctx.group)
         first = sum(ctx.lengths[:rank])
         mine = ctx.order[first : first + ctx.lengths[rank]]
-        return grad.index_select(ctx.dim, mine), None, None, None, None
+        return grad.index_select(ctx.dim, mine.to(grad.device)), None, None, None, None
 
 
 @_rings.errors_reach_all(lambda *_, group=None, **__: (group, None))
@@ -124,7 +124,7 @@ def unshard(
     dim = _axis("unshard", x, dim)
     if name is None:
         order = positions(x.shape[dim], placement=placement)
-        return x.index_select(dim, torch.argsort(order)) if placement == "hilbert" else x
+        return x.index_select(dim, torch.argsort(order).to(x.device)) if placement == "hilbert" else x
     positions(0, placement=placement, group=group)  # refuses what is no placement
     others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
     claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others, "placement": placement}

@@ -141,8 +141,9 @@ def _new_word(store: dist.Store, prefix: str, peer: int, until: float) -> bytes 
 class ProcessGroupTransport(Transport):
     """Carries a ring over the ranks of a torch.distributed process group.
 
-    It has connections of its own (Gloo, over the same ranks), so that its messages meet nobody else's and a
-    failed pass takes nothing of the caller's down. Construction is collective over the group.
+    It has connections of its own (Gloo, over the same ranks, whatever the group's own backend is), so that its
+    messages meet nobody else's and a failed pass takes nothing of the caller's down. Messages are in host memory:
+    rows of CUDA tensors are copied there and back by the executor. Construction is collective over the group.
     :func:`ring_attention` makes its own; this class is for :class:`annulus.RingAttention`.
 
     Args:

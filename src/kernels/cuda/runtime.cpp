@@ -85,6 +85,18 @@ class StreamEvent final : public Event::State {
   cudaEvent_t event_;
 };
 
+// Which graph is being captured from a stream; 0: none.
+unsigned long long capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  // The other arguments differ between versions of CUDA, and none of them is needed.
+  if (cudaStreamGetCaptureInfo(stream, &status, &id) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // the legacy stream, while another one is captured
+    return 0;
+  }
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
 class StreamQueue final : public Queue {
  public:
   StreamQueue(int device, cudaStream_t stream, bool owned)
@@ -107,6 +119,13 @@ class StreamQueue final : public Queue {
     } else {
       event.wait();
     }
+  }
+  // While a graph is captured, work outside of it cannot be waited for: capturing begins when the
+  // device is idle, and whoever launches the graph orders it. What was captured has not been
+  // enqueued, so that nothing waits for it afterwards, either.
+  void follow(Queue& other) override {
+    const DeviceScope scope(device_);
+    if (capture_of(stream_) == capture_of(stream_of(other))) Queue::follow(other);
   }
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override {
     const DeviceScope scope(device_);
@@ -140,7 +159,7 @@ void check(cudaError_t error, const std::string& what) {
 
 void check_launch(cudaError_t error, const char* kernel, cudaStream_t stream) {
   if (error == cudaSuccess && blocking()) error = cudaStreamSynchronize(stream);
-  check(error, fmt::format("kernel {}", kernel));
+  if (error != cudaSuccess) check(error, fmt::format("kernel {}", kernel));
 }
 
 DeviceScope::DeviceScope(int device) {

@@ -93,11 +93,12 @@ class Ours:
         return [f.result() for f in [self.threads.submit(body, r) for r in range(self.ranks)]]
 
     def forward(self, part: dict[str, Any]) -> None:
-        part["ring"].forward(part["q"], part["k"], part["v"], out=part["o"], lse=part["lse"])
+        stream = torch.cuda.current_stream().cuda_stream
+        part["ring"].forward(part["q"], part["k"], part["v"], o=part["o"], lse=part["lse"], stream=stream)
 
     def backward(self, part: dict[str, Any]) -> None:
-        p = part
-        p["ring"].backward(p["q"], p["k"], p["v"], p["o"], p["lse"], p["do"], dq=p["dq"], dk=p["dk"], dv=p["dv"])
+        p, stream = part, torch.cuda.current_stream().cuda_stream
+        p["ring"].backward(p["q"], p["k"], p["v"], p["o"], p["lse"], p["do"], dq=p["dq"], dk=p["dk"], dv=p["dv"], stream=stream)
 
     def run(self, what: str) -> Function:
         """One call on the current stream; rings of several ranks by wall_clock() instead."""

@@ -333,8 +333,12 @@ def _refuse_transforms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> boo
     return inner is not None
 
 
-# Constant in a compiled graph: dynamo does not look into it.
-_text_of = torch.compiler.assume_constant_result(text_of)
+# Constant in a compiled graph: dynamo does not look into it. Defaults are filled in here, because dynamo takes
+# numbers of dictionaries for variables where shapes are dynamic.
+@torch.compiler.assume_constant_result
+def _text_of(names: tuple[str, ...], values: tuple, needs_gradient: bool, *call: object) -> str:
+    """Of options that are given, by name, and the other fields of Config in their order."""
+    return text_of(*call, *{**DEFAULTS, **dict(zip(names, values))}.values(), needs_gradient)
 
 
 def _call(
@@ -346,10 +350,13 @@ def _call(
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
     *others: object,
+    options: dict[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse), given the fields of Config in their order, apart from the last."""
-    if all(isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v)) and (
-        torch.is_autocast_enabled(q.device.type)
+    """(o, lse), given the fields of Config in their order, up to the options."""
+    if (
+        isinstance(q, torch.Tensor)
+        and torch.is_autocast_enabled(q.device.type)
+        and all(isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v))
     ):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -364,7 +371,8 @@ def _call(
         pattern = "dense" if segment_lengths is None and dilation_rates is None else "longnet"
     segments = branch_numbers("segment_lengths", segment_lengths)
     rates = branch_numbers("dilation_rates", dilation_rates)
-    text = _text_of(group, pattern, segments, rates, *others, needs_gradient)
+    names, values = tuple(options), tuple(options.values())
+    text = _text_of(names, values, needs_gradient, group, pattern, segments, rates, *others)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
     if not _nobody_looks(q, k, v):
@@ -448,5 +456,5 @@ def ring_attention(
             raise TypeError(f"ring_attention() got an unexpected keyword argument {name!r}")
     call = (_rings.group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
     call += (group_scale, placement, n_global, timeout, has_mask)
-    o, lse = _call(q, k, v, *call, *{**DEFAULTS, **options}.values())
+    o, lse = _call(q, k, v, *call, options=options)
     return (o, lse) if return_lse else o

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -287,10 +286,14 @@ def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
 _attend_backward.register_autograd(_refuse_second_derivative)
 
 
+_complaints: list[str] = []  # asked for once
+
+
 @torch.compiler.assume_constant_result
-@functools.cache
 def _cuda_complaint() -> str:
-    return annulus.cuda_complaint()
+    if not _complaints:
+        _complaints.append(annulus.cuda_complaint())
+    return _complaints[0]
 
 
 def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object) -> str | None:

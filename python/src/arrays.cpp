@@ -358,9 +358,8 @@ TensorView Arrays::output(nb::handle array, const char* name, int axes) {
 std::span<std::byte> Arrays::bytes(nb::handle array, const char* name, DType dtype,
                                    const Device& device) {
   const auto refuse = [&] {
-    complain(
-        fmt::format("{} is a {}, expected a contiguous {} array on {} that can be written to", name,
-                    type_text(array), python_name_of(dtype), name_of(device)));
+    complain(fmt::format("{} is a {}, expected a contiguous {} array on {} that can be written to",
+                         name, type_text(array), python_name_of(dtype), name_of(device)));
     return std::span<std::byte>();
   };
   if (Found tensor; find_torch_tensor(array, tensor)) {

@@ -18,12 +18,13 @@ namespace nb = nanobind;
 
 // The arrays of one call, borrowed from Python without a copy: anything on the CPU or a CUDA device
 // that speaks DLPack, on the CPU also the buffer protocol or __array_interface__. Tensors that
-// require gradients are read detached. What is wrong with an array becomes a complaint instead of an exception, because a
-// ring's other ranks have to hear of it, too: its view has no axes then, which every check refuses.
+// require gradients are read detached. What is wrong with an array becomes a complaint instead of
+// an exception, because a ring's other ranks have to hear of it, too: its view has no axes then,
+// which every check refuses.
 class Arrays {
  public:
-  // `device`: where all of them have to be; none: where the first one is. `stream`: the caller's, on
-  // which work with CUDA arrays is to be enqueued.
+  // `device`: where all of them have to be; none: where the first one is. `stream`: the caller's,
+  // on which work with CUDA arrays is to be enqueued.
   explicit Arrays(std::optional<Device> device = std::nullopt,
                   std::optional<std::uintptr_t> stream = std::nullopt)
       : device_(device), stream_(stream) {}

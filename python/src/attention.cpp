@@ -296,7 +296,8 @@ the same time. The GIL is released.)");
       nb::arg("ranks") = 1, nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
       nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
-              "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE ", stream: int | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
+              "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
+              ", stream: int | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
       R"(Gradients of :func:`attention`.
 
 Args:
@@ -324,7 +325,8 @@ Returns:
         return dict;
       },
       nb::arg("array"), nb::sig("def view_of(array: typing.Any) -> dict[str, typing.Any]"),
-      "How the library sees an array of four axes: its address, dtype, device, shape and strides in "
+      "How the library sees an array of four axes: its address, dtype, device, shape and strides "
+      "in "
       "elements. For tests that nothing is copied.");
   module.def(
       "clear_cache",

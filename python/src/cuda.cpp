@@ -74,9 +74,9 @@ void bind_cuda(nb::module_& module) {
   module.def("cuda_built", &cuda_built, "Whether this build has kernels for CUDA devices.");
   module.def("cuda_complaint", &cuda_complaint,
              "Why there is no CUDA device to be used; empty: there is one.");
-  module.def("cuda_devices", &devices,
-             nb::sig("def cuda_devices() -> list[dict[str, typing.Any]]"),
-             R"(The CUDA devices of this machine, a dict each: 'device' ('cuda:0'), 'name', 'capability', a pair,
+  module.def(
+      "cuda_devices", &devices, nb::sig("def cuda_devices() -> list[dict[str, typing.Any]]"),
+      R"(The CUDA devices of this machine, a dict each: 'device' ('cuda:0'), 'name', 'capability', a pair,
 'multiprocessors', 'memory_bytes', 'free_bytes', 'kernels' (which ones run there, and why) and
 'complaint' (why the device cannot be used, else empty). No devices: :func:`cuda_complaint` says why.)");
   module.def(
@@ -90,15 +90,15 @@ void bind_cuda(nb::module_& module) {
              .free = [from](int device, void* memory) { free(from, device, memory); }});
       },
       nb::arg("allocate"), nb::arg("free"),
-      nb::sig("def use_cuda_allocator(allocate: Callable[[int, int], int], free: Callable[[int, "
+      nb::sig("def use_cuda_allocator(allocate: collections.abc.Callable[[int, int], int], free: "
+              "collections.abc.Callable[[int, "
               "int], None]) -> None"),
       R"(From where executors that are made from now on take memory of CUDA devices.
 
 allocate(device, bytes) returns an address that any stream may use at once, or 0 where there is no
 memory; free(device, address) takes it back when all work with it is done.)");
   // Functions of atexit run before Python takes itself apart.
-  nb::module_::import_("atexit").attr("register")(
-      nb::cpp_function([] { python_ends = true; }));
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { python_ends = true; }));
 }
 
 }  // namespace annulus::python

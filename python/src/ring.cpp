@@ -174,12 +174,10 @@ void run(const Ring& ring, const Arrays& arrays, const char* method, double flop
     if (arrays.waits()) ring.core->synchronize();
   };
   try {
-    run_interruptibly(
-        (computes || waits_in_cpp(transport)) && on_main_thread(), all, [&] {
-          ring.core->interrupt();
-          transport.abort(
-              "interrupted");  // so that a rank that waits for rows need not get them first
-        });
+    run_interruptibly((computes || waits_in_cpp(transport)) && on_main_thread(), all, [&] {
+      ring.core->interrupt();
+      transport.abort("interrupted");  // so that a rank that waits for rows need not get them first
+    });
   } catch (const ConfigError&) {
     arrays.check(
         fmt::format("[rank {}/{}] RingAttention.{}", transport.rank(), transport.size(), method)

@@ -32,9 +32,10 @@ template <typename T>
 void assign(const OptionInfo& info, T& option, nb::handle value) {
   if constexpr (ring::Named<T> || std::is_same_v<T, Device>) {
     // A torch.device is as good as its name.
-    const bool has_name = std::is_same_v<T, Device> && nb::hasattr(value, "index") &&
-                          nb::hasattr(value, "type");
-    const auto text = nb::cast<std::string>(has_name ? nb::object(nb::str(value)) : nb::borrow(value));
+    const bool has_name =
+        std::is_same_v<T, Device> && nb::hasattr(value, "index") && nb::hasattr(value, "type");
+    const auto text =
+        nb::cast<std::string>(has_name ? nb::object(nb::str(value)) : nb::borrow(value));
     const std::string expected = ring::read_text(info, text, option);
     if (!expected.empty())
       throw ConfigError(fmt::format("{} is '{}', expected {}", info.name, text, expected));

@@ -4,8 +4,9 @@
 
     o = ring_attention(q, k, v, segment_lengths=[2048, 8192], dilation_rates=[1, 4], is_causal=True)
 
-Tensors may be on the CPU or on a CUDA device, whose current stream does the work: calls do not wait for it. Workspaces
-there come from PyTorch's allocator. With ``group=`` every rank passes its shard of the sequence; see :func:`ring_attention`.
+Tensors may be on the CPU or on a CUDA device, whose current stream does the work: calls do not wait for it.
+Workspaces there come from PyTorch's allocator. With ``group=`` every rank passes its shard of the sequence; see
+:func:`ring_attention`.
 """
 
 try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -77,11 +76,8 @@ def _kept_rows(q: torch.Tensor, c: Config) -> int | torch.SymInt:
 def _attend_now(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    c = config_of(config)
-    if c.group is None:
-        return _forward(q, k, v, c)
-    with _rings.errors_of_all(c.group, c.timeout):
-        return _forward(q, k, v, c)
+    o, lse, states = _forward(q, k, v, config_of(config))
+    return o, lse, *(states or _states(q, 0))
 
 
 _DEVICES = ("cpu", "cuda")
@@ -92,9 +88,19 @@ _attend = torch.library.custom_op(
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """o, lse and the two states, if there are any."""
+    if c.group is None:
+        return _forward_here(q, k, v, c)
+    with _rings.errors_of_all(c.group, c.timeout):
+        return _forward_here(q, k, v, c)
+
+
+def _forward_here(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    states = _states(q, 0)
+    states: tuple[torch.Tensor, ...] = ()
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(
@@ -102,7 +108,7 @@ def _forward(
             )
             o.copy_(torch.from_numpy(o64))
             lse.copy_(torch.from_numpy(lse64))
-        return o, lse, *states
+        return o, lse, states
 
     def body(executor: annulus.RingAttention) -> None:
         nonlocal states
@@ -113,7 +119,7 @@ def _forward(
         executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
 
     _rings.run("forward", c, q, k, body)
-    return o, lse, *states
+    return o, lse, states
 
 
 @_attend.register_fake
@@ -221,11 +227,12 @@ def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     # Autograd sees to the dtype, device and shape; for a sparse one PyTorch would find no kernel.
     if grad.layout != torch.strided:
         _refuse_gradient(grad, config_of(ctx.config))
-    saved = ctx.saved_tensors
+    q, k, v, o, lse, *states = ctx.saved_tensors
+    states = states or _states(q, 0)
     backward = torch.ops.annulus.attend_backward
-    if not torch.is_grad_enabled() and _nobody_looks(*saved, grad):
+    if not torch.is_grad_enabled() and _nobody_looks(q, k, v, grad):
         backward = _attend_backward_now
-    dq, dk, dv = backward(*saved, grad, ctx.config)
+    dq, dk, dv = backward(q, k, v, o, lse, *states, grad, ctx.config)
     return dq, dk, dv, None
 
 
@@ -257,10 +264,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
-    ) -> tuple[torch.Tensor, ...]:
-        results = _attend_now(q, k, v, config)
-        _save(ctx, (q, k, v, config), results)
-        return results
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse, states = _forward(q, k, v, config_of(config))
+        ctx.config = config
+        ctx.save_for_backward(q, k, v, o, lse, *states)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor | None) -> tuple:
@@ -276,10 +286,14 @@ def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
 _attend_backward.register_autograd(_refuse_second_derivative)
 
 
+_complaints: list[str] = []  # asked for once
+
+
 @torch.compiler.assume_constant_result
-@functools.cache
 def _cuda_complaint() -> str:
-    return annulus.cuda_complaint()
+    if not _complaints:
+        _complaints.append(annulus.cuda_complaint())
+    return _complaints[0]
 
 
 def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object) -> str | None:
@@ -292,6 +306,8 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
             return f"{name} is a nested tensor: a padded one was expected"
         if x.layout != torch.strided:
             return f"{name} is a {x.layout} tensor: a dense one was expected (x.to_dense())"
+        if x is q:
+            continue
         if x.device != q.device:
             return f"{name} is on {x.device}, but q is on {q.device}: one device was expected"
         if x.dtype != q.dtype:
@@ -376,10 +392,11 @@ def _call(
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
     if not _nobody_looks(q, k, v):
-        attend = torch.ops.annulus.attend
+        o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
+    elif needs_gradient:
+        o, lse = _Attention.apply(q, k, v, text)
     else:
-        attend = _Attention.apply if needs_gradient else _attend_now
-    o, lse, _, _ = attend(q, k, v, text)
+        o, lse, _ = _forward(q, k, v, config_of(text))
     return o, lse
 
 

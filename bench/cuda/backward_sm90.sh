@@ -13,10 +13,11 @@ steps=${*:-build check bench}
 for step in $steps; do
   if [ "$step" = build ]; then
     rm -f build/backward_sm90/*.o build/backward_sm90/*.txt "$library"
-    for part in src/kernels/cuda/attend_backward_sm90 src/kernels/cuda/attend_backward_sm90_bf16 \
-                src/kernels/cuda/attend_backward_sm90_fp16 bench/cuda/backward_sm90_api; do
+    for part in src/kernels/cuda/attend_backward_sm90.cu src/kernels/cuda/tensor_maps.cpp \
+                src/kernels/cuda/attend_backward_sm90_bf16.cu \
+                src/kernels/cuda/attend_backward_sm90_fp16.cu bench/cuda/backward_sm90_api.cu; do
       nvcc -std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v \
-        --expt-relaxed-constexpr -lineinfo -Xcompiler -fPIC -Isrc -Iinclude -c $part.cu \
+        --expt-relaxed-constexpr -lineinfo -Xcompiler -fPIC -Isrc -Iinclude -c $part \
         -o build/backward_sm90/$(basename $part).o > build/backward_sm90/$(basename $part).txt 2>&1 &
     done
     wait

@@ -1,6 +1,5 @@
 // What backward_sm90.py calls: the Hopper backward kernel by a C interface.
 #include <cstring>
-#include <exception>
 
 #include "kernels/cuda/attend_backward_sm90.h"
 
@@ -16,17 +15,14 @@ extern "C" void backward_sm90_sizes(int* sizes) {
 // 0, or not: `message` then says why.
 extern "C" int backward_sm90(const void* params, int row_stride, void* next_item, void* stream,
                              char* message, int size) {
-  try {
-    const auto& p = *static_cast<const BackwardParams*>(params);
-    if (!backward_sm90_fits(p.shape)) {
-      std::strncpy(message, "does not fit", size);
-      return 2;
-    }
-    launch_backward_sm90(p, static_cast<cudaStream_t>(stream),
-                         {row_stride, static_cast<std::int32_t*>(next_item)});
-  } catch (const std::exception& error) {
-    std::strncpy(message, error.what(), size);
-    return 1;
+  const auto& p = *static_cast<const BackwardParams*>(params);
+  if (!backward_sm90_fits(p.shape)) {
+    std::strncpy(message, "does not fit", size);
+    return 2;
   }
-  return 0;
+  const cudaError_t error = launch_backward_sm90(
+      p, static_cast<cudaStream_t>(stream), {row_stride, static_cast<std::int32_t*>(next_item)});
+  if (error == cudaSuccess) return 0;
+  std::strncpy(message, cudaGetErrorString(error), size);
+  return 1;
 }

@@ -10,7 +10,8 @@ flags="-std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v 
   -lineinfo -Xcompiler -fPIC -diag-suppress 554 -Isrc -Iinclude"
 sources="src/kernels/cuda/attend_forward_sm90.cu src/kernels/cuda/forward_sm90_bf16_d128.cu
   src/kernels/cuda/forward_sm90_bf16_d64.cu src/kernels/cuda/forward_sm90_f16_d128.cu
-  src/kernels/cuda/forward_sm90_f16_d64.cu src/kernels/cuda/launch_traits.cpp bench/cuda/forward_sm90.cu"
+  src/kernels/cuda/forward_sm90_f16_d64.cu src/kernels/cuda/launch_traits.cpp src/kernels/cuda/tensor_maps.cpp
+  bench/cuda/forward_sm90.cu"
 echo $sources | tr ' ' '\n' | xargs -P "${JOBS:-$(nproc)}" -I{} sh -c \
   "nvcc $(echo $flags) -c -o $out/\$(basename {}).o {} > $out/\$(basename {}).log 2>&1 || echo FAILED {}"
 grep -hE "error|C75" $out/*.log | sort | uniq -c | head -20

@@ -14,7 +14,8 @@ inline constexpr int kBackwardTileSm90 = 128;  // most rows of an item
 // How a launch is best run; the results are the same.
 struct BackwardSchedule {
   // Tiles whose rows are one run of the shard with this stride go by bulk tensor copies; most of a
-  // launch should be such: the branch's dilation, where shards are contiguous. 0: none.
+  // launch should be such: the branch's dilation, where shards are contiguous. Rows are gathered
+  // where they are not, or cannot go by such copies. 0: none.
   std::int32_t row_stride = 0;
   // Device memory, 0 when the launch begins: blocks draw their items from it, so that long ones
   // should come first. Null: items are dealt in turn.
@@ -23,9 +24,9 @@ struct BackwardSchedule {
 
 [[nodiscard]] bool backward_sm90_fits(const KernelShape& shape);
 
-// Adds the pairs of items [first_item, first_item + items) to dq, dk and dv. No two of the items
-// may own the same key row. DeviceError where CUDA refuses.
-void launch_backward_sm90(const BackwardParams& params, cudaStream_t stream,
-                          const BackwardSchedule& schedule = {});
+// Enqueues: adds the pairs of items [first_item, first_item + items) to dq, dk and dv. No two of
+// the items may own the same key row.
+[[nodiscard]] cudaError_t launch_backward_sm90(const BackwardParams& params, cudaStream_t stream,
+                                               const BackwardSchedule& schedule = {});
 
 }  // namespace annulus::cuda

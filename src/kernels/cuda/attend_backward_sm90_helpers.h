@@ -446,7 +446,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
   constexpr int kLanes = kColumns / 4;  // for a row
   const BackwardParams& p = a.params;
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const int first_row = Memory::kByRows ? half * 64 : 0;
+  const int first_row = Memory::kByRows ? half * kStagedRows : 0;
   const int first_column = Memory::kByRows ? 0 : half * kColumns;
   const std::uint32_t staging = shared + Memory::kStaging + half * Memory::kStagingOfGroup;
   for (int step = 0;; ++step) {
@@ -467,7 +467,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
     } else if ((first.x & kNothing) == 0) {
       const RowList& list = p.tables.groups[second.z].queries;
       const int begin = second.w + first_row;
-      const int rows = min(64, list.rows - begin);
+      const int rows = min(kStagedRows, list.rows - begin);
       const int column = lane % kLanes * 4;
       for (int base = 0; base < rows; base += 32) {
         const std::byte* mine = nullptr;

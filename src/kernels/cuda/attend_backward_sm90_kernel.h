@@ -11,9 +11,10 @@
 //   S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP - delta);
 //   dQ of the step before: dS through shared memory, 64 queries x half of the columns per group.
 // dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group
-// at a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic.
-// Registers of a consumer: dK, dV 2 x 64, S or dQ 32, dP 32; P and dS are packed in place. Shared
-// memory is the limit: it allows 83 % of the tensor cores' peak.
+// at a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic;
+// passing it on before S and dP was 15 % slower. Registers of a consumer: dK, dV 2 x 64, S or dQ
+// 32, dP 32; P and dS are packed in place. Shared memory is the limit: it allows 83 % of the tensor
+// cores' peak.
 namespace annulus::cuda::sm90 {
 
 // The same value, in a register: the compiler would look up the thread's number and where shared
@@ -21,9 +22,7 @@ namespace annulus::cuda::sm90 {
 // see through a shuffle. Where registers are short, it had better.
 template <int kDim, typename T>
 __device__ __forceinline__ T kept(T value, int lane) {
-#if ANNULUS_BWD_KEEP
   if constexpr (kDim == 128) return __shfl_sync(~0U, value, lane);
-#endif
   return value;
 }
 
@@ -118,10 +117,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   constexpr int kQueries = Memory::kQueries;
   constexpr int kColumns = Memory::kColumns;  // of dQ
-  constexpr int kAnnounce = ANNULUS_BWD_ANNOUNCE;
-  constexpr bool kWaits = ANNULUS_BWD_WAITS != 0;
-  constexpr bool kEarlyToken = ANNULUS_BWD_EARLY_TOKEN != 0;
-  constexpr int kToken = 1;  // named barrier of group 0; that of group 1 is next
+  constexpr int kToken = 1;                   // named barrier of group 0; that of group 1 is next
+  constexpr int kPassing = 256;               // threads: who gives it and who takes it
 
   float dk[kDim / 2];
   float dv[kDim / 2];
@@ -222,25 +219,26 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   bool first = true;  // of its tile
 #pragma unroll
   for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
-  if (group == 1) named_arrive(kToken, 256);
-  if (!kEarlyToken) named_sync(kToken + group, 256);
+  if (group == 1) named_arrive(kToken, kPassing);
+  named_sync(kToken + group, kPassing);
   do {
     const int stage = step & 1;
     const int key_buffer = tile & 1;
     // Within a tile, the step before has waited for these: see below.
-    if (first || !kWaits) {
+    if (first) {
       barrier_wait(shared + Memory::k_full(key_buffer), (tile >> 1) & 1);
       barrier_wait(shared + Memory::q_full(stage), (step >> 1) & 1);
     }
     queue_s(stage, key_buffer);
-    if (first || !kWaits) {
+    if (first) {
       barrier_wait(shared + Memory::v_full(), tile & 1);
       barrier_wait(shared + Memory::dout_full(stage), (step >> 1) & 1);
     }
     queue_dp(stage);
-    if (!kEarlyToken) named_arrive(kToken + 1 - group, 256);
-    // The writer takes long: were dQ announced with dS, the next would have to wait for it.
-    if (kAnnounce == 1 && step > 1) announce_dq(step - 2);
+    named_arrive(kToken + 1 - group, kPassing);
+    // The writer takes long: were dQ announced with dS, the next would have to wait for it. As soon
+    // as it is staged, with the token in hand, was 8 % slower.
+    if (step > 1) announce_dq(step - 2);
     flags = load_word(shared + Memory::kStepNotes + (step & 3) * 32);
     products_wait<1>();
     pin(s);
@@ -338,20 +336,16 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
           ds[i][0], ds[i][1], ds[i][2], ds[i][3]);
     fence_shared_for_async();
     __syncwarp();
-    if (leader) {
-      barrier_arrive(shared + Memory::ds_full(stage));
-      if (kAnnounce == 0 && step > 1) barrier_arrive(shared + Memory::staged(group, stage));
-    }
+    if (leader) barrier_arrive(shared + Memory::ds_full(stage));
     pin(p);
     pin(ds);
 
-    if (kWaits && step > 0) {
+    // Without the token, which the other group may have meanwhile.
+    if (step > 0) {
       barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
-      if (kAnnounce != 0) wait_for_staging(step - 1);
+      wait_for_staging(step - 1);
     }
-    named_sync(kToken + group, 256);
-    if (!kWaits && step > 0)
-      barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
+    named_sync(kToken + group, kPassing);
     queue_dq(stage ^ 1, first ? key_buffer ^ 1 : key_buffer);  // step 0: garbage, dropped
     {
       const std::uint64_t dout =
@@ -369,7 +363,6 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
         multiply<T, Major::mn, true>(dk, ds[i], queries + i * 128);
       products_commit();
     }
-    if (kEarlyToken) named_arrive(kToken + 1 - group, 256);
     products_wait<1>();
     pin(s);
     if (step > 0) {
@@ -377,11 +370,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
         barrier_arrive(shared + Memory::ds_empty(stage ^ 1));
         if (first) barrier_arrive(shared + Memory::k_empty(key_buffer ^ 1));
       }
-      if (!kWaits || kAnnounce == 0) wait_for_staging(step - 1);
       stage_dq();
-      if (kAnnounce == 2) announce_dq(step - 1);
     }
-    if (kWaits && (flags & kLastOfTile) == 0) {
+    if ((flags & kLastOfTile) == 0) {
       // Not for another tile's: that may need what the other group does with the token.
       barrier_wait(shared + Memory::q_full(stage ^ 1), ((step + 1) >> 1) & 1);
       barrier_wait(shared + Memory::dout_full(stage ^ 1), ((step + 1) >> 1) & 1);
@@ -395,7 +386,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     first = (flags & kLastOfTile) != 0;
     if (first) {
       // Memory takes its time: meanwhile the other group may have the tensor cores.
-      if (!kEarlyToken) named_arrive(kToken + 1 - group, 256);
+      named_arrive(kToken + 1 - group, kPassing);
       if ((flags & kNothing) == 0)
         add_key_gradients<kDim>(
             a, shared + Memory::kTileNotes + key_buffer * static_cast<int>(sizeof(TileNote)), dv,
@@ -403,12 +394,12 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
       ++tile;
-      if (!kEarlyToken) named_sync(kToken + group, 256);
+      named_sync(kToken + group, kPassing);
     }
     ++step;
   } while ((flags & kLastOfAll) == 0);
-  if (!kEarlyToken) named_arrive(kToken + 1 - group, 256);
-  if (kAnnounce != 2 && step > 1) announce_dq(step - 2);
+  named_arrive(kToken + 1 - group, kPassing);
+  if (step > 1) announce_dq(step - 2);
   barrier_wait(shared + Memory::ds_full((step - 1) & 1), ((step - 1) >> 1) & 1);
   queue_dq((step - 1) & 1, (tile & 1) ^ 1);
   products_wait<0>();
@@ -416,11 +407,11 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   wait_for_staging(step - 1);
   stage_dq();
   announce_dq(step - 1);
-  if (group == 0) named_sync(kToken, 256);  // takes the last arrival
+  if (group == 0) named_sync(kToken, kPassing);  // takes the last arrival
 }
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(kBackwardThreads, 1)
     attend_backward(const __grid_constant__ BackwardArguments a) {
   using Memory = Shared<kDim>;
   extern __shared__ __align__(1024) std::uint8_t memory[];
@@ -463,11 +454,13 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 template <typename T, int kDim>
-void start_backward(const BackwardArguments& arguments, int blocks, cudaStream_t stream) {
+cudaError_t start_backward(const BackwardArguments& arguments, int blocks, cudaStream_t stream) {
   // Of the current device, and there may be several: asked for every time.
-  cudaFuncSetAttribute(attend_backward<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       Shared<kDim>::kBytes);
-  attend_backward<T, kDim><<<blocks, 384, Shared<kDim>::kBytes, stream>>>(arguments);
+  const cudaError_t error = cudaFuncSetAttribute(
+      attend_backward<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<kDim>::kBytes);
+  if (error != cudaSuccess) return error;
+  attend_backward<T, kDim><<<blocks, kBackwardThreads, Shared<kDim>::kBytes, stream>>>(arguments);
+  return cudaGetLastError();
 }
 
 }  // namespace annulus::cuda::sm90

@@ -7,27 +7,15 @@
 #include "kernels/cuda/attend_backward_sm90.h"
 #include "kernels/cuda/sm90_instructions.h"
 
-// For measurements.
-#ifndef ANNULUS_BWD_ANNOUNCE  // staged dQ: 0 with the next dS, 1 without the token, 2 at once
-#define ANNULUS_BWD_ANNOUNCE 1
-#endif
-#ifndef ANNULUS_BWD_WAITS  // 1: what can be waited for without the token is
-#define ANNULUS_BWD_WAITS 1
-#endif
-#ifndef ANNULUS_BWD_KEEP  // 1: addresses are not computed anew in every step
-#define ANNULUS_BWD_KEEP 1
-#endif
-#ifndef ANNULUS_BWD_EARLY_TOKEN  // 1: S and dP are queued without the token
-#define ANNULUS_BWD_EARLY_TOKEN 0
-#endif
-
 // What the roles of the Hopper backward kernel share: its arguments, shared memory and barriers.
 namespace annulus::cuda::sm90 {
 
-inline constexpr int kKeys = 128;  // of a tile: 64 for each of two warp groups
+inline constexpr int kBackwardThreads = 384;  // two warp groups of consumers, one of helpers
+inline constexpr int kKeys = 128;             // of a tile: 64 for each of two warp groups
 // Of a step: as many as registers hold, with dK and dV beside them.
 constexpr int queries_of(int head_dim) { return head_dim == 64 ? 128 : 64; }
-inline constexpr int kStages = 2;  // of queries: one computes while one arrives
+inline constexpr int kStages = 2;       // of queries: one computes while one arrives
+inline constexpr int kStagedRows = 64;  // of dQ: a consumer group computes so many
 
 // Maps see the shard's tokens as {columns, heads, token % stride, token / stride, batch}: a run of
 // that stride is a box, wherever it begins.
@@ -40,8 +28,10 @@ struct BackwardArguments {
 };
 
 // Of one number type each, in files of their own: they take long to compile.
-void start_backward_bf16(const BackwardArguments& arguments, int blocks, cudaStream_t stream);
-void start_backward_fp16(const BackwardArguments& arguments, int blocks, cudaStream_t stream);
+cudaError_t start_backward_bf16(const BackwardArguments& arguments, int blocks,
+                                cudaStream_t stream);
+cudaError_t start_backward_fp16(const BackwardArguments& arguments, int blocks,
+                                cudaStream_t stream);
 
 // What a step is. The producer writes it, the others only read it.
 enum StepFlag : int {
@@ -91,10 +81,10 @@ struct Shared {
   static constexpr int kQueryBlock = kQueries * 128;  // 64 columns of it
   static constexpr int kKeyBlock = kKeys * 128;
   static constexpr int kGradientTile = kKeys * kQueries * 2;  // dS^T
-  // A consumer group computes 64 rows of dQ: half of the queries, or half of the columns.
+  // A consumer group's rows of dQ are half of the queries, or all with half of the columns.
   static constexpr bool kByRows = kQueries == 128;
   static constexpr int kColumns = kByRows ? kDim : kDim / 2;
-  static constexpr int kStagingBox = 64 * 128;  // 32 columns
+  static constexpr int kStagingBox = kStagedRows * 128;  // 32 columns
   static constexpr int kStagingOfGroup = kColumns / 32 * kStagingBox;
 
   static constexpr int kK = 0;

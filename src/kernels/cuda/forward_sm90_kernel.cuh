@@ -16,7 +16,8 @@
 //
 // Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
 // before, also from one item to the next; a row's running state is where its sums start: maximum
-// L / scale, sum 1, O. The state's O comes through V's stages, two of them ahead of the item's V.
+// L / scale, sum 1, O. The state's O is read straight into registers: brought through shared
+// memory, among the tiles of V, LongNet took 0.916 of cuDNN's time instead of 0.866.
 namespace annulus::cuda::sm90 {
 
 // Transposes 4 x 4 values over the 4 lanes that share a row.
@@ -34,20 +35,17 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int lane) 
   swap(x[1], x[3], upper, 2);
 }
 
-__device__ __forceinline__ void load_pair(std::uint32_t address, float& x, float& y) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
-}
-
 template <typename T, int kDim, bool kCausal, PairWeights kWeights>
 __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
                                         typename Layout<kDim>::Control& control, int group) {
   using L = Layout<kDim>;
-  // Issue the next item's second S before the last item's rows are written: worth 2 % at head dim
-  // 64, nothing at 128.
-  constexpr bool kEarly = kDim <= (kCausal ? ANNULUS_SM90_EARLY_CAUSAL : ANNULUS_SM90_EARLY);
-  constexpr bool kWaitLate =
-      ANNULUS_SM90_WAIT_LATE == 1 ||
-      (ANNULUS_SM90_WAIT_LATE == 2 && kDim == 128 && (kCausal || kWeights != PairWeights::none));
+  // The next item's second S is issued before the last item's rows are written: worth 2 % at head
+  // dim 64; at 128 it gained nothing, and causal launches became slower.
+  constexpr bool kEarlyScores = kDim == 64;
+  // Otherwise the registers of S are free while rows are written, and take the next item's state.
+  constexpr bool kEarlyState = !kEarlyScores;
+  // P V is waited for after the softmax, not before it: gains in these kernels only.
+  constexpr bool kWaitLate = kDim == 128 && (kCausal || kWeights != PairWeights::none);
   const ForwardParams& p = a.params;
   const int lane = threadIdx.x & 31;
   const int warp = (threadIdx.x >> 5) & 3;
@@ -69,7 +67,6 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   int key_parity = 0;
   int value_stage = 0;
   int value_parity = 0;
-  int state_parities = 0;  // by stage
 
   const auto pin_operands = [&] {
     pin(o);
@@ -147,16 +144,6 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       value_parity ^= 1;
     }
   };
-  // A stage that ordinary reads were for.
-  const auto pass_values = [&] {
-    fence_shared_for_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
-    if (++value_stage == L::kValueStages) {
-      value_stage = 0;
-      value_parity ^= 1;
-    }
-  };
   // Q into registers: its place in shared memory is free then.
   const auto take_queries = [&] {
     const int r = group * 64 + warp * 16 + (lane & 15);
@@ -194,11 +181,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
     sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
   };
-  // Asks for the state's O, into registers that nothing else needs before it is used.
-  constexpr bool kStateFirst =
-      ANNULUS_SM90_STATE_TILES == 0 && !kEarly && kDim == kTile && ANNULUS_SM90_STATE_FIRST != 0;
-  const auto ask_for_state = [&](const Slot& slot) {
-    if (!p.load_state) return;
+  const auto read_state = [&](const Slot& slot, auto& to) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool has = slot.old_lse[row + 8 * half] != -INFINITY;
@@ -208,10 +191,26 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         const float2 x = has ? __ldcg(from + 4 * j) : make_float2(0.0F, 0.0F);
-        s[4 * j + 2 * half] = x.x;
-        s[4 * j + 2 * half + 1] = x.y;
+        to[4 * j + 2 * half] = x.x;
+        to[4 * j + 2 * half + 1] = x.y;
       }
     }
+  };
+  const auto clear_output = [&] {
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0F;
+  };
+  const auto take_output = [&](const Slot& slot) {
+    if (p.load_state) {
+      read_state(slot, o);
+      scale_output();
+    } else {
+      clear_output();
+    }
+  };
+  // kEarlyState: the same in two parts.
+  const auto ask_for_output = [&](const Slot& slot) {
+    if (p.load_state) read_state(slot, s);
   };
   const auto take_asked = [&] {
     if (p.load_state) {
@@ -223,52 +222,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
         o[4 * j + 3] = s[4 * j + 3] * keep1;
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0F;
-    }
-  };
-  const auto take_output = [&](const Slot& slot) {
-    if (ANNULUS_SM90_STATE_TILES != 0 && p.load_state) {
-      const bool has0 = slot.old_lse[row] != -INFINITY;
-      const bool has1 = slot.old_lse[row + 8] != -INFINITY;
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        barrier_wait(shared_address(&control.state_full[0]) + 8 * value_stage,
-                     (state_parities >> value_stage) & 1);
-        state_parities ^= 1 << value_stage;
-        const std::uint32_t from = tiles + L::kValues + value_stage * L::kTileBytes;
-#pragma unroll
-        for (int i = 0; i < kDim / 16; ++i) {
-          const std::uint32_t at = from + state_place<kDim>(row, 32 * i + 8 * c);
-          const int j = part * (kDim / 16) + i;
-          float x, y, z, w;
-          load_pair(at, x, y);
-          load_pair(at + 8 * 2 * kDim, z, w);
-          o[4 * j] = has0 ? x * keep0 : 0.0F;
-          o[4 * j + 1] = has0 ? y * keep0 : 0.0F;
-          o[4 * j + 2] = has1 ? z * keep1 : 0.0F;
-          o[4 * j + 3] = has1 ? w * keep1 : 0.0F;
-        }
-        pass_values();
-      }
-    } else if (p.load_state) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool has = slot.old_lse[row + 8 * half] != -INFINITY;
-        const auto* from = reinterpret_cast<const float2*>(slot.state + slot.token[row + 8 * half] *
-                                                                            p.state.row_step) +
-                           c;
-#pragma unroll
-        for (int j = 0; j < kDim / 8; ++j) {
-          const float2 x = has ? __ldcg(from + 4 * j) : make_float2(0.0F, 0.0F);
-          o[4 * j + 2 * half] = x.x;
-          o[4 * j + 2 * half + 1] = x.y;
-        }
-      }
-      scale_output();
-    } else {
-#pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0F;
+      clear_output();
     }
   };
   // Scores of keys that are not seen become -inf. Returns whether this was the item's last tile.
@@ -419,22 +373,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       std::byte* to = slot.out + token * p.out.row_step;
       const float factor = empty ? 0.0F : p.out_factor / sum;
       if (p.out_dtype == DType::f32) {
-        if constexpr (ANNULUS_SM90_WIDE != 0) {
-          // Of two chunks of 8 columns even lanes get halves of the first, odd ones of the second.
-          const bool odd = (c & 1) != 0;
-          auto* const at = reinterpret_cast<float4*>(to) + (odd ? 2 : 0) + (c >> 1);
-#pragma unroll
-          for (int j = 0; j < kDim / 8; j += 2) {
-            const float x0 = o[4 * j + 2 * half] * factor;
-            const float x1 = o[4 * j + 2 * half + 1] * factor;
-            const float y0 = o[4 * j + 4 + 2 * half] * factor;
-            const float y1 = o[4 * j + 4 + 2 * half + 1] * factor;
-            const float z0 = __shfl_xor_sync(~0U, odd ? x0 : y0, 1);
-            const float z1 = __shfl_xor_sync(~0U, odd ? x1 : y1, 1);
-            if (token >= 0 && (!empty || p.for_good))
-              __stcg(at + 2 * j, odd ? make_float4(z0, z1, y0, y1) : make_float4(x0, x1, z0, z1));
-          }
-        } else if (token >= 0 && (!empty || p.for_good)) {
+        // 16 bytes a lane, after a shuffle, gained nothing.
+        if (token >= 0 && (!empty || p.for_good)) {
 #pragma unroll
           for (int j = 0; j < kDim / 8; ++j) {
             __stcg(reinterpret_cast<float2*>(to) + 4 * j + c,
@@ -515,7 +455,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     pin(o);
     release_values();
     round_weights();
-    if (kEarly && !last) {
+    if (kEarlyScores && !last) {
       wait_for_keys();
       pin(weights);
       pin(q);
@@ -529,8 +469,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       products_fence();
       issue_values();
       last = finish_tile(next);
-    } else if constexpr (kStateFirst) {
-      ask_for_state(next);
+    } else if constexpr (kEarlyState) {
+      ask_for_output(next);
       write(slot, old_max0, old_max1, old_sum0, old_sum1);
       take_asked();
     } else {
@@ -568,8 +508,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&control.queries_full), 1);
     barrier_init(shared_address(&control.queries_empty), kConsumerWarps);
     barrier_init(shared_address(&control.values_landed), 1);
-    for (int i = 0; i < L::kValueStages; ++i)
-      barrier_init(shared_address(&control.state_full[i]), kTeam);
     for (int i = 0; i < kSlots; ++i) barrier_init(shared_address(&control.rows_known[i]), 1);
     barrier_init_fence();
   }

@@ -21,36 +21,6 @@ inline constexpr int kSlots = 5;  // items whose rows are known: one is looked u
                                   // that is announced, the last one's are still written when the
                                   // next but one is announced, and values may lag by one
 
-// Switches, to see what they are worth (bench/cuda/variants_sm90.sh).
-#ifndef ANNULUS_SM90_PLAIN
-#define ANNULUS_SM90_PLAIN 1  // items whose tiles all come by bulk copies are loaded by one thread
-#endif
-#ifndef ANNULUS_SM90_EARLY
-#define ANNULUS_SM90_EARLY 64  // most head dim for which S of the next item goes ahead of writing
-#endif
-#ifndef ANNULUS_SM90_EARLY_CAUSAL
-#define ANNULUS_SM90_EARLY_CAUSAL ANNULUS_SM90_EARLY
-#endif
-#ifndef ANNULUS_SM90_STATE_FIRST
-#define ANNULUS_SM90_STATE_FIRST 1  // the next item's state is asked for before the last is written
-#endif
-#ifndef ANNULUS_SM90_STATE_TILES
-#define ANNULUS_SM90_STATE_TILES 0  // the state comes through shared memory, among the tiles of V
-#endif
-#ifndef ANNULUS_SM90_WIDE
-#define ANNULUS_SM90_WIDE 0  // fp32 rows are written by 16 bytes a lane
-#endif
-#ifndef ANNULUS_SM90_VALUE_STAGES_64
-#define ANNULUS_SM90_VALUE_STAGES_64 5  // head dim 64
-#endif
-#ifndef ANNULUS_SM90_WAIT_LATE
-#define ANNULUS_SM90_WAIT_LATE \
-  2  // P V is waited for after the softmax: never, always, where it pays
-#endif
-#ifndef ANNULUS_SM90_PREFETCH
-#define ANNULUS_SM90_PREFETCH 1  // of the state, to L2: takes long to ask for, row by row
-#endif
-
 struct ForwardArguments {
   CUtensorMap q, k, v;
   ForwardParams params;
@@ -116,7 +86,7 @@ struct alignas(16) Plan {
 template <int kDim>
 struct Layout {
   static constexpr int kKeyStages = kDim == 64 ? 3 : 2;
-  static constexpr int kValueStages = kDim == 64 ? ANNULUS_SM90_VALUE_STAGES_64 : 3;
+  static constexpr int kValueStages = kDim == 64 ? 5 : 3;
   static constexpr int kTileBytes = kTile * kDim * 2;
   static constexpr int kKeys = kTileBytes;  // queries are at 0
   static constexpr int kValues = kKeys + kKeyStages * kTileBytes;
@@ -129,9 +99,8 @@ struct Layout {
     std::uint64_t values_empty[kValueStages];
     std::uint64_t queries_full;
     std::uint64_t queries_empty;
-    std::uint64_t values_landed;       // to be looked through first
-    std::uint64_t rows_known[kSlots];  // plan and slot are there
-    std::uint64_t state_full[kValueStages];
+    std::uint64_t values_landed;         // to be looked through first
+    std::uint64_t rows_known[kSlots];    // plan and slot are there
     const std::byte* address[2][kTile];  // of rows to gather, by team
     float log2_weight[16];               // by the repeats that contain both rows
     Plan plans[kSlots];
@@ -153,6 +122,7 @@ struct Span {
   int most;
 };
 
+// As run_of in row_lists.h, by way of the read-only cache.
 __device__ __forceinline__ int find_run(const Run* runs, const RowList& list, int row) {
   int low = list.begin;
   int high = list.begin + list.runs - 1;
@@ -382,8 +352,7 @@ __device__ __forceinline__ KeyTiles<kCausal> key_tiles(const Run* runs, const Gr
   return {runs, group.keys, causal ? most_query + shift_of(group) : INT_MAX, {}};
 }
 
-// ---- looking up items
-// ----------------------------------------------------------------------------
+// ---- looking up items ---------------------------------------------------------------------------
 
 // By one thread: the first item with rows from `at` on. Returns where to go on.
 template <bool kCausal, PairWeights kWeights>
@@ -430,9 +399,8 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   plan.shift = shift;
   plan.compare = compare ? 1 : 0;
   const int key_runs = group->keys.runs;
-  bool plain = ANNULUS_SM90_PLAIN != 0 && kWeights != PairWeights::general && a.map_keys &&
-               group->keys.rows > 0 && key_runs <= 2 &&
-               (key_runs == 1 || group->keys.ascending != 0);
+  bool plain = kWeights != PairWeights::general && a.map_keys && group->keys.rows > 0 &&
+               key_runs <= 2 && (key_runs == 1 || group->keys.ascending != 0);
   if (plain) {
     const auto key_stride = static_cast<std::uint32_t>(a.traits.key_stride);
     int sum = 0;
@@ -464,37 +432,6 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   }
   plan.plain = plain ? 1 : 0;
   return at;
-}
-
-// ---- the running state
-// ---------------------------------------------------------------------------
-
-// The state's O comes as two tiles of V's ring ahead of the item's values: half of the columns
-// each, fp32, rows of 2 * kDim bytes. Rows are rotated by 32 bytes times the row modulo 4, so that
-// consumers' 8-byte reads of 4 rows meet no bank twice. Rows without a state are not touched.
-template <int kDim>
-__device__ __forceinline__ std::uint32_t state_place(int row, int byte) {
-  constexpr int kRowBytes = 2 * kDim;
-  return static_cast<std::uint32_t>(row * kRowBytes + ((byte + 32 * (row & 3)) & (kRowBytes - 1)));
-}
-
-// By a team: asks for one half.
-template <int kDim>
-__device__ __forceinline__ void copy_state(std::uint32_t target, const Slot& slot,
-                                           std::int64_t row_step, int half, int thread) {
-  constexpr int kChunks = kDim / 8;
-  constexpr int kStep = kTeam / kChunks;
-  static_assert(kStep % 4 == 0);
-  const int chunk = thread % kChunks;
-  const int first = thread / kChunks;
-  const std::byte* const from = slot.state + half * 2 * kDim + chunk * 16;
-  const std::uint32_t to = target + state_place<kDim>(first, chunk * 16);
-#pragma unroll 8
-  for (int i = 0; i < kTile / kStep; ++i) {
-    const int row = first + i * kStep;
-    if (slot.old_lse[row] != -INFINITY)
-      copy16(to + i * kStep * 2 * kDim, from + slot.token[row] * row_step, true);
-  }
 }
 
 // By a warp, for the team of queries and keys: the next item and its rows.
@@ -572,7 +509,8 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   }
   __syncwarp();
   if (lane == 0) barrier_arrive(known);
-  if (ANNULUS_SM90_PREFETCH != 0 && p.load_state) {
+  // Consumers will read the state as they take up the item.
+  if (p.load_state) {
     for (int r = lane; r < kTile; r += 32) {
       if (slot.old_lse[r] != -INFINITY)
         prefetch_to_l2(state + slot.token[r] * p.state.row_step, kDim * 4);
@@ -779,25 +717,9 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
     barrier_wait(shared_address(&control.rows_known[0]) + 8 * slot_at, slot_parity);
     const Plan& plan = control.plans[slot_at];
     if (plan.end != 0) break;
-    const Slot& slot = control.slots[slot_at];
     if (++slot_at == kSlots) {
       slot_at = 0;
       slot_parity ^= 1;
-    }
-    if (ANNULUS_SM90_STATE_TILES != 0 && p.load_state) {
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        if (thread == 0) {
-          barrier_wait(shared_address(&control.values_empty[0]) + 8 * stage, parity ^ 1);
-          // nobody waits for it, but phases go on
-          barrier_arrive(shared_address(&control.values_full[0]) + 8 * stage);
-        }
-        team_sync(kTeamBarrier);
-        copy_state<kDim>(tiles + L::kValues + stage * L::kTileBytes, slot, p.state.row_step, half,
-                         thread);
-        copy16_arrive(shared_address(&control.state_full[0]) + 8 * stage);
-        advance(stage, parity, 1, L::kValueStages);
-      }
     }
     const int everyone = plan.least + plan.shift;
     if (plan.plain != 0) {

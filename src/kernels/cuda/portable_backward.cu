@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
-  const Place query_place{item.batch, member.head, member.unit};
-  const Place key_place{item.batch, member.kv_head, member.unit};
+  const RowOwner query_place{item.batch, member.head, member.unit};
+  const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   const int first_column = static_cast<int>(blockIdx.y) * kPart;
   {
     const Member member = p.tables.members[item.member];
-    const Place place{item.batch, member.kv_head, member.unit};
+    const RowOwner place{item.batch, member.kv_head, member.unit};
     shared.key_poison.clear();
     shared.value_poison.clear();
     shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   const auto load = [&](int step) {
     const int stage = step % kStages;
     const Member member = p.tables.members[item.member + step / tiles];
-    const Place place{item.batch, member.head, member.unit};
+    const RowOwner place{item.batch, member.head, member.unit};
     TileRows<kQueries, 4>& rows = shared.queries[stage];
     rows.fill(p.tables, group, group.queries, (first_tile + step % tiles) * kQueries, queries, place, p.q, p.dout, p.lse, p.delta);
     __syncthreads();

@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Port
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
-  const Place query_place{item.batch, member.head, member.unit};
-  const Place key_place{item.batch, member.kv_head, member.unit};
+  const RowOwner query_place{item.batch, member.head, member.unit};
+  const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;

@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Port
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
-  const Place query_place{item.batch, member.head, member.unit};
-  const Place key_place{item.batch, member.kv_head, member.unit};
+  const RowOwner query_place{item.batch, member.head, member.unit};
+  const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
   const int tx = static_cast<int>(threadIdx.x) % 16;
   const int ty = static_cast<int>(threadIdx.x) / 16;
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
-  const Place query_place{item.batch, member.head, member.unit};
-  const Place key_place{item.batch, member.kv_head, member.unit};
+  const RowOwner query_place{item.batch, member.head, member.unit};
+  const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
   const int tx = static_cast<int>(threadIdx.x) % 16;
   const int ty = static_cast<int>(threadIdx.x) / 16;
@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   static_assert(sizeof(TileRows<kOther, 4>) <= sizeof(shared.queries));
   {
     const Member member = p.tables.members[item.member];
-    const Place place{item.batch, member.kv_head, member.unit};
+    const RowOwner place{item.batch, member.kv_head, member.unit};
     shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
                      p.v, p.dk, p.dv);
   }
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   const float scale = p.shape.scale * kLog2E;
   for (int m = 0; m < item.members; ++m) {
     const Member member = p.tables.members[item.member + m];
-    const Place place{item.batch, member.head, member.unit};
+    const RowOwner place{item.batch, member.head, member.unit};
     for (int first = begin; first < queries; first += kOther) {
       __syncthreads();
       queries_of_tile.fill(p.tables, group, group.queries, first, queries, place, p.q,

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/row_lists.h"
 
 // Where the rows of a list are: what every kernel that takes any layout has in common.
 namespace annulus::cuda {
@@ -18,17 +19,7 @@ struct PlacedRow {
 };
 
 __device__ inline PlacedRow place_row(const Run* runs, const RowList& list, int row) {
-  int low = list.begin;
-  int high = list.begin + list.runs - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (runs[middle].before <= row) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const Run run = runs[low];
+  const Run run = runs[run_of(runs, list, row)];
   const int i = row - run.before;
   return {run.source, run.index + i * run.index_stride,
           run.first + static_cast<std::int64_t>(i) * run.stride};
@@ -59,21 +50,15 @@ __device__ inline int tile_extent(const Run* runs, const RowList& list) {
   return place_row(runs, list, list.rows - 1).index + 1;
 }
 
-// Which head of the shard, and which unit of a parcel.
-struct Place {
-  int batch;
-  int head;
-  int unit;
-};
-
-__device__ inline std::byte* address(const Channel& channel, const PlacedRow& row, const Place& place) {
+__device__ inline std::byte* address(const Channel& channel, const PlacedRow& row,
+                                     const RowOwner& owner) {
   if (row.source < 0) {
     const TensorRows& local = channel.local;
-    return local.base + place.batch * local.batch_step + place.head * local.head_step +
+    return local.base + owner.batch * local.batch_step + owner.head * local.head_step +
            row.row * local.row_step;
   }
   const Source source = channel.sources[row.source];
-  const std::int64_t unit = place.batch * source.units + place.unit;
+  const std::int64_t unit = owner.batch * source.units + owner.unit;
   return source.base + (unit * channel.bytes_all + channel.bytes_before) * source.rows +
          row.row * channel.row_bytes + channel.row_offset;
 }
@@ -129,20 +114,20 @@ struct TileRows {
   // threads of a block, one row each; the caller synchronises.
   template <typename... Channels>
   __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list, int first,
-                       int end, const Place& place, const Channels&... channels) {
-    fill(tables, group, list, list.by_index != 0, first, end, place, channels...);
+                       int end, const RowOwner& owner, const Channels&... channels) {
+    fill(tables, group, list, list.by_index != 0, first, end, owner, channels...);
   }
   // Rows [first, end) of the list, whatever its tiles are.
   template <typename... Channels>
   __device__ void fill_rows(const DeviceTables& tables, const Group& group, const RowList& list,
-                            int first, int end, const Place& place, const Channels&... channels) {
-    fill(tables, group, list, false, first, end, place, channels...);
+                            int first, int end, const RowOwner& owner, const Channels&... channels) {
+    fill(tables, group, list, false, first, end, owner, channels...);
   }
 
  private:
   template <typename... Channels>
   __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list,
-                       bool by_index, int first, int end, const Place& place,
+                       bool by_index, int first, int end, const RowOwner& owner,
                        const Channels&... channels) {
     static_assert(sizeof...(channels) == kChannels);
     for (int r = static_cast<int>(threadIdx.x); r < kRows; r += static_cast<int>(blockDim.x)) {
@@ -160,7 +145,7 @@ struct TileRows {
         repeats[r] = 0;
         continue;
       }
-      ((at[c++][r] = address(channels, row, place)), ...);
+      ((at[c++][r] = address(channels, row, owner)), ...);
       index[r] = row.index;
       repeats[r] = static_cast<unsigned char>(
           repeats_with(tables.repeats + group.first_repeat, group.repeats, row.index));

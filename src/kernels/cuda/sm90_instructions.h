@@ -199,10 +199,6 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
                "r"(present ? 16 : 0)
                : "memory");
 }
-// Arrives once this thread's copies so far have arrived.
-__device__ __forceinline__ void copy16_arrive(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 // Until this thread's copies have arrived.
 __device__ __forceinline__ void copy16_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

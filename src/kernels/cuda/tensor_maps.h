@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/launch.h"
+
+// Maps for bulk tensor copies (Hopper), with the swizzle of 128 bytes.
+namespace annulus::cuda {
+
+// Rows of the shard.
+struct MappedRows {
+  TensorRows rows;
+  DType dtype = DType::bf16;
+  int head_dim = 0;
+  int heads = 0;
+  std::int64_t tokens = 0;
+  std::int64_t batch = 0;
+};
+
+// Of {column, head, token % stride, token / stride, batch}: tokens that are `stride` apart are next
+// to each other, wherever they begin. A box is `box_rows` such tokens and 128 bytes of each. False
+// where there can be no such map; rows must be gathered then.
+[[nodiscard]] bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t stride,
+                                   int box_rows);
+
+}  // namespace annulus::cuda

@@ -20,7 +20,7 @@ if(NOT ANNULUS_CUDA STREQUAL "OFF")
     # The runtime is named below, once; what nvcc would link besides is not needed, and not found by other linkers.
     set(CMAKE_CUDA_RUNTIME_LIBRARY None)
     set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
-    find_package(CUDAToolkit 12.3 REQUIRED)
+    find_package(CUDAToolkit 12.5 REQUIRED)
     set(ANNULUS_HAS_CUDA ON)
   elseif(ANNULUS_CUDA STREQUAL "ON")
     message(FATAL_ERROR "ANNULUS_CUDA is ON, but there is no CUDA compiler: install the CUDA toolkit and put nvcc into PATH")

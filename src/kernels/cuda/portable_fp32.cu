@@ -409,6 +409,15 @@ cudaError_t launch_items(const Params& params, cudaStream_t stream, const Kernel
 
 }  // namespace
 
+std::size_t fp32_shared_bytes(int head_dim, bool backward) {
+  std::size_t bytes = 0;
+  static_cast<void>(with_dim(head_dim, [&](auto dim) {
+    bytes = backward ? sizeof(GradientShared<dim()>) : sizeof(ForwardShared<dim()>);
+    return cudaSuccess;
+  }));
+  return bytes;
+}
+
 cudaError_t forward_fp32(const PortableForwardParams& params, cudaStream_t stream) {
   return launch_items<ForwardShared>(params, stream, [](auto dim) { return forward<dim()>; });
 }

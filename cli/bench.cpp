@@ -294,11 +294,9 @@ Json to_json(const Case& one, const Case& first) {
     if (report.seconds.empty()) return nullptr;
     return {
         {"seconds", report.median_seconds()},
-        {"ms", report.median_seconds() * 1e3},
         {"seconds_all", report.seconds},
         {"spread", spread(report)},
         {"gflops", report.gflops()},
-        {"tflops", report.gflops() / 1e3},
         {"share_of_peak", one.peak_gflops > 0.0 ? Json(report.gflops() / one.peak_gflops) : Json()},
         {"ratio", ratio(report, base)},
         {"bytes_sent", report.measured_bytes}};

@@ -17,9 +17,8 @@ std::string DeviceFacts::text() const { return fmt::format("{} ({})", name_of(de
 
 DeviceFacts device_facts(const Device& device) {
   if (device.kind == Device::Kind::cpu) return {device, cpu_name(), cpu::chosen_kernels().name, ""};
-  const std::shared_ptr<Backend> backend = backend_of(device, 0);
   const CudaDevice gpu = cuda_device(device.index);
-  return {device, gpu.name, backend->kernels(), gpu.driver};
+  return {device, gpu.name, gpu.kernels, gpu.driver};
 }
 
 void add_device(Json& json, const DeviceFacts& facts) {

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/cuda/launch_traits.h"
 #include "support/random_plans.h"
 
 namespace annulus::cuda {
@@ -191,6 +192,57 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
       }
     }
   }
+}
+
+// Tables of one rank that holds everything.
+Tables whole(const Pattern& pattern, std::int64_t tokens, int tile) {
+  const Placement placement = Placement::contiguous(tokens, 1);
+  const Plan plan({pattern, placement, placement, pattern.heads, Schedule::ring, Travel::keys}, 0);
+  Computation computation;
+  computation.pattern = &pattern;
+  computation.query_tokens = computation.key_tokens = tokens;
+  computation.kv_heads = pattern.heads;
+  return make_tables({Stage::Kind::forward, &plan, 0, 0}, computation, Side::queries, tile, false);
+}
+
+TEST(CudaTables, ArrangedItemsAreTheSameAndLoadBlocksEvenly) {
+  constexpr int kBlocks = 12;
+  constexpr int kTile = 64;
+  const Tables tables = whole(dense(4, true), 64 * kTile, kTile);
+  ASSERT_EQ(tables.launches.size(), 1U);
+  const std::vector<Item> arranged = arrange_items(tables, tables.launches[0], kBlocks, kTile);
+  const auto key = [](const Item& item) { return std::tuple(item.member, item.begin, item.rows); };
+  std::multiset<std::tuple<int, int, int>> before;
+  std::multiset<std::tuple<int, int, int>> after;
+  std::vector<std::int64_t> load(kBlocks, 0);
+  for (const Item& item : tables.items) before.insert(key(item));
+  for (std::size_t i = 0; i < arranged.size(); ++i) {
+    if (arranged[i].rows == 0) continue;
+    after.insert(key(arranged[i]));
+    load[i % kBlocks] += arranged[i].begin / kTile + 1;  // tiles of keys that a causal item sees
+  }
+  EXPECT_EQ(before, after);
+  const auto [least, most] = std::minmax_element(load.begin(), load.end());
+  EXPECT_LE(*most, 1.1 * static_cast<double>(*least));
+}
+
+TEST(CudaTables, TraitsSayWhatKernelsAreChosenBy) {
+  const std::vector<std::int64_t> segments{256, 512};
+  const Pattern nested = longnet(4, segments, std::vector<std::int64_t>{1, 2}, true);
+  const Tables shared = whole(nested, 1024, 64);
+  ASSERT_EQ(shared.launches.size(), 2U);
+  const LaunchTraits guest = launch_traits(shared, shared.launches[0]);  // coarse first
+  EXPECT_EQ(guest.key_stride, 2);
+  EXPECT_EQ(guest.weights, PairWeights::none);
+  const LaunchTraits host = launch_traits(shared, shared.launches[1]);
+  EXPECT_TRUE(host.causal);
+  EXPECT_EQ(host.key_stride, 1);
+  EXPECT_EQ(host.weights, PairWeights::periodic);  // every second row counts twice
+
+  const Pattern odd = longnet(3, std::vector<std::int64_t>{240, 480}, std::vector<std::int64_t>{1, 3});
+  const Tables thirds = whole(odd, 960, 64);
+  ASSERT_EQ(thirds.launches.size(), 2U);
+  EXPECT_EQ(launch_traits(thirds, thirds.launches[1]).weights, PairWeights::general);
 }
 
 }  // namespace

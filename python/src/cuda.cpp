@@ -77,7 +77,7 @@ void bind_cuda(nb::module_& module) {
   module.def(
       "cuda_devices", &devices, nb::sig("def cuda_devices() -> list[dict[str, typing.Any]]"),
       R"(The CUDA devices of this machine, a dict each: 'device' ('cuda:0'), 'name', 'capability', a pair,
-'multiprocessors', 'memory_bytes', 'free_bytes', 'kernels' (which ones run there, and why) and
+'multiprocessors', 'memory_bytes', 'free_bytes', 'kernels' (the best ones that run there) and
 'complaint' (why the device cannot be used, else empty). No devices: :func:`cuda_complaint` says why.)");
   module.def(
       "use_cuda_allocator",

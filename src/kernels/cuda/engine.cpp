@@ -119,7 +119,7 @@ CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& fa
   out.family = family;
   std::int64_t launches = 0;
   for (const Stage& stage : stages_) {
-    BackwardStage compiled{stage.kind, {}, {}, launches};
+    BackwardStage compiled{{}, {}, launches};
     if (stage.kind != Stage::Kind::key_gradient && family.query_tile > 0) {
       compiled.queries =
           compile(stage, Side::queries, family.query_tile, ItemOrder::longest_first);

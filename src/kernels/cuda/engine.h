@@ -46,7 +46,6 @@ class CudaEngine final : public Engine {
  private:
   // Backward's stages, as a family wants them.
   struct BackwardStage {
-    Stage::Kind kind;
     CompiledStage queries;  // dQ
     CompiledStage keys;     // dK and dV
     std::int64_t first_counter = 0;

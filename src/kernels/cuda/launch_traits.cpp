@@ -51,8 +51,7 @@ std::int32_t usual_stride(const std::map<std::int32_t, std::int64_t>& rows_by_st
   return stride;
 }
 
-}  // namespace
-
+// See PairWeights.
 bool periodic_weights(const Tables& tables, const Group& group) {
   for (std::int32_t i = 0; i < group.repeats; ++i) {
     const Repeat& repeat = tables.repeats[static_cast<std::size_t>(group.first_repeat + i)];
@@ -62,6 +61,29 @@ bool periodic_weights(const Tables& tables, const Group& group) {
     return (run.index_stride == 1 || run.count == 1) && (run.index - run.before) % 16 == 0;
   });
 }
+
+// Tiles of `tile` keys that the item's queries see something of (at least 1).
+std::int64_t key_tiles(const Tables& tables, const Item& item, int tile) {
+  const Group& group = group_of(tables, item);
+  const std::int64_t all = (group.keys.rows + tile - 1) / tile;
+  if (group.causal == 0 || item.rows == 0) return std::max<std::int64_t>(1, all);
+  const std::int64_t limit =
+      index_range(runs_of(tables, group.queries), item.begin, item.rows).second + group.shift;
+  const std::span<const Run> keys = runs_of(tables, group.keys);
+  if (keys.size() == 1) {
+    const Run& run = keys.front();
+    const std::int64_t visible = limit < run.index ? 0 : (limit - run.index) / run.index_stride + 1;
+    return std::clamp<std::int64_t>((visible + tile - 1) / tile, 1, std::max<std::int64_t>(1, all));
+  }
+  std::int64_t tiles = 0;
+  for (std::int64_t t = 0; t < all; ++t) {
+    const std::int64_t rows = std::min<std::int64_t>(tile, group.keys.rows - t * tile);
+    if (index_range(keys, t * tile, rows).first <= limit) ++tiles;
+  }
+  return std::max<std::int64_t>(1, tiles);
+}
+
+}  // namespace
 
 LaunchTraits launch_traits(const Tables& tables, const Launch& launch) {
   LaunchTraits traits;
@@ -88,26 +110,6 @@ LaunchTraits launch_traits(const Tables& tables, const Launch& launch) {
   traits.query_stride = usual_stride(query_rows);
   traits.key_stride = usual_stride(key_rows);
   return traits;
-}
-
-std::int64_t key_tiles(const Tables& tables, const Item& item, int tile) {
-  const Group& group = group_of(tables, item);
-  const std::int64_t all = (group.keys.rows + tile - 1) / tile;
-  if (group.causal == 0 || item.rows == 0) return std::max<std::int64_t>(1, all);
-  const std::int64_t limit =
-      index_range(runs_of(tables, group.queries), item.begin, item.rows).second + group.shift;
-  const std::span<const Run> keys = runs_of(tables, group.keys);
-  if (keys.size() == 1) {
-    const Run& run = keys.front();
-    const std::int64_t visible = limit < run.index ? 0 : (limit - run.index) / run.index_stride + 1;
-    return std::clamp<std::int64_t>((visible + tile - 1) / tile, 1, std::max<std::int64_t>(1, all));
-  }
-  std::int64_t tiles = 0;
-  for (std::int64_t t = 0; t < all; ++t) {
-    const std::int64_t rows = std::min<std::int64_t>(tile, group.keys.rows - t * tile);
-    if (index_range(keys, t * tile, rows).first <= limit) ++tiles;
-  }
-  return std::max<std::int64_t>(1, tiles);
 }
 
 std::vector<Item> arrange_items(const Tables& tables, const Launch& launch, int blocks, int tile) {

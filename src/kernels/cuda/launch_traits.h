@@ -11,7 +11,9 @@ namespace annulus::cuda {
 // How often pairs of a launch count.
 enum class PairWeights : std::uint8_t {
   none,      // once
-  periodic,  // by their indices modulo 16 (see periodic_weights)
+  // By the query's index and the key's place in the list modulo 16 only: strides of repeats divide
+  // 16, and a key's place and its index agree modulo 16.
+  periodic,
   general,
 };
 
@@ -23,14 +25,7 @@ struct LaunchTraits {
   std::int32_t key_stride = 1;
 };
 
-// Whether the weight of a pair depends on its query's index and the key's place in the list modulo
-// 16 only: strides of repeats divide 16, and a key's place and its index agree modulo 16.
-[[nodiscard]] bool periodic_weights(const Tables& tables, const Group& group);
-
 [[nodiscard]] LaunchTraits launch_traits(const Tables& tables, const Launch& launch);
-
-// Tiles of `tile` keys that the item's queries see something of (at least 1).
-[[nodiscard]] std::int64_t key_tiles(const Tables& tables, const Item& item, int tile);
 
 // The items of a launch in an order in which block b of `blocks` takes items b, b + blocks, ..., so
 // that all blocks end at about the same time and items next to each other, which read the same

@@ -112,7 +112,10 @@ gpu-bench: ## Measure on a GPU beside cuDNN and others, with the python3 that ha
 	PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --out bench/results/h200.json
 	ANNULUS_CUDA_KERNELS=portable PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --only portable \
 	  --out bench/results/h200.json
+	PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_facts.py --out bench/results/h200.json
 	python3 bench/tables.py
+	@python3 -c 'import matplotlib' 2>/dev/null && python3 bench/plot.py bench/results/h200.json || \
+	  echo "gpu-bench: this python3 has no matplotlib; elsewhere: .venv/bin/python bench/plot.py bench/results/h200.json"
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
 	@scripts/setup.sh --lint

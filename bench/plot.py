@@ -1,4 +1,7 @@
-"""Draws docs/images/*.svg from a result of bench/peer/versus_pytorch.py:  .venv/bin/python bench/plot.py bench/results/FILE.json"""
+"""Draws docs/images/*.svg from the results of bench/peer/versus_pytorch.py or bench/cuda/gpu_bench.py:
+
+.venv/bin/python bench/plot.py bench/results/FILE.json
+"""
 
 import json
 import pathlib
@@ -56,10 +59,47 @@ def bars(axis, rows, title):
         axis.spines[side].set_visible(False)
 
 
+def gpu_bars(axis, cases, title):
+    """TFLOP/s of both sides per case, our time over the peer's above."""
+    x = range(len(cases))
+    ours = [c["tflops"] for c in cases]
+    axis.bar([i - 0.2 for i in x], ours, 0.4, color=OURS, label="Annulus")
+    theirs = [c["tflops"] * c["ratio"] for c in cases]
+    axis.bar([i + 0.2 for i in x], theirs, 0.4, color=THEIRS, label="cuDNN")
+    for i, c in enumerate(cases):
+        axis.text(i - 0.2, ours[i] + 6, f"{c['ratio']:.2f}", ha="center", fontsize=7, color=OURS)
+    labels = [c["name"].split("_d")[-1].replace("_", "\n").replace("interl", "inter-\nl") for c in cases]
+    axis.set_xticks(list(x), [f"D{label}" for label in labels], fontsize=6.5)
+    axis.set_title(title, fontsize=9, loc="left")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def draw_gpu(result, images):
+    figure, axes = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained", sharey=True)
+    for line, direction in enumerate(("forward", "backward")):
+        for column, pattern in enumerate(("longnet", "dense")):
+            begin = f"{pattern}_{direction}_d"
+            chosen = [c for c in result["cases"] if c["name"].startswith(begin) and "determ" not in c["name"]]
+            gpu_bars(axes[line][column], chosen, f"{pattern.replace('longnet', 'LongNet')} {direction}")
+        axes[line][0].set_ylabel("TFLOP/s over allowed pairs", fontsize=8)
+    axes[0][1].legend(fontsize=8, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.14))
+    figure.suptitle(
+        f"{result['machine']['device']}, bf16, 16 heads (above the bars: our time over cuDNN's; its LongNet is without merge)",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    figure.savefig(images / "h200.svg", metadata={"Date": None})
+
+
 def main():
     result = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))
     images = ROOT / "docs/images"
     images.mkdir(parents=True, exist_ok=True)
+    if "cases" in result:
+        draw_gpu(result, images)
+        return
     for direction in ("forward", "backward"):
         rows = result["suites"].get(direction)
         if not rows:

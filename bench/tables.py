@@ -204,8 +204,8 @@ def machine(result):
     )
 
 
-def main():
-    page = PAGE.read_text(encoding="utf-8")
+def filled(page):
+    """The page with all tables as the results say."""
     for file in sorted((ROOT / "bench" / "results").glob("*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
         if "cases" in result:
@@ -218,7 +218,11 @@ def main():
             page, count = re.subn(pattern, lambda m, t=text: m[1] + t, page)
             if count != 1:
                 raise SystemExit(f"tables: {PAGE.name} has {count} places for '{mark}'")
-    PAGE.write_text(page, encoding="utf-8")
+    return page
+
+
+def main():
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ target_link_libraries(annulus_python PRIVATE annulus::annulus fmt::fmt Threads::
 set(python_package "${PROJECT_BINARY_DIR}/python/annulus")
 set_target_properties(annulus_python PROPERTIES OUTPUT_NAME _core LIBRARY_OUTPUT_DIRECTORY "${python_package}")
 annulus_warnings(annulus_python)
+# What static libraries bring stays inside: CUDA's runtime, and libstdc++ where a compiler has no other, beside the copies that
+# Python's process has already. Found on a machine of the second kind: std::ifstream crashed, half of it ours, half PyTorch's.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+  target_link_options(annulus_python PRIVATE "LINKER:--exclude-libs,ALL")
+endif()
 
 nanobind_add_stub(annulus_python_stub
   MODULE _core

@@ -356,10 +356,10 @@ def main() -> None:
             attempt(longnet, 1048576, "1m", 128, causal, False)
         attempt(flex)
     if arguments.out:
-        old = json.loads(arguments.out.read_text())["cases"] if arguments.out.exists() else []
+        whole = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": []}
         names = {c["name"] for c in report.cases}
-        cases = [c for c in old if c["name"] not in names] + report.cases
-        arguments.out.write_text(json.dumps(dict(machine=machine(), cases=cases), indent=1) + "\n")
+        cases = [c for c in whole["cases"] if c["name"] not in names] + report.cases
+        arguments.out.write_text(json.dumps({**whole, "machine": machine(), "cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -359,6 +360,30 @@ def test_pytorch_counts_the_workspace(cuda: types.ModuleType) -> None:
     annulus.torch.clear_cache()
     assert cuda.cuda.memory_allocated() - before <= held - info["state_bytes"]
     del o
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_info_is_what_was_allocated(cuda: types.ModuleType, dtype: str, ranks: int) -> None:
+    cuda.cuda.synchronize()
+    before = cuda.cuda.memory_allocated()
+
+    def make(transport: annulus.Transport) -> annulus.RingAttention:
+        return annulus.RingAttention(
+            annulus.Pattern.longnet(4, [256, 1024], [1, 2], causal=True),
+            annulus.Placement.striped(4000, ranks),
+            transport=transport,
+            head_dim=64,
+            dtype=dtype,
+            device="cuda",
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(ranks) as threads:
+        rings = list(threads.map(make, annulus.make_in_process_ring(ranks)))
+    held = cuda.cuda.memory_allocated() - before
+    counted = sum(ring.memory_info["workspace_bytes"] for ring in rings)
+    # PyTorch hands out multiples of 512 bytes.
+    assert 0 <= held - counted <= 512 * 40 * ranks
 
 
 def test_too_much_memory_is_a_device_error_that_says_for_what(cuda: types.ModuleType) -> None:

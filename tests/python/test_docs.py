@@ -102,11 +102,11 @@ def run_on_a_ring(rank: int, ranks: int, page: pathlib.Path, store: str) -> None
     dist.destroy_process_group()
 
 
-def script(name: str) -> types.ModuleType:
-    """A program of docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+def script(path: pathlib.Path) -> types.ModuleType:
+    """A program, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
@@ -145,8 +145,15 @@ def test_placement_examples_are_right_on_a_ring(torch: types.ModuleType) -> None
     run_this_file(str(DOCS / "PLACEMENTS.md"), "3")
 
 
+def test_tables_are_what_the_results_say() -> None:
+    tables = script(ROOT / "bench" / "tables.py")
+    written = tables.PAGE.read_text(encoding="utf-8")
+    if tables.filled(written) != written:
+        pytest.fail("docs/PERFORMANCE.md is not what bench/results says: run 'python3 bench/tables.py'")
+
+
 def test_api_page_is_up_to_date(torch: types.ModuleType) -> None:
-    make_api = script("make_api")
+    make_api = script(DOCS / "make_api.py")
     written, made = make_api.PAGE.read_text(encoding="utf-8"), make_api.make()
     # Not an assertion on the texts: a page of differences says less than the command.
     if written != made:
@@ -160,7 +167,7 @@ def test_api_page_is_up_to_date(torch: types.ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["draw_placements", "draw_shared_pairs"])
 def test_picture_is_up_to_date(name: str) -> None:
-    draw = script(name)
+    draw = script(DOCS / f"{name}.py")
     if draw.PICTURE.read_text(encoding="utf-8") != draw.make():
         pytest.fail(f"docs/images/{draw.PICTURE.name} is out of date: run '.venv/bin/{draw.COMMAND}'")
 
@@ -170,7 +177,7 @@ def test_every_public_name_has_a_docstring(package: str) -> None:
     if package == "annulus.torch":
         pytest.importorskip("torch", reason="PyTorch is not installed")
     module = importlib.import_module(package)
-    make_api = script("make_api")
+    make_api = script(DOCS / "make_api.py")
     assert module.__doc__
     for name in module.__all__:
         thing = getattr(module, name)
@@ -185,7 +192,7 @@ def test_every_public_name_has_a_docstring(package: str) -> None:
 
 def anchors_of(page: pathlib.Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    slug = script("make_api").slug
+    slug = script(DOCS / "make_api.py").slug
     return {slug(heading) for heading in headings}
 
 

@@ -83,7 +83,6 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
     forward_.push_back(
         compile(stage, Side::queries, families_.forward.tile, families_.forward.order));
     forward_launches_ += static_cast<int>(forward_.back().tables.launches.size());
-    list_bytes_ += forward_.back().tables.bytes();
   }
   for (const CompiledStage& stage : forward_) {
     if (stage.tables.launches.empty()) continue;
@@ -95,8 +94,6 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
     covers_last_ = covers(last, last.launches.back(), computation_.query_rows());
   }
   backward_ = compile_backward(families_.backward);
-  for (const BackwardStage& stage : backward_.stages)
-    list_bytes_ += stage.queries.tables.bytes() + stage.keys.tables.bytes();
 }
 
 CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemOrder order) const {
@@ -132,14 +129,16 @@ CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& fa
   return out;
 }
 
-void CudaEngine::upload(BackwardStages& stages) const {
+void CudaEngine::upload(BackwardStages& stages) {
   std::int64_t launches = 0;
   for (BackwardStage& stage : stages.stages) {
     stage.queries.upload(device_);
     stage.keys.upload(device_);
+    list_bytes_ += stage.queries.memory.bytes() + stage.keys.memory.bytes();
     launches += static_cast<std::int64_t>(stage.keys.tables.launches.size());
   }
   stages.counters = allocate_device(device_, launches * 4, "counters of items");
+  list_bytes_ += stages.counters.bytes();
 }
 
 CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
@@ -153,7 +152,10 @@ CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
 
 void CudaEngine::allocate(const ReceivedRows& received) {
   const DeviceScope scope(device_);
-  for (CompiledStage& stage : forward_) stage.upload(device_);
+  for (CompiledStage& stage : forward_) {
+    stage.upload(device_);
+    list_bytes_ += stage.memory.bytes();
+  }
   if (computation_.backward) upload(backward_);
   keys_ = upload_parcels(received.keys);
   queries_ = upload_parcels(received.queries);
@@ -183,6 +185,7 @@ void CudaEngine::upload_kept() {
   const auto words = static_cast<std::int64_t>(kept.words().size() * sizeof(KeptRows::Word));
   const auto heads = static_cast<std::int64_t>(kept.heads().size() * sizeof(KeptRows::Head));
   kept_memory_ = allocate_device(device_, words + heads, "the table of kept rows");
+  list_bytes_ += kept_memory_.bytes();
   const auto copy = [&](std::byte* to, const void* from, std::int64_t bytes) {
     check(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice),
           "copying the table of kept rows");
@@ -196,7 +199,7 @@ void CudaEngine::upload_kept() {
   kept_.branches = static_cast<std::int32_t>(computation_.pattern->branches.size());
 }
 
-CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) const {
+CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) {
   Parcels out;
   out.layout = parcels.layout;
   if (parcels.layout == nullptr || parcels.base->empty()) return out;
@@ -216,6 +219,7 @@ CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) const 
   }
   out.table = allocate_device(device_, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
                               "the table of parcels");
+  list_bytes_ += out.table.bytes();
   check(cudaMemcpy(out.table.data(), sources.data(), sources.size() * sizeof(Source),
                    cudaMemcpyHostToDevice),
         "copying the table of parcels");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <string>
@@ -64,7 +65,7 @@ class CudaEngine final : public Engine {
   };
   [[nodiscard]] CompiledStage compile(const Stage& stage, Side side, int tile, ItemOrder order) const;
   [[nodiscard]] BackwardStages compile_backward(const BackwardFamily& family) const;
-  void upload(BackwardStages& stages) const;
+  void upload(BackwardStages& stages);
   // Those of the chosen family or, for rows that lie too awkwardly for it, of the portable one, which
   // are made when they are first needed.
   [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape);
@@ -81,7 +82,7 @@ class CudaEngine final : public Engine {
   [[nodiscard]] float* branch_sums(const BranchOutputs& branches) const;
   void upload_kept();
   [[nodiscard]] std::int64_t sum_bytes(std::int64_t rows) const;
-  [[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels) const;
+  [[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels);
   [[nodiscard]] static Channel channel(const TensorRows& local, const Parcels& parcels, int section,
                                        std::int64_t byte_offset = 0);
   [[nodiscard]] KernelShape shape(std::span<const TensorRows> rows) const;
@@ -93,7 +94,7 @@ class CudaEngine final : public Engine {
   const std::vector<Stage> stages_;  // of backward
   BackwardStages backward_;
   BackwardStages awkward_;
-  std::int64_t list_bytes_ = 0;
+  std::atomic<std::int64_t> list_bytes_ = 0;  // grows when awkward_ is made
   int forward_launches_ = 0;
   bool covers_first_ = false;  // the first launch has every query row
   bool covers_last_ = false;   // the last one

@@ -127,12 +127,6 @@ double cost_of(const Item& item, const Group& group, Side side) {
 
 }  // namespace
 
-std::int64_t Tables::bytes() const {
-  return static_cast<std::int64_t>(runs.size() * sizeof(Run) + groups.size() * sizeof(Group) +
-                                   members.size() * sizeof(Member) +
-                                   repeats.size() * sizeof(Repeat) + items.size() * sizeof(Item));
-}
-
 Tables make_tables(const Stage& stage, const Computation& computation, Side side, int tile,
                    bool canonical) {
   Stage by_side = stage;

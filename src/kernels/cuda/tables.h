@@ -81,8 +81,6 @@ struct Tables {
   std::vector<Repeat> repeats;
   std::vector<Item> items;
   std::vector<Launch> launches;  // one after the other
-
-  [[nodiscard]] std::int64_t bytes() const;
 };
 
 // `tile`: most rows of an item. Branches come coarsest first, so that a branch that has every row

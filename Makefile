@@ -13,7 +13,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit gpu gpu-test gpu-bench asan asan-python tsan bench pytorch-bench lint format clean
+.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan bench pytorch-bench lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -61,6 +61,9 @@ gpu: setup ## Build everything with CUDA kernels into build/cuda; an error where
 # One after the other: they share the device.
 gpu-test: gpu ## Build with CUDA kernels and run the tests of GPUs (without one they are skipped, and say why)
 	@ctest --preset gpu
+
+gpu-sanitize: gpu ## Run a few configurations under compute-sanitizer (memcheck, racecheck, synccheck, initcheck)
+	@scripts/gpu_sanitize.sh build/cuda/annulus $(JOBS)
 
 asan: setup ## Run the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(CONFIGURE) asan

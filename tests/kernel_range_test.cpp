@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "support/kernel_task.h"
+#include "support/problem.h"
 #include "support/random_plans.h"
-#include "support/ring_fixture.h"
 
 namespace annulus {
 namespace {

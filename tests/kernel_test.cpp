@@ -16,8 +16,8 @@
 #include "annulus/half.h"
 #include "annulus/reference.h"
 #include "support/kernel_task.h"
+#include "support/problem.h"
 #include "support/random_plans.h"
-#include "support/ring_fixture.h"
 
 namespace annulus {
 namespace {

@@ -9,20 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import make_ring
 
 import annulus
 
 COMPLAINT = annulus.cuda_complaint()
-
-
-def make_ring(tokens: int, heads: int, dim: int, **options: Any) -> annulus.RingAttention:
-    return annulus.RingAttention(
-        annulus.Pattern.dense(heads),
-        annulus.Placement.contiguous(tokens, 1),
-        transport=annulus.make_in_process_ring(1)[0],
-        head_dim=dim,
-        **options,
-    )
 
 
 # ---- without a device

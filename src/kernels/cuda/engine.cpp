@@ -196,6 +196,9 @@ void CudaEngine::allocate(const ReceivedRows& received) {
   if (!computation_.backward) return;
   statistics_ = allocate_device(
       device_, computation_.query_rows() * computation_.statistics_width() * 4, "row statistics");
+  // What fills a row up to 16 bytes is sent along, and nobody writes it.
+  check(cudaMemset(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes())),
+        "clearing row statistics");
 }
 
 std::int64_t CudaEngine::sum_bytes(std::int64_t rows) const {

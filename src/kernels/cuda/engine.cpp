@@ -199,6 +199,7 @@ void CudaEngine::allocate(const ReceivedRows& received) {
   // What fills a row up to 16 bytes is sent along, and nobody writes it.
   check(cudaMemset(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes())),
         "clearing row statistics");
+  check(cudaStreamSynchronize(nullptr), "clearing row statistics");  // streams of calls do not wait
 }
 
 std::int64_t CudaEngine::sum_bytes(std::int64_t rows) const {

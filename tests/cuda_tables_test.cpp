@@ -36,9 +36,8 @@ std::vector<Row> rows_of(const Tables& tables, const RowList& list) {
     }
   }
   EXPECT_EQ(list.rows, static_cast<std::int32_t>(rows.size()));
-  const bool ascending = std::is_sorted(rows.begin(), rows.end(), [](const Row& a, const Row& b) {
-    return a.index < b.index;
-  });
+  const bool ascending = std::is_sorted(
+      rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.index < b.index; });
   EXPECT_EQ(list.ascending != 0, ascending);
   return rows;
 }
@@ -114,8 +113,8 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
     const bool canonical = random.coin();
     for (const Side side : {Side::queries, Side::keys}) {
       std::map<std::tuple<int, std::int64_t, std::int64_t>, int> weights;  // head, query, key
-      const PlanOptions options{c.pattern, c.placement, c.placement,
-                                c.kv_heads, c.schedule, c.travel};
+      const PlanOptions options{c.pattern,  c.placement, c.placement,
+                                c.kv_heads, c.schedule,  c.travel};
       for (int rank = 0; rank < c.placement.ranks(); ++rank) {
         const Plan plan(options, rank);
         const Positions positions(plan);
@@ -239,7 +238,8 @@ TEST(CudaTables, TraitsSayWhatKernelsAreChosenBy) {
   EXPECT_EQ(host.key_stride, 1);
   EXPECT_EQ(host.weights, PairWeights::periodic);  // every second row counts twice
 
-  const Pattern odd = longnet(3, std::vector<std::int64_t>{240, 480}, std::vector<std::int64_t>{1, 3});
+  const Pattern odd =
+      longnet(3, std::vector<std::int64_t>{240, 480}, std::vector<std::int64_t>{1, 3});
   const Tables thirds = whole(odd, 960, 64);
   ASSERT_EQ(thirds.launches.size(), 2U);
   EXPECT_EQ(launch_traits(thirds, thirds.launches[1]).weights, PairWeights::general);

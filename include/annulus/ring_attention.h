@@ -59,16 +59,16 @@ struct RingOptions {
                     // process may use, or ANNULUS_THREADS
 };
 
-// Keys are always present; bytes are of this rank.
+// Bytes are of this rank.
 struct MemoryInfo {
-  Device device;
+  Device device;                         // of a cache's: that of one of its executors
   std::string complexity;                // how memory grows, in words
   std::int64_t workspace_bytes = 0;      // everything this executor has allocated
   std::int64_t communication_bytes = 0;  // of these: send and receive buffers
   std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
   std::int64_t scratch_bytes = 0;        // the kernels', shared by all executors of the process
   std::int64_t cached_workspaces = 0;    // filled by RingAttentionCache, else 0
-  double device_utilization = -1.0;      // -1: unknown (CPU)
+  double device_utilization = -1.0;      // -1: unknown, which it is on every device so far
 };
 
 // What `detached` mixing needs from forward: the normalised output of every branch, of the rows

@@ -163,8 +163,8 @@ void RingAttention::Impl::make_plans() {
   };
   const double keys = total(*key_plan, 2 * options.head_dim * (element + 4));
   const double queries =
-      total(*query_plan,
-            2 * options.head_dim * element + 4 * computation.statistics_width() + 4 * options.head_dim);
+      total(*query_plan, 2 * options.head_dim * element + 4 * computation.statistics_width() +
+                             4 * options.head_dim);
   if (options.backward_travel == BackwardTravel::queries || queries < keys) {
     travel = Travel::queries;
   } else {

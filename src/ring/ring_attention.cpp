@@ -201,10 +201,10 @@ Queue& RingAttention::queue() { return *impl_->queue; }
 void RingAttention::use_queue(std::shared_ptr<Queue> queue) {
   if (queue == nullptr || queue->device() != impl_->options.device) {
     throw ConfigError(ring::prefix(*impl_->transport, "RingAttention::use_queue") +
-                      (queue == nullptr ? "no queue"
-                                        : "the queue is of " + name_of(queue->device()) +
-                                              ", the executor of " +
-                                              name_of(impl_->options.device)));
+                      (queue == nullptr
+                           ? "no queue"
+                           : "the queue is of " + name_of(queue->device()) + ", the executor of " +
+                                 name_of(impl_->options.device)));
   }
   impl_->link->use_queue(queue);
   impl_->queue = std::move(queue);

@@ -419,9 +419,9 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
 
           const int stage = step & 1;
           barrier_wait(shared + Memory::q_empty(stage), ((step >> 1) & 1) ^ 1);
-          if (lane == 0) {  // no box: nothing is added
+          if (lane == 0) {
             const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * 32;
-            store_words4(note, flags, owner.head, 0, 0);
+            store_words4(note, flags, owner.head, remainder, row);
             store_words4(note + 16, owner.batch, owner.unit, item.group, block * kQueries);
           }
 #pragma unroll 1

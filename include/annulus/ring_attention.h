@@ -151,6 +151,10 @@ class RingAttention {
   // Which kernels run: the CPU's instruction set; "sm90", "portable", or "sm90 forward, portable
   // backward" on CUDA devices.
   [[nodiscard]] std::string isa() const;
+  // How rows travel between ranks: "host memory", "device memory" (the transport reaches it),
+  // "shared device memory" (between processes of one host), or "staged through host memory (why)".
+  // Empty for a rank alone.
+  [[nodiscard]] std::string transfers() const;
   // Bytes that this rank will send in one forward or backward: equals what the transport counts.
   // Includes the 24 bytes per doubling of the ranks with which they agree on the call; the rest is
   // rows.

@@ -192,6 +192,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
 void RingAttention::synchronize() {
   impl_->guard([&] {
     impl_->queue->record().wait();
+    impl_->link->check();
     impl_->check_interrupt();
   });
 }
@@ -249,6 +250,7 @@ const Plan& RingAttention::backward_plan() const {
   return impl_->travel == Travel::queries ? *impl_->query_plan : *impl_->key_plan;
 }
 Schedule RingAttention::schedule() const { return impl_->schedule; }
+std::string RingAttention::transfers() const { return impl_->link->way(); }
 std::string RingAttention::isa() const { return impl_->engine->kernels(); }
 
 std::int64_t RingAttention::predicted_forward_bytes() const {

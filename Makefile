@@ -113,6 +113,7 @@ gpu-bench: ## Measure on a GPU beside cuDNN and others, with the python3 that ha
 	@rm -rf build/gpu_python/package && cp -r python build/gpu_python/package
 	@cp build/gpu_python/python/annulus/_core*.so build/gpu_python/package/annulus
 	PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --out bench/results/h200.json
+	PYTHONPATH=build/gpu_python/package python3 bench/cuda/processes.py --out bench/results/h200.json
 	ANNULUS_CUDA_KERNELS=portable PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --only portable \
 	  --out bench/results/h200.json
 	PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_facts.py --out bench/results/h200.json

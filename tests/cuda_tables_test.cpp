@@ -14,33 +14,10 @@
 #include <vector>
 
 #include "kernels/cuda/launch_traits.h"
-#include "support/random_plans.h"
+#include "support/random_tables.h"
 
 namespace annulus::cuda {
 namespace {
-
-struct Row {
-  std::int32_t source;
-  std::int64_t at;
-  std::int32_t index;
-};
-
-std::vector<Row> rows_of(const Tables& tables, const RowList& list) {
-  std::vector<Row> rows;
-  for (std::int32_t r = 0; r < list.runs; ++r) {
-    const Run& run = tables.runs[static_cast<std::size_t>(list.begin + r)];
-    EXPECT_EQ(run.before, static_cast<std::int32_t>(rows.size()));
-    for (std::int32_t i = 0; i < run.count; ++i) {
-      rows.push_back({run.source, run.first + static_cast<std::int64_t>(i) * run.stride,
-                      run.index + i * run.index_stride});
-    }
-  }
-  EXPECT_EQ(list.rows, static_cast<std::int32_t>(rows.size()));
-  const bool ascending = std::is_sorted(
-      rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.index < b.index; });
-  EXPECT_EQ(list.ascending != 0, ascending);
-  return rows;
-}
 
 int weight_of(const Tables& tables, const Group& group, const Row& query, const Row& key) {
   if (group.causal != 0 && key.index > query.index + group.shift) return 0;
@@ -70,38 +47,6 @@ class Positions {
  private:
   const Plan& plan_;
 };
-
-struct Case {
-  Pattern pattern;
-  Placement placement;
-  int kv_heads;
-  Travel travel;
-  Schedule schedule;
-};
-
-Case random_case(test::Random& random) {
-  const std::int64_t tokens = random.between(1, 160);
-  const int ranks = static_cast<int>(random.between(1, 4));
-  const int heads = static_cast<int>(random.one_of<std::int64_t>({1, 2, 4}));
-  const bool causal = random.coin();
-  Pattern pattern;
-  if (random.coin()) {
-    pattern = test::random_branches(random, tokens, heads, causal);
-  } else {
-    const std::vector<std::int64_t> segments{16, 32, 64};
-    const std::vector<std::int64_t> dilations{1, 2, 4};
-    pattern = longnet(heads, segments, dilations, causal,
-                      random.coin() ? Offsets::blocked : Offsets::interleaved);
-  }
-  const std::string name =
-      random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});
-  Placement placement = random.coin() ? test::random_placement(random, tokens, ranks)
-                                      : Placement::named(name, tokens, ranks);
-  const int kv_heads = random.coin() ? heads : 1;
-  return {std::move(pattern), std::move(placement), kv_heads,
-          random.coin() ? Travel::keys : Travel::queries,
-          random.coin() ? Schedule::ring : Schedule::gather};
-}
 
 TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
   for (std::uint64_t seed = 0; seed < 150; ++seed) {

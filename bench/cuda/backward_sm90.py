@@ -40,7 +40,8 @@ class KernelShape(ctypes.Structure):
 
 class BackwardParams(ctypes.Structure):
     _fields_ = [('shape', KernelShape), ('tables', DeviceTables), ('first_item', i32), ('items', i32)] + [
-        (n, Channel) for n in ('q', 'dout', 'lse', 'delta', 'k', 'v', 'dq', 'dk', 'dv')]
+        (n, Channel) for n in ('q', 'dout', 'lse', 'delta', 'k', 'v', 'dq', 'dk', 'dv')] + [
+        ('earlier', pointer), ('dk_out', pointer), ('dv_out', pointer), ('factor', ctypes.c_float)]  # KeySums
 
 
 RUN = np.dtype([(n, 'i4') for n in ('source', 'before', 'count', 'index', 'index_stride', 'stride')] + [('first', 'i8')])

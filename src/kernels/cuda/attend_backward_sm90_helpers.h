@@ -79,6 +79,9 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
   const BackwardParams& p = a.params;
   const Run* const runs = p.tables.runs;
   const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto earlier_of = [&](int number) {
+    return p.key_sums.earlier == nullptr ? ~0U : __ldg(p.key_sums.earlier + number);
+  };
   int drawn = static_cast<int>(blockIdx.x);
   for (int tile = 0;; ++tile) {
     if (tile > 0) barrier_wait(shared + Memory::draw(), (tile - 1) & 1);
@@ -109,7 +112,9 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
       store_longs2(note, reinterpret_cast<std::int64_t>(row_address(p.dk, run, item.begin, owner)),
                    reinterpret_cast<std::int64_t>(row_address(p.dv, run, item.begin, owner)));
       store_longs2(note + 16, row_step(p.dk, run), row_step(p.dv, run));
-      store_words4(note + 32, whole ? -1 : number, item.rows, 0, 0);
+      // No item is one without rows.
+      store_words4(note + 32, whole ? -1 : number, drawn < p.items ? item.rows : 0,
+                   static_cast<std::int32_t>(earlier_of(number)), 0);
     }
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
@@ -177,7 +182,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
       }
     }
     // The sums that the tile's end will read.
-    if (whole) {
+    if (whole && (earlier_of(number) >> lane & 1) != 0) {
       for (int i = lane; i < item.rows; i += 32) {
         prefetch_to_l2(row_address(p.dv, run, item.begin + i, owner), kDim * 4);
         prefetch_to_l2(row_address(p.dk, run, item.begin + i, owner), kDim * 4);

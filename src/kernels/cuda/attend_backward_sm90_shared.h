@@ -70,6 +70,7 @@ struct alignas(16) TileNote {
   std::int64_t dv_step;
   std::int32_t item;
   std::int32_t rows;
+  std::int32_t earlier;  // bit i % 32: row i has a sum already
 };
 
 // Masks compare words: key word <= query word. A key's word is 16 times its index; a query's, 16

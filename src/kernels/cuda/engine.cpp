@@ -58,6 +58,7 @@ void CompiledStage::upload(int device_index) {
   const std::size_t repeats = append(tables.repeats);
   const std::size_t items = append(tables.items);
   const std::size_t chains = append(turns);
+  const std::size_t earlier = append(tables.earlier);
   memory = allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
   if (!bytes.empty()) {
     check(cudaMemcpy(memory.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
@@ -71,6 +72,7 @@ void CompiledStage::upload(int device_index) {
   device.items = reinterpret_cast<const Item*>(base + items);
   if (!turns.empty()) device_turns = reinterpret_cast<const ItemTurn*>(base + chains);
   turns = {};
+  if (!tables.earlier.empty()) key_sums = reinterpret_cast<const std::uint32_t*>(base + earlier);
   std::vector<Launch> launches = std::move(tables.launches);
   tables = {};
   tables.launches = std::move(launches);
@@ -143,6 +145,7 @@ CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& fa
     }
     if (stage.kind != Stage::Kind::query_gradient)
       compiled.keys = compile(stage, Side::keys, family.key_tile, family.order, family.step);
+    if (family.key_sums) compiled.keys.tables.earlier.resize(compiled.keys.tables.items.size());
     compiled.first_progress =
         out.counts + static_cast<std::int64_t>(compiled.keys.tables.launches.size());
     out.counts = compiled.first_progress +
@@ -153,6 +156,14 @@ CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& fa
 }
 
 void CudaEngine::upload(BackwardStages& stages) {
+  if (stages.family.key_sums) {
+    std::vector<Tables*> keys;
+    for (BackwardStage& stage : stages.stages) keys.push_back(&stage.keys.tables);
+    // A ring's keys that travel have gradients everywhere.
+    const bool returned = gradients_.layout != nullptr && gradients_.layout->sections() == 2 &&
+                          stages_.front().plan->ranks() > 1;
+    stages.writers = find_key_writers(keys, computation_, returned);
+  }
   for (BackwardStage& stage : stages.stages) {
     stage.queries.upload(device_);
     stage.keys.upload(device_);
@@ -180,13 +191,13 @@ void CudaEngine::allocate(const ReceivedRows& received) {
     list_bytes_ += stage.memory.bytes();
     stage.find_rows(received, row_bytes);
   }
+  keys_ = upload_parcels(received.keys);
+  queries_ = upload_parcels(received.queries);
+  gradients_ = upload_parcels(received.gradients);
   if (computation_.backward) {
     upload(backward_);
     for (BackwardStage& stage : backward_.stages) stage.keys.find_rows(received, row_bytes);
   }
-  keys_ = upload_parcels(received.keys);
-  queries_ = upload_parcels(received.queries);
-  gradients_ = upload_parcels(received.gradients);
   if (computation_.kept != nullptr) upload_kept();
   if (!is_fp32()) {
     // Forward and backward take turns: the larger one's needs will do.
@@ -435,9 +446,22 @@ GradientSums CudaEngine::sums(const BackwardCall& call) const {
           rows_of(dv, c.key_tokens, c.kv_heads, c.head_dim)};
 }
 
+bool CudaEngine::ends_keys(const BackwardStages& stages, const BackwardCall& call) const {
+  if (is_fp32() || !stages.writers.end) return false;
+  const GradientSums sum = sums(call);
+  const RowSpace space = key_space();
+  const auto alike = [&](const TensorRows& wide, const TensorRows& out) {
+    return is_aligned(out) && (space.batch == 1 || wide.batch_step == 2 * out.batch_step) &&
+           (space.heads == 1 || wide.head_step == 2 * out.head_step) &&
+           (space.tokens == 1 || wide.row_step == 2 * out.row_step);
+  };
+  return alike(sum.dk, call.dk) && alike(sum.dv, call.dv);
+}
+
 void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
+  const BackwardStages& stages = stages_for(backward_shape(call));
   StatisticsParams params;
   params.space = query_space();
   params.lse = call.lse;
@@ -455,23 +479,22 @@ void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
     params.branch_o = call.branches.o;
     params.branch_lse = call.branches.lse;
   }
+  const GradientSums sum = sums(call);
+  params.dq = sum.dq;
+  params.counters = reinterpret_cast<std::int32_t*>(stages.counters.data());
+  params.counter_count = static_cast<std::int32_t>(stages.counters.bytes() / 4);
   check_launch(fill_statistics(params, stream), "fill_statistics", stream);
-  const auto clear = [&](const Memory& memory, std::int64_t bytes) {
-    if (bytes == 0) return;
-    check(cudaMemsetAsync(memory.data(), 0, static_cast<std::size_t>(bytes), stream),
-          "clearing gradients");
-  };
-  const Memory& counters = stages_for(backward_shape(call)).counters;
-  clear(counters, counters.bytes());
-  const std::int64_t row = computation_.head_dim * std::int64_t{4};
+  if (stages.writers.begin) return;
   if (is_fp32()) {
-    check_launch(clear_rows(call.dq, query_space(), row, stream), "clear_rows", stream);
+    const std::int64_t row = computation_.head_dim * std::int64_t{4};
     check_launch(clear_rows(call.dk, key_space(), row, stream), "clear_rows", stream);
     check_launch(clear_rows(call.dv, key_space(), row, stream), "clear_rows", stream);
     return;
   }
-  clear(accumulators_,
-        sum_bytes(computation_.query_rows()) + 2 * sum_bytes(computation_.key_rows()));
+  const std::int64_t bytes = 2 * sum_bytes(computation_.key_rows());
+  if (bytes == 0) return;
+  check(cudaMemsetAsync(sum.dk.base, 0, static_cast<std::size_t>(bytes), stream),
+        "clearing gradients");
 }
 
 void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
@@ -494,6 +517,9 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
   params.dq = channel(sum.dq, keys_return ? none : gradients_, 0);
   params.dk = channel(sum.dk, keys_return ? gradients_ : none, 0);
   params.dv = channel(sum.dv, keys_return ? gradients_ : none, 1);
+  params.key_sums.earlier = compiled.keys.key_sums;
+  const bool last = static_cast<std::size_t>(stage) == stages.writers.last_stage;
+  auto* const counters = reinterpret_cast<std::int32_t*>(stages.counters.data());
   const bool by_branch = computation_.deltas() > 1;
   const auto run = [&](const CompiledStage& part, const auto& kernel, const char* name) {
     params.tables = part.device;
@@ -510,7 +536,11 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
       "query_gradient");
   run(compiled.keys,
       [&](std::size_t i) {
-        auto* counters = reinterpret_cast<std::int32_t*>(stages.counters.data());
+        if (last && i + 1 == compiled.keys.tables.launches.size()) {
+          const auto factor = static_cast<float>(computation_.pattern->output_scale);
+          if (ends_keys(stages, call))
+            params.key_sums = {params.key_sums.earlier, call.dk.base, call.dv.base, factor};
+        }
         const LaunchTurns turns{counters + compiled.first_counter + static_cast<std::int64_t>(i),
                                 compiled.keys.device_turns, counters + compiled.first_progress};
         return stages.family.keys(params, compiled.keys.traits[i], turns, stream);
@@ -524,13 +554,14 @@ void CudaEngine::finish_backward(const BackwardCall& call, Queue& queue) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
   const GradientSums sum = sums(call);
-  const auto store = [&](const TensorRows& from, const TensorRows& to, const RowSpace& space) {
-    check_launch(store_rows(from, to, space, computation_.head_dim, computation_.dtype, factor, stream),
-                 "store_rows", stream);
-  };
-  store(sum.dq, call.dq, query_space());
-  store(sum.dk, call.dk, key_space());
-  store(sum.dv, call.dv, key_space());
+  const BackwardStages& stages = stages_for(backward_shape(call));
+  const RoundedRows tensors[] = {{sum.dq, call.dq, query_space()},
+                                 {sum.dk, call.dk, key_space()},
+                                 {sum.dv, call.dv, key_space()}};
+  const std::size_t count = ends_keys(stages, call) ? 1 : 3;
+  check_launch(round_rows(std::span(tensors, count), computation_.head_dim, computation_.dtype,
+                          factor, stream),
+               "round_rows", stream);
 }
 
 }  // namespace annulus::cuda

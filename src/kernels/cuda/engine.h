@@ -8,6 +8,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cuda/families.h"
+#include "kernels/cuda/key_writers.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/row_kernels.h"
 #include "kernels/cuda/tables.h"
@@ -16,7 +17,7 @@ namespace annulus::cuda {
 
 // Tables of a stage in device memory, and their launches.
 struct CompiledStage {
-  Tables tables;  // dropped when uploaded, but for the launches
+  Tables tables;                     // dropped when uploaded, but for the launches
   std::vector<LaunchTraits> traits;  // of the launches
   struct Parcels {
     std::vector<std::int32_t> queries, keys;
@@ -25,6 +26,7 @@ struct CompiledStage {
   std::vector<ItemTurn> turns;  // of items in chains; dropped as well
   DeviceTables device;
   const ItemTurn* device_turns = nullptr;  // null: not in chains
+  const std::uint32_t* key_sums = nullptr;  // KeySums::earlier
   Memory memory;
 
   void upload(int device_index);
@@ -70,6 +72,7 @@ class CudaEngine final : public Engine {
   struct BackwardStages {
     BackwardFamily family;
     std::vector<BackwardStage> stages;
+    KeyWriters writers;
     std::int64_t counts = 0;
     Memory counters;  // of their launches: which item is next; of items in chains: their progress
   };
@@ -81,6 +84,8 @@ class CudaEngine final : public Engine {
   // are made when they are first needed.
   [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape);
   [[nodiscard]] KernelShape backward_shape(const BackwardCall& call) const;
+  // Whether the last launch writes the caller's dk and dv: where these lie as their sums do.
+  [[nodiscard]] bool ends_keys(const BackwardStages& stages, const BackwardCall& call) const;
 
   [[nodiscard]] bool is_fp32() const { return computation_.dtype == DType::f32; }
   [[nodiscard]] RowSpace query_space() const;
@@ -115,9 +120,9 @@ class CudaEngine final : public Engine {
   Parcels gradients_;
   KeptTables kept_;  // detached mixing
   Memory kept_memory_;
-  // 16-bit dtypes: fp32 O, or those of all branches, in forward; dQ, dK, dV in backward.
+  // 16-bit dtypes: dQ, dK, dV in backward; fp32 O, or those of all branches, in forward.
   Memory accumulators_;
-  Memory statistics_;       // [batch][token][q head][statistics_width()]
+  Memory statistics_;  // [batch][token][q head][statistics_width()]
 };
 
 }  // namespace annulus::cuda

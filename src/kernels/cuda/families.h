@@ -39,6 +39,7 @@ struct BackwardFamily {
   const char* name = "";
   int key_tile = 0;
   int query_tile = 0;  // 0: the kernel of the keys makes dQ as well
+  bool key_sums = false;  // heeds KeySums
   ItemOrder order = ItemOrder::longest_first;  // of keys
   bool (*fits)(const KernelShape&) = nullptr;
   cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, const LaunchTurns&,

@@ -66,6 +66,19 @@ struct ForwardParams {
   bool load_state = true;  // false: no row has attended to anything
 };
 
+// How sums of dK and dV begin and end. Only families that say so (BackwardFamily) heed it; for
+// others it is as it is here.
+struct KeySums {
+  // Device memory, by number of the item: bit i % 32 says of its row i whether it has a sum that is
+  // to be added to; if not, whatever is there is overwritten. Null: all have.
+  const std::uint32_t* earlier = nullptr;
+  // Not null: no launch comes after this one. The sums times a factor go here, rounded, and nothing
+  // is written to dk and dv. Rows lie as those of dk and dv do, with half as many bytes in between.
+  std::byte* dk = nullptr;
+  std::byte* dv = nullptr;
+  float factor = 1;
+};
+
 // dQ (items own query rows) or dK and dV (items own key rows), added to fp32 sums.
 // dS = P * (dP - delta), P = exp(S - L).
 struct BackwardParams {
@@ -76,6 +89,7 @@ struct BackwardParams {
   Channel q, dout, lse, delta;  // lse and delta: one float a row
   Channel k, v;
   Channel dq, dk, dv;  // fp32
+  KeySums key_sums;
 };
 
 }  // namespace annulus::cuda

@@ -1,56 +1,11 @@
 #include "kernels/cuda/kept_rows.cuh"
+#include "kernels/cuda/row_access.cuh"
 #include "kernels/cuda/row_kernels.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <algorithm>
 #include <cmath>
 
 namespace annulus::cuda {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-
-__device__ std::byte* row_at(const TensorRows& rows, std::int64_t batch, std::int64_t token, int head) {
-  return rows.base + batch * rows.batch_step + head * rows.head_step + token * rows.row_step;
-}
-
-__device__ float load(const std::byte* row, DType dtype, int column) {
-  switch (dtype) {
-    case DType::f32: return reinterpret_cast<const float*>(row)[column];
-    case DType::bf16: return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(row)[column]);
-    case DType::f16: return __half2float(reinterpret_cast<const __half*>(row)[column]);
-  }
-  return 0;
-}
-
-__device__ void store(std::byte* row, DType dtype, int column, float value) {
-  switch (dtype) {
-    case DType::f32: reinterpret_cast<float*>(row)[column] = value; break;
-    case DType::bf16: reinterpret_cast<__nv_bfloat16*>(row)[column] = __float2bfloat16_rn(value); break;
-    case DType::f16: reinterpret_cast<__half*>(row)[column] = __float2half_rn(value); break;
-  }
-}
-
-// Calls use(batch, token, head, lane) for each row, by a warp.
-template <typename Use>
-__device__ void for_each_row(const RowSpace& space, const Use& use) {
-  const std::int64_t rows = space.batch * space.tokens * space.heads;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < rows;
-       row += static_cast<std::int64_t>(gridDim.x) * kWarps) {
-    const int head = static_cast<int>(row % space.heads);
-    const std::int64_t token = row / space.heads % space.tokens;
-    use(row / space.heads / space.tokens, token, head, lane);
-  }
-}
-
-unsigned blocks_for(std::int64_t rows) {
-  constexpr std::int64_t kMost = 132 * 16;
-  return static_cast<unsigned>(std::clamp<std::int64_t>((rows + kWarps - 1) / kWarps, 1, kMost));
-}
 
 __global__ void fill_kernel(TensorRows rows, RowSpace space, float value) {
   const std::int64_t count = space.batch * space.tokens * space.heads;
@@ -60,22 +15,6 @@ __global__ void fill_kernel(TensorRows rows, RowSpace space, float value) {
                                      row / space.heads % space.tokens,
                                      static_cast<int>(row % space.heads))) = value;
   }
-}
-
-__global__ void clear_kernel(TensorRows rows, RowSpace space, int words) {
-  for_each_row(space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
-    auto* row = reinterpret_cast<std::uint32_t*>(row_at(rows, b, t, h));
-    for (int i = lane; i < words; i += 32) row[i] = 0;
-  });
-}
-
-__global__ void store_kernel(TensorRows from, TensorRows to, RowSpace space, int head_dim, DType dtype,
-                             float factor) {
-  for_each_row(space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
-    const auto* source = reinterpret_cast<const float*>(row_at(from, b, t, h));
-    std::byte* target = row_at(to, b, t, h);
-    for (int d = lane; d < head_dim; d += 32) store(target, dtype, d, source[d] * factor);
-  });
 }
 
 // Four numbers in one piece.
@@ -155,34 +94,6 @@ __global__ void merge_kernel(const __grid_constant__ MergeParams p) {
         if (p.kept_o != nullptr) store(p.kept_o + row * kept_bytes, p.dtype, d, o);
       }
       store(out, p.dtype, d, value * p.factor);
-    }
-  });
-}
-
-__device__ float dot(const std::byte* a, const std::byte* b, DType dtype, int head_dim, int lane) {
-  float sum = 0;
-  for (int d = lane; d < head_dim; d += 32) sum = fmaf(load(a, dtype, d), load(b, dtype, d), sum);
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffU, sum, step);
-  return sum;
-}
-
-__global__ void statistics_kernel(const __grid_constant__ StatisticsParams p) {
-  for_each_row(p.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
-    const std::byte* g = row_at(p.dout, b, t, h);
-    auto* out = reinterpret_cast<float*>(row_at(p.statistics, b, t, h));
-    if (lane == 0) out[0] = *reinterpret_cast<const float*>(row_at(p.lse, b, t, h));
-    if (p.kept.branches == 0) {
-      const float sum = dot(row_at(p.o, b, t, h), g, p.dtype, p.head_dim, lane);
-      if (lane == 0) out[1] = sum * p.unscale;
-      return;
-    }
-    const std::int64_t row_bytes = p.head_dim * (p.dtype == DType::f32 ? 4 : 2);
-    for (int branch = 0; branch < p.kept.branches; ++branch) {
-      const std::int64_t row = kept_row(p.kept, branch, b, h, t);
-      const bool written = row >= 0 && p.branch_lse[row] != -INFINITY;
-      const float sum =
-          written ? dot(p.branch_o + row * row_bytes, g, p.dtype, p.head_dim, lane) : 0.0F;
-      if (lane == 0) out[1 + branch] = sum;
     }
   });
 }
@@ -297,22 +208,6 @@ cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value
   return cudaGetLastError();
 }
 
-cudaError_t clear_rows(const TensorRows& rows, const RowSpace& space, std::int64_t row_bytes,
-                       cudaStream_t stream) {
-  if (space.rows() == 0) return cudaSuccess;
-  clear_kernel<<<blocks_for(space.rows()), kThreads, 0, stream>>>(rows, space,
-                                                                  static_cast<int>(row_bytes / 4));
-  return cudaGetLastError();
-}
-
-cudaError_t store_rows(const TensorRows& from, const TensorRows& to, const RowSpace& space, int head_dim,
-                       DType dtype, float factor, cudaStream_t stream) {
-  if (space.rows() == 0) return cudaSuccess;
-  store_kernel<<<blocks_for(space.rows()), kThreads, 0, stream>>>(from, to, space, head_dim, dtype,
-                                                                  factor);
-  return cudaGetLastError();
-}
-
 cudaError_t finish_rows(const FinishParams& params, cudaStream_t stream) {
   if (params.space.rows() == 0) return cudaSuccess;
   finish_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);
@@ -322,12 +217,6 @@ cudaError_t finish_rows(const FinishParams& params, cudaStream_t stream) {
 cudaError_t merge_branches(const MergeParams& params, cudaStream_t stream) {
   if (params.space.rows() == 0) return cudaSuccess;
   merge_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
-}
-
-cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream) {
-  if (params.space.rows() == 0) return cudaSuccess;
-  statistics_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

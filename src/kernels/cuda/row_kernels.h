@@ -21,12 +21,6 @@ struct RowSpace {
 // One float a row.
 [[nodiscard]] cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
                                     cudaStream_t stream);
-[[nodiscard]] cudaError_t clear_rows(const TensorRows& rows, const RowSpace& space,
-                                     std::int64_t row_bytes, cudaStream_t stream);
-// fp32 rows times a factor, as `dtype`.
-[[nodiscard]] cudaError_t store_rows(const TensorRows& from, const TensorRows& to,
-                                     const RowSpace& space, int head_dim, DType dtype, float factor,
-                                     cudaStream_t stream);
 
 // The end of forward: zeros where lse is -inf; elsewhere the state times a factor as `dtype`, or, if
 // `only_empty`, whatever is there.
@@ -64,11 +58,15 @@ struct MergeParams {
 };
 [[nodiscard]] cudaError_t merge_branches(const MergeParams& params, cudaStream_t stream);
 
-// Log-sum-exp and unscale * rowsum(dout * o) of every row, side by side. Where branches are kept
-// apart, instead of the one, rowsum(dout * o of the branch) for every branch.
+// Before backward: log-sum-exp and unscale * rowsum(dout * o) of every row, side by side. Where
+// branches are kept apart, instead of the one, rowsum(dout * o of the branch) for every branch. And
+// what blocks count items with, and the sums of dQ, become 0 where they are given: the same rows.
 struct StatisticsParams {
   RowSpace space;
   TensorRows lse, o, dout, statistics;
+  TensorRows dq;  // fp32; without a base: none
+  std::int32_t* counters = nullptr;
+  std::int32_t counter_count = 0;
   int head_dim = 0;
   DType dtype = DType::f32;
   float unscale = 1;
@@ -77,6 +75,18 @@ struct StatisticsParams {
   const float* branch_lse = nullptr;
 };
 [[nodiscard]] cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream);
+
+[[nodiscard]] cudaError_t clear_rows(const TensorRows& rows, const RowSpace& space,
+                                     std::int64_t row_bytes, cudaStream_t stream);
+
+// After backward: fp32 rows times a factor, as `dtype`.
+struct RoundedRows {
+  TensorRows from, to;
+  RowSpace space;
+};
+inline constexpr int kMostRounded = 3;  // dQ, dK, dV
+[[nodiscard]] cudaError_t round_rows(std::span<const RoundedRows> tensors, int head_dim, DType dtype,
+                                     float factor, cudaStream_t stream);
 
 // Rows of one unit between a shard and a buffer of parcels.
 struct CopyItem {

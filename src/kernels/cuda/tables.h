@@ -80,7 +80,8 @@ struct Tables {
   std::vector<Member> members;
   std::vector<Repeat> repeats;
   std::vector<Item> items;
-  std::vector<Launch> launches;  // one after the other
+  std::vector<std::uint32_t> earlier;  // of items that own key rows: see KeySums; or empty
+  std::vector<Launch> launches;        // one after the other
 };
 
 // `tile`: most rows of an item. Branches come coarsest first, so that a branch that has every row

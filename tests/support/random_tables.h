@@ -1,0 +1,72 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/cuda/tables.h"
+#include "support/random_plans.h"
+
+// Tables of random problems, and their rows as kernels walk them.
+namespace annulus::cuda {
+
+struct Row {
+  std::int32_t source;
+  std::int64_t at;
+  std::int32_t index;
+};
+
+inline std::vector<Row> rows_of(const Tables& tables, const RowList& list) {
+  std::vector<Row> rows;
+  for (std::int32_t r = 0; r < list.runs; ++r) {
+    const Run& run = tables.runs[static_cast<std::size_t>(list.begin + r)];
+    EXPECT_EQ(run.before, static_cast<std::int32_t>(rows.size()));
+    for (std::int32_t i = 0; i < run.count; ++i) {
+      rows.push_back({run.source, run.first + static_cast<std::int64_t>(i) * run.stride,
+                      run.index + i * run.index_stride});
+    }
+  }
+  EXPECT_EQ(list.rows, static_cast<std::int32_t>(rows.size()));
+  const bool ascending = std::is_sorted(
+      rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.index < b.index; });
+  EXPECT_EQ(list.ascending != 0, ascending);
+  return rows;
+}
+
+struct Case {
+  Pattern pattern;
+  Placement placement;
+  int kv_heads;
+  Travel travel;
+  Schedule schedule;
+};
+
+inline Case random_case(test::Random& random) {
+  const std::int64_t tokens = random.between(1, 160);
+  const int ranks = static_cast<int>(random.between(1, 4));
+  const int heads = static_cast<int>(random.one_of<std::int64_t>({1, 2, 4}));
+  const bool causal = random.coin();
+  Pattern pattern;
+  if (random.coin()) {
+    pattern = test::random_branches(random, tokens, heads, causal);
+  } else {
+    const std::vector<std::int64_t> segments{16, 32, 64};
+    const std::vector<std::int64_t> dilations{1, 2, 4};
+    pattern = longnet(heads, segments, dilations, causal,
+                      random.coin() ? Offsets::blocked : Offsets::interleaved);
+  }
+  const std::string name =
+      random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});
+  Placement placement = random.coin() ? test::random_placement(random, tokens, ranks)
+                                      : Placement::named(name, tokens, ranks);
+  const int kv_heads = random.coin() ? heads : 1;
+  return {std::move(pattern), std::move(placement), kv_heads,
+          random.coin() ? Travel::keys : Travel::queries,
+          random.coin() ? Schedule::ring : Schedule::gather};
+}
+
+}  // namespace annulus::cuda

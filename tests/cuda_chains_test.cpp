@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -88,16 +89,17 @@ std::vector<Step> steps_of(const Tables& tables, const Item& item, const ItemTur
 using RowName = std::tuple<std::int32_t, std::int32_t, std::int32_t, std::int64_t>;
 using Sums = std::map<RowName, std::vector<std::int32_t>>;  // who added, in order
 
-// Runs a launch with some blocks at random speeds. False: they all wait for each other.
+// Runs a launch with some blocks at random speeds, each of which adds the first and the second half
+// of its rows apart, as for head dim 64. False: they all wait for each other.
 bool run(const Tables& tables, const Launch& launch, const std::vector<ItemTurn>& turns, int size,
          int blocks, test::Random& random, Sums& sums) {
   struct Walker {
     std::int32_t item = -1;
-    std::size_t step = 0;
+    std::array<std::size_t, 2> step{};
     std::vector<Step> steps;
   };
   std::vector<Walker> walkers(static_cast<std::size_t>(blocks));
-  std::vector<std::int32_t> progress(tables.items.size(), 0);
+  std::vector<std::array<std::int32_t, 2>> progress(tables.items.size(), {0, 0});
   std::int32_t next = launch.first_item;
   const std::int32_t end = launch.first_item + launch.items;
   std::int64_t idle = 0;
@@ -106,26 +108,32 @@ bool run(const Tables& tables, const Launch& launch, const std::vector<ItemTurn>
     if (walker.item < 0) {
       if (next == end) continue;
       walker.item = next++;
-      walker.step = 0;
+      walker.step = {};
       walker.steps = steps_of(tables, tables.items[static_cast<std::size_t>(walker.item)],
                               turns[static_cast<std::size_t>(walker.item)], size);
     }
+    const auto half = static_cast<std::size_t>(random.between(0, 1));
+    if (walker.step[half] == walker.steps.size()) continue;
     const ItemTurn& turn = turns[static_cast<std::size_t>(walker.item)];
-    const Step& step = walker.steps[walker.step];
-    const std::int32_t before =
-        turn.after < 0 ? kFinished : progress[static_cast<std::size_t>(turn.after)];
-    if (before < step.until) {
-      if (++idle > 10000) return false;
-      continue;
+    const Step& step = walker.steps[walker.step[half]];
+    if (turn.after >= 0) {
+      const auto& before = progress[static_cast<std::size_t>(turn.after)];
+      if (std::min(before[0], before[1]) < step.until) {
+        if (++idle > 10000) return false;
+        continue;
+      }
     }
     idle = 0;
     const Item& item = tables.items[static_cast<std::size_t>(walker.item)];
     const std::int32_t head =
         tables.members[static_cast<std::size_t>(item.member + step.member)].head;
-    for (const Row& row : step.rows)
-      sums[{item.batch, head, row.source, row.at}].push_back(walker.item);
-    progress[static_cast<std::size_t>(walker.item)] = step.reached;
-    if (++walker.step == walker.steps.size()) {
+    const std::size_t first = half * static_cast<std::size_t>(size) / 2;
+    const std::size_t last = std::min(step.rows.size(), first + static_cast<std::size_t>(size) / 2);
+    for (std::size_t r = first; r < last; ++r)
+      sums[{item.batch, head, step.rows[r].source, step.rows[r].at}].push_back(walker.item);
+    progress[static_cast<std::size_t>(walker.item)][half] = step.reached;
+    ++walker.step[half];
+    if (walker.step[0] == walker.steps.size() && walker.step[1] == walker.steps.size()) {
       walker.item = -1;
       --left;
     }

@@ -505,7 +505,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
   const int first_column = Memory::kByRows ? 0 : half * kColumns;
   const std::uint32_t staging = shared + Memory::kStaging + half * Memory::kStagingOfGroup;
   const bool ordered = a.schedule.turns != nullptr;
-  Turn turn;
+  Turn<Memory::kByRows> turn;
   for (int step = 0;; ++step) {
     barrier_wait(shared + Memory::staged(half, step & 1), (step >> 1) & 1);
     const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * kStepNote;
@@ -514,7 +514,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
     if (ordered && step == 0) turn.read(a.schedule, note, half);
     __syncwarp();  // all lanes have read it: it may be overwritten once the staging is empty
     if (ordered) {
-      turn.wait();
+      turn.wait(half);
       fence_global_for_async();
       __syncwarp();
     }
@@ -559,7 +559,8 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
         __syncwarp();
       }
       // At once: the next in the chain is not far behind. A step late, when there is nothing to
-      // wait for, took up to twice as long in all.
+      // wait for, took up to twice as long in all. That the copy is complete is not enough: without
+      // the release, sums came in other orders.
       if (lane == 0) {
         bulk_wait<0>();
         fence_global_for_async();

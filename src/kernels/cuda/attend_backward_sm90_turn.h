@@ -20,12 +20,15 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" 
 // Progress of an item: the position before which it has added everything.
 inline constexpr int kFinished = 0x7FFFFFFF;
 
-// Whose turn it is to add to rows of dQ, as one warp sees it: all of its lanes ask.
+// Whose turn it is to add to rows of dQ, as one warp sees it: all of its lanes ask. Where halves
+// are rows of a block (kByRows), both of the item before must have come far enough: items of other
+// groups cut other blocks, and have in their first half what this one has in its second.
+template <bool kByRows>
 struct Turn {
   ItemTurn of_item;
   std::int32_t item = -1;
   std::int32_t* progress = nullptr;      // of the item
-  const std::int32_t* before = nullptr;  // of the one before it in its chain
+  const std::int32_t* before = nullptr;  // of the one before it in its chain: both halves
   std::int32_t seen = kFinished;         // of that, so far
   std::int32_t until = 0;                // how far it must be
   std::int32_t reached = 0;              // how far this one will be
@@ -39,7 +42,7 @@ struct Turn {
       item = words.x;
       of_item = schedule.turns[item];
       progress = schedule.progress + item * kBackwardTurns + half;
-      before = schedule.progress + of_item.after * kBackwardTurns + half;
+      before = schedule.progress + of_item.after * kBackwardTurns;
       seen = of_item.after < 0 ? kFinished : 0;
     }
     const int member = flags >> kMemberShift;
@@ -48,10 +51,14 @@ struct Turn {
     reached = ends ? (member + 1) * of_item.span : member * of_item.span + words.y + 1;
     until = !ends && words.y < of_item.alone ? 0 : reached;
     if ((flags & kLastOfTile) != 0) reached = kFinished;
-    if (seen < until) seen = load_acquire(before);
+    if (seen < until) ask(half);
   }
-  __device__ __forceinline__ void wait() {
-    while (seen < until) seen = load_acquire(before);
+  __device__ __forceinline__ void wait(int half) {
+    while (seen < until) ask(half);
+  }
+  __device__ __forceinline__ void ask(int half) {
+    seen = load_acquire(before + half);
+    if constexpr (kByRows) seen = min(seen, load_acquire(before + 1 - half));
   }
 };
 

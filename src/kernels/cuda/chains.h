@@ -22,7 +22,7 @@ struct ItemTurn {
   std::int32_t span = 0;
 };
 
-// Counters of an item's progress: two warps add its rows of dQ, a half each, and wait apart.
+// Counters of an item's progress: two warps add its rows of dQ, a half each.
 inline constexpr int kBackwardTurns = 2;
 
 // Who takes items one after the other, and how.

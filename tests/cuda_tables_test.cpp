@@ -170,6 +170,25 @@ TEST(CudaTables, ArrangedItemsAreTheSameAndLoadBlocksEvenly) {
   EXPECT_LE(*most, 1.1 * static_cast<double>(*least));
 }
 
+TEST(CudaTables, LongestItemsComeFirstAmongHeadsThatFitTheCache) {
+  constexpr int kTile = 1024;
+  const Tables made = whole(dense(4, true), kCachedRows / 2, kTile);
+  ASSERT_EQ(made.launches.size(), 1U);
+  Tables sorted = made;
+  put_longest_first(sorted, Side::queries);
+  ASSERT_EQ(sorted.items.size(), made.items.size());
+  std::set<std::pair<int, int>> seen;
+  const std::size_t together = sorted.items.size() / 2;  // of two heads
+  for (std::size_t i = 0; i < sorted.items.size(); ++i) {
+    const Item& item = sorted.items[i];
+    EXPECT_EQ(item.member / 2, static_cast<int>(i / together));
+    if (i % together != 0) {
+      EXPECT_LE(item.begin, sorted.items[i - 1].begin);
+    }
+    EXPECT_TRUE(seen.insert({item.member, item.begin}).second);
+  }
+}
+
 TEST(CudaTables, TraitsSayWhatKernelsAreChosenBy) {
   const std::vector<std::int64_t> segments{256, 512};
   const Pattern nested = longnet(4, segments, std::vector<std::int64_t>{1, 2}, true);

@@ -11,7 +11,7 @@
 #include "annulus/error.h"
 #include "kernels/cuda/engine.h"
 #include "kernels/cuda/families.h"
-#include "kernels/cuda/portable.h"
+#include "kernels/cuda/portable_tiles.h"
 #include "kernels/cuda/runtime.h"
 #include "kernels/cuda/sharing.h"
 
@@ -106,18 +106,7 @@ class CudaBackend final : public Backend {
           "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros",
           head_dim, kMaxHeadDim);
     }
-    if (computation.dtype == DType::f32) {
-      int most = 0;
-      check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
-            "asking for the shared memory of a block");
-      const std::size_t needed = fp32_shared_bytes(head_dim, computation.backward);
-      if (needed > static_cast<std::size_t>(most)) {
-        return fmt::format(
-            "head_dim is {} in fp32, for which blocks need {} bytes of shared memory and this GPU "
-            "has {}: use smaller heads, bf16 or fp16",
-            head_dim, needed, most);
-      }
-    }
+    static_cast<void>(allowed_shared_bytes());  // says now what is wrong with the environment
     return forced_complaint(computation, device_);
   }
 

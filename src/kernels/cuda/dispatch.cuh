@@ -3,18 +3,23 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <type_traits>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/portable_tiles.h"
 
 namespace annulus::cuda {
 
 // Calls use(std::integral_constant<int, kDim>) with the smallest padded head dim that will do.
 template <typename Use>
 cudaError_t with_dim(int head_dim, const Use& use) {
-  if (head_dim <= 64) return use(std::integral_constant<int, 64>());
-  if (head_dim <= 128) return use(std::integral_constant<int, 128>());
-  return use(std::integral_constant<int, 256>());
+  switch (padded_dim(head_dim)) {
+    case 64: return use(std::integral_constant<int, 64>());
+    case 128: return use(std::integral_constant<int, 128>());
+    default: return use(std::integral_constant<int, 256>());
+  }
 }
 
 // Calls use(T()) with the 16-bit type.
@@ -30,17 +35,25 @@ struct TileBuffers {
   static constexpr int kStages = kTiles;
 };
 
-// Calls use(TileBuffers<...>) with the largest buffers that fit the shared memory of a block here:
-// from 99 KiB (sm_86, sm_89) to 227 KiB (sm_90). A wider tile would be too much for the first.
-template <template <typename, int, typename> typename Shared, typename T, int kDim, typename Use>
-cudaError_t with_buffers(const Use& use) {
+// Shared memory that a block may have here: from 99 KiB (sm_86, sm_89) to 227 KiB (sm_90).
+inline cudaError_t block_shared_bytes(std::size_t& bytes) {
+  static const std::size_t allowed = allowed_shared_bytes();
   int device = 0;
   int most = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) return error;
-  const auto fits = [&](std::size_t bytes) { return bytes <= static_cast<std::size_t>(most); };
+  bytes = std::min(allowed, static_cast<std::size_t>(most));
+  return error;
+}
+
+// Calls use(TileBuffers<...>) with the largest buffers that fit the shared memory of a block here. A
+// wider tile would be too much for 99 KiB.
+template <template <typename, int, typename> typename Shared, typename T, int kDim, typename Use>
+cudaError_t with_buffers(const Use& use) {
+  std::size_t most = 0;
+  if (const cudaError_t error = block_shared_bytes(most); error != cudaSuccess) return error;
+  const auto fits = [&](std::size_t bytes) { return bytes <= most; };
   using Two = TileBuffers<64, 2>;
   using One = TileBuffers<64, 1>;
   if constexpr (kDim == 64) {

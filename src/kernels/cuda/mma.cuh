@@ -26,10 +26,16 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+// Keeps the compiler from holding on to what can be made of x in an instruction.
+__device__ inline std::uint32_t make_again(std::uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Rows of kDim 16-bit elements. Chunks of 16 bytes are exchanged within groups of eight by the row,
 // so that eight rows of one chunk lie in different banks.
 template <typename T, int kRows, int kDim>
-struct SharedTile {
+struct __align__(128) SharedTile {
   static constexpr int kChunks = kDim / 8;
   T data[kRows * kDim];
 
@@ -45,13 +51,18 @@ struct SharedTile {
       const int c = i % kChunks;
       const std::byte* from = at[row];
       const bool present = from != nullptr && c * 8 < head_dim;
-      if (aligned) {
-        copy_async(chunk(row, c), present ? from + c * 16 : somewhere, present);
-      } else {
-        T* to = chunk(row, c);
-        const T* elements = reinterpret_cast<const T*>(from) + c * 8;
-        for (int e = 0; e < 8; ++e) to[e] = present ? elements[e] : T(0.0F);
-      }
+      load_chunk(row, c, present ? from + c * 16 : static_cast<const std::byte*>(somewhere), present,
+                 aligned);
+    }
+  }
+  // Chunk c of a row, from where that is; not `present`: zeros.
+  __device__ void load_chunk(int row, int c, const std::byte* from, bool present, bool aligned) {
+    T* to = chunk(row, c);
+    if (aligned) {
+      copy_async(to, from, present);
+    } else {
+      const T* elements = reinterpret_cast<const T*>(from);
+      for (int e = 0; e < 8; ++e) to[e] = present ? elements[e] : T(0.0F);
     }
   }
 
@@ -67,31 +78,47 @@ struct SharedTile {
     }
   }
   __device__ bool has_poison() const {
-    bool found = false;
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim; i += static_cast<int>(blockDim.x))
-      found = found || is_poison(i);
-    return found;
+    // Exponents of all ones carry into the sign when one is added to them: two elements at a time.
+    constexpr std::uint32_t kExponents = std::is_same_v<T, __nv_bfloat16> ? 0x7f807f80U : 0x7c007c00U;
+    constexpr std::uint32_t kOne = std::is_same_v<T, __nv_bfloat16> ? 0x00800080U : 0x04000400U;
+    std::uint32_t carries = 0;
+    const auto* words = reinterpret_cast<const uint4*>(data);
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += static_cast<int>(blockDim.x)) {
+      const uint4 word = words[i];
+      for (const std::uint32_t pair : {word.x, word.y, word.z, word.w})
+        carries |= (pair & kExponents) + kOne;
+    }
+    return (carries & 0x80008000U) != 0;
   }
 
-  // Fragments of mma.m16n8k16, four 8 x 8 matrices at once.
+  // Fragments of mma.m16n8k16, four 8 x 8 matrices at once. What a lane reads is at an address of
+  // its own, found once, and from there at offsets that are the same for all: see at_column.
   // A: rows [row, row + 16), columns [16 k, 16 k + 16).
-  __device__ void load_a(std::uint32_t (&a)[4], int row, int k) {
+  __device__ std::uint32_t a_address(int row = 0) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices(a, chunk(row + lane % 16, 2 * k + lane / 16));
+    return shared_address(chunk(row + lane % 16, lane / 16));
   }
   // B for two blocks of eight rows, which are its columns: rows [row, row + 16), columns as above.
-  __device__ void load_b(std::uint32_t (&b)[4], int row, int k) {
+  __device__ std::uint32_t b_address() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    load_matrices(b, chunk(row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    return shared_address(chunk(lane % 8 + lane / 16 * 8, lane / 8 % 2));
   }
-  // B for columns [16 n, 16 n + 16), summed over rows [row, row + 16).
-  __device__ void load_b_transposed(std::uint32_t (&b)[4], int row, int n) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const std::uint32_t from = shared_address(chunk(row + lane % 16, 2 * n + lane / 16));
+  // A or B, from the address of either.
+  __device__ static void load_rows(std::uint32_t (&m)[4], std::uint32_t address, int row, int k) {
+    load_matrices(m, at_column(address, k) + row * kDim * 2);
+  }
+  // B for columns [16 n, 16 n + 16), summed over rows [row, row + 16), from a_address.
+  __device__ static void load_transposed(std::uint32_t (&m)[4], std::uint32_t address, int row, int n) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                 : "r"(from)
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(at_column(address, n) + row * kDim * 2)
                  : "memory");
+  }
+
+  __device__ void load_a(std::uint32_t (&a)[4], int row, int k) { load_rows(a, a_address(row), 0, k); }
+  __device__ void load_b(std::uint32_t (&b)[4], int row, int k) { load_rows(b, b_address(), row, k); }
+  __device__ void load_b_transposed(std::uint32_t (&b)[4], int row, int n) {
+    load_transposed(b, a_address(), row, n);
   }
 
  private:
@@ -99,10 +126,15 @@ struct SharedTile {
     constexpr unsigned kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80U : 0x7c00U;
     return (reinterpret_cast<const std::uint16_t*>(data)[i] & kExponent) == kExponent;
   }
-  __device__ static void load_matrices(std::uint32_t (&m)[4], const T* at) {
+  // The same 16 columns wide fragment 16 k columns further on. Tiles begin at multiples of 128 bytes:
+  // what the exchange of chunks makes of k is an exclusive or with the address.
+  __device__ static std::uint32_t at_column(std::uint32_t address, int k) {
+    return (address ^ (k % 4 * 32)) + k / 4 * 128;
+  }
+  __device__ static void load_matrices(std::uint32_t (&m)[4], std::uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(shared_address(at))
+                 : "r"(address)
                  : "memory");
   }
 };

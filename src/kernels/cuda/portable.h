@@ -10,8 +10,6 @@ namespace annulus::cuda {
 // Most rows of an item.
 [[nodiscard]] int portable_forward_tile(const KernelShape& shape);
 inline constexpr int kPortableGradientTile = 64;
-// Shared memory that a block of the fp32 kernels must have; the others make do with what there is.
-[[nodiscard]] std::size_t fp32_shared_bytes(int head_dim, bool backward);
 
 // Where the running state is kept branch by branch (tables.branches > 0): fp32 rows as KeptRows says,
 // instead of ForwardParams::lse, state and out.

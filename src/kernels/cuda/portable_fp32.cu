@@ -1,6 +1,7 @@
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/kept_rows.cuh"
 #include "kernels/cuda/portable.h"
+#include "kernels/cuda/portable_tiles.h"
 #include "kernels/cuda/rows.cuh"
 
 // fp32 by multiply-adds: no tensor core keeps 24 bits. 256 threads as 16 x 16; a thread has rows
@@ -9,10 +10,26 @@ namespace annulus::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOwn = kPortableGradientTile;  // rows that a block owns
-constexpr int kOther = 32;                   // rows of a tile that it walks past
-constexpr int kOwnPerThread = kOwn / 16;
-constexpr int kOtherPerThread = kOther / 16;
+constexpr int kItemRows = kPortableGradientTile;
+
+// What a kernel is compiled for: see Fp32Tile.
+template <int kDimOfHead, int kOwnRows, int kOtherRows>
+struct Shape {
+  static constexpr int kDim = kDimOfHead;
+  static constexpr int kOwn = kOwnRows;
+  static constexpr int kOther = kOtherRows;
+  static constexpr int kParts = kItemRows / kOwn;  // blocks of an item, by rows that they own
+};
+
+// What a block owns of an item.
+template <typename Shape, typename Params>
+__device__ Item part_of_item(const Params& p) {
+  Item item = p.tables.items[p.first_item + blockIdx.x / Shape::kParts];
+  const int before = static_cast<int>(blockIdx.x) % Shape::kParts * Shape::kOwn;
+  item.begin += before;
+  item.rows = max(0, min(Shape::kOwn, item.rows - before));
+  return item;
+}
 
 // Rows of kDim floats, four more apart: 16 bytes of eight rows then lie in different banks.
 template <int kRows, int kDim>
@@ -68,10 +85,11 @@ __device__ bool is_hidden(float weight) { return __float_as_uint(weight) == 0x80
 
 // sums[i][c] += sum over rows r of weights[ty + 16 i][r] * rows[r][tx + 16 c]; a tile's part is
 // summed from zero, so that errors grow with the number of tiles and not of rows.
-template <int kDim, int kRows>
-__device__ void add_weighted(float (&sums)[kOwnPerThread][kDim / 16],
+template <int kDim, int kOwn, int kRows>
+__device__ void add_weighted(float (&sums)[kOwn / 16][kDim / 16],
                              const float (&weights)[kOwn][kRows + 1],
                              const FloatTile<kRows, kDim>& rows, int ty, int tx) {
+  constexpr int kOwnPerThread = kOwn / 16;
 #pragma unroll
   for (int c = 0; c < kDim / 16; ++c) {
     float part[kOwnPerThread] = {};
@@ -99,8 +117,11 @@ __device__ float row_max(float x) {
   return x;
 }
 
-template <int kDim>
+template <typename Shape>
 struct ForwardShared {
+  static constexpr int kDim = Shape::kDim;
+  static constexpr int kOwn = Shape::kOwn;
+  static constexpr int kOther = Shape::kOther;
   FloatTile<kOwn, kDim> q;
   FloatTile<kOther, kDim> k;
   FloatTile<kOther, kDim> v;
@@ -109,11 +130,15 @@ struct ForwardShared {
   TileRows<kOther, 2> keys;
 };
 
-template <int kDim>
+template <typename Shape>
 __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ PortableForwardParams p) {
+  constexpr int kDim = Shape::kDim;
+  constexpr int kOther = Shape::kOther;
+  constexpr int kOwnPerThread = Shape::kOwn / 16;
+  constexpr int kOtherPerThread = kOther / 16;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<ForwardShared<kDim>*>(memory);
-  const Item item = p.tables.items[p.first_item + blockIdx.x];
+  auto& shared = *reinterpret_cast<ForwardShared<Shape>*>(memory);
+  const Item item = part_of_item<Shape>(p);
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
@@ -198,7 +223,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Port
       for (int c = 0; c < kDim / 16; ++c) o[i][c] *= shrink;
     }
     __syncthreads();
-    add_weighted<kDim, kOther>(o, shared.weights, shared.v, ty, tx);
+    add_weighted<kDim, Shape::kOwn, kOther>(o, shared.weights, shared.v, ty, tx);
   }
 #pragma unroll
   for (int i = 0; i < kOwnPerThread; ++i) {
@@ -218,8 +243,11 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Port
   }
 }
 
-template <int kDim>
+template <typename Shape>
 struct GradientShared {
+  static constexpr int kDim = Shape::kDim;
+  static constexpr int kOwn = Shape::kOwn;
+  static constexpr int kOther = Shape::kOther;
   FloatTile<kOwn, kDim> own[2];      // q, dout; or k, v
   FloatTile<kOther, kDim> other[2];  // k, v; or q, dout
   float weights[kOwn][kOther + 1];
@@ -244,26 +272,30 @@ __device__ float read(const std::byte* at) {
 }
 
 // Adds rows of sums to memory, columns beyond head_dim left out.
-template <int kDim>
-__device__ void add_rows(const float (&sums)[kOwnPerThread][kDim / 16], std::byte* const* at,
-                         float factor, int head_dim, int ty, int tx) {
+template <int kRows, int kColumns>
+__device__ void add_rows(const float (&sums)[kRows][kColumns], std::byte* const* at, float factor,
+                         int head_dim, int ty, int tx) {
 #pragma unroll
-  for (int i = 0; i < kOwnPerThread; ++i) {
+  for (int i = 0; i < kRows; ++i) {
     auto* to = reinterpret_cast<float*>(at[ty + 16 * i]);
     if (to == nullptr) continue;
 #pragma unroll
-    for (int c = 0; c < kDim / 16; ++c) {
+    for (int c = 0; c < kColumns; ++c) {
       const int column = tx + 16 * c;
       if (column < head_dim) to[column] = fmaf(sums[i][c], factor, to[column]);
     }
   }
 }
 
-template <int kDim>
+template <typename Shape>
 __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant__ BackwardParams p) {
+  constexpr int kDim = Shape::kDim;
+  constexpr int kOther = Shape::kOther;
+  constexpr int kOwnPerThread = Shape::kOwn / 16;
+  constexpr int kOtherPerThread = kOther / 16;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<GradientShared<kDim>*>(memory);
-  const Item item = p.tables.items[p.first_item + blockIdx.x];
+  auto& shared = *reinterpret_cast<GradientShared<Shape>*>(memory);
+  const Item item = part_of_item<Shape>(p);
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const Member member = p.tables.members[item.member];
@@ -321,16 +353,20 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
       }
     }
     __syncthreads();
-    add_weighted<kDim, kOther>(dq, shared.ds, shared.other[0], ty, tx);
+    add_weighted<kDim, Shape::kOwn, kOther>(dq, shared.ds, shared.other[0], ty, tx);
   }
-  add_rows<kDim>(dq, shared.queries.at[4], p.shape.scale, head_dim, ty, tx);
+  add_rows(dq, shared.queries.at[4], p.shape.scale, head_dim, ty, tx);
 }
 
-template <int kDim>
+template <typename Shape>
 __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__ BackwardParams p) {
+  constexpr int kDim = Shape::kDim;
+  constexpr int kOther = Shape::kOther;
+  constexpr int kOwnPerThread = Shape::kOwn / 16;
+  constexpr int kOtherPerThread = kOther / 16;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<GradientShared<kDim>*>(memory);
-  const Item item = p.tables.items[p.first_item + blockIdx.x];
+  auto& shared = *reinterpret_cast<GradientShared<Shape>*>(memory);
+  const Item item = part_of_item<Shape>(p);
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const int head_dim = p.shape.head_dim;
@@ -391,44 +427,56 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
         }
       }
       __syncthreads();
-      add_weighted<kDim, kOther>(dv, shared.weights, shared.other[1], ty, tx);
-      add_weighted<kDim, kOther>(dk, shared.ds, shared.other[0], ty, tx);
+      add_weighted<kDim, Shape::kOwn, kOther>(dv, shared.weights, shared.other[1], ty, tx);
+      add_weighted<kDim, Shape::kOwn, kOther>(dk, shared.ds, shared.other[0], ty, tx);
     }
   }
-  add_rows<kDim>(dk, shared.keys.at[2], p.shape.scale, head_dim, ty, tx);
-  add_rows<kDim>(dv, shared.keys.at[3], 1.0F, head_dim, ty, tx);
+  add_rows(dk, shared.keys.at[2], p.shape.scale, head_dim, ty, tx);
+  add_rows(dv, shared.keys.at[3], 1.0F, head_dim, ty, tx);
 }
 
-template <template <int> typename Shared, typename Params, typename Kernel>
+// Launches kernel(Shape) with the best tile that fits. Compiled are those that some GPU needs.
+template <bool kBackward, template <typename> typename Shared, std::size_t kTile = 0, int kDim,
+          typename Params, typename Kernel>
+cudaError_t launch_tile(std::integral_constant<int, kDim> dim, const Fp32Tile& chosen,
+                        const Params& params, cudaStream_t stream, const Kernel& kernel) {
+  constexpr Fp32Tile tile = fp32_tiles(kBackward)[kTile];
+  using OwnShape = Shape<kDim, tile.own, tile.other>;
+  constexpr std::size_t bytes = sizeof(Shared<OwnShape>);
+  static_assert(bytes == fp32_shared_bytes(tile, kDim, kBackward));
+  if constexpr (bytes > kLeastSharedBytes) {
+    if (chosen != tile)
+      return launch_tile<kBackward, Shared, kTile + 1>(dim, chosen, params, stream, kernel);
+  }
+  return launch(kernel(OwnShape()), dim3(static_cast<unsigned>(params.items * OwnShape::kParts)),
+                kThreads, bytes, params, stream);
+}
+
+template <bool kBackward, template <typename> typename Shared, typename Params, typename Kernel>
 cudaError_t launch_items(const Params& params, cudaStream_t stream, const Kernel& kernel) {
+  std::size_t most = 0;
+  if (const cudaError_t error = block_shared_bytes(most); error != cudaSuccess) return error;
+  const Fp32Tile tile = fp32_tile(params.shape.head_dim, kBackward, most);
   return with_dim(params.shape.head_dim, [&](auto dim) {
-    return launch(kernel(dim), dim3(static_cast<unsigned>(params.items)), kThreads,
-                  sizeof(Shared<dim()>), params, stream);
+    return launch_tile<kBackward, Shared>(dim, tile, params, stream, kernel);
   });
 }
 
 }  // namespace
 
-std::size_t fp32_shared_bytes(int head_dim, bool backward) {
-  std::size_t bytes = 0;
-  static_cast<void>(with_dim(head_dim, [&](auto dim) {
-    bytes = backward ? sizeof(GradientShared<dim()>) : sizeof(ForwardShared<dim()>);
-    return cudaSuccess;
-  }));
-  return bytes;
-}
-
 cudaError_t forward_fp32(const PortableForwardParams& params, cudaStream_t stream) {
-  return launch_items<ForwardShared>(params, stream, [](auto dim) { return forward<dim()>; });
+  return launch_items<false, ForwardShared>(params, stream,
+                                            [](auto shape) { return forward<decltype(shape)>; });
 }
 
 cudaError_t query_gradient_fp32(const BackwardParams& params, cudaStream_t stream) {
-  return launch_items<GradientShared>(params, stream,
-                                      [](auto dim) { return query_gradient<dim()>; });
+  return launch_items<true, GradientShared>(
+      params, stream, [](auto shape) { return query_gradient<decltype(shape)>; });
 }
 
 cudaError_t key_gradient_fp32(const BackwardParams& params, cudaStream_t stream) {
-  return launch_items<GradientShared>(params, stream, [](auto dim) { return key_gradient<dim()>; });
+  return launch_items<true, GradientShared>(
+      params, stream, [](auto shape) { return key_gradient<decltype(shape)>; });
 }
 
 }  // namespace annulus::cuda

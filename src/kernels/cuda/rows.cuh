@@ -25,8 +25,9 @@ __device__ inline PlacedRow place_row(const Run* runs, const RowList& list, int 
           run.first + static_cast<std::int64_t>(i) * run.stride};
 }
 
-// The row with this index, if the list has it. Indices rise.
-__device__ inline bool find_index(const Run* runs, const RowList& list, int index, PlacedRow& row) {
+// The last run of an ascending list that begins with this index or a lower one; the first if none
+// does.
+__device__ inline int run_with_index(const Run* runs, const RowList& list, int index) {
   int low = list.begin;
   int high = list.begin + list.runs - 1;
   while (low < high) {
@@ -37,7 +38,12 @@ __device__ inline bool find_index(const Run* runs, const RowList& list, int inde
       high = middle - 1;
     }
   }
-  const Run run = runs[low];
+  return low;
+}
+
+// The row with this index, if the ascending list has it.
+__device__ inline bool find_index(const Run* runs, const RowList& list, int index, PlacedRow& row) {
+  const Run run = runs[run_with_index(runs, list, index)];
   const int i = (index - run.index) / run.index_stride;
   if (index < run.index || i >= run.count || (index - run.index) % run.index_stride != 0) return false;
   row = {run.source, index, run.first + static_cast<std::int64_t>(i) * run.stride};
@@ -89,18 +95,11 @@ __device__ inline bool hidden_pair(const Group& group, int query, int key) {
 
 // How much of what tiles of an ascending list count has an index of at most `last`.
 __device__ inline int extent_up_to(const Run* runs, const RowList& list, int last) {
+  if (list.rows == 0) return 0;
   if (list.by_index != 0) return max(0, min(tile_extent(runs, list), last + 1));
-  int low = 0;
-  int high = list.rows;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (place_row(runs, list, middle).index <= last) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
+  const Run run = runs[run_with_index(runs, list, last)];
+  if (last < run.index) return 0;
+  return run.before + min(run.count, (last - run.index) / run.index_stride + 1);
 }
 
 // Rows of a tile in shared memory: where they are, channel by channel, and how masks see them.

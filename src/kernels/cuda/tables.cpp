@@ -200,14 +200,30 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
 }
 
 void put_longest_first(Tables& tables, Side side) {
+  using Items = std::vector<Item>::iterator;
+  const auto cost = [&](const Item& item) {
+    return cost_of(item, tables.groups[static_cast<std::size_t>(item.group)], side);
+  };
+  const auto walked_rows = [&](const Item& item) {
+    const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
+    return std::int64_t{item.members} *
+           (side == Side::queries ? group.keys.rows : group.queries.rows);
+  };
   for (const Launch& launch : tables.launches) {
-    const auto first = tables.items.begin() + launch.first_item;
-    std::stable_sort(first, first + launch.items, [&](const Item& a, const Item& b) {
-      const auto cost = [&](const Item& item) {
-        return cost_of(item, tables.groups[static_cast<std::size_t>(item.group)], side);
-      };
-      return cost(a) > cost(b);
-    });
+    const Items end = tables.items.begin() + launch.first_item + launch.items;
+    for (Items begin = end - launch.items; begin != end;) {
+      Items next = begin;
+      for (std::int64_t rows = 0; next != end;) {
+        rows += walked_rows(*next);
+        if (next != begin && rows > kCachedRows) break;
+        next = std::find_if(next, end, [of = *next](const Item& item) {
+          return item.group != of.group || item.member != of.member || item.batch != of.batch;
+        });
+      }
+      std::stable_sort(begin, next,
+                       [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
+      begin = next;
+    }
   }
 }
 

@@ -90,8 +90,11 @@ struct Tables {
 [[nodiscard]] Tables make_tables(const Stage& stage, const Computation& computation, Side side,
                                  int tile, bool canonical);
 
+// Rows of the other side that items under way may walk past and still find in the cache: K and V of
+// 128 bf16 columns are 16 MB then.
+inline constexpr std::int64_t kCachedRows = 32768;
 // Items of each launch: the longest first, so that multiprocessors that take one after the other end
-// together.
+// together; but first those of as many heads as have kCachedRows, then those of the next.
 void put_longest_first(Tables& tables, Side side);
 
 }  // namespace annulus::cuda

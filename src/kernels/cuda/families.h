@@ -38,8 +38,8 @@ struct ForwardFamily {
 struct BackwardFamily {
   const char* name = "";
   int key_tile = 0;
-  int query_tile = 0;  // 0: the kernel of the keys makes dQ as well
-  bool key_sums = false;  // heeds KeySums
+  int query_tile = 0;                          // 0: the kernel of the keys makes dQ as well
+  bool key_sums = false;                       // heeds KeySums
   ItemOrder order = ItemOrder::longest_first;  // of keys
   bool (*fits)(const KernelShape&) = nullptr;
   cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, const LaunchTurns&,
@@ -53,8 +53,8 @@ struct Families {
   BackwardFamily backward;
 };
 
-// For what a device is and what is computed. The environment variable ANNULUS_CUDA_KERNELS, portable
-// or sm90, takes the choice away: ConfigError where that one cannot do it.
+// For what a device is and what is computed. The environment variable ANNULUS_CUDA_KERNELS,
+// portable or sm90, takes the choice away: ConfigError where that one cannot do it.
 [[nodiscard]] Families choose_families(const Computation& computation, int device);
 // Why the family that the environment asks for cannot do it; empty: it can, or none is asked for.
 [[nodiscard]] std::string forced_complaint(const Computation& computation, int device);

@@ -22,8 +22,8 @@ struct RowSpace {
 [[nodiscard]] cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
                                     cudaStream_t stream);
 
-// The end of forward: zeros where lse is -inf; elsewhere the state times a factor as `dtype`, or, if
-// `only_empty`, whatever is there.
+// The end of forward: zeros where lse is -inf; elsewhere the state times a factor as `dtype`, or,
+// if `only_empty`, whatever is there.
 struct FinishParams {
   RowSpace space;
   TensorRows lse, state, out;
@@ -70,7 +70,7 @@ struct StatisticsParams {
   int head_dim = 0;
   DType dtype = DType::f32;
   float unscale = 1;
-  KeptTables kept;  // branches 0: they are not
+  KeptTables kept;                      // branches 0: they are not
   const std::byte* branch_o = nullptr;  // of the call's dtype
   const float* branch_lse = nullptr;
 };
@@ -85,8 +85,8 @@ struct RoundedRows {
   RowSpace space;
 };
 inline constexpr int kMostRounded = 3;  // dQ, dK, dV
-[[nodiscard]] cudaError_t round_rows(std::span<const RoundedRows> tensors, int head_dim, DType dtype,
-                                     float factor, cudaStream_t stream);
+[[nodiscard]] cudaError_t round_rows(std::span<const RoundedRows> tensors, int head_dim,
+                                     DType dtype, float factor, cudaStream_t stream);
 
 // Rows of one unit between a shard and a buffer of parcels.
 struct CopyItem {

@@ -64,12 +64,18 @@ __device__ __forceinline__ bool queries_by_box(const BackwardArguments& a, const
          run.stride == traits.query_stride;
 }
 
-// Which row of its map a row is: the shard's token, or its place in the grid of all parcels.
-__device__ __forceinline__ int mapped_row(const Channel& channel, const RowGrid& grid,
-                                          int row_bytes, const Run& run, int row,
-                                          const RowOwner& owner) {
-  if (run.source < 0) return static_cast<int>(position_of(run, row));
-  return static_cast<int>((row_address(channel, run, row, owner) - grid.base) / row_bytes);
+// Where its map has a row: the shard's token and head, or its place in the grid of all parcels.
+struct MapPlace {
+  int row;
+  int head;
+};
+__device__ __forceinline__ MapPlace place_in_map(const Channel& channel, const RowGrid& grid,
+                                                 int row_bytes, const Run& run, int row,
+                                                 const RowOwner& owner) {
+  if (run.source < 0) return {static_cast<int>(position_of(run, row)), owner.head};
+  const std::int64_t bytes = row_address(channel, run, row, owner) - grid.base;
+  return {static_cast<int>(bytes / row_bytes),
+          static_cast<int>(bytes % row_bytes) / static_cast<int>(grid.step)};
 }
 
 // Brings K and V of one tile after the other, and draws the items. One warp.
@@ -167,13 +173,12 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
       if (boxed) {
         if (lane == 0) {
           barrier_arrive_expecting(full, Memory::kKeyTile);
-          const int position = mapped_row(which == 0 ? p.k : p.v, a.schedule.traits.keys, kDim * 2,
-                                          run, item.begin, owner);
-          const bool received = run.source >= 0;
+          const MapPlace at = place_in_map(which == 0 ? p.k : p.v, a.schedule.traits.keys, kDim * 2,
+                                           run, item.begin, owner);
           for (int h = 0; h < kDim / 64; ++h)
             load_box(target + h * Memory::kKeyBlock, which == 0 ? &a.k : &a.v, full, h * 64,
-                     received ? 0 : owner.head, position % run.stride, position / run.stride,
-                     received ? 0 : owner.batch, policy_stream());
+                     at.head, at.row % run.stride, at.row / run.stride,
+                     run.source < 0 ? owner.batch : 0, policy_stream());
         }
       } else {
         gather<kDim, kKeys>(a, which == 0 ? p.k : p.v, group.keys, item.begin, item.rows, owner,
@@ -280,16 +285,17 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
         // the note, of dQ.
         int remainder = 0;
         int row = 0;
+        int map_head = 0;
         if (boxed) {
           const LaunchTraits& traits = a.schedule.traits;
-          const int at = lane == 2
-                             ? mapped_row(p.dq, traits.query_gradients, kDim * 4, run, begin, owner)
-                             : mapped_row(lane == 0 ? p.q : p.dout, traits.queries, kDim * 2, run,
-                                          begin, owner);
-          remainder = at % run.stride;
-          row = at / run.stride;
+          const MapPlace at =
+              lane == 2 ? place_in_map(p.dq, traits.query_gradients, kDim * 4, run, begin, owner)
+                        : place_in_map(lane == 0 ? p.q : p.dout, traits.queries, kDim * 2, run,
+                                       begin, owner);
+          remainder = at.row % run.stride;
+          row = at.row / run.stride;
+          map_head = at.head;
         }
-        const int map_head = run.source < 0 ? owner.head : 0;
         const int map_batch = run.source < 0 ? owner.batch : 0;
         int low = index_of(run, begin);
         int next_block = block + 1;

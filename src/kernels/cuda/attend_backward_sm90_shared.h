@@ -21,7 +21,7 @@ inline constexpr int kStagedRows = 64;        // of dQ: a consumer group compute
 inline constexpr int kDrawAhead = 4;
 
 // Maps see the shard's tokens as {columns, heads, token % stride, token / stride, batch}: a run of
-// that stride is a box, wherever it begins. Received parcels are one head of one batch entry.
+// that stride is a box, wherever it begins. Received parcels: see received_rows.
 struct BackwardArguments {
   CUtensorMap q, k, v, dout, dq;
   BackwardParams params;

@@ -83,11 +83,13 @@ void CompiledStage::find_rows(const ReceivedRows& received, std::int64_t row_byt
   const bool queries_return =
       received.gradients.layout != nullptr && received.gradients.layout->sections() == 1;
   for (std::size_t i = 0; i < traits.size(); ++i) {
-    traits[i].queries = grid_of(received.queries, parcels[i].queries, row_bytes);
-    traits[i].keys = grid_of(received.keys, parcels[i].keys, row_bytes);
+    // Statistics lie between rows of queries.
+    traits[i].queries = grid_of(received.queries, parcels[i].queries, row_bytes, kMapStep);
+    traits[i].keys = grid_of(received.keys, parcels[i].keys, row_bytes, row_bytes);
     if (queries_return) {
-      traits[i].query_gradients = grid_of(received.gradients, parcels[i].queries,
-                                          received.gradients.layout->section_bytes(0));
+      const std::int64_t bytes = received.gradients.layout->section_bytes(0);
+      traits[i].query_gradients =
+          grid_of(received.gradients, parcels[i].queries, bytes, kMapStep);
     }
   }
 }

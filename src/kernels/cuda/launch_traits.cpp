@@ -130,7 +130,7 @@ std::vector<std::int32_t> parcels_of(const Tables& tables, const Launch& launch,
 }
 
 RowGrid grid_of(const ParcelRows& parcels, std::span<const std::int32_t> used,
-                std::int64_t row_bytes) {
+                std::int64_t row_bytes, std::int64_t step) {
   RowGrid grid;
   if (parcels.layout == nullptr) return grid;
   const ParcelLayout& layout = *parcels.layout;
@@ -143,15 +143,16 @@ RowGrid grid_of(const ParcelRows& parcels, std::span<const std::int32_t> used,
   }
   if (grid.base == nullptr) return {};
   for (const std::int32_t parcel : used) {
-    bool whole = (parcels.at(parcel) - grid.base) % row_bytes == 0;
+    bool fits = (parcels.at(parcel) - grid.base) % step == 0;
     for (int section = 0; section < layout.sections(); ++section) {
       // Units of all batches lie one after the other.
       for (int unit = 0; unit < 2; ++unit)
-        whole = whole && layout.offset(parcel, 0, unit, section) % row_bytes == 0;
+        fits = fits && layout.offset(parcel, 0, unit, section) % step == 0;
     }
-    if (!whole) return {};
+    if (!fits) return {};
   }
   grid.rows = (end - grid.base) / row_bytes;
+  grid.step = step;
   return grid;
 }
 

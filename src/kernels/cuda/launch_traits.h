@@ -19,10 +19,14 @@ enum class PairWeights : std::uint8_t {
   general,
 };
 
+// What the steps of a map for bulk copies, and where it begins, are multiples of, in bytes.
+inline constexpr int kMapStep = 16;
+
 // Rows that lie one after the other, of one width. None: rows are looked up one by one.
 struct RowGrid {
   std::byte* base = nullptr;
   std::int64_t rows = 0;
+  std::int64_t step = kMapStep;  // where rows may begin: at multiples of so many bytes
 };
 
 struct LaunchTraits {
@@ -46,11 +50,11 @@ struct LaunchTraits {
 [[nodiscard]] std::vector<std::int32_t> parcels_of(const Tables& tables, const Launch& launch,
                                                    Side side);
 
-// Received parcels as one grid of rows of `row_bytes`, from the lowest to the
-// end of the highest: whatever lies between is not looked at. Empty where sections or parcels begin
-// between such rows.
+// Received parcels as one grid of rows of `row_bytes`, from the lowest to the end of the highest:
+// whatever lies between is not looked at. Sections and parcels begin at multiples of `step` from
+// the grid's base, or the grid is empty.
 [[nodiscard]] RowGrid grid_of(const ParcelRows& parcels, std::span<const std::int32_t> used,
-                              std::int64_t row_bytes);
+                              std::int64_t row_bytes, std::int64_t step);
 
 // The items of a launch in an order in which block b of `blocks` takes items b, b + blocks, ..., so
 // that all blocks end at about the same time and items next to each other, which read the same

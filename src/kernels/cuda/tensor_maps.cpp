@@ -35,7 +35,8 @@ CUtensorMapDataType map_type(DType dtype) {
 }  // namespace
 
 MappedRows received_rows(const RowGrid& grid, std::int64_t row_bytes, DType dtype, int head_dim) {
-  return {{grid.base, 0, 0, row_bytes}, dtype, head_dim, 1, grid.rows, 1};
+  const auto heads = static_cast<int>(row_bytes / grid.step);
+  return {{grid.base, 0, grid.step, row_bytes}, dtype, head_dim, heads, grid.rows, 1};
 }
 
 bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t stride,
@@ -59,7 +60,7 @@ bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t st
   for (std::size_t i = 0; i < steps.size(); ++i) {
     // Steps over an extent of 1 mean nothing, but must be valid.
     const std::int64_t bytes = extent[i + 1] == 1 ? mapped.head_dim * number_bytes : step[i];
-    if (bytes <= 0 || bytes % 16 != 0 || bytes >= std::int64_t{1} << 40) return false;
+    if (bytes <= 0 || bytes % kMapStep != 0 || bytes >= std::int64_t{1} << 40) return false;
     steps[i] = static_cast<cuuint64_t>(bytes);
   }
   const std::array<cuuint32_t, 5> box = {static_cast<cuuint32_t>(128 / number_bytes), 1, 1,

@@ -10,8 +10,7 @@
 // Maps for bulk tensor copies (Hopper), with the swizzle of 128 bytes.
 namespace annulus::cuda {
 
-// Rows of the shard, or of received parcels: these have one head and one batch entry, which is all
-// of the grid.
+// Rows of the shard, or of received parcels.
 struct MappedRows {
   TensorRows rows;
   DType dtype = DType::bf16;
@@ -21,6 +20,8 @@ struct MappedRows {
   std::int64_t batch = 0;
 };
 
+// A grid of parcels as rows of one batch entry. What begins between two rows of the grid is a row
+// of another "head": these are the grid's step apart.
 [[nodiscard]] MappedRows received_rows(const RowGrid& grid, std::int64_t row_bytes, DType dtype,
                                        int head_dim);
 

@@ -17,6 +17,7 @@ constexpr microseconds kShortestNap{20};
 constexpr microseconds kLongestNap{1000};       // of the thread, while something is under way
 constexpr microseconds kLongestWaiterNap{200};  // of a caller who waits
 constexpr std::chrono::milliseconds kIdleNap{20};
+constexpr std::chrono::seconds kPatienceWithBroken{3};
 // A short message between two processes of one machine takes a few microseconds, as does a poll.
 constexpr int kPollsBeforeNaps = 50;
 
@@ -384,6 +385,10 @@ void Endpoint::leave() {
 
 bool Endpoint::finish(Clock::time_point until) {
   std::unique_lock lock(mutex_);
+  // Where the ring is broken, the others either know and leave, or never will.
+  const bool broken = ended_ || std::any_of(channels_.begin(), channels_.end(),
+                                            [](const Channel& one) { return !one.broken.empty(); });
+  if (broken) until = std::min(until, Clock::now() + kPatienceWithBroken);
   changed_.wait_until(lock, until, [&] { return finished_; });
   const bool everybody = everybody_left();
   stopping_ = true;

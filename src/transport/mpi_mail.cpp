@@ -191,6 +191,7 @@ void Mail::close() {
     all_over = false;
   }
   if (!all_over) communicator_->abandon();
+  communicator_.reset();  // now, and not when the last ticket is gone: MPI may be finalised by then
 }
 
 }  // namespace annulus::mpi

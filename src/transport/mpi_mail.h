@@ -92,7 +92,7 @@ class Mail {
   bool poll_data(Reader& reader);
   bool poll_sends(Reader& reader);
 
-  const std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Communicator> communicator_;
   const int rank_;
   bool closed_ = false;
 

@@ -1,9 +1,11 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "annulus/error.h"
 #include "cli/commands.h"
@@ -57,6 +59,7 @@ struct Result {
   std::string transport;
   JobReport job;
   SampledErrors errors;
+  std::vector<std::string> removed;  // files of an earlier run
 };
 
 std::string error_text(const std::optional<SampledError>& error) {
@@ -136,6 +139,10 @@ void print_table(const RunFlags& flags, const Result& result) {
     text += fmt::format("  {:<9} o, lse{} in {}\n", "written", backward ? ", dq, dk, dv" : "",
                         flags.output);
   }
+  if (!result.removed.empty()) {
+    text += fmt::format("  {:<9} {}, which an earlier run left there\n", "removed",
+                        fmt::join(result.removed, ", "));
+  }
   print(text + "\n");
 }
 
@@ -182,6 +189,7 @@ Json to_json(const RunFlags& flags, const Result& result) {
   json["parameters"] = parameters_json(flags.problem, result.options);
   json["input"] = flags.input.empty() ? Json() : Json(flags.input);
   json["output"] = flags.output.empty() ? Json() : Json(flags.output);
+  json["removed"] = result.removed;
   return json;
 }
 
@@ -237,7 +245,8 @@ int run(World& world, const RunFlags& flags) {
                 .device = device,
                 .transport = world.name(),
                 .job = {},
-                .errors = {}};
+                .errors = {},
+                .removed = {}};
   RingOptions& options = result.options;
   options.limits = setup.limits.limits;
 
@@ -283,7 +292,7 @@ int run(World& world, const RunFlags& flags) {
   }
   if (!flags.output.empty()) {
     progress.phase("writing " + flags.output);
-    write_outputs(flags.output, tensors);
+    result.removed = write_outputs(flags.output, tensors);
   }
   progress.finish();
   if (flags.json) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/reference/error.h"
+#include "pattern/mask_rules.h"
 
 namespace annulus::cli {
 namespace {
@@ -77,7 +78,7 @@ class Checker {
     for (const Branch& branch : pattern_.branches) {
       if (!branch.selects(place.head, place.position)) continue;
       BranchRow row;
-      row.keys = selected(branch, place, pattern_.causal ? Side::until : Side::all);
+      row.keys = partners(branch, place, Role::query);
       row.o = zeros();
       for (std::int64_t i = 0; i < row.keys.count; ++i) {
         row.dots.push_back(
@@ -149,8 +150,7 @@ class Checker {
     for (int head = place.head * ratio_; head < (place.head + 1) * ratio_; ++head) {
       for (const Branch& branch : pattern_.branches) {
         if (!branch.selects(head, place.position)) continue;
-        const RowSet queries = selected(branch, {place.batch, place.position, head},
-                                        pattern_.causal ? Side::from : Side::all);
+        const RowSet queries = partners(branch, {place.batch, place.position, head}, Role::key);
         for (std::int64_t i = 0; i < queries.count; ++i) {
           const Place query{place.batch, queries[i], head};
           const Row q = load(tensors_.q, query);
@@ -213,16 +213,23 @@ class Checker {
   using Sized = reference::Sized;
   using SizedRow = reference::SizedRow;
   static constexpr Sized kOne{.value = 1.0, .scale = 1.0, .absolute = 1.0};
-  enum class Side : std::uint8_t { all, until, from };  // relative to the place, which is included
+  enum class Role : std::uint8_t { query, key };
 
-  // The positions that a branch selects in the segment of a selected place.
-  [[nodiscard]] RowSet selected(const Branch& branch, const Place& place, Side side) const {
+  // The keys that a selected query sees in a branch, or the queries that see a selected key.
+  [[nodiscard]] RowSet partners(const Branch& branch, const Place& place, Role role) const {
     const std::int64_t begin = place.position - place.position % branch.segment_length;
     const std::int64_t length = std::min(branch.segment_length, tokens_ - begin);
     const std::int64_t offset = branch.offset[static_cast<std::size_t>(place.head)];
     const RowSet rows{begin + offset, (length - offset - 1) / branch.dilation + 1, branch.dilation};
-    return clip(rows, side == Side::from ? place.position : begin,
-                side == Side::until ? place.position + 1 : begin + length);
+    const Mask mask = pattern_.mask();
+    switch (mask.kind) {
+      case Mask::full:
+        return rows;
+      case Mask::causal:
+        return role == Role::query ? clip(rows, begin, place.position + mask.shift + 1)
+                                   : clip(rows, place.position - mask.shift, begin + length);
+    }
+    refuse_mask("sample_check", mask);
   }
 
   [[nodiscard]] std::size_t width() const { return static_cast<std::size_t>(options_.head_dim); }

@@ -241,7 +241,7 @@ void check_output_folder(const fs::path& folder, bool backward) {
   if (!backward) (void)stale_gradients(folder);
 }
 
-void write_outputs(const fs::path& folder, const JobTensors& tensors) {
+std::vector<std::string> write_outputs(const fs::path& folder, const JobTensors& tensors) {
   OutputFolder output(folder);
   std::vector<OutputFile> files;
   const auto write = [&](const char* name, const RingTensor& tensor) {
@@ -260,6 +260,9 @@ void write_outputs(const fs::path& folder, const JobTensors& tensors) {
   }
   commit_together(files, stale);
   output.keep();
+  std::vector<std::string> removed;
+  for (const fs::path& path : stale) removed.push_back(path.filename().string());
+  return removed;
 }
 
 }  // namespace annulus::cli

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
+#include <vector>
 
 #include "cli/npy.h"
 #include "cli/options.h"
@@ -28,6 +30,8 @@ void check_output_folder(const std::filesystem::path& folder, bool backward);
 // o.npy, lse.npy and, with backward, dq.npy, dk.npy, dv.npy in the order of the sequence; float16
 // if the job ran in fp16, else float32. All plain files appear or none (see OutputFile for what is
 // not one). Without backward, gradients of an earlier run are removed: they belong to another o.
-void write_outputs(const std::filesystem::path& folder, const JobTensors& tensors);
+// Returns the names of those.
+std::vector<std::string> write_outputs(const std::filesystem::path& folder,
+                                       const JobTensors& tensors);
 
 }  // namespace annulus::cli

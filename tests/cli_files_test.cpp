@@ -402,7 +402,10 @@ TEST_F(Cli, ForwardAloneRemovesTheGradientsOfAnEarlierRun) {
   const Surroundings full_disk{.environment = {}, .file_bytes = 10'000};
   EXPECT_EQ(annulus(run + Words{"--no-backward", "--seed", "2"}, full_disk).code, 2);
   EXPECT_EQ(contents(folder_), before);
-  ASSERT_EQ(annulus(run + Words{"--no-backward", "--seed", "2"}).code, 0);
+  const Outcome alone = annulus(run + Words{"--no-backward", "--seed", "2"});
+  ASSERT_EQ(alone.code, 0);
+  EXPECT_NE(alone.out.find("dq.npy, dk.npy, dv.npy, which an earlier run left"), std::string::npos)
+      << alone.out;
   const auto after = contents(folder_ / "out");
   EXPECT_EQ(after.size(), 3U);
   EXPECT_TRUE(after.contains(folder_ / "out" / "lse.npy"));

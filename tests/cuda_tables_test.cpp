@@ -36,9 +36,8 @@ std::vector<Row> rows_of(const Tables& tables, const RowList& list) {
     }
   }
   EXPECT_EQ(list.rows, static_cast<std::int32_t>(rows.size()));
-  const bool ascending = std::is_sorted(rows.begin(), rows.end(), [](const Row& a, const Row& b) {
-    return a.index < b.index;
-  });
+  const bool ascending = std::is_sorted(
+      rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.index < b.index; });
   EXPECT_EQ(list.ascending != 0, ascending);
   return rows;
 }
@@ -114,8 +113,8 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
     const bool canonical = random.coin();
     for (const Side side : {Side::queries, Side::keys}) {
       std::map<std::tuple<int, std::int64_t, std::int64_t>, int> weights;  // head, query, key
-      const PlanOptions options{c.pattern, c.placement, c.placement,
-                                c.kv_heads, c.schedule, c.travel};
+      const PlanOptions options{c.pattern,  c.placement, c.placement,
+                                c.kv_heads, c.schedule,  c.travel};
       for (int rank = 0; rank < c.placement.ranks(); ++rank) {
         const Plan plan(options, rank);
         const Positions positions(plan);
@@ -239,10 +238,85 @@ TEST(CudaTables, TraitsSayWhatKernelsAreChosenBy) {
   EXPECT_EQ(host.key_stride, 1);
   EXPECT_EQ(host.weights, PairWeights::periodic);  // every second row counts twice
 
-  const Pattern odd = longnet(3, std::vector<std::int64_t>{240, 480}, std::vector<std::int64_t>{1, 3});
+  const Pattern odd =
+      longnet(3, std::vector<std::int64_t>{240, 480}, std::vector<std::int64_t>{1, 3});
   const Tables thirds = whole(odd, 960, 64);
   ASSERT_EQ(thirds.launches.size(), 2U);
   EXPECT_EQ(launch_traits(thirds, thirds.launches[1]).weights, PairWeights::general);
+}
+
+// Every received row must be where bulk copies look for it: a row of the grid of its launch.
+TEST(CudaTables, ReceivedRowsAreRowsOfTheLaunchesGrid) {
+  constexpr std::int64_t kRow = 256;
+  constexpr std::int64_t kStatistics = 16;
+  int found = 0;
+  int refused = 0;
+  for (std::uint64_t seed = 0; seed < 150; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    test::Random random(seed);
+    const Case c = random_case(random);
+    const PlanOptions options{c.pattern,  c.placement, c.placement,
+                              c.kv_heads, c.schedule,  c.travel};
+    const bool by_keys = c.travel == Travel::keys;
+    const Plan plan(options, static_cast<int>(random.between(0, c.placement.ranks() - 1)));
+    Computation computation;
+    computation.pattern = &c.pattern;
+    computation.query_tokens = computation.key_tokens = c.placement.local_tokens(plan.rank());
+    computation.kv_heads = c.kv_heads;
+    computation.batch = 2;
+    const ParcelLayout layout(
+        plan, computation.batch,
+        by_keys ? std::vector{kRow, kRow} : std::vector{kRow, kRow, kStatistics});
+    // As a courier puts them: those of a step one after the other.
+    std::vector<std::byte*> bases(plan.parcels().size(), nullptr);
+    for (int step = 1; step <= plan.steps(); ++step) {
+      auto* next = reinterpret_cast<std::byte*>(std::uintptr_t{1} << (40 + step % 2));
+      for (const Hop& hop : plan.incoming(step)) {
+        bases[static_cast<std::size_t>(hop.parcel)] = next;
+        next += layout.bytes(hop.parcel);
+      }
+    }
+    const Side side = by_keys ? Side::keys : Side::queries;
+    for (int step = 0; step <= plan.steps(); ++step) {
+      const Tables tables = make_tables({Stage::Kind::gradients, &plan, step, step}, computation,
+                                        Side::keys, 64, false);
+      for (const Launch& launch : tables.launches) {
+        const LaunchTraits traits = launch_traits(tables, launch);
+        EXPECT_EQ(by_keys ? traits.keys_received : traits.queries_received, step > 0);
+        EXPECT_FALSE(by_keys ? traits.queries_received : traits.keys_received);
+        const std::vector<std::int32_t> parcels = parcels_of(tables, launch, side);
+        EXPECT_EQ(parcels.empty(), step == 0);
+        const RowGrid grid = grid_of({&layout, &bases}, parcels, kRow);
+        if (grid.rows == 0) {
+          // Statistics may shift what comes after them by less than a row; nothing else does.
+          const bool shifted = std::ranges::any_of(parcels, [&](std::int32_t parcel) {
+            return layout.offset(parcel, 0, 1, 0) % kRow != 0;
+          });
+          EXPECT_TRUE(step == 0 || shifted);
+          refused += shifted ? 1 : 0;
+          continue;
+        }
+        for (std::int32_t i = 0; i < launch.items; ++i) {
+          const Item& item = tables.items[static_cast<std::size_t>(launch.first_item + i)];
+          const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
+          const Member& member = tables.members[static_cast<std::size_t>(item.member)];
+          for (const Row& row : rows_of(tables, by_keys ? group.keys : group.queries)) {
+            for (const int section : {0, 1}) {
+              const std::byte* const at =
+                  bases[static_cast<std::size_t>(row.source)] +
+                  layout.offset(row.source, item.batch, member.unit, section) + row.at * kRow;
+              ASSERT_EQ((at - grid.base) % kRow, 0);
+              ASSERT_GE(at, grid.base);
+              ASSERT_LT((at - grid.base) / kRow, grid.rows);
+              ++found;
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(found, 0);
+  EXPECT_GT(refused, 0);
 }
 
 }  // namespace

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "support/kernel_task.h"
+#include "support/problem.h"
 #include "support/random_plans.h"
-#include "support/ring_fixture.h"
 
 namespace annulus {
 namespace {
@@ -31,16 +31,10 @@ constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-class KernelRangeTest : public ::testing::TestWithParam<const cpu::Kernels*> {
- protected:
-  void TearDown() override {
-    EXPECT_TRUE(test::shared_scratch().fence_stands()) << "wrote past the scratch";
-  }
-  [[nodiscard]] const cpu::Kernels& kernels() const { return *GetParam(); }
-};
+class KernelRangeTest : public test::EveryKernelSet {};
 
 INSTANTIATE_TEST_SUITE_P(Isa, KernelRangeTest, ::testing::ValuesIn(cpu::available_kernels()),
-                         [](const auto& info) { return std::string(info.param->name); });
+                         test::name_of_set);
 
 // ---- logits of 1e4 -----------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@
 #include "annulus/half.h"
 #include "annulus/reference.h"
 #include "support/kernel_task.h"
+#include "support/problem.h"
 #include "support/random_plans.h"
-#include "support/ring_fixture.h"
 
 namespace annulus {
 namespace {
@@ -37,16 +37,10 @@ constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-class KernelTest : public ::testing::TestWithParam<const cpu::Kernels*> {
- protected:
-  void TearDown() override {
-    EXPECT_TRUE(test::shared_scratch().fence_stands()) << "wrote past the scratch";
-  }
-  [[nodiscard]] const cpu::Kernels& kernels() const { return *GetParam(); }
-};
+class KernelTest : public test::EveryKernelSet {};
 
 INSTANTIATE_TEST_SUITE_P(Isa, KernelTest, ::testing::ValuesIn(cpu::available_kernels()),
-                         [](const auto& info) { return std::string(info.param->name); });
+                         test::name_of_set);
 
 double rms_of_rounding(const std::vector<double>& values, DType dtype) {
   return relative_rms(test::rounded(values, dtype), values) * test::rms(values);

@@ -150,8 +150,11 @@ TEST(MemoryLimits, AreWhatFitsIntoARanksShare) {
   EXPECT_EQ(elements(ring::Missing::results), 800'000 * 8 / (32 * 4));
   options.dtype = DType::bf16;  // and fp32 gradients
   EXPECT_EQ(elements(ring::Missing::results), 800'000 * 8 / (32 * 2 + 8 * 4));
-  options.mix_gradient = MixGradient::detached;  // and an fp32 output per branch
-  EXPECT_EQ(elements(ring::Missing::all_tensors), 800'000 * 8 / (24 * 2 + 8 * 4 + 4 * 4));
+  options.mix_gradient = MixGradient::detached;  // and an output per branch
+  EXPECT_EQ(elements(ring::Missing::all_tensors), 800'000 * 8 / (24 * 2 + 8 * 4 + 4 * 2));
+  // Of the rows that it selects: all of one, a quarter of the other.
+  options.pattern = longnet(4, std::vector<std::int64_t>{4, 20}, std::vector<std::int64_t>{1, 4});
+  EXPECT_EQ(elements(ring::Missing::all_tensors), 800'000 * 8 / (24 * 2 + 8 * 4 + 4 * 2 + 2));
 }
 
 }  // namespace

@@ -15,7 +15,7 @@
 
 #include "annulus/half.h"
 #include "cli/job.h"
-#include "support/ring_fixture.h"
+#include "support/problem.h"
 
 namespace annulus::cli {
 namespace {

@@ -20,8 +20,10 @@ extern "C" int backward_sm90(const void* params, int row_stride, void* next_item
     std::strncpy(message, "does not fit", size);
     return 2;
   }
-  const cudaError_t error = launch_backward_sm90(
-      p, static_cast<cudaStream_t>(stream), {row_stride, static_cast<std::int32_t*>(next_item)});
+  LaunchTraits traits;
+  traits.query_stride = traits.key_stride = row_stride;
+  const cudaError_t error = launch_backward_sm90(p, static_cast<cudaStream_t>(stream),
+                                                 {traits, static_cast<std::int32_t*>(next_item)});
   if (error == cudaSuccess) return 0;
   std::strncpy(message, cudaGetErrorString(error), size);
   return 1;

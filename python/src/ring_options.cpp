@@ -4,7 +4,9 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <list>
 #include <optional>
 #include <type_traits>
@@ -140,6 +142,8 @@ nb::list listed_options() {
       for (const auto& name : ring::names_like(option)) names.append(name.text);
     }
     dict["names"] = nb::tuple(names);
+    if constexpr (std::is_integral_v<Value> && !std::is_same_v<Value, bool>)
+      dict["most"] = std::min<std::int64_t>(info.most, std::numeric_limits<Value>::max());
     dict["help"] = info.help;
     list.append(dict);
   });

@@ -4,6 +4,8 @@
 #include <limits>
 #include <utility>
 
+#include "pattern/mask_rules.h"
+
 namespace annulus {
 namespace {
 
@@ -27,7 +29,7 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
 
 // Both sides of a pair are rows of one selection: positions differ by multiples of its dilation.
 IndexMask index_mask(const Mask& mask, std::int64_t dilation) {
-  switch (mask.kind) {  // no default: the compiler names this place when there is a new kind
+  switch (mask.kind) {
     case Mask::full:
       return {};
     case Mask::causal: {
@@ -35,7 +37,7 @@ IndexMask index_mask(const Mask& mask, std::int64_t dilation) {
       return {true, static_cast<std::int32_t>((mask.shift - round_down) / dilation)};
     }
   }
-  return {};
+  refuse_mask("index_mask", mask);
 }
 
 // Rows of `runs` that count, and the runs that hold them.

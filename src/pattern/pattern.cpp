@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "annulus/error.h"
+#include "pattern/mask_rules.h"
 
 namespace annulus {
 namespace {
@@ -46,10 +47,17 @@ Branch make_branch(int heads, std::int64_t segment_length, std::int64_t dilation
 // Pairs inside one segment of `length` tokens. The selected positions of a segment are offset,
 // offset + dilation, ...; each attends all of them, or itself and those before it.
 double pairs_in_segment(std::int64_t length, std::int64_t dilation, std::int64_t offset,
-                        bool causal) {
+                        const Mask& mask) {
   if (offset >= length) return 0.0;
   const auto selected = static_cast<double>((length - 1 - offset) / dilation + 1);
-  return causal ? selected * (selected + 1.0) / 2.0 : selected * selected;
+  switch (mask.kind) {
+    case Mask::full:
+      return selected * selected;
+    case Mask::causal:
+      if (mask.shift != 0) break;
+      return selected * (selected + 1.0) / 2.0;
+  }
+  refuse_mask("allowed_pairs", mask);
 }
 
 }  // namespace
@@ -154,7 +162,7 @@ double allowed_pairs(const Pattern& pattern, std::int64_t tokens) {
     for (const std::int64_t offset : branch.offset) {
       if (offset < 0) continue;
       const auto count = [&](std::int64_t length) {
-        return pairs_in_segment(length, branch.dilation, offset, pattern.causal);
+        return pairs_in_segment(length, branch.dilation, offset, pattern.mask());
       };
       pairs += static_cast<double>(whole_segments) * count(branch.segment_length);
       pairs += count(last_length);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "pattern/mask_rules.h"
+
 namespace annulus {
 namespace {
 
@@ -66,27 +68,37 @@ std::vector<Cut> segment_cuts(std::vector<Presence> present, const Mask& mask, T
     if (!cuts.empty() && cuts.back().begin == begin) cuts.pop_back();
     cuts.push_back({begin, sets.intern(ranks)});
   };
-  if (mask.kind == Mask::full || travel == Travel::keys) {
+  const auto everybody = [&] {
     for (const Presence& p : present) RankSets::flip(ranks, p.rank);
     cut(0);
-    if (mask.kind == Mask::full) return cuts;
-    std::sort(present.begin(), present.end(),
-              [](const auto& a, const auto& b) { return a.last < b.last; });
-    for (const Presence& p : present) {
-      if (same && &p == &present.back()) break;
-      RankSets::flip(ranks, p.rank);
-      cut(p.last + 1);
-    }
-  } else {
-    cut(0);
-    std::sort(present.begin(), present.end(),
-              [](const auto& a, const auto& b) { return a.first < b.first; });
-    for (const Presence& p : present) {
-      RankSets::flip(ranks, p.rank);
-      cut(p.first);
-    }
+  };
+  switch (mask.kind) {
+    case Mask::full:
+      everybody();
+      return cuts;
+    case Mask::causal:
+      if (mask.shift != 0) break;
+      if (travel == Travel::keys) {
+        everybody();
+        std::sort(present.begin(), present.end(),
+                  [](const auto& a, const auto& b) { return a.last < b.last; });
+        for (const Presence& p : present) {
+          if (same && &p == &present.back()) break;
+          RankSets::flip(ranks, p.rank);
+          cut(p.last + 1);
+        }
+      } else {
+        cut(0);
+        std::sort(present.begin(), present.end(),
+                  [](const auto& a, const auto& b) { return a.first < b.first; });
+        for (const Presence& p : present) {
+          RankSets::flip(ranks, p.rank);
+          cut(p.first);
+        }
+      }
+      return cuts;
   }
-  return cuts;
+  refuse_mask("collect_demands", mask);
 }
 
 // Indices of pieces, segment by segment.

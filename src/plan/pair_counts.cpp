@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "pattern/mask_rules.h"
 #include "plan/selected_rows.h"
 
 namespace annulus {
@@ -47,12 +48,12 @@ double sum_up_to(std::int64_t first, std::int64_t last, std::int64_t count, std:
 class RangePairs {
  public:
   RangePairs(const RowSet& range, const SelectedRows& selected, const SelectedRows& other,
-             bool causal, Travel travel)
+             const Mask& mask, Travel travel)
       : range_(range),
         crossing_(range, selected),
         selected_(selected),
         other_(other),
-        causal_(causal),
+        mask_(mask),
         travel_(travel) {}
 
   [[nodiscard]] double count() const {
@@ -67,8 +68,7 @@ class RangePairs {
       if (s >= whole_begin && s + 1 < whole_end && s + 1 < other_.segments()) {
         // Only the last segment of a side can be ragged.
         const std::int64_t stop = std::min(whole_end, other_.segments()) - 1;
-        const auto all = static_cast<double>(other_.count(s));
-        pairs += static_cast<double>(stop - s) * (causal_ ? all * (all + 1.0) / 2.0 : all * all);
+        pairs += static_cast<double>(stop - s) * in_whole_segment(s);
         s = stop - 1;
         continue;
       }
@@ -86,33 +86,52 @@ class RangePairs {
   }
 
  private:
+  // Of a segment that both sides have all of.
+  [[nodiscard]] double in_whole_segment(std::int64_t s) const {
+    const auto all = static_cast<double>(other_.count(s));
+    switch (mask_.kind) {
+      case Mask::full:
+        return all * all;
+      case Mask::causal:
+        if (mask_.shift != 0) break;
+        return all * (all + 1.0) / 2.0;
+    }
+    refuse_mask("shard_pairs", mask_);
+  }
+
   [[nodiscard]] double in_segment(std::int64_t s) const {
     const RowSet rows = crossing_.in_segment(s).elements;
     if (rows.count == 0) return 0.0;
     const std::int64_t other_count = other_.count(s);
     const auto all = static_cast<double>(other_count);
     const auto count = static_cast<double>(rows.count);
-    if (!causal_) return count * all;
-    // The j-th selected row of a segment attends j + 1 rows, or all there are; j is a progression,
-    // too.
-    const std::int64_t start = selected_.segment_begin(s) + selected_.offset;
-    const std::int64_t first = (range_[rows.first] - start) / selected_.dilation;
-    const std::int64_t last = (range_[rows.last()] - start) / selected_.dilation;
-    return travel_ == Travel::keys
-               ? sum_up_to(first, last, rows.count, other_count)
-               : count * all - sum_up_to(first - 1, last - 1, rows.count, other_count);
+    switch (mask_.kind) {
+      case Mask::full:
+        return count * all;
+      case Mask::causal: {
+        if (mask_.shift != 0) break;
+        // The j-th selected row of a segment attends j + 1 rows, or all there are; j is a
+        // progression, too.
+        const std::int64_t start = selected_.segment_begin(s) + selected_.offset;
+        const std::int64_t first = (range_[rows.first] - start) / selected_.dilation;
+        const std::int64_t last = (range_[rows.last()] - start) / selected_.dilation;
+        return travel_ == Travel::keys
+                   ? sum_up_to(first, last, rows.count, other_count)
+                   : count * all - sum_up_to(first - 1, last - 1, rows.count, other_count);
+      }
+    }
+    refuse_mask("shard_pairs", mask_);
   }
 
   RowSet range_;
   Crossing crossing_;
   SelectedRows selected_;
   SelectedRows other_;
-  bool causal_;
+  Mask mask_;
   Travel travel_;
 };
 
-}  // namespace
-
+// Of key <= query.
 double causal_pairs(const RowSet& queries, const RowSet& keys) {
   if (queries.count == 0 || keys.count == 0 || keys.first > queries.last()) return 0.0;
   const auto all_keys = static_cast<double>(keys.count);
@@ -121,6 +140,18 @@ double causal_pairs(const RowSet& queries, const RowSet& keys) {
   const RowSet within = clip(queries, keys.first, keys.last());
   return static_cast<double>(above.count) * all_keys + static_cast<double>(within.count) +
          floor_sum(within.count, keys.stride, queries.stride, within.first - keys.first);
+}
+
+}  // namespace
+
+double allowed_pairs(const Mask& mask, const RowSet& queries, const RowSet& keys) {
+  switch (mask.kind) {
+    case Mask::full:
+      return static_cast<double>(queries.count) * static_cast<double>(keys.count);
+    case Mask::causal:
+      return causal_pairs({queries.first + mask.shift, queries.count, queries.stride}, keys);
+  }
+  refuse_mask("allowed_pairs", mask);
 }
 
 double shard_pairs(const Pattern& pattern, const Placement& queries, const Placement& keys,
@@ -139,7 +170,7 @@ double shard_pairs(const Pattern& pattern, const Placement& queries, const Place
       double per_head = 0.0;
       for (const RowSet& range : staying.ranges(rank)) {
         if (range.count == 0) continue;
-        per_head += RangePairs(range, selected, other, pattern.causal, travel).count();
+        per_head += RangePairs(range, selected, other, pattern.mask(), travel).count();
       }
       pairs += per_head * heads;
     }
@@ -154,18 +185,11 @@ std::vector<double> pairs_by_step(const Plan& plan) {
     const HeadClass& head_class = plan.classes()[static_cast<std::size_t>(group.head_class)];
     const Selection& selection = head_class.selections[static_cast<std::size_t>(group.selection)];
     const auto members = static_cast<double>(selection.members.size());
-    std::int64_t local_rows = 0;
-    for (const PlacedRows& rows : keys_travel ? group.queries : group.keys) {
-      local_rows += rows.rows.count;
-    }
     for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
       double sum = 0.0;
-      if (group.mask.kind == Mask::full) {
-        sum = static_cast<double>(guest.rows.count) * static_cast<double>(local_rows);
-      } else if (keys_travel) {
-        for (const PlacedRows& q : group.queries) sum += causal_pairs(q.rows, guest.rows);
-      } else {
-        for (const PlacedRows& k : group.keys) sum += causal_pairs(guest.rows, k.rows);
+      for (const PlacedRows& host : keys_travel ? group.queries : group.keys) {
+        sum += keys_travel ? allowed_pairs(group.mask, host.rows, guest.rows)
+                           : allowed_pairs(group.mask, guest.rows, host.rows);
       }
       const int step = guest.parcel < 0 ? 0 : plan.arrival(guest.parcel);
       pairs[static_cast<std::size_t>(step)] += sum * members;

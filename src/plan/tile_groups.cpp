@@ -11,6 +11,7 @@
 
 #include "annulus/error.h"
 #include "annulus/plan.h"
+#include "pattern/mask_rules.h"
 #include "plan/selected_rows.h"
 
 namespace annulus {
@@ -24,6 +25,18 @@ PlacedRows place(const RowSet& base, const RowSet& elements, int parcel, std::in
           parcel,
           base_store + elements.first,
           stride};
+}
+
+Stretch stretch_of(const RowSet& rows) { return {rows.first, rows.last()}; }
+
+// Over all of them; there is at least one.
+Stretch stretch_of(const std::vector<PlacedRows>& list) {
+  Stretch all = stretch_of(list.front().rows);
+  for (const PlacedRows& rows : list) {
+    all.first = std::min(all.first, rows.rows.first);
+    all.last = std::max(all.last, rows.rows.last());
+  }
+  return all;
 }
 
 // The rows of one side of a shard that one (branch, offset) selects, by segment.
@@ -92,7 +105,7 @@ class GuestRows {
             const ShardRows& shard)
       : begin_(shard.segments().size() + 1, 0) {
     if (shard.segments().empty()) return;  // striped shards select all or nothing
-    const bool causal = plan.pattern().mask().kind == Mask::causal;
+    const Mask mask = plan.pattern().mask();
     const bool keys_travel = plan.options().travel == Travel::keys;
     std::vector<std::pair<std::size_t, PlacedRows>> found;
     for (const int p : parcels) {
@@ -105,9 +118,10 @@ class GuestRows {
           const RowSet elements = crossing.in_segment(here.segment).elements;
           if (elements.count == 0) continue;
           const PlacedRows rows = place(base, elements, p, base_store);
-          const bool masked =
-              causal && (keys_travel ? rows.rows.first > here.last : rows.rows.last() < here.first);
-          if (!masked) found.emplace_back(i, rows);
+          const Stretch guest = stretch_of(rows.rows);
+          const Stretch host{here.first, here.last};
+          if (!hides_all(mask, keys_travel ? host : guest, keys_travel ? guest : host))
+            found.emplace_back(i, rows);
         }
         base_store += base.count;
       }
@@ -130,16 +144,17 @@ class GuestRows {
   std::vector<PlacedRows> rows_;
 };
 
-// Leaves out row sets that the causal mask hides entirely. False when nothing is left.
-bool trim_causal(TileGroup& group) {
+// Leaves out row sets that the mask hides entirely. False when nothing is left.
+bool trim(TileGroup& group, const Mask& mask) {
   if (group.queries.empty() || group.keys.empty()) return false;
-  std::int64_t last_query = 0;
-  for (const PlacedRows& q : group.queries) last_query = std::max(last_query, q.rows.last());
-  std::erase_if(group.keys, [&](const PlacedRows& k) { return k.rows.first > last_query; });
+  const Stretch queries = stretch_of(group.queries);
+  std::erase_if(group.keys,
+                [&](const PlacedRows& k) { return hides_all(mask, queries, stretch_of(k.rows)); });
   if (group.keys.empty()) return false;
-  const std::int64_t first_key = group.keys.front().rows.first;
-  std::erase_if(group.queries, [&](const PlacedRows& q) { return q.rows.last() < first_key; });
-  return true;  // the last query sees the first key
+  const Stretch keys = stretch_of(group.keys);
+  std::erase_if(group.queries,
+                [&](const PlacedRows& q) { return hides_all(mask, stretch_of(q.rows), keys); });
+  return !group.queries.empty();
 }
 
 bool covers(const std::vector<SegmentRun>& runs, int branch, std::int64_t segment) {
@@ -152,14 +167,9 @@ bool covers(const std::vector<SegmentRun>& runs, int branch, std::int64_t segmen
   return run.branch == branch && segment < run.first_segment + run.segments;
 }
 
-// Full where every row sees every other: later devices skip the comparison then.
+// Full where every row sees every other: kernels skip the comparison then.
 Mask mask_of(const TileGroup& group, const Mask& mask) {
-  if (mask.kind == Mask::full) return mask;
-  const std::int64_t first_query = group.queries.front().rows.first;
-  const bool hides = std::any_of(group.keys.begin(), group.keys.end(), [&](const PlacedRows& k) {
-    return !mask.allows(first_query, k.rows.last());
-  });
-  return hides ? mask : Mask{};
+  return shows_all(mask, stretch_of(group.queries), stretch_of(group.keys)) ? Mask{} : mask;
 }
 
 }  // namespace
@@ -222,7 +232,7 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step, Tiles ti
           travelling.assign(local.begin(), local.end());
           travelling.insert(travelling.end(), arrived.begin(), arrived.end());
           if (!arrived.empty()) std::sort(travelling.begin(), travelling.end(), earlier);
-          if (mask.kind == Mask::causal && !trim_causal(group)) continue;
+          if (!trim(group, mask)) continue;
           group.mask = mask_of(group, mask);
           groups.push_back(std::move(group));
         }

@@ -7,31 +7,10 @@
 
 namespace annulus::ring {
 
-std::vector<Envelope> envelopes(std::span<const Hop> hops, const ParcelLayout& layout) {
-  std::vector<Envelope> out;
-  for (const Hop& hop : hops) {
-    if (out.empty() || out.back().peer != hop.peer) out.push_back({hop.peer, {}, 0, 0});
-    out.back().parcels.push_back(hop.parcel);
-    out.back().bytes += layout.bytes(hop.parcel);
-  }
-  return out;
-}
-
-std::int64_t lay_out(std::vector<Envelope>& list) {
-  std::int64_t offset = 0;
-  for (Envelope& envelope : list) {
-    envelope.offset = offset;
-    offset += envelope.bytes;
-  }
-  return offset;
-}
-
 Courier::Courier(const Plan& plan, ParcelLayout layout, Link& link)
-    : plan_(&plan), layout_(std::move(layout)), link_(&link) {
+    : plan_(&plan), layout_(std::move(layout)), link_(&link), slots_(plan) {
   const std::size_t parcels = plan.parcels().size();
   outbox_offset_.assign(parcels, -1);
-  slot_offset_.assign(parcels, -1);
-  slot_of_.assign(parcels, 0);
   for (std::size_t id = 0; id < parcels; ++id) {
     const Parcel& parcel = plan.parcels()[id];
     if (parcel.owner != plan.rank()) continue;
@@ -45,20 +24,11 @@ Courier::Courier(const Plan& plan, ParcelLayout layout, Link& link)
     Step step;
     step.in = envelopes(plan.incoming(s), layout_);
     step.out = envelopes(plan.outgoing(s), layout_);
-    const int slot = s % 2;
-    slot_bytes_[slot] = std::max(slot_bytes_[slot], lay_out(step.in));
-    for (const Envelope& envelope : step.in) {
-      std::int64_t offset = envelope.offset;
-      for (int id : envelope.parcels) {
-        slot_offset_[static_cast<std::size_t>(id)] = offset;
-        slot_of_[static_cast<std::size_t>(id)] = slot;
-        offset += layout_.bytes(id);
-      }
-    }
+    slots_.place(s, step.in, layout_);
     // A message whose parcels lie one after the other where they are goes out from there; others
     // are staged.
     std::int64_t staged = 0;
-    const std::vector<std::int64_t>& source = s == 1 ? outbox_offset_ : slot_offset_;
+    const std::vector<std::int64_t>& source = s == 1 ? outbox_offset_ : slots_.offsets();
     for (Envelope& envelope : step.out) {
       std::int64_t expected = source[static_cast<std::size_t>(envelope.parcels.front())];
       envelope.offset = expected;
@@ -71,7 +41,7 @@ Courier::Courier(const Plan& plan, ParcelLayout layout, Link& link)
       if (direct) continue;
       envelope.offset = staged;
       for (int id : envelope.parcels) {
-        step.copies.push_back({s == 1 ? &outbox_ : &slots_[(s + 1) % 2],
+        step.copies.push_back({s == 1 ? &outbox_ : &slots_.of_step(s - 1),
                                source[static_cast<std::size_t>(id)], staged, layout_.bytes(id)});
         staged += layout_.bytes(id);
       }
@@ -82,26 +52,21 @@ Courier::Courier(const Plan& plan, ParcelLayout layout, Link& link)
 }
 
 std::int64_t Courier::buffer_bytes() const {
-  return link_->mailbox_bytes(outbox_bytes_ + slot_bytes_[0] + slot_bytes_[1] + staging_bytes_);
+  return link_->mailbox_bytes(outbox_bytes_ + slots_.bytes() + staging_bytes_);
 }
 
 void Courier::allocate() {
   packing_ = link_->backend().compile(layout_, std::move(own_));
   outbox_ = link_->make_mailbox(outbox_bytes_, "outgoing rows");
-  slots_[0] = link_->make_mailbox(slot_bytes_[0], "incoming rows");
-  slots_[1] = link_->make_mailbox(slot_bytes_[1], "incoming rows");
+  slots_.allocate(*link_, "incoming rows");
   staging_ = link_->make_mailbox(staging_bytes_, "forwarded rows");
-  received_.assign(plan_->parcels().size(), nullptr);
-  for (std::size_t id = 0; id < received_.size(); ++id) {
-    if (slot_offset_[id] >= 0) received_[id] = slots_[slot_of_[id]].data() + slot_offset_[id];
-  }
-  for (std::size_t s = 1; s <= steps_.size(); ++s) {
-    Step& step = steps_[s - 1];
+  for (int s = 1; s <= plan_->steps(); ++s) {
+    Step& step = steps_[static_cast<std::size_t>(s - 1)];
     for (const Envelope& envelope : step.in) {
-      step.batch.add(Way::receive, envelope.peer, kTagParcels, slots_[s % 2], envelope.offset,
+      step.batch.add(Way::receive, envelope.peer, kTagParcels, slots_.of_step(s), envelope.offset,
                      envelope.bytes);
     }
-    const Mailbox& source = s == 1 ? outbox_ : slots_[(s + 1) % 2];
+    const Mailbox& source = s == 1 ? outbox_ : slots_.of_step(s - 1);
     for (std::size_t i = 0; i < step.out.size(); ++i) {
       step.batch.add(Way::send, step.out[i].peer, kTagParcels, step.staged[i] ? staging_ : source,
                      step.out[i].offset, step.out[i].bytes);

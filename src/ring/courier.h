@@ -8,21 +8,9 @@
 #include "annulus/plan.h"
 #include "kernels/backend.h"
 #include "ring/link.h"
+#include "ring/slots.h"
 
 namespace annulus::ring {
-
-// One message: some parcels, lying at `offset` of a mailbox one after the other.
-struct Envelope {
-  int peer = 0;
-  std::vector<int> parcels;
-  std::int64_t offset = 0;
-  std::int64_t bytes = 0;
-};
-// Hops to one peer follow each other: they make one message.
-[[nodiscard]] std::vector<Envelope> envelopes(std::span<const Hop> hops,
-                                              const ParcelLayout& layout);
-// Lays them out one after the other; returns the total.
-std::int64_t lay_out(std::vector<Envelope>& list);
 
 // Moves one side's parcels through the steps of a plan: packs the rank's own, receives into two
 // slots, forwards. Step s+1 is posted before step s is computed and finished after it.
@@ -48,7 +36,7 @@ class Courier {
 
   // Received parcels; each is valid from finish() of its step until prepare() of the step after the
   // next.
-  [[nodiscard]] ParcelRows received() const { return {&layout_, &received_}; }
+  [[nodiscard]] ParcelRows received() const { return {&layout_, &slots_.rows()}; }
   [[nodiscard]] std::int64_t bytes_sent() const;  // per pass over all steps
   [[nodiscard]] std::int64_t list_bytes() const { return packing_->bytes(); }
 
@@ -76,14 +64,10 @@ class Courier {
   std::vector<ParcelCopy> own_;              // parcels of this rank, in outbox order
   std::unique_ptr<CopyProgram> packing_;     // of these
   std::vector<std::int64_t> outbox_offset_;  // per parcel, -1: not ours
-  std::vector<std::int64_t> slot_offset_;    // per parcel, -1: never here
-  std::vector<int> slot_of_;                 // per parcel: which slot
-  std::vector<std::byte*> received_;         // per parcel
   std::int64_t outbox_bytes_ = 0;
-  std::int64_t slot_bytes_[2] = {0, 0};
   std::int64_t staging_bytes_ = 0;
   Mailbox outbox_;
-  Mailbox slots_[2];
+  Slots slots_;
   Mailbox staging_;
   int current_ = 0;  // step prepared and not finished
   Event ready_;      // of its messages

@@ -4,6 +4,23 @@
 #include <chrono>
 
 namespace annulus::ring {
+namespace {
+
+// Of every branch the rows that it selects, which is all that detached mixing keeps.
+double kept_rows_per_token(const RingOptions& options) {
+  double rows = 0.0;
+  for (const Branch& branch : options.pattern.branches) {
+    const std::int64_t length =
+        std::clamp<std::int64_t>(options.placement.tokens(), 1, branch.segment_length);
+    const auto selected = static_cast<double>((length - 1) / branch.dilation + 1);
+    for (const std::int64_t offset : branch.offset) {
+      if (offset >= 0) rows += selected / static_cast<double>(length);
+    }
+  }
+  return rows;
+}
+
+}  // namespace
 
 Limits limits_for_memory(const RingOptions& options, std::int64_t available_bytes,
                          Missing missing) {
@@ -27,7 +44,7 @@ Limits limits_for_memory(const RingOptions& options, std::int64_t available_byte
   }
   if (options.dtype != DType::f32) bytes += 4.0 * (options.backward ? gradients : q);
   if (options.backward && options.mix_gradient == MixGradient::detached) {
-    bytes += 4.0 * q * static_cast<double>(options.pattern.branches.size());
+    bytes += element * kept_rows_per_token(options);
   }
   const double share = static_cast<double>(available_bytes) / options.placement.ranks();
   Limits limits;

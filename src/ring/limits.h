@@ -16,7 +16,7 @@ enum class Missing : std::uint8_t {
 
 // Limits per rank for an in-process ring of which every rank gets its share of `available_bytes`: a
 // fifth for messages; the rest for tensors, their fp32 accumulators where the dtype is narrower,
-// and what detached mixing keeps per branch.
+// and the rows of branches that detached mixing keeps.
 [[nodiscard]] Limits limits_for_memory(const RingOptions& options, std::int64_t available_bytes,
                                        Missing missing);
 

@@ -19,10 +19,9 @@ ReturnCourier::ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link)
     : plan_(&plan),
       layout_(std::move(layout)),
       link_(&link),
-      together_(plan.options().schedule == Schedule::ring) {
+      together_(plan.options().schedule == Schedule::ring),
+      slots_(plan) {
   const std::size_t parcels = plan.parcels().size();
-  slot_offset_.assign(parcels, -1);
-  slot_of_.assign(parcels, 0);
   std::vector<std::vector<Hop>> returning(static_cast<std::size_t>(plan.steps()));
   std::map<int, std::shared_ptr<const std::vector<CopyRun>>> runs;
   for (std::size_t i = 0; i < parcels; ++i) {
@@ -47,17 +46,7 @@ ReturnCourier::ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link)
     }
     std::sort(out.begin(), out.end(), by_peer);
     step.out = envelopes(out, layout_);
-    step.slot_bytes = lay_out(step.out);
-    const int slot = s % 2;
-    slot_bytes_[slot] = std::max(slot_bytes_[slot], step.slot_bytes);
-    for (const Envelope& envelope : step.out) {
-      std::int64_t offset = envelope.offset;
-      for (int id : envelope.parcels) {
-        slot_offset_[static_cast<std::size_t>(id)] = offset;
-        slot_of_[static_cast<std::size_t>(id)] = slot;
-        offset += layout_.bytes(id);
-      }
-    }
+    step.slot_bytes = slots_.place(s, step.out, layout_);
     std::vector<Hop>& in = returning[static_cast<std::size_t>(s - 1)];
     std::sort(in.begin(), in.end(), by_peer);
     std::vector<Envelope> list = envelopes(in, layout_);
@@ -82,19 +71,14 @@ ReturnCourier::ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link)
 }
 
 std::int64_t ReturnCourier::buffer_bytes() const {
-  return link_->mailbox_bytes(slot_bytes_[0] + slot_bytes_[1] + inbox_bytes_);
+  return link_->mailbox_bytes(slots_.bytes() + inbox_bytes_);
 }
 
 void ReturnCourier::allocate() {
-  slots_[0] = link_->make_mailbox(slot_bytes_[0], "partial gradients");
-  slots_[1] = link_->make_mailbox(slot_bytes_[1], "partial gradients");
+  slots_.allocate(*link_, "partial gradients");
   inbox_ = link_->make_mailbox(inbox_bytes_, "returning gradients");
-  gradients_.assign(plan_->parcels().size(), nullptr);
-  for (std::size_t id = 0; id < gradients_.size(); ++id) {
-    if (slot_offset_[id] >= 0) gradients_[id] = slots_[slot_of_[id]].data() + slot_offset_[id];
-  }
-  for (std::size_t s = 1; s <= steps_.size(); ++s) {
-    Step& step = steps_[s - 1];
+  for (int s = 1; s <= plan_->steps(); ++s) {
+    Step& step = steps_[static_cast<std::size_t>(s - 1)];
     for (Incoming& incoming : step.in) {
       incoming.add = link_->backend().compile(layout_, std::move(incoming.copies));
       Batch& batch = together_ ? step.batch : incoming.batch;
@@ -102,7 +86,7 @@ void ReturnCourier::allocate() {
                 incoming.envelope.bytes);
     }
     for (const Envelope& envelope : step.out) {
-      step.batch.add(Way::send, envelope.peer, kTagReturns, slots_[s % 2], envelope.offset,
+      step.batch.add(Way::send, envelope.peer, kTagReturns, slots_.of_step(s), envelope.offset,
                      envelope.bytes);
     }
   }
@@ -110,7 +94,7 @@ void ReturnCourier::allocate() {
 
 void ReturnCourier::clear(int step) {
   const std::int64_t bytes = steps_[static_cast<std::size_t>(step - 1)].slot_bytes;
-  link_->backend().clear(slots_[step % 2].data(), bytes, link_->queue());
+  link_->backend().clear(slots_.of_step(step).data(), bytes, link_->queue());
 }
 
 void ReturnCourier::post_receive(std::size_t index) {

@@ -5,7 +5,8 @@
 #include <span>
 #include <vector>
 
-#include "ring/courier.h"
+#include "kernels/backend.h"
+#include "ring/slots.h"
 
 namespace annulus::ring {
 
@@ -25,7 +26,7 @@ class ReturnCourier {
   void cancel();
 
   // Gradients of received parcels, from clear() to begin() of their step.
-  [[nodiscard]] ParcelRows gradients() const { return {&layout_, &gradients_}; }
+  [[nodiscard]] ParcelRows gradients() const { return {&layout_, &slots_.rows()}; }
   [[nodiscard]] std::int64_t bytes_sent() const;
   [[nodiscard]] std::int64_t list_bytes() const;
 
@@ -49,16 +50,12 @@ class ReturnCourier {
   ParcelLayout layout_;
   Link* link_;
   std::vector<Step> steps_;
-  std::vector<std::int64_t> slot_offset_;  // per parcel, -1: never here
-  std::vector<int> slot_of_;
-  std::vector<std::byte*> gradients_;  // per parcel
-  std::int64_t slot_bytes_[2] = {0, 0};
   std::int64_t inbox_bytes_ = 0;
   // The ring returns each own row once per step: all of a step's messages fit an inbox of the
   // shard's size. The gather schedule returns P - 1 copies in its one step: they take turns in two
   // places.
   bool together_;
-  Mailbox slots_[2];
+  Slots slots_;  // of gradients
   Mailbox inbox_;
   int current_ = 0;  // step begun and not finished
   std::unique_ptr<Ticket> ticket_;

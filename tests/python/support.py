@@ -29,6 +29,17 @@ def problem(
     return q, k, v, do
 
 
+def make_ring(tokens: int, heads: int, dim: int, **options: Any) -> annulus.RingAttention:
+    """Dense attention on a ring of one rank."""
+    return annulus.RingAttention(
+        annulus.Pattern.dense(heads),
+        annulus.Placement.contiguous(tokens, 1),
+        transport=annulus.make_in_process_ring(1)[0],
+        head_dim=dim,
+        **options,
+    )
+
+
 def on_ranks(
     transports: Sequence[annulus.Transport], body: Callable[[annulus.Transport], Any]
 ) -> list[Any]:

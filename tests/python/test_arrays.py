@@ -8,20 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import relative_error
-from support import normal, problem
+from support import make_ring, normal, problem
 
 import annulus
 from annulus._core import view_of
-
-
-def make_ring(heads: int, tokens: int, dim: int, **options: Any) -> annulus.RingAttention:
-    return annulus.RingAttention(
-        annulus.Pattern.dense(heads),
-        annulus.Placement.contiguous(tokens, 1),
-        transport=annulus.make_in_process_ring(1)[0],
-        head_dim=dim,
-        **options,
-    )
 
 
 def test_numpy_is_used_in_place() -> None:
@@ -77,7 +67,7 @@ def test_transposed_heads_give_the_same_bits(dtype: str) -> None:
 
 def test_results_are_written_into_what_is_given() -> None:
     q, k, v, do = problem()
-    ring = make_ring(4, 70, 16, batch=2, kv_heads=2)
+    ring = make_ring(70, 4, 16, batch=2, kv_heads=2)
     o, lse = np.empty_like(q), np.empty(q.shape[:3], np.float32)
     found = ring.forward(q, k, v, o, lse)
     assert found[0] is o and found[1] is lse
@@ -96,7 +86,7 @@ def test_torch_in_torch_out(torch: types.ModuleType) -> None:
     assert np.array_equal(o.numpy(), annulus.attention(q.numpy(), k.numpy(), v.numpy()))
     gradients = annulus.attention_backward(q, k, v, o, lse, do)
     assert all(isinstance(g, torch.Tensor) for g in gradients)
-    ring = make_ring(4, 70, 16, batch=2, kv_heads=2, dtype=torch.float32)
+    ring = make_ring(70, 4, 16, batch=2, kv_heads=2, dtype=torch.float32)
     assert torch.equal(ring.forward(q, k, v)[0], o)
 
 
@@ -115,7 +105,7 @@ def test_bfloat16_of_torch(torch: types.ModuleType) -> None:
             found.dtype == torch.bfloat16
             and relative_error(found.float(), wanted.double().numpy()) < 2e-2
         )
-    ring = make_ring(4, 70, 16, batch=2, kv_heads=2, dtype=torch.bfloat16)
+    ring = make_ring(70, 4, 16, batch=2, kv_heads=2, dtype=torch.bfloat16)
     assert torch.equal(ring.forward(q, k, v)[0], o)
 
 
@@ -241,7 +231,7 @@ def test_wrong_arrays_are_config_errors_that_name_them(kind: str, name: str) -> 
     dim = 8 if kind == "last_axis" else 16
     if name == "lse" and kind in ("three_axes", "last_axis", "five_axes", "cuda"):
         array, message = X, "is [1, 12, 2, 16]"
-    ring = make_ring(2, 12, dim)
+    ring = make_ring(12, 2, dim)
     usual = np.ascontiguousarray(X[..., :dim])
     arrays: dict[str, Any] = {n: usual for n in ("q", "k", "v", "o", "do")} | {
         "lse": normal(1, 12, 2)
@@ -254,7 +244,7 @@ def test_wrong_arrays_are_config_errors_that_name_them(kind: str, name: str) -> 
 
 
 def test_results_need_memory_of_their_own() -> None:
-    ring = make_ring(2, 12, 16)
+    ring = make_ring(12, 2, 16)
     out = np.empty_like(X)
     for o, message in [
         (READ_ONLY, "o is read-only"),

@@ -9,20 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import make_ring
 
 import annulus
 
 COMPLAINT = annulus.cuda_complaint()
-
-
-def make_ring(tokens: int, heads: int, dim: int, **options: Any) -> annulus.RingAttention:
-    return annulus.RingAttention(
-        annulus.Pattern.dense(heads),
-        annulus.Placement.contiguous(tokens, 1),
-        transport=annulus.make_in_process_ring(1)[0],
-        head_dim=dim,
-        **options,
-    )
 
 
 # ---- without a device
@@ -365,8 +356,11 @@ def test_pytorch_counts_the_workspace(cuda: types.ModuleType) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_info_is_what_was_allocated(cuda: types.ModuleType, dtype: str, ranks: int) -> None:
+    def requested() -> int:
+        return cuda.cuda.memory_stats()["requested_bytes.all.current"]
+
     cuda.cuda.synchronize()
-    before = cuda.cuda.memory_allocated()
+    before = requested()
 
     def make(transport: annulus.Transport) -> annulus.RingAttention:
         return annulus.RingAttention(
@@ -380,10 +374,10 @@ def test_memory_info_is_what_was_allocated(cuda: types.ModuleType, dtype: str, r
 
     with concurrent.futures.ThreadPoolExecutor(ranks) as threads:
         rings = list(threads.map(make, annulus.make_in_process_ring(ranks)))
-    held = cuda.cuda.memory_allocated() - before
+    held = requested() - before
     counted = sum(ring.memory_info["workspace_bytes"] for ring in rings)
-    # PyTorch hands out multiples of 512 bytes.
-    assert 0 <= held - counted <= 512 * 40 * ranks
+    # Each of a few dozen pieces may begin at a multiple of 256 bytes; what the host keeps is counted, too.
+    assert abs(held - counted) <= 0.01 * counted + 20_000 * ranks
 
 
 def test_too_much_memory_is_a_device_error_that_says_for_what(cuda: types.ModuleType) -> None:

@@ -36,6 +36,8 @@ def test_the_list_has_what_is_derived_from_it() -> None:
         assert option["help"] and option["annotation"], name
         assert option["shared"] in ("same", "choice", "own"), name
         assert (option["kind"] == "name") == bool(option["names"]), name
+        assert (option["kind"] == "whole") == ("most" in option), name
+    assert OPTIONS["threads"]["most"] == 4096 and OPTIONS["kv_heads"]["most"] == 2**31 - 1
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -242,6 +242,8 @@ def test_modules_can_be_stored() -> None:
         ({"add_zero_attn": True}, "add_zero_attn"),
         ({"num_heads": 5}, "num_heads 5"),
         ({"num_heads": 16}, "multiple of 8"),
+        ({"segment_lengths": {16, 8}, "dilation_rates": [1, 2]}, "segment_lengths is {.*sequence"),
+        ({"segment_lengths": [16], "dilation_rates": 1}, "dilation_rates is 1"),
     ],
 )
 def test_refuses_what_it_cannot_do(options: dict, words: str) -> None:
@@ -267,6 +269,9 @@ def test_refuses_calls_that_it_cannot_honour() -> None:
     for mask in ((~PADDING).long(), (~PADDING).to(torch.uint8)):
         with pytest.raises(ConfigError, match="key_padding_mask is torch.*attention_mask == 0"):
             ours(x, x, x, key_padding_mask=mask)
+    for name in ("key_padding_mask", "attn_mask"):
+        with pytest.raises(ConfigError, match=f"{name} is a ndarray"):
+            ours(x, x, x, **{name: PADDING.numpy()})
     with pytest.raises(ConfigError, match="attn_mask is torch.int64"):
         ours(x, x, x, attn_mask=torch.zeros(50, 50, dtype=torch.int64))
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -441,6 +443,18 @@ inline TaskResult run_task(const cpu::Kernels& kernels, const TaskData& data,
   const TaskOracle expected = oracle(data, &delta);
   run_backward(kernels, data, run, expected.lse, delta, result);
   return result;
+}
+
+// Tests of every kernel set that this machine can run.
+class EveryKernelSet : public ::testing::TestWithParam<const cpu::Kernels*> {
+ protected:
+  void TearDown() override {
+    EXPECT_TRUE(shared_scratch().fence_stands()) << "wrote past the scratch";
+  }
+  [[nodiscard]] const cpu::Kernels& kernels() const { return *GetParam(); }
+};
+inline std::string name_of_set(const ::testing::TestParamInfo<const cpu::Kernels*>& set) {
+  return set.param->name;
 }
 
 }  // namespace annulus::test

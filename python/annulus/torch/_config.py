@@ -44,12 +44,12 @@ _OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["share
 MASKED = "whether there is a key_padding_mask"
 _MOST_SCALE = 3.4e38  # what fp32 holds
 _MOST_SECONDS = 1e9  # what a clock counts
+_MOST_WHOLE = 2**63 - 1  # what C++ holds
 
 
-def _is_whole(x: object, least: int) -> bool:
-    """Whether x is a whole number from `least` on that C++ can hold."""
+def _is_whole(x: object, least: int, most: int = _MOST_WHOLE) -> bool:
     try:
-        return not isinstance(x, bool) and least <= operator.index(x) < 2**63
+        return not isinstance(x, bool) and least <= operator.index(x) <= most
     except TypeError:
         return False
 
@@ -67,10 +67,10 @@ def _number_complaint(name: str, value: object, most: float) -> str | None:
     return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
 
 
-def _whole_complaint(name: str, value: object) -> str | None:
-    if _is_whole(value, 0):
+def _whole_complaint(name: str, value: object, most: int = _MOST_WHOLE) -> str | None:
+    if _is_whole(value, 0, most):
         return None
-    return f"{name} is {value!r}: a whole number from 0 to 2**63 - 1 was expected"
+    return f"{name} is {value!r}: a whole number from 0 to {'2**63 - 1' if most == _MOST_WHOLE else most} was expected"
 
 
 def _flag_complaint(name: str, value: object) -> str | None:
@@ -93,7 +93,7 @@ def _option_complaint(name: str, value: object) -> str | None:
     if kind == "flag":
         return _flag_complaint(name, value)
     if kind == "whole":
-        return _whole_complaint(name, value)
+        return _whole_complaint(name, value, OPTIONS[name]["most"])
     if kind == "number or none" and value is None:
         return None
     return _number_complaint(name, value, _MOST_SCALE)
@@ -240,12 +240,17 @@ def with_options(function: F) -> F:
 
 def branch_numbers(name: str, values: object) -> tuple:
     """segment_lengths or dilation_rates as a tuple; what is in it is checked later."""
+    if values is None:
+        return ()
     try:
-        return () if values is None else tuple(values)
+        # Sets have no order, by which a length would find its rate.
+        if not isinstance(values, (set, frozenset, dict)):
+            return tuple(values)
     except TypeError:
-        raise ConfigError(
-            f"ring_attention: {name} is {values!r}: a sequence of whole numbers was expected"
-        ) from None
+        pass
+    raise ConfigError(
+        f"ring_attention: {name} is {values!r}: a sequence of whole numbers was expected"
+    )
 
 
 def pattern_of(config: Config, heads: int) -> Pattern:

@@ -371,6 +371,7 @@ def _call(
     """(o, lse), given the fields of Config in their order, up to the options."""
     if (
         isinstance(q, torch.Tensor)
+        and q.device.type in _DEVICES
         and torch.is_autocast_enabled(q.device.type)
         and all(isinstance(x, torch.Tensor) and x.dtype in _DTYPES for x in (q, k, v))
     ):

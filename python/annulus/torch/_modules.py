@@ -13,7 +13,7 @@ from torch import nn
 
 from annulus import ConfigError
 from annulus.torch import _rings
-from annulus.torch._config import DEFAULTS, with_options
+from annulus.torch._config import DEFAULTS, branch_numbers, with_options
 from annulus.torch._functional import HAS_MASK, ring_attention
 
 # Its square times the scale, taken from a score, is far below any other score; float16 holds it.
@@ -57,8 +57,11 @@ class RingDilatedAttention(nn.Module):
                 raise TypeError(
                     f"{type(self).__name__}() got an unexpected keyword argument {name!r}"
                 )
-        self.segment_lengths = None if segment_lengths is None else tuple(segment_lengths)
-        self.dilation_rates = None if dilation_rates is None else tuple(dilation_rates)
+        self.segment_lengths = self.dilation_rates = None
+        if segment_lengths is not None:
+            self.segment_lengths = branch_numbers("segment_lengths", segment_lengths)
+        if dilation_rates is not None:
+            self.dilation_rates = branch_numbers("dilation_rates", dilation_rates)
         self.pattern = pattern
         self.is_causal = is_causal
         self.offsets = offsets
@@ -306,6 +309,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         """
         if query.is_nested:
             return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and not isinstance(mask, torch.Tensor):
+                self._refuse(f"{name} is a {type(mask).__name__}: a torch.Tensor was expected")
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
             self._refuse(

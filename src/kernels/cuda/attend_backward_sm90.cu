@@ -8,27 +8,33 @@
 namespace annulus::cuda {
 namespace {
 
-// Returns false where bulk copies cannot have all of the rows.
-bool make_maps(sm90::BackwardArguments& arguments) {
+void make_maps(sm90::BackwardArguments& arguments) {
   const BackwardParams& params = arguments.params;
   const KernelShape& shape = params.shape;
-  const std::int32_t stride = arguments.schedule.row_stride;
-  const auto map_queries = [&](CUtensorMap& map, const Channel& channel, DType dtype, int rows) {
-    return make_tensor_map(
-        map, {channel.local, dtype, shape.head_dim, shape.heads, shape.query_tokens, shape.batch},
-        stride, rows);
+  const LaunchTraits& traits = arguments.schedule.traits;
+  const auto map_queries = [&](CUtensorMap& map, const Channel& channel, const RowGrid& grid,
+                               DType dtype, int rows) {
+    const MappedRows mapped =
+        traits.queries_received
+            ? received_rows(grid, channel.row_bytes, dtype, shape.head_dim)
+            : MappedRows{channel.local,      dtype,      shape.head_dim, shape.heads,
+                         shape.query_tokens, shape.batch};
+    return make_tensor_map(map, mapped, traits.query_stride, rows);
   };
   const auto map_keys = [&](CUtensorMap& map, const Channel& channel) {
-    return make_tensor_map(
-        map,
-        {channel.local, shape.dtype, shape.head_dim, shape.kv_heads, shape.key_tokens, shape.batch},
-        stride, sm90::kKeys);
+    const MappedRows mapped =
+        traits.keys_received
+            ? received_rows(traits.keys, channel.row_bytes, shape.dtype, shape.head_dim)
+            : MappedRows{channel.local,  shape.dtype,      shape.head_dim,
+                         shape.kv_heads, shape.key_tokens, shape.batch};
+    return make_tensor_map(map, mapped, traits.key_stride, sm90::kKeys);
   };
   const int queries = sm90::queries_of(shape.head_dim);
-  return map_queries(arguments.q, params.q, shape.dtype, queries) &&
-         map_queries(arguments.dout, params.dout, shape.dtype, queries) &&
-         map_queries(arguments.dq, params.dq, DType::f32, sm90::kStagedRows) &&
-         map_keys(arguments.k, params.k) && map_keys(arguments.v, params.v);
+  arguments.map_queries =
+      map_queries(arguments.q, params.q, traits.queries, shape.dtype, queries) &&
+      map_queries(arguments.dout, params.dout, traits.queries, shape.dtype, queries) &&
+      map_queries(arguments.dq, params.dq, traits.query_gradients, DType::f32, sm90::kStagedRows);
+  arguments.map_keys = map_keys(arguments.k, params.k) && map_keys(arguments.v, params.v);
 }
 
 }  // namespace
@@ -48,7 +54,7 @@ cudaError_t launch_backward_sm90(const BackwardParams& params, cudaStream_t stre
   arguments.schedule = schedule;
   arguments.score_scale = shape.scale * 1.4426950408889634F;
   arguments.delta_scale = bf16 ? shape.scale : 1.0F;
-  if (!make_maps(arguments)) arguments.schedule.row_stride = 0;
+  make_maps(arguments);
 
   int device = 0;
   int processors = 0;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/launch_traits.h"
 
 // dQ, dK and dV in one pass on Hopper: items own key rows, and add to dQ in L2.
 namespace annulus::cuda {
@@ -13,10 +14,9 @@ inline constexpr int kBackwardTileSm90 = 128;  // most rows of an item
 
 // How a launch is best run; the results are the same.
 struct BackwardSchedule {
-  // Tiles whose rows are one run of the shard with this stride go by bulk tensor copies; most of a
-  // launch should be such: the branch's dilation, where shards are contiguous. Rows are gathered
-  // where they are not, or cannot go by such copies. 0: none.
-  std::int32_t row_stride = 0;
+  // Of the launch: tiles whose rows are one run of the usual place and stride go by bulk tensor
+  // copies. Rows are gathered where they are not, or cannot go by such copies. A stride of 0: none.
+  LaunchTraits traits;
   // Device memory, 0 when the launch begins: blocks draw their items from it, so that long ones
   // should come first. Null: items are dealt in turn.
   std::int32_t* next_item = nullptr;

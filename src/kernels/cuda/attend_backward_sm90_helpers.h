@@ -53,8 +53,22 @@ __device__ __forceinline__ int repeat_bits(const Repeat* repeats, int count, int
   return bits;
 }
 
-__device__ __forceinline__ bool goes_by_box(const BackwardArguments& a, const Run& run) {
-  return run.source < 0 && run.stride == a.schedule.row_stride;
+__device__ __forceinline__ bool keys_by_box(const BackwardArguments& a, const Run& run) {
+  const LaunchTraits& traits = a.schedule.traits;
+  return a.map_keys && (run.source >= 0) == traits.keys_received && run.stride == traits.key_stride;
+}
+__device__ __forceinline__ bool queries_by_box(const BackwardArguments& a, const Run& run) {
+  const LaunchTraits& traits = a.schedule.traits;
+  return a.map_queries && (run.source >= 0) == traits.queries_received &&
+         run.stride == traits.query_stride;
+}
+
+// Which row of its map a row is: the shard's token, or its place in the grid of all parcels.
+__device__ __forceinline__ int mapped_row(const Channel& channel, const RowGrid& grid,
+                                          int row_bytes, const Run& run, int row,
+                                          const RowOwner& owner) {
+  if (run.source < 0) return static_cast<int>(position_of(run, row));
+  return static_cast<int>((row_address(channel, run, row, owner) - grid.base) / row_bytes);
 }
 
 // Brings K and V of one tile after the other, and draws the items. One warp.
@@ -84,8 +98,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
     const int first_run = run_of(runs, group.keys, item.begin);
     const Run& run = runs[first_run];
     const bool whole = run.before + run.count >= item.begin + item.rows;
-    const bool boxed = whole && item.rows == kKeys && goes_by_box(a, run);
-    const int position = static_cast<int>(position_of(run, item.begin));
+    const bool boxed = whole && item.rows == kKeys && keys_by_box(a, run);
     const int buffer = tile & 1;
     barrier_wait(shared + Memory::k_empty(buffer), ((tile >> 1) & 1) ^ 1);
     if (lane == 0) {
@@ -147,10 +160,13 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
       if (boxed) {
         if (lane == 0) {
           barrier_arrive_expecting(full, Memory::kKeyTile);
+          const int position = mapped_row(which == 0 ? p.k : p.v, a.schedule.traits.keys, kDim * 2,
+                                          run, item.begin, owner);
+          const bool received = run.source >= 0;
           for (int h = 0; h < kDim / 64; ++h)
             load_box(target + h * Memory::kKeyBlock, which == 0 ? &a.k : &a.v, full, h * 64,
-                     owner.head, position % run.stride, position / run.stride, owner.batch,
-                     policy_stream());
+                     received ? 0 : owner.head, position % run.stride, position / run.stride,
+                     received ? 0 : owner.batch, policy_stream());
         }
       } else {
         gather<kDim, kKeys>(a, which == 0 ? p.k : p.v, group.keys, item.begin, item.rows, owner,
@@ -245,10 +261,23 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
         const int left = run.before + run.count - begin;  // rows of the run
         const bool whole = rows <= left;
         // A stretch of full blocks of one run goes quickly; any other block is one of its own.
-        const bool boxed = all_after && left >= kQueries && goes_by_box(a, run);
+        const bool boxed = all_after && left >= kQueries && queries_by_box(a, run);
         const int stretch = boxed ? block + min(left / kQueries, blocks - block) : block + 1;
-        const int remainder = boxed ? static_cast<int>(position_of(run, begin)) % run.stride : 0;
-        int row = boxed ? static_cast<int>(position_of(run, begin)) / run.stride : 0;
+        // Of the box: of Q in lane 0, which brings it, of dO in lane 1, and in lane 2, which writes
+        // the note, of dQ.
+        int remainder = 0;
+        int row = 0;
+        if (boxed) {
+          const LaunchTraits& traits = a.schedule.traits;
+          const int at = lane == 2
+                             ? mapped_row(p.dq, traits.query_gradients, kDim * 4, run, begin, owner)
+                             : mapped_row(lane == 0 ? p.q : p.dout, traits.queries, kDim * 2, run,
+                                          begin, owner);
+          remainder = at % run.stride;
+          row = at / run.stride;
+        }
+        const int map_head = run.source < 0 ? owner.head : 0;
+        const int map_batch = run.source < 0 ? owner.batch : 0;
         int low = index_of(run, begin);
         int next_block = block + 1;
         if (!boxed) {
@@ -297,18 +326,20 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
               barrier_arrive_expecting(q_full, Memory::kQueryTile);
 #pragma unroll
               for (int h = 0; h < kDim / 64; ++h)
-                load_box(q_tile + h * Memory::kQueryBlock, &a.q, q_full, h * 64, owner.head,
-                         remainder, row, owner.batch, policy);
+                load_box(q_tile + h * Memory::kQueryBlock, &a.q, q_full, h * 64, map_head,
+                         remainder, row, map_batch, policy);
+            } else if (lane == 1) {
               const std::uint32_t dout_full = shared + Memory::dout_full(stage);
               const std::uint32_t dout_tile = shared + Memory::kDout + stage * Memory::kQueryTile;
               barrier_arrive_expecting(dout_full, Memory::kQueryTile);
 #pragma unroll
               for (int h = 0; h < kDim / 64; ++h)
-                load_box(dout_tile + h * Memory::kQueryBlock, &a.dout, dout_full, h * 64,
-                         owner.head, remainder, row, owner.batch, policy);
+                load_box(dout_tile + h * Memory::kQueryBlock, &a.dout, dout_full, h * 64, map_head,
+                         remainder, row, map_batch, policy);
+            } else if (lane == 2) {
               const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * 32;
-              store_words4(note, flags, owner.head, remainder, row);
-              store_words4(note + 16, owner.batch, owner.unit, item.group, block * kQueries);
+              store_words4(note, flags, map_head, remainder, row);
+              store_words4(note + 16, map_batch, owner.unit, item.group, block * kQueries);
             }
             const std::uint32_t of_lane = shared + (stage * kQueries + lane) * 4;
 #pragma unroll
@@ -336,7 +367,6 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           continue;
         }
         int always = nothing ? kNothing | kMasked : 0;
-        if (boxed && !nothing) always |= kBox;
         if (rows < kQueries || keys.rows < kKeys) always |= kMasked;
         if (group.repeats > 0)
           always |= periodic && whole && run.index_stride == 1 && ((low - phase) & 15) == 0
@@ -389,9 +419,9 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
 
           const int stage = step & 1;
           barrier_wait(shared + Memory::q_empty(stage), ((step >> 1) & 1) ^ 1);
-          if (lane == 0) {
+          if (lane == 0) {  // no box: nothing is added
             const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * 32;
-            store_words4(note, flags, owner.head, remainder, row);
+            store_words4(note, flags, owner.head, 0, 0);
             store_words4(note + 16, owner.batch, owner.unit, item.group, block * kQueries);
           }
 #pragma unroll 1
@@ -401,12 +431,12 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             const std::uint32_t target =
                 shared + (which == 0 ? Memory::kQ : Memory::kDout) + stage * Memory::kQueryTile;
             if (boxed) {
-              if (lane == 0) {
+              if (lane == which) {
                 barrier_arrive_expecting(full, Memory::kQueryTile);
 #pragma unroll
                 for (int h = 0; h < kDim / 64; ++h)
                   load_box(target + h * Memory::kQueryBlock, which == 0 ? &a.q : &a.dout, full,
-                           h * 64, owner.head, remainder, row, owner.batch, policy_keep());
+                           h * 64, map_head, remainder, row, map_batch, policy_keep());
               }
             } else {
               gather<kDim, kQueries>(a, which == 0 ? p.q : p.dout, group.queries, block * kQueries,

@@ -18,13 +18,15 @@ inline constexpr int kStages = 2;       // of queries: one computes while one ar
 inline constexpr int kStagedRows = 64;  // of dQ: a consumer group computes so many
 
 // Maps see the shard's tokens as {columns, heads, token % stride, token / stride, batch}: a run of
-// that stride is a box, wherever it begins.
+// that stride is a box, wherever it begins. Received parcels are one head of one batch entry.
 struct BackwardArguments {
   CUtensorMap q, k, v, dout, dq;
   BackwardParams params;
   BackwardSchedule schedule;
-  float score_scale = 1;  // scale * log2(e)
-  float delta_scale = 1;  // bf16: scale, as dS is scaled; fp16: 1
+  float score_scale = 1;     // scale * log2(e)
+  float delta_scale = 1;     // bf16: scale, as dS is scaled; fp16: 1
+  bool map_queries = false;  // the maps of that side are there
+  bool map_keys = false;
 };
 
 // Of one number type each, in files of their own: they take long to compile.

@@ -31,10 +31,12 @@ cudaError_t launch_forward_sm90(const ForwardParams& params, const LaunchTraits&
         traits.query_stride, sm90::kTile);
   };
   const auto map_keys = [&](CUtensorMap& map, const Channel& channel) {
-    return make_tensor_map(
-        map,
-        {channel.local, shape.dtype, shape.head_dim, shape.kv_heads, shape.key_tokens, shape.batch},
-        traits.key_stride, sm90::kTile);
+    const MappedRows mapped =
+        traits.keys_received
+            ? received_rows(traits.keys, channel.row_bytes, shape.dtype, shape.head_dim)
+            : MappedRows{channel.local,  shape.dtype,      shape.head_dim,
+                         shape.kv_heads, shape.key_tokens, shape.batch};
+    return make_tensor_map(map, mapped, traits.key_stride, sm90::kTile);
   };
   arguments.map_queries = map_queries(arguments.q, params.q);
   arguments.map_keys = map_keys(arguments.k, params.k) && map_keys(arguments.v, params.v);

@@ -73,6 +73,20 @@ void CompiledStage::upload(int device_index) {
   tables.launches = std::move(launches);
 }
 
+void CompiledStage::find_rows(const ReceivedRows& received, std::int64_t row_bytes) {
+  // Gradients of keys are added row by row: no copy brings them.
+  const bool queries_return =
+      received.gradients.layout != nullptr && received.gradients.layout->sections() == 1;
+  for (std::size_t i = 0; i < traits.size(); ++i) {
+    traits[i].queries = grid_of(received.queries, parcels[i].queries, row_bytes);
+    traits[i].keys = grid_of(received.keys, parcels[i].keys, row_bytes);
+    if (queries_return) {
+      traits[i].query_gradients = grid_of(received.gradients, parcels[i].queries,
+                                          received.gradients.layout->section_bytes(0));
+    }
+  }
+}
+
 CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> forward,
                        std::span<const Stage> backward, const Families& families, int device)
     : computation_(computation),
@@ -99,8 +113,11 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
 CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemOrder order) const {
   CompiledStage out;
   out.tables = make_tables(stage, computation_, side, tile, computation_.reproducible);
-  for (const Launch& launch : out.tables.launches)
+  for (const Launch& launch : out.tables.launches) {
     out.traits.push_back(launch_traits(out.tables, launch));
+    out.parcels.push_back({parcels_of(out.tables, launch, Side::queries),
+                           parcels_of(out.tables, launch, Side::keys)});
+  }
   if (order == ItemOrder::in_turn) {
     int multiprocessors = 0;
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_),
@@ -152,11 +169,17 @@ CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
 
 void CudaEngine::allocate(const ReceivedRows& received) {
   const DeviceScope scope(device_);
+  const std::int64_t row_bytes =
+      computation_.head_dim * static_cast<std::int64_t>(size_of(computation_.dtype));
   for (CompiledStage& stage : forward_) {
     stage.upload(device_);
     list_bytes_ += stage.memory.bytes();
+    stage.find_rows(received, row_bytes);
   }
-  if (computation_.backward) upload(backward_);
+  if (computation_.backward) {
+    upload(backward_);
+    for (BackwardStage& stage : backward_.stages) stage.keys.find_rows(received, row_bytes);
+  }
   keys_ = upload_parcels(received.keys);
   queries_ = upload_parcels(received.queries);
   gradients_ = upload_parcels(received.gradients);
@@ -173,6 +196,10 @@ void CudaEngine::allocate(const ReceivedRows& received) {
   if (!computation_.backward) return;
   statistics_ = allocate_device(
       device_, computation_.query_rows() * computation_.statistics_width() * 4, "row statistics");
+  // What fills a row up to 16 bytes is sent along, and nobody writes it.
+  check(cudaMemset(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes())),
+        "clearing row statistics");
+  check(cudaStreamSynchronize(nullptr), "clearing row statistics");  // streams of calls do not wait
 }
 
 std::int64_t CudaEngine::sum_bytes(std::int64_t rows) const {

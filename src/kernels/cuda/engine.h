@@ -18,10 +18,16 @@ namespace annulus::cuda {
 struct CompiledStage {
   Tables tables;  // dropped when uploaded, but for the launches
   std::vector<LaunchTraits> traits;  // of the launches
+  struct Parcels {
+    std::vector<std::int32_t> queries, keys;
+  };
+  std::vector<Parcels> parcels;  // that they read
   DeviceTables device;
   Memory memory;
 
   void upload(int device_index);
+  // `row_bytes`: of q, k, v and dout.
+  void find_rows(const ReceivedRows& received, std::int64_t row_bytes);
 };
 
 class CudaEngine final : public Engine {

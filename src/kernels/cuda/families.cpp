@@ -34,7 +34,7 @@ BackwardFamily sm90_backward_family() {
           backward_sm90_fits,
           [](const BackwardParams& params, const LaunchTraits& traits, std::int32_t* next_item,
              cudaStream_t stream) {
-            return launch_backward_sm90(params, stream, {traits.key_stride, next_item});
+            return launch_backward_sm90(params, stream, {traits, next_item});
           },
           nullptr};
 }

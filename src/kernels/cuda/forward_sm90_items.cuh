@@ -49,7 +49,7 @@ __device__ __forceinline__ KeyTiles<kCausal> key_tiles(const Run* runs, const Gr
 }
 
 // By one thread: the first item with rows from `at` on. Returns where to go on.
-template <bool kCausal, PairWeights kWeights>
+template <bool kCausal, PairWeights kWeights, int kDim>
 __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, Plan& plan) {
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
@@ -93,6 +93,9 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   plan.shift = shift;
   plan.compare = compare ? 1 : 0;
   const int key_runs = group->keys.runs;
+  const bool received = a.traits.keys_received;
+  plan.map_head = received ? 0 : plan.kv_head;
+  plan.map_batch = received ? 0 : plan.batch;
   bool plain = kWeights != PairWeights::general && a.map_keys && group->keys.rows > 0 &&
                key_runs <= 2 && (key_runs == 1 || group->keys.ascending != 0);
   if (plain) {
@@ -103,13 +106,13 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
       const int from = 1 - j;
       plan.tiles[j] = 0;
       if (from >= key_runs) continue;
-      const Run* run = runs + group->keys.begin + from;
+      const int at_run = group->keys.begin + from;
+      const Run* run = runs + at_run;
       const int count = __ldg(&run->count);
       const int index = __ldg(&run->index);
       const int step = __ldg(&run->index_stride);
-      const auto first = static_cast<std::uint32_t>(__ldg(&run->first));
-      plain = plain && count % kTile == 0 && __ldg(&run->source) < 0 &&
-              __ldg(&run->stride) == a.traits.key_stride;
+      plain = plain && count % kTile == 0 && keys_mapped(a, run);
+      if (!plain) break;
       int tiles = count / kTile;
       if (compare) {
         const int limit = span.most + shift;
@@ -117,8 +120,13 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
       }
       plan.tiles[j] = tiles;
       sum += tiles;
+      const int before = __ldg(&run->before);
+      std::uint32_t first = mapped_row<kDim>(a, p.k, at_run, before, plan.batch, plan.unit);
       plan.run_quotient[j] = static_cast<std::int32_t>(first / key_stride);
       plan.run_remainder[j] = static_cast<std::int32_t>(first % key_stride);
+      if (received) first = mapped_row<kDim>(a, p.v, at_run, before, plan.batch, plan.unit);
+      plan.value_quotient[j] = static_cast<std::int32_t>(first / key_stride);
+      plan.value_remainder[j] = static_cast<std::int32_t>(first % key_stride);
       plan.run_index[j] = index;
       plan.run_step[j] = step;
     }
@@ -134,7 +142,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
                                             Slot& slot, std::uint32_t known, int lane) {
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
-  if (lane == 0) at = look_up_item<kCausal, kWeights>(a, at, plan);
+  if (lane == 0) at = look_up_item<kCausal, kWeights, kDim>(a, at, plan);
   at = __shfl_sync(~0U, at, 0);
   __syncwarp();
   if (lane == 0) slot.end = plan.end;

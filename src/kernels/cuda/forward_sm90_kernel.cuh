@@ -11,8 +11,9 @@
 //
 // A tile whose rows are evenly spaced in the shard comes by bulk copies, through a map {dim, head,
 // remainder, quotient, batch} of the token modulo and divided by the launch's stride, so that any
-// first row will do. All other tiles (several runs, fewer than 128 rows, received parcels) are
-// gathered by the loading threads into the same places. Consumers see no difference.
+// first row will do. So do tiles of received parcels, whose slot is one long list of rows to the
+// map. All other tiles (several runs, fewer than 128 rows) are gathered by the loading threads into
+// the same places. Consumers see no difference.
 //
 // Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
 // before, also from one item to the next; a row's running state is where its sums start: maximum

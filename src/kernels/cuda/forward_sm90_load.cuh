@@ -8,36 +8,12 @@ namespace annulus::cuda::sm90 {
 
 // The rows of an item's operand, as a team's threads see them.
 struct Operand {
-  const CUtensorMap* map;
-  bool mapped;
-  std::int32_t stride;  // that the map is made for
-  std::uint64_t policy;
   int batch, head, unit;
 };
 
-// Whether `rows` rows from `row` on can come by bulk copies.
-__device__ __forceinline__ bool bulk(const Operand& operand, const Run* runs, const Span& span,
-                                     int rows) {
-  return operand.mapped && rows == kTile && span.single && __ldg(&runs[span.run].source) < 0 &&
-         __ldg(&runs[span.run].stride) == operand.stride;
-}
-
-// By one thread; the barrier expects the bytes.
-template <int kDim>
-__device__ __forceinline__ void load_bulk(std::uint32_t target, std::uint32_t barrier,
-                                          const Operand& operand, const Run* runs, int run,
-                                          int row) {
-  const auto token = static_cast<std::uint32_t>(
-      __ldg(&runs[run].first) +
-      static_cast<std::int64_t>(row - __ldg(&runs[run].before)) * __ldg(&runs[run].stride));
-  const std::uint32_t quotient = token / static_cast<std::uint32_t>(operand.stride);
-  const std::uint32_t remainder = token - quotient * static_cast<std::uint32_t>(operand.stride);
-#pragma unroll
-  for (int block = 0; block < kDim / 64; ++block) {
-    load_box(target + block * kBlockBytes, operand.map, barrier, block * 64, operand.head,
-             static_cast<int>(remainder), static_cast<int>(quotient), operand.batch,
-             operand.policy);
-  }
+// Whether `rows` rows of keys or values can come by bulk copies.
+__device__ __forceinline__ bool bulk(const ForwardArguments& a, const Span& span, int rows) {
+  return rows == kTile && span.single && keys_mapped(a, a.params.tables.runs + span.run);
 }
 
 // By a team; afterwards all rows are there, those from `rows` on being zero, and products may read
@@ -133,6 +109,18 @@ __device__ __forceinline__ void load_tile(std::uint32_t target, const CUtensorMa
   }
 }
 
+// Rows of K or V from `row` on, by one thread; the barrier expects the bytes.
+template <int kDim>
+__device__ __forceinline__ void load_bulk(std::uint32_t target, std::uint32_t barrier,
+                                          const ForwardArguments& a, const CUtensorMap* map,
+                                          const Channel& channel, const Plan& plan, int run,
+                                          int row, std::uint64_t policy) {
+  const std::uint32_t at = mapped_row<kDim>(a, channel, run, row, plan.batch, plan.unit);
+  const auto stride = static_cast<std::uint32_t>(a.traits.key_stride);
+  load_tile<kDim>(target, map, barrier, plan.map_head, static_cast<int>(at % stride),
+                  static_cast<int>(at / stride), plan.map_batch, policy);
+}
+
 // Q and K. While one thread loads an item's tiles, the other warp looks up the next item.
 template <typename T, int kDim, bool kCausal, PairWeights kWeights>
 __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
@@ -177,7 +165,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
     team_sync(kTeamBarrier);  // Q of the item before has been taken: a slot is free
     const Group& group = tables.groups[plan.group];
     if (plan.bulk == 0) {
-      const Operand queries{&a.q, false, 0, 0, plan.batch, plan.head, plan.unit};
+      const Operand queries{plan.batch, plan.head, plan.unit};
       gather<kDim>(tiles, control.address[0], p.q, queries, tables.runs, group.queries, plan.begin,
                    plan.rows, thread, kTeamBarrier);
       team_sync(kTeamBarrier);
@@ -193,8 +181,8 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
         int left = count;
 #pragma unroll 1
         for (int j = 0; j < 2; ++j) {
-          const int head = plan.kv_head;
-          const int batch = plan.batch;
+          const int head = plan.map_head;
+          const int batch = plan.map_batch;
           const int remainder = plan.run_remainder[j];
           const int quotient = plan.run_quotient[j];
           const int step = plan.run_step[j];
@@ -225,8 +213,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       }
       advance(stage, parity, count, L::kKeyStages);
     } else {
-      const Operand keys{&a.k,         a.map_keys, a.traits.key_stride, keep, plan.batch,
-                         plan.kv_head, plan.unit};
+      const Operand keys{plan.batch, plan.kv_head, plan.unit};
       auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
       int tile = walk.first();
       const int shift = plan.shift;
@@ -268,12 +255,12 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
           }
         }
         const std::uint32_t target = tiles + L::kKeys + stage * L::kTileBytes;
-        if (bulk(keys, tables.runs, span, count)) {
+        if (bulk(a, span, count)) {
           if ((kCausal && (flags & kTable) != 0) || kWeights == PairWeights::general)
             team_sync(kTeamBarrier);
           if (thread == 0) {
             barrier_arrive_expecting(full, L::kTileBytes);
-            load_bulk<kDim>(target, full, keys, tables.runs, span.run, tile * kTile);
+            load_bulk<kDim>(target, full, a, &a.k, p.k, plan, span.run, tile * kTile, keep);
           }
         } else {
           gather<kDim>(target, control.address[0], p.k, keys, tables.runs, group.keys, tile * kTile,
@@ -332,8 +319,8 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
           if (thread == 0) {
             barrier_wait(shared_address(&control.values_empty[stage]), parity ^ 1);
             barrier_arrive_expecting(landed, L::kTileBytes);
-            load_tile<kDim>(target, &a.v, landed, plan.kv_head, plan.run_remainder[j],
-                            plan.run_quotient[j] + t * kTile, plan.batch, keep);
+            load_tile<kDim>(target, &a.v, landed, plan.map_head, plan.value_remainder[j],
+                            plan.value_quotient[j] + t * kTile, plan.map_batch, keep);
             info.any = 0;
           }
           team_sync(kTeamBarrier);
@@ -355,10 +342,10 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         int phase = parity;
 #pragma unroll 1
         for (int more = left; more > 0;) {
-          const int head = plan.kv_head;
-          const int batch = plan.batch;
-          const int remainder = plan.run_remainder[j];
-          const int quotient = plan.run_quotient[j];
+          const int head = plan.map_head;
+          const int batch = plan.map_batch;
+          const int remainder = plan.value_remainder[j];
+          const int quotient = plan.value_quotient[j];
 #pragma unroll 1
           for (; t >= 0; --t, --more) {
             const std::uint32_t full = shared_address(&control.values_full[0]) + 8 * s;
@@ -379,8 +366,7 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       advance(stage, parity, left, L::kValueStages);
     } else {
       const Group& group = tables.groups[plan.group];
-      const Operand values{&a.v,         a.map_keys, a.traits.key_stride, keep, plan.batch,
-                           plan.kv_head, plan.unit};
+      const Operand values{plan.batch, plan.kv_head, plan.unit};
       auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
       int tile = walk.first();
       while (tile >= 0) {
@@ -394,11 +380,11 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
         ValueStage& info = control.values[stage];
         if (kCausal && thread == 0) info.any = 0;
-        if (bulk(values, tables.runs, span, count)) {
+        if (bulk(a, span, count)) {
           if (thread == 0) {
             const std::uint32_t barrier = look ? landed : full;
             barrier_arrive_expecting(barrier, L::kTileBytes);
-            load_bulk<kDim>(target, barrier, values, tables.runs, span.run, tile * kTile);
+            load_bulk<kDim>(target, barrier, a, &a.v, p.v, plan, span.run, tile * kTile, keep);
           }
           if (look) {
             barrier_wait(landed, landed_parity);

@@ -7,8 +7,8 @@
 #include "kernels/cuda/launch_traits.h"
 #include "kernels/cuda/sm90_instructions.h"
 
-// What the warps of the forward kernel on Hopper tell each other in shared memory, and how they find
-// rows of lists; the whole is described in forward_sm90_kernel.cuh.
+// What the warps of the forward kernel on Hopper tell each other in shared memory, and how they
+// find rows of lists; the whole is described in forward_sm90_kernel.cuh.
 namespace annulus::cuda::sm90 {
 
 inline constexpr int kTile = 128;
@@ -81,6 +81,8 @@ struct alignas(16) Plan {
   std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in
                           // this order, the last tile of a run first
   std::int32_t run_remainder[2], run_quotient[2], run_index[2], run_step[2];
+  std::int32_t value_remainder[2], value_quotient[2];  // where parcels have them
+  std::int32_t map_head, map_batch;                    // of keys and values
 };
 
 template <int kDim>
@@ -180,6 +182,28 @@ __device__ __forceinline__ const std::byte* row_address(const Channel& channel, 
   return parcel.base +
          ((batch * parcel.units + unit) * channel.bytes_all + channel.bytes_before) * parcel.rows +
          at * channel.row_bytes + channel.row_offset;
+}
+
+// Whether the rows of a run are where the maps of keys and values look.
+__device__ __forceinline__ bool keys_mapped(const ForwardArguments& a, const Run* run) {
+  return a.map_keys && (__ldg(&run->source) >= 0) == a.traits.keys_received &&
+         __ldg(&run->stride) == a.traits.key_stride;
+}
+
+// Which row of its map a row of keys or values is: the shard's token, or its place in the grid of
+// all parcels.
+template <int kDim>
+__device__ __forceinline__ std::uint32_t mapped_row(const ForwardArguments& a,
+                                                    const Channel& channel, int run, int row,
+                                                    int batch, int unit) {
+  const Run* const runs = a.params.tables.runs;
+  if (a.traits.keys_received) {
+    return static_cast<std::uint32_t>(
+        (row_address(channel, runs, run, row, batch, 0, unit) - a.traits.keys.base) / (kDim * 2));
+  }
+  return static_cast<std::uint32_t>(__ldg(&runs[run].first)) +
+         static_cast<std::uint32_t>(row - __ldg(&runs[run].before)) *
+             static_cast<std::uint32_t>(a.traits.key_stride);
 }
 
 __device__ __forceinline__ std::uint32_t repeats_with(const DeviceTables& tables,

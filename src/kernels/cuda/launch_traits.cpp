@@ -6,7 +6,9 @@
 #include <limits>
 #include <map>
 #include <queue>
+#include <set>
 #include <span>
+#include <tuple>
 #include <utility>
 
 namespace annulus::cuda {
@@ -39,16 +41,19 @@ std::pair<std::int64_t, std::int64_t> index_range(std::span<const Run> runs, std
   return {least, most};
 }
 
-std::int32_t usual_stride(const std::map<std::int32_t, std::int64_t>& rows_by_stride) {
-  std::int32_t stride = 1;
+// Rows of runs by whether they are received, and by stride.
+using RowsByPlace = std::map<std::pair<bool, std::int32_t>, std::int64_t>;
+
+std::pair<bool, std::int32_t> usual_place(const RowsByPlace& rows_by_place) {
+  std::pair<bool, std::int32_t> place{false, 1};
   std::int64_t most = 0;
-  for (const auto& [candidate, rows] : rows_by_stride) {
+  for (const auto& [candidate, rows] : rows_by_place) {
     if (rows > most) {
-      stride = candidate;
+      place = candidate;
       most = rows;
     }
   }
-  return stride;
+  return place;
 }
 
 // See PairWeights.
@@ -87,8 +92,8 @@ std::int64_t key_tiles(const Tables& tables, const Item& item, int tile) {
 
 LaunchTraits launch_traits(const Tables& tables, const Launch& launch) {
   LaunchTraits traits;
-  std::map<std::int32_t, std::int64_t> query_rows;
-  std::map<std::int32_t, std::int64_t> key_rows;
+  RowsByPlace query_rows;
+  RowsByPlace key_rows;
   std::int32_t seen = -1;
   for (const Item& item : items_of(tables, launch)) {
     if (item.rows == 0 || item.group == seen) continue;
@@ -100,16 +105,54 @@ LaunchTraits launch_traits(const Tables& tables, const Launch& launch) {
           std::max(traits.weights,
                    periodic_weights(tables, group) ? PairWeights::periodic : PairWeights::general);
     }
-    for (const Run& run : runs_of(tables, group.queries)) {
-      if (run.source < 0) query_rows[run.stride] += run.count;
-    }
-    for (const Run& run : runs_of(tables, group.keys)) {
-      if (run.source < 0) key_rows[run.stride] += run.count;
+    for (const Run& run : runs_of(tables, group.queries))
+      query_rows[{run.source >= 0, run.stride}] += run.count;
+    for (const Run& run : runs_of(tables, group.keys))
+      key_rows[{run.source >= 0, run.stride}] += run.count;
+  }
+  std::tie(traits.queries_received, traits.query_stride) = usual_place(query_rows);
+  std::tie(traits.keys_received, traits.key_stride) = usual_place(key_rows);
+  return traits;
+}
+
+std::vector<std::int32_t> parcels_of(const Tables& tables, const Launch& launch, Side side) {
+  std::set<std::int32_t> parcels;
+  std::int32_t seen = -1;
+  for (const Item& item : items_of(tables, launch)) {
+    if (item.rows == 0 || item.group == seen) continue;
+    seen = item.group;
+    const Group& group = group_of(tables, item);
+    for (const Run& run : runs_of(tables, side == Side::queries ? group.queries : group.keys)) {
+      if (run.source >= 0) parcels.insert(run.source);
     }
   }
-  traits.query_stride = usual_stride(query_rows);
-  traits.key_stride = usual_stride(key_rows);
-  return traits;
+  return {parcels.begin(), parcels.end()};
+}
+
+RowGrid grid_of(const ParcelRows& parcels, std::span<const std::int32_t> used,
+                std::int64_t row_bytes) {
+  RowGrid grid;
+  if (parcels.layout == nullptr) return grid;
+  const ParcelLayout& layout = *parcels.layout;
+  const std::byte* end = nullptr;
+  for (const std::int32_t parcel : used) {
+    std::byte* const base = parcels.at(parcel);
+    if (base == nullptr) return {};
+    if (grid.base == nullptr || std::less<>{}(base, grid.base)) grid.base = base;
+    end = std::max<const std::byte*>(end, base + layout.bytes(parcel), std::less<>{});
+  }
+  if (grid.base == nullptr) return {};
+  for (const std::int32_t parcel : used) {
+    bool whole = (parcels.at(parcel) - grid.base) % row_bytes == 0;
+    for (int section = 0; section < layout.sections(); ++section) {
+      // Units of all batches lie one after the other.
+      for (int unit = 0; unit < 2; ++unit)
+        whole = whole && layout.offset(parcel, 0, unit, section) % row_bytes == 0;
+    }
+    if (!whole) return {};
+  }
+  grid.rows = (end - grid.base) / row_bytes;
+  return grid;
 }
 
 std::vector<Item> arrange_items(const Tables& tables, const Launch& launch, int blocks, int tile) {

@@ -157,49 +157,105 @@ __global__ void statistics_kernel(const __grid_constant__ StatisticsParams p) {
   });
 }
 
-// Calls use(parcel's row, shard's row, bytes) by a warp for every row of the items.
+// Rows of a section of an item: in the parcel and in the shard.
+struct CopiedRows {
+  std::byte* parcel;
+  std::byte* local;
+  std::int64_t parcel_step;
+  std::int64_t local_step;
+  unsigned bytes;  // of a row
+  unsigned rows;
+
+  [[nodiscard]] __device__ bool aligned(unsigned to) const {
+    return (reinterpret_cast<std::uintptr_t>(parcel) | reinterpret_cast<std::uintptr_t>(local) |
+            static_cast<std::uintptr_t>(parcel_step) | static_cast<std::uintptr_t>(local_step) |
+            bytes) % to == 0;
+  }
+};
+
+// Calls use(CopiedRows) by a block for every section of every item.
 template <typename Use>
 __device__ void for_each_copy(const CopyParams& p, const Use& use) {
-  const int warp = static_cast<int>(threadIdx.x) / 32;
   for (std::int64_t i = blockIdx.x; i < p.count; i += gridDim.x) {
     const CopyItem item = p.items[i];
     std::int64_t before = 0;
     for (int s = 0; s < p.sections; ++s) {
-      for (int r = warp; r < item.count; r += kWarps) {
-        use(p.buffer + item.unit_offset + before * item.unit_rows +
-                (item.parcel_first + r * item.parcel_stride) * p.section_bytes[s],
-            row_at(p.rows[s], item.batch, item.local_first + r * item.local_stride, item.head),
-            p.section_bytes[s]);
-      }
-      before += p.section_bytes[s];
+      const std::int64_t bytes = p.section_bytes[s];
+      use(CopiedRows{p.buffer + item.unit_offset + before * item.unit_rows + item.parcel_first * bytes,
+                     row_at(p.rows[s], item.batch, item.local_first, item.head),
+                     item.parcel_stride * bytes, item.local_stride * p.rows[s].row_step,
+                     static_cast<unsigned>(bytes), static_cast<unsigned>(item.count)});
+      before += bytes;
+    }
+  }
+}
+
+// By a block, for every word of the rows: load(parcel's, shard's, i), then store(...) of the same;
+// four words at a time, i = 0 to 3, so that memory has enough to do.
+template <typename Word, typename Load, typename Store>
+__device__ void for_each_word(const CopiedRows& rows, const Load& load, const Store& store) {
+  constexpr unsigned kAtOnce = 4;
+  const unsigned in_row = rows.bytes / sizeof(Word);
+  const unsigned words = rows.rows * in_row;
+  for (unsigned first = threadIdx.x; first < words; first += kAtOnce * kThreads) {
+    Word* parcel[kAtOnce];
+    Word* local[kAtOnce];
+#pragma unroll
+    for (unsigned i = 0; i < kAtOnce; ++i) {
+      const unsigned word = first + i * kThreads;
+      const unsigned row = word / in_row;
+      const unsigned column = word - row * in_row;
+      parcel[i] = reinterpret_cast<Word*>(rows.parcel + row * rows.parcel_step) + column;
+      local[i] = reinterpret_cast<Word*>(rows.local + row * rows.local_step) + column;
+      if (word < words) load(parcel[i], local[i], i);
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kAtOnce; ++i) {
+      if (first + i * kThreads < words) store(parcel[i], local[i], i);
     }
   }
 }
 
 template <typename Word>
-__device__ void copy_row(std::byte* to, const std::byte* from, std::int64_t bytes) {
-  for (std::int64_t i = threadIdx.x % 32; i < bytes / static_cast<std::int64_t>(sizeof(Word)); i += 32)
-    reinterpret_cast<Word*>(to)[i] = reinterpret_cast<const Word*>(from)[i];
+__device__ void pack_words(const CopiedRows& rows) {
+  Word words[4];
+  for_each_word<Word>(
+      rows, [&](const Word*, const Word* local, unsigned i) { words[i] = *local; },
+      [&](Word* parcel, const Word*, unsigned i) { *parcel = words[i]; });
 }
 
 __global__ void pack_kernel(const __grid_constant__ CopyParams p) {
-  for_each_copy(p, [](std::byte* parcel, const std::byte* local, std::int64_t bytes) {
-    const auto all = reinterpret_cast<std::uintptr_t>(parcel) | reinterpret_cast<std::uintptr_t>(local) |
-                     static_cast<std::uintptr_t>(bytes);
-    if (all % 16 == 0) {
-      copy_row<uint4>(parcel, local, bytes);
-    } else if (all % 4 == 0) {
-      copy_row<std::uint32_t>(parcel, local, bytes);
+  for_each_copy(p, [](const CopiedRows& rows) {
+    if (rows.aligned(16)) {
+      pack_words<uint4>(rows);
+    } else if (rows.aligned(4)) {
+      pack_words<std::uint32_t>(rows);
     } else {
-      copy_row<std::uint16_t>(parcel, local, bytes);
+      pack_words<std::uint16_t>(rows);
     }
   });
 }
 
 __global__ void add_kernel(const __grid_constant__ CopyParams p) {
-  for_each_copy(p, [](const std::byte* parcel, std::byte* local, std::int64_t bytes) {
-    for (std::int64_t i = threadIdx.x % 32; i < bytes / 4; i += 32)
-      reinterpret_cast<float*>(local)[i] += reinterpret_cast<const float*>(parcel)[i];
+  for_each_copy(p, [](const CopiedRows& rows) {
+    if (rows.aligned(16)) {
+      float4 more[4];
+      float4 sums[4];
+      for_each_word<float4>(
+          rows,
+          [&](const float4* parcel, const float4* local, unsigned i) {
+            more[i] = __ldcs(parcel);
+            sums[i] = *local;
+          },
+          [&](const float4*, float4* local, unsigned i) {
+            *local = make_float4(sums[i].x + more[i].x, sums[i].y + more[i].y,
+                                 sums[i].z + more[i].z, sums[i].w + more[i].w);
+          });
+    } else {
+      for_each_word<float>(
+          rows, [](const float*, const float*, unsigned) {},
+          [](const float* parcel, float* local, unsigned) { *local += *parcel; });
+    }
   });
 }
 

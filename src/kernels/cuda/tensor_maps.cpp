@@ -34,11 +34,19 @@ CUtensorMapDataType map_type(DType dtype) {
 
 }  // namespace
 
+MappedRows received_rows(const RowGrid& grid, std::int64_t row_bytes, DType dtype, int head_dim) {
+  return {{grid.base, 0, 0, row_bytes}, dtype, head_dim, 1, grid.rows, 1};
+}
+
 bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t stride,
                      int box_rows) {
   const auto encode = map_encoder();
   const TensorRows& rows = mapped.rows;
-  if (encode == nullptr || rows.base == nullptr || stride <= 0) return false;
+  // Coordinates are of 32 bits.
+  constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;
+  if (encode == nullptr || rows.base == nullptr || stride <= 0 || mapped.tokens <= 0 ||
+      mapped.tokens >= kMostTokens)
+    return false;
   const bool fp32 = mapped.dtype == DType::f32;
   const int number_bytes = fp32 ? 4 : 2;
   const std::array<std::int64_t, 5> extent = {mapped.head_dim, mapped.heads, stride,

@@ -5,11 +5,13 @@
 #include <cstdint>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/launch_traits.h"
 
 // Maps for bulk tensor copies (Hopper), with the swizzle of 128 bytes.
 namespace annulus::cuda {
 
-// Rows of the shard.
+// Rows of the shard, or of received parcels: these have one head and one batch entry, which is all
+// of the grid.
 struct MappedRows {
   TensorRows rows;
   DType dtype = DType::bf16;
@@ -18,6 +20,9 @@ struct MappedRows {
   std::int64_t tokens = 0;
   std::int64_t batch = 0;
 };
+
+[[nodiscard]] MappedRows received_rows(const RowGrid& grid, std::int64_t row_bytes, DType dtype,
+                                       int head_dim);
 
 // Of {column, head, token % stride, token / stride, batch}: tokens that are `stride` apart are next
 // to each other, wherever they begin. A box is `box_rows` such tokens and 128 bytes of each. False

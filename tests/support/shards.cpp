@@ -1,0 +1,205 @@
+#include "support/shards.h"
+
+#include <iterator>
+#include <limits>
+
+#include "annulus/half.h"
+
+namespace annulus::test {
+namespace {
+
+constexpr std::byte kGap{0xA5};
+
+ShardTensor shard_tensor(const RingOptions& options, int rank, int heads, Layout layout) {
+  return {options.dtype, options.batch,    options.placement.local_tokens(rank),
+          heads,         options.head_dim, layout};
+}
+
+}  // namespace
+
+ShardTensor::ShardTensor(DType dtype, std::int64_t batch, std::int64_t tokens, std::int64_t heads,
+                         std::int64_t dim, Layout layout) {
+  const std::int64_t width = dim == 0 ? 1 : dim;
+  std::int64_t start = 0;
+  std::int64_t head = width;
+  std::int64_t token = heads * width;
+  std::int64_t entry = tokens * heads * width;
+  if (layout == Layout::heads_major) {
+    token = width;
+    head = tokens * width;
+  } else if (layout == Layout::padded) {
+    start = 3;
+    head = width + 3;
+    token = heads * head + 5;
+    entry = tokens * token + 7;
+  }
+  const std::int64_t elements = tokens == 0 ? 0 : start + batch * entry + 9;
+  bytes_.assign(static_cast<std::size_t>(elements) * size_of(dtype), kGap);
+  void* const data =
+      elements == 0 ? nullptr : bytes_.data() + static_cast<std::size_t>(start) * size_of(dtype);
+  host_ = data;
+  view_ = dim == 0 ? TensorView(data, dtype, {batch, tokens, heads})
+                   : TensorView(data, dtype, {batch, tokens, heads, dim});
+  view_.stride[0] = entry;
+  view_.stride[1] = token;
+  view_.stride[2] = head;
+  if (dim != 0) view_.stride[3] = 1;
+  if (test_device().kind == Device::Kind::cpu) return;
+  view_.device = test_device();
+  if (elements == 0) return;
+  image_ = std::make_unique<DeviceImage>(bytes_);
+  view_.data = image_->data() + start * static_cast<std::int64_t>(size_of(dtype));
+}
+
+void ShardTensor::upload() const {
+  if (image_ != nullptr) image_->upload();
+}
+
+void ShardTensor::download() const {
+  if (image_ != nullptr) image_->download();
+}
+
+std::int64_t ShardTensor::index(std::int64_t b, std::int64_t t, std::int64_t h,
+                                std::int64_t d) const {
+  return b * view_.stride[0] + t * view_.stride[1] + h * view_.stride[2] + d;
+}
+
+template <typename Body>
+void ShardTensor::for_each_element(const Body& body) const {
+  const std::int64_t dim = view_.rank == 4 ? view_.shape[3] : 1;
+  for (std::int64_t b = 0; b < view_.shape[0]; ++b) {
+    for (std::int64_t t = 0; t < view_.shape[1]; ++t) {
+      for (std::int64_t h = 0; h < view_.shape[2]; ++h) {
+        for (std::int64_t d = 0; d < dim; ++d) body(index(b, t, h, d));
+      }
+    }
+  }
+}
+
+float ShardTensor::get(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) const {
+  return load_element(host_, view_.dtype, index(b, t, h, d));
+}
+
+void ShardTensor::set(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d, float value) {
+  store_element(host_, view_.dtype, index(b, t, h, d), value);
+}
+
+void ShardTensor::fill(float value) {
+  for_each_element([&](std::int64_t i) { store_element(host_, view_.dtype, i, value); });
+}
+
+bool ShardTensor::gaps_untouched() const {
+  std::vector<bool> used(bytes_.size(), false);
+  const std::size_t size = size_of(view_.dtype);
+  const auto start =
+      host_ == nullptr
+          ? 0
+          : static_cast<std::size_t>(static_cast<const std::byte*>(host_) - bytes_.data());
+  for_each_element([&](std::int64_t i) {
+    for (std::size_t byte = 0; byte < size; ++byte) {
+      used[start + static_cast<std::size_t>(i) * size + byte] = true;
+    }
+  });
+  for (std::size_t i = 0; i < bytes_.size(); ++i) {
+    if (!used[i] && bytes_[i] != kGap) return false;
+  }
+  return true;
+}
+
+Shard::Shard(const RingOptions& options, int rank, Layout layout)
+    : positions(options.placement.positions(rank)),
+      batch(options.batch),
+      tokens(options.placement.tokens()),
+      detached(options.mix_gradient == MixGradient::detached),
+      q(shard_tensor(options, rank, options.pattern.heads, layout)),
+      k(shard_tensor(options, rank, options.kv_heads, layout)),
+      v(shard_tensor(options, rank, options.kv_heads, layout)),
+      o(shard_tensor(options, rank, options.pattern.heads, layout)),
+      lse(DType::f32, batch, std::ssize(positions), options.pattern.heads, 0, layout),
+      dout(shard_tensor(options, rank, options.pattern.heads, layout)),
+      dq(shard_tensor(options, rank, options.pattern.heads, layout)),
+      dk(shard_tensor(options, rank, options.kv_heads, layout)),
+      dv(shard_tensor(options, rank, options.kv_heads, layout)) {}
+
+// Calls body(index in the global tensor, batch, local token, head, element).
+template <typename Body>
+void Shard::for_each_element(const ShardTensor& tensor, const Body& body) const {
+  const std::int64_t heads = tensor.view().shape[2];
+  const std::int64_t dim = tensor.view().rank == 4 ? tensor.view().shape[3] : 1;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    for (std::int64_t t = 0; t < std::ssize(positions); ++t) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const std::int64_t at =
+            ((b * tokens + positions[static_cast<std::size_t>(t)]) * heads + h) * dim;
+        for (std::int64_t d = 0; d < dim; ++d) body(static_cast<std::size_t>(at + d), b, t, h, d);
+      }
+    }
+  }
+}
+
+void Shard::load(const Inputs& inputs) {
+  const auto copy = [&](const std::vector<double>& from, ShardTensor& to) {
+    for_each_element(
+        to, [&](std::size_t at, auto... place) { to.set(place..., static_cast<float>(from[at])); });
+  };
+  copy(inputs.q, q);
+  copy(inputs.k, k);
+  copy(inputs.v, v);
+  copy(inputs.dout, dout);
+  for (ShardTensor* out : {&o, &lse, &dq, &dk, &dv}) {
+    out->fill(std::numeric_limits<float>::quiet_NaN());
+  }
+  loaded_ = {q.bytes(), k.bytes(), v.bytes(), dout.bytes()};
+}
+
+void Shard::forward(RingAttention& ring) {
+  if (detached && (positions.size() % 2 == 0 || test_device().kind != Device::Kind::cpu)) {
+    state = ring.make_branch_state();
+  } else if (detached) {  // the same in memory of our own, which is all that backward then gets
+    state_lse_.resize(static_cast<std::size_t>(ring.branch_state_rows()));
+    state_o_.resize(state_lse_.size() * static_cast<std::size_t>(ring.options().head_dim) *
+                    size_of(ring.options().dtype));
+    state = ring.make_branch_state(state_o_, state_lse_, false);
+  }
+  for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse}) tensor->upload();
+  ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view(), detached ? &state : nullptr);
+  ring.synchronize();
+  for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse}) tensor->download();
+}
+
+void Shard::backward(RingAttention& ring) {
+  if (!state_o_.empty()) state = ring.make_branch_state(state_o_, state_lse_, true);
+  for (const ShardTensor* tensor : {&o, &lse, &dout, &dq, &dk, &dv}) tensor->upload();
+  ring.backward(q.view(), k.view(), v.view(), o.view(), lse.view(), dout.view(), dq.view(),
+                dk.view(), dv.view(), detached ? &state : nullptr);
+  ring.synchronize();
+  for (const ShardTensor* tensor : {&q, &k, &v, &dout, &dq, &dk, &dv}) tensor->download();
+}
+
+void Shard::collect(Results& results) const {
+  const auto copy = [&](const ShardTensor& from, std::vector<float>& to) {
+    for_each_element(from, [&](std::size_t at, auto... place) { to[at] = from.get(place...); });
+  };
+  copy(o, results.o);
+  copy(lse, results.lse);
+  copy(dq, results.dq);
+  copy(dk, results.dk);
+  copy(dv, results.dv);
+}
+
+std::string Shard::damage() const {
+  const ShardTensor* const inputs[] = {&q, &k, &v, &dout};
+  const char* const names[] = {"q", "k", "v", "dout"};
+  for (std::size_t i = 0; i < 4; ++i) {
+    if (inputs[i]->bytes() != loaded_[i]) return std::string(names[i]) + " was changed";
+  }
+  const ShardTensor* const outputs[] = {&o, &lse, &dq, &dk, &dv};
+  for (std::size_t i = 0; i < 5; ++i) {
+    if (!outputs[i]->gaps_untouched()) {
+      return std::string("bytes between the rows of ") + kResultNames[i] + " were changed";
+    }
+  }
+  return "";
+}
+
+}  // namespace annulus::test

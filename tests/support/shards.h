@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "annulus/ring_attention.h"
+#include "annulus/tensor.h"
+#include "support/problem.h"
+#include "support/test_device.h"
+
+// The tensors of a rank, in awkward memory layouts, between global tensors and an executor.
+namespace annulus::test {
+
+// dense: [batch, tokens, heads, dim]. heads_major: a transposed view of [batch, heads, tokens,
+// dim]. padded: gaps behind rows, tokens and batch entries, and a start that is aligned to nothing.
+enum class Layout : std::uint8_t { dense, heads_major, padded };
+
+// One rank's tensor in some layout. Bytes outside the view hold a pattern that nobody may change.
+class ShardTensor {
+ public:
+  // dim 0: a tensor of three axes (the log-sum-exp).
+  ShardTensor(DType dtype, std::int64_t batch, std::int64_t tokens, std::int64_t heads,
+              std::int64_t dim, Layout layout);
+  ShardTensor(ShardTensor&&) = default;  // a copy's view would still be of the original
+  ShardTensor& operator=(ShardTensor&&) = default;
+
+  [[nodiscard]] TensorView view() const { return view_; }
+  [[nodiscard]] float get(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) const;
+  void set(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d, float value);
+  void fill(float value);
+  [[nodiscard]] bool gaps_untouched() const;
+  [[nodiscard]] const std::vector<std::byte>& bytes() const { return bytes_; }
+  // Between the host, where tests look, and the device under test, which the view is of.
+  void upload() const;
+  void download() const;
+
+ private:
+  [[nodiscard]] std::int64_t index(std::int64_t b, std::int64_t t, std::int64_t h,
+                                   std::int64_t d) const;
+  template <typename Body>
+  void for_each_element(const Body& body) const;
+
+  std::vector<std::byte> bytes_;
+  void* host_ = nullptr;  // the view's data on the host
+  TensorView view_;
+  std::unique_ptr<DeviceImage> image_;  // null: the device under test is the host
+};
+
+// Everything one rank passes to its executor.
+struct Shard {
+  Shard(const RingOptions& options, int rank, Layout layout = Layout::dense);
+
+  void load(const Inputs& inputs);    // and fills the outputs with NaN: nothing may survive
+  void forward(RingAttention& ring);  // makes a branch state where backward will need one
+  void backward(RingAttention& ring);
+  void collect(Results& results) const;  // own rows only: ranks may do so at the same time
+  [[nodiscard]] std::string damage()
+      const;  // inputs or gaps that changed since load(); empty: none
+
+  std::vector<std::int64_t> positions;
+  std::int64_t batch;
+  std::int64_t tokens;  // of the whole sequence
+  bool detached;
+  ShardTensor q, k, v, o, lse, dout, dq, dk, dv;
+  BranchState state;
+
+ private:
+  template <typename Body>
+  void for_each_element(const ShardTensor& tensor, const Body& body) const;
+
+  std::vector<std::vector<std::byte>> loaded_;
+  std::vector<std::byte> state_o_;
+  std::vector<float> state_lse_;
+};
+
+}  // namespace annulus::test

@@ -18,7 +18,9 @@ std::string cuda_complaint() {
          "OFF";
 }
 int cuda_device_count() { return 0; }
-CudaDevice cuda_device(int) { refuse(); }
+CudaDevice cuda_device(int index) {
+  throw DeviceError(fmt::format("device is cuda:{}: {}", index, cuda_complaint()));
+}
 std::shared_ptr<Queue> cuda_queue(const Device&, void*) { refuse(); }
 void use_cuda_allocator(CudaAllocator) { refuse(); }
 

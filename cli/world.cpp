@@ -91,8 +91,8 @@ World::World(ProblemFlags& flags) {
   // Where MPI cannot begin, ranks cannot tell each other: all of them see it, and the first says
   // it.
   try {
-    ring_ = make_mpi_transport({.deadline = kForever, .communicator = {}});
-    verdicts_ = make_mpi_transport({.deadline = kForever, .communicator = {}});
+    ring_ = make_mpi_transport({.deadline = kForever});
+    verdicts_ = make_mpi_transport({.deadline = kForever});
   } catch (const Error&) {
     Verdict verdict = verdict_of(std::current_exception());
     verdict.silent = launch.rank != 0;

@@ -13,7 +13,7 @@ namespace annulus::test {
 namespace {
 
 Ring loopback(int ranks, milliseconds deadline) {
-  return mpi::make_loopback_ring(ranks, {.deadline = deadline, .communicator = {}});
+  return mpi::make_loopback_ring(ranks, {.deadline = deadline});
 }
 
 INSTANTIATE_TEST_SUITE_P(, TransportContract,

@@ -20,6 +20,8 @@ struct MpiOptions {
   // MPI_Comm_c2f() of the communicator whose processes are the ring, in its order. Absent:
   // MPI_COMM_WORLD.
   std::optional<int> communicator;
+  double bytes_per_second =
+      0;  // above 0: this rank's outgoing link is limited to this rate, to study overlap
 };
 
 // Collective over the communicator, of which the transport has a copy of its own: its messages meet

@@ -1,7 +1,6 @@
 #include "annulus/in_process.h"
 
 #include <chrono>
-#include <cmath>
 #include <memory>
 #include <span>
 #include <string>
@@ -106,10 +105,7 @@ std::shared_ptr<Ring> make_ring(int ranks, const InProcessOptions& options) {
     throw ConfigError("in-process ring: " + std::to_string(ranks) + " ranks, expected at least 1");
   }
   check_deadline(options.deadline, "in-process ring");
-  if (!(options.bytes_per_second >= 0) || std::isinf(options.bytes_per_second)) {
-    throw ConfigError("in-process ring: bytes_per_second is " +
-                      std::to_string(options.bytes_per_second) + ", expected 0 (no limit) or more");
-  }
+  check_rate(options.bytes_per_second, "in-process ring");
   return std::make_shared<Ring>(ranks, options);
 }
 

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <chrono>
+#include <cmath>
+#include <cstdint>
 #include <string>
 
 #include "annulus/error.h"
@@ -32,6 +35,13 @@ inline void check_deadline(std::chrono::milliseconds deadline, const std::string
   if (deadline.count() > 0) return;
   throw ConfigError(where + ": the deadline is " + std::to_string(deadline.count()) +
                     " ms, expected more than 0");
+}
+
+// ConfigError for a rate that limits nothing sensible.
+inline void check_rate(double bytes_per_second, const std::string& where) {
+  if (bytes_per_second >= 0 && !std::isinf(bytes_per_second)) return;
+  throw ConfigError(where + ": bytes_per_second is " + std::to_string(bytes_per_second) +
+                    ", expected 0 (no limit) or more");
 }
 
 // now() + milliseconds::max() overflows; nobody waits longer than this.

@@ -82,6 +82,7 @@ std::string mpi_complaint() { return ""; }
 
 std::unique_ptr<Transport> make_mpi_transport(const MpiOptions& options) {
   check_deadline(options.deadline, "MPI transport");
+  check_rate(options.bytes_per_second, "MPI transport");
   mpi::begin();
   const MPI_Comm parent =
       options.communicator ? MPI_Comm_f2c(*options.communicator) : MPI_COMM_WORLD;
@@ -89,8 +90,9 @@ std::unique_ptr<Transport> make_mpi_transport(const MpiOptions& options) {
     throw ConfigError("MPI transport: the communicator is MPI_COMM_NULL: this process has no rank");
   }
   const auto communicator = mpi::Communicator::copy_of(parent);
-  return std::make_unique<MpiTransport>(Endpoint::make(communicator, communicator->rank()),
-                                        options.deadline);
+  return std::make_unique<MpiTransport>(
+      Endpoint::make(communicator, communicator->rank(), options.bytes_per_second),
+      options.deadline);
 }
 
 std::vector<std::unique_ptr<Transport>> mpi::make_loopback_ring(int ranks,

@@ -33,14 +33,17 @@ Transfer::Transfer(const Message& message, std::chrono::milliseconds length)
       deadline(Clock::now() + deadline_length),
       packets(std::max<std::size_t>(1, (bytes + kPacketBytes - 1) / kPacketBytes)) {}
 
-Endpoint::Endpoint(std::shared_ptr<Communicator> communicator, int rank)
+Endpoint::Endpoint(std::shared_ptr<Communicator> communicator, int rank, double bytes_per_second)
     : rank_(rank),
       size_(communicator->size()),
+      bytes_per_second_(bytes_per_second),
       mail_(std::move(communicator), rank),
       channels_(static_cast<std::size_t>(size_)) {}
 
-std::shared_ptr<Endpoint> Endpoint::make(std::shared_ptr<Communicator> communicator, int rank) {
-  const std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(communicator), rank));
+std::shared_ptr<Endpoint> Endpoint::make(std::shared_ptr<Communicator> communicator, int rank,
+                                         double bytes_per_second) {
+  const std::shared_ptr<Endpoint> endpoint(
+      new Endpoint(std::move(communicator), rank, bytes_per_second));
   try {
     std::thread([endpoint] { endpoint->run(); }).detach();
   } catch (const std::exception& failure) {
@@ -109,13 +112,13 @@ bool Endpoint::send_packets() {
   while (passed_over < sending_.size()) {
     Transfer* send = sending_.front();
     sending_.pop_front();
-    if (!mail_.has_room(send->peer)) {
+    const std::size_t offset = send->packets_begun * kPacketBytes;
+    const std::size_t bytes = std::min(kPacketBytes, send->bytes - offset);
+    if (!mail_.has_room(send->peer) || !link_is_through(*send, bytes)) {
       sending_.push_back(send);
       ++passed_over;
       continue;
     }
-    const std::size_t offset = send->packets_begun * kPacketBytes;
-    const std::size_t bytes = std::min(kPacketBytes, send->bytes - offset);
     mail_.send_data(send->peer, {.kind = Kind::data, .id = send->id, .value = offset},
                     {send->data + offset, bytes}, send);
     ++channel(send->peer).packets_sent;
@@ -123,6 +126,17 @@ bool Endpoint::send_packets() {
     any = true;
   }
   return any;
+}
+
+// A packet of a limited link leaves when its last byte would be through: late polls lose no time.
+bool Endpoint::link_is_through(const Transfer& send, std::size_t bytes) {
+  if (bytes_per_second_ == 0 || send.peer == rank_) return true;
+  const auto through =
+      link_free_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
+                       static_cast<double>(bytes) / bytes_per_second_));
+  if (Clock::now() < through) return false;
+  link_free_ = through;
+  return true;
 }
 
 void Endpoint::on_note(const Header& header, std::string_view text) {
@@ -205,6 +219,7 @@ void Endpoint::match(Transfer& send, const Ready& receive) {
   }
   send.id = receive.id;
   send.outcome = Outcome::moving;
+  if (sending_.empty()) link_free_ = std::max(link_free_, Clock::now());
   sending_.push_back(&send);
 }
 

@@ -69,7 +69,8 @@ struct Transfer {
 class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Mail::Reader {
  public:
   // Starts the thread, which keeps the endpoint until everybody has left.
-  static std::shared_ptr<Endpoint> make(std::shared_ptr<Communicator> communicator, int rank);
+  static std::shared_ptr<Endpoint> make(std::shared_ptr<Communicator> communicator, int rank,
+                                        double bytes_per_second = 0);
 
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int size() const { return size_; }
@@ -102,7 +103,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
     [[nodiscard]] bool left() const { return leaves_after && packets_received >= *leaves_after; }
   };
 
-  Endpoint(std::shared_ptr<Communicator> communicator, int rank);
+  Endpoint(std::shared_ptr<Communicator> communicator, int rank, double bytes_per_second);
   void run();
 
   // All of these want mutex_.
@@ -116,6 +117,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   void withdraw(Transfer& transfer, Outcome outcome);
   void break_channel(int peer, const std::string& text);
   void end(int rank, const std::string& text);
+  [[nodiscard]] bool link_is_through(const Transfer& send, std::size_t bytes);
   [[nodiscard]] bool settle(Transfer& transfer, Clock::time_point now);
   [[nodiscard]] bool everybody_left() const;
   [[nodiscard]] Channel& channel(int peer) { return channels_[static_cast<std::size_t>(peer)]; }
@@ -125,12 +127,14 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
 
   const int rank_;
   const int size_;
+  const double bytes_per_second_;  // 0: no limit
   std::mutex mutex_;
   std::condition_variable changed_;
   Mail mail_;
   std::vector<Channel> channels_;  // by peer, this rank included
   std::unordered_map<std::uint64_t, Transfer*> receives_;
   std::deque<Transfer*> sending_;  // matched, with packets that have not begun
+  Clock::time_point link_free_{};  // of a limited link: when all that it was given is through
   std::uint64_t last_id_ = 0;
   int open_ = 0;     // transfers
   int waiting_ = 0;  // callers, who poll by themselves

@@ -16,8 +16,7 @@
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
   const bool stops = argc > 1 && std::string_view(argv[1]) == "stop";
-  const auto transport =
-      annulus::make_mpi_transport({.deadline = std::chrono::seconds(1), .communicator = {}});
+  const auto transport = annulus::make_mpi_transport({.deadline = std::chrono::seconds(1)});
   if (!annulus::check_ring(*transport).forward_ok) return 1;
   if (transport->rank() == 1) {
     std::printf("process %d is lost\n", ::getpid());

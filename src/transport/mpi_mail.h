@@ -16,8 +16,8 @@
 // Packets between the ranks of a ring, by MPI's nonblocking calls, from and into memory of their
 // own. MPI cannot call off a send, nor a receive that has begun: what it is given must stay until
 // it is through, which it never is with a rank that has stopped. So the caller's memory is never
-// given to it. The price is two copies of every byte, 30 us for a packet: a row of keys is used for
-// thousands of operations per byte, which takes hundreds of times as long.
+// given to it. The price is two copies of every byte, some 25 us each for a packet. 8,192 queries
+// make a GFLOP of a packet of fp32 keys and values (head dim 64): 10 ms of a core, 200 times that.
 //
 // Notes are small and arrive in the order in which one rank sent them to another; data arrive in
 // any order.

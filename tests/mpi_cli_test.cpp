@@ -144,7 +144,7 @@ bool ends(const std::string& process) {
 
 TEST_F(MpiCli, RankThatStopsIsNamedAtTheDeadlineAndTheJobEnds) {
   const auto start = std::chrono::steady_clock::now();
-  const Outcome outcome = mpirun(3, {ANNULUS_LOST_RANK, "stop"});
+  const Outcome outcome = mpirun(3, {ANNULUS_MPI_JOB, "stop"});
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   EXPECT_NE(outcome.code, 0);
   for (const char* rank : {"0", "2"}) {
@@ -161,9 +161,17 @@ TEST_F(MpiCli, RankThatStopsIsNamedAtTheDeadlineAndTheJobEnds) {
 }
 
 TEST_F(MpiCli, RankThatDiesEndsTheJobWithAMessage) {
-  const Outcome outcome = mpirun(3, {ANNULUS_LOST_RANK, "kill"});
+  const Outcome outcome = mpirun(3, {ANNULUS_MPI_JOB, "kill"});
   EXPECT_NE(outcome.code, 0);
   EXPECT_NE(outcome.err.find("signal 9"), std::string::npos) << outcome.err;
+}
+
+TEST_F(MpiCli, ProgramsThatInitialiseMpiWithoutThreadsAreToldWhatToCall) {
+  const Outcome outcome = mpirun(2, {ANNULUS_MPI_JOB, "single"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(count(outcome.out, "MPI runs with MPI_THREAD_SINGLE"), 2U) << outcome.out;
+  EXPECT_EQ(count(outcome.out, "call MPI_Init_thread(..., MPI_THREAD_MULTIPLE, ...)"), 2U);
+  EXPECT_EQ(count(outcome.out, "MPI has been finalised"), 2U) << outcome.out;
 }
 
 }  // namespace

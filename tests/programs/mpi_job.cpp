@@ -1,6 +1,8 @@
-// mpi_lost_rank stop|kill: rank 1 of an MPI job stops or dies, and the others say what they see of
-// it. A transport that has initialised MPI, in a program that just ends.
+// mpi_job stop|kill: rank 1 of an MPI job stops or dies, and the others say what they see of it. A
+// transport that has initialised MPI, in a program that just ends.
+// mpi_job single: the program has initialised MPI without threads, and later finalised it.
 
+#include <mpi.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -13,8 +15,28 @@
 #include "annulus/mpi.h"
 #include "annulus/ring_check.h"
 
+namespace {
+
+void say_why_not() {
+  try {
+    (void)annulus::make_mpi_transport();
+  } catch (const annulus::ConfigError& error) {
+    std::printf("%s\n", error.what());
+  }
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
+  if (argc > 1 && std::string_view(argv[1]) == "single") {
+    int level = 0;
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_SINGLE, &level);
+    say_why_not();
+    MPI_Finalize();
+    say_why_not();
+    return 0;
+  }
   const bool stops = argc > 1 && std::string_view(argv[1]) == "stop";
   const auto transport = annulus::make_mpi_transport({.deadline = std::chrono::seconds(1)});
   if (!annulus::check_ring(*transport).forward_ok) return 1;

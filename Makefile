@@ -77,7 +77,7 @@ ASAN_LIBRARIES = $(shell for name in asan ubsan stdc++; do gcc -print-file-name=
 asan-python: python ## Run the tests of the Python module, without processes, under both sanitizers
 	@cmake -S . -B build/asan_python -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g" \
 	  -DANNULUS_SANITIZE=address,undefined -DANNULUS_BUILD_PYTHON=ON -DANNULUS_BUILD_TESTS=OFF -DANNULUS_BUILD_BENCH=OFF \
-	  -DANNULUS_BUILD_CLI=OFF -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	  -DANNULUS_BUILD_CLI=OFF -DANNULUS_CUDA=OFF -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	@cmake --build build/asan_python --parallel $(JOBS) --target annulus_python
 	@rm -rf build/asan_python/package && cp -r python build/asan_python/package
 	@cp build/asan_python/python/annulus/_core*.so build/asan_python/package/annulus
@@ -113,6 +113,7 @@ gpu-bench: ## Measure on a GPU beside cuDNN and others, with the python3 that ha
 	@rm -rf build/gpu_python/package && cp -r python build/gpu_python/package
 	@cp build/gpu_python/python/annulus/_core*.so build/gpu_python/package/annulus
 	PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --out bench/results/h200.json
+	PYTHONPATH=build/gpu_python/package python3 bench/cuda/processes.py --out bench/results/h200.json
 	ANNULUS_CUDA_KERNELS=portable PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_bench.py --only portable \
 	  --out bench/results/h200.json
 	PYTHONPATH=build/gpu_python/package python3 bench/cuda/gpu_facts.py --out bench/results/h200.json

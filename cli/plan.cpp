@@ -107,7 +107,7 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
   json["schedule"] = name_of(plan.options().schedule);
   json["travel"] = name_of(travel);
   json["steps"] = plan.steps();
-  json["parcels"] = plan.traffic().parcels();
+  json["parcels"] = traffic_of(plan).parcels();
   json["head_classes"] = plan.classes().size();
   json["digest"] = fmt::format("{:016x}", plan.digest());
   json["plan_seconds"] = plan_seconds;

@@ -53,8 +53,8 @@ class LateBackend : public testing::TestWithParam<Case> {
   }
 
   // Results, and how often a host thread waited inside the passes.
-  std::pair<test::Results, std::int64_t> run(bool host_only, bool reaches) {
-    const LateBackends late;
+  std::pair<test::Results, std::int64_t> run(bool host_only, bool reaches, bool shared = false) {
+    const LateBackends late(shared);
     test::Results results = test::empty_results(options_);
     std::atomic<std::int64_t> waited{0};
     run_in_process(3, [&](Transport& transport) {
@@ -108,55 +108,89 @@ TEST_P(LateBackend, IsCarriedByTransportsThatKnowHostMemoryOnly) {
   EXPECT_GT(staged_waits, 0);
 }
 
+TEST_P(LateBackend, SharesItsMemoryWithOtherProcesses) {
+  const test::Results at_once = test::run_ring(options_, inputs_);
+  const auto [shared, waits] = run(true, false, true);
+  EXPECT_EQ(test::first_difference(at_once, shared), "");
+}
+
+TEST_P(LateBackend, BatchesMayBeCarriedOutOneAfterTheOther) {
+  const test::Results at_once = test::run_ring(options_, inputs_);
+  test::Results results = test::empty_results(options_);
+  const LateBackends late;
+  const auto outcomes = test::run_ranks(3, [&](Transport& inner) {
+    test::InOrderTransport transport(inner);
+    RingAttention ring(options_, transport);
+    Shard shard(options_, transport.rank());
+    shard.load(inputs_);
+    shard.forward(ring);
+    shard.backward(ring);
+    shard.collect(results);
+  });
+  for (const test::RankOutcome& outcome : outcomes) EXPECT_EQ(outcome.message, "");
+  EXPECT_EQ(test::first_difference(at_once, results), "");
+}
+
 // Memory of a pass still holds the rows of the one before it, which look right: other inputs follow
 // at once.
 TEST_P(LateBackend, PassesWithOtherInputsFollowAtOnce) {
-  const test::Inputs others = test::random_inputs(problem_, 12);
-  const test::Results at_once[] = {test::run_ring(options_, inputs_),
-                                   test::run_ring(options_, others)};
-  test::Results results[] = {test::empty_results(options_), test::empty_results(options_)};
-  const LateBackends late;
-  run_in_process(3, [&](Transport& transport) {
-    Shard first(options_, transport.rank());
-    Shard second(options_, transport.rank());
-    RingAttention ring(options_, transport);
-    first.load(inputs_);
-    second.load(others);
-    for (Shard* shard : {&first, &second}) {
-      ring.forward(shard->q.view(), shard->k.view(), shard->v.view(), shard->o.view(),
-                   shard->lse.view());
-      ring.backward(shard->q.view(), shard->k.view(), shard->v.view(), shard->o.view(),
-                    shard->lse.view(), shard->dout.view(), shard->dq.view(), shard->dk.view(),
-                    shard->dv.view());
-    }
-    ring.synchronize();
-    first.collect(results[0]);
-    second.collect(results[1]);
-  });
-  for (int i = 0; i < 2; ++i) EXPECT_EQ(test::first_difference(at_once[i], results[i]), "") << i;
+  for (const bool shared : {false, true}) {
+    const test::Inputs others = test::random_inputs(problem_, 12);
+    const test::Results at_once[] = {test::run_ring(options_, inputs_),
+                                     test::run_ring(options_, others)};
+    test::Results results[] = {test::empty_results(options_), test::empty_results(options_)};
+    const LateBackends late(shared);
+    run_in_process(3, [&](Transport& inner) {
+      test::HostOnlyTransport host(inner, false);
+      Transport& transport = shared ? static_cast<Transport&>(host) : inner;
+      Shard first(options_, transport.rank());
+      Shard second(options_, transport.rank());
+      RingAttention ring(options_, transport);
+      first.load(inputs_);
+      second.load(others);
+      for (Shard* shard : {&first, &second}) {
+        ring.forward(shard->q.view(), shard->k.view(), shard->v.view(), shard->o.view(),
+                     shard->lse.view());
+        ring.backward(shard->q.view(), shard->k.view(), shard->v.view(), shard->o.view(),
+                      shard->lse.view(), shard->dout.view(), shard->dq.view(), shard->dk.view(),
+                      shard->dv.view());
+      }
+      ring.synchronize();
+      first.collect(results[0]);
+      second.collect(results[1]);
+    });
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(test::first_difference(at_once[i], results[i]), "") << i;
+  }
 }
 
 // All ranks meet before and behind their passes, so that every wait counted is inside a pass.
 TEST_P(LateBackend, HostNeverWaitsInsideAPass) {
-  const LateBackends late;
-  std::atomic<std::int64_t> waited{0};
-  std::atomic<int> enqueued{0};
-  run_in_process(3, [&](Transport& transport) {
-    RingAttention ring(options_, transport);
-    Shard shard(options_, transport.rank());
-    shard.load(inputs_);
-    ++enqueued;
-    while (enqueued < 3) std::this_thread::yield();
-    const std::int64_t before = test::host_waits();
-    ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view());
-    ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view(),
-                  shard.dout.view(), shard.dq.view(), shard.dk.view(), shard.dv.view());
-    waited += test::host_waits() - before;
-    ++enqueued;
-    while (enqueued < 6) std::this_thread::yield();
-    ring.synchronize();
-  });
-  EXPECT_EQ(waited, 0);
+  for (const bool shared : {false, true}) {
+    const LateBackends late(shared);
+    std::atomic<std::int64_t> waited{0};
+    std::atomic<int> enqueued{0};
+    run_in_process(3, [&](Transport& inner) {
+      test::HostOnlyTransport host(inner, false);
+      Transport& transport = shared ? static_cast<Transport&>(host) : inner;
+      RingAttention ring(options_, transport);
+      EXPECT_EQ(ring.transfers(), shared ? "shared device memory" : "device memory");
+      Shard shard(options_, transport.rank());
+      shard.load(inputs_);
+      ++enqueued;
+      while (enqueued < 3) std::this_thread::yield();
+      const std::int64_t before = test::host_waits();
+      ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                   shard.lse.view());
+      ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                    shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
+                    shard.dv.view());
+      waited += test::host_waits() - before;
+      ++enqueued;
+      while (enqueued < 6) std::this_thread::yield();
+      ring.synchronize();
+    });
+    EXPECT_EQ(waited, 0);
+  }
 }
 
 // Rows on their way through the host when a batch cannot be posted: the executor must not free

@@ -15,7 +15,7 @@ for step in $steps; do
     rm -f build/backward_sm90/*.o build/backward_sm90/*.txt "$library"
     for part in src/kernels/cuda/attend_backward_sm90.cu src/kernels/cuda/tensor_maps.cpp \
                 src/kernels/cuda/attend_backward_sm90_bf16.cu \
-                src/kernels/cuda/attend_backward_sm90_fp16.cu bench/cuda/backward_sm90_api.cu; do
+                src/kernels/cuda/attend_backward_sm90_fp16.cu src/kernels/cuda/chains.cpp bench/cuda/backward_sm90_api.cu; do
       nvcc -std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v \
         --expt-relaxed-constexpr -lineinfo -Xcompiler -fPIC -Isrc -Iinclude -c $part \
         -o build/backward_sm90/$(basename $part).o > build/backward_sm90/$(basename $part).txt 2>&1 &

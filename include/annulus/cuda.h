@@ -34,6 +34,9 @@ struct CudaDevice {
 // outlives the queue.
 [[nodiscard]] std::shared_ptr<Queue> cuda_queue(const Device& device, void* stream);
 
+// The stream of a queue of a CUDA device, for transports that enqueue there.
+[[nodiscard]] void* cuda_stream(Queue& queue);
+
 // From where executors that are made from now on take device memory: a framework's allocator, so
 // that it is counted and used again there. allocate(device, bytes) returns null where there is no
 // memory. Empty functions: CUDA's own again.

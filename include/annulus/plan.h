@@ -177,7 +177,6 @@ class Plan {
   // Of all ranks, and the same on all of them. Sum over parcels of rows x units x visits:
   [[nodiscard]] std::int64_t total_unit_rows() const;
   [[nodiscard]] std::vector<RankTotals> rank_totals() const;
-  [[nodiscard]] const Traffic& traffic() const { return *parts_->traffic; }
 
   // A stable 64-bit digest of everything that the ranks must agree on.
   [[nodiscard]] std::uint64_t digest() const;
@@ -194,6 +193,10 @@ class Plan {
     [[nodiscard]] std::span<const Hop> of(const char* where, int step) const;
   };
   struct StepHop;
+
+  // For the library: what it counts of all ranks.
+  friend const Traffic& traffic_of(const Plan& plan);
+  [[nodiscard]] const Traffic& traffic() const { return *parts_->traffic; }
 
   Plan(PlanOptions options, int rank, std::shared_ptr<const Parts> parts);
   static void check(const PlanOptions& options, int rank);

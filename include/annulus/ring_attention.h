@@ -59,16 +59,16 @@ struct RingOptions {
                     // process may use, or ANNULUS_THREADS
 };
 
-// Keys are always present; bytes are of this rank.
+// Bytes are of this rank.
 struct MemoryInfo {
-  Device device;
+  Device device;                         // of a cache's: that of one of its executors
   std::string complexity;                // how memory grows, in words
   std::int64_t workspace_bytes = 0;      // everything this executor has allocated
   std::int64_t communication_bytes = 0;  // of these: send and receive buffers
   std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
   std::int64_t scratch_bytes = 0;        // the kernels', shared by all executors of the process
   std::int64_t cached_workspaces = 0;    // filled by RingAttentionCache, else 0
-  double device_utilization = -1.0;      // -1: unknown (CPU)
+  double device_utilization = -1.0;      // -1: unknown, which it is on every device so far
 };
 
 // What `detached` mixing needs from forward: the normalised output of every branch, of the rows
@@ -151,6 +151,10 @@ class RingAttention {
   // Which kernels run: the CPU's instruction set; "sm90", "portable", or "sm90 forward, portable
   // backward" on CUDA devices.
   [[nodiscard]] std::string isa() const;
+  // How rows travel between ranks: "host memory", "device memory" (the transport reaches it),
+  // "shared device memory" (between processes of one host), or "staged through host memory (why)".
+  // Empty for a rank alone.
+  [[nodiscard]] std::string transfers() const;
   // Bytes that this rank will send in one forward or backward: equals what the transport counts.
   // Includes the 24 bytes per doubling of the ranks with which they agree on the call; the rest is
   // rows.

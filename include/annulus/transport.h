@@ -92,6 +92,10 @@ class Transport {
   [[nodiscard]] virtual bool reaches(const Device& device) const {
     return device.kind == Device::Kind::cpu;
   }
+  // Whether batches are carried out one after the other, on every rank in the order in which they
+  // were posted: then both sides of a message are to be in batches that their ranks post at the
+  // same point.
+  [[nodiscard]] virtual bool in_order() const { return false; }
   // Makes memory known before messages use it. `copies` is null for host memory.
   [[nodiscard]] virtual Region expose(std::span<std::byte> memory, const Device& device,
                                       std::shared_ptr<Queue> copies);
@@ -114,7 +118,13 @@ class Transport {
   [[nodiscard]] virtual Health health() const = 0;
 
   virtual void set_deadline(std::chrono::milliseconds deadline) = 0;  // per operation
+  [[nodiscard]] virtual std::chrono::milliseconds deadline() const {
+    return std::chrono::milliseconds(60'000);
+  }
   [[nodiscard]] virtual TransportCounters counters() const = 0;
+  // What has moved between its ranks by another way, from device memory to device memory say, is
+  // counted as its own. From any thread.
+  virtual void count(const TransportCounters& moved) { (void)moved; }
 
   // Held by whoever runs something collective: two at once would mix their messages. A second one
   // is a ConfigError, and, where other ranks might have taken the two in another order, the end of

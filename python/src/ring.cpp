@@ -413,6 +413,11 @@ called.)")
           "schedule", [](const Ring& self) { return std::string(name_of(self.core->schedule())); },
           "The schedule as chosen: 'ring' or 'gather'.")
       .def_prop_ro(
+          "transfers", [](const Ring& self) { return self.core->transfers(); },
+          "How rows travel between ranks: 'host memory', 'device memory', 'shared device memory' "
+          "(between processes of one host) or 'staged through host memory' and why; empty for a "
+          "rank alone.")
+      .def_prop_ro(
           "isa", [](const Ring& self) { return self.core->isa(); },
           "The instruction set of the kernels.")
       .def_prop_ro(

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/in_process.h"
 #include "bindings.h"
@@ -111,6 +112,65 @@ class PyTicket final : public Ticket {
   bool finished_ = false;
 };
 
+// A batch in memory of a device, which Python has enqueued on the stream of `copies`.
+class PyDeviceTicket final : public Ticket {
+ public:
+  PyDeviceTicket(PyTransport& transport, std::string where, std::shared_ptr<Queue> copies,
+                 nb::object transfer, const TransportCounters& moved)
+      : transport_(&transport),
+        where_(std::move(where)),
+        copies_(std::move(copies)),
+        transfer_(transfer.release().ptr()),
+        moved_(moved) {}
+  ~PyDeviceTicket() override {
+    if (!Py_IsInitialized()) return;
+    const nb::gil_scoped_acquire gil;
+    const nb::error_scope scope;
+    if (!enqueued_ && PyObject_HasAttrString(transfer_, "cancel") == 1) {
+      const nb::object none = nb::steal(PyObject_CallMethod(transfer_, "cancel", nullptr));
+      if (!none.is_valid()) PyErr_Clear();
+    }
+    Py_DECREF(transfer_);
+  }
+  PyDeviceTicket(const PyDeviceTicket&) = delete;
+  PyDeviceTicket& operator=(const PyDeviceTicket&) = delete;
+
+  void wait() override {
+    enqueue();
+    moved_by_.wait();
+  }
+  void wait(Queue& queue) override {
+    enqueue();
+    queue.wait(moved_by_);
+  }
+
+ private:
+  void enqueue() {
+    if (enqueued_) return;
+    {
+      const nb::gil_scoped_acquire gil;
+      try {
+        nb::handle(transfer_).attr("wait")();
+      } catch (const nb::python_error& error) {
+        const PythonFailure failure(where_, error);
+        transport_->store_health({false, failure.rank(), failure.what()});
+        throw failure;
+      }
+    }
+    moved_by_ = copies_->record();
+    transport_->count(moved_);
+    enqueued_ = true;
+  }
+
+  PyTransport* transport_;
+  std::string where_;
+  std::shared_ptr<Queue> copies_;
+  PyObject* transfer_;
+  TransportCounters moved_;
+  Event moved_by_;
+  bool enqueued_ = false;
+};
+
 // ---- from Python to C++: sends and receives of the built-in transports
 
 // A transfer of a built-in transport and the buffer that it holds on to.
@@ -191,7 +251,50 @@ PyTransport::PyTransport(int rank, int size, std::string name)
   }
 }
 
+bool PyTransport::reaches(const Device& device) const {
+  if (device.kind == Device::Kind::cpu) return true;
+  const nb::gil_scoped_acquire gil;
+  const nb::object self = nb::find(static_cast<Transport*>(const_cast<PyTransport*>(this)));
+  return nb::cast<bool>(self.attr("reaches")(name_of(device)));
+}
+
+bool PyTransport::in_order() const {
+  const nb::gil_scoped_acquire gil;
+  const nb::object self = nb::find(static_cast<Transport*>(const_cast<PyTransport*>(this)));
+  return nb::cast<bool>(self.attr("in_order"));
+}
+
+std::unique_ptr<Ticket> PyTransport::post_device(std::span<const Message> messages,
+                                                 const Event& after) {
+  const std::shared_ptr<Queue> copies = messages[0].region->copies;
+  copies->wait(after);
+  const nb::gil_scoped_acquire gil;
+  const std::string where =
+      fmt::format("[rank {}/{}] {} transport: post_device", rank_, size_, name_);
+  nb::list batch;
+  TransportCounters moved;
+  for (const Message& message : messages) {
+    const bool sends = message.way == Way::send;
+    batch.append(nb::make_tuple(sends ? "send" : "receive", message.peer, message.tag,
+                                reinterpret_cast<std::uintptr_t>(message.data()), message.bytes));
+    (sends ? moved.bytes_sent : moved.bytes_received) += static_cast<std::uint64_t>(message.bytes);
+    (sends ? moved.messages_sent : moved.messages_received) += 1;
+  }
+  try {
+    const nb::object self = nb::find(static_cast<Transport*>(this));
+    nb::object transfer = self.attr("post_device")(
+        batch, name_of(copies->device()), reinterpret_cast<std::uintptr_t>(cuda_stream(*copies)));
+    return std::make_unique<PyDeviceTicket>(*this, where, copies, std::move(transfer), moved);
+  } catch (const nb::python_error& error) {
+    const PythonFailure failure(where, error);
+    store_health({false, failure.rank(), failure.what()});
+    throw failure;
+  }
+}
+
 std::unique_ptr<Ticket> PyTransport::post(std::span<const Message> messages, const Event& after) {
+  if (!messages.empty() && messages[0].region->copies != nullptr)
+    return post_device(messages, after);
   after.wait();
   const nb::gil_scoped_acquire gil;
   std::string where = fmt::format("[rank {}/{}] {} transport", rank_, size_, name_);
@@ -246,6 +349,10 @@ Health PyTransport::health() const {
         nb::find(static_cast<Transport*>(const_cast<PyTransport*>(this))).attr("health")());
     return {nb::cast<bool>(told["alive"]), nb::cast<int>(told["lost_rank"]),
             nb::cast<std::string>(told["reason"])};
+  } catch (const nb::python_error& error) {
+    // Ctrl-C, heard here because everything else waits in C++: it is raised when that has ended.
+    if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    return {false, rank_, std::string("health() failed: ") + error.what()};
   } catch (const std::exception& error) {
     return {false, -1, std::string("health() failed: ") + error.what()};
   }
@@ -278,6 +385,15 @@ void PyTransport::set_deadline(std::chrono::milliseconds deadline) {
 void PyTransport::store_deadline(double seconds) {
   (void)milliseconds_of(seconds);  // ConfigError
   deadline_ = seconds;
+}
+
+std::chrono::milliseconds PyTransport::deadline() const { return milliseconds_of(deadline_); }
+
+void PyTransport::count(const TransportCounters& moved) {
+  counters_->bytes_sent += moved.bytes_sent;
+  counters_->messages_sent += moved.messages_sent;
+  counters_->bytes_received += moved.bytes_received;
+  counters_->messages_received += moved.messages_received;
 }
 
 TransportCounters PyTransport::counters() const {
@@ -346,6 +462,27 @@ Args:
           nb::sig("def receive(self, peer: int, tag: int, buffer: typing.Any) -> typing.Any"),
           "Begins to receive into a writable contiguous buffer of exactly the size that is sent.")
       .def(
+          "reaches",
+          [](const Transport& transport, const std::string& device) {
+            const bool cpu = device == "cpu";
+            return cpu || (dynamic_cast<const PyTransport*>(&transport) == nullptr &&
+                           transport.reaches(Device{Device::Kind::cuda, 0}));
+          },
+          nb::arg("device"),
+          "Whether messages may lie in the memory of a device ('cuda:0'). A Python transport that "
+          "says so defines ``post_device(messages, device, stream)``: begin to move a batch, a "
+          "list "
+          "of tuples (\"send\" or \"receive\", peer, tag, address, bytes), behind what the stream "
+          "has to do; return an object whose ``wait()`` makes the stream wait for it.")
+      .def_prop_ro(
+          "in_order",
+          [](const Transport& transport) {
+            return dynamic_cast<const PyTransport*>(&transport) == nullptr && transport.in_order();
+          },
+          "Whether batches are carried out one after the other, on every rank in the order in "
+          "which "
+          "they were posted. A Python transport of that kind says so by an attribute.")
+      .def(
           "abort",
           [](Transport& transport, const std::string& reason) {
             if (dynamic_cast<PyTransport*>(&transport) != nullptr) return;
@@ -385,7 +522,7 @@ Args:
           "deadline",
           [](const Transport& transport) -> std::optional<double> {
             const auto* own = dynamic_cast<const PyTransport*>(&transport);
-            return own == nullptr ? std::nullopt : std::optional(own->deadline());
+            return own == nullptr ? std::nullopt : std::optional(own->stored_deadline());
           },
           nb::sig("def deadline(self) -> float | None"),
           "Of a Python transport: seconds as last given to set_deadline, 60 before. None for "

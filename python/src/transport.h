@@ -33,20 +33,28 @@ class PyTransport final : public Transport {
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
   [[nodiscard]] std::string name() const override { return name_; }
+  [[nodiscard]] bool reaches(const Device& device) const override;
+  [[nodiscard]] bool in_order() const override;
   [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
                                              const Event& after) override;
   void abort(const std::string& reason) noexcept override;
   [[nodiscard]] Health health() const override;
   void set_deadline(std::chrono::milliseconds deadline) override;
+  [[nodiscard]] std::chrono::milliseconds deadline() const override;
   [[nodiscard]] TransportCounters counters() const override;
+  void count(const TransportCounters& moved) override;
 
   // Without going through Python's overrides.
   void store_deadline(double seconds);
-  [[nodiscard]] double deadline() const { return deadline_; }
+  [[nodiscard]] double stored_deadline() const { return deadline_; }
   void store_health(Health health);
   [[nodiscard]] Health stored_health() const;
 
  private:
+  // `messages` lie in memory of devices.
+  [[nodiscard]] std::unique_ptr<Ticket> post_device(std::span<const Message> messages,
+                                                    const Event& after);
+
   int rank_;
   int size_;
   std::string name_;

@@ -12,6 +12,7 @@
 #include "annulus/pattern.h"
 #include "annulus/plan.h"
 #include "annulus/tensor.h"
+#include "core/device_sharing.h"
 #include "core/memory.h"
 #include "kernels/kept_rows.h"
 #include "kernels/parcel_layout.h"
@@ -170,6 +171,8 @@ class Backend {
   [[nodiscard]] virtual std::shared_ptr<Queue> make_queue() = 0;
   // Whether enqueued work is done when enqueuing returns.
   [[nodiscard]] virtual bool immediate() const = 0;
+  // How processes of one host pass its memory to each other; null where they cannot.
+  [[nodiscard]] virtual std::shared_ptr<DeviceSharing> sharing() { return nullptr; }
 
   [[nodiscard]] virtual std::unique_ptr<Engine> compile(const Computation& computation,
                                                         std::span<const Stage> forward,

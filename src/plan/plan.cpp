@@ -277,6 +277,8 @@ std::int64_t Plan::largest_step_unit_rows() const {
   return rows;
 }
 
+const Traffic& traffic_of(const Plan& plan) { return plan.traffic(); }
+
 std::int64_t Plan::total_unit_rows() const { return traffic().total_unit_rows(); }
 
 double Plan::pairs() const {

@@ -64,4 +64,6 @@ class Traffic {
   std::vector<RankSum> ring_ranks_;  // the chosen way
 };
 
+[[nodiscard]] const Traffic& traffic_of(const Plan& plan);
+
 }  // namespace annulus

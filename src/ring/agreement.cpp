@@ -9,6 +9,7 @@
 
 #include "annulus/error.h"
 #include "ring/tags.h"
+#include "transport/rank_prefix.h"
 
 namespace annulus::ring {
 namespace {
@@ -163,7 +164,7 @@ std::int64_t agreement_bytes(int ranks) {
 }
 
 std::string prefix(const Transport& transport, const char* where) {
-  return fmt::format("[rank {}/{}] {}: ", transport.rank(), transport.size(), where);
+  return rank_prefix(transport.rank(), transport.size()) + where + ": ";
 }
 
 void agree(Transport& transport, const char* where, const std::string& complaint,

@@ -42,6 +42,7 @@ MemoryInfo RingAttentionCache::memory_info() const {
   impl_->pool.for_each([&](const std::shared_ptr<RingAttention>& executor) {
     const MemoryInfo info = executor->memory_info();
     ++sum.cached_workspaces;
+    sum.device = info.device;
     sum.workspace_bytes += info.workspace_bytes;
     sum.communication_bytes += info.communication_bytes;
     sum.state_bytes += info.state_bytes;

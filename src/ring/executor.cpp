@@ -59,15 +59,18 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
     make_plans();
     link = std::make_unique<ring::Link>(*transport, *backend, queue = backend->make_queue());
     make_couriers();
-    check_limits();
     for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
+    claims.push_back(
+        {"the kind of device", options.device.kind == Device::Kind::cpu ? "cpu" : "cuda"});
     claims.push_back({"the schedule as chosen (by limits and rates)", name_of(schedule)});
     claims.push_back({"which rows travel in backward", name_of(travel)});
     // Other kernels give other bits.
     if (options.reproducible) claims.push_back({"the kernels", backend->kernels()});
   });
   agree(claims);
+  link->connect();
   attempt([&] {
+    check_limits();
     make_engine();
     allocate();
     make_call_claims(claims);
@@ -163,8 +166,8 @@ void RingAttention::Impl::make_plans() {
   };
   const double keys = total(*key_plan, 2 * options.head_dim * (element + 4));
   const double queries =
-      total(*query_plan,
-            2 * options.head_dim * element + 4 * computation.statistics_width() + 4 * options.head_dim);
+      total(*query_plan, 2 * options.head_dim * element + 4 * computation.statistics_width() +
+                             4 * options.head_dim);
   if (options.backward_travel == BackwardTravel::queries || queries < keys) {
     travel = Travel::queries;
   } else {

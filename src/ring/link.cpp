@@ -1,6 +1,13 @@
 #include "ring/link.h"
 
+#include <cstdlib>
+#include <string_view>
 #include <utility>
+
+#include <fmt/format.h>
+
+#include "annulus/error.h"
+#include "ring/agreement.h"
 
 namespace annulus::ring {
 
@@ -17,18 +24,59 @@ Link::Link(Transport& transport, Backend& backend, std::shared_ptr<Queue> queue)
       copies_(backend.immediate() ? nullptr : backend.make_queue()),
       staged_(!backend.immediate() && !transport.reaches(backend.device())) {}
 
+void Link::connect() {
+  if (transport_->size() == 1) return;
+  way_ = backend_->immediate() ? "host memory" : "device memory";
+  if (!staged_) return;
+  const char* variable = std::getenv("ANNULUS_DEVICE_MESSAGES");
+  const std::string_view wanted = variable == nullptr ? "" : variable;
+  std::string complaint;
+  if (wanted == "group") {
+    complaint = fmt::format(
+        "ANNULUS_DEVICE_MESSAGES is group, but the transport ({}) does not reach device memory",
+        transport_->name());
+  } else if (wanted != "" && wanted != "shared" && wanted != "staged") {
+    complaint =
+        fmt::format("ANNULUS_DEVICE_MESSAGES is '{}', expected shared, staged or group", wanted);
+  }
+  const Claim claim{"ANNULUS_DEVICE_MESSAGES", std::string(wanted)};
+  agree(*transport_, "RingAttention", complaint, std::span(&claim, 1));
+  std::string why = "ANNULUS_DEVICE_MESSAGES is staged";
+  if (wanted != "staged") {
+    sharing_ = backend_->sharing();
+    try {
+      shared_ = share_device_memory(*transport_, sharing_, why);
+    } catch (const std::exception& error) {
+      transport_->abort(error.what());  // the others would wait for what this rank has to say
+      throw;
+    }
+  }
+  staged_ = shared_ == nullptr;
+  way_ = staged_ ? fmt::format("staged through host memory ({})", why) : "shared device memory";
+  if (staged_ && wanted == "shared") {
+    throw ConfigError(
+        prefix(*transport_, "RingAttention") +
+        "ANNULUS_DEVICE_MESSAGES is shared, but processes cannot share device memory: " + why);
+  }
+}
+
+void Link::check() const {
+  if (shared_ != nullptr) shared_->check();
+}
+
 Mailbox Link::make_mailbox(std::int64_t bytes, const char* what) {
   Mailbox box;
-  box.memory = backend_->allocate(bytes, what);
+  box.memory =
+      shared_ != nullptr ? sharing_->allocate(bytes, what) : backend_->allocate(bytes, what);
   if (staged_) box.staging = backend_->allocate_staging(bytes, what);
   box.region = staged_ ? transport_->expose(box.staging.span(), Device{}, nullptr)
-                       : transport_->expose(box.memory.span(), box.memory.device(), copies_);
+                       : carrier().expose(box.memory.span(), box.memory.device(), copies_);
   return box;
 }
 
 std::unique_ptr<Ticket> Link::post(const Batch& batch, const Event& after) {
   if (batch.messages.empty()) return nullptr;
-  if (!staged_) return transport_->post(batch.messages, after);
+  if (!staged_) return carrier().post(batch.messages, after);
   copies_->wait(after);
   for (std::size_t i = 0; i < batch.messages.size(); ++i) {
     const Message& message = batch.messages[i];

@@ -9,7 +9,7 @@ void RingAttention::Impl::guard(FunctionRef<void()> pass) {
   } catch (const std::exception& error) {
     // The others would wait for rows that never come. First of all: some transports can call off
     // what is under way only by ending.
-    transport->abort(error.what());
+    link->abort(error.what());
     key_courier->cancel();
     if (query_courier != nullptr) query_courier->cancel();
     if (returns != nullptr) returns->cancel();

@@ -19,7 +19,8 @@ ReturnCourier::ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link)
     : plan_(&plan),
       layout_(std::move(layout)),
       link_(&link),
-      together_(plan.options().schedule == Schedule::ring),
+      ring_(plan.options().schedule == Schedule::ring),
+      together_(ring_ || link.in_order()),
       slots_(plan) {
   const std::size_t parcels = plan.parcels().size();
   std::vector<std::vector<Hop>> returning(static_cast<std::size_t>(plan.steps()));
@@ -31,7 +32,7 @@ ReturnCourier::ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link)
     std::size_t step = 0;
     for (const int consumer : plan.itinerary(id)) {
       returning[step].push_back({id, consumer});
-      if (together_) ++step;
+      if (ring_) ++step;
     }
     runs[id] = std::make_shared<const std::vector<CopyRun>>(
         copy_runs(plan.travelling_placement(), parcel));

@@ -51,9 +51,11 @@ class ReturnCourier {
   Link* link_;
   std::vector<Step> steps_;
   std::int64_t inbox_bytes_ = 0;
+  bool ring_;
   // The ring returns each own row once per step: all of a step's messages fit an inbox of the
   // shard's size. The gather schedule returns P - 1 copies in its one step: they take turns in two
-  // places.
+  // places, unless the transport carries batches out in order. Other ranks' sends would then wait
+  // for receives that are posted after them.
   bool together_;
   Slots slots_;  // of gradients
   Mailbox inbox_;

@@ -192,6 +192,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
 void RingAttention::synchronize() {
   impl_->guard([&] {
     impl_->queue->record().wait();
+    impl_->link->check();
     impl_->check_interrupt();
   });
 }
@@ -201,10 +202,10 @@ Queue& RingAttention::queue() { return *impl_->queue; }
 void RingAttention::use_queue(std::shared_ptr<Queue> queue) {
   if (queue == nullptr || queue->device() != impl_->options.device) {
     throw ConfigError(ring::prefix(*impl_->transport, "RingAttention::use_queue") +
-                      (queue == nullptr ? "no queue"
-                                        : "the queue is of " + name_of(queue->device()) +
-                                              ", the executor of " +
-                                              name_of(impl_->options.device)));
+                      (queue == nullptr
+                           ? "no queue"
+                           : "the queue is of " + name_of(queue->device()) + ", the executor of " +
+                                 name_of(impl_->options.device)));
   }
   impl_->link->use_queue(queue);
   impl_->queue = std::move(queue);
@@ -249,6 +250,7 @@ const Plan& RingAttention::backward_plan() const {
   return impl_->travel == Travel::queries ? *impl_->query_plan : *impl_->key_plan;
 }
 Schedule RingAttention::schedule() const { return impl_->schedule; }
+std::string RingAttention::transfers() const { return impl_->link->way(); }
 std::string RingAttention::isa() const { return impl_->engine->kernels(); }
 
 std::int64_t RingAttention::predicted_forward_bytes() const {

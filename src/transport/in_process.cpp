@@ -86,6 +86,15 @@ class InProcessTransport final : public Transport {
     deadline_ = deadline;
   }
 
+  std::chrono::milliseconds deadline() const override { return deadline_; }
+
+  void count(const TransportCounters& moved) override {
+    Endpoint& end = ring_->endpoint(rank_);
+    end.bytes_sent.fetch_add(moved.bytes_sent, std::memory_order_relaxed);
+    end.messages_sent.fetch_add(moved.messages_sent, std::memory_order_relaxed);
+    end.bytes_received.fetch_add(moved.bytes_received, std::memory_order_relaxed);
+    end.messages_received.fetch_add(moved.messages_received, std::memory_order_relaxed);
+  }
   TransportCounters counters() const override {
     const Endpoint& end = ring_->endpoint(rank_);
     return {.bytes_sent = end.bytes_sent.load(std::memory_order_relaxed),

@@ -68,7 +68,9 @@ class MpiTransport final : public Transport {
     check_deadline(deadline, rank_prefix(rank(), size()) + "Transport::set_deadline");
     deadline_ = deadline;
   }
+  std::chrono::milliseconds deadline() const override { return deadline_; }
   TransportCounters counters() const override { return endpoint_->counters(); }
+  void count(const TransportCounters& moved) override { endpoint_->count(moved); }
 
  private:
   const std::shared_ptr<Endpoint> endpoint_;

@@ -195,16 +195,14 @@ void Endpoint::on_data(const Header& header, std::span<const std::byte> bytes) {
   if (!bytes.empty()) std::memcpy(receive.data + header.value, bytes.data(), bytes.size());
   receive.outcome = Outcome::moving;
   if (++receive.packets_moved < receive.packets) return;
-  bytes_received_.fetch_add(receive.bytes, std::memory_order_relaxed);
-  messages_received_.fetch_add(1, std::memory_order_relaxed);
+  count({.bytes_received = receive.bytes, .messages_received = 1});
   conclude(receive, Outcome::done);
 }
 
 void Endpoint::on_sent(void* owner) {
   Transfer& send = *static_cast<Transfer*>(owner);
   if (++send.packets_moved < send.packets) return;
-  bytes_sent_.fetch_add(send.bytes, std::memory_order_relaxed);
-  messages_sent_.fetch_add(1, std::memory_order_relaxed);
+  count({.bytes_sent = send.bytes, .messages_sent = 1});
   conclude(send, Outcome::done);
 }
 
@@ -390,6 +388,13 @@ TransportCounters Endpoint::counters() const {
           .messages_sent = messages_sent_.load(std::memory_order_relaxed),
           .bytes_received = bytes_received_.load(std::memory_order_relaxed),
           .messages_received = messages_received_.load(std::memory_order_relaxed)};
+}
+
+void Endpoint::count(const TransportCounters& moved) {
+  bytes_sent_.fetch_add(moved.bytes_sent, std::memory_order_relaxed);
+  messages_sent_.fetch_add(moved.messages_sent, std::memory_order_relaxed);
+  bytes_received_.fetch_add(moved.bytes_received, std::memory_order_relaxed);
+  messages_received_.fetch_add(moved.messages_received, std::memory_order_relaxed);
 }
 
 void Endpoint::leave() {

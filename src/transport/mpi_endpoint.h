@@ -81,6 +81,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   void abort(const std::string& reason) noexcept;
   [[nodiscard]] Health health();
   [[nodiscard]] TransportCounters counters() const;
+  void count(const TransportCounters& moved);
 
   // Nothing more is posted. Returns at once.
   void leave();

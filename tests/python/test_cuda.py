@@ -187,6 +187,27 @@ def test_detached_mixing_is_the_references(cuda: types.ModuleType, dtype: str) -
         assert error(a, b) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_deterministic_gives_the_same_bits_every_time(
+    cuda: types.ModuleType, name: str, dim: int
+) -> None:
+    from annulus.torch import ring_attention
+
+    # Many tiles of keys for every query, so that their sums could come in another order.
+    inputs = [x.bfloat16() for x in tensors(cuda, 3001, heads=8, kv_heads=2, dim=dim)]
+    options = {**PATTERNS[name], "deterministic": True}
+    if "segment_lengths" in options:
+        options["segment_lengths"] = [640, 2560]
+    expected = results(ring_attention, *inputs, **{**options, "deterministic": False})
+    first = results(ring_attention, *inputs, **options)
+    for a, b in zip(first, expected):
+        assert error(a, b) < LIMITS["bfloat16"]
+    for _ in range(5):
+        again = results(ring_attention, *inputs, **options)
+        assert all(cuda.equal(a, b) for a, b in zip(first, again))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_strides_are_used_in_place(cuda: types.ModuleType, dtype: str) -> None:
     from annulus.torch import ring_attention

@@ -54,6 +54,7 @@ def torchrun(processes: int, *arguments: str) -> str:
                 "arguments_are_everybodys",
                 "two_threads",
                 "fully_sharded",
+                "ranks_agree_on_who_carries_device_memory",
                 "forked_children_end",
                 "rings_are_made_anew",
                 "group_made_again",

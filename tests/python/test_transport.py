@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from queue_transport import Mesh, QueueTransport, Receive, queue_ring
+from queue_transport import Mesh, PostingTransport, QueueTransport, Receive, queue_ring
 from support import on_ranks
 from transport_contract import passes
 
@@ -67,6 +67,35 @@ def test_our_own_exceptions_and_keyboard_interrupts_come_out_as_they_are(
         RingAttention(
             PATTERN, Placement.contiguous(9, 2), transport=Impatient(0, 2, Mesh()), head_dim=16
         )
+
+
+class InOrder(PostingTransport):
+    """One after the other: a batch is over when it has been posted."""
+
+    in_order = True
+
+    def post(self, messages: list[tuple[str, int, int, memoryview]]) -> None:
+        super().post(messages).wait()
+
+
+def test_transports_say_what_they_reach_and_in_which_order() -> None:
+    for transport in (make_in_process_ring(1)[0], queue_ring(1)[0]):
+        assert transport.reaches("cpu") and not transport.in_order
+    assert make_in_process_ring(1)[0].reaches("cuda:0") and not queue_ring(1)[0].reaches("cuda:0")
+    ring = queue_ring(3, InOrder)
+    assert all(transport.in_order for transport in ring)
+    x = np.random.default_rng(1).standard_normal((1, 90, 4, 16), np.float32)
+    placement = Placement.contiguous(90, 3)
+
+    def rank_of(transport: Transport) -> list[np.ndarray]:
+        options = {"schedule": "gather", "backward_travel": "keys", "head_dim": 16}
+        executor = RingAttention(PATTERN, placement, transport=transport, **options)
+        mine = x[:, 30 * transport.rank() : 30 * (transport.rank() + 1)]
+        o, lse = executor.forward(mine, mine, mine)
+        return [o, *executor.backward(mine, mine, mine, o, lse, mine)]
+
+    for found, expected in zip(on_ranks(ring, rank_of), on_ranks(queue_ring(3), rank_of)):
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected))
 
 
 def test_missing_methods_are_named() -> None:

@@ -276,6 +276,28 @@ def fully_sharded() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
 
 
+def ranks_agree_on_who_carries_device_memory() -> None:
+    rank = dist.get_rank()
+    host = at._transport._host
+    for names, wanted, nccl in (
+        ({}, {}, False),  # one host: memory is shared
+        ({0: "here", 1: "there"}, {}, True),
+        ({0: "here", 1: "there"}, {0: "shared", 1: "shared"}, False),
+        ({0: "here", 1: "there"}, {0: "staged"}, False),
+        ({}, {0: "group", 1: "group"}, True),
+        ({}, {1: "group"}, False),
+    ):
+        at._transport._host = lambda names=names: names.get(rank, host())
+        os.environ["ANNULUS_DEVICE_MESSAGES"] = wanted.get(rank, "")
+        transport = at.ProcessGroupTransport(WORLD, timeout=30)
+        assert transport._wants_nccl() == nccl, (names, wanted)
+        assert transport.reaches("cpu") and not transport.reaches("cuda:0") and not transport.in_order
+        dist.barrier()
+        transport.close()
+    at._transport._host = host
+    del os.environ["ANNULUS_DEVICE_MESSAGES"]
+
+
 def contract(name: str) -> None:
     """One check of transport_contract.py on a ring of its own."""
     transport = at.ProcessGroupTransport(WORLD, timeout=30)

@@ -21,6 +21,7 @@ class ForwardingTransport : public Transport {
   [[nodiscard]] int size() const override { return inner_.size(); }
   [[nodiscard]] std::string name() const override { return inner_.name(); }
   [[nodiscard]] bool reaches(const Device& device) const override { return inner_.reaches(device); }
+  [[nodiscard]] bool in_order() const override { return inner_.in_order(); }
   [[nodiscard]] Region expose(std::span<std::byte> memory, const Device& device,
                               std::shared_ptr<Queue> copies) override {
     return inner_.expose(memory, device, std::move(copies));
@@ -32,7 +33,9 @@ class ForwardingTransport : public Transport {
   void abort(const std::string& reason) noexcept override { inner_.abort(reason); }
   [[nodiscard]] Health health() const override { return inner_.health(); }
   void set_deadline(std::chrono::milliseconds deadline) override { inner_.set_deadline(deadline); }
+  [[nodiscard]] std::chrono::milliseconds deadline() const override { return inner_.deadline(); }
   [[nodiscard]] TransportCounters counters() const override { return inner_.counters(); }
+  void count(const TransportCounters& moved) override { inner_.count(moved); }
 
  protected:
   [[nodiscard]] Transport& inner() const { return inner_; }
@@ -60,6 +63,21 @@ class HostOnlyTransport final : public ForwardingTransport {
 
  private:
   bool reaches_;
+};
+
+// Carries out one batch after the other, at once: a message whose other side is in a batch that is
+// posted later is waited for in vain.
+class InOrderTransport final : public ForwardingTransport {
+ public:
+  using ForwardingTransport::ForwardingTransport;
+
+  [[nodiscard]] bool in_order() const override { return true; }
+  [[nodiscard]] std::unique_ptr<Ticket> post(std::span<const Message> messages,
+                                             const Event& after) override {
+    auto ticket = inner().post(messages, after);
+    ticket->wait();
+    return ticket;
+  }
 };
 
 }  // namespace annulus::test

@@ -1,11 +1,17 @@
 #include "support/late_backend.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -131,6 +137,119 @@ void enqueue(Queue& queue, std::function<void()> work) {
   static_cast<LateQueue&>(queue).push(std::move(work));
 }
 
+class LateWords final : public SharedWords {
+ public:
+  explicit LateWords(std::span<std::byte> memory)
+      : words_(reinterpret_cast<std::atomic<std::uint32_t>*>(memory.data())) {}
+
+  void wait(Queue& queue, std::size_t word, std::uint32_t value) override {
+    enqueue(queue, [at = words_ + word, value] {
+      while (static_cast<std::int32_t>(at->load(std::memory_order_acquire) - value) < 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    });
+  }
+  void write(Queue& queue, std::size_t word, std::uint32_t value) override {
+    enqueue(queue, [at = words_ + word, value] { at->store(value, std::memory_order_release); });
+  }
+
+ private:
+  std::atomic<std::uint32_t>* words_;
+};
+
+std::string name_of_late_memory(int process, int number) {
+  return "/annulus-late-" + std::to_string(process) + "-" + std::to_string(number);
+}
+
+// Host memory that other processes can map, by name.
+class SharedAllocations {
+ public:
+  static SharedAllocations& instance() {
+    static SharedAllocations all;
+    return all;
+  }
+  [[nodiscard]] std::byte* make(std::size_t bytes) {
+    static std::atomic<int> next{0};
+    const std::string name = name_of_late_memory(getpid(), next++);
+    std::byte* memory = map(name, bytes);
+    const std::lock_guard lock(mutex_);
+    all_[memory] = {name, bytes};
+    return memory;
+  }
+  void free(std::byte* memory) {
+    const std::lock_guard lock(mutex_);
+    const auto found = all_.find(memory);
+    shm_unlink(found->second.name.c_str());
+    munmap(memory, found->second.bytes);
+    all_.erase(found);
+  }
+  // The name of what holds this memory, and where in it; empty: it cannot be shared.
+  [[nodiscard]] std::pair<std::string, std::int64_t> find(const std::byte* memory) {
+    const std::lock_guard lock(mutex_);
+    auto after = all_.upper_bound(const_cast<std::byte*>(memory));
+    if (after == all_.begin()) return {};
+    const auto& [base, allocation] = *--after;
+    if (memory >= base + allocation.bytes) return {};
+    return {allocation.name, memory - base};
+  }
+  [[nodiscard]] static std::byte* map(const std::string& name, std::size_t bytes) {
+    const int file = shm_open(name.c_str(), bytes > 0 ? O_CREAT | O_EXCL | O_RDWR : O_RDWR, 0600);
+    struct stat found {};
+    if (file < 0 || (bytes > 0 && ftruncate(file, static_cast<off_t>(bytes)) != 0) ||
+        fstat(file, &found) != 0)
+      throw DeviceError("late sharing: no memory " + name);
+    void* memory = mmap(nullptr, static_cast<std::size_t>(found.st_size), PROT_READ | PROT_WRITE,
+                        MAP_SHARED, file, 0);
+    close(file);
+    if (memory == MAP_FAILED) throw DeviceError("late sharing: cannot map " + name);
+    return static_cast<std::byte*>(memory);
+  }
+
+ private:
+  struct Allocation {
+    std::string name;
+    std::size_t bytes;
+  };
+  std::mutex mutex_;
+  std::map<std::byte*, Allocation> all_;
+};
+
+class LateSharing final : public DeviceSharing {
+ public:
+  [[nodiscard]] std::string complaint() const override { return ""; }
+  [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_late_queue(); }
+  [[nodiscard]] Memory allocate(std::int64_t bytes, const char*) override {
+    if (bytes == 0) return {};
+    std::byte* memory = SharedAllocations::instance().make(static_cast<std::size_t>(bytes));
+    std::memset(memory, 0xff, static_cast<std::size_t>(bytes));
+    return {memory, bytes, {}, [](std::byte* m) { SharedAllocations::instance().free(m); }};
+  }
+  // Memory of somebody else's is known by its address, within the process.
+  [[nodiscard]] SharedHandle share(const std::byte* memory) override {
+    const auto [name, offset] = SharedAllocations::instance().find(memory);
+    SharedHandle handle;
+    handle.offset = offset;
+    if (name.empty()) {
+      std::memcpy(handle.bytes.data() + 1, &memory, sizeof(memory));
+    } else {
+      std::memcpy(handle.bytes.data(), name.data(), name.size());
+    }
+    return handle;
+  }
+  [[nodiscard]] std::shared_ptr<std::byte> open(const SharedHandle& handle) override {
+    const auto* name = reinterpret_cast<const char*>(handle.bytes.data());
+    std::byte* memory = nullptr;
+    if (*name == '\0') {
+      std::memcpy(&memory, handle.bytes.data() + 1, sizeof(memory));
+    } else {
+      memory = SharedAllocations::map(name, 0);  // until the process ends
+    }
+    return {memory, [](std::byte*) {}};
+  }
+  [[nodiscard]] std::unique_ptr<SharedWords> adopt(std::span<std::byte> memory) override {
+    return std::make_unique<LateWords>(memory);
+  }
+};
+
 class LateEngine final : public Engine {
  public:
   LateEngine(std::unique_ptr<Engine> inner, std::shared_ptr<Queue> now)
@@ -171,8 +290,8 @@ class LateEngine final : public Engine {
 
 class LateBackend final : public Backend {
  public:
-  explicit LateBackend(std::shared_ptr<Backend> inner)
-      : inner_(std::move(inner)), now_(inner_->make_queue()) {}
+  LateBackend(std::shared_ptr<Backend> inner, bool shared)
+      : inner_(std::move(inner)), shared_(shared), now_(inner_->make_queue()) {}
 
   [[nodiscard]] Device device() const override { return inner_->device(); }
   [[nodiscard]] std::string kernels() const override { return inner_->kernels(); }
@@ -190,6 +309,9 @@ class LateBackend final : public Backend {
   }
   [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_late_queue(); }
   [[nodiscard]] bool immediate() const override { return false; }
+  [[nodiscard]] std::shared_ptr<DeviceSharing> sharing() override {
+    return shared_ ? make_late_sharing() : nullptr;
+  }
   [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
                                                 std::span<const Stage> forward,
                                                 std::span<const Stage> backward) override {
@@ -217,19 +339,30 @@ class LateBackend final : public Backend {
 
  private:
   std::shared_ptr<Backend> inner_;
+  bool shared_;
   std::shared_ptr<Queue> now_;
 };
 
 }  // namespace
 
 std::shared_ptr<Backend> make_late(std::shared_ptr<Backend> inner) {
-  return std::make_shared<LateBackend>(std::move(inner));
+  return std::make_shared<LateBackend>(std::move(inner), false);
+}
+
+std::shared_ptr<Backend> make_late_shared(std::shared_ptr<Backend> inner) {
+  return std::make_shared<LateBackend>(std::move(inner), true);
 }
 
 std::shared_ptr<Queue> make_late_queue() {
   static std::atomic<std::uint64_t> next{1};
   return std::make_shared<LateQueue>(next++);
 }
+
+void forget_late_memory_of(int process) {
+  for (int i = 0; i < 100; ++i) shm_unlink(name_of_late_memory(process, i).c_str());
+}
+
+std::shared_ptr<DeviceSharing> make_late_sharing() { return std::make_shared<LateSharing>(); }
 
 std::int64_t host_waits() { return waits; }
 

@@ -11,12 +11,21 @@
 namespace annulus::test {
 
 [[nodiscard]] std::shared_ptr<Backend> make_late(std::shared_ptr<Backend> inner);
+// One whose memory processes can share.
+[[nodiscard]] std::shared_ptr<Backend> make_late_shared(std::shared_ptr<Backend> inner);
 [[nodiscard]] std::shared_ptr<Queue> make_late_queue();
+
+// Its memory as that of a device which processes share.
+[[nodiscard]] std::shared_ptr<DeviceSharing> make_late_sharing();
+// What is left of it when a process was killed.
+void forget_late_memory_of(int process);
 
 // Every executor made from now on computes late; for as long as it lives.
 class LateBackends {
  public:
-  LateBackends() { wrap_backends(&make_late); }
+  explicit LateBackends(bool shared = false) {
+    wrap_backends(shared ? &make_late_shared : &make_late);
+  }
   ~LateBackends() { wrap_backends(nullptr); }
   LateBackends(const LateBackends&) = delete;
   LateBackends& operator=(const LateBackends&) = delete;

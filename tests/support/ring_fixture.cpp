@@ -15,12 +15,24 @@
 namespace annulus::test {
 namespace {
 
-// ANNULUS_TEST_BACKEND=late runs a whole test program on late queues.
-[[maybe_unused]] const std::unique_ptr<LateBackends> kLateBackends = [] {
+// ANNULUS_TEST_BACKEND=late runs a whole test program on late queues, =shared with memory that goes
+// from rank to rank as between processes.
+const std::string kTestBackend = [] {
   const char* name = std::getenv("ANNULUS_TEST_BACKEND");
-  return name != nullptr && std::string(name) == "late" ? std::make_unique<LateBackends>()
-                                                        : nullptr;
+  return std::string(name == nullptr ? "" : name);
 }();
+[[maybe_unused]] const std::unique_ptr<LateBackends> kLateBackends = [] {
+  return kTestBackend == "late" || kTestBackend == "shared"
+             ? std::make_unique<LateBackends>(kTestBackend == "shared")
+             : nullptr;
+}();
+
+// Of a ring's test: one that knows of host memory alone where memory is to be shared.
+void with_transport(Transport& transport, const std::function<void(Transport&)>& body) {
+  if (kTestBackend != "shared") return body(transport);
+  HostOnlyTransport host(transport, false);
+  body(host);
+}
 
 }  // namespace
 
@@ -52,7 +64,7 @@ Results empty_results(const RingOptions& options) {
 
 Results run_ring(const RingOptions& options, const Inputs& inputs, Layout layout) {
   Results results = empty_results(options);
-  run_in_process(options.placement.ranks(), [&](Transport& transport) {
+  const auto rank = [&](Transport& transport) {
     RingAttention ring(options, transport);
     Shard shard(options, transport.rank(), layout);
     shard.load(inputs);
@@ -61,7 +73,9 @@ Results run_ring(const RingOptions& options, const Inputs& inputs, Layout layout
     shard.collect(results);
     const std::string damage = shard.damage();
     if (!damage.empty()) throw std::runtime_error(damage);
-  });
+  };
+  run_in_process(options.placement.ranks(),
+                 [&](Transport& transport) { with_transport(transport, rank); });
   return results;
 }
 
@@ -84,7 +98,7 @@ std::vector<RankOutcome> run_ranks(std::span<const std::unique_ptr<Transport>> r
       outcome.message = message;
     };
     try {
-      body(transport);
+      with_transport(transport, body);
     } catch (const ConfigError& error) {
       end_as("ConfigError", error.what());
     } catch (const TransportError& error) {

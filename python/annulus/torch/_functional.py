@@ -430,8 +430,9 @@ def ring_attention(
     On a CUDA device work is enqueued on the current stream, and the call returns without waiting for it. A
     graph (``torch.cuda.graph``) of a call in one process can be captured once the same call has been made
     before. It uses the workspace that other calls of the same shape use, too: replay it on the stream on
-    which these are made, or order them by events. A group's rows travel through host memory, whatever the
-    group's backend, and the call waits for them.
+    which these are made, or order them by events. On a group, a call waits for the other ranks to make it,
+    too. Rows go from device to device between processes of one host, and between hosts by a group whose CUDA
+    backend is NCCL; else through host memory, and the call waits for them.
 
     Args:
         q: [batch, local tokens, heads, head_dim] on the CPU or a CUDA device; float32, bfloat16 or float16,

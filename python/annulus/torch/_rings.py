@@ -158,8 +158,8 @@ class _GroupRing:
     ) -> T | None:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
-                "ring_attention: a call on a group cannot be part of a CUDA graph: its rows travel through host "
-                "memory"
+                "ring_attention: a call on a group cannot be part of a CUDA graph: ranks have to agree on "
+                "every call"
             )
         self.set_timeout(config.timeout)
         looks = (config.executors, q.shape, k.shape[2], q.dtype, q.device)

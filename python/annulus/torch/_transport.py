@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import platform
 import threading
 import time
 import uuid
@@ -52,6 +54,44 @@ class _Transfer:
         # Gloo drops an operation with its last reference: the buffer is not touched afterwards.
         self._work = None
         self._tensor = None
+
+
+class _DeviceMemory:
+    """Bytes of a CUDA device at an address, as PyTorch takes them."""
+
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class _DeviceTransfer:
+    """A batch that NCCL has enqueued."""
+
+    def __init__(self, transport: ProcessGroupTransport, stream: torch.cuda.Stream, works: list):
+        self._transport = transport
+        self._stream = stream
+        self._works = works
+
+    def wait(self) -> None:
+        """Makes the stream wait, not the host."""
+        try:
+            with torch.cuda.stream(self._stream):
+                for work in self._works:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._transport._failure(self._transport.rank(), "messages by NCCL with", error) from error
+
+
+def _host() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
 
 
 # What a store's `request/<rank>` held when rank 0 last answered it, by store prefix and rank.
@@ -142,8 +182,10 @@ class ProcessGroupTransport(Transport):
     """Carries a ring over the ranks of a torch.distributed process group.
 
     It has connections of its own (Gloo, over the same ranks, whatever the group's own backend is), so that its
-    messages meet nobody else's and a failed pass takes nothing of the caller's down. Messages are in host memory:
-    rows of CUDA tensors are copied there and back by the executor. Construction is collective over the group.
+    messages meet nobody else's and a failed pass takes nothing of the caller's down. They carry host memory. Rows of
+    CUDA tensors go from device to device between processes of one host, which share memory; between hosts NCCL carries them, in
+    a group of its own, if the group's backend for CUDA is NCCL; else the executor copies them to host memory and
+    back. Construction is collective over the group.
     :func:`ring_attention` makes its own; this class is for :class:`annulus.RingAttention`.
 
     Args:
@@ -186,8 +228,11 @@ class ProcessGroupTransport(Transport):
         self._lock = threading.Lock()
         self._gloo: dist.ProcessGroupGloo | None = None
         self._store: dist.Store | None = None  # a rank alone needs neither
+        self._nccl: dist.ProcessGroup | None = None
         if len(ranks) > 1:
             self._connect("annulus/" + parent.group_name, loss)
+            if _backend_of(parent, "cuda") == "nccl" and self._wants_nccl():
+                self._connect_nccl()
 
     def _connect(self, prefix: str, loss: TransportError | None) -> None:
         try:
@@ -216,6 +261,69 @@ class ProcessGroupTransport(Transport):
                 f"[rank {self.rank()}/{self.size()}] {self.name()}: connecting failed: {text}"
             )
             raise self._error() from error
+
+    def _wants_nccl(self) -> bool:
+        """Whether NCCL is to carry device memory: the same answer on every rank. Processes of one host share it, which
+        takes no multiprocessor's time."""
+        wanted = os.environ.get("ANNULUS_DEVICE_MESSAGES", "")
+        self._store.set(f"host/{self.rank()}", f"{wanted} {_host()}")
+        told = []
+        until = time.monotonic() + self.deadline
+        for peer in range(self.size()):
+            value = _value_of(self._store, f"host/{peer}", until)
+            if value is None:
+                raise self._failure(peer, "hear of", RuntimeError("Timed out"))
+            told.append(value.decode().split(" ", 1))
+        if any(way for way, _ in told):  # who wants what is the executor's to compare
+            return all(way == "group" for way, _ in told)
+        return len({host for _, host in told}) > 1
+
+    def _connect_nccl(self) -> None:
+        try:
+            self._nccl = dist.new_group(
+                self._global_ranks,
+                timeout=self._deadline(),
+                backend="nccl",
+                use_local_synchronization=True,
+            )
+            # All ranks have to take part in what makes the connections; later each meets its own peers alone.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._nccl)
+        except RuntimeError as error:
+            raise self._failure(self.rank(), "connect by NCCL", error) from error
+
+    @property
+    def in_order(self) -> bool:
+        """NCCL carries batches out in the order in which they were posted."""
+        return self._nccl is not None
+
+    def reaches(self, device: str) -> bool:
+        """Whether messages may lie in the memory of a device."""
+        return device == "cpu" or self._nccl is not None
+
+    def post_device(
+        self, messages: list[tuple[str, int, int, int, int]], device: str, stream: int
+    ) -> _DeviceTransfer:
+        """Starts a batch of messages in device memory, as one operation of NCCL."""
+        if self._failed is not None:
+            raise self._error()
+        on = torch.cuda.ExternalStream(stream, device)
+        operations = [
+            dist.P2POp(
+                dist.isend if way == "send" else dist.irecv,
+                torch.as_tensor(_DeviceMemory(address, size), device=device),
+                self._global_ranks[peer],
+                self._nccl,
+                tag,
+            )
+            for way, peer, tag, address, size in messages
+            if size > 0
+        ]
+        try:
+            with torch.cuda.stream(on):
+                works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._failure(self.rank(), "messages by NCCL with", error) from error
+        return _DeviceTransfer(self, on, works)
 
     def send(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
         """Starts sending a buffer of bytes to a rank."""
@@ -340,9 +448,20 @@ class ProcessGroupTransport(Transport):
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
             gloo.abort()
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.abort()  # also what its streams wait for
 
     def _deadline(self) -> datetime.timedelta:
         return datetime.timedelta(seconds=self.deadline)
+
+
+def _backend_of(group: dist.ProcessGroup, device: str) -> str:
+    """The name of a group's backend for a kind of device; empty: it has none."""
+    try:
+        return group._get_backend(torch.device(device)).name().lower()
+    except (RuntimeError, AttributeError):
+        return ""
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

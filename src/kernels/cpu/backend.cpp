@@ -53,8 +53,9 @@ class CpuCopies final : public CopyProgram {
     for (const std::vector<Stretch>& cut : stretches) sum += cut.size() * sizeof(Stretch);
     for (const ParcelCopy& parcel : parcels) {
       // Programs of one parcel share its runs.
-      sum += sizeof(ParcelCopy) + parcel.runs->size() * sizeof(CopyRun) /
-                                      static_cast<std::size_t>(std::max(1L, parcel.runs.use_count()));
+      sum +=
+          sizeof(ParcelCopy) + parcel.runs->size() * sizeof(CopyRun) /
+                                   static_cast<std::size_t>(std::max(1L, parcel.runs.use_count()));
     }
     return static_cast<std::int64_t>(sum);
   }

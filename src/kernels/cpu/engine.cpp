@@ -69,8 +69,8 @@ void CpuEngine::allocate(const ReceivedRows& received) {
     accumulators_ = allocate_host(bytes, "fp32 accumulators");
   }
   if (!computation_.backward) return;
-  statistics_ =
-      allocate_host(computation_.query_rows() * computation_.statistics_width() * 4, "row statistics");
+  statistics_ = allocate_host(computation_.query_rows() * computation_.statistics_width() * 4,
+                              "row statistics");
 }
 
 std::int64_t CpuEngine::state_bytes() const { return accumulators_.bytes() + statistics_.bytes(); }

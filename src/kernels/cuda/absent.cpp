@@ -8,7 +8,9 @@
 namespace annulus {
 namespace {
 
-[[noreturn]] void refuse() { throw DeviceError(cuda_complaint()); }
+[[noreturn]] void refuse(int device) {
+  throw DeviceError(fmt::format("device is cuda:{}: {}", device, cuda_complaint()));
+}
 
 }  // namespace
 
@@ -18,14 +20,11 @@ std::string cuda_complaint() {
          "OFF";
 }
 int cuda_device_count() { return 0; }
-CudaDevice cuda_device(int index) {
-  throw DeviceError(fmt::format("device is cuda:{}: {}", index, cuda_complaint()));
-}
-std::shared_ptr<Queue> cuda_queue(const Device&, void*) { refuse(); }
-void use_cuda_allocator(CudaAllocator) { refuse(); }
+CudaDevice cuda_device(int index) { refuse(index); }
+std::shared_ptr<Queue> cuda_queue(const Device& device, void*) { refuse(device.index); }
+void* cuda_stream(Queue& queue) { refuse(queue.device().index); }
+void use_cuda_allocator(CudaAllocator) { throw DeviceError(cuda_complaint()); }
 
-std::shared_ptr<Backend> cuda::make_backend(int device) {
-  throw DeviceError(fmt::format("device is cuda:{}: {}", device, cuda_complaint()));
-}
+std::shared_ptr<Backend> cuda::make_backend(int device) { refuse(device); }
 
 }  // namespace annulus

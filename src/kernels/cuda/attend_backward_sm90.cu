@@ -29,7 +29,7 @@ void make_maps(sm90::BackwardArguments& arguments) {
                          shape.kv_heads, shape.key_tokens, shape.batch};
     return make_tensor_map(map, mapped, traits.key_stride, sm90::kKeys);
   };
-  const int queries = sm90::queries_of(shape.head_dim);
+  const int queries = backward_step_sm90(shape.head_dim);
   arguments.map_queries =
       map_queries(arguments.q, params.q, traits.queries, shape.dtype, queries) &&
       map_queries(arguments.dout, params.dout, traits.queries, shape.dtype, queries) &&
@@ -47,6 +47,8 @@ bool backward_sm90_fits(const KernelShape& shape) {
 cudaError_t launch_backward_sm90(const BackwardParams& params, cudaStream_t stream,
                                  const BackwardSchedule& schedule) {
   if (params.items == 0) return cudaSuccess;
+  if (schedule.turns != nullptr && (schedule.next_item == nullptr || schedule.progress == nullptr))
+    return cudaErrorInvalidValue;
   const KernelShape& shape = params.shape;
   const bool bf16 = shape.dtype == DType::bf16;
   sm90::BackwardArguments arguments{};

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/attend_backward_sm90_shared.h"
+#include "kernels/cuda/attend_backward_sm90_turn.h"
 #include "kernels/cuda/row_lists.h"
 
 // The warps of the Hopper backward kernel that move rows: two bring tiles, two take dQ away. They
@@ -80,6 +81,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
   const int lane = static_cast<int>(threadIdx.x) & 31;
   int drawn = static_cast<int>(blockIdx.x);
   for (int tile = 0;; ++tile) {
+    if (tile > 0) barrier_wait(shared + Memory::draw(), (tile - 1) & 1);
     if (a.schedule.next_item != nullptr) {
       if (lane == 0) drawn = atomicAdd(a.schedule.next_item, 1);
       drawn = __shfl_sync(~0U, drawn, 0);
@@ -251,6 +253,12 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
       periodic &= (16 % p.tables.repeats[group.first_repeat + i].stride) == 0;
     const int phase = runs[queries.begin].index;
 
+    bool asked = false;  // for the next item
+    const auto ask_near_end = [&](int member, int block, bool last) {
+      if (asked || !(last || (member + 1 == members && block + 1 + kDrawAhead >= blocks))) return;
+      asked = true;
+      if (lane == 0) barrier_arrive(shared + Memory::draw());
+    };
     for (int member = 0; member < members; ++member) {
       const Member of = p.tables.members[item.member + member];
       const RowOwner owner{item.batch, of.head, of.unit};
@@ -280,8 +288,11 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
         const int map_batch = run.source < 0 ? owner.batch : 0;
         int low = index_of(run, begin);
         int next_block = block + 1;
+        int high = low + (rows - 1) * run.index_stride;
         if (!boxed) {
-          low = row_block(runs, queries, begin, rows).low;
+          const RowBlock here = row_block(runs, queries, begin, rows);
+          low = here.low;
+          high = here.high;
           if (!all_after) next_block = seeing(next_block);
         }
         if (boxed && !nothing) {
@@ -314,6 +325,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             }
             flags = flags_of;
             if (low < masked_below) flags |= kMasked;
+            ask_near_end(member, block, false);
+            if (block + 1 == blocks) flags |= kLastOfMember;
             if (block == last_block) {
               flags |= kLastOfTile;
               if (drawn_item(tile + 1) >= p.items) flags |= kLastOfAll;
@@ -337,9 +350,11 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                 load_box(dout_tile + h * Memory::kQueryBlock, &a.dout, dout_full, h * 64, map_head,
                          remainder, row, map_batch, policy);
             } else if (lane == 2) {
-              const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * 32;
-              store_words4(note, flags, map_head, remainder, row);
-              store_words4(note + 16, map_batch, owner.unit, item.group, block * kQueries);
+              const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * kStepNote;
+              store_words4(note, flags | member << kMemberShift, map_head, remainder, row);
+              store_words4(note + 16, map_batch, owner.unit, p.first_item + drawn,
+                           queries.ascending != 0 ? low + low_step - run.index_stride
+                                                  : (block + 1) * kQueries - 1);
             }
             const std::uint32_t of_lane = shared + (stage * kQueries + lane) * 4;
 #pragma unroll
@@ -378,6 +393,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
         for (; block < stretch; block = next_block, next_block = block + 1) {
           flags = always;
           if (causal && low + shift < keys.high) flags |= kMasked;
+          ask_near_end(member, block, next_block >= blocks && member + 1 == members);
+          if (next_block >= blocks) flags |= kLastOfMember;
           if (next_block >= blocks && member + 1 == members) {
             flags |= kLastOfTile;
             if (no_more || drawn_item(tile + 1) >= p.items) flags |= kLastOfAll;
@@ -419,10 +436,11 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
 
           const int stage = step & 1;
           barrier_wait(shared + Memory::q_empty(stage), ((step >> 1) & 1) ^ 1);
-          if (lane == 0) {  // no box: nothing is added
-            const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * 32;
-            store_words4(note, flags, owner.head, 0, 0);
-            store_words4(note + 16, owner.batch, owner.unit, item.group, block * kQueries);
+          if (lane == 0) {  // no box, unless nothing is added
+            const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * kStepNote;
+            store_words4(note, flags | member << kMemberShift, owner.head, 0, begin);
+            store_words4(note + 16, owner.batch, owner.unit, no_more ? -1 : p.first_item + drawn,
+                         queries.ascending != 0 ? high : block * kQueries + rows - 1);
           }
 #pragma unroll 1
           for (int which = 0; which < 2; ++which) {
@@ -458,6 +476,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           ++step;
           row += kQueries;
           low += kQueries * run.index_stride;
+          high += kQueries * run.index_stride;
           lse_row += kQueries * row_step(p.lse, run);
           delta_row += kQueries * row_step(p.delta, run);
         }
@@ -468,6 +487,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
 
 // Adds staged dQ to global memory. One warp for each half, which one consumer group computes:
 // consumers that add by themselves wait for these adds at every proxy fence.
+// In order, where the schedule says so: once what the item before has added is there.
 template <int kDim>
 __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
                                                     std::uint32_t shared, int half) {
@@ -479,12 +499,20 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
   const int first_row = Memory::kByRows ? half * kStagedRows : 0;
   const int first_column = Memory::kByRows ? 0 : half * kColumns;
   const std::uint32_t staging = shared + Memory::kStaging + half * Memory::kStagingOfGroup;
+  const bool ordered = a.schedule.turns != nullptr;
+  Turn turn;
   for (int step = 0;; ++step) {
     barrier_wait(shared + Memory::staged(half, step & 1), (step >> 1) & 1);
-    const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * 32;
+    const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * kStepNote;
     const int4 first = load_words4(note);
     const int4 second = load_words4(note + 16);
+    if (ordered && step == 0) turn.read(a.schedule, note, half);
     __syncwarp();  // all lanes have read it: it may be overwritten once the staging is empty
+    if (ordered) {
+      turn.wait();
+      fence_global_for_async();
+      __syncwarp();
+    }
     if ((first.x & kBox) != 0) {
       if (lane == 0) {
 #pragma unroll
@@ -495,8 +523,8 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
         bulk_wait_read<0>();
       }
     } else if ((first.x & kNothing) == 0) {
-      const RowList& list = p.tables.groups[second.z].queries;
-      const int begin = second.w + first_row;
+      const RowList& list = p.tables.groups[p.tables.items[second.z].group].queries;
+      const int begin = first.w + first_row;
       const int rows = min(kStagedRows, list.rows - begin);
       const int column = lane % kLanes * 4;
       for (int base = 0; base < rows; base += 32) {
@@ -520,7 +548,23 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(shared + Memory::staging_empty(half));
+    if (ordered && turn.item >= 0) {
+      if ((first.x & (kBox | kNothing)) == 0) {
+        fence_gpu();  // every lane has added
+        __syncwarp();
+      }
+      // At once: the next in the chain is not far behind. A step late, when there is nothing to
+      // wait for, took up to twice as long in all.
+      if (lane == 0) {
+        bulk_wait<0>();
+        fence_global_for_async();
+        store_release(turn.progress, turn.reached);
+      }
+    }
     if ((first.x & kLastOfAll) != 0) break;
+    // The note of the next step is there: dQ is announced two steps late.
+    if (ordered)
+      turn.read(a.schedule, shared + Memory::kStepNotes + ((step + 1) & 3) * kStepNote, half);
   }
   if (lane == 0) bulk_wait<0>();
 }

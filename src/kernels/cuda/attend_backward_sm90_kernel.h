@@ -239,7 +239,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     // The writer takes long: were dQ announced with dS, the next would have to wait for it. As soon
     // as it is staged, with the token in hand, was 8 % slower.
     if (step > 1) announce_dq(step - 2);
-    flags = load_word(shared + Memory::kStepNotes + (step & 3) * 32);
+    flags = load_word(shared + Memory::kStepNotes + (step & 3) * kStepNote);
     products_wait<1>();
     pin(s);
     {
@@ -433,6 +433,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     barrier_init(shared + Memory::v_full(), 1);
     barrier_init(shared + Memory::v_empty(), 8);
+    barrier_init(shared + Memory::draw(), 1);
     barrier_init_fence();
   }
   __syncthreads();

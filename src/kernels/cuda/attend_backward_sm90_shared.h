@@ -12,10 +12,13 @@ namespace annulus::cuda::sm90 {
 
 inline constexpr int kBackwardThreads = 384;  // two warp groups of consumers, one of helpers
 inline constexpr int kKeys = 128;             // of a tile: 64 for each of two warp groups
-// Of a step: as many as registers hold, with dK and dV beside them.
-constexpr int queries_of(int head_dim) { return head_dim == 64 ? 128 : 64; }
-inline constexpr int kStages = 2;       // of queries: one computes while one arrives
-inline constexpr int kStagedRows = 64;  // of dQ: a consumer group computes so many
+inline constexpr int kStages = 2;             // of queries: one computes while one arrives
+inline constexpr int kStagedRows = 64;        // of dQ: a consumer group computes so many
+
+// A block draws its next item when it brings this many steps before the last: in time for the keys
+// to arrive, and no earlier. What a block has but does not begin, a block that is free cannot take,
+// and items of its chain wait for it.
+inline constexpr int kDrawAhead = 4;
 
 // Maps see the shard's tokens as {columns, heads, token % stride, token / stride, batch}: a run of
 // that stride is a box, wherever it begins. Received parcels are one head of one batch entry.
@@ -44,18 +47,21 @@ enum StepFlag : int {
   kWeighted = 16,  // pairs have weights: by their rows' repeats
   kBox = 32,       // its rows of dQ are a box
   kNothing = 64,   // no pair counts, and nothing may be added
+  kLastOfMember = 128,
 };
+inline constexpr int kMemberShift = 8;  // flags of a note hold the member's number above it
 inline constexpr int kSpecial = kMasked | kPeriodic | kWeighted;
 struct alignas(16) StepNote {
   std::int32_t flags;
   std::int32_t head;
   std::int32_t remainder;  // kBox: the box's coordinates
-  std::int32_t row;
+  std::int32_t row;        // or, of others: the first in the group's list
   std::int32_t batch;
   std::int32_t unit;
-  std::int32_t group;
-  std::int32_t begin;  // in the group's list
+  std::int32_t item;  // -1: none
+  std::int32_t last;  // position of the last row in its member: see ItemTurn
 };
+inline constexpr int kStepNote = static_cast<int>(sizeof(StepNote));
 // Where a tile's rows of dK and dV are: evenly spaced, or (item >= 0) to be looked up.
 struct alignas(16) TileNote {
   std::int64_t dk;
@@ -77,7 +83,7 @@ inline constexpr int kLastIndex = 0x7FFFFFE;  // so indices end at 2^27 - 2
 // reaches into the next tile; dS for the same reason.
 template <int kDim>
 struct Shared {
-  static constexpr int kQueries = queries_of(kDim);
+  static constexpr int kQueries = backward_step_sm90(kDim);
   static constexpr int kQueryTile = kQueries * kDim * 2;
   static constexpr int kKeyTile = kKeys * kDim * 2;
   static constexpr int kQueryBlock = kQueries * 128;  // 64 columns of it
@@ -102,7 +108,7 @@ struct Shared {
   static constexpr int kPeriod = kKeyWords + kKeys * 4;   // fp16 [16 keys][4][4 queries]
   static constexpr int kWeights = kPeriod + 16 * 16 * 2;  // fp32 by common repeats
   static constexpr int kStepNotes = kWeights + 16 * 4;    // 4: writers lag by up to 3 steps
-  static constexpr int kTileNotes = kStepNotes + 4 * static_cast<int>(sizeof(StepNote));
+  static constexpr int kTileNotes = kStepNotes + 4 * kStepNote;
   static constexpr int kDrawn = kTileNotes + 2 * static_cast<int>(sizeof(TileNote));  // items
   static constexpr int kBarriers = kDrawn + 4 * 4;
 
@@ -123,7 +129,8 @@ struct Shared {
   static constexpr int v_full() { return kBarriers + 8 * 20; }
   static constexpr int v_empty() { return kBarriers + 8 * 21; }
   static constexpr int drawn(int tile) { return kBarriers + 8 * (22 + tile); }
-  static constexpr int kBytes = kBarriers + 8 * 24;
+  static constexpr int draw() { return kBarriers + 8 * 24; }
+  static constexpr int kBytes = kBarriers + 8 * 25;
   static_assert(kBytes <= 232448);
 };
 

@@ -13,6 +13,7 @@
 #include "kernels/cuda/families.h"
 #include "kernels/cuda/portable.h"
 #include "kernels/cuda/runtime.h"
+#include "kernels/cuda/sharing.h"
 
 namespace annulus::cuda {
 namespace {
@@ -46,13 +47,15 @@ class CudaCopies final : public CopyProgram {
           for (const CopyRun& run : *copy.runs) {
             for (std::int64_t first = 0; first < run.count; first += kCopyRows) {
               CopyItem item;
-              item.unit_offset = copy.offset + layout.offset(copy.parcel, b, static_cast<int>(u), 0);
+              item.unit_offset =
+                  copy.offset + layout.offset(copy.parcel, b, static_cast<int>(u), 0);
               item.unit_rows = rows;
               item.parcel_first = run.parcel_first + first * run.parcel_stride;
               item.parcel_stride = run.parcel_stride;
               item.local_first = run.local_first + first * run.local_stride;
               item.local_stride = run.local_stride;
-              item.count = static_cast<std::int32_t>(std::min<std::int64_t>(kCopyRows, run.count - first));
+              item.count =
+                  static_cast<std::int32_t>(std::min<std::int64_t>(kCopyRows, run.count - first));
               item.head = units[u];
               item.batch = static_cast<std::int32_t>(b);
               items.push_back(item);
@@ -126,6 +129,7 @@ class CudaBackend final : public Backend {
   }
   [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_stream(device_); }
   [[nodiscard]] bool immediate() const override { return false; }
+  [[nodiscard]] std::shared_ptr<DeviceSharing> sharing() override { return make_sharing(device_); }
 
   [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
                                                 std::span<const Stage> forward,
@@ -178,9 +182,9 @@ std::shared_ptr<Backend> make_backend(int device) {
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, device), "asking for a device's properties");
   if (properties.major < 8) {
-    throw DeviceError(fmt::format(
-        "cuda:{} ({}) has compute capability {}.{}, expected 8.0 or newer", device, properties.name,
-        properties.major, properties.minor));
+    throw DeviceError(
+        fmt::format("cuda:{} ({}) has compute capability {}.{}, expected 8.0 or newer", device,
+                    properties.name, properties.major, properties.minor));
   }
   return std::make_shared<CudaBackend>(device);
 }

@@ -57,6 +57,7 @@ void CompiledStage::upload(int device_index) {
   const std::size_t members = append(tables.members);
   const std::size_t repeats = append(tables.repeats);
   const std::size_t items = append(tables.items);
+  const std::size_t chains = append(turns);
   memory = allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
   if (!bytes.empty()) {
     check(cudaMemcpy(memory.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
@@ -68,6 +69,8 @@ void CompiledStage::upload(int device_index) {
   device.members = reinterpret_cast<const Member*>(base + members);
   device.repeats = reinterpret_cast<const Repeat*>(base + repeats);
   device.items = reinterpret_cast<const Item*>(base + items);
+  if (!turns.empty()) device_turns = reinterpret_cast<const ItemTurn*>(base + chains);
+  turns = {};
   std::vector<Launch> launches = std::move(tables.launches);
   tables = {};
   tables.launches = std::move(launches);
@@ -110,20 +113,21 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
   backward_ = compile_backward(families_.backward);
 }
 
-CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemOrder order) const {
+CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemOrder order,
+                                  int step) const {
   CompiledStage out;
   out.tables = make_tables(stage, computation_, side, tile, computation_.reproducible);
+  int multiprocessors = 0;
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_),
+        "asking for the number of multiprocessors");
+  if (order == ItemOrder::in_chains)  // may split launches
+    out.turns = put_in_chains(out.tables, {.blocks = multiprocessors, .step = step});
   for (const Launch& launch : out.tables.launches) {
     out.traits.push_back(launch_traits(out.tables, launch));
     out.parcels.push_back({parcels_of(out.tables, launch, Side::queries),
                            parcels_of(out.tables, launch, Side::keys)});
   }
-  if (order == ItemOrder::in_turn) {
-    int multiprocessors = 0;
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_),
-          "asking for the number of multiprocessors");
-    arrange_all(out.tables, multiprocessors, tile);
-  }
+  if (order == ItemOrder::in_turn) arrange_all(out.tables, multiprocessors, tile);
   if (order == ItemOrder::longest_first) put_longest_first(out.tables, side);
   return out;
 }
@@ -131,30 +135,30 @@ CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemO
 CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& family) const {
   BackwardStages out;
   out.family = family;
-  std::int64_t launches = 0;
   for (const Stage& stage : stages_) {
-    BackwardStage compiled{{}, {}, launches};
+    BackwardStage compiled{{}, {}, out.counts};
     if (stage.kind != Stage::Kind::key_gradient && family.query_tile > 0) {
       compiled.queries =
           compile(stage, Side::queries, family.query_tile, ItemOrder::longest_first);
     }
     if (stage.kind != Stage::Kind::query_gradient)
-      compiled.keys = compile(stage, Side::keys, family.key_tile, family.order);
-    launches += static_cast<std::int64_t>(compiled.keys.tables.launches.size());
+      compiled.keys = compile(stage, Side::keys, family.key_tile, family.order, family.step);
+    compiled.first_progress =
+        out.counts + static_cast<std::int64_t>(compiled.keys.tables.launches.size());
+    out.counts = compiled.first_progress +
+                 kBackwardTurns * static_cast<std::int64_t>(compiled.keys.turns.size());
     out.stages.push_back(std::move(compiled));
   }
   return out;
 }
 
 void CudaEngine::upload(BackwardStages& stages) {
-  std::int64_t launches = 0;
   for (BackwardStage& stage : stages.stages) {
     stage.queries.upload(device_);
     stage.keys.upload(device_);
     list_bytes_ += stage.queries.memory.bytes() + stage.keys.memory.bytes();
-    launches += static_cast<std::int64_t>(stage.keys.tables.launches.size());
   }
-  stages.counters = allocate_device(device_, launches * 4, "counters of items");
+  stages.counters = allocate_device(device_, stages.counts * 4, "counters of items");
   list_bytes_ += stages.counters.bytes();
 }
 
@@ -506,9 +510,10 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
       "query_gradient");
   run(compiled.keys,
       [&](std::size_t i) {
-        auto* next_item = reinterpret_cast<std::int32_t*>(stages.counters.data()) +
-                          compiled.first_counter + static_cast<std::int64_t>(i);
-        return stages.family.keys(params, compiled.keys.traits[i], next_item, stream);
+        auto* counters = reinterpret_cast<std::int32_t*>(stages.counters.data());
+        const LaunchTurns turns{counters + compiled.first_counter + static_cast<std::int64_t>(i),
+                                compiled.keys.device_turns, counters + compiled.first_progress};
+        return stages.family.keys(params, compiled.keys.traits[i], turns, stream);
       },
       "key_gradient");
 }

@@ -22,7 +22,9 @@ struct CompiledStage {
     std::vector<std::int32_t> queries, keys;
   };
   std::vector<Parcels> parcels;  // that they read
+  std::vector<ItemTurn> turns;  // of items in chains; dropped as well
   DeviceTables device;
+  const ItemTurn* device_turns = nullptr;  // null: not in chains
   Memory memory;
 
   void upload(int device_index);
@@ -56,6 +58,7 @@ class CudaEngine final : public Engine {
     CompiledStage queries;  // dQ
     CompiledStage keys;     // dK and dV
     std::int64_t first_counter = 0;
+    std::int64_t first_progress = 0;
   };
   // Received parcels of one kind, as kernels see them.
   struct Parcels {
@@ -67,9 +70,11 @@ class CudaEngine final : public Engine {
   struct BackwardStages {
     BackwardFamily family;
     std::vector<BackwardStage> stages;
-    Memory counters;  // of their launches: which item is next
+    std::int64_t counts = 0;
+    Memory counters;  // of their launches: which item is next; of items in chains: their progress
   };
-  [[nodiscard]] CompiledStage compile(const Stage& stage, Side side, int tile, ItemOrder order) const;
+  [[nodiscard]] CompiledStage compile(const Stage& stage, Side side, int tile, ItemOrder order,
+                                      int step = 0) const;
   [[nodiscard]] BackwardStages compile_backward(const BackwardFamily& family) const;
   void upload(BackwardStages& stages);
   // Those of the chosen family or, for rows that lie too awkwardly for it, of the portable one, which

@@ -26,17 +26,19 @@ ForwardFamily sm90_forward_family() {
   return {"sm90", kForwardSm90Tile, ItemOrder::in_turn, forward_sm90_fits, launch_forward_sm90};
 }
 
-BackwardFamily sm90_backward_family() {
+BackwardFamily sm90_backward_family(const Computation& computation) {
   return {"sm90",
           kBackwardTileSm90,
           0,
-          ItemOrder::as_made,
+          computation.deterministic ? ItemOrder::in_chains : ItemOrder::as_made,
           backward_sm90_fits,
-          [](const BackwardParams& params, const LaunchTraits& traits, std::int32_t* next_item,
+          [](const BackwardParams& params, const LaunchTraits& traits, const LaunchTurns& turns,
              cudaStream_t stream) {
-            return launch_backward_sm90(params, stream, {traits, next_item});
+            return launch_backward_sm90(params, stream,
+                                        {traits, turns.next_item, turns.turns, turns.progress});
           },
-          nullptr};
+          nullptr,
+          backward_step_sm90(computation.head_dim)};
 }
 
 // "", "portable" or "sm90".
@@ -85,9 +87,8 @@ BackwardFamily portable_backward_family() {
           kPortableGradientTile,
           ItemOrder::longest_first,
           anything_fits,
-          [](const BackwardParams& params, const LaunchTraits&, std::int32_t*, cudaStream_t stream) {
-            return portable_key_gradient(params, stream);
-          },
+          [](const BackwardParams& params, const LaunchTraits&, const LaunchTurns&,
+             cudaStream_t stream) { return portable_key_gradient(params, stream); },
           portable_query_gradient};
 }
 
@@ -99,8 +100,7 @@ Families choose_families(const Computation& computation, int device) {
   const std::string complaint = sm90_complaint(computation, device);
   if (complaint.empty()) {
     out.forward = sm90_forward_family();
-    // Sums of dQ are made in whatever order blocks come by.
-    if (!computation.deterministic) out.backward = sm90_backward_family();
+    out.backward = sm90_backward_family(computation);
   } else if (forced == "sm90") {
     throw ConfigError(forced_complaint(computation, device));
   }

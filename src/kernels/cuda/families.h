@@ -3,6 +3,7 @@
 #include <string>
 
 #include "kernels/backend.h"
+#include "kernels/cuda/chains.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/launch_traits.h"
 
@@ -14,6 +15,15 @@ enum class ItemOrder : std::uint8_t {
   longest_first,  // whoever is free takes the next one
   in_turn,        // block b of n takes items b, b + n, ...: see arrange_items
   as_made,        // whoever is free takes the next one, neighbours share rows in cache
+  in_chains,      // whoever is free takes the next one, which waits for one before: see chains.h
+};
+
+// Device memory of a launch, for kernels whose blocks draw their items.
+struct LaunchTurns {
+  std::int32_t* next_item = nullptr;  // 0
+  // Of the tables' items, if these are in chains: what put_in_chains says, and two of each, 0.
+  const ItemTurn* turns = nullptr;
+  std::int32_t* progress = nullptr;
 };
 
 struct ForwardFamily {
@@ -31,10 +41,10 @@ struct BackwardFamily {
   int query_tile = 0;  // 0: the kernel of the keys makes dQ as well
   ItemOrder order = ItemOrder::longest_first;  // of keys
   bool (*fits)(const KernelShape&) = nullptr;
-  // `next_item`: device memory, 0, for kernels whose blocks draw their items.
-  cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, std::int32_t* next_item,
+  cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, const LaunchTurns&,
                       cudaStream_t) = nullptr;
   cudaError_t (*queries)(const BackwardParams&, cudaStream_t) = nullptr;
+  int step = 0;  // in_chains: query rows that a block takes at a time
 };
 
 struct Families {

@@ -78,12 +78,42 @@ __global__ void store_kernel(TensorRows from, TensorRows to, RowSpace space, int
   });
 }
 
+// Four numbers in one piece.
+__device__ void store4(std::byte* to, DType dtype, const float4& x) {
+  if (dtype == DType::f32) {
+    *reinterpret_cast<float4*>(to) = x;
+    return;
+  }
+  const auto pair = [&](float low, float high) -> unsigned {
+    if (dtype == DType::bf16) {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+      return *reinterpret_cast<const unsigned*>(&both);
+    }
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&both);
+  };
+  *reinterpret_cast<uint2*>(to) = make_uint2(pair(x.x, x.y), pair(x.z, x.w));
+}
+
 __global__ void finish_kernel(const __grid_constant__ FinishParams p) {
   for_each_row(p.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
-    const bool empty = *reinterpret_cast<const float*>(row_at(p.lse, b, t, h)) == -INFINITY;
-    if (!empty && p.only_empty) return;
+    const auto* lse = reinterpret_cast<const float*>(row_at(p.lse, b, t, h));
     const auto* state = reinterpret_cast<const float*>(row_at(p.state, b, t, h));
     std::byte* out = row_at(p.out, b, t, h);
+    const bool aligned =
+        (reinterpret_cast<std::uintptr_t>(state) | reinterpret_cast<std::uintptr_t>(out)) % 16 == 0;
+    if (aligned && p.head_dim <= 128 && !p.only_empty) {
+      // What was never written may be anything; it is read all the same, not to wait for lse.
+      if (lane * 4 >= p.head_dim) return;
+      const float4 x = __ldcs(reinterpret_cast<const float4*>(state) + lane);
+      const bool empty = *lse == -INFINITY;
+      store4(out + lane * (p.dtype == DType::f32 ? 16 : 8), p.dtype,
+             empty ? make_float4(0, 0, 0, 0)
+                   : make_float4(x.x * p.factor, x.y * p.factor, x.z * p.factor, x.w * p.factor));
+      return;
+    }
+    const bool empty = *lse == -INFINITY;
+    if (!empty && p.only_empty) return;
     for (int d = lane; d < p.head_dim; d += 32)
       store(out, p.dtype, d, empty ? 0.0F : state[d] * p.factor);
   });

@@ -59,7 +59,8 @@ class EventPool {
 
 class StreamEvent final : public Event::State {
  public:
-  StreamEvent(int device, cudaStream_t stream) : device_(device), event_(EventPool::of(device).take()) {
+  StreamEvent(int device, cudaStream_t stream)
+      : device_(device), event_(EventPool::of(device).take()) {
     const cudaError_t error = cudaEventRecord(event_, stream);
     if (error != cudaSuccess) EventPool::of(device_).give(event_);
     check(error, "recording an event");
@@ -153,8 +154,8 @@ bool blocking() {
 void check(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());  // it is reported here, once
-  throw DeviceError(fmt::format("cuda: {}: {} ({})", what, cudaGetErrorString(error),
-                                cudaGetErrorName(error)));
+  throw DeviceError(
+      fmt::format("cuda: {}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)));
 }
 
 void check_launch(cudaError_t error, const char* kernel, cudaStream_t stream) {
@@ -188,15 +189,13 @@ std::shared_ptr<Queue> borrow_stream(int device, cudaStream_t stream) {
 
 cudaStream_t stream_of(Queue& queue) { return dynamic_cast<StreamQueue&>(queue).stream(); }
 
-Memory allocate_device(int device, std::int64_t bytes, const char* what) {
+namespace {
+
+Memory allocate_by(const CudaAllocator& allocator, int device, std::int64_t bytes,
+                   const char* what) {
   const Device where{Device::Kind::cuda, device};
   if (bytes == 0) return {nullptr, 0, where, {}};
   const DeviceScope scope(device);
-  CudaAllocator allocator;
-  {
-    const std::lock_guard guard(allocators().lock);
-    allocator = allocators().current;
-  }
   void* memory = nullptr;
   cudaError_t error = cudaSuccess;
   if (allocator.allocate) {
@@ -221,6 +220,21 @@ Memory allocate_device(int device, std::int64_t bytes, const char* what) {
           [](std::byte* data) { static_cast<void>(cudaFree(data)); }};
 }
 
+}  // namespace
+
+Memory allocate_device(int device, std::int64_t bytes, const char* what) {
+  CudaAllocator allocator;
+  {
+    const std::lock_guard guard(allocators().lock);
+    allocator = allocators().current;
+  }
+  return allocate_by(allocator, device, bytes, what);
+}
+
+Memory allocate_plain(int device, std::int64_t bytes, const char* what) {
+  return allocate_by({}, device, bytes, what);
+}
+
 Memory allocate_pinned(int device, std::int64_t bytes, const char* what) {
   if (bytes == 0) return {nullptr, 0, {}, {}};
   const DeviceScope scope(device);
@@ -228,8 +242,9 @@ Memory allocate_pinned(int device, std::int64_t bytes, const char* what) {
   const cudaError_t error =
       cudaHostAlloc(&memory, static_cast<std::size_t>(bytes), cudaHostAllocPortable);
   check(error, fmt::format("allocating {} bytes of pinned host memory for {}", bytes, what));
-  return {static_cast<std::byte*>(memory), bytes, {},
-          [](std::byte* data) { static_cast<void>(cudaFreeHost(data)); }};
+  return {static_cast<std::byte*>(memory), bytes, {}, [](std::byte* data) {
+            static_cast<void>(cudaFreeHost(data));
+          }};
 }
 
 }  // namespace annulus::cuda
@@ -238,9 +253,12 @@ namespace annulus {
 
 std::shared_ptr<Queue> cuda_queue(const Device& device, void* stream) {
   if (device.kind != Device::Kind::cuda)
-    throw ConfigError(fmt::format("cuda_queue: device is {}, expected a CUDA one", name_of(device)));
+    throw ConfigError(
+        fmt::format("cuda_queue: device is {}, expected a CUDA one", name_of(device)));
   return cuda::borrow_stream(device.index, static_cast<cudaStream_t>(stream));
 }
+
+void* cuda_stream(Queue& queue) { return cuda::stream_of(queue); }
 
 void use_cuda_allocator(CudaAllocator allocator) {
   if (static_cast<bool>(allocator.allocate) != static_cast<bool>(allocator.free))

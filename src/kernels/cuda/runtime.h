@@ -35,6 +35,8 @@ class DeviceScope {
 [[nodiscard]] cudaStream_t stream_of(Queue& queue);
 
 [[nodiscard]] Memory allocate_device(int device, std::int64_t bytes, const char* what);
+// CUDA's own, whatever allocator is in use.
+[[nodiscard]] Memory allocate_plain(int device, std::int64_t bytes, const char* what);
 // Host memory that the device copies from and to without stopping.
 [[nodiscard]] Memory allocate_pinned(int device, std::int64_t bytes, const char* what);
 

@@ -1,0 +1,151 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/transport.h"
+#include "core/device_sharing.h"
+#include "transport/board.h"
+
+// How a message in device memory goes from one process to another:
+//
+//   sender                                           receiver
+//   writes a note into a free slot on the
+//   receiver's board: tag, bytes, handle
+//   queue: after `after`, ready[slot] = sequence     finds the note when it posts or waits: taken
+//   host: waits until the note is taken              queue: waits for ready[slot], copies,
+//   queue: waits for done[slot]                      done[slot] = sequence on the sender's board
+//
+// Hosts wait for notes alone, so that they enqueue a pass while devices work on an earlier one.
+// A queue waits only for what another process has enqueued already. All ranks post and wait in the
+// same order, and a ticket's copies are enqueued before it waits for the others': even if a device
+// did the work of all its queues in the order of enqueuing, nothing would wait in a circle.
+//
+// A process that dies leaves words that nobody writes. A thread looks after all that is waited for
+// on the device: it lets the queues go, and the ring ends. It never calls the control, which may be
+// Python's: whoever destroys the ring holds Python's lock and waits for the thread.
+namespace annulus::shared_device {
+
+using Clock = std::chrono::steady_clock;
+
+class Ring;
+
+// One message of this rank.
+struct Transfer {
+  bool sends = false;
+  int peer = 0;
+  std::uint32_t tag = 0;
+  std::int64_t bytes = 0;
+  std::chrono::milliseconds deadline_length{};
+  Clock::time_point deadline;
+  std::byte* data = nullptr;      // of a receive
+  std::shared_ptr<Queue> copies;  // of a receive
+  Event after;                    // of a receive
+  bool under_way = false;         // a receive: copied by `copies`; a send: taken by the receiver
+  std::size_t slot = 0;           // from here on: of a send, or of a receive under way
+  std::uint32_t sequence = 0;
+  Event moved;  // of a receive
+  bool over = false;
+  std::string error;
+  int error_rank = -1;
+};
+
+// One rank's side. Used by one thread, except abort and health.
+class Ring {
+ public:
+  Ring(Transport& control, std::shared_ptr<DeviceSharing> sharing);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // Collective. Empty, or why it is not to be.
+  [[nodiscard]] std::string connect();
+
+  void send(Transfer& transfer, const SharedHandle& handle, std::byte* data, const Event& after);
+  void receive(Transfer& transfer);
+  // Blocks until the other side has come; then the message is on its way on some device.
+  void meet(Transfer& transfer);
+  // Blocks until it has arrived; only after meet().
+  void arrive(Transfer& transfer);
+  // Makes `queue` wait for it; only after meet().
+  void arrive(Transfer& transfer, Queue& queue);
+  // The memory is touched no more.
+  void call_off(Transfer& transfer) noexcept;
+
+  void check();
+  void abort(const std::string& reason) noexcept;
+  [[nodiscard]] Health health();
+  [[nodiscard]] Transport& control() const { return control_; }
+  [[nodiscard]] DeviceSharing& sharing() const { return *sharing_; }
+
+ private:
+  struct Failure {
+    int rank = -1;
+    std::string text;
+  };
+  // Something on the device that another process will do.
+  struct Watched {
+    std::size_t word;  // on the own board
+    std::uint32_t value;
+    int peer;
+    std::chrono::milliseconds deadline_length;
+    Clock::time_point deadline;
+  };
+
+  void progress();
+  [[nodiscard]] bool match(Transfer& receive);
+  [[nodiscard]] std::size_t free_slot(Transfer& send);
+  void wait_until(Transfer& transfer, const std::function<bool()>& happened);
+  [[nodiscard]] bool reached(std::size_t word, std::uint32_t value) const;
+  [[nodiscard]] std::string describe(const Transfer& transfer) const;
+  [[noreturn]] void fail(Transfer& transfer, int rank, const std::string& text);
+  // Ends the ring, unless it has ended: queues wait no more, and where `culprit` is a rank the
+  // others hear of it.
+  void end(const Failure& why, int culprit) noexcept;
+  // Whether the ring is over, and why; `thorough` looks at processes, too.
+  [[nodiscard]] bool ended(Failure& why, bool thorough);
+  void watch(const Transfer& transfer, std::size_t word);
+  void look_after();
+  [[nodiscard]] Board& board(int rank) const { return *boards_[static_cast<std::size_t>(rank)]; }
+  [[nodiscard]] SharedWords& words(int rank) const {
+    return *words_[static_cast<std::size_t>(rank)];
+  }
+
+  Transport& control_;
+  const std::shared_ptr<DeviceSharing> sharing_;
+  const int rank_;
+  const int size_;
+  std::shared_ptr<Queue> signals_;  // says when memory is ready; never waits for another process
+  std::vector<std::unique_ptr<Board>> boards_;
+  std::vector<std::unique_ptr<SharedWords>> words_;
+  // Memory of other ranks, by rank and handle.
+  std::map<std::pair<int, std::array<std::byte, 64>>, std::shared_ptr<std::byte>> opened_;
+  std::map<std::shared_ptr<Queue>, Event> copied_;  // the last copy of each queue
+  struct Sent {
+    std::array<std::uint32_t, kSlots> sequence{};  // of the last message; 0: none
+    std::uint32_t next = 1;
+  };
+  std::vector<Sent> sent_;            // by rank
+  std::vector<Transfer*> receiving_;  // posted and not under way, in order
+
+  std::mutex mutex_;  // of the rest
+  std::condition_variable changed_;
+  bool over_ = false;
+  Failure failure_;
+  std::vector<Watched> watched_;
+  bool leaving_ = false;
+  std::thread watchman_;  // from the first time that something is to be watched
+};
+
+}  // namespace annulus::shared_device

@@ -1,0 +1,253 @@
+#include "transport/shared_device.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "annulus/in_process.h"
+#include "annulus/ring_attention.h"
+#include "annulus/ring_check.h"
+#include "support/gate.h"
+#include "support/late_backend.h"
+#include "support/ring_fixture.h"
+#include "support/socket_transport.h"
+#include "support/transport_checks.h"
+#include "transport/board.h"
+
+// Device memory between real processes. The device is a late queue, its memory is the host's; the
+// rest is what runs on a GPU.
+namespace annulus {
+namespace {
+
+using std::chrono::milliseconds;
+using test::SocketTransport;
+
+constexpr int kKilled = 77;
+
+// Runs body(control) in one process per rank, and says how each ended: 0, kKilled for one that was
+// killed, or 1, which has said why. `body` must not use gtest's assertions: they are the parent's.
+std::vector<int> run_processes(int ranks, const std::function<void(SocketTransport&)>& body) {
+  std::vector<std::vector<int>> sockets(static_cast<std::size_t>(ranks),
+                                        std::vector<int>(static_cast<std::size_t>(ranks), -1));
+  for (std::size_t a = 0; a < sockets.size(); ++a) {
+    for (std::size_t b = a + 1; b < sockets.size(); ++b) {
+      int pair[2];
+      EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
+      sockets[a][b] = pair[0];
+      sockets[b][a] = pair[1];
+    }
+  }
+  std::fflush(stdout);
+  std::vector<pid_t> children;
+  for (std::size_t rank = 0; rank < sockets.size(); ++rank) {
+    const pid_t child = fork();
+    if (child == 0) {
+      for (std::size_t other = 0; other < sockets.size(); ++other) {
+        for (const int socket : sockets[other]) {
+          if (other != rank && socket >= 0) close(socket);
+        }
+      }
+      int status = 0;
+      try {
+        SocketTransport control(static_cast<int>(rank), sockets[rank]);
+        body(control);
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "rank %zu: %s\n", rank, error.what());
+        status = 1;
+      }
+      _exit(status);
+    }
+    children.push_back(child);
+  }
+  for (const auto& ends : sockets) {
+    for (const int socket : ends) {
+      if (socket >= 0) close(socket);
+    }
+  }
+  std::vector<int> statuses;
+  for (const pid_t child : children) {
+    int status = 0;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    statuses.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : kKilled);
+    test::forget_late_memory_of(child);  // who was killed could not
+  }
+  return statuses;
+}
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::runtime_error(what);
+}
+
+std::unique_ptr<SharedDevice> connect(Transport& control) {
+  std::string why;
+  auto shared = share_device_memory(control, test::make_late_sharing(), why);
+  require(shared != nullptr, "not shared: " + why);
+  return shared;
+}
+
+TEST(SharedDevice, ProcessesPassDeviceMemory) {
+  const auto ends = run_processes(3, [](SocketTransport& control) {
+    const auto shared = connect(control);
+    const auto sharing = test::make_late_sharing();
+    const int next = (control.rank() + 1) % 3;
+    const int previous = (control.rank() + 2) % 3;
+    constexpr std::int64_t kBytes = 5000;
+    constexpr int kMessages = 200;  // more than fit the board at a time
+    const auto queue = test::make_late_queue();
+    const auto copies = test::make_late_queue();
+    const Memory out = sharing->allocate(kBytes * kMessages, "out");
+    const Memory in = sharing->allocate(kBytes * kMessages, "in");
+    const Region from = shared->expose(out.span(), Device{}, copies);
+    const Region to = shared->expose(in.span(), Device{}, copies);
+    const auto value = [](int rank, int message) {
+      return static_cast<std::byte>((rank * 91 + message * 7) & 0xff);
+    };
+    std::vector<std::unique_ptr<Ticket>> tickets;
+    for (int m = 0; m < kMessages; ++m) {
+      std::fill_n(out.data() + m * kBytes, kBytes, value(control.rank(), m));
+      const Message batch[] = {{Way::receive, previous, 3, &to, m * kBytes, kBytes},
+                               {Way::send, next, 3, &from, m * kBytes, kBytes}};
+      tickets.push_back(shared->post(batch, queue->record()));
+    }
+    for (const auto& ticket : tickets) ticket->wait(*queue);
+    queue->record().wait();
+    for (int m = 0; m < kMessages; ++m) {
+      require(in.data()[m * kBytes + 17] == value(previous, m), "message " + std::to_string(m));
+    }
+    require(control.counters().bytes_sent >= kBytes * kMessages, "bytes are counted");
+    shared->check();
+  });
+  EXPECT_EQ(ends, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(SharedDevice, RingOfProcessesGivesTheBitsOfOneProcess) {
+  const std::int64_t segments[] = {32, 150};
+  const std::int64_t dilations[] = {1, 3};
+  const test::Problem problem =
+      test::make_problem("processes", longnet(4, segments, dilations, true), 2, 150, 24);
+  const test::Inputs inputs = test::random_inputs(problem, 11);
+  for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
+    RingOptions options = test::ring_options(problem, Placement::zigzag(150, 3));
+    options.schedule = schedule;
+    options.threads = 1;
+    const auto ends = run_processes(3, [&](SocketTransport& control) {
+      // Here, because a forked process has none of its parent's threads.
+      const test::Results expected = test::run_ring(options, inputs);
+      const test::LateBackends late(true);
+      RingAttention ring(options, control);
+      require(ring.transfers() == "shared device memory", ring.transfers());
+      for (int turn = 0; turn < 3; ++turn) {
+        test::Shard shard(options, control.rank());
+        shard.load(inputs);
+        shard.forward(ring);
+        shard.backward(ring);
+        test::Results found = expected;
+        shard.collect(found);
+        require(test::first_difference(found, expected).empty(),
+                test::first_difference(found, expected));
+      }
+    });
+    EXPECT_EQ(ends, (std::vector<int>{0, 0, 0}));
+  }
+}
+
+// Rank 1 has posted what its device never gets to, and dies.
+TEST(SharedDevice, QueuesDoNotWaitForAProcessThatWasKilled) {
+  const auto ends = run_processes(2, [](SocketTransport& control) {
+    const auto shared = connect(control);
+    const auto sharing = test::make_late_sharing();
+    const auto queue = test::make_late_queue();
+    const Memory memory = sharing->allocate(1000, "rows");
+    const Region region = shared->expose(memory.span(), Device{}, test::make_late_queue());
+    const bool dies = control.rank() == 1;
+    const Message message{dies ? Way::send : Way::receive, 1 - control.rank(), 3, &region, 0, 1000};
+    const auto ticket = shared->post(std::span(&message, 1),
+                                     dies ? Event(std::make_shared<test::Gate>()) : Event());
+    ticket->wait(*queue);
+    if (dies) kill(getpid(), SIGKILL);
+    const auto start = std::chrono::steady_clock::now();
+    queue->record().wait();
+    require(test::milliseconds_since(start) < 2000 * test::slowness(), "that took too long");
+    const Health health = shared->health();
+    require(!health.alive && health.lost_rank == 1, "health: " + health.reason);
+    try {
+      shared->check();
+    } catch (const TransportError& error) {
+      require(error.rank() == 1, error.what());
+      return;
+    }
+    require(false, "nobody misses rank 1");
+  });
+  EXPECT_EQ(ends, (std::vector<int>{0, kKilled}));
+}
+
+TEST(SharedDevice, HostsDoNotWaitForAProcessThatWasKilled) {
+  const auto ends = run_processes(3, [](SocketTransport& control) {
+    const auto shared = connect(control);
+    const auto sharing = test::make_late_sharing();
+    const Memory memory = sharing->allocate(1000, "rows");
+    const Region region = shared->expose(memory.span(), Device{}, test::make_late_queue());
+    if (control.rank() == 1) {
+      std::this_thread::sleep_for(milliseconds(50));
+      kill(getpid(), SIGKILL);
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const Message message{control.rank() == 0 ? Way::receive : Way::send, 1, 3, &region, 0, 1000};
+    const TransportError error =
+        test::transport_error([&] { shared->post(std::span(&message, 1), Event())->wait(); });
+    require(error.rank() == 1, error.what());
+    require(test::milliseconds_since(start) < 2000 * test::slowness(), "that took too long");
+  });
+  EXPECT_EQ(ends, (std::vector<int>{0, kKilled, 0}));
+}
+
+// One rank cannot: all of them hear why, and nothing is broken.
+TEST(SharedDevice, OneRankThatCannotShareIsToldToAll) {
+  class Unable final : public DeviceSharing {
+   public:
+    [[nodiscard]] std::string complaint() const override { return "no such thing here"; }
+    [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return test::make_late_queue(); }
+    [[nodiscard]] Memory allocate(std::int64_t, const char*) override { return {}; }
+    [[nodiscard]] SharedHandle share(const std::byte*) override { return {}; }
+    [[nodiscard]] std::shared_ptr<std::byte> open(const SharedHandle&) override { return {}; }
+    [[nodiscard]] std::unique_ptr<SharedWords> adopt(std::span<std::byte>) override { return {}; }
+  };
+  run_in_process(3, [](Transport& control) {
+    std::string why;
+    std::shared_ptr<DeviceSharing> sharing = test::make_late_sharing();
+    if (control.rank() == 2) sharing = std::make_shared<Unable>();
+    EXPECT_EQ(share_device_memory(control, sharing, why), nullptr);
+    EXPECT_EQ(why, "rank 2: no such thing here");
+    if (control.rank() == 1) sharing = nullptr;
+    EXPECT_EQ(share_device_memory(control, sharing, why), nullptr);
+    EXPECT_EQ(why, "rank 1: there is no way to share memory of its device");
+    EXPECT_TRUE(check_ring(control).forward_ok);
+  });
+}
+
+TEST(Board, IsGoneWithThoseThatHaveIt) {
+  auto own = shared_device::Board::create(2);
+  const auto other = shared_device::Board::open(own->name(), 2);
+  EXPECT_THROW((void)shared_device::Board::open(own->name(), 3), std::system_error);
+  own->forget_name();
+  EXPECT_THROW((void)shared_device::Board::open(own->name(), 2), std::system_error);
+  own->word(5) = 7;
+  EXPECT_EQ(other->word(5), 7U);
+  own->abort(1, "no more");
+  own->abort(0, "too late");
+  EXPECT_EQ(other->state(), shared_device::BoardState::aborted);
+  EXPECT_EQ(other->why().culprit, 1);
+  EXPECT_EQ(other->why().reason, "no more");
+  own.reset();
+  EXPECT_EQ(other->word(5), 7U) << "memory is gone before those who use it";
+}
+
+}  // namespace
+}  // namespace annulus

@@ -11,12 +11,14 @@
 #include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/in_process.h"
+#include "annulus/mpi.h"
 #include "annulus/ring_check.h"
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/device_facts.h"
 #include "cli/options.h"
 #include "cli/oracle_check.h"
+#include "cli/world.h"
 #include "core/machine.h"
 #include "kernels/cpu/kernel.h"
 
@@ -28,6 +30,8 @@ constexpr const char* kExamples = R"(Examples:
       what this machine has, what will be used, and whether it works
   annulus doctor --ranks 16
       the ring check over more ranks
+  mpirun -n 4 annulus doctor
+      whether MPI passes messages, and every process computes right
   annulus doctor --device cuda:1
       of all GPUs, check this one; an error where it is not to be had
   ANNULUS_ISA=avx2 annulus doctor
@@ -48,9 +52,12 @@ struct Check {
 
 // What may be linked in. A backend that is absent costs nothing and says so.
 std::vector<std::pair<std::string, std::string>> backends() {
-  return {{"cpu", "built"},      {"in_process", "built"},
-          {"mpi", "not built"},  {"gloo", "not built"},
-          {"nccl", "not built"}, {"cuda", cuda_built() ? "built" : "not built"}};
+  return {{"cpu", "built"},
+          {"in_process", "built"},
+          {"mpi", mpi_built() ? "built" : "not built"},
+          {"gloo", "not built"},
+          {"nccl", "not built"},
+          {"cuda", cuda_built() ? "built" : "not built"}};
 }
 
 // A GPU that the driver knows; `complaint`: why Annulus cannot use it.
@@ -103,11 +110,23 @@ Json to_json(const Gpu& gpu) {
 }
 
 // A block goes once around the ring in each direction.
-std::vector<Check> check_links(int ranks) {
+std::vector<Check> check_links(World& world, int ranks) {
   std::vector<RingCheck> found(static_cast<std::size_t>(ranks));
-  run_in_process(ranks, [&](Transport& transport) {
-    found[static_cast<std::size_t>(transport.rank())] = check_ring(transport);
-  });
+  if (world.is_mpi()) {
+    world.set_deadline(InProcessOptions{}.deadline);
+    const RingCheck mine = check_ring(world.ring());
+    world.set_no_deadline();
+    const std::vector<std::string> all =
+        world.gather(Json{mine.forward_ok, mine.backward_ok, mine.detail}.dump());
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      const Json json = Json::parse(all[rank]);
+      found[rank] = {json[0].get<bool>(), json[1].get<bool>(), json[2].get<std::string>()};
+    }
+  } else {
+    run_in_process(ranks, [&](Transport& transport) {
+      found[static_cast<std::size_t>(transport.rank())] = check_ring(transport);
+    });
+  }
   const auto direction = [&](const char* name, bool RingCheck::*ok) {
     Check check{.name = fmt::format("ring pass {}", name), .ok = true, .detail = ""};
     for (int rank = 0; rank < ranks; ++rank) {
@@ -116,11 +135,30 @@ std::vector<Check> check_links(int ranks) {
       check.ok = false;
       check.detail += fmt::format("rank {}: {} ", rank, one.detail);
     }
-    if (check.ok) check.detail = fmt::format("{} ranks, in_process", ranks);
+    if (check.ok) {
+      check.detail = fmt::format("{} ranks, {}", ranks, world.is_mpi() ? "mpi" : "in_process");
+    }
     return check;
   };
   return {direction("forward", &RingCheck::forward_ok),
           direction("backward", &RingCheck::backward_ok)};
+}
+
+// Of an MPI job, the ranks may be on different machines: what failed on any of them has failed.
+void add_failures_elsewhere(World& world, std::vector<Check>& checks) {
+  Json mine = Json::array();
+  for (const Check& check : checks) {
+    mine.push_back({check.ok ? "" : check.name + ": " + check.detail});
+  }
+  const std::vector<std::string> all = world.gather(mine.dump());
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    for (const Json& failure : Json::parse(all[rank])) {
+      const std::string text = failure[0].get<std::string>();
+      if (!text.empty()) {
+        checks.push_back({.name = fmt::format("rank {}", rank), .ok = false, .detail = text});
+      }
+    }
+  }
 }
 
 // A tiny LongNet on a ring of three against the oracle, with the kernels that would be used.
@@ -168,7 +206,7 @@ std::string memory_text() {
   return text(available_memory_bytes()) + " available of " + text(total_memory_bytes());
 }
 
-int doctor(const DoctorFlags& flags) {
+int doctor(World& world, const DoctorFlags& flags) {
   const cpu::Kernels& chosen = cpu::chosen_kernels();  // ConfigError names what is possible instead
   // A device that is asked for has to be there; others may be or not.
   const bool asked = flags.problem.has("device");
@@ -183,7 +221,8 @@ int doctor(const DoctorFlags& flags) {
   const double peak = cpu::measure_fma_peak_gflops(false);
   const double bf16_peak = cpu::measure_fma_peak_gflops(true);
 
-  std::vector<Check> checks = check_links(flags.problem.ranks);
+  std::vector<Check> links = check_links(world, flags.problem.ranks);
+  std::vector<Check> checks;
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     checks.push_back(check_kernels(dtype, {}, flags.problem));
   }
@@ -193,6 +232,9 @@ int doctor(const DoctorFlags& flags) {
       checks.push_back(check_kernels(dtype, gpu.device, flags.problem));
     }
   }
+  add_failures_elsewhere(world, checks);
+  checks.insert(checks.begin(), links.begin(), links.end());
+  if (!world.leads()) return kOk;
   const bool healthy =
       std::all_of(checks.begin(), checks.end(), [](const Check& check) { return check.ok; });
 
@@ -216,6 +258,7 @@ int doctor(const DoctorFlags& flags) {
     json["native_bf16"] = chosen.native_bf16;
     json["peak_gflops_per_thread"] = {{"fp32", peak},
                                       {"bf16", bf16_peak > 0.0 ? Json(bf16_peak) : Json()}};
+    json["transport"] = world.name();
     json["threads"] = threads;
     json["memory_total_bytes"] = bytes(total_memory_bytes());
     json["memory_available_bytes"] = bytes(available_memory_bytes());
@@ -288,14 +331,18 @@ void add_doctor(CLI::App& tool, Action& chosen) {
   CLI::App* command =
       tool.add_subcommand("doctor", "Show what this machine has and check that it works");
   const auto flags = std::make_shared<DoctorFlags>();
-  command->add_option("--ranks", flags->problem.ranks, "Ranks of the ring check (default 4)")
-      ->check(whole_number(1, 256))
-      ->type_name("P");
+  add_ranks_flag(*command, flags->problem, "Ranks of the ring check (default 4)", 256);
+  add_transport_flag(*command, flags->problem);
   command->add_flag("--json", flags->json, "Print one JSON object");
   add_option_flag(*command, flags->problem, "threads");
   add_option_flag(*command, flags->problem, "device");
   command->footer(kExamples);
-  command->callback([flags, &chosen] { chosen = [flags] { return doctor(*flags); }; });
+  command->callback([flags, &chosen] {
+    chosen = [flags] {
+      World world(flags->problem);
+      return world.run([&] { return doctor(world, *flags); });
+    };
+  });
 }
 
 }  // namespace annulus::cli

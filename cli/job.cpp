@@ -9,6 +9,7 @@
 #include "cli/commands.h"
 #include "cli/console.h"
 #include "cli/device_tensors.h"
+#include "cli/shard_exchange.h"
 #include "ring/limits.h"
 
 namespace annulus::cli {
@@ -73,6 +74,42 @@ PassReport summarise(const std::vector<RankRecord>& ranks,
   return report;
 }
 
+// What rank 0 has to know of the others. Their clocks are not ours: a pass takes as long as its
+// slowest rank, since all have met before it.
+Json to_json(const std::vector<PassRecord>& passes) {
+  Json json = Json::array();
+  for (const PassRecord& pass : passes) {
+    json.push_back({std::chrono::duration<double>(pass.end - pass.start).count(), pass.bytes});
+  }
+  return json;
+}
+
+std::vector<PassRecord> passes_from(const Json& json) {
+  std::vector<PassRecord> passes;
+  for (const Json& one : json) {
+    const std::chrono::duration<double> length(one[0].get<double>());
+    PassRecord& pass = passes.emplace_back();
+    pass.end = pass.start + std::chrono::duration_cast<Clock::duration>(length);
+    pass.bytes = one[1].get<std::int64_t>();
+  }
+  return passes;
+}
+
+void gather_records(World& world, std::vector<RankRecord>& records, JobReport& report) {
+  const auto own = static_cast<std::size_t>(world.rank());
+  const Json mine = {to_json(records[own].forward),  to_json(records[own].backward),
+                     records[own].predicted_forward, records[own].predicted_backward,
+                     report.peak_bytes[own],         report.workspace_bytes[own]};
+  const std::vector<std::string> all = world.gather(mine.dump());
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    const Json json = Json::parse(all[rank]);
+    records[rank] = {passes_from(json[0]), passes_from(json[1]), json[2].get<std::int64_t>(),
+                     json[3].get<std::int64_t>()};
+    report.peak_bytes[rank] = json[4].get<std::int64_t>();
+    report.workspace_bytes[rank] = json[5].get<std::int64_t>();
+  }
+}
+
 std::int64_t branch_state_bytes(const RingOptions& options, std::int64_t local_tokens) {
   if (!options.backward || options.mix_gradient != MixGradient::detached) return 0;
   return static_cast<std::int64_t>(options.pattern.branches.size()) * options.batch * local_tokens *
@@ -97,6 +134,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
   const double pair_flops = allowed_pairs(options.pattern, options.placement.tokens()) *
                             static_cast<double>(options.batch) * options.head_dim;
 
+  const bool by_mpi = settings.world != nullptr && settings.world->is_mpi();
   const auto body = [&](Transport& transport) {
     const int rank = transport.rank();
     const auto at = static_cast<std::size_t>(rank);
@@ -124,8 +162,12 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
     const auto seconds_of = [](const PassRecord& pass) {
       return std::chrono::duration<double>(pass.end - pass.start).count();
     };
+    const auto meet = [&] {
+      if (by_mpi) settings.world->meet();
+    };
     for (int i = 0; i < settings.repeat; ++i) {
       announce("forward", i, forward_seconds);
+      meet();
       mine.forward.push_back(record(transport, ring, settings.passes, [&] {
         const DeviceTensors& t = on_device;
         ring.forward(t.q, t.k, t.v, t.o, t.lse, kept);
@@ -134,6 +176,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
       if (!options.backward) continue;
       // 10 D operations per pair against 4 D.
       announce("backward", i, backward_seconds > 0.0 ? backward_seconds : 2.5 * forward_seconds);
+      meet();
       mine.backward.push_back(record(transport, ring, settings.passes, [&] {
         const DeviceTensors& t = on_device;
         ring.backward(t.q, t.k, t.v, t.o, t.lse, t.dout, t.dq, t.dk, t.dv, kept);
@@ -153,7 +196,18 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
       report.scratch_bytes = memory.scratch_bytes;
     }
   };
-  run_in_process(ranks, body, ring::patient_ring(options));
+  const InProcessOptions patient = ring::patient_ring(options);
+  if (by_mpi) {
+    World& world = *settings.world;
+    world.set_deadline(patient.deadline);
+    body(world.ring());
+    world.set_no_deadline();
+    gather_records(world, records, report);
+    collect_results(world, tensors);
+    if (!world.leads()) return report;
+  } else {
+    run_in_process(ranks, body, patient);
+  }
 
   report.forward = summarise(records, &RankRecord::forward, &RankRecord::predicted_forward,
                              "forward", 4.0 * pair_flops, settings.passes);

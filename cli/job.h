@@ -7,6 +7,7 @@
 
 #include "annulus/ring_attention.h"
 #include "cli/tensors.h"
+#include "cli/world.h"
 
 namespace annulus::cli {
 
@@ -42,12 +43,15 @@ struct JobSettings {
   // On every rank's thread, once its executor exists (limits have been checked then) and before the
   // first pass: fills the inputs.
   std::function<void(int rank, ThreadPool& pool)> prepare;
+  // Of an MPI job: the ring is its processes. Null: threads.
+  World* world = nullptr;
   // On the thread of rank 0: what begins now, and how long it took before (0: unknown).
   std::function<void(const std::string& phase, double expected_seconds)> on_phase;
 };
 
-// Runs forward, and backward if the options ask for it, on an in-process ring. Throws
-// VerificationError if any rank in any repetition sends other bytes than it predicted.
+// Runs forward, and backward if the options ask for it, on a ring. Throws VerificationError if any
+// rank in any repetition sends other bytes than it predicted. Of an MPI job, rank 0 then has all
+// results and the report; the other ranks have neither.
 [[nodiscard]] JobReport run_job(const RingOptions& options, JobTensors& tensors,
                                 const JobSettings& settings);
 

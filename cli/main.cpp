@@ -3,17 +3,15 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cstdio>
 #include <exception>
-#include <filesystem>
-#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "annulus/error.h"
 #include "cli/commands.h"
 #include "cli/console.h"
+#include "cli/verdict.h"
+#include "cli/world.h"
 
 namespace annulus::cli {
 namespace {
@@ -27,6 +25,7 @@ constexpr const char* kFooter = R"(Start here:
 
 Environment: ANNULUS_ISA forces an instruction set, ANNULUS_THREADS the number of threads,
              ANNULUS_CUDA_KERNELS the kernels of a GPU (portable or sm90).
+MPI:         mpirun -n 4 annulus run | verify | doctor: the ring is MPI's processes.
 Exit codes: 0 success, 1 wrong results or another failure, 2 bad arguments or files,
             3 broken ring, 4 out of memory or missing device.)";
 
@@ -38,20 +37,15 @@ bool wants_json(int argc, char** argv) {
   return false;
 }
 
-int report(const std::string& message, const char* kind, int code, bool json) {
-  std::fflush(stdout);
-  std::fprintf(stderr, "annulus: error: %s\n", message.c_str());
-  if (json) {
-    try {
-      print_json({{"error", message}, {"kind", kind}});
-    } catch (const Error&) {  // standard output is what failed
-    }
-  }
-  return code;
+// Of an MPI job, all processes see the same wrong arguments; the first one says so.
+int refuse(const std::string& message, bool json) {
+  return report(
+      {.code = kUsage, .kind = "usage", .message = message, .silent = launched().rank != 0}, json);
 }
 
 int main_in_namespace(int argc, char** argv) {
   const bool json = wants_json(argc, argv);
+  const Launch launch = launched();
   try {
     CLI::App tool("Exact dilated attention over a ring of ranks", "annulus");
     tool.set_version_flag("--version", std::string("annulus ") + ANNULUS_VERSION);
@@ -64,7 +58,7 @@ int main_in_namespace(int argc, char** argv) {
     add_bench(tool, chosen);
     add_doctor(tool, chosen);
     if (argc == 1) {
-      print(tool.help());
+      if (launch.rank == 0) print(tool.help());
       return kUsage;
     }
     const std::string command = argv[1];
@@ -74,35 +68,27 @@ int main_in_namespace(int argc, char** argv) {
     }
     if (!command.starts_with('-') &&
         std::find(names.begin(), names.end(), command) == names.end()) {
-      return report(
+      return refuse(
           fmt::format("there is no command '{}', expected one of {}; see 'annulus --help'", command,
                       fmt::join(names, ", ")),
-          "usage", kUsage, json);
+          json);
     }
     try {
       tool.parse(argc, argv);
     } catch (const CLI::ParseError& error) {
-      if (error.get_exit_code() == 0) return tool.exit(error);  // --help, --version
+      if (error.get_exit_code() == 0) return launch.rank == 0 ? tool.exit(error) : kOk;  // --help
       const std::string help = command.starts_with('-') ? "annulus" : "annulus " + command;
-      return report(std::string(error.what()) + "; see '" + help + " --help'", "usage", kUsage,
-                    json);
+      return refuse(std::string(error.what()) + "; see '" + help + " --help'", json);
+    }
+    if (launch.size > 1 && (command == "plan" || command == "bench")) {
+      return refuse(
+          fmt::format("'annulus {}' is for one process, found {}: start it without mpirun", command,
+                      launch.size),
+          json);
     }
     return chosen();
-  } catch (const ConfigError& error) {
-    return report(error.what(), "config", kUsage, json);
-  } catch (const std::filesystem::filesystem_error& error) {
-    return report(error.what(), "config", kUsage, json);
-  } catch (const TransportError& error) {
-    return report(error.what(), "transport", kTransport, json);
-  } catch (const DeviceError& error) {
-    return report(error.what(), "device", kDevice, json);
-  } catch (const std::bad_alloc&) {
-    return report("out of memory: use a shorter sequence, fewer heads or a 16-bit --dtype",
-                  "device", kDevice, json);
-  } catch (const VerificationError& error) {
-    return report(error.what(), "verification", kFailed, json);
-  } catch (const std::exception& error) {
-    return report(error.what(), "internal", kFailed, json);
+  } catch (...) {
+    return report(verdict_of(std::current_exception()), json);
   }
 }
 

@@ -177,10 +177,7 @@ void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
 
 void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Ring";
-  command.add_option("--ranks", flags.ranks, "Ranks of the ring (default 4)")
-      ->check(whole_number(1, 4096))
-      ->type_name("P")
-      ->group(group);
+  add_ranks_flag(command, flags, "Ranks of the ring (default 4)", 4096)->group(group);
   add_choice(command, "--placement", flags.placement,
              {"contiguous", "zigzag", "striped", "hilbert"},
              "Which rank holds which tokens (default contiguous)")
@@ -201,6 +198,19 @@ void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
       ->type_name("COLS")
       ->group(group);
   add_flags_of(ring::Topic::ring, command, flags, group);
+}
+
+CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::string& help,
+                            int most) {
+  return command.add_option("--ranks", flags.ranks, help)
+      ->check(whole_number(1, most))
+      ->each([&flags](const std::string&) { flags.given.insert("ranks"); })
+      ->type_name("P");
+}
+
+CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags) {
+  return add_choice(command, "--transport", flags.transport, {"mpi", "in-process"},
+                    "Ranks are MPI's processes (default under mpirun) or threads");
 }
 
 void add_limit_flags(CLI::App& command, ProblemFlags& flags) {

@@ -40,7 +40,8 @@ struct ProblemFlags {
   std::optional<std::int64_t> heads;
   std::uint64_t seed = 1;
   // ring
-  int ranks = 4;
+  std::string transport;  // empty: mpi where mpirun has started this process, else in-process
+  int ranks = 4;          // of an MPI job: its processes
   std::string placement = "contiguous";
   std::int64_t align = 1;      // contiguous only
   std::int64_t grid_rows = 0;  // hilbert only; 0: the squarest grid
@@ -56,6 +57,9 @@ struct ProblemFlags {
 void add_pattern_flags(CLI::App& command, ProblemFlags& flags);
 void add_shape_flags(CLI::App& command, ProblemFlags& flags);
 void add_ring_flags(CLI::App& command, ProblemFlags& flags);
+CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::string& help,
+                            int most);
+CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags);
 void add_limit_flags(CLI::App& command, ProblemFlags& flags);
 void add_execution_flags(CLI::App& command, ProblemFlags& flags);
 // One option of an executor alone, by its name in the list.

@@ -6,6 +6,7 @@
 
 #include "annulus/ring_attention.h"
 #include "cli/tensors.h"
+#include "cli/world.h"
 
 namespace annulus::cli {
 
@@ -35,8 +36,9 @@ class OracleCheck {
     std::string kernels;                // that ran
   };
 
-  // Everything in `options` that describes the problem counts; its placement only by its tokens.
-  OracleCheck(const RingOptions& options, std::uint64_t seed);
+  // Everything in `options` that describes the problem counts; its placement only by its tokens. Of
+  // an MPI job (world), only rank 0 knows what is right and gives deviations.
+  OracleCheck(const RingOptions& options, std::uint64_t seed, World* world = nullptr);
 
   // Runs the problem on the ring that `options` describe: they must agree with the constructor's in
   // all but placement, schedule, and how things travel.
@@ -52,6 +54,7 @@ class OracleCheck {
                                          const RingTensor& found, const Expected& expected);
 
   std::uint64_t seed_;
+  World* world_;
   Expected o_, lse_, dq_, dk_, dv_;
 };
 

@@ -15,7 +15,9 @@
 #include "cli/limits.h"
 #include "cli/options.h"
 #include "cli/sample_check.h"
+#include "cli/shard_exchange.h"
 #include "cli/tensor_files.h"
+#include "cli/world.h"
 #include "plan/plan_text.h"
 
 namespace annulus::cli {
@@ -32,6 +34,8 @@ constexpr const char* kExamples = R"(Examples:
       q.npy, k.npy, v.npy, do.npy from data; o, lse, dq, dk, dv.npy into results
   annulus run --device cuda --tokens 256k --dtype bf16 --repeat 5
       on a GPU: all ranks share it, and tensors are copied there before and back afterwards
+  mpirun -n 4 annulus run --input data --output results
+      the ring is four processes: rank 0 reads, writes and prints
   annulus run --tokens 64k --reproducible --json | jq .forward_gflops
       one JSON object for scripts
 
@@ -52,6 +56,7 @@ struct Result {
   RingOptions options;
   ChosenLimits limits;
   DeviceFacts device;
+  std::string transport;
   JobReport job;
   SampledErrors errors;
   std::vector<std::string> removed;  // files of an earlier run
@@ -82,8 +87,9 @@ void print_table(const RunFlags& flags, const Result& result) {
                    flags.input.empty() ? fmt::format("synthetic (seed {})", flags.problem.seed)
                                        : "from " + flags.input));
   fact("ring",
-       fmt::format("{} rank{}, {}, schedule {}{}{}", placement.ranks(),
-                   placement.ranks() == 1 ? "" : "s", placement.name(), name_of(job.schedule),
+       fmt::format("{} rank{}{}, {}, schedule {}{}{}", placement.ranks(),
+                   placement.ranks() == 1 ? "" : "s", result.transport == "mpi" ? " over MPI" : "",
+                   placement.name(), name_of(job.schedule),
                    options.reproducible ? ", reproducible" : "",
                    backward && placement.ranks() > 1
                        ? fmt::format(", {} travel in backward", name_of(job.backward_travel))
@@ -167,6 +173,7 @@ Json to_json(const RunFlags& flags, const Result& result) {
                             {"dv", number(errors.dv)},
                             {"lse_absolute", number(errors.lse)},
                             {"nonfinite_rows", errors.nonfinite_rows}};
+  json["transport"] = result.transport;
   json["schedule"] = name_of(job.schedule);
   json["backward_travel"] = name_of(job.backward_travel);
   add_device(json, result.device);
@@ -186,45 +193,87 @@ Json to_json(const RunFlags& flags, const Result& result) {
   return json;
 }
 
-int run(const RunFlags& flags) {
-  // What cannot run is found before any work is done.
-  const DeviceFacts device = device_facts(flags.problem.options.device);
-  const bool backward = flags.problem.options.backward;
-  std::optional<InputFiles> files;
-  if (!flags.input.empty()) files = inspect_inputs(flags.input, backward, flags.problem);
-  if (!flags.output.empty()) check_output_folder(flags.output, backward);
-  const Shape shape = files ? files->shape : shape_from(flags.problem);
-  const DType dtype =
-      files && !flags.problem.has("dtype") ? files->dtype : flags.problem.options.dtype;
+// What rank 0 learns from files and its machine, and all ranks have to know.
+struct Setup {
+  std::optional<InputFiles> files;  // on rank 0
+  Shape shape;
+  DType dtype = DType::f32;
+  ChosenLimits limits;
+};
 
-  const ChosenLimits limits = choose_limits(flags.problem, shape, dtype, backward);
-  Result result{.options = ring_options_from(flags.problem, shape, dtype),
-                .limits = limits,
+// What cannot run is found before any work is done.
+Setup set_up(World& world, const RunFlags& flags) {
+  const bool backward = flags.problem.options.backward;
+  Setup setup;
+  const std::string shared = world.share([&] {
+    if (!flags.input.empty()) setup.files = inspect_inputs(flags.input, backward, flags.problem);
+    if (!flags.output.empty()) check_output_folder(flags.output, backward);
+    const Shape shape = setup.files ? setup.files->shape : shape_from(flags.problem);
+    const DType dtype = setup.files && !flags.problem.has("dtype") ? setup.files->dtype
+                                                                   : flags.problem.options.dtype;
+    const ChosenLimits limits = choose_limits(flags.problem, shape, dtype, backward);
+    return Json{shape.batch,
+                shape.tokens,
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                static_cast<int>(dtype),
+                limits.limits.qkv_elements,
+                limits.limits.communication_bytes,
+                limits.origin}
+        .dump();
+  });
+  const Json json = Json::parse(shared);
+  setup.shape = {.batch = json[0].get<std::int64_t>(),
+                 .tokens = json[1].get<std::int64_t>(),
+                 .heads = json[2].get<int>(),
+                 .kv_heads = json[3].get<int>(),
+                 .head_dim = json[4].get<int>()};
+  setup.dtype = static_cast<DType>(json[5].get<int>());
+  setup.limits.limits.qkv_elements = json[6].get<std::int64_t>();
+  setup.limits.limits.communication_bytes = json[7].get<std::int64_t>();
+  setup.limits.origin = json[8].get<std::string>();
+  return setup;
+}
+
+int run(World& world, const RunFlags& flags) {
+  const DeviceFacts device = device_facts(flags.problem.options.device);
+  const Setup setup = set_up(world, flags);
+  const bool from_files = !flags.input.empty();
+  Result result{.options = ring_options_from(flags.problem, setup.shape, setup.dtype),
+                .limits = setup.limits,
                 .device = device,
+                .transport = world.name(),
                 .job = {},
                 .errors = {},
                 .removed = {}};
   RingOptions& options = result.options;
-  options.limits = limits.limits;
+  options.limits = setup.limits.limits;
 
-  Progress progress(flags.progress);
+  Progress progress(flags.progress && world.leads());
   JobTensors tensors(options);
-  if (files) {
+  if (from_files) {
     progress.phase("reading " + flags.input);
-    read_inputs(*files, tensors);
+    if (setup.files) read_inputs(*setup.files, tensors);
+    send_inputs(world, tensors);
   } else {
     progress.phase("planning, and generating data");
   }
   JobSettings settings;
+  settings.world = &world;
   settings.repeat = flags.repeat;
   settings.prepare = [&](int rank, ThreadPool& pool) {
-    if (!files) fill_synthetic(tensors, rank, flags.problem.seed, pool);
+    if (!from_files) fill_synthetic(tensors, rank, flags.problem.seed, pool);
     touch_outputs(tensors, rank, pool);
   };
   settings.on_phase = [&](const std::string& phase, double expected) {
     progress.phase(phase, expected);
   };
   result.job = run_job(options, tensors, settings);
+  if (!world.leads()) return kOk;
+  for (int rank = 1; world.is_mpi() && !from_files && rank < options.placement.ranks(); ++rank) {
+    fill_synthetic(tensors, rank, flags.problem.seed, *ThreadPool::of(options.threads));
+  }
   progress.phase("comparing sampled rows with the definition");
   result.errors = check_sampled_rows(options, tensors, *ThreadPool::of(options.threads));
   if (const std::string complaint = result.errors.complaint(); !complaint.empty()) {
@@ -281,9 +330,15 @@ void add_run(CLI::App& tool, Action& chosen) {
   add_pattern_flags(*command, flags->problem);
   add_shape_flags(*command, flags->problem);
   add_ring_flags(*command, flags->problem);
+  add_transport_flag(*command, flags->problem)->group("Ring");
   add_limit_flags(*command, flags->problem);
   command->footer(kExamples);
-  command->callback([flags, &chosen] { chosen = [flags] { return run(*flags); }; });
+  command->callback([flags, &chosen] {
+    chosen = [flags] {
+      World world(flags->problem);
+      return world.run([&] { return run(world, *flags); });
+    };
+  });
 }
 
 }  // namespace annulus::cli

@@ -16,6 +16,7 @@
 #include "cli/device_facts.h"
 #include "cli/options.h"
 #include "cli/oracle_check.h"
+#include "cli/world.h"
 
 namespace annulus::cli {
 namespace {
@@ -29,6 +30,8 @@ constexpr const char* kExamples = R"(Examples:
       only configurations whose names contain all of these
   ANNULUS_ISA=avx2 annulus verify
       the kernels of another instruction set
+  mpirun -n 4 annulus verify
+      on the ring of four processes
   annulus verify --device cuda
       on a GPU, where special kernels and portable ones both fit with either
 
@@ -43,7 +46,7 @@ struct VerifyFlags {
   bool progress = false;
   std::uint64_t seed = 1;
   std::vector<std::string> filters;
-  ProblemFlags execution;  // threads and device
+  ProblemFlags execution;  // threads, device, transport
 };
 
 struct Problem {
@@ -115,7 +118,7 @@ std::vector<Problem> all_problems() {
   return problems;
 }
 
-std::vector<Ring> all_rings() {
+std::vector<Ring> all_rings(const std::vector<int>& sizes) {
   struct Movement {
     const char* name;
     Schedule schedule;
@@ -129,7 +132,7 @@ std::vector<Ring> all_rings() {
       {"reproducible", Schedule::automatic, true, BackwardTravel::automatic},
   };
   std::vector<Ring> rings;
-  for (const int ranks : {1, 2, 3, 5, 8}) {
+  for (const int ranks : sizes) {
     for (const char* placement : {"contiguous", "zigzag", "striped", "hilbert"}) {
       for (const Movement& movement : kMovements) {
         rings.push_back({.name = fmt::format("ranks{}_{}_{}", ranks, placement, movement.name),
@@ -168,8 +171,8 @@ bool matches(const std::string& name, const std::vector<std::string>& filters) {
 }
 
 // The kernels that ran; empty: none did.
-std::string check(const OracleCheck& oracle, const std::string& name, const RingOptions& options,
-                  Summary& summary) {
+std::string check(const World& world, const OracleCheck& oracle, const std::string& name,
+                  const RingOptions& options, Summary& summary) {
   ++summary.configurations;
   std::string reason;
   std::string kernels;
@@ -189,7 +192,12 @@ std::string check(const OracleCheck& oracle, const std::string& name, const Ring
       reason += fmt::format("{}{} off by {:.2e}, at most {:.2e}", reason.empty() ? "" : "; ",
                             deviation.tensor, deviation.found, deviation.allowed);
     }
+  } catch (const ConfigError& error) {  // on all ranks
+    reason = error.what();
+  } catch (const VerificationError& error) {  // rank 0 has seen it, when all others were done
+    reason = error.what();
   } catch (const std::exception& error) {  // of whatever kind: it is this configuration's failure
+    if (world.is_mpi()) throw;             // processes would go on with different ones
     reason = error.what();
   }
   if (!reason.empty()) summary.failures.push_back({name, reason});
@@ -211,10 +219,12 @@ class PortableKernels {
 constexpr std::size_t kQuickRings = 5;
 constexpr std::size_t kQuickStride = 23;
 
-Summary verify_all(const VerifyFlags& flags, const DeviceFacts& device, Progress& progress) {
+Summary verify_all(World& world, const VerifyFlags& flags, const DeviceFacts& device,
+                   Progress& progress) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<Problem> problems = all_problems();
-  const std::vector<Ring> rings = all_rings();
+  const std::vector<Ring> rings = all_rings(world.is_mpi() ? std::vector<int>{flags.execution.ranks}
+                                                           : std::vector<int>{1, 2, 3, 5, 8});
   const int threads = flags.execution.options.threads;
   const bool forced = !device.on_cpu() && !forced_cuda_kernels().empty();
   const auto pool = ThreadPool::of(threads);  // kept from one ring to the next
@@ -238,13 +248,15 @@ Summary verify_all(const VerifyFlags& flags, const DeviceFacts& device, Progress
         ++summary.left_out;
         continue;
       }
-      if (oracle == nullptr) oracle = std::make_unique<OracleCheck>(problem.options, flags.seed);
-      const std::string kernels = check(*oracle, name, options, summary);
+      if (oracle == nullptr) {
+        oracle = std::make_unique<OracleCheck>(problem.options, flags.seed, &world);
+      }
+      const std::string kernels = check(world, *oracle, name, options, summary);
       if (device.on_cpu() || forced || device.kernels == "portable" || kernels == "portable") {
         continue;
       }
       const PortableKernels portable;
-      check(*oracle, name + " (portable kernels)", options, summary);
+      check(world, *oracle, name + " (portable kernels)", options, summary);
     }
   }
   summary.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
@@ -304,17 +316,17 @@ Json to_json(const VerifyFlags& flags, const DeviceFacts& device, const Summary&
   return json;
 }
 
-int verify(const VerifyFlags& flags) {
+int verify(World& world, const VerifyFlags& flags) {
   const DeviceFacts device = device_facts(flags.execution.options.device);
-  Progress progress(flags.progress);
-  const Summary summary = verify_all(flags, device, progress);
+  Progress progress(flags.progress && world.leads());
+  const Summary summary = verify_all(world, flags, device, progress);
   progress.finish();
   if (summary.configurations == 0) {
     throw ConfigError("--filter: no configuration has a name that contains all of them");
   }
-  if (flags.json) {
+  if (world.leads() && flags.json) {
     print_json(to_json(flags, device, summary));
-  } else {
+  } else if (world.leads()) {
     print_summary(device, summary);
   }
   return summary.failures.empty() ? kOk : kFailed;
@@ -339,7 +351,13 @@ void add_verify(CLI::App& tool, Action& chosen) {
   add_option_flag(*command, flags->execution, "threads");
   add_option_flag(*command, flags->execution, "device");
   command->footer(kExamples);
-  command->callback([flags, &chosen] { chosen = [flags] { return verify(*flags); }; });
+  add_transport_flag(*command, flags->execution);
+  command->callback([flags, &chosen] {
+    chosen = [flags] {
+      World world(flags->execution);
+      return world.run([&] { return verify(world, *flags); });
+    };
+  });
 }
 
 }  // namespace annulus::cli

@@ -14,6 +14,6 @@ function(annulus_layer name)
   # Kernels are compiled like everything else: Highway's foreach_target switches instruction sets inside a file. An -march
   # flag for a whole file would leak into inline functions that the linker may then pick for baseline code.
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/${name}/*.cpp")
-  list(FILTER sources EXCLUDE REGEX "/kernels/cuda/")  # annulus_cuda_sources adds what can be built
+  list(FILTER sources EXCLUDE REGEX "/kernels/cuda/|/transport/mpi")  # annulus_cuda_sources, annulus_mpi_sources add what can be built
   target_sources(annulus PRIVATE ${sources})
 endfunction()

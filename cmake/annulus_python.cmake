@@ -28,6 +28,8 @@ annulus_warnings(annulus_python)
 # Python's process has already. Found on a machine of the second kind: std::ifstream crashed, half of it ours, half PyTorch's.
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   target_link_options(annulus_python PRIVATE "LINKER:--exclude-libs,ALL")
+  # The module makes no MPI transport: it must not load MPI, either.
+  target_link_options(annulus_python PRIVATE "LINKER:--as-needed")
 endif()
 
 nanobind_add_stub(annulus_python_stub

@@ -29,6 +29,7 @@ PUBLIC_HEADERS = {
     "cuda.h": "kernels",
     "transport.h": "transport",
     "in_process.h": "transport",
+    "mpi.h": "transport",
     "ring_check.h": "transport",
     "ring_attention.h": "ring",
 }

@@ -9,7 +9,7 @@
 set -eu
 
 packages="build-essential cmake ninja-build libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libgtest-dev
-  libbenchmark-dev python3 python3-dev python3-venv"
+  libbenchmark-dev libopenmpi-dev openmpi-bin python3 python3-dev python3-venv"
 for argument in "$@"; do
   case "$argument" in
     --lint) packages="$packages clang-format clang-tidy" ;;
@@ -27,6 +27,7 @@ setup: this is not a Debian-like system (no apt-get). Install these yourself, th
   a C++20 compiler (GCC 12 or Clang 15 and newer), CMake 3.25 or newer, Ninja, Python 3.10 or newer with its headers
   libraries with their headers: Highway 1.0, fmt 9
   for the tool CLI11 2 and nlohmann-json 3, for the tests GoogleTest, for the benchmarks Google Benchmark
+  for rings of processes an MPI with its headers and mpirun (Open MPI or MPICH)
   for 'make lint' clang-format and clang-tidy 14
 TEXT
   exit 1

@@ -1,7 +1,6 @@
 #include "annulus/in_process.h"
 
 #include <chrono>
-#include <cmath>
 #include <memory>
 #include <span>
 #include <string>
@@ -10,6 +9,7 @@
 
 #include "annulus/error.h"
 #include "transport/in_process_ring.h"
+#include "transport/message_check.h"
 #include "transport/rank_prefix.h"
 
 namespace annulus {
@@ -67,7 +67,7 @@ class InProcessTransport final : public Transport {
   bool reaches(const Device&) const override { return true; }
 
   std::unique_ptr<Ticket> post(std::span<const Message> messages, const Event& after) override {
-    for (const Message& message : messages) check(message);
+    for (const Message& message : messages) check_message(message, rank_, ring_->size);
     auto ticket = std::make_unique<InProcessTicket>();
     for (const Message& message : messages) {
       auto transfer = std::make_unique<Transfer>(ring_, rank_, message, after, deadline_);
@@ -82,11 +82,7 @@ class InProcessTransport final : public Transport {
   Health health() const override { return ring_->health(rank_); }
 
   void set_deadline(std::chrono::milliseconds deadline) override {
-    if (deadline.count() <= 0) {
-      throw ConfigError(rank_prefix(rank_, ring_->size) +
-                        "Transport::set_deadline: the deadline is " +
-                        std::to_string(deadline.count()) + " ms, expected more than 0");
-    }
+    check_deadline(deadline, rank_prefix(rank_, ring_->size) + "Transport::set_deadline");
     deadline_ = deadline;
   }
 
@@ -108,25 +104,6 @@ class InProcessTransport final : public Transport {
   }
 
  private:
-  void check(const Message& message) const {
-    const auto fail = [&](const std::string& what) {
-      throw ConfigError(rank_prefix(rank_, ring_->size) + "Transport::post (" +
-                        (message.way == Way::send ? "send" : "receive") + "): " + what);
-    };
-    if (message.peer < 0 || message.peer >= ring_->size) {
-      fail("peer is " + std::to_string(message.peer) + ", expected 0.." +
-           std::to_string(ring_->size - 1));
-    }
-    if (message.region == nullptr) fail("a message without a region: expose its memory first");
-    const std::int64_t region_bytes = message.region->bytes;
-    // Not offset + bytes, which may overflow.
-    if (message.offset < 0 || message.bytes < 0 || message.offset > region_bytes ||
-        message.bytes > region_bytes - message.offset) {
-      fail(std::to_string(message.bytes) + " bytes at " + std::to_string(message.offset) +
-           " of a region of " + std::to_string(region_bytes) + ", expected a part of it");
-    }
-  }
-
   const std::shared_ptr<Ring> ring_;
   const int rank_;
   std::chrono::milliseconds deadline_;
@@ -136,14 +113,8 @@ std::shared_ptr<Ring> make_ring(int ranks, const InProcessOptions& options) {
   if (ranks < 1) {
     throw ConfigError("in-process ring: " + std::to_string(ranks) + " ranks, expected at least 1");
   }
-  if (options.deadline.count() <= 0) {
-    throw ConfigError("in-process ring: the deadline is " +
-                      std::to_string(options.deadline.count()) + " ms, expected more than 0");
-  }
-  if (!(options.bytes_per_second >= 0) || std::isinf(options.bytes_per_second)) {
-    throw ConfigError("in-process ring: bytes_per_second is " +
-                      std::to_string(options.bytes_per_second) + ", expected 0 (no limit) or more");
-  }
+  check_deadline(options.deadline, "in-process ring");
+  check_rate(options.bytes_per_second, "in-process ring");
   return std::make_shared<Ring>(ranks, options);
 }
 

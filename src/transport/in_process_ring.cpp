@@ -5,16 +5,10 @@
 #include <exception>
 #include <utility>
 
+#include "transport/message_check.h"
 #include "transport/rank_prefix.h"
 
 namespace annulus::in_process {
-namespace {
-
-// now() + milliseconds::max() overflows; nobody waits longer than this.
-constexpr std::chrono::milliseconds kLongestDeadline = std::chrono::hours(24 * 365);
-
-}  // namespace
-
 void TransferQueue::push_back(Transfer& transfer) {
   transfer.previous_ = last;
   (last != nullptr ? last->next_ : first) = &transfer;

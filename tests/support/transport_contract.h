@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "annulus/in_process.h"
 #include "annulus/transport.h"
 #include "support/transport_checks.h"
 
@@ -28,6 +29,9 @@ struct TransportMaker {
   std::function<Ring(int ranks, milliseconds deadline)> make;
   // It moves the memory of queues by their copies: wait(queue) does not wait for the device.
   bool by_queues = false;
+  // Of rings whose other ranks are elsewhere, which have no `make`: the body on this process's rank
+  // of a ring of that many. Only tests that look at one end can use it.
+  std::function<void(int ranks, const std::function<void(Transport&)>& body)> run = {};
 };
 inline void PrintTo(const TransportMaker& maker, std::ostream* out) { *out << maker.name; }
 inline std::string name_of_maker(const testing::TestParamInfo<TransportMaker>& info) {
@@ -38,6 +42,14 @@ class TransportContract : public testing::TestWithParam<TransportMaker> {
  protected:
   static Ring make(int ranks, milliseconds deadline = milliseconds(60'000)) {
     return GetParam().make(ranks, deadline);
+  }
+  // The body on every rank of a ring.
+  static void run(int ranks, const std::function<void(Transport&)>& body) {
+    if (GetParam().run) {
+      GetParam().run(ranks, body);
+    } else {
+      run_in_process(make(ranks), body);
+    }
   }
   static int next(const Transport& transport) { return (transport.rank() + 1) % transport.size(); }
   static int previous(const Transport& transport) {

@@ -11,7 +11,6 @@
 #include <span>
 #include <vector>
 
-#include "annulus/in_process.h"
 #include "annulus/ring_check.h"
 #include "support/transport_contract.h"
 
@@ -20,7 +19,7 @@ namespace annulus::test {
 
 TEST_P(TransportContract, EveryPairOfRanksExchangesBlocks) {
   for (const int ranks : {1, 2, 3, 8}) {
-    run_in_process(make(ranks), [&](Transport& transport) {
+    run(ranks, [&](Transport& transport) {
       EXPECT_EQ(transport.size(), ranks);
       EXPECT_FALSE(transport.name().empty());
       const auto size = [](int from, int to) {
@@ -52,7 +51,7 @@ TEST_P(TransportContract, EveryPairOfRanksExchangesBlocks) {
 }
 
 TEST_P(TransportContract, MessagesOfOneTagKeepTheirOrder) {
-  run_in_process(make(3), [](Transport& transport) {
+  run(3, [](Transport& transport) {
     constexpr int kMessages = 50;
     std::vector<int> out(kMessages);
     std::iota(out.begin(), out.end(), 1000 * transport.rank());
@@ -71,7 +70,7 @@ TEST_P(TransportContract, MessagesOfOneTagKeepTheirOrder) {
 }
 
 TEST_P(TransportContract, TagsAreIndependent) {
-  run_in_process(make(2), [](Transport& transport) {
+  run(2, [](Transport& transport) {
     constexpr std::uint32_t kTags = 300;
     std::vector<std::uint32_t> tags(kTags);
     std::iota(tags.begin(), tags.end(), 0xffffff00U);  // wraps around: every tag value is allowed
@@ -95,7 +94,7 @@ TEST_P(TransportContract, TagsAreIndependent) {
 // All to all from and into parts of two exposed regions, in one batch.
 TEST_P(TransportContract, BatchesMixSendsAndReceives) {
   for (const int ranks : {1, 3}) {
-    run_in_process(make(ranks), [&](Transport& transport) {
+    run(ranks, [&](Transport& transport) {
       constexpr std::int64_t kBytes = 40;
       Bytes out = block(static_cast<std::size_t>(kBytes * ranks), transport.rank());
       Bytes in(out.size() + 1, std::byte{0x55});
@@ -120,7 +119,7 @@ TEST_P(TransportContract, BatchesMixSendsAndReceives) {
 
 // Rank 1 sends what rank 0 awaits first only after it has heard of what rank 0 posted second.
 TEST_P(TransportContract, BatchesProgressIndependently) {
-  run_in_process(make(2), [](Transport& transport) {
+  run(2, [](Transport& transport) {
     Bytes first(1000);
     const Bytes second = block(1000, 2);
     if (transport.rank() == 0) {
@@ -140,7 +139,7 @@ TEST_P(TransportContract, BatchesProgressIndependently) {
 }
 
 TEST_P(TransportContract, MessagesMayBeEmpty) {
-  run_in_process(make(2), [](Transport& transport) {
+  run(2, [](Transport& transport) {
     const int peer = 1 - transport.rank();
     const Region nothing;
     const Message batch[] = {{Way::send, peer, 1, &nothing, 0, 0},
@@ -153,20 +152,22 @@ TEST_P(TransportContract, MessagesMayBeEmpty) {
 }
 
 TEST_P(TransportContract, RankSendsToItself) {
-  const Ring ring = make(3);
-  Bytes in(100);
-  const Bytes out = block(100, 1);
-  const auto receive = ring[1]->receive(1, 0, in);
-  const auto send = ring[1]->send(1, 0, out);
-  receive->wait();
-  send->wait();
-  send->wait();  // again: nothing changes
-  EXPECT_EQ(in, out);
+  run(3, [](Transport& transport) {
+    const int self = transport.rank();
+    Bytes in(100);
+    const Bytes out = block(100, self);
+    const auto receive = transport.receive(self, 0, in);
+    const auto send = transport.send(self, 0, out);
+    receive->wait();
+    send->wait();
+    send->wait();  // again: nothing changes
+    EXPECT_EQ(in, out);
+  });
 }
 
 TEST_P(TransportContract, CountersMatchTheMessagesThatCompleted) {
   for (const int ranks : {1, 3}) {
-    run_in_process(make(ranks), [](Transport& transport) {
+    run(ranks, [](Transport& transport) {
       std::uint64_t total = 0;
       for (const std::size_t size : {0U, 1U, 1000U, 70'000U}) {
         const Bytes out(size);
@@ -189,7 +190,7 @@ TEST_P(TransportContract, CountersMatchTheMessagesThatCompleted) {
 
 TEST_P(TransportContract, RingCheckPasses) {
   for (const int ranks : {1, 2, 5}) {
-    run_in_process(make(ranks), [](Transport& transport) {
+    run(ranks, [](Transport& transport) {
       for (const std::size_t bytes : {std::size_t{4096}, std::size_t{1}, std::size_t{0}}) {
         const RingCheck check = check_ring(transport, bytes);
         EXPECT_TRUE(check.forward_ok) << check.detail;
@@ -204,7 +205,7 @@ TEST_P(TransportContract, RingCheckPasses) {
 // seventh round a receive that is given up again. 1,000 messages of every rank.
 TEST_P(TransportContract, ThousandMessagesDeliverEveryByte) {
   for (const int ranks : {2, 3, 8}) {
-    run_in_process(make(ranks), [](Transport& transport) {
+    run(ranks, [](Transport& transport) {
       constexpr int kSteps = 500;
       const auto size = [](int step) { return static_cast<std::size_t>(step * 37 % 2048); };
       Bytes out[2];

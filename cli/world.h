@@ -1,0 +1,60 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "annulus/transport.h"
+#include "cli/options.h"
+#include "cli/verdict.h"
+
+namespace annulus::cli {
+
+// What mpirun and its relatives tell the processes that they start.
+struct Launch {
+  bool by_mpi = false;
+  int rank = 0;
+  int size = 1;
+  int size_here = 1;  // processes of the job on this machine
+};
+[[nodiscard]] Launch launched();
+
+// Who takes part in a command: this process alone, whose rings are threads, or all processes of an
+// MPI job, which are the ring. Then rank 0 reads, writes and prints, and the others are silent.
+class World {
+ public:
+  // As the flags or the launcher say. Sets the number of ranks and, unless they are given, that of
+  // threads. Collective in an MPI job.
+  explicit World(ProblemFlags& flags);
+
+  [[nodiscard]] bool is_mpi() const { return ring_ != nullptr; }
+  [[nodiscard]] const char* name() const { return is_mpi() ? "mpi" : "in-process"; }
+  [[nodiscard]] int rank() const { return is_mpi() ? ring_->rank() : 0; }
+  [[nodiscard]] bool leads() const { return rank() == 0; }
+  [[nodiscard]] Transport& ring() { return *ring_; }  // of an MPI job
+
+  // The command on every rank. Whatever goes wrong on any of them ends it on all, with the same
+  // exit code, and is told once.
+  int run(const std::function<int()>& command);
+
+  // What rank 0's `make` returns, on all ranks.
+  [[nodiscard]] std::string share(const std::function<std::string()>& make);
+  // By rank, on rank 0; elsewhere empty.
+  [[nodiscard]] std::vector<std::string> gather(const std::string& text);
+  void meet();  // returns when every rank has come
+
+  // Deadlines are for passes. Otherwise ranks wait for rank 0, which may read for an hour.
+  void set_deadline(std::chrono::milliseconds deadline);
+  void set_no_deadline();
+
+ private:
+  [[nodiscard]] Verdict agree_on(const Verdict& mine);
+
+  std::unique_ptr<Transport> ring_;  // null: threads
+  // Only for what ranks say when they are done, which they can also when the ring is broken.
+  std::unique_ptr<Transport> verdicts_;
+};
+
+}  // namespace annulus::cli

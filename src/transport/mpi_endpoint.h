@@ -1,0 +1,155 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/transport.h"
+#include "transport/mpi_mail.h"
+
+// One rank's end of a ring over MPI. MPI matches messages by itself, but it neither tells a sender
+// that the receive has another size nor takes messages back, and its tags are short. So it only
+// carries packets, and matching is done here, by the sender: a receive announces itself with a
+// note, the send that it meets answers with its bytes, which then always have a place to go.
+//
+// Progress. MPI moves bytes only while somebody is in one of its calls. Whoever waits polls; while
+// the caller computes, a thread does, less and less often where nothing happens (20 us to 1 ms),
+// and 50 times a second while nothing is under way, to hear of an abort. The thread sleeps in
+// between: a core that spins is one that does not compute.
+//
+// Locks: one, which is held during polls and the copies that they make. Calling a transfer off
+// takes it, so nothing is copied afterwards.
+namespace annulus::mpi {
+
+using Clock = std::chrono::steady_clock;
+
+enum class Outcome : std::uint8_t {
+  pending,  // its partner has not been heard of
+  moving,   // packets are under way
+  done,     // this and all below are final
+  timed_out,
+  size_mismatch,
+  ended,  // the transport was aborted, or MPI failed
+  peer_left,
+  broken,  // an earlier message between the two ranks was lost, so order can no longer be kept
+  cancelled,
+};
+
+// One message of this side.
+struct Transfer {
+  Transfer(const Message& message, std::chrono::milliseconds deadline_length);
+
+  [[nodiscard]] bool open() const { return outcome <= Outcome::moving; }
+
+  bool sends;
+  int peer;
+  std::uint32_t tag;
+  std::byte* data;
+  std::size_t bytes;
+  std::chrono::milliseconds deadline_length;
+  Clock::time_point deadline;
+  Outcome outcome = Outcome::cancelled;  // not yet posted
+  std::uint64_t id = 0;                  // of the receive, given by its rank
+  std::size_t packets;                   // at least one, which may be empty
+  std::size_t packets_begun = 0;         // sends: copied out of the caller's memory
+  std::size_t packets_moved = 0;
+  std::size_t partner_bytes = 0;  // with size_mismatch
+};
+
+class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Mail::Reader {
+ public:
+  // Starts the thread, which keeps the endpoint until everybody has left.
+  static std::shared_ptr<Endpoint> make(std::shared_ptr<Communicator> communicator, int rank,
+                                        double bytes_per_second = 0);
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return size_; }
+
+  void post(std::span<Transfer> batch);
+  void wait(Transfer& transfer);
+  void call_off(Transfer& transfer) noexcept;
+  void abort(const std::string& reason) noexcept;
+  [[nodiscard]] Health health();
+  [[nodiscard]] TransportCounters counters() const;
+  void count(const TransportCounters& moved);
+
+  // Nothing more is posted. Returns at once.
+  void leave();
+  // Waits until every rank has left, then until the thread has ended. False: some rank has not.
+  [[nodiscard]] bool finish(Clock::time_point until);
+
+ private:
+  struct Ready {
+    std::uint32_t tag;
+    std::uint64_t id;
+    std::size_t bytes;
+  };
+  struct Channel {
+    std::deque<Transfer*> sends;  // pending ones
+    std::deque<Ready> receives;   // of the other side, which wait for their sends
+    std::string broken;           // not empty: nothing passes any more
+    std::uint64_t packets_sent = 0;
+    std::uint64_t packets_received = 0;
+    std::optional<std::uint64_t> leaves_after;  // packets
+    [[nodiscard]] bool left() const { return leaves_after && packets_received >= *leaves_after; }
+  };
+
+  Endpoint(std::shared_ptr<Communicator> communicator, int rank, double bytes_per_second);
+  void run();
+
+  // All of these want mutex_.
+  void on_note(const Header& header, std::string_view text) override;
+  void on_data(const Header& header, std::span<const std::byte> bytes) override;
+  void on_sent(void* owner) override;
+  bool poll() noexcept;
+  bool send_packets();
+  void match(Transfer& send, const Ready& receive);
+  void conclude(Transfer& transfer, Outcome outcome);
+  void withdraw(Transfer& transfer, Outcome outcome);
+  void break_channel(int peer, const std::string& text);
+  void end(int rank, const std::string& text);
+  [[nodiscard]] bool link_is_through(const Transfer& send, std::size_t bytes);
+  [[nodiscard]] bool settle(Transfer& transfer, Clock::time_point now);
+  [[nodiscard]] bool everybody_left() const;
+  [[nodiscard]] Channel& channel(int peer) { return channels_[static_cast<std::size_t>(peer)]; }
+  [[nodiscard]] std::string describe(const Transfer& transfer) const;
+  [[nodiscard]] std::string describe_timeout(const Transfer& transfer) const;
+  [[nodiscard]] TransportError error(const Transfer& transfer);
+
+  const int rank_;
+  const int size_;
+  const double bytes_per_second_;  // 0: no limit
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Mail mail_;
+  std::vector<Channel> channels_;  // by peer, this rank included
+  std::unordered_map<std::uint64_t, Transfer*> receives_;
+  std::deque<Transfer*> sending_;  // matched, with packets that have not begun
+  Clock::time_point link_free_{};  // of a limited link: when all that it was given is through
+  std::uint64_t last_id_ = 0;
+  int open_ = 0;     // transfers
+  int waiting_ = 0;  // callers, who poll by themselves
+  bool leaving_ = false;
+  bool said_goodbye_ = false;
+  bool stopping_ = false;
+  bool finished_ = false;  // the thread makes no call of MPI any more
+  bool ended_ = false;
+  int ended_by_ = -1;
+  std::string end_text_;
+  std::atomic<std::uint64_t> bytes_sent_{0};
+  std::atomic<std::uint64_t> messages_sent_{0};
+  std::atomic<std::uint64_t> bytes_received_{0};
+  std::atomic<std::uint64_t> messages_received_{0};
+};
+
+}  // namespace annulus::mpi

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "annulus/mpi.h"
+#include "annulus/transport.h"
+
+namespace annulus::mpi {
+
+// A ring whose ranks are all in this process, its bytes going through MPI: for tests that look at
+// both ends.
+[[nodiscard]] std::vector<std::unique_ptr<Transport>> make_loopback_ring(int ranks,
+                                                                         const MpiOptions& options);
+
+}  // namespace annulus::mpi

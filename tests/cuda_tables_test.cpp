@@ -197,6 +197,7 @@ TEST(CudaTables, TraitsSayWhatKernelsAreChosenBy) {
   const LaunchTraits guest = launch_traits(shared, shared.launches[0]);  // coarse first
   EXPECT_EQ(guest.key_stride, 2);
   EXPECT_EQ(guest.weights, PairWeights::none);
+  EXPECT_FALSE(guest.causal);  // all its keys are in windows before its queries'
   const LaunchTraits host = launch_traits(shared, shared.launches[1]);
   EXPECT_TRUE(host.causal);
   EXPECT_EQ(host.key_stride, 1);

@@ -11,9 +11,9 @@ flags="-std=c++20 -O3 -DNDEBUG -gencode=arch=compute_90a,code=sm_90a -Xptxas -v 
 sources="src/kernels/cuda/attend_forward_sm90.cu src/kernels/cuda/forward_sm90_bf16_d128.cu
   src/kernels/cuda/forward_sm90_bf16_d64.cu src/kernels/cuda/forward_sm90_f16_d128.cu
   src/kernels/cuda/forward_sm90_f16_d64.cu src/kernels/cuda/launch_traits.cpp src/kernels/cuda/tensor_maps.cpp
-  bench/cuda/forward_sm90.cu"
+  src/kernels/parcel_layout.cpp src/placement/row_set.cpp bench/cuda/forward_sm90.cu"
 echo $sources | tr ' ' '\n' | xargs -P "${JOBS:-$(nproc)}" -I{} sh -c \
   "nvcc $(echo $flags) -c -o $out/\$(basename {}).o {} > $out/\$(basename {}).log 2>&1 || echo FAILED {}"
 grep -hE "error|C75" $out/*.log | sort | uniq -c | head -20
 grep -hE "spill" $out/*.log | sort | uniq -c
-nvcc -shared -o $out/libforward_sm90.so $out/*.o && echo built $out/libforward_sm90.so
+nvcc -shared -Xlinker -z,defs -o $out/libforward_sm90.so $out/*.o && echo built $out/libforward_sm90.so

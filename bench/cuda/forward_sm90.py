@@ -496,6 +496,9 @@ def checks():
                     causal=causal, kind="interleaved")
             pattern("basic", f"ragged {tag}", [(300, 1), (700, 3), (1500, 5)], 1999, dim=dim, causal=causal)
             pattern("basic", f"fp16 {tag}", SMALL, 2048, dim=dim, causal=causal, dtype="fp16")
+            # many key tiles, some and all rows with a state
+            pattern("basic", f"long {tag}", [(1536, 1), (1536, 1), (1536, 2)], 3072, heads=2, kv_heads=2, dim=dim, causal=causal)
+            pattern("weights", f"shared long {tag}", [(1536, 1), (3072, 2)], 3072, heads=4, dim=dim, causal=causal, share=True)
             pattern("weights", f"shared blocked {tag}", NEAR, 4096, heads=8, kv_heads=8, dim=dim, causal=causal, share=True,
                     want_weights=1)
             pattern("weights", f"shared interleaved gqa {tag}", NEAR, 4096, heads=8, kv_heads=4, dim=dim, causal=causal,

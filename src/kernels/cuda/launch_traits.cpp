@@ -56,6 +56,14 @@ std::pair<bool, std::int32_t> usual_place(const RowsByPlace& rows_by_place) {
   return place;
 }
 
+// Whether some query of the group does not see some of its keys.
+bool masked(const Tables& tables, const Group& group) {
+  if (group.causal == 0 || group.queries.rows == 0 || group.keys.rows == 0) return false;
+  const auto queries = index_range(runs_of(tables, group.queries), 0, group.queries.rows);
+  const auto keys = index_range(runs_of(tables, group.keys), 0, group.keys.rows);
+  return queries.first + group.shift < keys.second;
+}
+
 // See PairWeights.
 bool periodic_weights(const Tables& tables, const Group& group) {
   for (std::int32_t i = 0; i < group.repeats; ++i) {
@@ -99,7 +107,7 @@ LaunchTraits launch_traits(const Tables& tables, const Launch& launch) {
     if (item.rows == 0 || item.group == seen) continue;
     seen = item.group;
     const Group& group = group_of(tables, item);
-    traits.causal = traits.causal || group.causal != 0;
+    traits.causal = traits.causal || masked(tables, group);
     if (group.repeats > 0) {
       traits.weights =
           std::max(traits.weights,

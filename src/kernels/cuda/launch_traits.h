@@ -30,7 +30,7 @@ struct RowGrid {
 };
 
 struct LaunchTraits {
-  bool causal = false;  // some group is
+  bool causal = false;  // some query does not see some key of its group
   PairWeights weights = PairWeights::none;
   // Of most rows of a side: whether they are in received parcels and not in the shard, and from one
   // row of a run to the next. These can go by bulk copies.

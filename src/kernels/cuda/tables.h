@@ -93,8 +93,8 @@ struct Tables {
 // Rows of the other side that items under way may walk past and still find in the cache: K and V of
 // 128 bf16 columns are 16 MB then.
 inline constexpr std::int64_t kCachedRows = 32768;
-// Items of each launch: the longest first, so that multiprocessors that take one after the other end
-// together; but first those of as many heads as have kCachedRows, then those of the next.
+// Items of each launch: the longest first, so that multiprocessors that take one after the other
+// end together; but first those of as many heads as have kCachedRows, then those of the next.
 void put_longest_first(Tables& tables, Side side);
 
 }  // namespace annulus::cuda

@@ -89,8 +89,8 @@ double forward_seconds(double bytes_per_second, bool blocking) {
 
 TEST(MpiOverlap, TransfersOfHalfAStepCostAtMostATenthOfCompute) {
   if (World::size() < 2) GTEST_SKIP() << "one process sends nothing";
-  // A busy machine makes single measurements longer: the fastest on a free link counts, and the best
-  // of a few attempts with limited ones.
+  // A busy machine makes single measurements longer: the fastest on a free link counts, and the
+  // best of a few attempts with limited ones.
   double free_link = forward_seconds(0, false);
   double cost = 9;
   double cost_blocking = 0;

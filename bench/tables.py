@@ -170,6 +170,32 @@ def gpu(rows):
     )
 
 
+def gpu_facts(facts):
+    """Errors beside cuDNN's, the host's share and memory."""
+    rows = [
+        [
+            f"{r['dtype']}, {r['mask']}: largest of o, dq, dk, dv over cuDNN's error; lse",
+            f"{r['worst_ratio']:.3f}; {max(r[f'ranks_{p}']['lse_absolute'] for p in (1, 4)):.1e}",
+        ]
+        for r in facts["errors"]
+    ]
+    host, memory = facts["host_cost"], facts["forward_memory"]
+    rows.append(
+        [
+            f"host time of a forward call from PyTorch, {host['tokens']:,} tokens; allocated in 100 more calls",
+            f"{host['annulus_us']:.0f} us (SDPA {host['sdpa_us']:.0f} us); {host['allocated_bytes_after_100_calls']} bytes",
+        ]
+    )
+    rows.append(
+        [
+            f"LongNet forward, {memory['tokens']:,} tokens, {memory['heads']} heads of {memory['head_dim']}, {memory['dtype']}: "
+            "all memory, its tensors included",
+            f"{memory['bytes'] / 1e9:.2f} GB, {memory['forward_ms']:.2f} ms",
+        ]
+    )
+    return table(["what", "figure"], rows)
+
+
 TABLES = {
     "forward": dense,
     "backward": dense,
@@ -209,7 +235,10 @@ def filled(page):
     for file in sorted((ROOT / "bench" / "results").glob("*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
         if "cases" in result:
-            parts = {"table: gpu": gpu(result["cases"])}
+            parts = {
+                "table: gpu": gpu(result["cases"]),
+                "table: gpu_facts": gpu_facts(result["facts"]),
+            }
         else:
             parts = {f"table: {name}": TABLES[name](rows) for name, rows in result["suites"].items()}
         parts[f"machine: {file.name}"] = machine(result)

@@ -191,6 +191,13 @@ class SharedAllocations {
     if (memory >= base + allocation.bytes) return {};
     return {allocation.name, memory - base};
   }
+  // What this process has under that name; null: nothing.
+  [[nodiscard]] std::byte* at(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [memory, allocation] : all_)
+      if (allocation.name == name) return memory;
+    return nullptr;
+  }
   [[nodiscard]] static std::byte* map(const std::string& name, std::size_t bytes) {
     const int file = shm_open(name.c_str(), bytes > 0 ? O_CREAT | O_EXCL | O_RDWR : O_RDWR, 0600);
     struct stat found {};
@@ -241,7 +248,10 @@ class LateSharing final : public DeviceSharing {
     if (*name == '\0') {
       std::memcpy(&memory, handle.bytes.data() + 1, sizeof(memory));
     } else {
-      memory = SharedAllocations::map(name, 0);  // until the process ends
+      // Ranks of one process need no second mapping: there are not enough of them for thousands of
+      // tests. Those of others stay until the process ends.
+      memory = SharedAllocations::instance().at(name);
+      if (memory == nullptr) memory = SharedAllocations::map(name, 0);
     }
     return {memory, [](std::byte*) {}};
   }

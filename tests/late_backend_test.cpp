@@ -35,6 +35,16 @@ struct Case {
   bool reproducible;
 };
 
+// How often the host waited while it enqueued both passes, without the fixture's wait after each:
+// backward is enqueued behind forward.
+std::int64_t waits_of_both(RingAttention& ring, Shard& shard) {
+  const std::int64_t before = test::host_waits();
+  ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view());
+  ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view(),
+                shard.dout.view(), shard.dq.view(), shard.dk.view(), shard.dv.view());
+  return test::host_waits() - before;
+}
+
 class LateBackend : public testing::TestWithParam<Case> {
  protected:
   LateBackend()
@@ -63,14 +73,7 @@ class LateBackend : public testing::TestWithParam<Case> {
       RingAttention ring(options_, link);
       Shard shard(options_, link.rank());
       shard.load(inputs_);
-      // Without the fixture's wait after each pass: backward is enqueued behind forward.
-      const std::int64_t before = test::host_waits();
-      ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
-                   shard.lse.view());
-      ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
-                    shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
-                    shard.dv.view());
-      waited += test::host_waits() - before;
+      waited += waits_of_both(ring, shard);
       ring.synchronize();
       shard.collect(results);
     });
@@ -178,13 +181,7 @@ TEST_P(LateBackend, HostNeverWaitsInsideAPass) {
       shard.load(inputs_);
       ++enqueued;
       while (enqueued < 3) std::this_thread::yield();
-      const std::int64_t before = test::host_waits();
-      ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
-                   shard.lse.view());
-      ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
-                    shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
-                    shard.dv.view());
-      waited += test::host_waits() - before;
+      waited += waits_of_both(ring, shard);
       ++enqueued;
       while (enqueued < 6) std::this_thread::yield();
       ring.synchronize();

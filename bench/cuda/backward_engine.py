@@ -2,7 +2,7 @@
 """Backward of some builds of the library and of cuDNN in one process: python3 backward_engine.py [--seconds S] OLD.so NEW.so...
 
 A .so is backward_engine.cpp linked with a build's libannulus.a (backward_engine.sh). Checks first: the gradients of all builds are the
-same within rounding, whatever was in memory. Then times: readings of at least 50 ms, shuffled; medians count. And the kernels of a call,
+same within rounding, whatever was in memory. Then times: readings of at least 80 ms, shuffled; medians count. And the kernels of a call,
 one by one.
 """
 
@@ -12,16 +12,14 @@ import argparse
 import ctypes
 import math
 import pathlib
-import random
-import statistics
 import sys
 import time
 import traceback
 from typing import Any, Callable
 
 import torch
+from peers import DILATIONS, SEGMENTS, cudnn_backward, cudnn_forward, medians, views
 
-SEGMENTS, DILATIONS = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 HEADS = 16
 
 
@@ -89,47 +87,6 @@ def check(libraries: dict[str, ctypes.CDLL]) -> None:
             print("ok  " if good else "FAIL", case, {n: f"{max(x):.1e}" for n, x in far.items()} if good else far, flush=True)
         except Exception as error:  # noqa: BLE001
             print("FAIL", case, error, flush=True)
-
-
-def reading(function: Callable[[], Any], calls: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(4_000_000)  # the host gets ahead
-    begin.record()
-    for _ in range(calls):
-        function()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / calls
-
-
-def medians(functions: dict[str, Callable[[], Any]], rounds: int, least_ms: float = 50.0) -> dict[str, float]:
-    for function in functions.values():
-        function()
-    torch.cuda.synchronize()
-    calls = {n: max(1, math.ceil(least_ms / reading(f, 2))) for n, f in functions.items()}
-    found: dict[str, list[float]] = {n: [] for n in functions}
-    for _ in range(rounds):
-        order = list(functions)
-        random.shuffle(order)
-        for name in order:
-            found[name].append(reading(functions[name], calls[name]))
-    return {n: statistics.median(t) for n, t in found.items()}
-
-
-def views(tensors: list[torch.Tensor], segment: int, dilation: int, offset: int) -> list[torch.Tensor]:
-    _, tokens, heads, dim = tensors[0].shape
-    each = heads // dilation
-    return [t.view(tokens // segment, segment // dilation, dilation, heads, dim)[:, :, offset, offset * each:(offset + 1) * each]
-            .transpose(1, 2) for t in tensors]
-
-
-def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-
-
-def cudnn_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: Any, causal: bool) -> Any:
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, x[0], x[1], x[6], x[7], None, x[2], x[3], x[4], x[5], 0.0, causal)
 
 
 def peer(tensors: list[torch.Tensor], branches: int, causal: bool) -> Callable[[], Any]:

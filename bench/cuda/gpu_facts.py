@@ -23,7 +23,8 @@ import torch
 
 import annulus
 import annulus.torch
-from gpu_bench import Ours, cudnn_backward, cudnn_forward, machine, normal
+from gpu_bench import Ours, machine, normal
+from peers import DILATIONS, SEGMENTS, cudnn_backward, cudnn_forward
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, causal: bool) -> dict[str, torch.Tensor]:
@@ -127,7 +128,7 @@ def forward_memory(tokens: int = 262144, heads: int = 8, dim: int = 64) -> dict[
     before = torch.cuda.memory_allocated()
     # Not by way of fp32, which would be the peak.
     q, k, v = (torch.empty(1, tokens, heads, dim, device="cuda", dtype=torch.float16).normal_() for _ in range(3))
-    options = dict(segment_lengths=[2048, 4096, 8192, 16384, 32768], dilation_rates=[1, 2, 4, 8, 16])
+    options = dict(segment_lengths=SEGMENTS, dilation_rates=DILATIONS)
     with torch.no_grad():
         annulus.torch.ring_attention(q, k, v, **options)
         torch.cuda.synchronize()

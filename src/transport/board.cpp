@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <new>
 #include <random>
 #include <system_error>
@@ -23,6 +25,11 @@ std::size_t up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) 
 
 std::size_t words_bytes(int ranks) {
   return up(static_cast<std::size_t>(ranks) * kSlots * 2 * sizeof(std::uint32_t), kPage);
+}
+
+// The header, the words, and what every rank writes.
+std::size_t board_bytes(int ranks) {
+  return up(kPage + words_bytes(ranks) + static_cast<std::size_t>(ranks) * sizeof(Inbox), kPage);
 }
 
 [[noreturn]] void fail(const std::string& what) {
@@ -51,72 +58,144 @@ Note NotePlace::load() const {
 
 struct Board::Header {
   std::atomic<std::uint32_t> state{0};  // BoardState
-  std::int64_t process = 0;
+  std::array<std::uint64_t, 2> process{};
   std::int32_t culprit = -1;
   std::array<char, 1024> reason{};
+};
+
+namespace {
+
+// Tells this process from all others that see its boards. A process number does not: in containers
+// that share /dev/shm it may be somebody else's, too.
+std::array<std::uint64_t, 2> this_process() {
+  static const std::uint64_t random = [] {
+    std::random_device source;
+    return std::uint64_t{source()} << 32 | source();
+  }();
+  return {random, static_cast<std::uint64_t>(getpid())};  // a forked child has the former
+}
+
+}  // namespace
+
+// A board's memory in this process, once, however many of its ranks have the board. Each of them
+// could map it, but the lock by which other processes see this one ends when any of its
+// descriptors of the file is closed: the first rank to leave would be taken for the death of all.
+class Board::Mapping {
+ public:
+  // `own`: makes it. std::system_error.
+  Mapping(const std::string& name, std::size_t bytes, bool own) : bytes_(bytes) {
+    const int flags = (own ? O_CREAT | O_EXCL : 0) | O_RDWR | O_CLOEXEC;
+    file_ = shm_open(name.c_str(), flags, 0600);
+    if (file_ < 0) fail((own ? "making shared memory " : "opening shared memory ") + name);
+    struct stat found {};
+    int error = 0;
+    if (own) {
+      // Not ftruncate, behind which a full /dev/shm is found out by a signal that ends the process.
+      error = posix_fallocate(file_, 0, static_cast<off_t>(bytes));
+    } else if (fstat(file_, &found) != 0) {
+      error = errno;
+    } else if (static_cast<std::size_t>(found.st_size) != bytes) {
+      error = EINVAL;  // of a ring of another size
+    }
+    void* mapped = MAP_FAILED;
+    if (error == 0) {
+      mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+      if (mapped == MAP_FAILED) error = errno;
+    }
+    if (error != 0) {
+      if (own) shm_unlink(name.c_str());
+      close(file_);
+      errno = error;
+      fail("mapping shared memory " + name);
+    }
+    memory_ = static_cast<std::byte*>(mapped);
+    if (!own) return;
+    // New pages are zeros, which is what all of it starts as; formally, objects begin here.
+    (new (memory_) Header)->process = this_process();
+    // Goes with the process, however that ends, and is not its children's.
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    static_cast<void>(fcntl(file_, F_SETLK, &lock));
+  }
+  ~Mapping() {
+    munmap(memory_, bytes_);
+    close(file_);
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  [[nodiscard]] std::byte* memory() const { return memory_; }
+  [[nodiscard]] std::size_t bytes() const { return bytes_; }
+  [[nodiscard]] int file() const { return file_; }
+
+  // Those of this process that still have their names.
+  struct Named {
+    std::mutex mutex;
+    std::map<std::string, std::weak_ptr<Mapping>> all;
+  };
+  static Named& named() {
+    static auto* named = new Named;  // boards may outlive static objects
+    return *named;
+  }
+
+ private:
+  std::size_t bytes_;
+  int file_ = -1;
+  std::byte* memory_ = nullptr;
 };
 
 std::unique_ptr<Board> Board::create(int ranks) {
   std::random_device random;
   std::string name = "/annulus-";
   for (int i = 0; i < 24; ++i) name += "0123456789abcdef"[random() % 16];
-  const int file = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-  if (file < 0) fail("making shared memory " + name);
-  return std::unique_ptr<Board>(new Board(std::move(name), ranks, file, true));
+  auto mapping = std::make_shared<Mapping>(name, board_bytes(ranks), true);
+  {
+    const std::lock_guard lock(Mapping::named().mutex);
+    Mapping::named().all[name] = mapping;
+  }
+  return std::unique_ptr<Board>(new Board(std::move(name), ranks, std::move(mapping), true));
 }
 
 std::unique_ptr<Board> Board::open(const std::string& name, int ranks) {
-  const int file = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-  if (file < 0) fail("opening shared memory " + name);
-  return std::unique_ptr<Board>(new Board(name, ranks, file, false));
+  std::shared_ptr<Mapping> mapping;
+  {
+    const std::lock_guard lock(Mapping::named().mutex);
+    const auto found = Mapping::named().all.find(name);
+    if (found != Mapping::named().all.end()) mapping = found->second.lock();
+  }
+  if (mapping == nullptr) {
+    mapping = std::make_shared<Mapping>(name, board_bytes(ranks), false);
+  } else if (mapping->bytes() != board_bytes(ranks)) {
+    errno = EINVAL;
+    fail("mapping shared memory " + name);
+  }
+  return std::unique_ptr<Board>(new Board(name, ranks, std::move(mapping), false));
 }
 
-Board::Board(std::string name, int ranks, int file, bool own)
-    : name_(std::move(name)), ranks_(ranks), file_(file), own_(own), named_(own) {
+Board::Board(std::string name, int ranks, std::shared_ptr<Mapping> mapping, bool own)
+    : name_(std::move(name)), ranks_(ranks), mapping_(std::move(mapping)), named_(own) {
   static_assert(sizeof(Header) <= kPage);
   static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
-  bytes_ = up(kPage + words_bytes(ranks) + static_cast<std::size_t>(ranks) * sizeof(Inbox), kPage);
-  struct stat found {};
-  const bool fits =
-      own ? ftruncate(file_, static_cast<off_t>(bytes_)) == 0
-          : fstat(file_, &found) == 0 && static_cast<std::size_t>(found.st_size) == bytes_;
-  void* mapped =
-      fits ? mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0) : MAP_FAILED;
-  if (mapped == MAP_FAILED) {
-    const int error = errno;
-    if (own) shm_unlink(name_.c_str());
-    close(file_);
-    errno = error;
-    fail("mapping shared memory " + name_);
-  }
-  memory_ = static_cast<std::byte*>(mapped);
-  if (!own) return;
-  // New pages are zeros, which is what all of it starts as; formally, objects begin here.
-  new (memory_) Header;
-  header().process = getpid();
-  // Goes with the process, however that ends, and is not its children's.
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  static_cast<void>(fcntl(file_, F_SETLK, &lock));
 }
 
-Board::~Board() {
-  forget_name();
-  munmap(memory_, bytes_);
-  close(file_);
-}
+Board::~Board() { forget_name(); }
 
 void Board::forget_name() {
-  if (std::exchange(named_, false)) shm_unlink(name_.c_str());
+  if (!std::exchange(named_, false)) return;
+  shm_unlink(name_.c_str());
+  const std::lock_guard lock(Mapping::named().mutex);
+  Mapping::named().all.erase(name_);
 }
 
-Board::Header& Board::header() const { return *reinterpret_cast<Header*>(memory_); }
+Board::Header& Board::header() const { return *reinterpret_cast<Header*>(memory()); }
 
-std::span<std::byte> Board::words() const { return {memory_ + kPage, words_bytes(ranks_)}; }
+std::byte* Board::memory() const { return mapping_->memory(); }
+
+std::span<std::byte> Board::words() const { return {memory() + kPage, words_bytes(ranks_)}; }
 
 std::atomic<std::uint32_t>& Board::word(std::size_t index) const {
-  return reinterpret_cast<std::atomic<std::uint32_t>*>(memory_ + kPage)[index];
+  return reinterpret_cast<std::atomic<std::uint32_t>*>(memory() + kPage)[index];
 }
 
 void Board::release_words() {
@@ -125,7 +204,7 @@ void Board::release_words() {
 }
 
 Inbox& Board::from(int rank) const {
-  return reinterpret_cast<Inbox*>(memory_ + kPage + words_bytes(ranks_))[rank];
+  return reinterpret_cast<Inbox*>(memory() + kPage + words_bytes(ranks_))[rank];
 }
 
 void Board::abort(int culprit, const std::string& reason) {
@@ -151,11 +230,11 @@ BoardState Board::state() const {
 Board::Abort Board::why() const { return {header().culprit, header().reason.data()}; }
 
 bool Board::owner_runs() const {
-  if (own_ || header().process == getpid()) return true;  // ranks of one process
+  if (header().process == this_process()) return true;  // its own lock hinders nobody
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
-  return fcntl(file_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+  return fcntl(mapping_->file(), F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 }  // namespace annulus::shared_device

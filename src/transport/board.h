@@ -60,7 +60,7 @@ enum class BoardState : std::uint32_t { open, aborting, aborted, left };
 
 class Board {
  public:
-  // A new one, for `ranks` ranks; or one of another process, by its name. std::system_error.
+  // A new one, for `ranks` ranks; or that of another rank, by its name. std::system_error.
   [[nodiscard]] static std::unique_ptr<Board> create(int ranks);
   [[nodiscard]] static std::unique_ptr<Board> open(const std::string& name, int ranks);
   ~Board();
@@ -100,16 +100,15 @@ class Board {
 
  private:
   struct Header;
-  Board(std::string name, int ranks, int file, bool own);
+  class Mapping;
+  Board(std::string name, int ranks, std::shared_ptr<Mapping> mapping, bool own);
   [[nodiscard]] Header& header() const;
+  [[nodiscard]] std::byte* memory() const;
 
   std::string name_;
   int ranks_;
-  int file_;
-  bool own_;
+  std::shared_ptr<Mapping> mapping_;
   bool named_;
-  std::byte* memory_ = nullptr;
-  std::size_t bytes_ = 0;
 };
 
 }  // namespace annulus::shared_device

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -19,7 +20,6 @@
 #include "support/ring_fixture.h"
 #include "support/socket_transport.h"
 #include "support/transport_checks.h"
-#include "transport/board.h"
 
 // Device memory between real processes. The device is a late queue, its memory is the host's; the
 // rest is what runs on a GPU.
@@ -92,6 +92,28 @@ std::unique_ptr<SharedDevice> connect(Transport& control) {
   return shared;
 }
 
+// What devices cannot do is what tests change.
+class OtherSharing : public DeviceSharing {
+ public:
+  [[nodiscard]] std::string complaint() const override { return late_->complaint(); }
+  [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return late_->make_queue(); }
+  [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
+    return late_->allocate(bytes, what);
+  }
+  [[nodiscard]] SharedHandle share(const std::byte* memory) override {
+    return late_->share(memory);
+  }
+  [[nodiscard]] std::shared_ptr<std::byte> open(const SharedHandle& handle) override {
+    return late_->open(handle);
+  }
+  [[nodiscard]] std::unique_ptr<SharedWords> adopt(std::span<std::byte> memory) override {
+    return late_->adopt(memory);
+  }
+
+ private:
+  std::shared_ptr<DeviceSharing> late_ = test::make_late_sharing();
+};
+
 TEST(SharedDevice, ProcessesPassDeviceMemory) {
   const auto ends = run_processes(3, [](SocketTransport& control) {
     const auto shared = connect(control);
@@ -125,6 +147,28 @@ TEST(SharedDevice, ProcessesPassDeviceMemory) {
     shared->check();
   });
   EXPECT_EQ(ends, (std::vector<int>{0, 0, 0}));
+}
+
+// Rank 0 looks for messages while rank 1 leaves them. Each has a size of its own, so that one which
+// is taken before its turn is found out.
+TEST(SharedDevice, MessagesOfOneTagKeepTheirOrder) {
+  constexpr int kRounds = 300;
+  constexpr int kMessages = 32;
+  run_in_process(2, [](Transport& control) {
+    const auto shared = connect(control);
+    const Memory memory = test::make_late_sharing()->allocate(kMessages * 8, "rows");
+    const Region region = shared->expose(memory.span(), Device{}, test::make_late_queue());
+    const Way way = control.rank() == 0 ? Way::receive : Way::send;
+    std::vector<Message> batch;
+    for (int m = 0; m < kMessages; ++m)
+      batch.push_back({way, 1 - control.rank(), 3, &region, 0, 8 * (m + 1)});
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<std::unique_ptr<Ticket>> tickets;
+      for (const Message& message : batch)
+        tickets.push_back(shared->post(std::span(&message, 1), Event()));
+      for (const auto& ticket : tickets) ticket->wait();
+    }
+  });
 }
 
 TEST(SharedDevice, RingOfProcessesGivesTheBitsOfOneProcess) {
@@ -208,16 +252,79 @@ TEST(SharedDevice, HostsDoNotWaitForAProcessThatWasKilled) {
   EXPECT_EQ(ends, (std::vector<int>{0, kKilled, 0}));
 }
 
+// Rank 0 has begun to copy from rank 2, which dies before its device gets to it. A host that waits
+// for rank 1's message, next in the same queue, waits for that of rank 2, too.
+TEST(SharedDevice, HostsDoNotWaitForEarlierMessagesOfAProcessThatWasKilled) {
+  const auto ends = run_processes(3, [](SocketTransport& control) {
+    const auto shared = connect(control);
+    const Memory memory = test::make_late_sharing()->allocate(2000, "rows");
+    const Region region = shared->expose(memory.span(), Device{}, test::make_late_queue());
+    const auto send = [&](const Event& after) {
+      const Message message{Way::send, 0, 3, &region, 0, 1000};
+      return shared->post(std::span(&message, 1), after);
+    };
+    const auto pause = [](int times) {
+      std::this_thread::sleep_for(milliseconds(static_cast<int>(100 * times * test::slowness())));
+    };
+    if (control.rank() == 2) {
+      const auto ticket = send(Event(std::make_shared<test::Gate>()));
+      const auto queue = test::make_late_queue();
+      ticket->wait(*queue);  // until rank 0 has taken it
+      pause(4);
+      kill(getpid(), SIGKILL);
+    }
+    pause(1);
+    if (control.rank() == 1) {
+      pause(1);
+      try {
+        send(Event())->wait();
+      } catch (const TransportError&) {  // the ring has ended before it was copied
+      }
+      return;
+    }
+    const Message first{Way::receive, 2, 3, &region, 0, 1000};
+    const Message second{Way::receive, 1, 3, &region, 1000, 1000};
+    const auto not_waited_for = shared->post(std::span(&first, 1), Event());
+    shared->post(std::span(&second, 1), Event())->wait();
+    require(!shared->health().alive, "nobody misses rank 2");
+  });
+  EXPECT_EQ(ends, (std::vector<int>{0, 0, kKilled}));
+}
+
+// What fails in the middle of a pass is told to all ranks, by the message that it happened to.
+TEST(SharedDevice, MemoryThatCannotBeOpenedEndsTheRing) {
+  class Blind final : public OtherSharing {
+   public:
+    [[nodiscard]] std::shared_ptr<std::byte> open(const SharedHandle& handle) override {
+      if (opened_++ > 0) throw DeviceError("no more memory can be opened");
+      return OtherSharing::open(handle);  // while ranks find each other
+    }
+
+   private:
+    int opened_ = 0;
+  };
+  run_in_process(2, [](Transport& control) {
+    std::string why;
+    const auto sharing = std::make_shared<Blind>();
+    const auto shared = share_device_memory(control, sharing, why);
+    ASSERT_NE(shared, nullptr) << why;
+    const Memory memory = sharing->allocate(1000, "rows");
+    const Region region = shared->expose(memory.span(), Device{}, sharing->make_queue());
+    const Message message{
+        control.rank() == 0 ? Way::receive : Way::send, 1 - control.rank(), 3, &region, 0, 1000};
+    const TransportError error =
+        test::transport_error([&] { shared->post(std::span(&message, 1), Event())->wait(); });
+    EXPECT_EQ(error.rank(), 0);
+    EXPECT_NE(std::string(error.what()).find("no more memory can be opened"), std::string::npos)
+        << error.what();
+  });
+}
+
 // One rank cannot: all of them hear why, and nothing is broken.
 TEST(SharedDevice, OneRankThatCannotShareIsToldToAll) {
-  class Unable final : public DeviceSharing {
+  class Unable final : public OtherSharing {
    public:
     [[nodiscard]] std::string complaint() const override { return "no such thing here"; }
-    [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return test::make_late_queue(); }
-    [[nodiscard]] Memory allocate(std::int64_t, const char*) override { return {}; }
-    [[nodiscard]] SharedHandle share(const std::byte*) override { return {}; }
-    [[nodiscard]] std::shared_ptr<std::byte> open(const SharedHandle&) override { return {}; }
-    [[nodiscard]] std::unique_ptr<SharedWords> adopt(std::span<std::byte>) override { return {}; }
   };
   run_in_process(3, [](Transport& control) {
     std::string why;
@@ -232,21 +339,28 @@ TEST(SharedDevice, OneRankThatCannotShareIsToldToAll) {
   });
 }
 
-TEST(Board, IsGoneWithThoseThatHaveIt) {
-  auto own = shared_device::Board::create(2);
-  const auto other = shared_device::Board::open(own->name(), 2);
-  EXPECT_THROW((void)shared_device::Board::open(own->name(), 3), std::system_error);
-  own->forget_name();
-  EXPECT_THROW((void)shared_device::Board::open(own->name(), 2), std::system_error);
-  own->word(5) = 7;
-  EXPECT_EQ(other->word(5), 7U);
-  own->abort(1, "no more");
-  own->abort(0, "too late");
-  EXPECT_EQ(other->state(), shared_device::BoardState::aborted);
-  EXPECT_EQ(other->why().culprit, 1);
-  EXPECT_EQ(other->why().reason, "no more");
-  own.reset();
-  EXPECT_EQ(other->word(5), 7U) << "memory is gone before those who use it";
+// Some devices map words and cannot wait for them: that is found out before there is a pass.
+TEST(SharedDevice, WordsAreTriedBeforeTheyAreNeeded) {
+  class Mute final : public SharedWords {
+   public:
+    void wait(Queue&, std::size_t, std::uint32_t) override {
+      throw DeviceError("queues cannot wait for words");
+    }
+    void write(Queue&, std::size_t, std::uint32_t) override {}
+  };
+  class Unable final : public OtherSharing {
+   public:
+    [[nodiscard]] std::unique_ptr<SharedWords> adopt(std::span<std::byte>) override {
+      return std::make_unique<Mute>();
+    }
+  };
+  run_in_process(2, [](Transport& control) {
+    std::string why;
+    std::shared_ptr<DeviceSharing> sharing = test::make_late_sharing();
+    if (control.rank() == 1) sharing = std::make_shared<Unable>();
+    EXPECT_EQ(share_device_memory(control, sharing, why), nullptr);
+    EXPECT_EQ(why, "rank 1: queues cannot wait for words");
+  });
 }
 
 }  // namespace

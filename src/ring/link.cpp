@@ -43,8 +43,8 @@ void Link::connect() {
   agree(*transport_, "RingAttention", complaint, std::span(&claim, 1));
   std::string why = "ANNULUS_DEVICE_MESSAGES is staged";
   if (wanted != "staged") {
-    sharing_ = backend_->sharing();
     try {
+      sharing_ = backend_->sharing();
       shared_ = share_device_memory(*transport_, sharing_, why);
     } catch (const std::exception& error) {
       transport_->abort(error.what());  // the others would wait for what this rank has to say

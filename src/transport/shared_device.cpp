@@ -4,8 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "annulus/error.h"
-#include "transport/rank_prefix.h"
+#include "transport/message_check.h"
 #include "transport/shared_device_ring.h"
 
 namespace annulus {
@@ -14,9 +13,6 @@ namespace {
 using shared_device::Clock;
 using shared_device::Ring;
 using shared_device::Transfer;
-
-// now() + milliseconds::max() overflows; nobody waits longer than this.
-constexpr std::chrono::milliseconds kLongestDeadline = std::chrono::hours(24 * 365);
 
 class SharedTicket final : public Ticket {
  public:
@@ -88,7 +84,7 @@ class SharedDeviceTransport final : public SharedDevice {
     std::vector<Message> on_host;
     for (const Message& message : messages) {
       if (on_device(message)) {
-        check(message);
+        check_message(message, rank(), size());
       } else {
         on_host.push_back(message);
       }
@@ -115,17 +111,6 @@ class SharedDeviceTransport final : public SharedDevice {
 
  private:
   [[nodiscard]] Transport& control() const { return ring_->control(); }
-
-  void check(const Message& message) const {
-    const std::int64_t bytes = message.region->bytes;
-    if (message.peer >= 0 && message.peer < size() && message.offset >= 0 && message.bytes >= 0 &&
-        message.offset <= bytes && message.bytes <= bytes - message.offset)
-      return;
-    throw ConfigError(rank_prefix(rank(), size()) +
-                      "Transport::post: " + std::to_string(message.bytes) + " bytes at " +
-                      std::to_string(message.offset) + " of a region of " + std::to_string(bytes) +
-                      ", peer " + std::to_string(message.peer));
-  }
 
   void start(Transfer& transfer, const Message& message, const Event& after) {
     transfer.sends = message.way == Way::send;

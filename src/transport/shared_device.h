@@ -12,7 +12,6 @@ namespace annulus {
 // sender's memory, which it has mapped, by the queue of its own. Messages in host memory are those
 // of `control`, which outlives it, and so are its errors: this ends with `control`, and `control`
 // with this.
-//
 class SharedDevice : public Transport {
  public:
   // TransportError where queues that waited for another process were let go, because it had failed:

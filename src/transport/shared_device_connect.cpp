@@ -100,6 +100,11 @@ std::string Ring::connect() {
       }
       words_[p] = sharing_->adopt(boards_[p]->words());
     }
+    // Of what this rank would send itself: nobody else looks at that word, and 0 is its value.
+    const std::size_t word = Board::ready_word(rank_, 0);
+    words(rank_).write(*signals_, word, 0);
+    words(rank_).wait(*signals_, word, 0);
+    signals_->record().wait();
   } catch (const std::exception& error) {
     set(verdict.complaint, error.what());
   }

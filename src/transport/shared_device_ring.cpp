@@ -6,31 +6,6 @@
 #include "transport/rank_prefix.h"
 
 namespace annulus::shared_device {
-namespace {
-
-using std::chrono::milliseconds;
-
-constexpr auto kLookEvery = milliseconds(20);  // at processes, while waiting
-constexpr auto kAskEvery = milliseconds(200);  // the control, which may have to ask others
-constexpr int kNobody = -2;                    // is told
-
-// Spins at first: the other side is mostly there, or about to be.
-class Patience {
- public:
-  void pause() {
-    if (++rounds_ < 200) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(std::min(20 + rounds_ / 10, 500)));
-    }
-  }
-
- private:
-  int rounds_ = 0;
-};
-
-}  // namespace
-
 Ring::Ring(Transport& control, std::shared_ptr<DeviceSharing> sharing)
     : control_(control),
       sharing_(std::move(sharing)),
@@ -72,89 +47,9 @@ void Ring::fail(Transfer& transfer, int rank, const std::string& text) {
   throw TransportError(text, rank);
 }
 
-void Ring::end(const Failure& why, int culprit) noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    if (over_) return;
-    over_ = true;
-    try {
-      failure_ = why;
-    } catch (...) {  // without its reason it is still the end
-    }
-  }
-  if (culprit != kNobody) board(rank_).abort(culprit, why.text);
-  board(rank_).release_words();
-}
-
-bool Ring::ended(Failure& why, bool thorough) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (over_) {
-      why = failure_;
-      return true;
-    }
-  }
-  for (int peer = 0; peer < size_; ++peer) {
-    const BoardState state = board(peer).state();
-    if (state == BoardState::aborted) {
-      const Board::Abort abort = board(peer).why();
-      why = {abort.culprit,
-             "rank " + std::to_string(abort.culprit) + " aborted the transport: " + abort.reason};
-      end(why, kNobody);
-      return true;
-    }
-    if (thorough && state == BoardState::open && !board(peer).owner_runs()) {
-      why = {peer, "the process of rank " + std::to_string(peer) + " has ended"};
-      end(why, peer);
-      return true;
-    }
-  }
-  return false;
-}
-
 bool Ring::reached(std::size_t word, std::uint32_t value) const {
   const std::uint32_t now = board(rank_).word(word).load(std::memory_order_acquire);
   return static_cast<std::int32_t>(now - value) >= 0;
-}
-
-void Ring::wait_until(Transfer& transfer, const std::function<bool()>& happened) {
-  Patience patience;
-  auto look = Clock::now() + kLookEvery;
-  auto ask = Clock::now() + kAskEvery;
-  for (;;) {
-    if (happened()) return;
-    const auto now = Clock::now();
-    Failure why;
-    const bool thorough = now >= look;
-    if (ended(why, thorough)) fail(transfer, why.rank, describe(transfer) + " failed: " + why.text);
-    if (thorough) {
-      look = now + kLookEvery;
-      if (board(transfer.peer).state() == BoardState::left && !happened()) {
-        const std::string text =
-            describe(transfer) + " failed: rank " + std::to_string(transfer.peer) +
-            " has left (its executor was destroyed): is it making the same calls?";
-        end({transfer.peer, text}, rank_);
-        fail(transfer, transfer.peer, text);
-      }
-    }
-    if (now >= ask) {
-      ask = now + kAskEvery;
-      const Health health = control_.health();
-      if (!health.alive) {
-        end({health.lost_rank, health.reason}, kNobody);
-        fail(transfer, health.lost_rank, describe(transfer) + " failed: " + health.reason);
-      }
-    }
-    if (now >= transfer.deadline) {
-      const std::string text = describe(transfer) + " timed out after " +
-                               std::to_string(transfer.deadline_length.count()) + " ms: is rank " +
-                               std::to_string(transfer.peer) +
-                               " still running and making the same calls?";
-      end({transfer.peer, text}, rank_);
-      fail(transfer, transfer.peer, text);
-    }
-    patience.pause();
-  }
 }
 
 std::size_t Ring::free_slot(Transfer& transfer) {
@@ -167,9 +62,11 @@ std::size_t Ring::free_slot(Transfer& transfer) {
       return reached(Board::done_word(transfer.peer, slot), sent.sequence[slot]);
     return state != NoteState::posted;
   };
+  // All of them in turn: words that lay idle for 2^31 messages would seem to be ahead.
   std::size_t slot = 0;
   wait_until(transfer, [&] {
-    for (slot = 0; slot < kSlots; ++slot) {
+    for (std::size_t i = 0; i < kSlots; ++i) {
+      slot = (sent.next + i) % kSlots;
       if (is_free(slot)) return true;
     }
     progress();  // the other side may be waiting for the same here
@@ -218,28 +115,41 @@ void Ring::progress() {
   }
 }
 
+std::optional<Ring::Posted> Ring::find_posted(const Inbox& inbox, std::uint32_t tag) {
+  std::optional<Posted> first;
+  for (std::size_t slot = 0; slot < kSlots; ++slot) {
+    const std::uint32_t mark = inbox.marks[slot].load(std::memory_order_acquire);
+    if (state_of(mark) != NoteState::posted) continue;
+    const Note note = inbox.notes[slot].load();
+    if (note.tag != tag) continue;
+    if (first && static_cast<std::int32_t>(note.sequence - first->note.sequence) > 0) continue;
+    first = Posted{slot, mark, note};
+  }
+  return first;
+}
+
 bool Ring::match(Transfer& receive) {
   Inbox& inbox = board(rank_).from(receive.peer);
   for (;;) {
-    std::size_t found = kSlots;
-    Note note;
-    for (std::size_t slot = 0; slot < kSlots; ++slot) {
-      if (state_of(inbox.marks[slot].load(std::memory_order_acquire)) != NoteState::posted)
-        continue;
-      const Note each = inbox.notes[slot].load();
-      if (each.tag != receive.tag) continue;
-      if (found != kSlots && static_cast<std::int32_t>(each.sequence - note.sequence) > 0) continue;
-      found = slot;
-      note = each;
+    // Two messages may be posted while the slots are looked at: the first in one that has been
+    // passed, the second in one that is still to come. Whoever has seen the second finds the first
+    // when he looks once more.
+    std::optional<Posted> found = find_posted(inbox, receive.tag);
+    for (std::optional<Posted> last; found && (!last || last->mark != found->mark);) {
+      last = found;
+      found = find_posted(inbox, receive.tag);
     }
-    if (found == kSlots) return false;
+    if (!found) return false;
+    const Note& note = found->note;
     const bool fits = note.bytes == receive.bytes;
-    if (!fits) inbox.refused[found].store(receive.bytes, std::memory_order_relaxed);
-    std::uint32_t expected = mark(NoteState::posted, note.sequence);
-    if (!inbox.marks[found].compare_exchange_strong(
-            expected, mark(fits ? NoteState::taken : NoteState::refused, note.sequence)))
-      continue;  // withdrawn meanwhile
-    receive.slot = found;
+    if (!fits) inbox.refused[found->slot].store(receive.bytes, std::memory_order_relaxed);
+    // Expects the mark that was seen before the note was read, and not one with the number in the
+    // note: where a message was withdrawn meanwhile and another one put there, the note may be half
+    // of either.
+    if (!inbox.marks[found->slot].compare_exchange_strong(
+            found->mark, mark(fits ? NoteState::taken : NoteState::refused, note.sequence)))
+      continue;
+    receive.slot = found->slot;
     receive.sequence = note.sequence;
     receive.under_way = true;
     if (!fits) {
@@ -249,24 +159,37 @@ bool Ring::match(Transfer& receive) {
                       " bytes: do both ranks use the same shapes and plan?";
       return true;
     }
-    const std::byte* from = reinterpret_cast<const std::byte*>(note.address);
-    if (receive.peer != rank_ && note.bytes > 0) {
-      std::shared_ptr<std::byte>& memory = opened_[{receive.peer, note.handle.bytes}];
-      if (memory == nullptr) memory = sharing_->open(note.handle);
-      from = memory.get() + note.handle.offset;
+    // Told by whoever waits for it: now it may be another transfer that made it start.
+    try {
+      start_copy(receive, note);
+    } catch (const std::exception& error) {
+      receive.error_rank = rank_;
+      receive.error = describe(receive) + " failed: " + error.what();
     }
-    Queue& copies = *receive.copies;
-    copies.wait(receive.after);
-    words(rank_).wait(copies, Board::ready_word(receive.peer, found), note.sequence);
-    if (note.bytes > 0) copies.copy(receive.data, from, note.bytes);
-    words(receive.peer).write(copies, Board::done_word(rank_, found), note.sequence);
-    receive.moved = copies.record();
-    copied_[receive.copies] = receive.moved;
-    const TransportCounters counted{.bytes_received = static_cast<std::uint64_t>(note.bytes),
-                                    .messages_received = 1};
-    control_.count(counted);
     return true;
   }
+}
+
+void Ring::start_copy(Transfer& receive, const Note& note) {
+  const std::byte* from = reinterpret_cast<const std::byte*>(note.address);
+  if (receive.peer != rank_ && note.bytes > 0) {
+    std::shared_ptr<std::byte>& memory = opened_[{receive.peer, note.handle.bytes}];
+    if (memory == nullptr) memory = sharing_->open(note.handle);
+    from = memory.get() + note.handle.offset;
+  }
+  Queue& copies = *receive.copies;
+  const std::size_t ready = Board::ready_word(receive.peer, receive.slot);
+  copies.wait(receive.after);
+  // From now on, and not when somebody waits for this message: later ones wait in the same queue.
+  watch(receive, ready);
+  words(rank_).wait(copies, ready, note.sequence);
+  if (note.bytes > 0) copies.copy(receive.data, from, note.bytes);
+  words(receive.peer).write(copies, Board::done_word(rank_, receive.slot), note.sequence);
+  receive.moved = copies.record();
+  copied_[receive.copies] = receive.moved;
+  const TransportCounters counted{.bytes_received = static_cast<std::uint64_t>(note.bytes),
+                                  .messages_received = 1};
+  control_.count(counted);
 }
 
 void Ring::meet(Transfer& transfer) {
@@ -324,7 +247,6 @@ void Ring::arrive(Transfer& transfer, Queue& queue) {
     watch(transfer, word);
   } else {
     queue.wait(transfer.moved);
-    watch(transfer, Board::ready_word(transfer.peer, transfer.slot));
   }
   transfer.over = true;
 }
@@ -355,62 +277,6 @@ void Ring::call_off(Transfer& transfer) noexcept {
       transfer.moved.wait();
     } catch (...) {  // the device failed: it touches nothing any more
     }
-  }
-}
-
-void Ring::abort(const std::string& reason) noexcept {
-  try {
-    Failure why;
-    if (!ended(why, false)) end({rank_, reason}, rank_);
-  } catch (const std::exception&) {  // out of memory for the reason
-    board(rank_).release_words();
-  }
-  control_.abort(reason);
-}
-
-void Ring::check() {
-  const std::lock_guard lock(mutex_);
-  if (over_) throw TransportError(rank_prefix(rank_, size_) + failure_.text, failure_.rank);
-}
-
-Health Ring::health() {
-  Failure why;
-  if (ended(why, true)) return {false, why.rank, why.text};
-  return control_.health();
-}
-
-void Ring::watch(const Transfer& transfer, std::size_t word) {
-  {
-    const std::lock_guard lock(mutex_);
-    watched_.push_back({word, transfer.sequence, transfer.peer, transfer.deadline_length,
-                        Clock::now() + transfer.deadline_length});
-    if (!watchman_.joinable()) watchman_ = std::thread([this] { look_after(); });
-  }
-  changed_.notify_all();
-}
-
-void Ring::look_after() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    std::erase_if(watched_, [&](const Watched& w) { return reached(w.word, w.value); });
-    changed_.wait(lock, [&] { return leaving_ || (!over_ && !watched_.empty()); });
-    if (leaving_) return;
-    const Watched oldest = watched_.front();
-    lock.unlock();
-    try {
-      Failure why;
-      if (!ended(why, true) && Clock::now() >= oldest.deadline &&
-          !reached(oldest.word, oldest.value)) {
-        end({oldest.peer, rank_prefix(rank_, size_) + "the device of rank " +
-                              std::to_string(oldest.peer) + " did not do its part within " +
-                              std::to_string(oldest.deadline_length.count()) + " ms"},
-            rank_);
-      }
-    } catch (const std::exception& error) {
-      end({-1, error.what()}, rank_);
-    }
-    lock.lock();
-    changed_.wait_for(lock, kLookEvery, [&] { return leaving_; });
   }
 }
 

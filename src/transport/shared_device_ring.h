@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -103,8 +104,17 @@ class Ring {
     Clock::time_point deadline;
   };
 
+  // A message on the own board.
+  struct Posted {
+    std::size_t slot;
+    std::uint32_t mark;
+    Note note;
+  };
+
   void progress();
+  [[nodiscard]] static std::optional<Posted> find_posted(const Inbox& inbox, std::uint32_t tag);
   [[nodiscard]] bool match(Transfer& receive);
+  void start_copy(Transfer& receive, const Note& note);
   [[nodiscard]] std::size_t free_slot(Transfer& send);
   void wait_until(Transfer& transfer, const std::function<bool()>& happened);
   [[nodiscard]] bool reached(std::size_t word, std::uint32_t value) const;

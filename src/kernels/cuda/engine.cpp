@@ -178,8 +178,9 @@ void CudaEngine::upload(BackwardStages& stages) {
 CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
   if (backward_.family.fits(shape)) return backward_;
   if (awkward_.stages.empty()) {
-    awkward_ = compile_backward(portable_backward_family());
-    upload(awkward_);
+    BackwardStages stages = compile_backward(portable_backward_family());
+    upload(stages);  // may not find the memory: then there are none, and not half of them
+    awkward_ = std::move(stages);
   }
   return awkward_;
 }

@@ -71,7 +71,10 @@ class StreamEvent final : public Event::State {
 
   bool ready() override {
     const cudaError_t error = cudaEventQuery(event_);
-    if (error == cudaErrorNotReady) return false;
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());  // the next launch would be blamed for it
+      return false;
+    }
     check(error, "work before an event");
     return true;
   }

@@ -59,7 +59,13 @@ class CudaWords final : public SharedWords {
     cuda::check(error, "mapping memory that processes share");
     words_ = reinterpret_cast<CUdeviceptr>(mapped);
   }
-  ~CudaWords() override { static_cast<void>(cudaHostUnregister(memory_.data())); }
+  ~CudaWords() override {
+    try {
+      const DeviceScope scope(device_);  // else a device that is not used gets a context
+      static_cast<void>(cudaHostUnregister(memory_.data()));
+    } catch (const DeviceError&) {  // the device failed, and was reported
+    }
+  }
   CudaWords(const CudaWords&) = delete;
   CudaWords& operator=(const CudaWords&) = delete;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -67,8 +68,8 @@ void Endpoint::run() {
           if (peer == rank_) continue;
           mail_.send_note(peer, {.kind = Kind::leave, .value = channel(peer).packets_sent});
         }
-      } catch (const TransportError& failure) {
-        end(failure.rank(), failure.what());
+      } catch (...) {
+        end_by_exception();
       }
     }
     const bool moved = waiting_ == 0 && poll();
@@ -97,10 +98,8 @@ bool Endpoint::poll() noexcept {
   try {
     const bool moved = mail_.poll(*this);
     return send_packets() || moved;
-  } catch (const TransportError& failure) {
-    end(failure.rank(), failure.what());
-  } catch (const std::exception& failure) {
-    end(-1, failure.what());
+  } catch (...) {
+    end_by_exception();
   }
   return false;
 }
@@ -254,8 +253,8 @@ void Endpoint::post(std::span<Transfer> batch) {
         match(transfer, found);
       }
     }
-  } catch (const TransportError& failure) {
-    end(failure.rank(), failure.what());  // whoever waits is told
+  } catch (...) {        // not even for want of memory: the endpoint knows the transfers by now
+    end_by_exception();  // whoever waits is told
   }
   poll();
   if (open_ > 0) changed_.notify_all();
@@ -333,8 +332,8 @@ void Endpoint::withdraw(Transfer& transfer, Outcome outcome) {
   } else if (outcome == Outcome::cancelled) {
     try {
       mail_.send_note(transfer.peer, {.kind = Kind::retract, .id = transfer.id});
-    } catch (const TransportError& failure) {
-      end(failure.rank(), failure.what());
+    } catch (...) {
+      end_by_exception();
     }
   }
   conclude(transfer, outcome);
@@ -344,17 +343,30 @@ void Endpoint::break_channel(int peer, const std::string& text) {
   channel(peer).broken = text;
   try {
     if (peer != rank_) mail_.send_note(peer, {.kind = Kind::broken}, text);
-  } catch (const TransportError& failure) {
-    end(failure.rank(), failure.what());
+  } catch (...) {
+    end_by_exception();
   }
 }
 
 // ---- the end
 
-void Endpoint::end(int rank, const std::string& text) {
+void Endpoint::end(int rank, std::string_view text) noexcept {
   if (std::exchange(ended_, true)) return;  // the first reason is the one worth knowing
   ended_by_ = rank;
-  end_text_ = text;
+  try {
+    end_text_ = text;
+  } catch (const std::bad_alloc&) {  // without its reason it is still the end
+  }
+}
+
+void Endpoint::end_by_exception() noexcept {
+  try {
+    throw;
+  } catch (const TransportError& failure) {
+    end(failure.rank(), failure.what());
+  } catch (const std::exception& failure) {
+    end(rank_, failure.what());
+  }
 }
 
 void Endpoint::abort(const std::string& reason) noexcept {

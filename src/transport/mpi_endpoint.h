@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -117,7 +118,8 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   void conclude(Transfer& transfer, Outcome outcome);
   void withdraw(Transfer& transfer, Outcome outcome);
   void break_channel(int peer, const std::string& text);
-  void end(int rank, const std::string& text);
+  void end(int rank, std::string_view text) noexcept;
+  void end_by_exception() noexcept;  // the one that is being handled
   [[nodiscard]] bool link_is_through(const Transfer& send, std::size_t bytes);
   [[nodiscard]] bool settle(Transfer& transfer, Clock::time_point now);
   [[nodiscard]] bool everybody_left() const;

@@ -11,12 +11,14 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "annulus/error.h"
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
+#include "ring/option_list.h"
 #include "support/ring_fixture.h"
 
 namespace annulus {
@@ -40,6 +42,43 @@ Problem small_problem() {
 
 RingOptions small_options() {
   return ring_options(small_problem(), Placement::contiguous(kTokens, kRanks));
+}
+
+// A member that the list does not have is compared by no rank, tells no executors apart and has
+// neither flag nor argument. A new one does not compile here until it has a name.
+TEST(RingOptions, EveryMemberIsInTheList) {
+  const RingOptions options = small_options();
+  const auto& [pattern, placement, batch, kv_heads, head_dim, dtype, scale, mix_gradient, schedule,
+               min_tokens_for_ring, reproducible, deterministic, backward, backward_travel,
+               blocking, limits, rates, device, threads] = options;
+  const auto& [communication_bytes, qkv_elements] = limits;
+  const auto& [flops_per_second, bytes_per_second] = rates;
+  std::set<const void*> listed;
+  ring::for_each_option(
+      options, [&](const ring::OptionInfo&, const auto& member) { listed.insert(&member); });
+  // The pattern and the placement are told apart by what they say.
+  const std::set<const void*> members = {&batch,
+                                         &kv_heads,
+                                         &head_dim,
+                                         &dtype,
+                                         &scale,
+                                         &mix_gradient,
+                                         &schedule,
+                                         &min_tokens_for_ring,
+                                         &reproducible,
+                                         &deterministic,
+                                         &backward,
+                                         &backward_travel,
+                                         &blocking,
+                                         &communication_bytes,
+                                         &qkv_elements,
+                                         &flops_per_second,
+                                         &bytes_per_second,
+                                         &device,
+                                         &threads};
+  EXPECT_EQ(listed, members);
+  EXPECT_EQ(pattern.heads, 4);
+  EXPECT_EQ(placement.tokens(), kTokens);
 }
 
 // ---- ranks that differ -------------------------------------------------------------------------

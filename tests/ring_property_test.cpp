@@ -370,6 +370,19 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
 }
 
 // A limit of exactly the bytes that are needed is enough, one byte less is refused by all ranks.
+// What messages leave from and arrive in.
+class ExposedTransport final : public test::ForwardingTransport {
+ public:
+  using ForwardingTransport::ForwardingTransport;
+  Region expose(std::span<std::byte> memory, const Device& device,
+                std::shared_ptr<Queue> copies) override {
+    exposed += std::ssize(memory);
+    return ForwardingTransport::expose(memory, device, std::move(copies));
+  }
+
+  std::int64_t exposed = 0;
+};
+
 TEST(RingProperty, CommunicationBytesAreThoseThatTheLimitIsHeldAgainst) {
   int refused = 0;
   for (std::uint64_t seed = 5000; seed < 5040; ++seed) {
@@ -378,10 +391,14 @@ TEST(RingProperty, CommunicationBytesAreThoseThatTheLimitIsHeldAgainst) {
     const int ranks = c.options.placement.ranks();
     std::vector<std::int64_t> bytes(static_cast<std::size_t>(ranks));
     std::atomic<Schedule> schedule{Schedule::ring};
-    run_in_process(ranks, [&](Transport& transport) {
+    run_in_process(ranks, [&](Transport& inner) {
+      ExposedTransport transport(inner);
       const RingAttention ring(c.options, transport);
       const MemoryInfo info = ring.memory_info();
       bytes[static_cast<std::size_t>(transport.rank())] = info.communication_bytes;
+      if (ring.transfers() != "shared device memory") {  // which another transport exposes
+        EXPECT_EQ(info.communication_bytes, transport.exposed);
+      }
       schedule = ring.schedule();
       EXPECT_GE(info.workspace_bytes, info.communication_bytes + info.state_bytes);
       EXPECT_GT(info.scratch_bytes, 0);

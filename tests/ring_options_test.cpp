@@ -308,32 +308,44 @@ TEST(RingLimits, AreCheckedBeforeAnythingIsAllocated) {
 }
 
 TEST(RingLimits, AutomaticScheduleFallsBackToRingWhereGatherIsTooLarge) {
-  const Problem problem = make_problem("large", dense(2), 2, 512, 16);
-  RingOptions options = ring_options(problem, Placement::contiguous(512, 8));
-  options.min_tokens_for_ring = 0;
-  const auto bytes = [&](Schedule schedule) {
-    std::int64_t out = 0;
-    options.schedule = schedule;
-    (void)run_ranks(8, [&](Transport& transport) {
-      const RingAttention ring(options, transport);
-      if (transport.rank() == 0) out = ring.memory_info().communication_bytes;
-    });
-    return out;
-  };
-  const std::int64_t by_ring = bytes(Schedule::ring);
-  const std::int64_t by_gather = bytes(Schedule::gather);
-  ASSERT_LT(by_ring, by_gather);
-  options.schedule = Schedule::automatic;
-  for (const std::int64_t limit : {by_ring, (by_ring + by_gather) / 2, by_gather - 1}) {
-    options.limits.communication_bytes = limit;
-    Schedule chosen = Schedule::automatic;
-    const auto outcomes = run_ranks(8, [&](Transport& transport) {
-      const RingAttention ring(options, transport);
-      if (transport.rank() == 0) chosen = ring.schedule();
-    });
-    expect_everywhere(outcomes, "", {});
-    EXPECT_EQ(chosen, Schedule::ring)
-        << "limit " << limit << ", ring needs " << by_ring << ", gather " << by_gather;
+  // Most rows come in the first of seven steps, and nothing else takes long: without a limit,
+  // predicted times speak for gather. So does a threshold above the sequence's length.
+  const Problem quick = make_problem("quick", longnet(2, List{128, 512}, List{1, 64}), 2, 512, 16);
+  const Problem dense_one = make_problem("dense", dense(2), 2, 512, 16);
+  for (const auto& [problem, min_tokens] :
+       {std::pair{quick, std::int64_t{0}}, {dense_one, std::int64_t{1000}}}) {
+    for (const bool backward : {false, true}) {
+      SCOPED_TRACE(problem.pattern.name + (backward ? ", backward" : ""));
+      RingOptions options = ring_options(problem, Placement::contiguous(512, 8));
+      options.min_tokens_for_ring = min_tokens;
+      options.rates = {.flops_per_second = 1e9, .bytes_per_second = 3e7};
+      options.backward = backward;
+      options.backward_travel = BackwardTravel::keys;
+      const auto run = [&](Schedule schedule) {
+        options.schedule = schedule;
+        std::atomic<std::int64_t> most{0};
+        std::atomic<Schedule> chosen{Schedule::automatic};
+        const auto outcomes = run_ranks(8, [&](Transport& transport) {
+          const RingAttention ring(options, transport);
+          const std::int64_t bytes = ring.memory_info().communication_bytes;
+          for (std::int64_t seen = most; bytes > seen && !most.compare_exchange_weak(seen, bytes);)
+            ;
+          chosen = ring.schedule();
+        });
+        expect_everywhere(outcomes, "", {});
+        return std::pair{most.load(), chosen.load()};
+      };
+      const std::int64_t by_ring = run(Schedule::ring).first;
+      const std::int64_t by_gather = run(Schedule::gather).first;
+      ASSERT_LT(by_ring, by_gather);
+      EXPECT_EQ(run(Schedule::automatic).second, Schedule::gather);
+      for (const std::int64_t limit : {by_ring, (by_ring + by_gather) / 2, by_gather - 1}) {
+        options.limits.communication_bytes = limit;
+        EXPECT_EQ(run(Schedule::automatic).second, Schedule::ring)
+            << "limit " << limit << ", ring needs " << by_ring << ", gather " << by_gather;
+        options.limits = {};
+      }
+    }
   }
 }
 

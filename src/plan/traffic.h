@@ -25,6 +25,7 @@ class Traffic {
   Traffic(RankSetList sets, std::vector<Flow> flows, std::int64_t parcels);
 
   [[nodiscard]] const RankSetList& rank_sets() const { return sets_; }
+  [[nodiscard]] const std::vector<Flow>& flows() const { return flows_; }
   [[nodiscard]] std::int64_t parcels() const { return parcels_; }
   // Sum over flows of rows x units x visits.
   [[nodiscard]] std::int64_t total_unit_rows() const;

@@ -8,7 +8,10 @@
 #include "plan/traffic.h"
 
 namespace annulus::ring {
+namespace {
 
+// Seconds of one forward on the slowest rank: compute spread evenly over the steps, each step
+// hiding the transfer of the next one.
 double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_bytes, int head_dim,
                          std::int64_t batch, const Rates& rates) {
   const int steps = traffic_of(plan).steps(schedule);
@@ -30,15 +33,36 @@ double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_b
   return *std::max_element(seconds.begin(), seconds.end());
 }
 
+// What messages of a gather take at most, on the rank that needs most: the rows of others, the own
+// ones that they need (and a copy for each who gets others of them than the rest do) and, where
+// gradients of keys come back, fp32 sums of the former and two messages of the latter.
+double gather_bytes(const Plan& plan, const RingOptions& options, std::int64_t row_bytes) {
+  const Traffic& traffic = traffic_of(plan);
+  const auto row = static_cast<double>(row_bytes);
+  const bool returns = options.backward && options.backward_travel != BackwardTravel::queries;
+  const double sums = returns ? 8.0 * options.head_dim * static_cast<double>(options.batch) : 0.0;
+  const std::vector<Traffic::RankSum> ranks = traffic.rank_sums(Schedule::gather);
+  std::vector<int> flows(ranks.size());
+  for (const Flow& flow : traffic.flows()) ++flows[static_cast<std::size_t>(flow.owner)];
+  double most = 0.0;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    const std::int64_t held =
+        plan.key_placement().local_tokens(static_cast<int>(rank)) * options.kv_heads;
+    const auto received = static_cast<double>(ranks[rank].received);
+    const auto own = static_cast<double>(std::min(ranks[rank].sent, held));
+    const double copied = flows[rank] > 1 ? static_cast<double>(ranks[rank].sent) : 0.0;
+    most = std::max(most, row * (received + own + copied) + sums * (received + 2.0 * own));
+  }
+  return most;
+}
+
+}  // namespace
+
 Schedule choose_schedule(const Plan& plan, const RingOptions& options, std::int64_t row_bytes) {
+  if (gather_bytes(plan, options, row_bytes) >
+      static_cast<double>(options.limits.communication_bytes))
+    return Schedule::ring;
   if (options.placement.tokens() < options.min_tokens_for_ring) return Schedule::gather;
-  bool fits = true;
-  traffic_of(plan).for_each_step(
-      Schedule::gather, [&](std::span<const std::int64_t> received, auto) {
-        const std::int64_t most = *std::max_element(received.begin(), received.end());
-        fits = most * row_bytes <= options.limits.communication_bytes;
-      });
-  if (!fits) return Schedule::ring;
   const auto predicted = [&](Schedule schedule) {
     return predicted_seconds(plan, schedule, row_bytes, options.head_dim, options.batch,
                              options.rates);

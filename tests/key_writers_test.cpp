@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <set>
@@ -138,6 +139,31 @@ TEST(KeyWriters, UsualPatternsNeedNoPassesOverKeyGradients) {
     const KeyWriters writers = find_key_writers(stages, computation, false);
     EXPECT_TRUE(writers.begin);
     EXPECT_TRUE(writers.end);
+  }
+}
+
+// A third of the rows have been written when the dense branch comes, and not every 32nd of an
+// item's alike: words of 32 bits cannot say which. Sums are cleared, and added to by everybody.
+TEST(KeyWriters, RowsThatDoNotRepeatEvery32ndAreClearedBefore) {
+  const std::vector<std::int64_t> segments{256, 512};
+  for (const std::int64_t dilation : {2, 3}) {
+    const std::vector<std::int64_t> dilations{1, dilation};
+    const Pattern pattern = longnet(4, segments, dilations);
+    const Placement placement = Placement::contiguous(2048, 1);
+    const Plan plan({pattern, placement, placement, 4, Schedule::ring, Travel::keys}, 0);
+    Computation computation;
+    computation.pattern = &pattern;
+    computation.query_tokens = computation.key_tokens = 2048;
+    computation.kv_heads = 4;
+    Tables tables =
+        make_tables({Stage::Kind::gradients, &plan, 0, 0}, computation, Side::keys, 128, false);
+    Tables* const stages[] = {&tables};
+    const KeyWriters writers = find_key_writers(stages, computation, false);
+    const bool repeats = 32 % dilation == 0;
+    EXPECT_EQ(writers.begin, repeats);
+    EXPECT_EQ(std::all_of(tables.earlier.begin(), tables.earlier.end(),
+                          [](std::uint32_t earlier) { return earlier == ~0U; }),
+              !repeats);
   }
 }
 

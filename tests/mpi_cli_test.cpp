@@ -123,6 +123,17 @@ TEST_F(MpiCli, WhatIsWrongOnOneRankEndsAll) {
                    "causal");
 }
 
+// Other kernels give other bits, which matters to nobody but those who ask for the same ones.
+TEST_F(MpiCli, ReproducibleRanksHaveTheSameKernels) {
+  const auto with_another_set_on_one = [&](const Words& arguments) {
+    return mpirun(1, Words{tool()} + arguments +
+                         Words{":", "-n", "1", "env", "ANNULUS_ISA=scalar", tool()} + arguments);
+  };
+  EXPECT_EQ(with_another_set_on_one(kSmall).code, 0);
+  expect_told_once(with_another_set_on_one(kSmall + Words{"--reproducible"}),
+                   "ranks disagree about the kernels: rank 1 has scalar");
+}
+
 TEST_F(MpiCli, RingOfThreadsIsStillThere) {
   const Outcome outcome =
       on_ranks(1, kSmall + Words{"--transport", "in-process", "--ranks", "3", "--json"});

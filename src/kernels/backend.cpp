@@ -21,6 +21,6 @@ std::shared_ptr<Backend> backend_of(const Device& device, int threads) {
   return wrap == nullptr ? backend : wrap(std::move(backend));
 }
 
-void wrap_backends(WrapBackend wrap) { wrapper.store(wrap); }
+WrapBackend wrap_backends(WrapBackend wrap) { return wrapper.exchange(wrap); }
 
 }  // namespace annulus

@@ -192,8 +192,9 @@ class Backend {
 // all that this process may use. DeviceError where the device is not to be had.
 [[nodiscard]] std::shared_ptr<Backend> backend_of(const Device& device, int threads);
 
-// For tests: what backend_of returns goes through `wrap` first; null ends that.
+// For tests: what backend_of returns goes through `wrap` first; null ends that. Returns what it
+// went through before.
 using WrapBackend = std::shared_ptr<Backend> (*)(std::shared_ptr<Backend>);
-void wrap_backends(WrapBackend wrap);
+WrapBackend wrap_backends(WrapBackend wrap);
 
 }  // namespace annulus

@@ -23,12 +23,14 @@ void forget_late_memory_of(int process);
 // Every executor made from now on computes late; for as long as it lives.
 class LateBackends {
  public:
-  explicit LateBackends(bool shared = false) {
-    wrap_backends(shared ? &make_late_shared : &make_late);
-  }
-  ~LateBackends() { wrap_backends(nullptr); }
+  explicit LateBackends(bool shared = false)
+      : before_(wrap_backends(shared ? &make_late_shared : &make_late)) {}
+  ~LateBackends() { wrap_backends(before_); }
   LateBackends(const LateBackends&) = delete;
   LateBackends& operator=(const LateBackends&) = delete;
+
+ private:
+  WrapBackend before_;
 };
 
 // How often a thread that is no queue's has waited for a late queue, so far.

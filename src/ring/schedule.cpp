@@ -26,7 +26,8 @@ double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_b
   std::vector<double> seconds = share;
   traffic_of(plan).for_each_step(schedule, [&](std::span<const std::int64_t> received, auto) {
     for (std::size_t i = 0; i < seconds.size(); ++i) {
-      const double transfer = static_cast<double>(received[i] * row_bytes) / rates.bytes_per_second;
+      const double transfer = static_cast<double>(received[i]) * static_cast<double>(row_bytes) /
+                              rates.bytes_per_second;
       seconds[i] += std::max(0.0, transfer - share[i]) + share[i];
     }
   });

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "transport/rank_prefix.h"
@@ -138,7 +139,12 @@ void Ring::watch(const Transfer& transfer, std::size_t word) {
     const std::lock_guard lock(mutex_);
     watched_.push_back({word, transfer.sequence, transfer.peer, transfer.deadline_length,
                         Clock::now() + transfer.deadline_length});
-    if (!watchman_.joinable()) watchman_ = std::thread([this] { look_after(); });
+    try {
+      if (!watchman_.joinable()) watchman_ = std::thread([this] { look_after(); });
+    } catch (const std::system_error& error) {
+      throw DeviceError(rank_prefix(rank_, size_) +
+                        "shared device memory: cannot start its thread: " + error.what());
+    }
   }
   changed_.notify_all();
 }

@@ -163,8 +163,10 @@ bool Ring::match(Transfer& receive) {
     try {
       start_copy(receive, note);
     } catch (const std::exception& error) {
-      receive.error_rank = rank_;
-      receive.error = describe(receive) + " failed: " + error.what();
+      Failure why{rank_, error.what()};
+      static_cast<void>(ended(why, true));  // memory may be gone with its process
+      receive.error_rank = why.rank;
+      receive.error = describe(receive) + " failed: " + why.text;
     }
     return true;
   }

@@ -126,9 +126,9 @@ lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: on
 	@$(CONFIGURE) dev
 	@scripts/lint.sh build/dev $(BASE)
 
-format: ## Reformat the C++ files in place
+format: ## Reformat the C++ and CUDA files in place
 	@scripts/setup.sh --lint
-	@find include src cli python tests bench examples -name '*.h' -o -name '*.cpp' 2>/dev/null | xargs clang-format -i
+	@find include src cli python tests bench examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | xargs clang-format -i
 
 clean: ## Remove all build directories
 	rm -rf build

@@ -27,15 +27,16 @@ else
   list() { for folder in "${folders[@]}"; do [[ -d $folder ]] && find "$folder" -type f; done | sort; }
 fi
 mapfile -t files < <(list | grep -E '\.(h|cpp)$' || true)
-if [[ ${#files[@]} -eq 0 ]]; then
+mapfile -t formatted < <(list | grep -E '\.(h|cpp|cu|cuh)$' || true)  # clang-tidy has no flags for CUDA
+if [[ ${#formatted[@]} -eq 0 ]]; then
   echo "lint: no C++ files to check"
   exit 0
 fi
 
 failed=0
 
-echo "lint: clang-format, ${#files[@]} files ('make format' repairs)"
-clang-format --dry-run --Werror "${files[@]}" || failed=1
+echo "lint: clang-format, ${#formatted[@]} files ('make format' repairs)"
+clang-format --dry-run --Werror "${formatted[@]}" || failed=1
 
 echo "lint: layers"
 python3 scripts/check_layers.py || failed=1

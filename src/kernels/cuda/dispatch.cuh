@@ -16,9 +16,12 @@ namespace annulus::cuda {
 template <typename Use>
 cudaError_t with_dim(int head_dim, const Use& use) {
   switch (padded_dim(head_dim)) {
-    case 64: return use(std::integral_constant<int, 64>());
-    case 128: return use(std::integral_constant<int, 128>());
-    default: return use(std::integral_constant<int, 256>());
+    case 64:
+      return use(std::integral_constant<int, 64>());
+    case 128:
+      return use(std::integral_constant<int, 128>());
+    default:
+      return use(std::integral_constant<int, 256>());
   }
 }
 
@@ -47,8 +50,8 @@ inline cudaError_t block_shared_bytes(std::size_t& bytes) {
   return error;
 }
 
-// Calls use(TileBuffers<...>) with the largest buffers that fit the shared memory of a block here. A
-// wider tile would be too much for 99 KiB.
+// Calls use(TileBuffers<...>) with the largest buffers that fit the shared memory of a block here.
+// A wider tile would be too much for 99 KiB.
 template <template <typename, int, typename> typename Shared, typename T, int kDim, typename Use>
 cudaError_t with_buffers(const Use& use) {
   std::size_t most = 0;
@@ -69,9 +72,9 @@ cudaError_t with_buffers(const Use& use) {
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, int threads, std::size_t shared,
                    const Params& params, cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           static_cast<int>(shared));
+  cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   Params copy = params;
   void* arguments[] = {&copy};

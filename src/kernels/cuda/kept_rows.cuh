@@ -9,8 +9,8 @@
 namespace annulus::cuda {
 
 // Row of the kept outputs of a branch, or -1: see KeptRows::row, which this is on the device.
-__device__ inline std::int64_t kept_row(const KeptTables& kept, int branch, std::int64_t batch, int head,
-                                        std::int64_t token) {
+__device__ inline std::int64_t kept_row(const KeptTables& kept, int branch, std::int64_t batch,
+                                        int head, std::int64_t token) {
   const KeptRows::Head of = kept.heads[branch * kept.branch_heads + head];
   if (of.first_word < 0) return -1;
   const KeptRows::Word word = kept.words[of.first_word + token / KeptRows::kWordTokens];
@@ -19,8 +19,8 @@ __device__ inline std::int64_t kept_row(const KeptTables& kept, int branch, std:
   return batch * kept.batch_rows + of.first + word.before + __popcll(word.selected & (bit - 1));
 }
 
-// Lets lse, state and out (channels 1 to 3) of an item's rows point to what is kept of its branch. By
-// all threads of a block; the caller synchronises before and behind.
+// Lets lse, state and out (channels 1 to 3) of an item's rows point to what is kept of its branch.
+// By all threads of a block; the caller synchronises before and behind.
 template <typename Rows>
 __device__ void point_to_kept(Rows& rows, const PortableForwardParams& p, const Group& group,
                               const Item& item, int head) {

@@ -39,20 +39,19 @@ struct __align__(128) SharedTile {
   static constexpr int kChunks = kDim / 8;
   T data[kRows * kDim];
 
-  __device__ T* chunk(int row, int chunk) {
-    return data + row * kDim + ((chunk ^ (row & 7)) * 8);
-  }
+  __device__ T* chunk(int row, int chunk) { return data + row * kDim + ((chunk ^ (row & 7)) * 8); }
 
   // By all threads of the block: `head_dim` elements of each row, zeros beyond and where `at` is
   // null. `somewhere` is any readable address.
   __device__ void load(std::byte* const* at, int head_dim, bool aligned, const void* somewhere) {
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks;
+         i += static_cast<int>(blockDim.x)) {
       const int row = i / kChunks;
       const int c = i % kChunks;
       const std::byte* from = at[row];
       const bool present = from != nullptr && c * 8 < head_dim;
-      load_chunk(row, c, present ? from + c * 16 : static_cast<const std::byte*>(somewhere), present,
-                 aligned);
+      load_chunk(row, c, present ? from + c * 16 : static_cast<const std::byte*>(somewhere),
+                 present, aligned);
     }
   }
   // Chunk c of a row, from where that is; not `present`: zeros.
@@ -70,7 +69,8 @@ struct __align__(128) SharedTile {
   // become 0.
   template <typename Found>
   __device__ void take_poison(const Found& found) {
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim;
+         i += static_cast<int>(blockDim.x)) {
       if (!is_poison(i)) continue;
       const int row = i / kDim;
       found(row, (i % kDim / 8 ^ (row & 7)) * 8 + i % 8);
@@ -79,11 +79,13 @@ struct __align__(128) SharedTile {
   }
   __device__ bool has_poison() const {
     // Exponents of all ones carry into the sign when one is added to them: two elements at a time.
-    constexpr std::uint32_t kExponents = std::is_same_v<T, __nv_bfloat16> ? 0x7f807f80U : 0x7c007c00U;
+    constexpr std::uint32_t kExponents =
+        std::is_same_v<T, __nv_bfloat16> ? 0x7f807f80U : 0x7c007c00U;
     constexpr std::uint32_t kOne = std::is_same_v<T, __nv_bfloat16> ? 0x00800080U : 0x04000400U;
     std::uint32_t carries = 0;
     const auto* words = reinterpret_cast<const uint4*>(data);
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks;
+         i += static_cast<int>(blockDim.x)) {
       const uint4 word = words[i];
       for (const std::uint32_t pair : {word.x, word.y, word.z, word.w})
         carries |= (pair & kExponents) + kOne;
@@ -104,20 +106,25 @@ struct __align__(128) SharedTile {
     return shared_address(chunk(lane % 8 + lane / 16 * 8, lane / 8 % 2));
   }
   // A or B, from the address of either.
-  __device__ static void load_rows(std::uint32_t (&m)[4], std::uint32_t address, int row, int k) {
+  __device__ static void load_rows(std::uint32_t(&m)[4], std::uint32_t address, int row, int k) {
     load_matrices(m, at_column(address, k) + row * kDim * 2);
   }
   // B for columns [16 n, 16 n + 16), summed over rows [row, row + 16), from a_address.
-  __device__ static void load_transposed(std::uint32_t (&m)[4], std::uint32_t address, int row, int n) {
+  __device__ static void load_transposed(std::uint32_t(&m)[4], std::uint32_t address, int row,
+                                         int n) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(at_column(address, n) + row * kDim * 2)
                  : "memory");
   }
 
-  __device__ void load_a(std::uint32_t (&a)[4], int row, int k) { load_rows(a, a_address(row), 0, k); }
-  __device__ void load_b(std::uint32_t (&b)[4], int row, int k) { load_rows(b, b_address(), row, k); }
-  __device__ void load_b_transposed(std::uint32_t (&b)[4], int row, int n) {
+  __device__ void load_a(std::uint32_t(&a)[4], int row, int k) {
+    load_rows(a, a_address(row), 0, k);
+  }
+  __device__ void load_b(std::uint32_t(&b)[4], int row, int k) {
+    load_rows(b, b_address(), row, k);
+  }
+  __device__ void load_b_transposed(std::uint32_t(&b)[4], int row, int n) {
     load_transposed(b, a_address(), row, n);
   }
 
@@ -126,12 +133,12 @@ struct __align__(128) SharedTile {
     constexpr unsigned kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80U : 0x7c00U;
     return (reinterpret_cast<const std::uint16_t*>(data)[i] & kExponent) == kExponent;
   }
-  // The same 16 columns wide fragment 16 k columns further on. Tiles begin at multiples of 128 bytes:
-  // what the exchange of chunks makes of k is an exclusive or with the address.
+  // The same 16 columns wide fragment 16 k columns further on. Tiles begin at multiples of 128
+  // bytes: what the exchange of chunks makes of k is an exclusive or with the address.
   __device__ static std::uint32_t at_column(std::uint32_t address, int k) {
     return (address ^ (k % 4 * 32)) + k / 4 * 128;
   }
-  __device__ static void load_matrices(std::uint32_t (&m)[4], std::uint32_t address) {
+  __device__ static void load_matrices(std::uint32_t(&m)[4], std::uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                  : "r"(address)
@@ -139,8 +146,9 @@ struct __align__(128) SharedTile {
   }
 };
 
-// Results that have seen an infinity or a NaN. 0 * NaN is NaN: where a tile hides some pairs, what is
-// wrong with a row must reach only those that see it. So it is taken out of the tile and noted here.
+// Results that have seen an infinity or a NaN. 0 * NaN is NaN: where a tile hides some pairs, what
+// is wrong with a row must reach only those that see it. So it is taken out of the tile and noted
+// here.
 template <int kRows, int kDim>
 struct Poison {
   unsigned any;
@@ -148,7 +156,8 @@ struct Poison {
 
   __device__ void clear() {
     if (threadIdx.x == 0) any = 0;
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim / 32; i += static_cast<int>(blockDim.x))
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim / 32;
+         i += static_cast<int>(blockDim.x))
       (&bits[0][0])[i] = 0;
   }
   // By all threads, after the tile has arrived. sees(result's row, tile's row).
@@ -200,7 +209,8 @@ __device__ inline std::uint32_t pack(float low, float high) {
 
 // Two neighbouring 16 x 8 results as the A of the next product, summed over their 16 columns.
 template <typename T>
-__device__ inline void as_a(std::uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+__device__ inline void as_a(std::uint32_t (&a)[4], const float (&left)[4],
+                            const float (&right)[4]) {
   a[0] = pack<T>(left[0], left[1]);
   a[1] = pack<T>(left[2], left[3]);
   a[2] = pack<T>(right[0], right[1]);

@@ -42,7 +42,8 @@ struct QueryShared {
 };
 
 template <typename T, int kDim, typename Buffers>
-__global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(kThreads)
+    query_gradient(const __grid_constant__ BackwardParams p) {
   constexpr int kKeys = Buffers::kRows;  // of a tile
   constexpr int kStages = Buffers::kStages;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
 
   shared.poison.clear();
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
-                      query_place, p.q, p.dout, p.lse, p.delta, p.dq);
+                           query_place, p.q, p.dout, p.lse, p.delta, p.dq);
   int keys = tile_extent(p.tables.runs, group.keys);
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int last =
@@ -90,9 +91,8 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
     index[half] = shared.queries.index[row];
     repeats[half] = shared.queries.repeats[row];
     reference[half] = reference_of(shared.queries.at[2][row]);
-    delta[half] = index[half] != kAbsent
-                      ? *reinterpret_cast<const float*>(shared.queries.at[3][row])
-                      : 0.0F;
+    delta[half] =
+        index[half] != kAbsent ? *reinterpret_cast<const float*>(shared.queries.at[3][row]) : 0.0F;
   }
   float dq[kDim / 8][4] = {};
   const float scale = p.shape.scale * kLog2E;
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
       }
     }
     if (group.causal != 0) {
-      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0 &&
-                           group.keys.by_index == 0;
+      const bool ordered =
+          group.queries.ascending != 0 && group.keys.ascending != 0 && group.keys.by_index == 0;
       const int last_key = rows.index[min(kKeys, keys - tile * kKeys) - 1];
       if (!ordered || last_key > shared.queries.index[0] + group.shift) {
         shared.poison.take_from(shared.k[stage], [&](int query, int key) {
@@ -184,7 +184,7 @@ struct KeyShared {
   SharedTile<T, kRows, kDim> v;
   SharedTile<T, Buffers::kRows, kDim> q[Buffers::kStages];
   SharedTile<T, Buffers::kRows, kDim> dout[Buffers::kStages];
-  TileRows<kRows, 4> keys;                                  // k, v, dk, dv
+  TileRows<kRows, 4> keys;                                // k, v, dk, dv
   TileRows<Buffers::kRows, 4> queries[Buffers::kStages];  // q, dout, lse, delta
   float reference[Buffers::kStages][Buffers::kRows];
   float delta[Buffers::kStages][Buffers::kRows];
@@ -215,11 +215,11 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     const RowOwner place{item.batch, member.kv_head, member.unit};
     shared.key_poison.clear();
     shared.value_poison.clear();
-    shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
-                     p.v, p.dk, p.dv);
+    shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place,
+                          p.k, p.v, p.dk, p.dv);
   }
-  // Queries that see some key of the block come last: whole tiles before them are skipped, and tiles
-  // stay where they are in the list.
+  // Queries that see some key of the block come last: whole tiles before them are skipped, and
+  // tiles stay where they are in the list.
   int first_tile = 0;
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int first = place_row(p.tables.runs, group.keys, item.begin).index - group.shift;
@@ -233,7 +233,8 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     const Member member = p.tables.members[item.member + step / tiles];
     const RowOwner place{item.batch, member.head, member.unit};
     TileRows<kQueries, 4>& rows = shared.queries[stage];
-    rows.fill(p.tables, group, group.queries, (first_tile + step % tiles) * kQueries, queries, place, p.q, p.dout, p.lse, p.delta);
+    rows.fill(p.tables, group, group.queries, (first_tile + step % tiles) * kQueries, queries,
+              place, p.q, p.dout, p.lse, p.delta);
     __syncthreads();
     shared.q[stage].load(rows.at[0], head_dim, p.shape.aligned, p.tables.items);
     shared.dout[stage].load(rows.at[1], head_dim, p.shape.aligned, p.tables.items);
@@ -306,8 +307,8 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
       }
     }
     if (group.causal != 0) {
-      const bool ordered = group.queries.ascending != 0 && group.keys.ascending != 0 &&
-                           group.queries.by_index == 0;
+      const bool ordered =
+          group.queries.ascending != 0 && group.keys.ascending != 0 && group.queries.by_index == 0;
       if (!ordered || shared.keys.index[item.rows - 1] > rows.index[0] + group.shift) {
         const auto sees = [&](int key, int query) {
           return !hidden_pair(group, rows.index[query], shared.keys.index[key]);

@@ -61,9 +61,11 @@ __device__ void multiply_rows(float (&result)[kA / 16][kB / 16], const FloatTile
     float4 x[kA / 16];
     float4 y[kB / 16];
 #pragma unroll
-    for (int i = 0; i < kA / 16; ++i) x[i] = *reinterpret_cast<const float4*>(a.row(ty + 16 * i) + d);
+    for (int i = 0; i < kA / 16; ++i)
+      x[i] = *reinterpret_cast<const float4*>(a.row(ty + 16 * i) + d);
 #pragma unroll
-    for (int j = 0; j < kB / 16; ++j) y[j] = *reinterpret_cast<const float4*>(b.row(tx + 16 * j) + d);
+    for (int j = 0; j < kB / 16; ++j)
+      y[j] = *reinterpret_cast<const float4*>(b.row(tx + 16 * j) + d);
 #pragma unroll
     for (int i = 0; i < kA / 16; ++i) {
 #pragma unroll
@@ -131,7 +133,8 @@ struct ForwardShared {
 };
 
 template <typename Shape>
-__global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ PortableForwardParams p) {
+__global__ void __launch_bounds__(kThreads)
+    forward(const __grid_constant__ PortableForwardParams p) {
   constexpr int kDim = Shape::kDim;
   constexpr int kOther = Shape::kOther;
   constexpr int kOwnPerThread = Shape::kOwn / 16;
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Port
   const int ty = static_cast<int>(threadIdx.x) / 16;
 
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
-                      query_place, p.q, Channel{p.lse}, Channel{p.state}, Channel{p.out});
+                           query_place, p.q, Channel{p.lse}, Channel{p.state}, Channel{p.out});
   int keys = tile_extent(p.tables.runs, group.keys);
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int last =
@@ -199,10 +202,11 @@ __global__ void __launch_bounds__(kThreads) forward(const __grid_constant__ Port
       for (int j = 0; j < kOtherPerThread; ++j) {
         const int key = shared.keys.index[tx + 16 * j];
         const bool hidden = hidden_pair(group, shared.queries.index[row], key);
-        s[i][j] = hidden ? -INFINITY
-                         : fmaf(s[i][j], scale,
-                                log2_weight(shared.queries.repeats[row],
-                                            shared.keys.repeats[tx + 16 * j]));
+        s[i][j] =
+            hidden
+                ? -INFINITY
+                : fmaf(s[i][j], scale,
+                       log2_weight(shared.queries.repeats[row], shared.keys.repeats[tx + 16 * j]));
         top = fmaxf(top, s[i][j]);
       }
       top = row_max(top);
@@ -288,7 +292,8 @@ __device__ void add_rows(const float (&sums)[kRows][kColumns], std::byte* const*
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(kThreads)
+    query_gradient(const __grid_constant__ BackwardParams p) {
   constexpr int kDim = Shape::kDim;
   constexpr int kOther = Shape::kOther;
   constexpr int kOwnPerThread = Shape::kOwn / 16;
@@ -308,7 +313,7 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
   static_assert(sizeof(TileRows<kOther, 2>) <= sizeof(shared.keys));
 
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
-                      query_place, p.q, p.dout, p.lse, p.delta, p.dq);
+                           query_place, p.q, p.dout, p.lse, p.delta, p.dq);
   int keys = tile_extent(p.tables.runs, group.keys);
   if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
     const int last =
@@ -346,8 +351,7 @@ __global__ void __launch_bounds__(kThreads) query_gradient(const __grid_constant
         const int column = tx + 16 * j;
         const bool hidden =
             hidden_pair(group, shared.queries.index[row], keys_of_tile.index[column]);
-        const float weight =
-            log2_weight(shared.queries.repeats[row], keys_of_tile.repeats[column]);
+        const float weight = log2_weight(shared.queries.repeats[row], keys_of_tile.repeats[column]);
         shared.ds[row][column] =
             gradient_of(s[i][j], dp[i][j], lse[i], delta[i], weight, scale, hidden).ds;
       }
@@ -377,8 +381,8 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   {
     const Member member = p.tables.members[item.member];
     const RowOwner place{item.batch, member.kv_head, member.unit};
-    shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place, p.k,
-                     p.v, p.dk, p.dv);
+    shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place,
+                          p.k, p.v, p.dk, p.dv);
   }
   const int queries = tile_extent(p.tables.runs, group.queries);
   int begin = 0;  // of the queries; tiles stay where they are in the list
@@ -397,8 +401,8 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     const RowOwner place{item.batch, member.head, member.unit};
     for (int first = begin; first < queries; first += kOther) {
       __syncthreads();
-      queries_of_tile.fill(p.tables, group, group.queries, first, queries, place, p.q,
-                           p.dout, p.lse, p.delta);
+      queries_of_tile.fill(p.tables, group, group.queries, first, queries, place, p.q, p.dout,
+                           p.lse, p.delta);
       __syncthreads();
       shared.other[0].load(queries_of_tile.at[0], head_dim);
       shared.other[1].load(queries_of_tile.at[1], head_dim);

@@ -9,8 +9,8 @@ namespace {
 
 __global__ void fill_kernel(TensorRows rows, RowSpace space, float value) {
   const std::int64_t count = space.batch * space.tokens * space.heads;
-  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; row < count;
-       row += static_cast<std::int64_t>(gridDim.x) * kThreads) {
+  for (std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+       row < count; row += static_cast<std::int64_t>(gridDim.x) * kThreads) {
     *reinterpret_cast<float*>(row_at(rows, row / space.heads / space.tokens,
                                      row / space.heads % space.tokens,
                                      static_cast<int>(row % space.heads))) = value;
@@ -110,7 +110,9 @@ struct CopiedRows {
   [[nodiscard]] __device__ bool aligned(unsigned to) const {
     return (reinterpret_cast<std::uintptr_t>(parcel) | reinterpret_cast<std::uintptr_t>(local) |
             static_cast<std::uintptr_t>(parcel_step) | static_cast<std::uintptr_t>(local_step) |
-            bytes) % to == 0;
+            bytes) %
+               to ==
+           0;
   }
 };
 
@@ -122,10 +124,11 @@ __device__ void for_each_copy(const CopyParams& p, const Use& use) {
     std::int64_t before = 0;
     for (int s = 0; s < p.sections; ++s) {
       const std::int64_t bytes = p.section_bytes[s];
-      use(CopiedRows{p.buffer + item.unit_offset + before * item.unit_rows + item.parcel_first * bytes,
-                     row_at(p.rows[s], item.batch, item.local_first, item.head),
-                     item.parcel_stride * bytes, item.local_stride * p.rows[s].row_step,
-                     static_cast<unsigned>(bytes), static_cast<unsigned>(item.count)});
+      use(CopiedRows{
+          p.buffer + item.unit_offset + before * item.unit_rows + item.parcel_first * bytes,
+          row_at(p.rows[s], item.batch, item.local_first, item.head), item.parcel_stride * bytes,
+          item.local_stride * p.rows[s].row_step, static_cast<unsigned>(bytes),
+          static_cast<unsigned>(item.count)});
       before += bytes;
     }
   }
@@ -202,7 +205,8 @@ __global__ void add_kernel(const __grid_constant__ CopyParams p) {
 
 }  // namespace
 
-cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value, cudaStream_t stream) {
+cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
+                      cudaStream_t stream) {
   if (space.rows() == 0) return cudaSuccess;
   fill_kernel<<<blocks_for((space.rows() + 31) / 32), kThreads, 0, stream>>>(rows, space, value);
   return cudaGetLastError();

@@ -45,7 +45,8 @@ __device__ inline int run_with_index(const Run* runs, const RowList& list, int i
 __device__ inline bool find_index(const Run* runs, const RowList& list, int index, PlacedRow& row) {
   const Run run = runs[run_with_index(runs, list, index)];
   const int i = (index - run.index) / run.index_stride;
-  if (index < run.index || i >= run.count || (index - run.index) % run.index_stride != 0) return false;
+  if (index < run.index || i >= run.count || (index - run.index) % run.index_stride != 0)
+    return false;
   row = {run.source, index, run.first + static_cast<std::int64_t>(i) * run.stride};
   return true;
 }
@@ -81,11 +82,16 @@ __device__ inline unsigned repeats_with(const Repeat* repeats, int count, int in
 // log2 of how often a pair counts.
 __device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats) {
   switch (__popc(query_repeats & key_repeats)) {
-    case 0: return 0.0F;
-    case 1: return 1.0F;
-    case 2: return 1.5849625F;
-    case 3: return 2.0F;
-    default: return 2.3219281F;
+    case 0:
+      return 0.0F;
+    case 1:
+      return 1.0F;
+    case 2:
+      return 1.5849625F;
+    case 3:
+      return 2.0F;
+    default:
+      return 2.3219281F;
   }
 }
 
@@ -112,14 +118,15 @@ struct TileRows {
   // What tiles of the list count from `first` on, as far as it is there and below `end`. By the
   // threads of a block, one row each; the caller synchronises.
   template <typename... Channels>
-  __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list, int first,
-                       int end, const RowOwner& owner, const Channels&... channels) {
+  __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list,
+                       int first, int end, const RowOwner& owner, const Channels&... channels) {
     fill(tables, group, list, list.by_index != 0, first, end, owner, channels...);
   }
   // Rows [first, end) of the list, whatever its tiles are.
   template <typename... Channels>
   __device__ void fill_rows(const DeviceTables& tables, const Group& group, const RowList& list,
-                            int first, int end, const RowOwner& owner, const Channels&... channels) {
+                            int first, int end, const RowOwner& owner,
+                            const Channels&... channels) {
     fill(tables, group, list, false, first, end, owner, channels...);
   }
 

@@ -31,8 +31,7 @@ std::vector<Run> by_index(const std::vector<Run>& runs) {
       rows.push_back({run.index + i * run.index_stride, run.source,
                       run.first + static_cast<std::int64_t>(i) * run.stride});
   }
-  std::sort(rows.begin(), rows.end(),
-            [](const Row& a, const Row& b) { return a.index < b.index; });
+  std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.index < b.index; });
   std::vector<Run> out;
   for (const Row& row : rows) {
     if (!out.empty() && out.back().source == row.source) {
@@ -131,8 +130,7 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
                    bool canonical) {
   Stage by_side = stage;
   if (stage.kind != Stage::Kind::forward) {
-    by_side.kind =
-        side == Side::queries ? Stage::Kind::query_gradient : Stage::Kind::key_gradient;
+    by_side.kind = side == Side::queries ? Stage::Kind::query_gradient : Stage::Kind::key_gradient;
   }
   const WorkGroups work(by_side, computation, 0);
   Maker maker{work, computation, side, tile, canonical, {}};

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -362,6 +364,43 @@ def test_what_is_wrong_does_not_depend_on_earlier_calls() -> None:
             at.ring_attention(q, k, v, **call)
 
 
+def test_options_that_change_in_place_are_read_anew() -> None:
+    """A tensor is the same object when it holds another number: what was made of it must not be kept."""
+    q, k, v, _ = tensors(grad=False)
+    scale, length = torch.tensor(0.1), torch.tensor(8)
+    for new_scale, new_length in ((0.1, 8), (2.0, 20)):
+        scale.fill_(new_scale)
+        length.fill_(new_length)
+        found = at.ring_attention(
+            q, k, v, scale=scale, segment_lengths=[length], dilation_rates=[1]
+        )
+        expected = at.ring_attention(
+            q, k, v, scale=scale.item(), segment_lengths=[new_length], dilation_rates=[1]
+        )
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scale": torch.tensor(0.5, requires_grad=True)},  # a gradient that would be lost
+        {"scale": torch.tensor(0.5, device="meta")},
+        {"scale": torch.tensor(1j)},
+        {"scale": True},
+        {"timeout": torch.tensor(True)},
+        {"n_global": torch.tensor(40, device="meta")},
+        {"n_global": torch.tensor(True)},
+        {"return_lse": "no"},
+        {"return_lse": 1},
+    ],
+    ids=str,
+)
+def test_objects_that_are_no_numbers_are_refused_in_words(wrong: dict[str, object]) -> None:
+    q, k, v, _ = tensors(grad=False)
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        at.ring_attention(q, k, v, **wrong)
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mix", ["full", "detached"])
 def test_default_dtypes_change_nothing(default: torch.dtype, mix: str) -> None:
@@ -386,6 +425,8 @@ def test_numbers_of_numpy_are_fine() -> None:
         q, k, v, scale=np.float32(0.25), segment_lengths=lengths, dilation_rates=rates
     )
     assert torch.equal(found, plain)
+    for quarter in (Fraction(1, 4), Decimal("0.25"), torch.tensor(0.25, dtype=torch.bfloat16)):
+        assert torch.equal(at.ring_attention(q, k, v, scale=quarter, **LONGNET), plain)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 4, 16), (0, 5, 4, 16)])
@@ -509,3 +550,8 @@ def test_positions_and_shards_of_one_process() -> None:
     assert at.shard(x).data_ptr() == x.data_ptr()
     with pytest.raises(ConfigError, match="zigzag"):
         at.positions(24, placement="nowhere")
+    for wrong in ({"n_global": 2.5}, {"n_global": True}, {"n_global": 2**64}, {"placement": None}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            at.positions(**{"n_global": 24} | wrong)
+    with pytest.raises(ConfigError, match="rank is 1"):
+        at.positions(24, rank=1)

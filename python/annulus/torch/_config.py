@@ -20,7 +20,7 @@ from annulus._core import ring_options
 F = TypeVar("F", bound=Callable)
 
 _MOST_TEXTS = 1000
-_NAMES = {
+NAMES = {
     "pattern": ("dense", "longnet", "head_groups"),
     "offsets": ("blocked", "interleaved"),
     "placement": ("contiguous", "zigzag", "striped", "hilbert"),
@@ -47,39 +47,61 @@ _MOST_SECONDS = 1e9  # what a clock counts
 _MOST_WHOLE = 2**63 - 1  # what C++ holds
 
 
+def _is_flag(x: object) -> bool:
+    """Of Python's, NumPy's or PyTorch's: Python counts them among the numbers."""
+    return isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool")
+
+
+# Objects of other libraries raise what they like when they are asked for their number (a tensor without data a
+# RuntimeError): whatever it is, they have none.
+
+
 def _is_whole(x: object, least: int, most: int = _MOST_WHOLE) -> bool:
     try:
-        return not isinstance(x, bool) and least <= operator.index(x) <= most
-    except TypeError:
+        return not _is_flag(x) and least <= operator.index(x) <= most
+    except Exception:
         return False
 
 
 def _is_finite(x: object) -> bool:
     try:
-        return math.isfinite(x)
-    except (TypeError, ValueError, OverflowError):
+        return not _is_flag(x) and math.isfinite(x)
+    except Exception:
         return False
 
 
+def _plain(x: object) -> bool | int | float:
+    """A valid option of another library's type, or a Fraction, as JSON has it."""
+    if isinstance(x, np.bool_):
+        return bool(x)
+    try:
+        return operator.index(x)
+    except TypeError:
+        return float(x)
+
+
 def _number_complaint(name: str, value: object, most: float) -> str | None:
-    if _is_finite(value) and 0 < value <= most:
+    if getattr(value, "requires_grad", False):
+        instead = " or multiply q by it" if name == "scale" else ""
+        return f"{name} requires a gradient, which it would not get: pass {name}.item(){instead}"
+    if _is_finite(value) and 0 < float(value) <= most:
         return None
     return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
 
 
-def _whole_complaint(name: str, value: object, most: int = _MOST_WHOLE) -> str | None:
+def whole_complaint(name: str, value: object, most: int = _MOST_WHOLE) -> str | None:
     if _is_whole(value, 0, most):
         return None
     return f"{name} is {value!r}: a whole number from 0 to {'2**63 - 1' if most == _MOST_WHOLE else most} was expected"
 
 
-def _flag_complaint(name: str, value: object) -> str | None:
+def flag_complaint(name: str, value: object) -> str | None:
     if isinstance(value, (bool, np.bool_)):
         return None
     return f"{name} is {value!r}: True or False was expected"
 
 
-def _name_complaint(name: str, value: object, names: tuple[str, ...]) -> str | None:
+def name_complaint(name: str, value: object, names: tuple[str, ...]) -> str | None:
     if isinstance(value, str) and value in names:
         return None
     return f"{name} is {value!r}: one of {', '.join(map(repr, names))} was expected"
@@ -89,11 +111,11 @@ def _option_complaint(name: str, value: object) -> str | None:
     """What is wrong with an option of the executor, by its kind."""
     kind = OPTIONS[name]["kind"]
     if kind == "name":
-        return _name_complaint(name, value, OPTIONS[name]["names"])
+        return name_complaint(name, value, OPTIONS[name]["names"])
     if kind == "flag":
-        return _flag_complaint(name, value)
+        return flag_complaint(name, value)
     if kind == "whole":
-        return _whole_complaint(name, value, OPTIONS[name]["most"])
+        return whole_complaint(name, value, OPTIONS[name]["most"])
     if kind == "number or none" and value is None:
         return None
     return _number_complaint(name, value, _MOST_SCALE)
@@ -105,11 +127,11 @@ class _Call:
 
     def complaint(self) -> str | None:
         """What is wrong with it that no tensor is needed to see."""
-        complaints = [_name_complaint(n, getattr(self, n), names) for n, names in _NAMES.items()]
+        complaints = [name_complaint(n, getattr(self, n), names) for n, names in NAMES.items()]
         complaints += [_option_complaint(name, getattr(self, name)) for name in OPTIONS]
-        complaints += [_flag_complaint(n, getattr(self, n)) for n in ("is_causal", "group_scale")]
+        complaints += [flag_complaint(n, getattr(self, n)) for n in ("is_causal", "group_scale")]
         if self.n_global is not None:
-            complaints.append(_whole_complaint("n_global", self.n_global))
+            complaints.append(whole_complaint("n_global", self.n_global))
         if self.timeout is not None:
             complaints.append(_number_complaint("timeout", self.timeout, _MOST_SECONDS))
         return next((c for c in complaints if c is not None), None) or self._branch_complaint()
@@ -135,8 +157,9 @@ class _Call:
         return None
 
     def text(self) -> str:
-        # Numbers of NumPy's and tensors of one element are fine, too.
-        return json.dumps(dataclasses.astuple(self), default=lambda x: x.item())
+        # Numbers of NumPy's and tensors of one element are fine, too. Not dataclasses.astuple, which copies what it finds.
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return json.dumps(fields, default=_plain)
 
     @functools.cached_property
     def executors(self) -> str:
@@ -182,7 +205,9 @@ Config = dataclasses.make_dataclass(
 )
 
 
-# Texts and configurations of the calls so far. They are few; should they not be, they are made anew.
+# Texts and configurations of the calls so far. They are few; should they not be, they are made anew. Only of values
+# that cannot change: a tensor is still the same object when it holds another number.
+_CONSTANTS = (str, int, float, type(None), np.generic)
 _texts: dict[tuple, str] = {}
 _configs: dict[str, Config] = {}
 
@@ -193,7 +218,7 @@ def text_of(*values: object) -> str:
     key = (values, *map(type, values), *map(type, values[2]), *map(type, values[3]))
     try:
         text = _texts.get(key)
-    except TypeError:  # something unhashable, which is hardly right
+    except Exception:  # something unhashable, which is hardly right
         key = text = None
     if text is None:
         config = Config(*values)
@@ -201,7 +226,9 @@ def text_of(*values: object) -> str:
         if complaint is not None:
             return "!" + complaint
         text = config.text()
-        if key is not None:
+        if key is not None and all(
+            isinstance(x, _CONSTANTS) for x in (*values[:2], *values[2], *values[3], *values[4:])
+        ):
             if len(_texts) >= _MOST_TEXTS:
                 _texts.clear()
             _texts[key] = text

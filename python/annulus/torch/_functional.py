@@ -18,6 +18,7 @@ from annulus.torch._config import (
     Config,
     branch_numbers,
     config_of,
+    flag_complaint,
     pattern_of,
     text_of,
     with_options,
@@ -473,6 +474,9 @@ def ring_attention(
     for name in options:
         if name not in DEFAULTS:
             raise TypeError(f"ring_attention() got an unexpected keyword argument {name!r}")
+    complaint = flag_complaint("return_lse", return_lse)
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
     call = (_rings.group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
     call += (group_scale, placement, n_global, timeout, has_mask)
     o, lse = _call(q, k, v, *call, options=options)

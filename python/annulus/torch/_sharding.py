@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from annulus import ConfigError, Placement
 from annulus.torch import _rings
-from annulus.torch._config import placement_of_lengths
+from annulus.torch._config import NAMES, name_complaint, placement_of_lengths, whole_complaint
 
 
 def _axis(where: str, x: torch.Tensor, dim: int) -> int:
@@ -42,9 +42,17 @@ def positions(
         rank: another rank of the group than this process's own.
     """
     ranks, own = _rings.group_size_and_rank(group)
+    rank = own if rank is None else rank
+    for complaint in (
+        whole_complaint("n_global", n_global),
+        name_complaint("placement", placement, NAMES["placement"]),
+        whole_complaint("rank", rank, ranks - 1),
+    ):
+        if complaint is not None:
+            raise ConfigError(f"positions: {complaint}")
     # A placement has at least one token: of none, its name and the rank are checked all the same.
     placed = Placement.named(placement, 1 if n_global == 0 else n_global, ranks)
-    mine = torch.from_numpy(placed.positions(own if rank is None else rank))
+    mine = torch.from_numpy(placed.positions(rank))
     return mine[:n_global]
 
 

@@ -122,6 +122,28 @@ TEST_P(KernelRangeTest, LogitsMayClimbFromBlockToBlock) {
   }
 }
 
+// Beyond 2^31 fp32 and a product that is not rounded differ by more than 2^x has room for.
+TEST_P(KernelRangeTest, OneKeyFarAboveTheOthersIsTheOutputAtAnyLevel) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const double level : {1e8, 1e9, 1e10, 1e12, 1e20, 1e30}) {
+      for (std::size_t at : {0, 3, 8, 140, 289}) {
+        for (int trial = 0; trial < 8; ++trial) {
+          SCOPED_TRACE(std::string(name_of(dtype)) + " " + std::to_string(level) + " at key " +
+                       std::to_string(at) + ", trial " + std::to_string(trial));
+          std::vector<double> logits(290, 0.0);
+          logits[at] = level * (1 + 0.03 * trial);
+          const TaskData data = with_logits(dtype, 2, logits);
+          TaskResult got;
+          test::run_forward(kernels(), data, {}, got);
+          for (std::size_t i = 0; i < got.o.size(); ++i)
+            ASSERT_NEAR(got.o[i], data.v[at * 16 + i % 16], 8e-3 * std::abs(got.o[i]) + 1e-6);
+          ASSERT_NEAR(got.lse[0], data.k[at * 16], 1e-6 * level);
+        }
+      }
+    }
+  }
+}
+
 // The same scores by other roundings: those of the log-sum-exp are then not those of the scores.
 TaskData by_thirds(TaskData data) {
   data.scale = 1.0 / 3;

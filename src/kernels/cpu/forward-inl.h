@@ -235,10 +235,17 @@ class Forward {
       return classes_ > 0 ? weigh<true>(panel, block, first_end, end, choose_reference)
                           : weigh<false>(panel, block, first_end, end, choose_reference);
     };
-    bool masked = weigh_block(true);
+    const bool masked = weigh_block(true);
     if (!sums_fit(panel, block)) {
-      move_reference(panel, block, end);
-      masked = weigh_block(false);
+      HWY_ALIGN float rounds[kPanel];
+      const bool round = move_reference(panel, block, end, rounds);
+      if (M::kPack == 1 || !round) {
+        weigh_block(false);
+      } else if (classes_ > 0) {
+        weigh_rounded<true>(panel, block, end, rounds);
+      } else {
+        weigh_rounded<false>(panel, block, end, rounds);
+      }
     }
     for (int j = 0; j < kPanel; j += kLanes) {
       hn::Store(hn::Add(hn::Load(kF, panel.sum + j), hn::Load(kF, block_sum_ + j)), kF,
@@ -409,6 +416,39 @@ class Forward {
     }
   }
 
+  // The same tile by tile, where lanes that `rounds` marks round score x factor, as their reference
+  // was rounded: see move_reference. The others get the bits that they always get.
+  template <bool kRepeats>
+  HWY_NOINLINE void weigh_rounded(const Panel& panel, const Block& block, int end,
+                                  const float* rounds) {
+    const VF factor = hn::Set(kF, score_factor_);
+    for (int j = 0; j < kPanel; j += kLanes) hn::Store(hn::Zero(kF), kF, block_sum_ + j);
+    for (int t = 0; t < end; ++t) {
+      score_tile<0, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s_);
+      for (int j = 0; j < kPanel; j += kLanes) {
+        const auto rounded = hn::Ne(hn::Load(kF, rounds + j), hn::Zero(kF));
+        const VF minus_reference = hn::Load(kF, panel.minus_reference + j);
+        VF sum = hn::Load(kF, block_sum_ + j);
+        const auto weight = [&](int i) {
+          const VF score = hn::Load(kF, s_ + i * kPanel + j);
+          // Pinned, lest the compiler makes one operation of the two again.
+          const VF by_product =
+              exp2_vector<M::kExpDegree>(hn::Add(pin(hn::Mul(score, factor)), minus_reference));
+          const VF w = hn::IfThenElse(rounded, by_product, weight_of(score, minus_reference));
+          if constexpr (!kRepeats) return w;
+          return hn::Mul(w, hn::Load(kF, panel.repeats + block.repeats[t * kRows + i] + j));
+        };
+        for (int i = 0; i < kRows; i += 2) {
+          const VF p0 = weight(i);
+          const VF p1 = weight(i + 1);
+          sum = hn::Add(hn::Add(sum, p0), p1);
+          M::store_key_pair(weights(t) + i / M::kPack * kPanel + j, p0, p1);
+        }
+        hn::Store(sum, kF, block_sum_ + j);
+      }
+    }
+  }
+
   // Lanes whose reference is off: too large a sum (or NaN), or too small a first one.
   [[nodiscard]] HWY_INLINE auto misfits(const Panel& panel, int j) const {
     const VF fresh = hn::Load(kF, block_sum_ + j);
@@ -429,7 +469,12 @@ class Forward {
 
   // Misfit lanes get their maximum over the block as reference; what they have summed so far is
   // rescaled. Lanes that fit are left alone: their result must not depend on their neighbours.
-  HWY_NOINLINE void move_reference(const Panel& panel, const Block& block, int end) {
+  //
+  // With bf16 a reference is score x factor, rounded, and a weight 2^(score x factor - reference),
+  // where the product is not: beyond 2^24 the maximum's own weight is then not 1 but, from 2^31 on,
+  // perhaps 2^-149, which is 0: a row without keys. Returns whether there are such lanes, which
+  // `rounds` marks.
+  HWY_NOINLINE bool move_reference(const Panel& panel, const Block& block, int end, float* rounds) {
     VF highest[kVectors];
     for (int j = 0; j < kVectors; ++j) highest[j] = hn::Set(kF, -INFINITY);
     for (int t = 0; t < end; ++t) {
@@ -442,12 +487,16 @@ class Forward {
         }
       }
     }
+    bool any_rounds = false;
     for (int j = 0; j < kVectors; ++j) {
       const int at = j * kLanes;
       const auto move = hn::And(misfits(panel, at), hn::Gt(highest[j], hn::Set(kF, -INFINITY)));
       const VF old = hn::Load(kF, panel.minus_reference + at);
       const VF moved =
           hn::IfThenElse(move, hn::Neg(hn::Mul(highest[j], hn::Set(kF, score_factor_))), old);
+      const auto round = hn::And(move, hn::Ge(hn::Abs(moved), hn::Set(kF, 0x1p24F)));
+      any_rounds = any_rounds || (M::kPack == 2 && !hn::AllFalse(kF, round));
+      hn::Store(hn::IfThenElseZero(round, hn::Set(kF, 1.0F)), kF, rounds + at);
       const VF sum = hn::Load(kF, panel.sum + at);
       // A lane that stays, or has no keys yet, has nothing to rescale; 2^(moved - old) might
       // overflow.
@@ -461,6 +510,7 @@ class Forward {
         hn::Store(hn::Mul(hn::Load(kF, o), weight), kF, o);
       }
     }
+    return any_rounds;
   }
 
   void store_output() {

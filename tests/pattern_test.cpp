@@ -283,6 +283,7 @@ TEST(PatternErrors, ValidateRefusesMalformedPatterns) {
   refuse([](Pattern& p) { p.branches[0].offset[0] = -2; }, {"branch 0", "head 0 is -2"});
   refuse([](Pattern& p) { p.output_scale = std::numeric_limits<double>::quiet_NaN(); },
          {"output_scale is nan"});
+  refuse([](Pattern& p) { p.output_scale = 1e300; }, {"output_scale is 1", "fp32"});
 }
 
 TEST(PatternErrors, NegativeTokensAreRefused) {

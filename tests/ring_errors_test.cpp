@@ -93,6 +93,7 @@ const std::vector<Fault>& faults() {
       {"another_head_count", [](TensorView& t) { t.shape[2] = 3; }, "expected ["},
       {"fewer_axes", [](TensorView& t) { t.rank -= 1; }, "expected ["},
       {"no_axes", [](TensorView& t) { t = TensorView(t.data, t.dtype, {}); }, "expected ["},
+      {"many_axes", [](TensorView& t) { t.rank = 99; }, "expected ["},
       {"negative_extent", [](TensorView& t) { t.shape[0] = -2; }, "expected [2, "},
       {"another_dtype", [](TensorView& t) { t.dtype = DType::bf16; }, "expected fp32"},
       {"null_pointer", [](TensorView& t) { t.data = nullptr; }, "null"},
@@ -167,6 +168,13 @@ TEST(RingErrors, LastAxisMustBeContiguous) {
   const Fault fault{"stride", [](TensorView& t) { t.stride[3] = 2; }, "stride 2"};
   for (const char* tensor : {"q", "k", "v", "o"}) expect_refused(tensor, fault, false, false);
   for (const char* tensor : {"dout", "dq", "dk", "dv"}) expect_refused(tensor, fault, true, true);
+}
+
+// What an expanded view has: elements that are one element. An input may.
+TEST(RingErrors, ResultsMustNotShareElements) {
+  const Fault fault{"expanded", [](TensorView& t) { t.stride[1] = 0; }, "stride 0 on axis 1"};
+  for (const char* tensor : {"o", "lse"}) expect_refused(tensor, fault, false, false);
+  for (const char* tensor : {"dq", "dk", "dv"}) expect_refused(tensor, fault, true, true);
 }
 
 TEST(RingErrors, MessageSaysWhatWasFoundAndWhatWasExpected) {

@@ -1,5 +1,7 @@
 #include "annulus/tensor.h"
 
+#include <algorithm>
+
 #include "annulus/error.h"
 
 namespace annulus {
@@ -27,10 +29,12 @@ DType dtype_from_name(const std::string& name) {
 
 std::string shape_string(const ConstTensorView& view) {
   std::string text = "[";
-  for (int axis = 0; axis < view.rank; ++axis) {
+  const int axes = std::min(view.rank, static_cast<int>(view.shape.size()));
+  for (int axis = 0; axis < axes; ++axis) {
     if (axis > 0) text += ", ";
     text += std::to_string(view.shape[static_cast<std::size_t>(axis)]);
   }
+  if (view.rank > axes) text += ", ...: " + std::to_string(view.rank) + " axes";
   return text + "]";
 }
 

@@ -66,9 +66,9 @@ void Pattern::validate() const {
   const std::string where = "Pattern '" + name + "'";
   require_at_least_one(where, "heads", heads);
   if (branches.empty()) throw ConfigError(where + ": no branches, expected at least one");
-  if (!std::isfinite(output_scale)) {
+  if (!std::isfinite(static_cast<float>(output_scale))) {
     throw ConfigError(where + ": output_scale is " + std::to_string(output_scale) +
-                      ", expected a finite number");
+                      ", expected a number that fp32 can hold");
   }
   for (std::size_t i = 0; i < branches.size(); ++i) {
     const Branch& branch = branches[i];

@@ -69,6 +69,18 @@ std::string RingAttention::Impl::check_state(const BranchState::Data& state) con
 
 namespace {
 
+// Of a result: threads would write its elements over each other's. Of all shapes and strides, this
+// is the mistake that an expanded view makes.
+std::string check_distinct(const char* name, const ConstTensorView& view) {
+  if (view.rank != 3 && view.rank != 4) return "";  // refused anyway
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
+    if (view.stride[axis] != 0 || view.shape[axis] <= 1 || view.elements() == 0) continue;
+    return fmt::format("{} has stride 0 on axis {}, expected a tensor whose elements are distinct",
+                       name, axis);
+  }
+  return "";
+}
+
 TensorRows rows_of(const ConstTensorView& view) {
   const auto size = static_cast<std::int64_t>(size_of(view.dtype));
   // Kernels write through the same type they read through; what is const stays unwritten by
@@ -133,7 +145,8 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
   ring::agree(*impl_->transport, where,
               first_of({impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
                         impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
-                        impl_->check_lse(lse), keep ? impl_->check_state(*state->data_) : ""}),
+                        impl_->check_lse(lse), check_distinct("o", o), check_distinct("lse", lse),
+                        keep ? impl_->check_state(*state->data_) : ""}),
               claims.claims, claims.digest);
   ForwardCall call;
   call.q = rows_of(q);
@@ -167,7 +180,8 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                 impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
                 impl_->check_lse(lse), impl_->check_tensor("dout", dout, false),
                 impl_->check_tensor("dq", dq, false), impl_->check_tensor("dk", dk, true),
-                impl_->check_tensor("dv", dv, true),
+                impl_->check_tensor("dv", dv, true), check_distinct("dq", dq),
+                check_distinct("dk", dk), check_distinct("dv", dv),
                 detached && (!have_state || !state->data_->filled)
                     ? "mix_gradient detached needs the branch state of forward: make it with "
                       "make_branch_state() and pass it to forward and backward"

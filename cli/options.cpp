@@ -108,7 +108,9 @@ CLI::Validator token_count() {
     std::int64_t value = 0;
     const char* const end = text.data() + text.size();
     const auto [stop, problem] = std::from_chars(text.data(), end, value);
-    if (problem != std::errc() || end - stop != 1 || value > kMost) return std::string();
+    if (problem != std::errc() || end - stop != 1 || value < 0 || value > kMost) {
+      return std::string();
+    }
     if (*stop == 'k' || *stop == 'K')
       text = std::to_string(value << 10);
     else if (*stop == 'm' || *stop == 'M')

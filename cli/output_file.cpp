@@ -199,7 +199,16 @@ void OutputFile::fail(const char* problem, int code) const {
 }
 
 void commit_together(std::vector<OutputFile>& files, std::span<const fs::path> stale) {
-  for (OutputFile& file : files) file.finish();
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    // By links, two names may be one file, of which only the last content would be left.
+    for (std::size_t j = 0; j < i; ++j) {
+      if (!files[i].temporary_.empty() && !files[j].temporary_.empty() &&
+          files[i].target_ == files[j].target_) {
+        files[i].fail("is the same file as '" + files[j].path_.string() + "'");
+      }
+    }
+    files[i].finish();
+  }
   std::vector<MovedAway> moved;
   moved.reserve(files.size() + stale.size());
   for (OutputFile& file : files) {

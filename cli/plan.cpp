@@ -76,24 +76,36 @@ Plan make_plan(const RingOptions& options, Travel travel, int rank) {
   return travel == Travel::keys ? keys.with_schedule(chosen) : make(chosen, travel);
 }
 
+std::int64_t bytes_of(std::int64_t unit_rows, std::int64_t row) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() / 4;  // sums fit, too
+  if (unit_rows > kMost / row) {
+    throw ConfigError(
+        fmt::format("{} rows of {} would travel, more bytes than can be counted: choose fewer "
+                    "tokens, heads or sequences",
+                    unit_rows, format_bytes(row)));
+  }
+  return unit_rows * row;
+}
+
 // Sent by all ranks, with the records by which they agree on the call: what a transport would
 // count.
 std::int64_t forward_bytes(const RingOptions& options, const Plan& plan) {
-  return plan.total_unit_rows() * row_bytes(options, Travel::keys, false).there +
+  return bytes_of(plan.total_unit_rows(), row_bytes(options, Travel::keys, false).there) +
          plan.ranks() * ring::agreement_bytes(plan.ranks());
 }
 
 std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
   const std::int64_t agreement = plan.ranks() * ring::agreement_bytes(plan.ranks());
   const RowBytes bytes = row_bytes(options, plan.options().travel, true);
-  if (!options.reproducible) return plan.total_unit_rows() * (bytes.there + bytes.back) + agreement;
+  if (!options.reproducible)
+    return bytes_of(plan.total_unit_rows(), bytes.there + bytes.back) + agreement;
   // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
   std::int64_t sum = agreement;
   for (const Travel travel : {Travel::keys, Travel::queries}) {
     const Plan side({options.pattern, options.placement, options.placement, options.kv_heads,
                      Schedule::gather, travel},
                     plan.rank());
-    sum += side.total_unit_rows() * row_bytes(options, travel, true).there;
+    sum += bytes_of(side.total_unit_rows(), row_bytes(options, travel, true).there);
   }
   return sum;
 }
@@ -150,27 +162,34 @@ int plan_command(const PlanFlags& flags) {
   const Plan plan = make_plan(options, travel, flags.rank.value_or(0));
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  // All that can fail comes before the picture.
+  std::string text;
+  Json json;
+  if (flags.json) {
+    json = to_json(flags, options, plan, seconds);
+  } else {
+    text = flags.rank ? plan_rank_table(plan) : plan_table(plan);
+    if (travel == Travel::keys) {
+      text += fmt::format("{:<18} {} in forward\n", "bytes",
+                          format_bytes(forward_bytes(options, plan)));
+    }
+    text += fmt::format(
+        "{:<18} {} in backward, fp32 gradients included ({}, head dim {}, batch {})\n",
+        travel == Travel::keys ? "" : "bytes", format_bytes(backward_bytes(options, plan)),
+        name_of(options.dtype), options.head_dim, options.batch);
+    text += fmt::format("{:<18} {}\n", "planned in", format_seconds(seconds));
+    if (!flags.svg.empty()) text += fmt::format("{:<18} {}\n", "picture", flags.svg);
+  }
   if (!flags.svg.empty()) {
     OutputFile picture("picture", flags.svg);
     picture.write(plan_svg(plan));
     picture.commit();
   }
   if (flags.json) {
-    print_json(to_json(flags, options, plan, seconds));
-    return kOk;
+    print_json(json);
+  } else {
+    print(text);
   }
-  std::string text = flags.rank ? plan_rank_table(plan) : plan_table(plan);
-  if (travel == Travel::keys) {
-    text +=
-        fmt::format("{:<18} {} in forward\n", "bytes", format_bytes(forward_bytes(options, plan)));
-  }
-  text += fmt::format(
-      "{:<18} {} in backward, fp32 gradients included ({}, head dim {}, batch {})\n",
-      travel == Travel::keys ? "" : "bytes", format_bytes(backward_bytes(options, plan)),
-      name_of(options.dtype), options.head_dim, options.batch);
-  text += fmt::format("{:<18} {}\n", "planned in", format_seconds(seconds));
-  if (!flags.svg.empty()) text += fmt::format("{:<18} {}\n", "picture", flags.svg);
-  print(text);
   return kOk;
 }
 

@@ -232,9 +232,13 @@ void check_output_folder(const fs::path& folder, bool backward) {
   if (!fs::is_directory(status)) fail_output(folder, "is not a folder");
   if (::access(folder.c_str(), W_OK | X_OK) != 0) fail_output(folder, "cannot be written to");
   const auto check_name = [&](const char* name) {
-    if (fs::is_directory(folder / name, error)) {
+    const fs::path path = folder / name;
+    if (fs::is_directory(path, error)) {
       fail_output(folder, std::string(name) + " is a directory");
     }
+    if (!fs::is_symlink(fs::symlink_status(path, error))) return;
+    (void)fs::canonical(path, error);
+    if (error) fail_output(folder, std::string(name) + " is a link: " + error.message());
   };
   for (const char* name : kForwardResults) check_name(name);
   for (const char* name : kGradients) check_name(name);

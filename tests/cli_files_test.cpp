@@ -380,6 +380,20 @@ TEST_F(Cli, OutputsThatCannotBeReplacedAreFoundBeforeTheWork) {
         "dk.npy is a directory");
   }
   EXPECT_EQ(contents(folder_), before);
+  fs::remove_all(folder_ / "out" / "dk.npy");
+  fs::create_symlink("nowhere", folder_ / "out" / "dk.npy");
+  expect_refused(annulus({"run", "--tokens", "1M", "--dtype", "bf16", "--output", folder_ / "out"}),
+                 "dk.npy is a link");
+}
+
+// The second result would be written over the first.
+TEST_F(Cli, ResultsWhoseNamesAreOneFileAreRefused) {
+  fs::create_directory(folder_ / "out");
+  write_text(folder_ / "out" / "o.npy", "precious");
+  fs::create_symlink("o.npy", folder_ / "out" / "lse.npy");
+  expect_refused(annulus(kSmall + Words{"--output", folder_ / "out"}), "is the same file as");
+  EXPECT_EQ(read_text(folder_ / "out" / "o.npy"), "precious");
+  EXPECT_EQ(contents(folder_ / "out").size(), 2U);
 }
 
 TEST_F(Cli, ResultsFollowLinksInTheOutputFolder) {

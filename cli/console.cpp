@@ -60,7 +60,11 @@ void print(const std::string& text) {
   }
 }
 
-void print_json(const Json& value) { print(value.dump(2) + "\n"); }
+void print_json(const Json& value) { print(to_text(value, 2) + "\n"); }
+
+std::string to_text(const Json& value, int indent) {
+  return value.dump(indent, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
+}
 
 // A thread of its own redraws the line: the threads that know what is going on are busy with it.
 struct Progress::State {

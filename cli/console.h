@@ -22,6 +22,9 @@ using Json = nlohmann::ordered_json;
 // result.
 void print(const std::string& text);
 void print_json(const Json& value);
+// As text. What is no UTF-8, in the name of a file for example, becomes U+FFFD: JSON has nothing
+// else for it.
+[[nodiscard]] std::string to_text(const Json& value, int indent = -1);
 
 // Says on standard error what is going on. On a terminal it is one line that counts the seconds;
 // otherwise it is silent, or one line per phase if `forced`.

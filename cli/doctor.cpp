@@ -117,7 +117,7 @@ std::vector<Check> check_links(World& world, int ranks) {
     const RingCheck mine = check_ring(world.ring());
     world.set_no_deadline();
     const std::vector<std::string> all =
-        world.gather(Json{mine.forward_ok, mine.backward_ok, mine.detail}.dump());
+        world.gather(to_text(Json{mine.forward_ok, mine.backward_ok, mine.detail}));
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       const Json json = Json::parse(all[rank]);
       found[rank] = {json[0].get<bool>(), json[1].get<bool>(), json[2].get<std::string>()};
@@ -150,7 +150,7 @@ void add_failures_elsewhere(World& world, std::vector<Check>& checks) {
   for (const Check& check : checks) {
     mine.push_back({check.ok ? "" : check.name + ": " + check.detail});
   }
-  const std::vector<std::string> all = world.gather(mine.dump());
+  const std::vector<std::string> all = world.gather(to_text(mine));
   for (std::size_t rank = 1; rank < all.size(); ++rank) {
     for (const Json& failure : Json::parse(all[rank])) {
       const std::string text = failure[0].get<std::string>();
@@ -337,9 +337,9 @@ void add_doctor(CLI::App& tool, Action& chosen) {
   add_option_flag(*command, flags->problem, "threads");
   add_option_flag(*command, flags->problem, "device");
   command->footer(kExamples);
-  command->callback([flags, &chosen] {
-    chosen = [flags] {
-      World world(flags->problem);
+  command->callback([flags, command, &chosen] {
+    chosen = [flags, command] {
+      World world(flags->problem, command->config_to_str());
       return world.run([&] { return doctor(world, *flags); });
     };
   });

@@ -100,7 +100,7 @@ void gather_records(World& world, std::vector<RankRecord>& records, JobReport& r
   const Json mine = {to_json(records[own].forward),  to_json(records[own].backward),
                      records[own].predicted_forward, records[own].predicted_backward,
                      report.peak_bytes[own],         report.workspace_bytes[own]};
-  const std::vector<std::string> all = world.gather(mine.dump());
+  const std::vector<std::string> all = world.gather(to_text(mine));
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     const Json json = Json::parse(all[rank]);
     records[rank] = {passes_from(json[0]), passes_from(json[1]), json[2].get<std::int64_t>(),

@@ -212,16 +212,9 @@ Setup set_up(World& world, const RunFlags& flags) {
     const DType dtype = setup.files && !flags.problem.has("dtype") ? setup.files->dtype
                                                                    : flags.problem.options.dtype;
     const ChosenLimits limits = choose_limits(flags.problem, shape, dtype, backward);
-    return Json{shape.batch,
-                shape.tokens,
-                shape.heads,
-                shape.kv_heads,
-                shape.head_dim,
-                static_cast<int>(dtype),
-                limits.limits.qkv_elements,
-                limits.limits.communication_bytes,
-                limits.origin}
-        .dump();
+    return to_text(Json{shape.batch, shape.tokens, shape.heads, shape.kv_heads, shape.head_dim,
+                        static_cast<int>(dtype), limits.limits.qkv_elements,
+                        limits.limits.communication_bytes, limits.origin});
   });
   const Json json = Json::parse(shared);
   setup.shape = {.batch = json[0].get<std::int64_t>(),
@@ -333,9 +326,9 @@ void add_run(CLI::App& tool, Action& chosen) {
   add_transport_flag(*command, flags->problem)->group("Ring");
   add_limit_flags(*command, flags->problem);
   command->footer(kExamples);
-  command->callback([flags, &chosen] {
-    chosen = [flags] {
-      World world(flags->problem);
+  command->callback([flags, command, &chosen] {
+    chosen = [flags, command] {
+      World world(flags->problem, command->config_to_str());
       return world.run([&] { return run(world, *flags); });
     };
   });

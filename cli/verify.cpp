@@ -352,9 +352,9 @@ void add_verify(CLI::App& tool, Action& chosen) {
   add_option_flag(*command, flags->execution, "device");
   command->footer(kExamples);
   add_transport_flag(*command, flags->execution);
-  command->callback([flags, &chosen] {
-    chosen = [flags] {
-      World world(flags->execution);
+  command->callback([flags, command, &chosen] {
+    chosen = [flags, command] {
+      World world(flags->execution, command->config_to_str());
       return world.run([&] { return verify(world, *flags); });
     };
   });

@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <optional>
 #include <span>
+#include <sstream>
+#include <utility>
 
 #include "annulus/error.h"
 #include "annulus/mpi.h"
@@ -85,7 +88,7 @@ Launch launched() {
   return launch;
 }
 
-World::World(ProblemFlags& flags) {
+World::World(ProblemFlags& flags, std::string arguments) : arguments_(std::move(arguments)) {
   const Launch launch = launched();
   if (flags.transport.empty() ? !launch.by_mpi : flags.transport == "in-process") return;
   // Where MPI cannot begin, ranks cannot tell each other: all of them see it, and the first says
@@ -111,7 +114,8 @@ World::World(ProblemFlags& flags) {
                     flags.ranks, ring_->size(), ring_->size() == 1 ? "" : "es", flags.ranks),
                 .silent = !leads()});
   }
-  if (!flags.has("threads") && std::getenv("ANNULUS_THREADS") == nullptr) {
+  const char* const threads = std::getenv("ANNULUS_THREADS");  // empty: as if it were not there
+  if (!flags.has("threads") && (threads == nullptr || *threads == '\0')) {
     flags.options.threads = threads_of_one(launch);
   }
 }
@@ -120,6 +124,7 @@ int World::run(const std::function<int()>& command) {
   if (!is_mpi()) return command();
   Verdict mine;
   try {
+    compare_arguments();
     mine.code = command();
   } catch (...) {
     mine = verdict_of(std::current_exception());
@@ -130,13 +135,42 @@ int World::run(const std::function<int()>& command) {
   throw Told(std::move(common));
 }
 
+void World::compare_arguments() {
+  // "tokens=600" by lines, without what is a rank's own business: only rank 0 writes and prints.
+  const auto parsed = [](const std::string& text) {
+    std::map<std::string, std::string> arguments;
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+      const std::size_t end = std::min(line.find('='), line.size());
+      arguments[line.substr(0, end)] = line.substr(std::min(end + 1, line.size()));
+    }
+    for (const char* own : {"threads", "device", "output", "json", "progress", "transport"})
+      arguments.erase(own);
+    return arguments;
+  };
+  const auto first = parsed(share([&] { return arguments_; }));
+  const auto mine = parsed(arguments_);
+  for (const auto& both : {first, mine}) {
+    for (const auto& [name, value] : both) {
+      const auto text = [&](const auto& arguments) {
+        const auto found = arguments.find(name);
+        return found == arguments.end() ? std::string("not given") : found->second;
+      };
+      if (text(first) == text(mine)) continue;
+      throw ConfigError(
+          fmt::format("--{} is {}, but {} on rank 0: all processes must get the same arguments",
+                      name, text(mine), text(first)));
+    }
+  }
+}
+
 Verdict World::agree_on(const Verdict& mine) {
   const bool failed = !mine.kind.empty();
   if (failed) verdicts_->set_deadline(kLastWords);
   const int ranks = verdicts_->size();
   if (!leads()) {
     try {
-      send_text(*verdicts_, 0, to_json(mine).dump());
+      send_text(*verdicts_, 0, to_text(to_json(mine)));
       Verdict common = verdict_from(receive_text(*verdicts_, 0));
       common.silent = true;
       return common;
@@ -162,7 +196,7 @@ Verdict World::agree_on(const Verdict& mine) {
   }
   for (int rank = 1; rank < ranks; ++rank) {
     try {
-      send_text(*verdicts_, rank, to_json(chosen).dump());
+      send_text(*verdicts_, rank, to_text(to_json(chosen)));
     } catch (const TransportError&) {  // it will not miss anything
     }
   }

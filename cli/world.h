@@ -26,8 +26,9 @@ struct Launch {
 class World {
  public:
   // As the flags or the launcher say. Sets the number of ranks and, unless they are given, that of
-  // threads. Collective in an MPI job.
-  explicit World(ProblemFlags& flags);
+  // threads. `arguments` is what run() compares: the command's, as CLI11 writes them. Collective in
+  // an MPI job.
+  World(ProblemFlags& flags, std::string arguments);
 
   [[nodiscard]] bool is_mpi() const { return ring_ != nullptr; }
   [[nodiscard]] const char* name() const { return is_mpi() ? "mpi" : "in-process"; }
@@ -51,7 +52,11 @@ class World {
 
  private:
   [[nodiscard]] Verdict agree_on(const Verdict& mine);
+  // mpirun can start processes with arguments of their own. Ranks that disagree about how often to
+  // repeat would wait for each other for ever.
+  void compare_arguments();
 
+  std::string arguments_;
   std::unique_ptr<Transport> ring_;  // null: threads
   // Only for what ranks say when they are done, which they can also when the ring is broken.
   std::unique_ptr<Transport> verdicts_;

@@ -238,6 +238,17 @@ TEST_F(Cli, ErrorsAreJsonForThoseWhoAskForJson) {
   EXPECT_EQ(config["kind"], "config");
 }
 
+// A name may have any bytes; JSON has U+FFFD for what is no UTF-8.
+TEST_F(Cli, NamesThatAreNoTextDoNotSpoilJson) {
+  const std::string name = "\xff";
+  const Json error = annulus_json({"run", "--input", folder_ / name}, 2);
+  EXPECT_EQ(error["kind"], "config");
+  EXPECT_NE(error["error"].get<std::string>().find("\xef\xbf\xbd"), std::string::npos);
+  EXPECT_EQ(annulus_json({"run", "--pattern", name}, 2)["kind"], "usage");
+  EXPECT_EQ(annulus_json({"plan", "--tokens", "1000", "--svg", folder_ / name})["command"], "plan");
+  EXPECT_TRUE(fs::exists(folder_ / name));
+}
+
 TEST_F(Cli, InstructionSetsCanBeForcedAndUnknownOnesAreErrors) {
   const Json json = annulus_json(kSmall, 0, {.environment = {{"ANNULUS_ISA", "scalar"}}});
   EXPECT_EQ(json["isa"], "scalar");

@@ -112,6 +112,19 @@ TEST_F(MpiCli, WhatIsWrongIsToldOnce) {
   expect_told_once(on_ranks(2, {"plan"}), "start it without mpirun");
   expect_told_once(on_ranks(3, {"run", "--input", (folder_ / "nowhere").string()}), "nowhere");
   expect_told_once(on_ranks(3, kSmall + Words{"--grid-rows", "3"}), "hilbert");
+  // Names that are no text, too, though ranks tell each other in JSON.
+  expect_told_once(on_ranks(3, {"run", "--input", (folder_ / "\xff").string()}), "does not exist");
+}
+
+TEST_F(MpiCli, ProcessesShareTheCpusUnlessToldOtherwise) {
+  const auto threads = [&](const std::string& variable) {
+    const Outcome outcome =
+        mpirun(2, Words{"--bind-to", "none", "env", variable, tool()} + kSmall + Words{"--json"});
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return Json::parse(outcome.out, nullptr, false)["threads"].get<int>();
+  };
+  EXPECT_EQ(threads("ANNULUS_THREADS="), threads("NO_SUCH_VARIABLE="));  // empty: not there
+  EXPECT_EQ(threads("ANNULUS_THREADS=3"), 3);
 }
 
 TEST_F(MpiCli, WhatIsWrongOnOneRankEndsAll) {
@@ -132,6 +145,19 @@ TEST_F(MpiCli, ReproducibleRanksHaveTheSameKernels) {
   EXPECT_EQ(with_another_set_on_one(kSmall).code, 0);
   expect_told_once(with_another_set_on_one(kSmall + Words{"--reproducible"}),
                    "ranks disagree about the kernels: rank 1 has scalar");
+}
+
+// Neither would wait for the other for ever, nor blame the library.
+TEST_F(MpiCli, DifferentArgumentsAreToldApart) {
+  const auto on_second = [&](const Words& command, const Words& more) {
+    return mpirun(1, Words{tool()} + command + Words{":", "-n", "1", tool()} + command + more);
+  };
+  expect_told_once(on_second(kSmall, {"--repeat", "3"}), "--repeat is 3, but not given on rank 0");
+  expect_told_once(on_second(kSmall, {"--seed", "7"}), "--seed is 7");
+  expect_told_once(on_second(kSmall, {"--input", folder_.string()}), "--input is ");
+  expect_told_once(on_second(kSmall, {"--batch", "2"}), "--batch is 2");
+  expect_told_once(on_second({"verify", "--filter", "gqa2"}, {"--seed", "2"}), "--seed is 2");
+  EXPECT_EQ(on_second(kSmall, {"--threads", "1", "--progress"}).code, 0);  // its own business
 }
 
 TEST_F(MpiCli, RingOfThreadsIsStillThere) {

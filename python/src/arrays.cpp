@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "annulus/error.h"
+#include "errors.h"
 #include "values.h"
 
 namespace annulus::python {
@@ -93,7 +94,7 @@ std::string export_problem(nb::handle array) {
   try {
     array.attr("__dlpack__")();
   } catch (const nb::python_error& error) {
-    return nb::str(error.value()).c_str();
+    return printed(error.value());
   }
   return "";
 }

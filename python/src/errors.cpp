@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include <exception>
+#include <iterator>
 #include <string>
 
 #include "annulus/error.h"
@@ -32,9 +33,13 @@ PyObject* make_class(nb::module_& module, const char* name, const char* doc, con
 }
 
 nb::object make_transport_error(const std::string& message, int rank) {
-  nb::object error = nb::borrow(classes.transport)(message.c_str());
+  nb::object error = nb::borrow(classes.transport)(python_text(message));
   error.attr("rank") = rank;
   return error;
+}
+
+void set_error(PyObject* type, const std::exception& error) {
+  PyErr_SetObject(type, python_text(error.what()).ptr());
 }
 
 void translate(const std::exception_ptr& pointer, void*) {
@@ -46,22 +51,22 @@ void translate(const std::exception_ptr& pointer, void*) {
     const nb::object object = make_transport_error(error.what(), error.rank());
     PyErr_SetObject(classes.transport, object.ptr());
   } catch (const ConfigError& error) {
-    PyErr_SetString(classes.config, error.what());
+    set_error(classes.config, error);
   } catch (const DeviceError& error) {
-    PyErr_SetString(classes.device, error.what());
+    set_error(classes.device, error);
   } catch (const Interrupted& error) {
-    PyErr_SetString(classes.interrupted, error.what());
+    set_error(classes.interrupted, error);
   } catch (const Error& error) {
-    PyErr_SetString(classes.error, error.what());
+    set_error(classes.error, error);
   }
 }
 
 std::string message_of(const std::string& where, const nb::python_error& error) {
   const nb::handle value = error.value();
-  std::string text = nb::str(value).c_str();
+  const std::string text = printed(value);
   // Ours already say where and what.
   if (PyObject_IsInstance(value.ptr(), classes.error) == 1) return text;
-  const std::string type = nb::str(error.type().attr("__name__")).c_str();
+  const std::string type = printed(error.type().attr("__name__"));
   return where + ": " + type + (text.empty() ? "" : ": " + text);
 }
 
@@ -72,6 +77,25 @@ int rank_of(const nb::python_error& error) {
 }
 
 }  // namespace
+
+nb::object python_text(const std::string& text) {
+  nb::object object =
+      nb::steal(PyUnicode_DecodeUTF8(text.data(), std::ssize(text), "backslashreplace"));
+  if (!object.is_valid()) nb::raise_python_error();  // no memory
+  return object;
+}
+
+std::string printed(nb::handle object) {
+  const nb::object text = nb::steal(PyObject_Str(object.ptr()));
+  const nb::object bytes =
+      nb::steal(text.is_valid() ? PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace")
+                                : nullptr);
+  if (!bytes.is_valid()) {
+    PyErr_Clear();
+    return "(it cannot be printed)";
+  }
+  return {PyBytes_AS_STRING(bytes.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+}
 
 void release_anywhere(PyObject* object) noexcept {
   // Without an interpreter there is nothing left to release.

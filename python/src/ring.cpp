@@ -19,6 +19,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "core/lease_pool.h"
+#include "errors.h"
 #include "flag.h"
 #include "interrupt.h"
 #include "ring/records.h"
@@ -137,8 +138,7 @@ void construct(Transport& transport, const std::function<void()>& make) {
 std::string reason_of(const std::exception& error) {
   const auto* raised = dynamic_cast<const nb::python_error*>(&error);
   if (raised == nullptr) return error.what();
-  return fmt::format("{}: {}", nb::str(raised->type().attr("__name__")).c_str(),
-                     nb::str(raised->value()).c_str());
+  return fmt::format("{}: {}", printed(raised->type().attr("__name__")), printed(raised->value()));
 }
 
 // What this rank alone finds wrong before it can take part in a call: the other ranks hear of it,

@@ -364,7 +364,7 @@ void PyTransport::abort(const std::string& reason) noexcept {
   const nb::error_scope scope;
   try {
     store_health({false, rank_, reason});
-    nb::find(static_cast<Transport*>(this)).attr("abort")(reason);
+    nb::find(static_cast<Transport*>(this)).attr("abort")(python_text(reason));
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("annulus: aborting a transport");
   } catch (const std::exception&) {  // nothing can be done about it, and nothing may leave
@@ -511,7 +511,7 @@ Args:
             nb::dict dict;
             dict["alive"] = health.alive;
             dict["lost_rank"] = health.lost_rank;
-            dict["reason"] = health.reason;
+            dict["reason"] = python_text(health.reason);
             return dict;
           },
           nb::sig("def health(self) -> dict[str, typing.Any]"),

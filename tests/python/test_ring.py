@@ -312,6 +312,19 @@ def test_ranks_without_tokens() -> None:
     )
 
 
+@pytest.mark.parametrize("letters", range(4))
+def test_reasons_may_be_cut_off_inside_a_letter(letters: int) -> None:
+    """Records have a fixed length in bytes, and letters have several."""
+    reason = "x" * letters + "\u65e5" * 1000
+
+    def refuse(transport: annulus.Transport) -> None:
+        RingAttention.refuse(transport, reason if transport.rank() == 1 else "")
+
+    for error in on_ranks(make_in_process_ring(3), refuse):
+        assert isinstance(error, annulus.ConfigError), repr(error)
+        assert reason[:100] in str(error)
+
+
 def test_ranks_must_agree() -> None:
     def body(transport: Transport) -> Any:
         return RingAttention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 
 import numpy as np
@@ -67,6 +68,29 @@ def test_our_own_exceptions_and_keyboard_interrupts_come_out_as_they_are(
         RingAttention(
             PATTERN, Placement.contiguous(9, 2), transport=Impatient(0, 2, Mesh()), head_dim=16
         )
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (OSError("no file \udcff"), "OSError: no file \\\\udcff"),  # a name that Python could not decode
+        (Speechless(), "Speechless"),
+    ],
+)
+def test_exceptions_whose_words_are_no_text_surface_all_the_same(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Broken, "error", error)
+    errors = on_ranks(queue_ring(3, Broken), passes)
+    assert all(isinstance(e, annulus.TransportError) for e in errors), errors
+    assert errors[1].__cause__ is error
+    for e in errors:
+        assert re.search(words, str(e)), e
 
 
 class InOrder(PostingTransport):

@@ -27,6 +27,13 @@ def refused(call, words: list[str], seconds: float = 3.0) -> None:
     assert time.monotonic() - begin < seconds, (words, time.monotonic() - begin)
 
 
+class Undecodable:
+    """Lengths from a file whose name Python cannot say."""
+
+    def __iter__(self):
+        raise FileNotFoundError(2, "No such file", "lengths\udcff")
+
+
 def errors_are_everybodys() -> None:
     """One rank's call is wrong, or another than the other ranks'."""
     rank, tokens = dist.get_rank(), 8 * dist.get_world_size()
@@ -70,6 +77,10 @@ def errors_are_everybodys() -> None:
         (longnet | {"segment_lengths": [[16], 32]}, ["segment_lengths"]),
         (longnet | {"segment_lengths": 16}, ["segment_lengths is 16"]),
         (longnet | {"segment_lengths": [16]}, ["dilation_rates"]),
+        (longnet | {"segment_lengths": Undecodable()}, ["FileNotFoundError", "lengths"]),
+        ({"pattern": "\u65e5" * 1000}, ["pattern is '\u65e5"]),
+        ({"pattern": "x" + "\u65e5" * 1000}, ["pattern is 'x\u65e5"]),
+        ({"pattern": "xx" + "\u65e5" * 1000}, ["pattern is 'xx\u65e5"]),
     ):
         for common in ({}, {"n_global": tokens}):
             call = {"q": q, "k": q, "v": q, "group": dist.group.WORLD, **common} | (

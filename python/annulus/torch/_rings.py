@@ -19,7 +19,7 @@ from annulus import ConfigError, Pattern, Placement, RingAttention, TransportErr
 from annulus._core import ExecutorPool
 from annulus.torch._config import Config, pattern_of, placement_of_lengths
 from annulus.torch._records import CALL, claims_of, compare
-from annulus.torch._transport import ProcessGroupTransport, timeout_of
+from annulus.torch._transport import ProcessGroupTransport, sendable, timeout_of
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable)
@@ -223,9 +223,13 @@ class _GroupRing:
         return _make_executor(config, pattern, placement, self.transport, q, k)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """For the other ranks."""
-    return str(error) if isinstance(error, annulus.Error) else f"{type(error).__name__}: {error}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "(it cannot be printed)"
+    return sendable(text if isinstance(error, annulus.Error) else f"{type(error).__name__}: {text}")
 
 
 _local = _LocalRings()
@@ -277,7 +281,7 @@ def _ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
         BaseException
     ) as error:  # Ctrl-C, or what nobody thought of: the others would wait for this rank
         if name in _groups:
-            _groups[name].transport.abort(f"{type(error).__name__}: {error}")
+            _groups[name].transport.abort(_reason(error))
         raise
     finally:
         turn.lock.release()

@@ -86,6 +86,11 @@ class _DeviceTransfer:
             raise self._transport._failure(self._transport.rank(), "messages by NCCL with", error) from error
 
 
+def sendable(text: str) -> str:
+    """The text with what UTF-8 does not have escaped: parts of names that Python could not decode."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _host() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -387,7 +392,7 @@ class ProcessGroupTransport(Transport):
         """Tells the others why this ring ended, unless somebody has."""
         try:
             if self._store is not None and not self._store.check(["abort"]):
-                self._store.set("abort", f"{rank} {reason}")
+                self._store.set("abort", sendable(f"{rank} {reason}"))
         except RuntimeError:
             pass  # the others then learn of it from the closed connections alone
 

@@ -108,6 +108,23 @@ def test_rows_without_any_key_give_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "biases", [(60000.0,), (-60000.0,), (30000.0, 20000.0), (-20000.0, -30000.0)], ids=str
+)
+def test_large_biases_are_added_in_every_dtype(biases: tuple, dtype: torch.dtype) -> None:
+    """Divided by the scale they exceed what float16 holds. Two keep their order, also where all keys have one."""
+    theirs = nn.MultiheadAttention(64, 1, batch_first=True, dtype=dtype)
+    ours = RingMultiheadDilatedAttention(64, 1, batch_first=True, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    mask = torch.full((2, 9), biases[-1], dtype=dtype) if len(biases) > 1 else x.new_zeros(2, 9)
+    mask[:, 3] = biases[0]
+    expected, _ = theirs(x, x, x, key_padding_mask=mask, need_weights=False)
+    found, _ = ours(x, x, x, key_padding_mask=mask, need_weights=False)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_padding_and_dilation(dtype: torch.dtype) -> None:
     """Padded keys are as if they were not there: outputs do not change with them."""
     torch.manual_seed(3)

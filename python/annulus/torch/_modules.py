@@ -18,6 +18,8 @@ from annulus.torch._functional import HAS_MASK, ring_attention
 
 # Its square times the scale, taken from a score, is far below any other score; float16 holds it.
 _LARGE = 60000.0
+# What a bias exceeds float16 by goes into a column of its own, divided by this.
+_REST = 256.0
 
 
 def _key_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -433,7 +435,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     ) -> torch.Tensor:
         """A bias of keys as eight more columns of q and k: q has a 1 in the first, k the bias before scaling.
         Keys that are left out altogether differ from those with a low bias: in the second column q has a large
-        number, and theirs is its negative."""
+        number, and theirs is its negative. The third has what float16 cannot hold of a bias: divided by a scale
+        of 1/16, -10,000 is more than that already."""
         scale = self.attention.scale
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         if self.head_dim > 248:
@@ -441,14 +444,18 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if scale <= 0:
             self._refuse("key_padding_mask needs a positive scale")
         out = bias == -torch.inf
-        # A tenth of what the keys that are left out get; in float16, what it can hold.
-        least = max(-0.1 * _LARGE * _LARGE, torch.finfo(q.dtype).min)
-        low = (bias.masked_fill(out, 0) / scale).clamp(min=least)
-        columns = torch.stack([low.to(q.dtype), out.to(q.dtype) * -_LARGE], -1)
+        most = torch.finfo(q.dtype).max
+        # At least a tenth of what the keys that are left out get.
+        whole = (bias.masked_fill(out, 0) / scale).clamp(min=-0.1 * _LARGE * _LARGE)
+        part = whole.clamp(-most, most)
+        # A gradient of this column could overflow where that of the first one does not.
+        rest = ((whole - part).detach() / _REST).clamp(-most, most)
+        columns = torch.stack([part.to(q.dtype), out.to(q.dtype) * -_LARGE, rest.to(q.dtype)], -1)
         # Filled where they are: a copy from the host would make it wait, and cannot be part of a CUDA graph.
-        ones = F.pad(torch.cat([q.new_ones(1), q.new_full((1,), _LARGE)]), (0, 6))
+        ones = torch.cat([q.new_ones(1), q.new_full((1,), _LARGE), q.new_full((1,), _REST)])
+        ones = F.pad(ones, (0, 5))
         q8 = torch.cat([q, ones.expand(*q.shape[:3], 8)], -1)
-        k8 = torch.cat([k, F.pad(columns, (0, 6))[:, :, None].expand(*k.shape[:3], 8)], -1)
+        k8 = torch.cat([k, F.pad(columns, (0, 5))[:, :, None].expand(*k.shape[:3], 8)], -1)
         v8 = F.pad(v, (0, 8))
         changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
         changes[HAS_MASK] = True

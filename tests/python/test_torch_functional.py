@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
 from annulus import ConfigError, Pattern  # noqa: E402
+from annulus.torch import _rings  # noqa: E402
 
 LONGNET = {"segment_lengths": [16, 32, 64], "dilation_rates": [1, 2, 4]}
 
@@ -272,6 +273,53 @@ def test_keeps_nothing_but_q_k_v_o_and_lse() -> None:
     inputs = {x.data_ptr() for x in (q, k, v, o)}
     others = [x for x in kept if x.data_ptr() not in inputs and x.numel() > 0]
     assert [tuple(x.shape) for x in others] == [(2, 70, 4)]  # lse
+
+
+def test_second_thread_on_a_group_is_noticed_from_the_first_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one has its turn but no ring yet that could be given up: it has to find out by itself."""
+    dist = torch.distributed
+    begun = threading.Event()
+
+    class Slow(_rings._Turn):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "disturbed" and value is False and threading.current_thread() is first:
+                begun.set()
+                time.sleep(0.2)  # the second one comes
+            super().__setattr__(name, value)
+
+    given_up = []
+    abort = at.ProcessGroupTransport.abort
+    monkeypatch.setattr(
+        at.ProcessGroupTransport,
+        "abort",
+        lambda self, reason: (given_up.append(reason), abort(self, reason)),
+    )
+    q = tensors(grad=False)[0]
+    outcomes = {}
+
+    def call(name: str) -> None:
+        try:
+            at.ring_attention(q, q, q, group=dist.group.WORLD)
+            outcomes[name] = "fine"
+        except annulus.Error as error:
+            outcomes[name] = type(error).__name__
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD.group_name
+        first = threading.Thread(target=call, args=("first",))
+        monkeypatch.setitem(_rings._turns, group, Slow())
+        first.start()
+        assert begun.wait(10)
+        call("second")
+        first.join()
+        assert outcomes["second"] == "ConfigError"
+        assert any("two threads" in reason for reason in given_up)  # what met it on other ranks ends, too
+    finally:
+        at.cleanup()
+        dist.destroy_process_group()
 
 
 def test_threads_may_call_at_once() -> None:

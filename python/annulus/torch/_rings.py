@@ -243,8 +243,22 @@ class _Turn:
     """Whose turn it is on one group's ring: calls of two threads would meet the other ranks' in any order."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()  # for a moment only
+        self._taken = False
         self.disturbed = False
+
+    def take(self) -> bool:
+        """Whether the caller has it now. If not, whoever has it is disturbed, from the very moment it was taken."""
+        with self._lock:
+            self.disturbed = self._taken
+            if self._taken:
+                return False
+            self._taken = True
+            return True
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._taken = False
 
 
 _turns: dict[str, _Turn] = {}
@@ -262,15 +276,13 @@ def _ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
     rank gets rows of the wrong call, because the ring is given up.
     """
     turn = _turns.setdefault(name, _Turn())
-    if not turn.lock.acquire(blocking=False):
-        turn.disturbed = True
+    if not turn.take():
         rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(name))
         ring = _groups.get(name)
         if ring is not None:
             ring.transport.abort(_TWO_THREADS.format(rank))
         raise ConfigError("ring_attention: " + _TWO_THREADS.format(rank))
     try:
-        turn.disturbed = False
         ring = _made(name, timeout)
         if turn.disturbed:  # while the ring was not there to be aborted
             ring.transport.abort(_TWO_THREADS.format(ring.transport.rank()))
@@ -284,7 +296,7 @@ def _ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
             _groups[name].transport.abort(_reason(error))
         raise
     finally:
-        turn.lock.release()
+        turn.give_back()
 
 
 def _made(name: str, timeout: float | None) -> _GroupRing:

@@ -2,6 +2,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
@@ -269,15 +270,19 @@ int run(World& world, const RunFlags& flags) {
   }
   progress.phase("comparing sampled rows with the definition");
   result.errors = check_sampled_rows(options, tensors, *ThreadPool::of(options.threads));
-  if (const std::string complaint = result.errors.complaint(); !complaint.empty()) {
-    if (const std::string products = overflowing_products(options, tensors);
-        result.errors.overflowed() && !products.empty()) {
+  const std::string complaint = result.errors.complaint();
+  // Where fp32 cannot even hold the scores any error is allowed, an infinite one, too.
+  const bool infinite = std::isinf(result.errors.worst().value_or(0.0));
+  if (infinite || result.errors.overflowed()) {
+    if (const std::string products = overflowing_products(options, tensors); !products.empty()) {
       throw ConfigError(
           fmt::format("the inputs overflow fp32: {}, exceed 3.4e38; nothing was written. Divide "
                       "them by a power "
                       "of two",
                       products));
     }
+  }
+  if (!complaint.empty()) {
     throw VerificationError(fmt::format(
         "results differ from the definition on sampled rows: {}; nothing was written. This is a "
         "bug in annulus: please report the command line and the output of 'annulus doctor'",

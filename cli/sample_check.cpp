@@ -40,10 +40,12 @@ struct RowErrors {
 
 void keep_worse(std::optional<SampledError>& worst, const std::optional<SampledError>& other) {
   if (!other) return;
-  // Infinities: one that is not allowed is worse than any that is.
+  // An infinite error is the worst even where fp32 cannot tell and any is allowed.
+  const auto severity = [](const SampledError& error) {
+    return std::isinf(error.allowed) ? error.found : error.found / error.allowed;
+  };
   if (!worst || (worst->ok() && !other->ok()) ||
-      (worst->ok() == other->ok() &&
-       other->found * worst->allowed > worst->found * other->allowed)) {
+      (worst->ok() == other->ok() && severity(*other) > severity(*worst))) {
     worst = other;
   }
 }

@@ -229,6 +229,21 @@ TEST_F(Cli, InputsWhoseProductsOverflowAreSaidToDoSo) {
                           "--segments", "35", "--dilations", "1"}),
                  "the inputs overflow fp32: do (up to ");
   EXPECT_FALSE(fs::exists(folder_ / "out" / "o.npy"));
+
+  // Scores that fp32 cannot hold: o is NaN where the definition is finite.
+  for (auto* tensor : {&data.q, &data.k}) {
+    for (double& x : *tensor) x *= 1e23;
+  }
+  data.save_all(folder_ / "in");
+  for (const char* dtype : {"fp32", "bf16"}) {
+    for (const Words& more : {Words{"--ranks", "2"}, Words{"--causal"}}) {  // its first row is fine
+      expect_refused(annulus(Words{"run", "--input", folder_ / "in", "--output", folder_ / "out",
+                                   "--no-backward", "--pattern", "dense", "--dtype", dtype} +
+                             more),
+                     "the inputs overflow fp32: q (up to ");
+    }
+  }
+  EXPECT_FALSE(fs::exists(folder_ / "out" / "o.npy"));
 }
 
 // What is wrong with the files, how to make it so, and a word of the complaint.

@@ -309,8 +309,10 @@ float* CudaEngine::branch_sums(const BranchOutputs& branches) const {
 }
 
 TensorRows CudaEngine::statistics() const {
-  return rows_of(statistics_.data(), computation_.query_tokens, computation_.heads(),
-                 computation_.statistics_width());
+  // Head by head: a warp that reads those of 32 tokens touches 4 lines then, not 32.
+  const std::int64_t row = computation_.statistics_width() * std::int64_t{4};
+  const std::int64_t head = computation_.query_tokens * row;
+  return {statistics_.data(), computation_.heads() * head, head, row};
 }
 
 Channel CudaEngine::channel(const TensorRows& local, const Parcels& parcels, int section,

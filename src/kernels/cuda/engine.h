@@ -122,7 +122,7 @@ class CudaEngine final : public Engine {
   Memory kept_memory_;
   // 16-bit dtypes: dQ, dK, dV in backward; fp32 O, or those of all branches, in forward.
   Memory accumulators_;
-  Memory statistics_;  // [batch][token][q head][statistics_width()]
+  Memory statistics_;  // [batch][q head][token][statistics_width()]
 };
 
 }  // namespace annulus::cuda

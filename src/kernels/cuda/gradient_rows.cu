@@ -87,10 +87,10 @@ __device__ void clear_counters(const StatisticsParams& p) {
     p.counters[i] = 0;
 }
 
-// A row of o is 16 bytes for each of kLanes lanes.
+// A row of o is 16 bytes for each of kLanes lanes. Statistics lie head by head, in `space`.
 template <typename Pair, int kLanes>
 __global__ void __launch_bounds__(kThreads)
-    usual_statistics_kernel(const __grid_constant__ StatisticsParams p) {
+    usual_statistics_kernel(const __grid_constant__ StatisticsParams p, RowSpace space) {
   constexpr std::uint32_t kRows = kThreads / kLanes;  // of a block at a time
   const auto rows = static_cast<std::uint32_t>(p.space.batch * p.space.tokens * p.space.heads);
   const std::uint32_t lane = threadIdx.x % kLanes;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0U, sum, step);
     if (lane == 0 && first + i * kRows < rows) {
-      *reinterpret_cast<float4*>(placed(p.statistics, place_of(p.space, first + i * kRows))) =
+      *reinterpret_cast<float4*>(placed(p.statistics, place_of(space, first + i * kRows))) =
           make_float4(lse[i], sum * p.unscale, 0, 0);
     }
   }
@@ -255,14 +255,13 @@ cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream)
                      aligned16(params.statistics) && aligned16(params.dq);
   if (usual) {
     StatisticsParams p = params;
-    p.space = p.dq.base == nullptr
-                  ? flatten(p.space, {&p.lse, &p.o, &p.dout, &p.statistics})
-                  : flatten(p.space, {&p.lse, &p.o, &p.dout, &p.statistics, &p.dq});
+    p.space = p.dq.base == nullptr ? flatten(p.space, {&p.lse, &p.o, &p.dout})
+                                   : flatten(p.space, {&p.lse, &p.o, &p.dout, &p.dq});
     const int lanes = p.head_dim / 8;
     const unsigned blocks = usual_blocks(p.space.rows(), lanes);
     with_lanes(p.dtype, lanes, [&](auto pair, auto lanes_of) {
       usual_statistics_kernel<decltype(pair), std::min(32, decltype(lanes_of)::value)>
-          <<<blocks, kThreads, 0, stream>>>(p);
+          <<<blocks, kThreads, 0, stream>>>(p, params.space);
     });
   } else {
     statistics_kernel<<<blocks_for(params.space.rows()), kThreads, 0, stream>>>(params);

@@ -208,14 +208,16 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   const std::uint32_t ds_target =
       shared + Memory::kDs + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
   const std::uint32_t of_queries = shared + c * 8;  // this thread's columns of S^T: 8 i + 2 c, + 1
-  // Staging: rows g and g + 8 of the warp's 16, columns 8 m + 2 c and the next: 8 bytes in the
-  // 16-byte chunk 2 m + (c >> 1), swizzled by g. Half a warp stores at once, g = 0..3 or 4..7: g
-  // and g ^ 1 would meet in the two chunks of m ^ (g >> 1). Odd g take m ^ 2 instead: the pairs of
-  // chunks are then m ^ {0, 2, 1, 3}, or {2, 0, 3, 1}, and all 32 banks are used once.
-  const bool odd = (g & 1) != 0;
-  const std::uint32_t staging = shared + Memory::kStaging + group * Memory::kStagingOfGroup +
-                                ((warp & 3) * 16 + g) * 128 +
-                                (((c >> 1) ^ g ^ (odd ? 4 : 0)) << 4) + (c & 1) * 8;
+  // Staging: rows g and g + 8 of the warp's 16, columns 8 m + 2 c and the next. Dealt, two m are
+  // the 16-byte chunk 2 c + m / 2 % 2, swizzled by g: 8 lanes store at once, and use every chunk.
+  // In the usual order they are 8 bytes in the chunk 2 m + (c >> 1). Half a warp stores at once,
+  // g = 0..3 or 4..7: g and g ^ 1 would meet in the two chunks of m ^ (g >> 1). Odd g take m ^ 2
+  // instead: the pairs of chunks are then m ^ {0, 2, 1, 3}, or {2, 0, 3, 1}, and all 32 banks are
+  // used once.
+  const std::uint32_t staging =
+      shared + Memory::kStaging + group * Memory::kStagingOfGroup + ((warp & 3) * 16 + g) * 128 +
+      (a.params.dealt_dq ? ((2 * c) ^ g) << 4
+                         : (((c >> 1) ^ g ^ ((g & 1) << 2)) << 4) + (c & 1) * 8);
 
   const auto queue_s = [&](int stage, int buffer) {
     const std::uint64_t keys =
@@ -275,6 +277,16 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) dq[i] *= a.params.shape.scale;
     }
+    if (a.params.dealt_dq) {
+#pragma unroll
+      for (int m = 0; m < kColumns / 8; m += 2) {
+        const std::uint32_t target = (staging ^ ((m & 2) << 3)) + (m >> 2) * Memory::kStagingBox;
+        store_floats4(target, dq[4 * m], dq[4 * m + 1], dq[4 * m + 4], dq[4 * m + 5]);
+        store_floats4(target + 1024, dq[4 * m + 2], dq[4 * m + 3], dq[4 * m + 6], dq[4 * m + 7]);
+      }
+      return;
+    }
+    const bool odd = (staging & 128) != 0;  // g: rows are 128 bytes
 #pragma unroll
     for (int m = 0; m < kColumns / 8; ++m) {
       const std::uint32_t target = (staging ^ ((m & 3) << 5)) + (m >> 2) * Memory::kStagingBox;

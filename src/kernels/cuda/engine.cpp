@@ -451,6 +451,13 @@ GradientSums CudaEngine::sums(const BackwardCall& call) const {
           rows_of(dv, c.key_tokens, c.kv_heads, c.head_dim)};
 }
 
+bool CudaEngine::deals_dq(const BackwardStages& stages) const {
+  // Other ranks add to rows of dQ in the usual order.
+  const bool returned = gradients_.layout != nullptr && gradients_.layout->sections() == 1 &&
+                        stages_.front().plan->ranks() > 1;
+  return stages.family.dealt_dq && !is_fp32() && !returned;
+}
+
 bool CudaEngine::ends_keys(const BackwardStages& stages, const BackwardCall& call) const {
   if (is_fp32() || !stages.writers.end) return false;
   const GradientSums sum = sums(call);
@@ -523,6 +530,7 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
   params.dk = channel(sum.dk, keys_return ? gradients_ : none, 0);
   params.dv = channel(sum.dv, keys_return ? gradients_ : none, 1);
   params.key_sums.earlier = compiled.keys.key_sums;
+  params.dealt_dq = deals_dq(stages);
   const bool last = static_cast<std::size_t>(stage) == stages.writers.last_stage;
   auto* const counters = reinterpret_cast<std::int32_t*>(stages.counters.data());
   const bool by_branch = computation_.deltas() > 1;
@@ -560,7 +568,7 @@ void CudaEngine::finish_backward(const BackwardCall& call, Queue& queue) {
   const cudaStream_t stream = stream_of(queue);
   const GradientSums sum = sums(call);
   const BackwardStages& stages = stages_for(backward_shape(call));
-  const RoundedRows tensors[] = {{sum.dq, call.dq, query_space()},
+  const RoundedRows tensors[] = {{sum.dq, call.dq, query_space(), deals_dq(stages)},
                                  {sum.dk, call.dk, key_space()},
                                  {sum.dv, call.dv, key_space()}};
   const std::size_t count = ends_keys(stages, call) ? 1 : 3;

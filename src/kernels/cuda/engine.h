@@ -85,6 +85,7 @@ class CudaEngine final : public Engine {
   [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape);
   [[nodiscard]] KernelShape backward_shape(const BackwardCall& call) const;
   // Whether the last launch writes the caller's dk and dv: where these lie as their sums do.
+  [[nodiscard]] bool deals_dq(const BackwardStages& stages) const;
   [[nodiscard]] bool ends_keys(const BackwardStages& stages, const BackwardCall& call) const;
 
   [[nodiscard]] bool is_fp32() const { return computation_.dtype == DType::f32; }

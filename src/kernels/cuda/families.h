@@ -40,6 +40,7 @@ struct BackwardFamily {
   int key_tile = 0;
   int query_tile = 0;                          // 0: the kernel of the keys makes dQ as well
   bool key_sums = false;                       // heeds KeySums
+  bool dealt_dq = false;                       // heeds BackwardParams::dealt_dq
   ItemOrder order = ItemOrder::longest_first;  // of keys
   bool (*fits)(const KernelShape&) = nullptr;
   cudaError_t (*keys)(const BackwardParams&, const LaunchTraits&, const LaunchTurns&,

@@ -177,6 +177,20 @@ struct RoundParams {
   float factor = 1;
 };
 
+// Of 8 lanes, with 4 columns each: from the order of dealt_column to the usual one.
+__device__ __forceinline__ uint2 gather_dealt(uint2 words) {
+  const int to = static_cast<int>(threadIdx.x) & 7;  // columns 4 * to ... 4 * to + 3
+  const int from = (threadIdx.x & 24) + (to & 1) * 4 + to / 4;
+  uint2 out;
+  std::uint32_t low = __shfl_sync(~0U, words.x, from);
+  std::uint32_t high = __shfl_sync(~0U, words.y, from);
+  out.x = (to & 2) == 0 ? low : high;
+  low = __shfl_sync(~0U, words.x, from + 2);
+  high = __shfl_sync(~0U, words.y, from + 2);
+  out.y = (to & 2) == 0 ? low : high;
+  return out;
+}
+
 // A row of sums is 16 bytes for each of kLanes lanes.
 template <typename Pair, int kLanes>
 __global__ void __launch_bounds__(kThreads)
@@ -186,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto rows = static_cast<std::uint32_t>(of.space.batch * of.space.tokens * of.space.heads);
   const std::uint32_t lane = threadIdx.x % kLanes;
   const std::uint32_t first = blockIdx.x * kRows * kInFlight + threadIdx.x / kLanes;
-  float4 sums[kInFlight];
+  float4 sums[kInFlight] = {};
 #pragma unroll
   for (int i = 0; i < kInFlight; ++i) {
     if (first + i * kRows < rows)
@@ -195,11 +209,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int i = 0; i < kInFlight; ++i) {
+    uint2 words = make_uint2(round_pair(sums[i].x * p.factor, sums[i].y * p.factor, Pair()),
+                             round_pair(sums[i].z * p.factor, sums[i].w * p.factor, Pair()));
+    if (of.dealt) words = gather_dealt(words);
     if (first + i * kRows >= rows) continue;
-    const Place at = place_of(of.space, first + i * kRows);
-    reinterpret_cast<uint2*>(placed(of.to, at))[lane] =
-        make_uint2(round_pair(sums[i].x * p.factor, sums[i].y * p.factor, Pair()),
-                   round_pair(sums[i].z * p.factor, sums[i].w * p.factor, Pair()));
+    reinterpret_cast<uint2*>(placed(of.to, place_of(of.space, first + i * kRows)))[lane] = words;
   }
 }
 
@@ -208,7 +222,8 @@ __global__ void round_kernel(const __grid_constant__ RoundParams p) {
   for_each_row(of.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
     const auto* source = reinterpret_cast<const float*>(row_at(of.from, b, t, h));
     std::byte* target = row_at(of.to, b, t, h);
-    for (int d = lane; d < p.head_dim; d += 32) store(target, p.dtype, d, source[d] * p.factor);
+    for (int d = lane; d < p.head_dim; d += 32)
+      store(target, p.dtype, d, source[of.dealt ? dealt_column(d) : d] * p.factor);
   });
 }
 

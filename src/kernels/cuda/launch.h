@@ -79,6 +79,14 @@ struct KeySums {
   float factor = 1;
 };
 
+// Where a column of dQ's sums is in its row if these are dealt: threads of products have columns
+// 2c, 2c + 1, 2c + 8 and 2c + 9 of 16, and may leave them side by side, turn by turn with the
+// next 16.
+constexpr int dealt_column(int column) {
+  return column / 32 * 32 + column % 8 / 2 * 8 + column / 16 % 2 * 4 + column / 8 % 2 * 2 +
+         column % 2;
+}
+
 // dQ (items own query rows) or dK and dV (items own key rows), added to fp32 sums.
 // dS = P * (dP - delta), P = exp(S - L).
 struct BackwardParams {
@@ -90,6 +98,7 @@ struct BackwardParams {
   Channel k, v;
   Channel dq, dk, dv;  // fp32
   KeySums key_sums;
+  bool dealt_dq = false;  // columns of dq: see dealt_column. Only for families that say so
 };
 
 }  // namespace annulus::cuda

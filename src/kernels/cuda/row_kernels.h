@@ -83,6 +83,7 @@ struct StatisticsParams {
 struct RoundedRows {
   TensorRows from, to;
   RowSpace space;
+  bool dealt = false;  // columns of `from`: see dealt_column
 };
 inline constexpr int kMostRounded = 3;  // dQ, dK, dV
 [[nodiscard]] cudaError_t round_rows(std::span<const RoundedRows> tensors, int head_dim,

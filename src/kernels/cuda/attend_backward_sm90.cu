@@ -21,20 +21,13 @@ void make_maps(sm90::BackwardArguments& arguments) {
                          shape.query_tokens, shape.batch};
     return make_tensor_map(map, mapped, traits.query_stride, rows);
   };
-  const auto map_keys = [&](CUtensorMap& map, const Channel& channel) {
-    const MappedRows mapped =
-        traits.keys_received
-            ? received_rows(traits.keys, channel.row_bytes, shape.dtype, shape.head_dim)
-            : MappedRows{channel.local,  shape.dtype,      shape.head_dim,
-                         shape.kv_heads, shape.key_tokens, shape.batch};
-    return make_tensor_map(map, mapped, traits.key_stride, sm90::kKeys);
-  };
   const int queries = backward_step_sm90(shape.head_dim);
   arguments.map_queries =
       map_queries(arguments.q, params.q, traits.queries, shape.dtype, queries) &&
       map_queries(arguments.dout, params.dout, traits.queries, shape.dtype, queries) &&
       map_queries(arguments.dq, params.dq, traits.query_gradients, DType::f32, sm90::kStagedRows);
-  arguments.map_keys = map_keys(arguments.k, params.k) && map_keys(arguments.v, params.v);
+  arguments.map_keys = make_key_map(arguments.k, params.k, shape, traits, sm90::kKeys) &&
+                       make_key_map(arguments.v, params.v, shape, traits, sm90::kKeys);
 }
 
 }  // namespace

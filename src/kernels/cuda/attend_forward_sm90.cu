@@ -30,16 +30,9 @@ cudaError_t launch_forward_sm90(const ForwardParams& params, const LaunchTraits&
         {channel.local, shape.dtype, shape.head_dim, shape.heads, shape.query_tokens, shape.batch},
         traits.query_stride, sm90::kTile);
   };
-  const auto map_keys = [&](CUtensorMap& map, const Channel& channel) {
-    const MappedRows mapped =
-        traits.keys_received
-            ? received_rows(traits.keys, channel.row_bytes, shape.dtype, shape.head_dim)
-            : MappedRows{channel.local,  shape.dtype,      shape.head_dim,
-                         shape.kv_heads, shape.key_tokens, shape.batch};
-    return make_tensor_map(map, mapped, traits.key_stride, sm90::kTile);
-  };
   arguments.map_queries = map_queries(arguments.q, params.q);
-  arguments.map_keys = map_keys(arguments.k, params.k) && map_keys(arguments.v, params.v);
+  arguments.map_keys = make_key_map(arguments.k, params.k, shape, traits, sm90::kTile) &&
+                       make_key_map(arguments.v, params.v, shape, traits, sm90::kTile);
 
   const bool bf16 = shape.dtype == DType::bf16;
   const auto choose = shape.head_dim == 64

@@ -73,4 +73,14 @@ bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t st
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+bool make_key_map(CUtensorMap& map, const Channel& channel, const KernelShape& shape,
+                  const LaunchTraits& traits, int box_rows) {
+  const MappedRows mapped =
+      traits.keys_received
+          ? received_rows(traits.keys, channel.row_bytes, shape.dtype, shape.head_dim)
+          : MappedRows{channel.local,  shape.dtype,      shape.head_dim,
+                       shape.kv_heads, shape.key_tokens, shape.batch};
+  return make_tensor_map(map, mapped, traits.key_stride, box_rows);
+}
+
 }  // namespace annulus::cuda

@@ -31,4 +31,8 @@ struct MappedRows {
 [[nodiscard]] bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t stride,
                                    int box_rows);
 
+// The same for K or V of a launch, wherever its traits say that they are.
+[[nodiscard]] bool make_key_map(CUtensorMap& map, const Channel& channel, const KernelShape& shape,
+                                const LaunchTraits& traits, int box_rows);
+
 }  // namespace annulus::cuda

@@ -14,10 +14,11 @@
 //   S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP - delta);
 //   dQ of the step before: dS through shared memory, 64 queries x half of the columns per group.
 // dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group
-// at a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic;
-// passing it on before S and dP was 15 % slower. Registers of a consumer: dK, dV 2 x 64, S or dQ
-// 32, dP 32; P and dS are packed in place. Shared memory is the limit: it allows 83 % of the tensor
-// cores' peak.
+// at a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic.
+// Slower was: to pass it on before S and dP (15 %), to stage dQ between dV and dK (1 %), to give
+// back Q's buffer before dO's (4 %). Registers of a consumer: dK, dV 2 x 64, S or dQ 32, dP 32; P
+// and dS are packed in place. Shared memory is the limit: it allows 83 % of the tensor cores' peak.
+// In long runs power is: 700 W at 1.67 GHz of 1.98.
 namespace annulus::cuda::sm90 {
 
 // The same value, in a register: the compiler would look up the thread's number and where shared
@@ -150,42 +151,33 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   int tile = 0;
   int flags = 0;
   bool first = true;  // of its tile
-#pragma unroll
-  for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
-  if (group == 1) named_arrive(kToken, kPassing);
-  named_sync(kToken + group, kPassing);
-  do {
-    const int stage = step & 1;
-    const int key_buffer = tile & 1;
-    // Within a tile, the step before has waited for these: see below.
-    if (first) {
-      barrier_wait(shared + Memory::k_full(key_buffer), (tile >> 1) & 1);
-      barrier_wait(shared + Memory::q_full(stage), (step >> 1) & 1);
-    }
-    queue_s(stage, key_buffer);
-    if (first) {
-      barrier_wait(shared + Memory::v_full(), tile & 1);
-      barrier_wait(shared + Memory::dout_full(stage), (step >> 1) & 1);
-    }
-    queue_dp(stage);
+  bool ended = false;
+  // Passes the token on once S and dP are queued, and makes P and dS of them.
+  const auto begin_step = [&](int stage) __attribute__((always_inline)) {
     named_arrive(kToken + 1 - group, kPassing);
-    // The writer takes long: were dQ announced with dS, the next would have to wait for it. As soon
-    // as it is staged, with the token in hand, was 8 % slower.
+    // The writer takes long: were dQ announced with dS, the next would have to wait for it (18 %
+    // slower). As soon as it is staged, with the token in hand, was slower, too.
     if (step > 1) announce_dq(step - 2);
-    flags = load_word(shared + Memory::kStepNotes + (step & 3) * kStepNote);
+    flags = ended ? 0 : load_word(shared + Memory::kStepNotes + (step & 3) * kStepNote);
     products_wait<1>();
     pin(s);
-    {
-      const std::uint32_t lse = of_queries + Memory::kLse + stage * (kQueries * 4);
+    const std::uint32_t lse = of_queries + Memory::kLse + stage * (kQueries * 4);
 #pragma unroll
-      for (int i = 0; i < kQueries / 8; ++i) {
-        const float2 l = load_floats2(lse + i * 32);
-        s[4 * i] = exp2_approx(fmaf(s[4 * i], a.score_scale, l.x));
-        s[4 * i + 1] = exp2_approx(fmaf(s[4 * i + 1], a.score_scale, l.y));
-        s[4 * i + 2] = exp2_approx(fmaf(s[4 * i + 2], a.score_scale, l.x));
-        s[4 * i + 3] = exp2_approx(fmaf(s[4 * i + 3], a.score_scale, l.y));
-      }
+    for (int i = 0; i < kQueries / 8; ++i) {
+      const float2 l = load_floats2(lse + i * 32);
+      s[4 * i] = exp2_approx(fmaf(s[4 * i], a.score_scale, l.x));
+      s[4 * i + 1] = exp2_approx(fmaf(s[4 * i + 1], a.score_scale, l.y));
+      s[4 * i + 2] = exp2_approx(fmaf(s[4 * i + 2], a.score_scale, l.x));
+      s[4 * i + 3] = exp2_approx(fmaf(s[4 * i + 3], a.score_scale, l.y));
     }
+    // Both groups have finished the dQ of two steps ago.
+    barrier_wait(shared + Memory::ds_empty(stage), ((step >> 1) & 1) ^ 1);
+    products_wait<0>();
+    pin(dp);
+    // With V, the words and weights of its keys may be overwritten.
+    const bool special = (flags & kSpecial) != 0;
+    const bool leave = (flags & kLastOfTile) != 0 && leader;
+    if (leave && !special) barrier_arrive(shared + Memory::v_empty());
     // Masks and weights.
     const auto weigh = [&] {
       if ((flags & kPeriodic) != 0) {
@@ -230,11 +222,6 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
         }
       }
     };
-    // Both groups have finished the dQ of two steps ago.
-    barrier_wait(shared + Memory::ds_empty(stage), ((step >> 1) & 1) ^ 1);
-    products_wait<0>();
-    pin(dp);
-    if ((flags & kLastOfTile) != 0 && leader) barrier_arrive(shared + Memory::v_empty());
     // scale * dS for bf16, whose exponents have room; fp16 would lose small ones. P and dS are
     // packed chunk by chunk, so that their floats' registers come free.
     const std::uint32_t delta = of_queries + Memory::kDelta + stage * (kQueries * 4);
@@ -256,12 +243,31 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
         }
       }
     };
-    if (__builtin_expect((flags & kSpecial) != 0, 0)) {
+    if (__builtin_expect(special, 0)) {
       weigh();
+      __syncwarp();
+      if (leave) barrier_arrive(shared + Memory::v_empty());
       finish(std::true_type{});
     } else {
       finish(std::false_type{});
     }
+  };
+#pragma unroll
+  for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
+  if (group == 1) named_arrive(kToken, kPassing);
+  named_sync(kToken + group, kPassing);
+  barrier_wait(shared + Memory::k_full(0), 0);
+  barrier_wait(shared + Memory::q_full(0), 0);
+  queue_s(0, 0);
+  barrier_wait(shared + Memory::v_full(), 0);
+  barrier_wait(shared + Memory::dout_full(0), 0);
+  queue_dp(0);
+  begin_step(0);
+  // A turn ends with S and P of the next step, so that S can be queued behind dV and dK: it needs
+  // the registers of dQ only, while dP needs those of P and dS.
+  do {
+    const int stage = step & 1;
+    const int key_buffer = tile & 1;
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
       store_matrices(
@@ -305,19 +311,15 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       }
       stage_dq();
     }
-    if ((flags & kLastOfTile) == 0) {
-      // Not for another tile's: that may need what the other group does with the token.
-      barrier_wait(shared + Memory::q_full(stage ^ 1), ((step + 1) >> 1) & 1);
-      barrier_wait(shared + Memory::dout_full(stage ^ 1), ((step + 1) >> 1) & 1);
-    }
-    products_wait<0>();
-    pin(p);
-    pin(ds);
-    pin(dv);
-    pin(dk);
-    if (leader) barrier_arrive(shared + Memory::q_empty(stage));
-    first = (flags & kLastOfTile) != 0;
-    if (first) {
+    const bool last = (flags & kLastOfTile) != 0;
+    ended = (flags & kLastOfAll) != 0;
+    if (last) {
+      products_wait<0>();
+      pin(p);
+      pin(ds);
+      pin(dv);
+      pin(dk);
+      if (leader) barrier_arrive(shared + Memory::q_empty(stage));
       // Memory takes its time: meanwhile the other group may have the tensor cores.
       named_arrive(kToken + 1 - group, kPassing);
       if ((flags & kNothing) != 0) {
@@ -332,11 +334,27 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
       ++tile;
       named_sync(kToken + group, kPassing);
+      // Only now: the next tile may need what the other group does with the token.
+      if (!ended) barrier_wait(shared + Memory::k_full(tile & 1), (tile >> 1) & 1);
     }
+    // After the last step come products of whatever is there, which nobody uses: were the loop left
+    // here, where threads might differ, addresses would no longer be uniform (20 instructions
+    // between two products instead of 3).
+    if (!ended) barrier_wait(shared + Memory::q_full(stage ^ 1), ((step + 1) >> 1) & 1);
+    queue_s(stage ^ 1, tile & 1);
+    products_wait<1>();
+    pin(p);
+    pin(ds);
+    pin(dv);
+    pin(dk);
+    if (leader && !last) barrier_arrive(shared + Memory::q_empty(stage));
+    if (last && !ended) barrier_wait(shared + Memory::v_full(), tile & 1);
+    if (!ended) barrier_wait(shared + Memory::dout_full(stage ^ 1), ((step + 1) >> 1) & 1);
+    queue_dp(stage ^ 1);
+    first = last;
     ++step;
-  } while ((flags & kLastOfAll) == 0);
-  named_arrive(kToken + 1 - group, kPassing);
-  if (step > 1) announce_dq(step - 2);
+    begin_step(stage ^ 1);
+  } while (!ended);
   barrier_wait(shared + Memory::ds_full((step - 1) & 1), ((step - 1) >> 1) & 1);
   queue_dq((step - 1) & 1, (tile & 1) ^ 1);
   products_wait<0>();

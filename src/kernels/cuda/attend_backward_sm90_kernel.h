@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (threadIdx.x == 0) {
     if ((shared & 1023) != 0) __trap();  // swizzles count from there, and there is no room to round
     for (int i = 0; i < 2; ++i) {
-      barrier_init(shared + Memory::q_full(i), 2);  // rows; words and statistics
+      barrier_init(shared + Memory::q_full(i), 33);  // rows; a warp's statistics and words
       barrier_init(shared + Memory::dout_full(i), 1);
       barrier_init(shared + Memory::q_empty(i), 8);
       barrier_init(shared + Memory::ds_full(i), 8);
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       barrier_init(shared + Memory::staging_empty(i), 1);
       barrier_init(shared + Memory::drawn(i), 1);
     }
-    barrier_init(shared + Memory::v_full(), 1);
+    barrier_init(shared + Memory::v_full(), 33);  // rows; a warp's words
     barrier_init(shared + Memory::v_empty(), 8);
     barrier_init(shared + Memory::draw(), 1);
     barrier_init_fence();

@@ -192,8 +192,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                 store_word(of_lane + Memory::kQueryWords + i * 128, word);
               }
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared + Memory::q_full(stage));
+            barrier_arrive(shared + Memory::q_full(stage));
             ++step;
             row += kQueries;
             low += low_step;
@@ -290,8 +289,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             store_float(of_lane + Memory::kDelta + i * 128, -delta[i] * a.delta_scale);
             store_word(of_lane + Memory::kQueryWords + i * 128, word[i]);
           }
-          __syncwarp();
-          if (lane == 0) barrier_arrive(shared + Memory::q_full(stage));
+          barrier_arrive(shared + Memory::q_full(stage));
           ++step;
           row += kQueries;
           low += kQueries * run.index_stride;

@@ -95,7 +95,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
                        weights[2] | weights[3] << 16);
           }
         }
-        __syncwarp();
+        barrier_arrive(full);
       }
       if (boxed) {
         if (lane == 0) {

@@ -17,17 +17,19 @@
 #include "annulus/in_process.h"
 #include "bindings.h"
 #include "errors.h"
+#include "prepared_messages.h"
 
 namespace annulus::python {
 namespace {
 
 // ---- from C++ to Python: messages that a Python transport has under way
 
-// What a Python method returned, for one message or for a whole batch.
+// What Python's methods returned for the messages of a batch, or for all of it.
 class PyTicket final : public Ticket {
  public:
-  PyTicket(PyTransport& transport, std::shared_ptr<Counters> counters, std::string where)
-      : transport_(&transport), counters_(std::move(counters)), where_(std::move(where)) {}
+  // `limit`: the argument of wait() of what Python returns, or None for none.
+  PyTicket(PyTransport& transport, std::string where, nb::object limit = nb::none())
+      : transport_(&transport), where_(std::move(where)), limit_(limit.release().ptr()) {}
   PyTicket(const PyTicket&) = delete;
   PyTicket& operator=(const PyTicket&) = delete;
 
@@ -37,52 +39,59 @@ class PyTicket final : public Ticket {
     const nb::gil_scoped_acquire gil;
     // What Python is told here must not disturb an exception that is on its way.
     const nb::error_scope scope;
-    for (std::size_t i = waited_; i < transfers_.size(); ++i) cancel(transfers_[i]);
-    for (const View& view : views_) release(view);
-    for (PyObject* transfer : transfers_) Py_DECREF(transfer);
-    for (const View& view : views_) Py_DECREF(view.memory);
+    for (std::size_t i = waited_; i < transfers_.size(); ++i) cancel(transfers_[i].object);
+    for (PyObject* view : views_) release(view);
+    for (const Transfer& transfer : transfers_) Py_DECREF(transfer.object);
+    for (PyObject* view : views_) Py_DECREF(view);
+    Py_DECREF(limit_);
   }
 
   // These need the GIL.
   nb::object add_view(const Message& message) {
-    static char nothing = 0;  // an empty span may be null, a memoryview may not
-    const bool sends = message.way == Way::send;
-    nb::object view = nb::steal(PyMemoryView_FromMemory(
-        message.bytes == 0 ? &nothing : reinterpret_cast<char*>(message.data()),
-        static_cast<Py_ssize_t>(message.bytes), sends ? PyBUF_READ : PyBUF_WRITE));
-    if (!view.is_valid()) throw nb::python_error();
-    views_.push_back({view.inc_ref().ptr(), message.way, message.bytes});
+    nb::object view = view_of(message);
+    views_.push_back(view.inc_ref().ptr());
     return view;
   }
-  void add_transfer(nb::object transfer) {  // None: moved already
-    if (!transfer.is_none()) transfers_.push_back(transfer.release().ptr());
+  // What moves a message, or with -1 all of them. None: moved already.
+  void add_transfer(nb::object transfer, int peer, Way way) {
+    if (!transfer.is_none()) transfers_.push_back({transfer.release().ptr(), peer, way});
+  }
+  void add_bytes(const Message& message) {
+    const bool sends = message.way == Way::send;
+    (sends ? moved_.bytes_sent : moved_.bytes_received) +=
+        static_cast<std::uint64_t>(message.bytes);
+    (sends ? moved_.messages_sent : moved_.messages_received) += 1;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    for (const Transfer& transfer : transfers_) Py_VISIT(transfer.object);
+    for (PyObject* view : views_) Py_VISIT(view);
+    return 0;
   }
 
   void wait() override {
     if (finished_) return;
     const nb::gil_scoped_acquire gil;
-    try {
-      for (; waited_ < transfers_.size(); ++waited_) nb::handle(transfers_[waited_]).attr("wait")();
-    } catch (const nb::python_error& error) {
-      const PythonFailure failure(where_, error);
-      transport_->store_health({false, failure.rank(), failure.what()});
-      throw failure;
+    const PyTransport::Waiting waiting(*transport_);
+    for (; waited_ < transfers_.size(); ++waited_) {
+      const Transfer& transfer = transfers_[waited_];
+      waiting.is_for(transfer.peer);
+      try {
+        wait_for(transfer.object, limit_);
+      } catch (const nb::python_error& error) {
+        transport_->fail(where_, transfer.peer, transfer.way, error);
+      }
     }
     finished_ = true;
-    for (const View& view : views_) {
-      const bool sends = view.way == Way::send;
-      (sends ? counters_->bytes_sent : counters_->bytes_received) +=
-          static_cast<std::uint64_t>(view.bytes);
-      (sends ? counters_->messages_sent : counters_->messages_received) += 1;
-      release(view);
-    }
+    transport_->count(moved_);
+    for (PyObject* view : views_) release(view);
   }
 
  private:
-  struct View {
-    PyObject* memory;
+  struct Transfer {
+    PyObject* object;
+    int peer;
     Way way;
-    std::int64_t bytes;
   };
 
   static void cancel(PyObject* transfer) {
@@ -98,16 +107,17 @@ class PyTicket final : public Ticket {
   // The memory is the executor's again. Whoever kept the view gets an error from Python instead of
   // somebody else's bytes; an array over it that is still alive prevents that, and then it is
   // theirs to leave alone.
-  static void release(const View& view) noexcept {
-    const nb::object none = nb::steal(PyObject_CallMethod(view.memory, "release", nullptr));
+  static void release(PyObject* view) noexcept {
+    const nb::object none = nb::steal(PyObject_CallMethod(view, "release", nullptr));
     if (!none.is_valid()) PyErr_Clear();
   }
 
   PyTransport* transport_;
-  std::shared_ptr<Counters> counters_;
   std::string where_;
-  std::vector<View> views_;
-  std::vector<PyObject*> transfers_;
+  PyObject* limit_;
+  std::vector<PyObject*> views_;
+  std::vector<Transfer> transfers_;
+  TransportCounters moved_;
   std::size_t waited_ = 0;  // of the transfers
   bool finished_ = false;
 };
@@ -152,9 +162,7 @@ class PyDeviceTicket final : public Ticket {
       try {
         nb::handle(transfer_).attr("wait")();
       } catch (const nb::python_error& error) {
-        const PythonFailure failure(where_, error);
-        transport_->store_health({false, failure.rank(), failure.what()});
-        throw failure;
+        transport_->fail(where_, error);
       }
     }
     moved_by_ = copies_->record();
@@ -176,7 +184,8 @@ class PyDeviceTicket final : public Ticket {
 // A transfer of a built-in transport and the buffer that it holds on to.
 class Pending {
  public:
-  Pending(Transport& transport, bool sending, int peer, std::uint32_t tag, nb::handle buffer) {
+  Pending(Transport& transport, bool sending, int peer, std::uint32_t tag, nb::handle buffer)
+      : owner_(nb::find(&transport)) {
     const int flags = sending ? PyBUF_SIMPLE : PyBUF_WRITABLE;
     if (PyObject_GetBuffer(buffer.ptr(), &buffer_, flags) != 0) throw nb::python_error();
     const auto size = static_cast<std::size_t>(buffer_.len);
@@ -211,15 +220,38 @@ class Pending {
     PyBuffer_Release(&buffer_);
   }
 
+  // As Python's collector asks: what a Python transport has made for it may lead back to it.
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(owner_.ptr());
+    const auto* ticket = dynamic_cast<const PyTicket*>(transfer_.get());
+    return ticket == nullptr ? 0 : ticket->traverse(visit, arg);
+  }
+
  private:
+  nb::object owner_;  // the transport, which the ticket knows
   Py_buffer buffer_{};
   std::unique_ptr<Ticket> transfer_;
 };
+
+int traverse_pending(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<Pending>(self)->traverse(visit, arg) : 0;
+}
+
+int clear_pending(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<Pending>(self)->cancel();
+  return 0;
+}
+
+const PyType_Slot pending_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_pending)},
+                                     {Py_tp_clear, reinterpret_cast<void*>(clear_pending)},
+                                     {0, nullptr}};
 
 // Python's own methods are found before these, so a Python transport only gets here without one, or
 // through super().
 void refuse(const Transport& transport, const char* method) {
   if (dynamic_cast<const PyTransport*>(&transport) == nullptr) return;
+  if (nb::hasattr(nb::find(const_cast<Transport*>(&transport)), "prepare")) return;
   PyErr_Format(PyExc_NotImplementedError, "Transport.%s must be defined by the subclass", method);
   throw nb::python_error();
 }
@@ -228,6 +260,10 @@ std::unique_ptr<Pending> post(Transport& transport, bool sending, int peer, std:
                               nb::handle buffer) {
   refuse(transport, sending ? "send" : "receive");
   return std::make_unique<Pending>(transport, sending, peer, tag, buffer);
+}
+
+std::string doing(Way way, int peer) {
+  return fmt::format("{} rank {}", way == Way::send ? "send to" : "receive from", peer);
 }
 
 std::chrono::milliseconds milliseconds_of(double seconds) {
@@ -239,6 +275,28 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
   const double rounded = std::ceil(std::min(seconds, kLongest) * 1000.0);
   return std::chrono::milliseconds(static_cast<std::int64_t>(rounded));
 }
+
+// What a Python transport has said of its messages may lead back to it.
+PyTransport* python_transport(PyObject* self) {
+  if (!nb::inst_ready(self)) return nullptr;
+  return dynamic_cast<PyTransport*>(nb::inst_ptr<Transport>(self));
+}
+
+int traverse_transport(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const PyTransport* transport = python_transport(self);
+  return transport == nullptr ? 0 : transport->traverse(visit, arg);
+}
+
+int clear_transport(PyObject* self) {
+  if (PyTransport* transport = python_transport(self)) transport->forget_prepared();
+  return 0;
+}
+
+const PyType_Slot transport_slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_transport)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_transport)},
+    {0, nullptr}};
 
 }  // namespace
 
@@ -286,9 +344,7 @@ std::unique_ptr<Ticket> PyTransport::post_device(std::span<const Message> messag
         batch, name_of(copies->device()), reinterpret_cast<std::uintptr_t>(cuda_stream(*copies)));
     return std::make_unique<PyDeviceTicket>(*this, where, copies, std::move(transfer), moved);
   } catch (const nb::python_error& error) {
-    const PythonFailure failure(where, error);
-    store_health({false, failure.rank(), failure.what()});
-    throw failure;
+    fail(where, error);
   }
 }
 
@@ -297,13 +353,13 @@ std::unique_ptr<Ticket> PyTransport::post(std::span<const Message> messages, con
     return post_device(messages, after);
   after.wait();
   const nb::gil_scoped_acquire gil;
-  std::string where = fmt::format("[rank {}/{}] {} transport", rank_, size_, name_);
-  if (messages.size() == 1) {
-    const bool sends = messages[0].way == Way::send;
-    where += fmt::format(": {} rank {}", sends ? "send to" : "receive from", messages[0].peer);
-  }
-  auto ticket = std::make_unique<PyTicket>(*this, counters_, where);
   const nb::object self = nb::find(static_cast<Transport*>(this));
+  const nb::object prepare = nb::getattr(self, "prepare", nb::none());
+  if (!prepare.is_none()) return post_prepared(messages, prepare);
+
+  std::string where = fmt::format("[rank {}/{}] {} transport", rank_, size_, name_);
+  if (messages.size() == 1) where += ": " + doing(messages[0].way, messages[0].peer);
+  auto ticket = std::make_unique<PyTicket>(*this, where);
   try {
     const nb::object post_all = nb::getattr(self, "post", nb::none());
     if (!post_all.is_none()) {
@@ -311,24 +367,85 @@ std::unique_ptr<Ticket> PyTransport::post(std::span<const Message> messages, con
       for (const Message& message : messages) {
         batch.append(nb::make_tuple(message.way == Way::send ? "send" : "receive", message.peer,
                                     message.tag, ticket->add_view(message)));
+        ticket->add_bytes(message);
       }
       where += ": post";
-      ticket->add_transfer(post_all(batch));
+      ticket->add_transfer(post_all(batch), -1, Way::send);
       return ticket;
     }
     for (const Message& message : messages) {
       const bool sends = message.way == Way::send;
-      where = fmt::format("[rank {}/{}] {} transport: {} rank {}", rank_, size_, name_,
-                          sends ? "send to" : "receive from", message.peer);
+      where = fmt::format("[rank {}/{}] {} transport: {}", rank_, size_, name_,
+                          doing(message.way, message.peer));
       const nb::object view = ticket->add_view(message);
-      ticket->add_transfer(self.attr(sends ? "send" : "receive")(message.peer, message.tag, view));
+      ticket->add_transfer(self.attr(sends ? "send" : "receive")(message.peer, message.tag, view),
+                           message.peer, message.way);
+      ticket->add_bytes(message);
     }
     return ticket;
   } catch (const nb::python_error& error) {
-    const PythonFailure failure(where, error);
-    store_health({false, failure.rank(), failure.what()});
-    throw failure;
+    fail(where, error);
   }
+}
+
+std::unique_ptr<Ticket> PyTransport::post_prepared(std::span<const Message> messages,
+                                                   const nb::object& prepare) {
+  const nb::object self = nb::find(static_cast<Transport*>(this));
+  const nb::object limit = nb::getattr(self, "wait_limit", nb::none());
+  auto ticket = std::make_unique<PyTicket>(
+      *this, fmt::format("[rank {}/{}] {} transport", rank_, size_, name_), limit);
+  for (const Message& message : messages) {
+    ticket->add_bytes(message);
+    if (message.bytes == 0) continue;
+    try {
+      nb::object transfer = prepared_.begin(message, prepare, limit);
+      if (!transfer.is_valid()) continue;
+      ticket->add_transfer(std::move(transfer), message.peer, message.way);
+    } catch (const nb::python_error& error) {
+      fail(fmt::format("[rank {}/{}] {} transport: {}", rank_, size_, name_,
+                       doing(message.way, message.peer)),
+           message.peer, message.way, error);
+    }
+  }
+  return ticket;
+}
+
+void PyTransport::fail(const std::string& where, const nb::python_error& error) {
+  const PythonFailure failure(where, error);
+  store_health({false, failure.rank(), failure.what()});
+  throw failure;
+}
+
+void PyTransport::fail(const std::string& where, int peer, Way way, const nb::python_error& error) {
+  const nb::object self = nb::find(static_cast<Transport*>(this));
+  const nb::object explain = nb::getattr(self, "explain", nb::none());
+  if (explain.is_none() || peer < 0) fail(where, error);
+  try {
+    const nb::object meaning = explain(peer, way == Way::send ? "send" : "receive", error.value());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(meaning.ptr())), meaning.ptr());
+    throw nb::python_error();
+  } catch (const nb::python_error& meant) {
+    fail(where, meant);
+  }
+}
+
+PyTransport::Waiting::Waiting(PyTransport& transport) : transport_(transport) {
+  transport_.wait_peer_ = -1;
+  transport_.wait_number_ += 1;
+  transport_.wait_begin_ = std::chrono::steady_clock::now().time_since_epoch().count();
+}
+
+PyTransport::Waiting::~Waiting() { transport_.wait_begin_ = 0; }
+
+void PyTransport::Waiting::is_for(int peer) const { transport_.wait_peer_ = peer; }
+
+nb::object PyTransport::waiting() const {
+  const std::uint64_t number = wait_number_;
+  const auto begin = wait_begin_.load();
+  if (begin == 0) return nb::none();
+  const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
+  const std::chrono::steady_clock::duration taken(now - begin);
+  return nb::make_tuple(number, std::chrono::duration<double>(taken).count(), wait_peer_.load());
 }
 
 void PyTransport::store_health(Health health) {
@@ -404,14 +521,14 @@ TransportCounters PyTransport::counters() const {
 }
 
 void bind_transport(nb::module_& module) {
-  nb::class_<Pending>(module, "Transfer",
+  nb::class_<Pending>(module, "Transfer", nb::type_slots(pending_slots),
                       "One send or receive under way, as :meth:`Transport.send` and "
                       ":meth:`Transport.receive` of built-in transports return it.")
       .def("wait", &Pending::wait,
            "Blocks until the bytes have moved. TransportError after the deadline or an abort.")
       .def("cancel", &Pending::cancel, "Gives up; the buffer is not touched afterwards.");
 
-  nb::class_<Transport, PyTransport>(module, "Transport",
+  nb::class_<Transport, PyTransport>(module, "Transport", nb::type_slots(transport_slots),
                                      R"(Moves bytes between the ranks of a ring.
 
 :func:`make_in_process_ring` makes built-in ones. To write your own, derive from this class, call
@@ -427,6 +544,12 @@ void bind_transport(nb::module_& module) {
   also when its own ``wait()`` raised; the buffer must not be touched afterwards.
 - or, instead of these two, ``post(messages)``: begin to move a whole batch, a list of tuples ("send" or
   "receive", peer, tag, memoryview), and return one object for all of it.
+- or ``prepare(way, peer, tag, buffer)``: say how such a message is begun, and no more: a tuple of a callable and the tuple of
+  its arguments. It is kept for messages of the same place and size, which then are begun and waited for without any code
+  written in Python: by ``wait()`` of what the callable returns, with the attribute ``wait_limit`` as its argument, if there
+  is one. The buffer's memory is valid while such a message is under way; short messages (``short_message``) are sent
+  from a copy and not waited for. ``explain(peer, way, error)``, if defined, returns the exception that an error of these calls means.
+  ``send`` and ``receive`` come with it.
 - ``abort(reason)``: make every pending and future operation of every rank fail. Without it other ranks
   find out by their deadline.
 
@@ -441,6 +564,9 @@ Args:
     name: for messages.)")
       .def(nb::init<int, int, std::string>(), nb::arg("rank"), nb::arg("size"),
            nb::arg("name") = "python")
+      .def_prop_ro_static(
+          "short_message", [](nb::handle) { return kShortMessage; },
+          "Bytes up to which what ``prepare`` begins is sent from a copy and not waited for.")
       .def("rank", &Transport::rank, "The rank of this end.")
       .def("size", &Transport::size, "Ranks of the ring.")
       .def("name", &Transport::name, "What carries the bytes, for messages.")
@@ -518,6 +644,21 @@ Args:
           "Whether the ring holds together: 'alive', 'lost_rank' (-1: none or not known) and "
           "'reason'. From any thread. Python transports know of what their own methods raised; a "
           "subclass that knows more may override it.")
+      .def_prop_ro(
+          "waiting",
+          [](const Transport& transport) -> nb::object {
+            const auto* own = dynamic_cast<const PyTransport*>(&transport);
+            return own == nullptr ? nb::none() : own->waiting();
+          },
+          nb::sig("def waiting(self) -> tuple[int, float, int] | None"),
+          "Of a Python transport, from any thread: what a batch is being waited for, as (number of "
+          "the wait, seconds so far, rank or -1); None: nothing is.")
+      .def(
+          "forget_prepared",
+          [](Transport& transport) {
+            if (auto* own = dynamic_cast<PyTransport*>(&transport)) own->forget_prepared();
+          },
+          "Drops what ``prepare`` has returned so far.")
       .def_prop_ro(
           "deadline",
           [](const Transport& transport) -> std::optional<double> {

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "annulus/transport.h"
+#include "prepared_messages.h"
 
 namespace annulus::python {
 
@@ -22,10 +23,10 @@ struct Counters {
   std::atomic<std::uint64_t> messages_received = 0;
 };
 
-// A transport written in Python: a subclass of annulus.Transport with send and receive, or post,
-// and abort. The executor calls it on the thread that called the executor, without the GIL; every
-// call here takes it. Rank, size, name, deadline and counters live in C++, so that asking for them
-// does not.
+// A transport written in Python: a subclass of annulus.Transport with send and receive, or post, or
+// prepare, and abort. The executor calls it on the thread that called the executor, without the
+// GIL; every call here takes it. Rank, size, name, deadline and counters live in C++, so that
+// asking for them does not.
 class PyTransport final : public Transport {
  public:
   PyTransport(int rank, int size, std::string name);
@@ -50,10 +51,34 @@ class PyTransport final : public Transport {
   void store_health(Health health);
   [[nodiscard]] Health stored_health() const;
 
+  // Throws what an error of Python's is in the library. Needs the GIL.
+  [[noreturn]] void fail(const std::string& where, const nb::python_error& error);
+  // Of a message: asks explain() what it means.
+  [[noreturn]] void fail(const std::string& where, int peer, Way way,
+                         const nb::python_error& error);
+  void forget_prepared() { prepared_.clear(); }  // needs the GIL
+  int traverse(visitproc visit, void* arg) const { return prepared_.traverse(visit, arg); }
+  [[nodiscard]] nb::object waiting() const;  // needs the GIL
+
+  // While it lives, waiting() says for whom.
+  class Waiting {
+   public:
+    explicit Waiting(PyTransport& transport);
+    ~Waiting();
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+    void is_for(int peer) const;
+
+   private:
+    PyTransport& transport_;
+  };
+
  private:
   // `messages` lie in memory of devices.
   [[nodiscard]] std::unique_ptr<Ticket> post_device(std::span<const Message> messages,
                                                     const Event& after);
+  [[nodiscard]] std::unique_ptr<Ticket> post_prepared(std::span<const Message> messages,
+                                                      const nb::object& prepare);
 
   int rank_;
   int size_;
@@ -62,6 +87,10 @@ class PyTransport final : public Transport {
   std::shared_ptr<Counters> counters_ = std::make_shared<Counters>();
   mutable std::mutex health_mutex_;
   Health health_;
+  PreparedMessages prepared_;
+  std::atomic<std::uint64_t> wait_number_ = 0;
+  std::atomic<std::chrono::steady_clock::rep> wait_begin_ = 0;  // 0: nothing is waited for
+  std::atomic<int> wait_peer_ = -1;
 };
 
 }  // namespace annulus::python

@@ -36,6 +36,7 @@ class Receive:
         self.transport, self.source, self.buffer = transport, (peer, transport.rank(), tag), buffer
         self.until = time.monotonic() + transport.deadline
         self.cancelled = False
+        self.mesh = transport.mesh  # when both are garbage, the transport may have lost it before
 
     def wait(self) -> None:
         # Polls, so that an abort is heard.
@@ -59,7 +60,7 @@ class Receive:
 
     def cancel(self) -> None:
         self.cancelled = True
-        self.transport.mesh.cancelled += 1
+        self.mesh.cancelled += 1
 
 
 class MeshTransport(Transport):
@@ -114,6 +115,22 @@ class PostingTransport(MeshTransport):
             else:
                 receives.append(self.take(peer, tag, buffer))
         return Receives(receives)
+
+
+class PreparingTransport(MeshTransport):
+    """Says how messages are begun, once for each; nothing of it is called for others of the same memory."""
+
+    def __init__(self, rank: int, size: int, mesh: Mesh) -> None:
+        super().__init__(rank, size, mesh)
+        self.prepared = 0
+
+    def prepare(self, way: str, peer: int, tag: int, buffer: memoryview) -> tuple:
+        self.check()
+        self.prepared += 1
+        return self.put if way == "send" else self.take, (peer, tag, buffer)
+
+    def explain(self, peer: int, way: str, error: Exception) -> Exception:
+        return error
 
 
 class Receives:

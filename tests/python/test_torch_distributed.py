@@ -111,7 +111,7 @@ def test_a_lost_rank_is_a_transport_error(how: str) -> None:
     ]
     try:
         for rank in (0, 2):
-            out, _ = ranks[rank].communicate(timeout=60)
+            out, _ = ranks[rank].communicate(timeout=120)
             assert f"rank {rank} lost rank 1" in out, out
             assert out.count(f"rank {rank} misses rank 1") == 2, out
     finally:

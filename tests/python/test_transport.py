@@ -8,7 +8,14 @@ import weakref
 
 import numpy as np
 import pytest
-from queue_transport import Mesh, PostingTransport, QueueTransport, Receive, queue_ring
+from queue_transport import (
+    Mesh,
+    PostingTransport,
+    PreparingTransport,
+    QueueTransport,
+    Receive,
+    queue_ring,
+)
 from support import on_ranks
 from transport_contract import passes
 
@@ -91,6 +98,28 @@ def test_exceptions_whose_words_are_no_text_surface_all_the_same(
     assert errors[1].__cause__ is error
     for e in errors:
         assert re.search(words, str(e)), e
+
+
+def test_messages_are_prepared_once_and_do_not_keep_their_transport() -> None:
+    """What prepare() says leads back to the transport, which keeps it."""
+    transports = queue_ring(2, PreparingTransport)
+    placement = Placement.contiguous(64, 2)
+    made = on_ranks(
+        transports, lambda t: RingAttention(PATTERN, placement, transport=t, head_dim=16)
+    )
+    q = np.ones((1, 32, 4, 16), np.float32)
+
+    def forward(transport: Transport) -> int:
+        made[transport.rank()].forward(q, q, q)
+        return transport.prepared  # type: ignore[attr-defined]
+
+    # Short sends have two copies, and records of agreements lie in a few places on the stacks of threads.
+    counts = [on_ranks(transports, forward) for _ in range(20)]
+    assert max(counts[-1]) < 20, counts  # of 80
+    watched = [weakref.ref(transport) for transport in transports]
+    del transports, made
+    gc.collect()
+    assert [watch() for watch in watched] == [None, None]
 
 
 class InOrder(PostingTransport):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from queue_transport import PostingTransport, queue_ring
+from queue_transport import PostingTransport, PreparingTransport, queue_ring
 from support import on_ranks
 from transport_contract import CHECKS, NEEDS, Check
 
@@ -15,6 +15,7 @@ FACTORIES: dict[str, Callable[[int], list[Transport]]] = {
     "in_process": make_in_process_ring,
     "python_send_receive": queue_ring,
     "python_post": lambda ranks: queue_ring(ranks, PostingTransport),
+    "python_prepare": lambda ranks: queue_ring(ranks, PreparingTransport),
 }
 
 

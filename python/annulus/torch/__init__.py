@@ -21,6 +21,7 @@ from annulus.torch._functional import ring_attention
 from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
 from annulus.torch._rings import cleanup, clear_cache, get_memory_info
 from annulus.torch._sharding import positions, shard, unshard
+from annulus.torch._survivors import survivors
 from annulus.torch._transport import ProcessGroupTransport
 
 _memory.install()
@@ -35,5 +36,6 @@ __all__ = [
     "positions",
     "ring_attention",
     "shard",
+    "survivors",
     "unshard",
 ]

@@ -318,6 +318,19 @@ def _made(name: str, timeout: float | None) -> _GroupRing:
     return ring
 
 
+def leave(group: dist.ProcessGroup) -> int:
+    """Ends the ring over a group for good. The rank of it that is lost, -1: not known."""
+    name = group.group_name
+    ring = _groups.pop(name, None)
+    loss = _losses.pop(name, None)
+    lost = -1 if loss is None else loss.rank
+    if ring is not None and ring.process_group is group:
+        health = ring.transport.health()  # this rank may be the one that the others have lost
+        lost = lost if health["alive"] else health["lost_rank"]
+        ring.transport.abort("it goes on with those that are left")
+    return lost
+
+
 def run(
     what: str,
     config: Config,

@@ -7,14 +7,18 @@ import os
 import platform
 import threading
 import time
-import uuid
 import warnings
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from annulus import Transport, TransportError
+from annulus.torch import _standby
+from annulus.torch._patience import LongMessage, Waiters
+from annulus.torch._rendezvous import Missing, new_name, value_of, within
+from annulus.torch._words import CLOSES, GOES_ON, LEAVES, WAITS, Words
 
 # PyTorch has no read-only tensors and says so once per process when one is made over read-only
 # memory. Ours are only sent.
@@ -22,38 +26,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
-
-class _Transfer:
-    """One send or receive of a process group."""
-
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        peer: int,
-        verb: str,
-        work: object,
-        tensor: torch.Tensor,
-    ):
-        self._transport = transport
-        self._peer = peer
-        self._verb = verb
-        self._work = work
-        self._tensor = tensor  # the group reads or writes it until the work is done
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        try:
-            self._work.wait(self._transport._deadline())
-        except RuntimeError as error:
-            raise self._transport._failure(self._peer, self._verb, error) from error
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        # Gloo drops an operation with its last reference: the buffer is not touched afterwards.
-        self._work = None
-        self._tensor = None
+# Gloo's own deadlines end all connections before anybody is told why: a thread of the transport keeps them instead,
+# and Gloo's come later. Seconds.
+_LATER = 2.0
+_LONGEST_NAP = 1.0  # seconds
+_OVERSLEPT = 0.2
 
 
 class _DeviceMemory:
@@ -97,90 +74,6 @@ def _host() -> str:
             return file.read().strip()
     except OSError:
         return platform.node()
-
-
-# What a store's `request/<rank>` held when rank 0 last answered it, by store prefix and rank.
-_answered: dict[tuple[str, int], bytes] = {}
-
-
-def _value_of(store: dist.Store, key: str, until: float) -> bytes | None:
-    """What a key holds as soon as it does; None: not in time. Short naps, so that Ctrl-C is heard."""
-    nap = 0.001
-    while not store.check([key]):
-        if time.monotonic() >= until:
-            return None
-        time.sleep(nap)
-        nap = min(2 * nap, 0.02)
-    return store.get(key)
-
-
-class _Missing(RuntimeError):
-    """Ranks that did not come to make a ring."""
-
-    def __init__(self, ranks: list[int]):
-        super().__init__(ranks)
-        self.ranks = ranks
-
-
-def _new_name(prefix: str, rank: int, size: int, seconds: float) -> str:
-    """A name that no ring had before, the same on every rank. Collective; raises _Missing.
-
-    Over the store alone: neither do the ranks' other groups have to be the same ones, nor is a message of
-    the caller's group left behind when a rank is missing. Every other rank asks rank 0 by a word of its
-    own, so that what is left of an earlier attempt is never taken for an answer to this one.
-    """
-    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-    until = time.monotonic() + seconds
-    # Who is there, for those that wait in vain. It stays after a failure, so that who gives up first is not
-    # taken for the one that never came.
-    store.set(f"present/{rank}", "")
-    name = (_give_name if rank == 0 else _ask_name)(store, prefix, rank, size, until)
-    store.delete_key(f"present/{rank}")
-    return name
-
-
-def _ask_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
-    word = uuid.uuid4().hex
-    store.set(f"request/{rank}", word)
-    answer = _value_of(store, f"answer/{word}", until)
-    if answer is None:
-        store.delete_key(f"request/{rank}")
-        absent = [p for p in range(size) if p != rank and not store.check([f"present/{p}"])]
-        raise _Missing(absent or [0])
-    if answer.startswith(b"!"):
-        raise _Missing([int(answer[1:])])
-    return answer.decode()
-
-
-def _give_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
-    words = {}
-    for peer in range(1, size):
-        word = _new_word(store, prefix, peer, until)
-        if word is None:
-            # Those that are there, too, need not wait until they have waited as long.
-            for other in range(1, size):
-                word = _new_word(store, prefix, other, 0)
-                if word is not None:
-                    store.set(f"answer/{word.decode()}", f"!{peer}")
-                    _answered[prefix, other] = word
-            raise _Missing([peer])
-        words[peer] = word
-    name = uuid.uuid4().hex
-    for peer, word in words.items():
-        _answered[prefix, peer] = word
-        store.set(f"answer/{word.decode()}", name)
-    return name
-
-
-def _new_word(store: dist.Store, prefix: str, peer: int, until: float) -> bytes | None:
-    """The word by which a rank asks, once it is another than the one that was answered last."""
-    word = _value_of(store, f"request/{peer}", until)
-    while word is not None and _answered.get((prefix, peer)) == word:
-        if time.monotonic() >= until:
-            return None
-        time.sleep(0.005)
-        word = _value_of(store, f"request/{peer}", until)
-    return word
 
 
 class ProcessGroupTransport(Transport):
@@ -227,30 +120,47 @@ class ProcessGroupTransport(Transport):
         ranks = dist.get_process_group_ranks(parent)
         super().__init__(dist.get_rank(parent), len(ranks), "torch.distributed")
         self._global_ranks = ranks
+        self._awake = threading.Event()
         self.set_deadline(timeout_of(parent) if timeout is None else timeout)
         self._failed: str | None = None
         self._failed_rank = -1
         self._lock = threading.Lock()
         self._gloo: dist.ProcessGroupGloo | None = None
-        self._store: dist.Store | None = None  # a rank alone needs neither
+        self._store: dist.Store | None = None
+        self._words: Words | None = None  # a rank alone needs none of these
+        self._waiters = Waiters()
+        self._heard: set[int] = set()  # ranks whose connections are listened to
+        self._ended: set[int] = set()  # and those that have ended
         self._nccl: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            self._connect("annulus/" + parent.group_name, loss)
+            self._connect(parent, loss)
             if _backend_of(parent, "cuda") == "nccl" and self._wants_nccl():
                 self._connect_nccl()
 
-    def _connect(self, prefix: str, loss: TransportError | None) -> None:
+    def _connect(self, group: dist.ProcessGroup, loss: TransportError | None) -> None:
+        prefix = "annulus/" + group.group_name
+        rank, size, seconds = self.rank(), self.size(), self.deadline
+        # The group's own: that of a group of survivors is not the one that the first processes came by.
+        base = dist.distributed_c10d._world.pg_map[group][1]
+
+        until = time.monotonic() + seconds
+
+        def connect() -> tuple[dist.Store, dist.ProcessGroupGloo]:
+            name = new_name(base, prefix, rank, size, seconds)
+            store = dist.PrefixStore(f"{prefix}/{name}", base)
+            store.set(f"standby/{rank}", _standby.address(base))
+            left = datetime.timedelta(seconds=max(1.0, until - time.monotonic()))
+            gloo = dist.ProcessGroupGloo(store, rank, size, left)
+            addresses = [store.get(f"standby/{peer}").decode() for peer in range(size)]
+            _standby.remember(group, _standby.Meeting(name, addresses))
+            return store, gloo
+
         try:
-            name = _new_name(prefix, self.rank(), self.size(), self.deadline)
-            self._store = dist.PrefixStore(
-                f"{prefix}/{name}", dist.distributed_c10d._get_default_store()
-            )
-            self._gloo = dist.ProcessGroupGloo(
-                self._store, self.rank(), self.size(), self._deadline()
-            )
-        except RuntimeError as error:
+            # A second later: who is missing is known by the deadline.
+            self._store, self._gloo = within(seconds + 1, connect, "connecting")
+        except (RuntimeError, TimeoutError) as error:
             text = str(error).strip()
-            if isinstance(error, _Missing):
+            if isinstance(error, Missing):
                 # If several are missing, the one that was lost is why.
                 known = loss is not None and loss.rank in error.ranks
                 self._failed_rank = loss.rank if known else error.ranks[0]
@@ -262,10 +172,15 @@ class ProcessGroupTransport(Transport):
                 self._failed_rank = loss.rank
             if loss is not None:
                 text += f" The ring before this one ended so: {loss}"
-            self._failed = (
-                f"[rank {self.rank()}/{self.size()}] {self.name()}: connecting failed: {text}"
-            )
+            self._failed = f"{self._here()}: connecting failed: {text}"
             raise self._error() from error
+        self._words = Words(self._gloo, rank, size)
+        threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._awake), name="annulus deadline", daemon=True
+        ).start()
+
+    def _here(self) -> str:
+        return f"[rank {self.rank()}/{self.size()}] {self.name()}"
 
     def _wants_nccl(self) -> bool:
         """Whether NCCL is to carry device memory: the same answer on every rank. Processes of one host share it, which
@@ -275,7 +190,7 @@ class ProcessGroupTransport(Transport):
         told = []
         until = time.monotonic() + self.deadline
         for peer in range(self.size()):
-            value = _value_of(self._store, f"host/{peer}", until)
+            value = value_of(self._store, f"host/{peer}", until)
             if value is None:
                 raise self._failure(peer, "hear of", RuntimeError("Timed out"))
             told.append(value.decode().split(" ", 1))
@@ -287,7 +202,7 @@ class ProcessGroupTransport(Transport):
         try:
             self._nccl = dist.new_group(
                 self._global_ranks,
-                timeout=self._deadline(),
+                timeout=datetime.timedelta(seconds=self.deadline),
                 backend="nccl",
                 use_local_synchronization=True,
             )
@@ -330,110 +245,110 @@ class ProcessGroupTransport(Transport):
             raise self._failure(self.rank(), "messages by NCCL with", error) from error
         return _DeviceTransfer(self, on, works)
 
-    def send(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
-        """Starts sending a buffer of bytes to a rank."""
-        return self._start("send", peer, tag, buffer)
+    def prepare(self, way: str, peer: int, tag: int, buffer: memoryview) -> tuple:
+        """How a message is begun: the library calls Gloo without coming back here."""
+        with self._lock:
+            if self._failed is not None:
+                raise self._error()
+            begin = self._gloo.send if way == "send" else self._gloo.recv
+        message = [torch.frombuffer(buffer, dtype=torch.uint8)], peer, tag
+        if len(buffer) <= self.short_message:
+            return begin, message
+        self._listen_to(peer)
+        return self._begin_long, (begin, *message)
 
-    def receive(self, peer: int, tag: int, buffer: memoryview) -> _Transfer:
-        """Starts receiving a buffer of bytes from a rank."""
-        return self._start("recv", peer, tag, buffer)
+    def _begin_long(self, begin: Any, *message: Any) -> LongMessage:
+        return LongMessage(self._waiters, begin(*message), message[1], self._ended.__contains__)
 
-    def _start(self, way: str, peer: int, tag: int, buffer: memoryview) -> _Transfer:
-        verb = "send to" if way == "send" else "receive from"
-        if self._failed is not None:
-            raise self._error()
-        if len(buffer) == 0:
-            return _Transfer(self, peer, verb, None, None)
-        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-        try:
-            work = getattr(self._gloo, way)([tensor], peer, tag)
-        except RuntimeError as error:
-            raise self._failure(peer, verb, error) from error
-        return _Transfer(self, peer, verb, work, tensor)
+    def _listen_to(self, peer: int) -> None:
+        """From now on, the end of the connection to a rank is heard of."""
+        if peer not in self._heard:
+            self._heard.add(peer)
+            threading.Thread(
+                target=_hear,
+                args=(self._words, self._ended, self._waiters, peer),
+                name=f"annulus end {peer}",
+                daemon=True,
+            ).start()
+
+    def explain(self, peer: int, way: str, error: Exception) -> Exception:
+        """What an error of a message means; the transport is dead from here on."""
+        if not isinstance(error, RuntimeError):
+            return error
+        return self._failure(peer, "send to" if way == "send" else "receive from", error)
+
+    def set_deadline(self, seconds: float) -> None:
+        """How long one operation may take; one that takes longer raises a TransportError."""
+        before = self.deadline
+        super().set_deadline(seconds)
+        self.wait_limit = datetime.timedelta(seconds=seconds + _LATER)
+        if seconds < before:
+            self._awake.set()
 
     def _failure(self, peer: int, verb: str, error: Exception) -> TransportError:
-        """What an operation's error means; the transport is dead from here on."""
         with self._lock:
             if self._failed is None:
-                why = str(error).strip()
-                told = self._told()
-                if told is None:
-                    # The others, whose connections end with this rank's, are to know whose fault it is.
-                    self._failed_rank = self._culprit(peer) if "imed out" in why else peer
-                    self._tell(self._failed_rank, f"lost by rank {self.rank()}: {why}")
-                    if self._failed_rank != peer:
-                        why += f" Rank {peer} waits for others, in the end for rank {self._failed_rank}."
+                # A rank that leaves because of another says so before its connections end: one that has not is lost.
+                word = self._words.of(peer) if peer != self.rank() else self._words.leaver()
+                if word is not None and word.kind in (LEAVES, CLOSES):
+                    rank, reason = word.rank, word.text
+                    why = f"rank {rank}: {reason}"
                 else:
-                    self._failed_rank, reason = told
-                    why = f"rank {self._failed_rank}: {reason}"
-                self._failed = (
-                    f"[rank {self.rank()}/{self.size()}] {self.name()}: {verb} rank {peer} "
-                    f"(process {self._global_ranks[peer]}) failed: {why}"
-                )
+                    rank, why = peer, str(error).strip()
+                    reason = f"lost by rank {self.rank()}: {why}"
+                self._end(rank, reason, f"{verb} {self._name_of(peer)} failed: {why}")
         return self._error()
 
-    def _culprit(self, peer: int) -> int:
-        """Who keeps everybody waiting: a rank that waits itself and is waited for says for whom."""
-        try:
-            self._store.set(f"waits/{self.rank()}", str(peer))
-            seen = {self.rank()}
-            while peer not in seen:
-                seen.add(peer)
-                # The others' time is up at about the same moment.
-                value = _value_of(self._store, f"waits/{peer}", time.monotonic() + 0.2)
-                if value is None:
-                    break
-                peer = int(value)
-        except RuntimeError:  # the store may be gone with the process that served it
-            pass
-        return peer
+    def _expire(self, seconds: float, peer: int) -> None:
+        """A wait has taken longer than the deadline."""
+        with self._lock:
+            if self._failed is not None:
+                return
+            rank = self._words.awaited(self.rank(), peer)
+            reason = f"lost by rank {self.rank()}: timed out after {seconds:.3g} s"
+            word = self._words.leaver()
+            if word is not None:
+                rank, reason = word.rank, word.text
+            why = f"rank {rank}: {reason}"
+            if rank != peer:
+                why += f". Rank {peer} waits for others, in the end for rank {rank}"
+            self._end(rank, reason, f"waiting for {self._name_of(peer)} failed: {why}")
 
-    def _tell(self, rank: int, reason: str) -> None:
-        """Tells the others why this ring ended, unless somebody has."""
-        try:
-            if self._store is not None and not self._store.check(["abort"]):
-                self._store.set("abort", sendable(f"{rank} {reason}"))
-        except RuntimeError:
-            pass  # the others then learn of it from the closed connections alone
+    def _name_of(self, rank: int) -> str:
+        return f"rank {rank} (process {self._global_ranks[rank]})"
+
+    def _end(self, rank: int, reason: str, text: str, kind: int = LEAVES) -> None:
+        """Ends the ring because of a rank, and lets the others know. With the lock."""
+        self._failed = f"{self._here()}: {text}"
+        self._failed_rank = rank
+        if self._words is not None:
+            self._words.leave(kind, rank, reason)
+        self._waiters.close()
+        self._awake.set()
+        self._gloo = None
+        self.forget_prepared()
 
     def _error(self) -> TransportError:
         error = TransportError(self._failed)
         error.rank = self._failed_rank
         return error
 
-    def _told(self) -> tuple[int, str] | None:
-        """The rank that gave up first and its reason, if it still could say so."""
-        try:
-            if not self._store.check(["abort"]):
-                return None
-            rank, reason = self._store.get("abort").decode().split(" ", 1)
-            return int(rank), reason
-        except (RuntimeError, ValueError):  # the store may be gone with the process that served it
-            return None
-
     def abort(self, reason: str) -> None:
-        """Makes every pending and future operation of every rank fail; the others learn the reason
-        where the group's store can still be reached."""
+        """Makes every pending and future operation of every rank fail; the others learn the reason."""
         with self._lock:
-            first = self._failed is None
-            if first:
-                self._failed = (
-                    f"[rank {self.rank()}/{self.size()}] {self.name()}: aborted: {reason}"
-                )
-                self._failed_rank = self.rank()
-        if first:
-            self._tell(self.rank(), f"gave up: {reason}")
-        self.close()
+            if self._failed is None:
+                self._end(self.rank(), f"gave up: {reason}", f"aborted: {reason}")
+        self._abort_nccl()
 
     def health(self) -> dict[str, Any]:
         """Whether the ring holds together, also where no operation of this rank has failed yet: 'alive',
         'lost_rank' (-1: none or not known) and 'reason'. From any thread."""
         with self._lock:
             reason, rank = self._failed, self._failed_rank
-        if reason is None and self._store is not None:
-            told = self._told()
-            if told is not None:
-                rank, reason = told[0], f"rank {told[0]}: {told[1]}"
+        if reason is None and self._words is not None:
+            word = self._words.leaver()
+            if word is not None:
+                rank, reason = word.rank, f"rank {word.rank}: {word.text}"
         return {"alive": reason is None, "lost_rank": rank, "reason": reason or ""}
 
     @property
@@ -448,17 +363,55 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """Closes the connections: whoever still waits for this rank gets an error at once."""
-        if self._failed is None:
-            self._failed = f"[rank {self.rank()}/{self.size()}] {self.name()}: closed"
-        gloo, self._gloo = self._gloo, None
-        if gloo is not None:
-            gloo.abort()
+        with self._lock:
+            if self._failed is None:
+                self._end(self.rank(), "closed its ring", "closed", CLOSES)
+                self._failed_rank = -1  # nobody's fault
+        self._abort_nccl()
+
+    def _abort_nccl(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             nccl.abort()  # also what its streams wait for
 
-    def _deadline(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=self.deadline)
+
+def _hear(words: Words, ended: set[int], waiters: Waiters, peer: int) -> None:
+    """Says when the connection to a rank has ended."""
+    words.wait_for_the_last(peer)
+    ended.add(peer)
+    waiters.end(peer)
+
+
+def _watch(transport: weakref.ref[ProcessGroupTransport], awake: threading.Event) -> None:
+    """Keeps the deadline of a transport's waits, until it ends, and tells the others of long ones."""
+    told = 0  # number of the wait that they know of
+    nap = 0.0
+    while True:
+        awake.wait(nap)
+        awake.clear()
+        alive = transport()
+        if alive is None or alive.failed:
+            return
+        waiting = alive.waiting
+        limit = alive.deadline
+        nap = min(_LONGEST_NAP, limit / 4)
+        alive._words.leaver()  # what was said is heard in time, so that there is room for the next word
+        if told != 0 and (waiting is None or waiting[0] != told):
+            alive._words.tell(GOES_ON, alive.rank())
+            told = 0
+        if waiting is not None and waiting[2] >= 0:
+            number, seconds, peer = waiting
+            if seconds >= limit:
+                if seconds >= limit + _OVERSLEPT:  # this process was stopped: what others have said is on its way
+                    time.sleep(_OVERSLEPT)
+                alive._expire(seconds, peer)
+                return
+            # Half the time: whoever has waited for less may be the one that is late.
+            if seconds >= limit / 2 and told == 0:
+                alive._words.tell(WAITS, peer)
+                told = number
+            nap = min(nap, limit - seconds)
+        del alive
 
 
 def _backend_of(group: dist.ProcessGroup, device: str) -> str:

@@ -1,0 +1,120 @@
+"""How the ranks of a ring find each other: over the store of their process group, within the deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# What a store's `request/<rank>` held when rank 0 last answered it, by store prefix and rank.
+_answered: dict[tuple[str, int], bytes] = {}
+
+
+class Missing(RuntimeError):
+    """Ranks that did not come to make a ring."""
+
+    def __init__(self, ranks: list[int]):
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+def within(seconds: float, function: Callable[[], T], what: str) -> T:
+    """function(), or a TimeoutError if it takes longer: a store's operations have no limit of their own when the
+    process that serves it is stopped. Ctrl-C is heard."""
+    outcome: list = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:  # noqa: BLE001: it is the caller's
+            outcome.append((None, error))
+        done.set()
+
+    threading.Thread(target=run, name=f"annulus {what}", daemon=True).start()
+    until = time.monotonic() + seconds
+    while not done.wait(min(0.1, max(0.0, until - time.monotonic()))):
+        if time.monotonic() >= until:
+            raise TimeoutError(f"{what} took longer than {seconds:g} s")
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def value_of(store: dist.Store, key: str, until: float) -> bytes | None:
+    """What a key holds as soon as it does; None: not in time."""
+    nap = 0.001
+    while not store.check([key]):
+        if time.monotonic() >= until:
+            return None
+        time.sleep(nap)
+        nap = min(2 * nap, 0.02)
+    return store.get(key)
+
+
+def new_name(store: dist.Store, prefix: str, rank: int, size: int, seconds: float) -> str:
+    """A name that no ring had before, the same on every rank. Collective; raises Missing.
+
+    Over the store alone: neither do the ranks' other groups have to be the same ones, nor is a message of
+    the caller's group left behind when a rank is missing. Every other rank asks rank 0 by a word of its
+    own, so that what is left of an earlier attempt is never taken for an answer to this one.
+    """
+    store = dist.PrefixStore(prefix, store)
+    until = time.monotonic() + seconds
+    # Who is there, for those that wait in vain. It stays after a failure, so that who gives up first is not
+    # taken for the one that never came.
+    store.set(f"present/{rank}", "")
+    name = (_give_name if rank == 0 else _ask_name)(store, prefix, rank, size, until)
+    store.delete_key(f"present/{rank}")
+    return name
+
+
+def _ask_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"request/{rank}", word)
+    answer = value_of(store, f"answer/{word}", until)
+    if answer is None:
+        store.delete_key(f"request/{rank}")
+        absent = [p for p in range(size) if p != rank and not store.check([f"present/{p}"])]
+        raise Missing(absent or [0])
+    if answer.startswith(b"!"):
+        raise Missing([int(answer[1:])])
+    return answer.decode()
+
+
+def _give_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
+    words = {}
+    for peer in range(1, size):
+        word = _new_word(store, prefix, peer, until)
+        if word is None:
+            # Those that are there, too, need not wait until they have waited as long.
+            for other in range(1, size):
+                word = _new_word(store, prefix, other, 0)
+                if word is not None:
+                    store.set(f"answer/{word.decode()}", f"!{peer}")
+                    _answered[prefix, other] = word
+            raise Missing([peer])
+        words[peer] = word
+    name = uuid.uuid4().hex
+    for peer, word in words.items():
+        _answered[prefix, peer] = word
+        store.set(f"answer/{word.decode()}", name)
+    return name
+
+
+def _new_word(store: dist.Store, prefix: str, peer: int, until: float) -> bytes | None:
+    """The word by which a rank asks, once it is another than the one that was answered last."""
+    word = value_of(store, f"request/{peer}", until)
+    while word is not None and _answered.get((prefix, peer)) == word:
+        if time.monotonic() >= until:
+            return None
+        time.sleep(0.005)
+        word = value_of(store, f"request/{peer}", until)
+    return word

@@ -1,0 +1,100 @@
+"""Stores that processes serve, so that they can meet again when the one that served theirs is lost."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from annulus.torch._rendezvous import within
+
+# How long a rank may take to answer before it is not the one to meet at. One that is stopped never does.
+_ANSWER = 1.0  # seconds
+
+
+class Meeting(NamedTuple):
+    """What the ranks of a group know of each other since they first had a ring."""
+
+    name: str  # of that ring: another than all others
+    addresses: list[str]  # of the stores that they serve, by rank; empty: it serves none
+
+
+_NOWHERE = Meeting("", [])
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Meeting] = weakref.WeakKeyDictionary()
+
+
+def remember(group: dist.ProcessGroup, meeting: Meeting) -> None:
+    """Of a group's first ring: of later ones, some ranks may have made what others have not."""
+    _meetings.setdefault(group, meeting)
+
+
+def meeting_of(group: dist.ProcessGroup) -> Meeting:
+    return _meetings.get(group, _NOWHERE)
+
+
+_served: dist.TCPStore | None = None
+_inherited: list[dist.TCPStore | None] = []
+
+
+def address(near: dist.Store) -> str:
+    """Where this process serves a store for meetings after a loss; made on first use. Empty: it does not, because
+    ANNULUS_STANDBY_STORE is 0. `near` is a store that the others reach: they reach this one by the same network."""
+    global _served
+    if os.environ.get("ANNULUS_STANDBY_STORE", "1") == "0":
+        return ""
+    host = _own_host(near)
+    if _served is None:
+        _served = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return f"{host} {_served.port}"
+
+
+def _own_host(near: dist.Store) -> str:
+    while isinstance(near, dist.PrefixStore):
+        near = near.underlying_store
+    host = getattr(near, "host", None)
+    if host is None:
+        return socket.gethostname()
+    family, kind, _, _, peer = socket.getaddrinfo(host, near.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as towards:  # sends nothing
+        towards.connect(peer)
+        return towards.getsockname()[0]
+
+
+def places(
+    whole: dist.ProcessGroup, meeting: Meeting, me: int, last: bool
+) -> Iterator[dist.Store]:
+    """Stores at which the others may be met, the most likely first: that of the lowest rank which answers;
+    of this rank `last`, if so said."""
+    if not any(meeting.addresses):  # there never was a ring, or nobody serves a store
+        yield dist.distributed_c10d._world.pg_map[whole][1]
+    # Who has been given up is not whom the others meet at.
+    first = [place for rank, place in enumerate(meeting.addresses) if not (last and rank == me)]
+    for place in filter(None, first + ([meeting.addresses[me]] if last else [])):
+        host, port = place.split()
+        try:
+            # PyTorch's client would try again and again; a process that has ended refuses at once.
+            socket.create_connection((host, int(port)), _ANSWER).close()
+            limit = datetime.timedelta(seconds=_ANSWER)
+            yield within(
+                _ANSWER + 0.5,
+                lambda: dist.TCPStore(host, int(port), timeout=limit),  # noqa: B023: run at once
+                "connecting",
+            )
+        except (OSError, RuntimeError):  # also what took too long
+            continue
+
+
+def forget_after_fork() -> None:
+    """The store that this process serves is its parent's. Kept: to drop it is to wait for a thread that is not here."""
+    global _served
+    _inherited.append(_served)
+    _served = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_after_fork)

@@ -24,7 +24,7 @@ COMMAND = "python docs/make_api.py"
 GROUPS = {
     "annulus": {
         "Attention": ["attention", "attention_backward", "reference_forward", "reference_backward"],
-        "Patterns, placements and plans": ["Pattern", "Branch", "Placement", "Plan"],
+        "Patterns, placements and plans": ["Pattern", "Branch", "Placement", "moves", "Plan"],
         "Rings and transports": [
             "RingAttention",
             "BranchState",
@@ -44,11 +44,12 @@ GROUPS = {
             "RingDilatedAttention",
             "RingMultiheadDilatedAttention",
         ],
-        "annulus.torch: tokens and ranks": ["shard", "unshard", "positions"],
+        "annulus.torch: tokens and ranks": ["shard", "unshard", "reshard", "positions"],
         "annulus.torch: runtime": [
             "get_memory_info",
             "clear_cache",
             "cleanup",
+            "survivors",
             "ProcessGroupTransport",
         ],
     },

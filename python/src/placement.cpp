@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "annulus/error.h"
+#include "annulus/moves.h"
 #include "annulus/placement.h"
 #include "bindings.h"
 
@@ -69,6 +70,23 @@ RowSet row_set_of(nb::handle object) {
   }
   return {nb::cast<std::int64_t>(object.attr("start")), static_cast<std::int64_t>(nb::len(object)),
           nb::cast<std::int64_t>(object.attr("step"))};
+}
+
+nb::object range_of(const RowSet& rows) {
+  return nb::borrow(reinterpret_cast<PyObject*>(&PyRange_Type))(rows.first, rows.last() + 1,
+                                                                rows.stride);
+}
+
+nb::list ranges_of(const std::vector<RowSet>& rows) {
+  nb::list ranges;
+  for (const RowSet& set : rows) ranges.append(range_of(set));
+  return ranges;
+}
+
+nb::list list_of(const std::vector<Move>& moves) {
+  nb::list list;
+  for (const Move& move : moves) list.append(nb::make_tuple(move.peer, ranges_of(move.rows)));
+  return list;
 }
 
 using Positions = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
@@ -183,6 +201,35 @@ squarest grid, of ceil(sqrt(tokens)) columns.)")
       .def("__getstate__", &state_of)
       .def("__setstate__",
            [](Placement& self, const State& state) { new (&self) Placement(from_state(state)); });
+
+  module.def(
+      "moves",
+      [](const Placement& source, const Placement& target, int rank) {
+        const Moves found = moves(source, target, rank);
+        nb::dict dict;
+        dict["sends"] = list_of(found.sends);
+        dict["receives"] = list_of(found.receives);
+        nb::list kept;
+        for (std::size_t i = 0; i < found.old_rows.size(); ++i) {
+          kept.append(nb::make_tuple(range_of(found.old_rows[i]), range_of(found.new_rows[i])));
+        }
+        dict["kept"] = kept;
+        return dict;
+      },
+      nb::arg("source"), nb::arg("target"), nb::arg("rank"),
+      nb::sig("def moves(source: Placement, target: Placement, rank: int) -> "
+              "dict[str, list[typing.Any]]"),
+      R"(What a rank sends, receives and keeps when tokens are placed anew, with the fewest bytes.
+
+Args:
+    source: where the tokens are.
+    target: where they are to be; of the same number of tokens, on the same processes. One of the two
+        may have more ranks: these join or leave.
+    rank: whose part it is.
+
+Returns:
+    'sends': pairs of a rank and the ranges of local tokens that go there, in the order in which they travel; 'receives':
+    likewise the places in the new shard of what comes; 'kept': pairs of a range of the old shard and its place in the new one.)");
 }
 
 }  // namespace annulus::python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -36,7 +37,6 @@ class Receive:
         self.transport, self.source, self.buffer = transport, (peer, transport.rank(), tag), buffer
         self.until = time.monotonic() + transport.deadline
         self.cancelled = False
-        self.mesh = transport.mesh  # when both are garbage, the transport may have lost it before
 
     def wait(self) -> None:
         # Polls, so that an abort is heard.
@@ -60,7 +60,8 @@ class Receive:
 
     def cancel(self) -> None:
         self.cancelled = True
-        self.mesh.cancelled += 1
+        with contextlib.suppress(AttributeError):  # of garbage that is cleared bit by bit
+            self.transport.mesh.cancelled += 1
 
 
 class MeshTransport(Transport):

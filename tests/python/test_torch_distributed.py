@@ -75,11 +75,20 @@ def torchrun(processes: int, *arguments: str) -> str:
                 "messages_are_few",
                 "two_threads",
                 "unshard_and_its_gradient",
+                "resharding_moves_the_fewest_bytes",
                 "groups_that_not_everybody_is_in",
                 "rings_are_made_anew",
             ],
         ),
-        (4, ["equals_one_process", "lengths_of_your_own", "groups_beside_data_parallelism"]),
+        (
+            4,
+            [
+                "equals_one_process",
+                "lengths_of_your_own",
+                "resharding_moves_the_fewest_bytes",
+                "groups_beside_data_parallelism",
+            ],
+        ),
     ],
 )
 def test_processes(processes: int, cases: list[str]) -> None:

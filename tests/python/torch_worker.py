@@ -229,6 +229,58 @@ def unshard_and_its_gradient() -> None:
             raise AssertionError("shards that do not fit together went unnoticed")
 
 
+def resharding_moves_the_fewest_bytes() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    every, fewer = list(range(ranks)), list(range(ranks))[1:]
+    names = ("contiguous", "zigzag", "striped", "hilbert")
+    cases = [((a, every), (b, every)) for a in names for b in names]
+    cases += [((a, every), (b, fewer[::-1])) for a, b in zip(names, names[1:])]
+    cases += [((a, fewer), (b, every)) for a, b in zip(names, names[1:])]
+    for number, (source, target) in enumerate(cases):
+        tokens, dtype = [53, 2000][number % 2], [torch.float64, torch.bfloat16][number % 2]
+        x = torch.randn(2, tokens, 3, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+        def part(where: tuple[str, list[int]], owner: int = rank) -> torch.Tensor:
+            name, held_by = where
+            if owner not in held_by:
+                return x[:, :0]
+            placed = annulus.Placement.named(name, tokens, len(held_by))
+            return x[:, torch.from_numpy(placed.positions(held_by.index(owner)))]
+
+        mine = part(source).clone().requires_grad_()
+        found = at.reshard(mine, source, target, group=WORLD)
+        assert torch.equal(found, part(target)), (source, target)
+        # Twice the rows' bytes and the same agreement.
+        transport = at._rings._groups[WORLD.group_name].transport
+        sent = [transport.counters()["bytes_sent"]]
+        at.reshard(mine, source, target, group=WORLD)
+        sent.append(transport.counters()["bytes_sent"])
+        at.reshard(torch.cat([mine, mine], 2), source, target, group=WORLD)
+        sent.append(transport.counters()["bytes_sent"])
+        held = annulus.moves(*(placed_over_all(w, tokens, ranks) for w in (source, target)), rank)
+        leaving = sum(len(r) for _, rows in held["sends"] for r in rows)
+        moved = (sent[2] - sent[1]) - (sent[1] - sent[0])
+        assert moved == leaving * 2 * 3 * x.element_size(), (moved, leaving)
+        found.backward(part(target) * 2)
+        assert torch.equal(mine.grad, part(source) * 2)
+    short = torch.zeros(1, 5 + rank, 2)
+    assert at.reshard(short, "contiguous", "striped", group=WORLD).shape[0] == 1  # any lengths
+    for wrong, words in (("zig", "zig"), (("zigzag", [0, 9]), "0, 9"), (7, "7")):
+        try:
+            at.reshard(short, "contiguous", wrong if rank == 1 else "striped", group=WORLD)
+        except annulus.ConfigError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"{wrong} went unnoticed")
+
+
+def placed_over_all(where: tuple[str, list[int]], tokens: int, ranks: int) -> annulus.Placement:
+    name, held_by = where
+    placed = annulus.Placement.named(name, tokens, len(held_by))
+    ranges = [list(placed.ranges(held_by.index(r))) if r in held_by else [] for r in range(ranks)]
+    return annulus.Placement.explicit(tokens, ranges)
+
+
 def groups_beside_data_parallelism() -> None:
     """2 x 2: rings of two within data parallelism of two, by a DeviceMesh; DDP averages over all."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))

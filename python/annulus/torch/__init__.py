@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
 from annulus.torch import _memory
 from annulus.torch._functional import ring_attention
 from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
+from annulus.torch._resharding import reshard
 from annulus.torch._rings import cleanup, clear_cache, get_memory_info
 from annulus.torch._sharding import positions, shard, unshard
 from annulus.torch._survivors import survivors
@@ -34,6 +35,7 @@ __all__ = [
     "clear_cache",
     "get_memory_info",
     "positions",
+    "reshard",
     "ring_attention",
     "shard",
     "survivors",

@@ -269,7 +269,7 @@ _TWO_THREADS = (
 
 
 @contextlib.contextmanager
-def _ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
+def ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
     """The ring over a group, made on first use, for one call at a time.
 
     A second caller does not wait, because on another rank it may have come first: it gets a ConfigError, and no
@@ -341,13 +341,13 @@ def run(
     """body(executor), with the executor for this call; None where there is nothing to compute."""
     if config.group is None:
         return _local.run(what, config, q, k, body)
-    with _ring_of_group(config.group, config.timeout) as ring:
+    with ring_of_group(config.group, config.timeout) as ring:
         return ring.run(what, config, q, k, body)
 
 
 def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:
     """How many tokens every rank of a group has; ConfigError unless all make this call and claim the same."""
-    with _ring_of_group(group, None) as ring:
+    with ring_of_group(group, None) as ring:
         ring.set_timeout(None)
         return ring.lengths(call, claims, tokens)
 
@@ -370,7 +370,7 @@ def errors_of_all(group: str, timeout: object) -> Iterator[None]:
                 raise  # they have
         limit = timeout if isinstance(timeout, (int, float)) and 0 < timeout < 1e9 else None
         told: BaseException = error
-        with _ring_of_group(group, limit) as ring:
+        with ring_of_group(group, limit) as ring:
             ring.set_timeout(limit)
             try:
                 ring.refuse(_reason(error))

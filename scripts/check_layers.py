@@ -23,6 +23,7 @@ PUBLIC_HEADERS = {
     "mask.h": "pattern",
     "pattern.h": "pattern",
     "row_set.h": "placement",
+    "moves.h": "placement",
     "placement.h": "placement",
     "plan.h": "plan",
     "reference.h": "kernels",

@@ -47,7 +47,7 @@ class Waiters:
             self._current = None
         self._idle.append(jobs)
         if answer is not None:
-            raise answer
+            raise RuntimeError(answer)
 
     def end(self, peer: int | None) -> None:
         """From any thread: the connection to a rank has ended; None: all have."""
@@ -76,7 +76,8 @@ def _work(jobs: queue.SimpleQueue) -> None:
             work.wait(limit)
             answers.put(None)
         except RuntimeError as error:
-            answers.put(error)
+            # Its text: an exception that a frame holds holds the frame, and all of the ring, until garbage is collected.
+            answers.put(str(error))
         del job, work, answers  # its memory is the executor's
 
 

@@ -42,10 +42,13 @@ def within(seconds: float, function: Callable[[], T], what: str) -> T:
     while not done.wait(min(0.1, max(0.0, until - time.monotonic()))):
         if time.monotonic() >= until:
             raise TimeoutError(f"{what} took longer than {seconds:g} s")
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+    result, error = outcome.pop()
+    try:
+        if error is not None:
+            raise error
+        return result
+    finally:
+        del error  # which would hold this frame, and be held by it
 
 
 def value_of(store: dist.Store, key: str, until: float) -> bytes | None:

@@ -175,7 +175,8 @@ class _GroupRing:
                 self._refuse_because_of(error)
             if not isinstance(error, ConfigError):
                 raise
-            failure = error
+            # Without its frames, which hold this ring: connections would last until garbage is collected.
+            failure = error.with_traceback(None)
         finally:
             if executor is not None:
                 self.pool.give_back(key, executor)

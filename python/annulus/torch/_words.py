@@ -148,3 +148,6 @@ class Words:
                 gloo.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NEVER).wait(_MOMENT)
             except RuntimeError:
                 pass
+        # They hold the connections, which are to end now and not when garbage is collected.
+        self._works.clear()
+        self._sent.clear()

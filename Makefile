@@ -82,7 +82,7 @@ asan-python: python ## Run the tests of the Python module, without processes, un
 	@rm -rf build/asan_python/package && cp -r python build/asan_python/package
 	@cp build/asan_python/python/annulus/_core*.so build/asan_python/package/annulus
 	@ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan_python/package LD_PRELOAD=$(ASAN_LIBRARIES) .venv/bin/python -m pytest -q \
-	  -p no:cacheprovider tests/python --ignore-glob='*_distributed.py' --ignore-glob='*_docs.py' --ignore-glob='*_examples.py' \
+	  -p no:cacheprovider tests/python --ignore-glob='*_distributed.py' --ignore-glob='*_faults.py' --ignore-glob='*_docs.py' --ignore-glob='*_examples.py' \
 	  -k 'not compile and not resident and not memory and not cost_little and not ctrl_c and not stub and not command'
 
 tsan: setup ## Run the quick tests under ThreadSanitizer

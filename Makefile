@@ -38,9 +38,9 @@ python: setup ## Build the Python package (build/python) and install it into .ve
 	@.venv/bin/python -c 'import nanobind, scikit_build_core, numpy, pytest, ml_dtypes, array_api_strict' 2>/dev/null || { \
 	  echo "python: installing nanobind, scikit-build-core, numpy, pytest, ml-dtypes and array-api-strict into .venv"; \
 	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' ml-dtypes array-api-strict; }
-	@test "$(TORCH)" = no || .venv/bin/python -c 'import torch' 2>/dev/null || { \
-	  echo "python: installing PyTorch into .venv for the tests of annulus.torch (TORCH=no leaves it out)"; \
-	  .venv/bin/pip install --quiet torch==2.13.0; }
+	@test "$(TORCH)" = no || .venv/bin/python -c 'import torch, safetensors' 2>/dev/null || { \
+	  echo "python: installing PyTorch and safetensors into .venv for the tests of annulus.torch (TORCH=no leaves them out)"; \
+	  .venv/bin/pip install --quiet torch==2.13.0 'safetensors>=0.4'; }
 	@echo "python: building the package annulus and its command, and installing both into .venv"
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip install --quiet --no-build-isolation --no-deps \
 	  --config-settings=build-dir=build/python .

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from annulus.torch import _memory
+from annulus.torch._checkpoints import CheckpointError, Checkpoints, Resumed
 from annulus.torch._functional import ring_attention
 from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
 from annulus.torch._resharding import reshard
@@ -28,7 +29,10 @@ from annulus.torch._transport import ProcessGroupTransport
 _memory.install()
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
     "ProcessGroupTransport",
+    "Resumed",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "cleanup",

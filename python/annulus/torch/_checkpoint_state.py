@@ -1,0 +1,222 @@
+"""What a checkpoint holds: objects of a training as JSON and named tensors, and back."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from annulus import ConfigError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def encode(value: object, path: str, tensors: Tensors) -> object:
+    """A value as JSON. Its tensors go into `tensors`, by their path; what is neither is a ConfigError."""
+    if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise ConfigError(f"Checkpoints: two tensors of the state are {path!r}")
+        tensors[path] = value
+        return {"$tensor": path}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        items = [(key, encode(each, f"{path}/{key}", tensors)) for key, each in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key, _ in items):
+            return dict(items)
+        return {"$items": [[encode(key, path, {}), each] for key, each in items]}
+    if type(value) in (list, tuple):
+        listed = [encode(each, f"{path}/{i}", tensors) for i, each in enumerate(value)]
+        return listed if type(value) is list else {"$tuple": listed}
+    raise ConfigError(
+        f"Checkpoints: {path} is a {type(value).__name__}: a state dict may hold tensors, numbers, texts, None, "
+        "and lists, tuples and dicts of these"
+    )
+
+
+def decode(value: object, tensors: Tensors) -> object:
+    if isinstance(value, list):
+        return [decode(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(decode(each, tensors) for each in value["$tuple"])
+    if "$items" in value:
+        return {decode(key, tensors): decode(each, tensors) for key, each in value["$items"]}
+    return {key: decode(each, tensors) for key, each in value.items()}
+
+
+def tensors_of(value: object) -> list[str]:
+    """The paths of an encoded value's tensors."""
+    if isinstance(value, list):
+        return [path for each in value for path in tensors_of(each)]
+    if not isinstance(value, dict):
+        return []
+    if "$tensor" in value:
+        return [value["$tensor"]]
+    return [path for each in value.values() for path in tensors_of(each)]
+
+
+def _module_of(name: str, optimizer: torch.optim.Optimizer, state: Mapping) -> torch.nn.Module:
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for thing in state.values():
+        if isinstance(thing, torch.nn.Module) and mine <= {id(p) for p in thing.parameters()}:
+            return thing
+    raise ConfigError(
+        f"Checkpoints: state[{name!r}] is an optimizer of parameters that no one module of the state has: put the "
+        "module in, too"
+    )
+
+
+def _state_dict_of(name: str, state: Mapping[str, object], to_load: bool = False) -> object:
+    # PyTorch's own functions give parameters and their optimizer's state the names they have without DDP, FSDP and
+    # torch.compile: another number of ranks, or none of these, finds them again.
+    thing = state[name]
+    if isinstance(thing, torch.nn.Module):
+        return get_model_state_dict(thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        fresh = not thing.state
+        taken = get_optimizer_state_dict(_module_of(name, thing, state), thing)
+        if fresh:  # PyTorch has made a step with gradients of zero, to have something to load into
+            thing.state.clear()
+            taken["state"] = taken["state"] if to_load else {}
+        return taken
+    return thing.state_dict()
+
+
+def check(state: Mapping[str, object]) -> None:
+    for name, thing in state.items():
+        if type(name) is not str or not name or "/" in name or name == "rng":
+            raise ConfigError(f"Checkpoints: {name!r} is no name for a part of the state")
+        if isinstance(thing, torch.Generator):
+            continue
+        if not callable(getattr(thing, "state_dict", None)) or not callable(
+            getattr(thing, "load_state_dict", None)
+        ):
+            raise ConfigError(
+                f"Checkpoints: state[{name!r}] is a {type(thing).__name__}, which has no state_dict and "
+                "load_state_dict: pass modules, optimizers, schedulers, torch.Generators, or objects with these two "
+                "methods"
+            )
+
+
+def take(state: Mapping[str, object]) -> tuple[dict, Tensors]:
+    """The state as JSON and tensors. The tensors are the live ones."""
+    check(state)
+    tensors: Tensors = {}
+    plain = {
+        name: encode(_state_dict_of(name, state), name, tensors)
+        for name, thing in state.items()
+        if not isinstance(thing, torch.Generator)
+    }
+    return plain, tensors
+
+
+def stage(tensors: Tensors) -> Tensors:
+    """Copies in host memory, each on its own: training may go on, and tied weights are two tensors in the file."""
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+    }
+
+
+def targets(
+    plain: dict, state: Mapping[str, object], saved: Mapping[str, TensorStorageMetadata]
+) -> Tensors:
+    """Tensors to load into: nothing live, so that a load that fails changes nothing. ConfigError if the checkpoint
+    is another model's. `saved`: by name, what the files have."""
+    check(state)
+    here = sorted(name for name, thing in state.items() if not isinstance(thing, torch.Generator))
+    if here != sorted(plain):
+        raise ConfigError(
+            f"Checkpoints: the checkpoint holds {', '.join(sorted(plain))}, the state {', '.join(here)}"
+        )
+    live: Tensors = {}
+    wrong = []
+    for name in here:
+        mine: Tensors = {}
+        encode(_state_dict_of(name, state, to_load=True), name, mine)
+        live |= mine
+        if isinstance(state[name], torch.nn.Module):
+            stored = set(tensors_of(plain[name]))
+            wrong += [f"{path} is not in the checkpoint" for path in sorted(mine.keys() - stored)]
+            wrong += [f"{path} is not in the model" for path in sorted(stored - mine.keys())]
+            wrong += [
+                f"{path} is {list(saved[path].size)} in the checkpoint and {list(mine[path].shape)} in the model"
+                for path in sorted(stored & mine.keys())
+                if saved[path].size != mine[path].shape
+            ]
+    if wrong:
+        more = f", and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise ConfigError(f"Checkpoints: not this model's: {', '.join(wrong[:4])}{more}")
+    made = {}
+    for path in tensors_of(plain):
+        if isinstance(live.get(path), DTensor):
+            made[path] = torch.empty_like(live[path])
+        else:
+            made[path] = torch.empty(saved[path].size, dtype=saved[path].properties.dtype)
+    return made
+
+
+def put(plain: dict, tensors: Tensors, state: Mapping[str, object]) -> None:
+    """Gives the objects of a training what was loaded."""
+    parts = {name: decode(value, tensors) for name, value in plain.items()}
+    for name, part in parts.items():
+        thing = state[name]
+        if isinstance(thing, torch.nn.Module):
+            set_model_state_dict(thing, part)
+        elif isinstance(thing, torch.optim.Optimizer):
+            # Not strict: a parameter that had no gradient yet has no state. Names were compared with the module's.
+            module = _module_of(name, thing, state)
+            set_optimizer_state_dict(module, thing, part, options=StateDictOptions(strict=False))
+        else:
+            thing.load_state_dict(part)
+
+
+def take_random(state: Mapping[str, object]) -> Tensors:
+    """Where this rank's generators of random numbers stand: PyTorch's, Python's, NumPy's and those of the state."""
+    taken = {"torch": torch.get_rng_state(), "others": _bytes_of(_others())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        taken["cuda"] = torch.cuda.get_rng_state()
+    for name, thing in state.items():
+        if isinstance(thing, torch.Generator):
+            taken[f"state/{name}"] = thing.get_state()
+    return taken
+
+
+def put_random(taken: Tensors, state: Mapping[str, object]) -> None:
+    torch.set_rng_state(taken["torch"])
+    if "cuda" in taken and torch.cuda.is_available():
+        torch.cuda.set_rng_state(taken["cuda"])
+    others = json.loads(taken["others"].numpy().tobytes())
+    version, words, gauss = others["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, words, *rest = others["numpy"]
+    np.random.set_state((kind, np.array(words, np.uint32), *rest))
+    for name, thing in state.items():
+        if isinstance(thing, torch.Generator):
+            thing.set_state(taken[f"state/{name}"])
+
+
+def _others() -> dict:
+    kind, words, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [kind, words.tolist(), *rest]}
+
+
+def _bytes_of(content: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)

@@ -1,0 +1,505 @@
+"""Checkpoints of a training, every few steps, while it goes on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import datetime
+import importlib.util
+import logging
+import os
+import pathlib
+import shutil
+import uuid
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from annulus import ConfigError, Error, TransportError
+from annulus.torch import _checkpoint_files as files
+from annulus.torch._transport import timeout_of
+
+if TYPE_CHECKING:
+    from annulus.torch._checkpoint_writer import Writer
+
+_log = logging.getLogger("annulus.checkpoints")
+
+
+class CheckpointError(Error):
+    """A checkpoint could not be written or read. Those from before are as they were."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """What :meth:`Checkpoints.resume` has found.
+
+    Args:
+        step: the step after which training goes on; 0: from the start.
+        folder: where the checkpoint is; None: there was none.
+        passed_over: (name, reason) of what is newer or unfinished and was not loaded. It is still there.
+        random_state: whether generators of random numbers go on where they stood. Not with another number of
+            ranks, unless they had stood at the same place on all ranks.
+    """
+
+    step: int
+    folder: str | None
+    passed_over: tuple[tuple[str, str], ...]
+    random_state: bool
+
+
+class _Ranks:
+    """Those who write together. They talk over connections of their own: training has its own collectives."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if not dist.is_available() or not dist.is_initialized():
+            if group is not None:
+                raise ConfigError("Checkpoints: torch.distributed is not initialised")
+            return
+        parent = dist.group.WORLD if group is None else group
+        if parent is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("Checkpoints: this process is not in the group")
+        self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
+        if self.size > 1:
+            try:
+                self.group = dist.new_group(
+                    dist.get_process_group_ranks(parent),
+                    timeout=datetime.timedelta(seconds=timeout_of(parent)),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                )
+            except RuntimeError as error:
+                raise TransportError(f"Checkpoints: the ranks do not meet: {error}") from error
+
+    def gather(self, mine: object) -> list:
+        """Everybody's, by rank."""
+        if self.group is None:
+            return [mine]
+        everybodys: list = [None] * self.size
+        try:
+            dist.all_gather_object(everybodys, mine, group=self.group)
+        except RuntimeError as error:
+            raise TransportError(f"Checkpoints: a rank is lost: {error}") from error
+        return everybodys
+
+    def agree(self, error: Exception | None) -> None:
+        """An error of one rank is everybody's, and of the same kind."""
+        kinds = {ConfigError: "config", CheckpointError: "checkpoint"}
+        told = self.gather(None if error is None else (kinds.get(type(error), ""), str(error)))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                kind = ConfigError if text[0] == "config" else CheckpointError
+                raise kind(f"[rank {self.rank}/{self.size}] rank {rank}: {text[1]}")
+
+    def close(self) -> None:
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+class Checkpoints:
+    """Saves a training every few steps, in the background, and finds the newest whole checkpoint again.
+
+        checkpoints = Checkpoints("runs/7", checkpoint_interval=100)
+        state = {"model": model, "optimizer": optimizer, "data": data}
+        for step in range(checkpoints.resume(state).step + 1, steps + 1):
+            ...
+            checkpoints.step(step, state)
+        checkpoints.close()
+
+    A state is a dict of modules, optimizers, ``torch.Generator`` s, and anything else with ``state_dict`` and
+    ``load_state_dict``: schedulers, the position in the data. Tensors may be sharded (``DTensor``: FSDP); others are
+    the same on every rank, and so is whatever is no tensor. Random number generators (PyTorch's, Python's, NumPy's)
+    are always part of it, each rank's own.
+
+    A checkpoint is a folder ``step-00000100``: safetensors files, one from each rank, written by
+    ``torch.distributed.checkpoint``, and ``manifest.json``, which has their SHA-256 and what is no tensor. It has that
+    name only once all of it is on disk. Nothing in it is pickled. Any number of ranks can load it.
+
+    Every method is collective: all ranks of the group call it. All of them must see the folder. Only one job at a
+    time can write there.
+
+    Args:
+        folder: made if it is not there; a link is followed.
+        checkpoint_interval: steps from one checkpoint to the next; None: none are written, and ``folder`` is only
+            read.
+        keep: how many checkpoints to keep, 2 at least. Older ones are removed once a new one is whole; damaged and
+            unfinished ones never are.
+        auto_resume: False: start at the beginning. The folder must then be free of checkpoints.
+        max_failures: how many checkpoints in a row may fail before :meth:`step` raises.
+        group: the ranks; None: all of them, or this process alone without ``torch.distributed``.
+
+    Raises:
+        CheckpointError: the folder cannot be used, or another job writes there.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        checkpoint_interval: int | None = 100,
+        *,
+        keep: int = 2,
+        auto_resume: bool = True,
+        max_failures: int = 3,
+        group: dist.ProcessGroup | None = None,
+    ):
+        if importlib.util.find_spec("safetensors") is None:
+            raise ModuleNotFoundError(
+                "annulus.torch.Checkpoints needs safetensors (pip install safetensors)",
+                name="safetensors",
+            )
+        # The rest of the package does without: importing it takes a second.
+        from annulus.torch import _checkpoint_state, _checkpoint_writer
+
+        self._state, self._writer = _checkpoint_state, _checkpoint_writer
+        self._ranks = _Ranks(group)
+        self._interval, self._keep = checkpoint_interval, keep
+        self._auto_resume, self._max_failures = auto_resume, max_failures
+        self._lock: files.Lock | None = None
+        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pending: concurrent.futures.Future | None = None
+        self._failures = self._failures_in_a_row = 0
+        self._whole: list[files.Found] = []  # that were written or read here
+        self._left_alone: set[str] = set()
+        self._folder = pathlib.Path()
+        self._closed = False
+        error: Exception | None = None
+        try:
+            self._open(pathlib.Path(folder))
+        except (ConfigError, CheckpointError) as failure:
+            error = failure
+        except OSError as failure:
+            error = CheckpointError(f"Checkpoints: {folder}: {failure.strerror or failure}")
+        try:
+            self._ranks.agree(error)
+            told = self._ranks.gather((checkpoint_interval, keep, auto_resume, max_failures))
+            if len(set(told)) > 1:
+                raise ConfigError(
+                    "Checkpoints: checkpoint_interval, keep, auto_resume and max_failures differ between ranks: "
+                    f"{told}"
+                )
+            # Of this job alone, so that nothing of another is taken for its own.
+            self._job = self._ranks.gather(uuid.uuid4().hex[:12])[0]
+        except BaseException:
+            self._release()
+            raise
+
+    def _open(self, folder: pathlib.Path) -> None:
+        for name, value, least in (
+            ("checkpoint_interval", self._interval, 1),
+            ("keep", self._keep, 2),
+            ("max_failures", self._max_failures, 0),
+        ):
+            if name == "checkpoint_interval" and value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise ConfigError(f"Checkpoints: {name} is {value!r}, and must be {least} or more")
+        self._folder = files.make_folder(folder)
+        if self._interval is None or self._ranks.rank != 0:
+            return
+        self._lock = files.Lock(self._folder)
+        files.finish_removals(self._folder)
+        found = files.find(self._folder)
+        if found and not self._auto_resume:
+            raise CheckpointError(
+                f"Checkpoints: {self._folder} has checkpoints ({found[0].name} is the newest) and auto_resume is "
+                "False: a later run could not tell them from this one's. Choose another folder"
+            )
+
+    @property
+    def failures(self) -> int:
+        """How many checkpoints could not be written so far. Each is logged, with the rank and the reason."""
+        return self._failures
+
+    def step(self, step: int, state: Mapping[str, object]) -> bool:
+        """Call it after every step: saves after every ``checkpoint_interval``-th.
+
+        A checkpoint that fails (a full disk) is logged, and training goes on to the next one; max_failures limits
+        how often in a row. It waits for the checkpoint before, if that is still being written.
+
+        Returns:
+            whether a checkpoint was begun.
+
+        Raises:
+            CheckpointError: more than max_failures in a row have failed; on all ranks.
+        """
+        if not self._closed and (self._interval is None or step % self._interval != 0):
+            return False
+        error = self._finish()
+        if error is not None and self._failures_in_a_row > self._max_failures:
+            raise error
+        self._begin(step, state)
+        return True
+
+    def save(self, step: int, state: Mapping[str, object]) -> None:
+        """Begins a checkpoint: returns when the state has been copied, and it may change.
+
+        Raises:
+            CheckpointError: the one before, which nobody has waited for, has failed.
+        """
+        error = self._finish()
+        if error is not None:
+            raise error
+        self._begin(step, state)
+
+    def wait(self) -> None:
+        """Waits until what was begun is on disk.
+
+        Raises:
+            CheckpointError: it could not be written; on all ranks, naming the one and the reason.
+        """
+        error = self._finish()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Waits like :meth:`wait`, and lets other jobs write there. Call it before
+        ``torch.distributed.destroy_process_group``. Idempotent."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # which is what the caller is to see
+            self._finish()
+            self._release()
+
+    def _release(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self._closed = True
+        self._ranks.close()
+
+    def _say(self, level: int, text: str, *arguments: object) -> None:
+        _log.log(level if self._ranks.rank == 0 else logging.DEBUG, text, *arguments)
+
+    def _begin(self, step: int, state: Mapping[str, object]) -> None:
+        if self._closed or self._interval is None:
+            how = "closed" if self._closed else "made to read only (checkpoint_interval=None)"
+            raise ConfigError(f"Checkpoints: nothing can be saved: it was {how}")
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise ConfigError(f"Checkpoints: step {step!r}")
+        failure: Exception | None = None
+        plain, tensors, random_digest = {}, {}, ""
+        try:
+            plain, live = self._state.take(state)
+            tensors = self._state.stage(live)
+            mine = self._state.stage(self._state.take_random(state))
+            random_digest = files.digest_of(
+                {name: t.numpy().tobytes().hex() for name, t in mine.items()}
+            )
+            tensors |= {f"rng/{self._ranks.rank}/{name}": t for name, t in mine.items()}
+        except Exception as error:  # the others are to know of it, too
+            failure, tensors = error, {}
+        partial = self._folder / f"{files.name_of(step)}.{self._job}{files.PARTIAL}"
+        content = {"step": step, "torch": torch.__version__, "state": plain}
+        writer = self._writer.Writer(partial, content, random_digest, failure)
+        if self._executor is None:
+            self._executor = concurrent.futures.ThreadPoolExecutor(1, "annulus-checkpoint")
+        self._pending = self._executor.submit(self._write, step, tensors, writer)
+        if isinstance(failure, ConfigError):
+            raise failure
+
+    def _finish(self) -> CheckpointError | None:
+        """The error of the checkpoint that was begun last."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        error = pending.result()
+        if error is None:
+            self._failures_in_a_row = 0
+        else:
+            self._failures += 1
+            self._failures_in_a_row += 1
+        return error
+
+    def _write(self, step: int, tensors: dict, writer: Writer) -> CheckpointError | None:
+        """In the background."""
+        import torch.distributed.checkpoint as dcp
+
+        partial = pathlib.Path(writer.path)
+        try:
+            dcp.save(
+                tensors,
+                storage_writer=writer,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
+            )
+        except dcp.CheckpointException as error:
+            # All ranks are here, none writes any more. The next one needs the room.
+            rank, (why, _) = min(error.failures.items())
+            if self._ranks.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            failed = CheckpointError(
+                f"the checkpoint of step {step} is not written: rank {rank}: {why}. Earlier ones are as they were"
+            )
+        except Exception as error:  # a rank is lost
+            failed = CheckpointError(f"the checkpoint of step {step} is not written: {error}")
+        else:
+            if writer.committed is not None:
+                self._whole.append(writer.committed)
+                self._say(logging.INFO, "checkpoint %s", self._folder / writer.committed.name)
+                self._remove_old()
+            return None
+        self._say(logging.ERROR, "%s", failed)
+        return failed
+
+    def _remove_old(self) -> None:
+        """Of rank 0: those that are older than the newest `keep` whole ones."""
+        kept = sorted(self._whole, reverse=True)[: self._keep]
+        if len(kept) < self._keep:
+            return
+        try:
+            for found in files.find(self._folder):
+                if found >= kept[-1] or found.name in self._left_alone:
+                    continue
+                try:
+                    if files.is_link(self._folder, found.name):
+                        raise files.Damaged("it is a link")
+                    if found not in self._whole:
+                        path = self._folder / found.name
+                        files.check_files(path, files.read_manifest(path, found.step))
+                except files.Damaged as reason:
+                    self._left_alone.add(found.name)
+                    self._say(
+                        logging.WARNING, "%s is old, but is left alone: %s", found.name, reason
+                    )
+                    continue
+                files.remove(self._folder, found.name)
+                self._say(logging.INFO, "removed %s", found.name)
+            self._whole = kept
+        except OSError as error:
+            self._say(logging.WARNING, "old checkpoints are not removed: %s", error)
+
+    def resume(self, state: Mapping[str, object]) -> Resumed:
+        """Loads the newest whole checkpoint into a state, all of it or nothing.
+
+        Every byte is checked first. What is damaged, unfinished or of another version is passed over, logged, and
+        left where it is.
+
+        Raises:
+            ConfigError: the newest whole one is of another model. The state is as it was.
+            CheckpointError: it cannot be read.
+        """
+        self.wait()
+        if not self._auto_resume:
+            return Resumed(0, None, (), False)
+        error: Exception | None = None
+        found: list[files.Found] = []
+        partial: list[str] = []
+        try:
+            if self._ranks.rank == 0:
+                found, partial = files.find(self._folder), files.find_partial(self._folder)
+        except OSError as failure:
+            error = CheckpointError(f"Checkpoints: {self._folder}: {failure.strerror}")
+        self._ranks.agree(error)
+        found, partial = self._ranks.gather((found, partial))[0]
+        passed_over = [(name, "it was never finished") for name in partial]
+        content = None
+        for candidate in found:
+            content, reason = self._check(candidate)
+            if reason is None:
+                break
+            passed_over.append((candidate.name, reason))
+        else:
+            candidate = None
+        for name, reason in passed_over:
+            self._say(logging.WARNING, "passed over %s: %s", self._folder / name, reason)
+        if candidate is None:
+            if found:
+                self._say(logging.ERROR, "no checkpoint in %s is whole", self._folder)
+            return Resumed(0, None, tuple(passed_over), False)
+        path = self._folder / candidate.name
+        same = content["same_random"] or content["ranks"] == self._ranks.size
+        self._load(path, content, state, same)
+        self._whole.append(candidate)
+        self._say(logging.INFO, "resumed at step %d: %s", candidate.step, path)
+        if not same:
+            self._say(
+                logging.WARNING,
+                "random number generators start anew: %s has those of %d ranks, and this is a ring of %d",
+                *(path.name, content["ranks"], self._ranks.size),
+            )
+        return Resumed(candidate.step, str(path), tuple(passed_over), same)
+
+    def _check(self, candidate: files.Found) -> tuple[dict, str | None]:
+        """Its manifest, or why it is not to be loaded. The ranks share the reading."""
+        path = self._folder / candidate.name
+        content: dict = {}
+        mine = None
+        try:
+            content = files.read_manifest(path, candidate.step)
+            files.check_files(path, content, self._ranks.rank, self._ranks.size)
+        except files.Damaged as damage:
+            mine = str(damage)
+        reasons = self._ranks.gather(mine)
+        if all(reason is None for reason in reasons):
+            return content, None
+        rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
+        # By size everybody sees it; what one alone sees may be that rank's own trouble.
+        alone = sum(each is not None for each in reasons) < len(reasons)
+        return content, f"rank {rank}: {reason}" if alone else reason
+
+    def _load(
+        self, path: pathlib.Path, content: dict, state: Mapping[str, object], same: bool
+    ) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        error: Exception | None = None
+        tensors: dict[str, torch.Tensor] = {}
+        prefix = f"rng/{self._ranks.rank if content['ranks'] == self._ranks.size else 0}/"
+        try:
+            saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+            tensors = self._state.targets(content["state"], state, saved)
+            if same:
+                for name in saved:
+                    if name.startswith(prefix):
+                        tensors[name] = torch.empty(saved[name].size, dtype=torch.uint8)
+        except ConfigError as failure:
+            error = failure
+        except Exception as failure:
+            error = CheckpointError(f"{path}: {type(failure).__name__}: {failure}")
+        self._ranks.agree(error)
+        try:
+            dcp.load(
+                tensors,
+                storage_reader=dcp.HuggingFaceStorageReader(str(path)),
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
+            )
+        except dcp.CheckpointException as failure:
+            rank, (why, _) = min(failure.failures.items())
+            error = CheckpointError(f"{path}: rank {rank}: {type(why).__name__}: {why}")
+        except RuntimeError as failure:
+            raise TransportError(f"Checkpoints: a rank is lost: {failure}") from failure
+        self._ranks.agree(error)
+        try:
+            self._state.put(content["state"], tensors, state)
+            if same:
+                mine = {
+                    n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)
+                }
+                self._state.put_random(mine, state)
+        except Exception as failure:
+            error = CheckpointError(f"{path}: {type(failure).__name__}: {failure}")
+        self._ranks.agree(error)
+
+
+# Of one process: that is meant.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")

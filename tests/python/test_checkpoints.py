@@ -1,0 +1,549 @@
+"""Checkpoints in one process: what is saved comes back, what is damaged is passed over, what fails says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+from torch import nn  # noqa: E402
+
+import annulus  # noqa: E402
+import annulus.torch as at  # noqa: E402
+from annulus.torch import _checkpoint_files as files  # noqa: E402
+
+
+class Position:
+    """Where a training is in its data: numbers, texts, a tuple, a tensor, keys that are no texts."""
+
+    def __init__(self) -> None:
+        self.state: dict = {"epoch": 0}
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.state = state
+
+
+class Training:
+    """A few steps that use everything a checkpoint holds. Random numbers make every step another."""
+
+    def __init__(self, seed: int = 0):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        embedding, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        head.weight = embedding.weight  # tied
+        self.model = nn.Sequential(embedding, nn.Dropout(0.5), nn.LayerNorm(8), head)
+        self.model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=100)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.position = Position()
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "generator": self.generator,
+            "position": self.position,
+        }
+
+    def step(self, step: int) -> float:
+        tokens = torch.randint(11, (4, 5), generator=self.generator)
+        logits = self.model(tokens) * (1 + random.random() + np.random.standard_normal() / 100)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.model.count += 1
+        self.position.state = {
+            "step": step,
+            "file": ("a.txt", step * 7),
+            3: None,
+            "best": float("inf"),
+            "order": torch.arange(step),
+            "$odd": [True, 0.1],
+        }
+        return loss.item()
+
+
+def train(folder: pathlib.Path, steps: int, interval: int = 2, **options: object) -> list[float]:
+    training = Training()
+    with at.Checkpoints(folder, interval, **options) as checkpoints:
+        first = checkpoints.resume(training.state).step + 1
+        losses = []
+        for step in range(first, steps + 1):
+            losses.append(training.step(step))
+            checkpoints.step(step, training.state)
+    return losses
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name != ".lock")
+
+
+def resumed(folder: pathlib.Path) -> at.Resumed:
+    with at.Checkpoints(folder, None) as checkpoints:
+        return checkpoints.resume(Training(1).state)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    records = (r for r in caplog.records if r.name == "annulus.checkpoints")
+    return [(record.levelno, record.getMessage()) for record in records]
+
+
+def only_file(folder: pathlib.Path, name: str) -> pathlib.Path:
+    return next((folder / name).glob("*.safetensors"))
+
+
+def test_resumed_training_has_the_bits_of_the_undisturbed(tmp_path: pathlib.Path) -> None:
+    undisturbed = train(tmp_path / "a", 9)
+    assert train(tmp_path / "b", 4) + train(tmp_path / "b", 9) == undisturbed
+    before, after = Training(), Training(5)
+    for step in (1, 2, 3):
+        before.step(step)
+    with at.Checkpoints(tmp_path / "c", 1) as checkpoints:
+        checkpoints.save(3, before.state)
+        checkpoints.wait()
+        assert checkpoints.resume(after.state).step == 3
+    for one, other in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert after.model[3].weight is after.model[0].weight
+    state, order = dict(before.position.state), before.position.state["order"]
+    assert torch.equal(after.position.state.pop("order"), order)
+    del state["order"]
+    assert after.position.state == state and type(after.position.state["file"]) is tuple
+
+
+def test_keeps_the_newest_by_step(tmp_path: pathlib.Path) -> None:
+    train(tmp_path, 9)
+    assert names(tmp_path) == ["step-00000006", "step-00000008"]
+    # Clocks may jump: the older one has the newer time.
+    os.utime(tmp_path / "step-00000006", (2e9, 2e9))
+    os.utime(tmp_path / "step-00000008", (0, 0))
+    assert resumed(tmp_path).step == 8
+    train(tmp_path, 12, keep=4)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (6, 8, 10, 12)]
+    train(tmp_path, 14, keep=3)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (6, 8, 10, 12, 14)]
+    train(tmp_path, 18, keep=3)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in (14, 16, 18)]
+
+
+def truncate(path: pathlib.Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path: pathlib.Path, offset: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def change_manifest(path: pathlib.Path, change: object) -> None:
+    manifest = json.loads(path.read_bytes())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+DAMAGES = {
+    "truncated": (lambda f: truncate(only_file(f, "")), "bytes of"),
+    "flipped": (lambda f: flip(only_file(f, "")), "SHA-256"),
+    "flipped_header": (lambda f: flip(only_file(f, ""), 20), "SHA-256"),
+    "emptied": (lambda f: only_file(f, "").write_bytes(b""), "has 0 bytes"),
+    "missing": (lambda f: only_file(f, "").unlink(), "is missing"),
+    "stray": (lambda f: shutil.copy(only_file(f, ""), f / "z.safetensors"), "not in its manifest"),
+    "folder_for_file": (
+        lambda f: (only_file(f, "").rename(f / "x"), (f / "y.safetensors").mkdir()),
+        "not in its manifest",
+    ),
+    "no_manifest": (lambda f: (f / "manifest.json").unlink(), "no manifest.json"),
+    "half_a_manifest": (lambda f: truncate(f / "manifest.json"), "not JSON"),
+    "junk_manifest": (lambda f: (f / "manifest.json").write_bytes(b"\xff\0" * 99), "not JSON"),
+    "deep_manifest": (lambda f: (f / "manifest.json").write_text("[" * 10**5), "not JSON"),
+    "another_manifest": (lambda f: (f / "manifest.json").write_text("[1]"), "says no version"),
+    "another_version": (
+        lambda f: change_manifest(f / "manifest.json", lambda m: m.update(version=2)),
+        "version 2",
+    ),
+    "changed_manifest": (
+        lambda f: change_manifest(f / "manifest.json", lambda m: m["content"]["state"].clear()),
+        "SHA-256",
+    ),
+    "empty": (lambda f: (shutil.rmtree(f), f.mkdir()), "no manifest.json"),
+    "a_file": (lambda f: (shutil.rmtree(f), f.write_text("")), "cannot be read"),
+    "dangling_link": (
+        lambda f: (shutil.rmtree(f), f.symlink_to("nowhere")),
+        "no manifest.json",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "six"
+    train(folder, 6)
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_is_passed_over_said_and_kept(
+    damage: str, six_steps: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(six_steps, folder)
+    action, reason = DAMAGES[damage]
+    action(folder / "step-00000006")
+    found = resumed(folder)
+    assert found.step == 4 and found.folder == str(folder / "step-00000004")
+    ((name, why),) = found.passed_over
+    assert name == "step-00000006" and reason in why
+    assert any(name in text and reason in text for _, text in said(caplog))
+    # Training reaches the step again, gives it another name, and goes on. What was damaged stays.
+    train(folder, 10)
+    assert names(folder) == ["step-00000006", "step-00000008", "step-00000010"]
+    assert resumed(folder).step == 10
+
+
+def test_another_step_by_name_is_passed_over(
+    six_steps: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(six_steps, folder)
+    (folder / "step-00000004").rename(folder / "step-00000007")
+    found = resumed(folder)
+    assert found.step == 6 and "step 4" in found.passed_over[0][1]
+
+
+def test_none_is_whole(
+    six_steps: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(six_steps, folder)
+    for name in names(folder):
+        flip(only_file(folder, name))
+    found = resumed(folder)
+    assert found.step == 0 and found.folder is None and len(found.passed_over) == 2
+    assert [level for level, _ in said(caplog)][-1] == logging.ERROR
+
+
+def test_old_but_damaged_is_never_removed(
+    six_steps: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(six_steps, folder)
+    flip(only_file(folder, "step-00000004"))
+    (folder / "step-00000002").symlink_to("step-00000006")
+    (folder / "step-00000001.abc.partial").mkdir()
+    train(folder, 12)
+    assert names(folder) == [
+        "step-00000001.abc.partial",
+        "step-00000002",
+        "step-00000004",
+        "step-00000010",
+        "step-00000012",
+    ]
+    levels = [level for level, text in said(caplog) if "left alone" in text]
+    assert levels == [logging.WARNING] * 2
+
+
+def test_another_models_checkpoint_is_an_error_and_changes_nothing(tmp_path: pathlib.Path) -> None:
+    train(tmp_path, 2)
+    with at.Checkpoints(tmp_path, None) as checkpoints:
+        other = nn.Sequential(nn.Embedding(12, 8), nn.Dropout(), nn.LayerNorm(8))
+        with pytest.raises(annulus.ConfigError, match="optimizer"):
+            checkpoints.resume({"model": other})
+        training = Training()
+        training.model[2] = nn.LayerNorm(9)
+        training.model.register_parameter("more", nn.Parameter(torch.ones(1)))
+        training.state["optimizer"] = torch.optim.AdamW(training.model.parameters())
+        before = {k: v.clone() for k, v in training.model.state_dict().items()}
+        with pytest.raises(annulus.ConfigError, match=r"model/more is not in .* is \[8\] .* \[9\]"):
+            checkpoints.resume(training.state)
+        assert not training.state["optimizer"].state
+        for key, value in training.model.state_dict().items():
+            assert torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"x": 3}, "state_dict"),
+        ({"rng": Position()}, "no name"),
+        ({"a/b": Position()}, "no name"),
+        ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])}, "no one module"),
+    ],
+)
+def test_states_that_cannot_be_saved(state: dict, words: str, tmp_path: pathlib.Path) -> None:
+    with at.Checkpoints(tmp_path, 1) as checkpoints:
+        with pytest.raises(annulus.ConfigError, match=words):
+            checkpoints.save(1, state)
+        with pytest.raises(at.CheckpointError, match=words):  # as on the other ranks
+            checkpoints.wait()
+        position = Position()
+        position.state = {"file": {"handle": sys.stdout}}
+        with pytest.raises(annulus.ConfigError, match="position/file/handle is a"):
+            checkpoints.save(1, {"position": position})
+        with pytest.raises(at.CheckpointError):
+            checkpoints.save(1, {})
+    assert names(tmp_path) == []
+
+
+def test_arguments(tmp_path: pathlib.Path) -> None:
+    for bad in ({"checkpoint_interval": 0}, {"keep": 1}, {"keep": 2.5}, {"max_failures": -1}):
+        with pytest.raises(annulus.ConfigError, match=next(iter(bad))):
+            at.Checkpoints(tmp_path, **bad)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(at.CheckpointError, match="file"):
+        at.Checkpoints(tmp_path / "file")
+    reading = at.Checkpoints(tmp_path / "new", None)
+    assert not reading.step(1, {})
+    with pytest.raises(annulus.ConfigError, match="read only"):
+        reading.save(1, {})
+    writing = at.Checkpoints(tmp_path / "new", 1)
+    for step in (-1, 1.0, 10**18):
+        with pytest.raises(annulus.ConfigError, match="step"):
+            writing.save(step, {})
+    writing.close()
+    writing.close()
+    with pytest.raises(annulus.ConfigError, match="closed"):
+        writing.step(3, {})
+
+
+def test_auto_resume_can_be_off(tmp_path: pathlib.Path) -> None:
+    train(tmp_path, 4, auto_resume=False)
+    with pytest.raises(at.CheckpointError, match="step-00000004"):
+        at.Checkpoints(tmp_path, 2, auto_resume=False)
+    with at.Checkpoints(tmp_path, None, auto_resume=False) as checkpoints:
+        assert checkpoints.resume(Training().state).step == 0
+
+
+def test_a_fresh_optimizer_stays_fresh(tmp_path: pathlib.Path) -> None:
+    saved, loaded = Training(), Training(3)
+    Training()  # seeds
+    with at.Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(0, saved.state)
+        assert not saved.optimizer.state
+        checkpoints.wait()
+        expected = [saved.step(step) for step in range(1, 4)]
+        found = checkpoints.resume(loaded.state)
+    assert found.step == 0 and found.folder is not None
+    assert [loaded.step(step) for step in range(1, 4)] == expected
+
+
+def test_parameters_without_gradients_have_no_state(tmp_path: pathlib.Path) -> None:
+    def made() -> dict:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+    state = made()
+    state["model"][0](torch.ones(1, 3)).sum().backward()
+    state["optimizer"].step()
+    with at.Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        again = made()
+        assert checkpoints.resume(again).step == 1
+    loaded = again["optimizer"].state
+    assert set(loaded) == set(again["model"][0].parameters())
+
+
+def test_the_next_step_does_not_alter_what_is_being_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    from annulus.torch import _checkpoint_writer as writer
+
+    usual = writer._DigestingFile.write
+
+    def slow(self: object, data: bytes) -> int:
+        begun.set()
+        assert go_on.wait(30)
+        return usual(self, data)
+
+    training = Training()
+    training.step(1)
+    expected = [p.detach().clone() for p in training.model.parameters()]
+    moments = training.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    monkeypatch.setattr(writer._DigestingFile, "write", slow)
+    with at.Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, training.state)
+        assert begun.wait(30)
+        training.step(2)  # while it is being written
+        assert names(tmp_path)[0].endswith(".partial")
+        go_on.set()
+        checkpoints.wait()
+        again = Training(1)
+        checkpoints.resume(again.state)
+    for one, other in zip(again.model.parameters(), expected, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(again.optimizer.state_dict()["state"][0]["exp_avg"], moments)
+    assert again.position.state["step"] == 1
+
+
+def full(self: object, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_said_and_training_goes_on(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from annulus.torch import _checkpoint_writer as writer
+
+    training = Training()
+    with at.Checkpoints(tmp_path, 1, max_failures=2) as checkpoints:
+        for step in (1, 2):
+            training.step(step)
+            assert checkpoints.step(step, training.state)
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(writer._DigestingFile, "write", full)
+            for step in (3, 4):
+                checkpoints.step(step, training.state)
+            with pytest.raises(at.CheckpointError, match=r"step 4 .* rank 0: .*No space left"):
+                checkpoints.wait()
+            checkpoints.wait()  # once is enough
+        assert names(tmp_path) == ["step-00000001", "step-00000002"]
+        assert checkpoints.failures == 2
+        assert sum("No space left" in text for _, text in said(caplog)) == 2
+        training.step(5)
+        checkpoints.step(5, training.state)
+        checkpoints.wait()
+        assert names(tmp_path) == ["step-00000002", "step-00000005"]
+        with monkeypatch.context() as patch:
+            patch.setattr(writer._DigestingFile, "write", full)
+            for step in (6, 7, 8):
+                checkpoints.step(step, training.state)
+            with pytest.raises(at.CheckpointError, match="step 8"):  # the third in a row
+                checkpoints.step(9, training.state)
+        assert checkpoints.failures == 5
+    assert names(tmp_path) == ["step-00000002", "step-00000005"]
+
+
+def test_a_limit_on_file_sizes_is_an_error_not_a_short_file(tmp_path: pathlib.Path) -> None:
+    train(tmp_path, 2, 1)
+    size = only_file(tmp_path, "step-00000002").stat().st_size
+    training = Training()
+    training.step(3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with at.Checkpoints(tmp_path, 1) as checkpoints:
+            for limit in (size - 1, size // 2):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+                checkpoints.save(3, training.state)
+                with pytest.raises(at.CheckpointError, match="File too large"):
+                    checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("where", ["write_manifest", "sync_folder", "commit"])
+def test_errors_after_the_tensors(
+    where: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, 2, 1)
+
+    def fails(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with at.Checkpoints(tmp_path, 1) as checkpoints:
+        monkeypatch.setattr(files, where, fails)
+        checkpoints.save(3, Training().state)
+        with pytest.raises(at.CheckpointError, match="Input/output"):
+            checkpoints.wait()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_one_job_at_a_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_PATIENCE", 0.2)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real", target_is_directory=True)
+    with at.Checkpoints(link, 1):
+        with pytest.raises(at.CheckpointError, match="already"):
+            at.Checkpoints(tmp_path / "real", 1)
+        at.Checkpoints(link, None).close()  # reading is always possible
+        code = (
+            "import sys; from annulus.torch import _checkpoint_files as f, CheckpointError, Checkpoints\n"
+            "f._PATIENCE = 0.2\n"
+            "try: Checkpoints(sys.argv[1], 1)\n"
+            "except CheckpointError as error: print(error)"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "real")]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+        assert "another job writes" in out and f"process {os.getpid()} on" in out
+    with at.Checkpoints(link, 1) as checkpoints:
+        checkpoints.save(1, Training().state)
+        link.unlink()  # was followed when it was opened
+    assert names(tmp_path / "real") == ["step-00000001"]
+
+
+def killed_at_any_moment(folder: pathlib.Path, steps: int) -> None:
+    """In a forked child: saves step after step until it is killed."""
+    with at.Checkpoints(folder, 1) as checkpoints:
+        state = {"position": Position()}
+        first = checkpoints.resume(state).step + 1
+        for step in range(first, first + steps):
+            state["position"].state = {"step": step, "tensor": torch.full((20_000,), step)}
+            checkpoints.step(step, state)
+
+
+def test_killed_at_any_moment_the_newest_is_whole(tmp_path: pathlib.Path) -> None:
+    generator = random.Random(1)
+    reached = 0
+    for _ in range(25):
+        child = os.fork()
+        if child == 0:
+            try:
+                killed_at_any_moment(tmp_path, 10**6)
+            finally:
+                os._exit(1)
+        time.sleep(generator.uniform(0.02, 0.3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        position = Position()
+        with at.Checkpoints(tmp_path, None) as checkpoints:
+            found = checkpoints.resume({"position": position})
+        # All that was passed over is what was being written.
+        assert all(reason == "it was never finished" for _, reason in found.passed_over)
+        assert found.step >= reached
+        reached = found.step
+        if reached:
+            assert position.state["step"] == reached
+            assert torch.equal(position.state["tensor"], torch.full((20_000,), reached))
+    assert reached >= 4
+    whole = [name for name in names(tmp_path) if not name.endswith((".partial", ".old"))]
+    assert 2 <= len(whole) <= 3
+
+
+def test_without_safetensors_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    import importlib.util
+
+    usual = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "safetensors" else usual(name)
+    )
+    with pytest.raises(ModuleNotFoundError, match="pip install safetensors"):
+        at.Checkpoints(tmp_path)

@@ -190,7 +190,12 @@ def put(plain: dict, tensors: Tensors, state: Mapping[str, object]) -> None:
 
 def take_random(state: Mapping[str, object]) -> Tensors:
     """Where this rank's generators of random numbers stand: PyTorch's, Python's, NumPy's and those of the state."""
-    taken = {"torch": torch.get_rng_state(), "others": _bytes_of(_others())}
+    kind, words, *rest = np.random.get_state()
+    taken = {
+        "torch": torch.get_rng_state(),
+        "python": _bytes_of(random.getstate()),
+        "numpy": _bytes_of([kind, words.tolist(), *rest]),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         taken["cuda"] = torch.cuda.get_rng_state()
     for name, thing in state.items():
@@ -200,23 +205,25 @@ def take_random(state: Mapping[str, object]) -> Tensors:
 
 
 def put_random(taken: Tensors, state: Mapping[str, object]) -> None:
-    torch.set_rng_state(taken["torch"])
+    """Those of them that there are."""
+    if "torch" in taken:
+        torch.set_rng_state(taken["torch"])
     if "cuda" in taken and torch.cuda.is_available():
         torch.cuda.set_rng_state(taken["cuda"])
-    others = json.loads(taken["others"].numpy().tobytes())
-    version, words, gauss = others["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, words, *rest = others["numpy"]
-    np.random.set_state((kind, np.array(words, np.uint32), *rest))
+    if "python" in taken:
+        version, words, gauss = _content_of(taken["python"])
+        random.setstate((version, tuple(words), gauss))
+    if "numpy" in taken:
+        kind, words, *rest = _content_of(taken["numpy"])
+        np.random.set_state((kind, np.array(words, np.uint32), *rest))
     for name, thing in state.items():
-        if isinstance(thing, torch.Generator):
+        if isinstance(thing, torch.Generator) and f"state/{name}" in taken:
             thing.set_state(taken[f"state/{name}"])
-
-
-def _others() -> dict:
-    kind, words, *rest = np.random.get_state()
-    return {"python": random.getstate(), "numpy": [kind, words.tolist(), *rest]}
 
 
 def _bytes_of(content: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def _content_of(data: torch.Tensor) -> list:
+    return json.loads(data.numpy().tobytes())

@@ -91,7 +91,7 @@ class _Written:
 
     files: dict[str, dict]
     plain_digest: str
-    random_digest: str
+    random_digests: dict[str, str]
 
 
 class Writer(HuggingFaceStorageWriter):
@@ -104,13 +104,13 @@ class Writer(HuggingFaceStorageWriter):
         self,
         partial: pathlib.Path,
         content: dict,
-        random_digest: str,
+        random_digests: dict[str, str],
         failure: Exception | None,
     ):
         super().__init__(path=str(partial), save_distributed=True)
         self.fs = _DigestingFiles()
         self._content = content
-        self._random_digest = random_digest
+        self._random_digests = random_digests
         self._failure = failure  # of this rank, before it came here
         self.committed: files.Found | None = None
 
@@ -125,7 +125,7 @@ class Writer(HuggingFaceStorageWriter):
         super().write_data(plan, planner).wait()
         plain_digest = files.digest_of(self._content["state"])
         result: Future = Future()
-        result.set_result([_Written(self.fs.written, plain_digest, self._random_digest)])
+        result.set_result([_Written(self.fs.written, plain_digest, self._random_digests)])
         return result
 
     @_as_text
@@ -133,7 +133,11 @@ class Writer(HuggingFaceStorageWriter):
         ranks = [rank[0] for rank in results]
         partial = pathlib.Path(self.path)
         content = self._content | {"ranks": len(ranks), "files": {}}
-        content["same_random"] = len({rank.random_digest for rank in ranks}) == 1
+        content["same_random"] = [
+            name
+            for name, digest in sorted(ranks[0].random_digests.items())
+            if all(rank.random_digests.get(name) == digest for rank in ranks)
+        ]
         for rank, written in enumerate(ranks):
             if written.plain_digest != ranks[0].plain_digest:
                 raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import datetime
+import hashlib
 import importlib.util
 import logging
 import os
@@ -40,14 +41,14 @@ class Resumed:
         step: the step after which training goes on; 0: from the start.
         folder: where the checkpoint is; None: there was none.
         passed_over: (name, reason) of what is newer or unfinished and was not loaded. It is still there.
-        random_state: whether generators of random numbers go on where they stood. Not with another number of
-            ranks, unless they had stood at the same place on all ranks.
+        random_anew: which generators of random numbers do not go on where they stood. None, if the number of ranks
+            is the same; else those that stood at different places on the ranks.
     """
 
     step: int
     folder: str | None
     passed_over: tuple[tuple[str, str], ...]
-    random_state: bool
+    random_anew: tuple[str, ...]
 
 
 class _Ranks:
@@ -66,14 +67,23 @@ class _Ranks:
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         if self.size > 1:
             try:
-                self.group = dist.new_group(
-                    dist.get_process_group_ranks(parent),
-                    timeout=datetime.timedelta(seconds=timeout_of(parent)),
-                    backend="gloo",
-                    use_local_synchronization=True,
-                )
+                self.group = self._connect(parent)
             except RuntimeError as error:
                 raise TransportError(f"Checkpoints: the ranks do not meet: {error}") from error
+
+    def _connect(self, parent: dist.ProcessGroup) -> dist.ProcessGroup:
+        # Not dist.new_group: that takes all processes of the job, or else gives a group that is made again a name it had
+        # before, under which the store has the old addresses.
+        name = [f"annulus_{uuid.uuid4().hex}"]
+        ranks = dist.get_process_group_ranks(parent)
+        dist.broadcast_object_list(name, src=ranks[0], group=parent)
+        c10d = dist.distributed_c10d
+        group, _ = c10d._new_process_group_helper(
+            *(self.size, self.rank, ranks, "gloo", c10d._world.pg_map[parent][1], name[0]),
+            timeout=datetime.timedelta(seconds=timeout_of(parent)),
+        )
+        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        return group
 
     def gather(self, mine: object) -> list:
         """Everybody's, by rank."""
@@ -296,20 +306,20 @@ class Checkpoints:
         if type(step) is not int or not 0 <= step < 10**18:
             raise ConfigError(f"Checkpoints: step {step!r}")
         failure: Exception | None = None
-        plain, tensors, random_digest = {}, {}, ""
+        plain, tensors, random_digests = {}, {}, {}
         try:
             plain, live = self._state.take(state)
             tensors = self._state.stage(live)
             mine = self._state.stage(self._state.take_random(state))
-            random_digest = files.digest_of(
-                {name: t.numpy().tobytes().hex() for name, t in mine.items()}
-            )
+            random_digests = {
+                name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in mine.items()
+            }
             tensors |= {f"rng/{self._ranks.rank}/{name}": t for name, t in mine.items()}
         except Exception as error:  # the others are to know of it, too
             failure, tensors = error, {}
         partial = self._folder / f"{files.name_of(step)}.{self._job}{files.PARTIAL}"
         content = {"step": step, "torch": torch.__version__, "state": plain}
-        writer = self._writer.Writer(partial, content, random_digest, failure)
+        writer = self._writer.Writer(partial, content, random_digests, failure)
         if self._executor is None:
             self._executor = concurrent.futures.ThreadPoolExecutor(1, "annulus-checkpoint")
         self._pending = self._executor.submit(self._write, step, tensors, writer)
@@ -399,7 +409,7 @@ class Checkpoints:
         """
         self.wait()
         if not self._auto_resume:
-            return Resumed(0, None, (), False)
+            return Resumed(0, None, (), ())
         error: Exception | None = None
         found: list[files.Found] = []
         partial: list[str] = []
@@ -424,19 +434,18 @@ class Checkpoints:
         if candidate is None:
             if found:
                 self._say(logging.ERROR, "no checkpoint in %s is whole", self._folder)
-            return Resumed(0, None, tuple(passed_over), False)
+            return Resumed(0, None, tuple(passed_over), ())
         path = self._folder / candidate.name
-        same = content["same_random"] or content["ranks"] == self._ranks.size
-        self._load(path, content, state, same)
+        anew = self._load(path, content, state)
         self._whole.append(candidate)
         self._say(logging.INFO, "resumed at step %d: %s", candidate.step, path)
-        if not same:
+        if anew:
             self._say(
                 logging.WARNING,
-                "random number generators start anew: %s has those of %d ranks, and this is a ring of %d",
-                *(path.name, content["ranks"], self._ranks.size),
+                "random numbers start anew (%s): %s has those of %d ranks, and these are %d",
+                *(", ".join(anew), path.name, content["ranks"], self._ranks.size),
             )
-        return Resumed(candidate.step, str(path), tuple(passed_over), same)
+        return Resumed(candidate.step, str(path), tuple(passed_over), anew)
 
     def _check(self, candidate: files.Found) -> tuple[dict, str | None]:
         """Its manifest, or why it is not to be loaded. The ranks share the reading."""
@@ -457,20 +466,25 @@ class Checkpoints:
         return content, f"rank {rank}: {reason}" if alone else reason
 
     def _load(
-        self, path: pathlib.Path, content: dict, state: Mapping[str, object], same: bool
-    ) -> None:
+        self, path: pathlib.Path, content: dict, state: Mapping[str, object]
+    ) -> tuple[str, ...]:
+        """Which random numbers start anew."""
         import torch.distributed.checkpoint as dcp
 
         error: Exception | None = None
         tensors: dict[str, torch.Tensor] = {}
-        prefix = f"rng/{self._ranks.rank if content['ranks'] == self._ranks.size else 0}/"
+        # Generators of another number of ranks are nobody's, unless they are everybody's.
+        same = content["ranks"] == self._ranks.size
+        prefix = f"rng/{self._ranks.rank if same else 0}/"
+        anew = []
         try:
             saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
             tensors = self._state.targets(content["state"], state, saved)
-            if same:
-                for name in saved:
-                    if name.startswith(prefix):
-                        tensors[name] = torch.empty(saved[name].size, dtype=torch.uint8)
+            for name in sorted(name for name in saved if name.startswith(prefix)):
+                if same or name.removeprefix(prefix) in content["same_random"]:
+                    tensors[name] = torch.empty(saved[name].size, dtype=torch.uint8)
+                else:
+                    anew.append(name.removeprefix(prefix))
         except ConfigError as failure:
             error = failure
         except Exception as failure:
@@ -499,6 +513,7 @@ class Checkpoints:
         except Exception as failure:
             error = CheckpointError(f"{path}: {type(failure).__name__}: {failure}")
         self._ranks.agree(error)
+        return tuple(anew)
 
 
 # Of one process: that is meant.

@@ -1,4 +1,4 @@
-"""One rank of test_checkpoints_distributed.py: python checkpoint_worker.py FOLDER CASE..."""
+"""The ranks of test_checkpoints_distributed.py: checkpoint_worker.py FOLDER RANKS CASE..."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import sys
 import time
+import traceback
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -269,16 +272,63 @@ def killed_while_writing(folder: pathlib.Path) -> None:
     checkpoints.close()
 
 
-def main() -> None:
-    folder = pathlib.Path(sys.argv[1])
+def stopped_while_writing(folder: pathlib.Path) -> None:
+    """Rank 1 hangs in a write, and the training of the others ends with an error: they do not wait for it."""
+    from annulus.torch import _checkpoints
+
+    _checkpoints._GRACE = 1.0
+    if dist.get_rank() == 1:
+        writer._DigestingFile.write = lambda self, data: time.sleep(60)
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        with at.Checkpoints(folder / "stopped", 1) as checkpoints:
+            checkpoints.save(1, {"data": Data(1)})
+            if dist.get_rank() == 1:
+                time.sleep(5)
+            1 / 0  # noqa: B018
+    if dist.get_rank() != 1:
+        assert time.monotonic() - begun < 20
+
+
+def be_rank(rank: int, ranks: int, port: int, folder: pathlib.Path, cases: list[str]) -> None:
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"ANNULUS_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    random.seed(rank)
+    np.random.seed(rank)
     dist.init_process_group("gloo")
-    for case in sys.argv[2:]:
+    for case in cases:
         faulthandler.dump_traceback_later(60, exit=True)  # where a rank hangs
         globals()[case](folder)
         print(f"{case} done", flush=True)
-        if case != "killed_while_writing":
+        if case not in ("killed_while_writing", "stopped_while_writing"):
             dist.barrier()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Ranks are forked, so that PyTorch is imported once."""
+    folder, ranks, cases = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        children.append(os.fork())
+        if children[-1] == 0:
+            status = 1
+            try:
+                be_rank(rank, ranks, port, folder, cases)
+                status = 0
+            except BaseException:  # noqa: BLE001: a child does not go on where its parent was
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(status)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(*codes)
 
 
 if __name__ == "__main__":

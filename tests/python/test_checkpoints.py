@@ -265,6 +265,27 @@ def test_old_but_damaged_is_never_removed(
     assert levels == [logging.WARNING] * 2
 
 
+def test_damaged_after_this_job_wrote_it_is_never_removed(tmp_path: pathlib.Path) -> None:
+    training = Training()
+    training.step(1)
+    with at.Checkpoints(tmp_path, 1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, training.state)
+        checkpoints.wait()
+        flip(only_file(tmp_path, "step-00000002"))
+        assert checkpoints.resume(training.state).step == 1
+        for step in (2, 3, 4):
+            checkpoints.save(step, training.state)
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+    assert "SHA-256" in damage_of(tmp_path, "step-00000002")
+
+
+def damage_of(folder: pathlib.Path, name: str) -> str:
+    with pytest.raises(files.Damaged) as damage:
+        files.check_files(folder / name, files.read_manifest(folder / name, int(name[5:13])))
+    return str(damage.value)
+
+
 def test_another_models_checkpoint_is_an_error_and_changes_nothing(tmp_path: pathlib.Path) -> None:
     train(tmp_path, 2)
     with at.Checkpoints(tmp_path, None) as checkpoints:
@@ -314,6 +335,9 @@ def test_arguments(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(at.CheckpointError, match="file"):
         at.Checkpoints(tmp_path / "file")
+    nothing = at.Checkpoints(tmp_path / "none", None)
+    with pytest.raises(at.CheckpointError, match="none: No such file"):
+        nothing.resume({})
     reading = at.Checkpoints(tmp_path / "new", None)
     assert not reading.step(1, {})
     with pytest.raises(annulus.ConfigError, match="read only"):
@@ -536,6 +560,21 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: pathlib.Path) -> Non
     assert reached >= 4
     whole = [name for name in names(tmp_path) if not name.endswith((".partial", ".old"))]
     assert 2 <= len(whole) <= 3
+
+
+def test_a_process_that_ends_finishes_its_last_checkpoint(tmp_path: pathlib.Path) -> None:
+    code = (
+        "import sys, time, torch, annulus.torch as at\n"
+        "from annulus.torch import _checkpoint_writer as writer\n"
+        "usual = writer._DigestingFile.write\n"
+        "def slow(self, data):\n"
+        "    time.sleep(0.5)\n"
+        "    return usual(self, data)\n"
+        "writer._DigestingFile.write = slow\n"
+        "at.Checkpoints(sys.argv[1], 1).save(1, {'model': torch.nn.Linear(3, 3)})\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_without_safetensors_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -18,38 +16,14 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 HERE = pathlib.Path(__file__).parent
 
 
-def start(ranks: int, folder: pathlib.Path, *cases: str) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "checkpoint_worker.py"), str(folder), *cases],
-            stdout=open(folder / f"rank{rank}.log", "w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ
-            | {"ANNULUS_THREADS": "1", "OMP_NUM_THREADS": "1"}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
-        )
-        for rank in range(ranks)
-    ]
-
-
 def run(ranks: int, folder: pathlib.Path, *cases: str, lost: int | None = None) -> None:
-    processes = start(ranks, folder, *cases)
-    try:
-        for process in processes:
-            process.wait(timeout=150)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for rank in range(ranks):
+    command = [sys.executable, str(HERE / "checkpoint_worker.py"), str(folder), str(ranks), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    codes = [int(code) for code in done.stdout.split()]
+    for rank, code in enumerate(codes):
         out = (folder / f"rank{rank}.log").read_text()
-        if rank != lost and (processes[rank].returncode != 0 or out.count("done") != len(cases)):
-            pytest.fail(f"rank {rank} of {ranks} ended with {processes[rank].returncode}:\n{out}")
+        if rank != lost and (code != 0 or out.count("done") != len(cases)):
+            pytest.fail(f"rank {rank} of {ranks} ended with {code}:\n{out}")
 
 
 def test_three_processes_and_what_others_make_of_theirs(tmp_path: pathlib.Path) -> None:
@@ -67,6 +41,10 @@ def test_three_processes_and_what_others_make_of_theirs(tmp_path: pathlib.Path) 
     )
     for ranks in (1, 2, 4):
         run(ranks, tmp_path, "load_shards", "random_numbers_of_others")
+
+
+def test_an_error_does_not_wait_for_a_rank_that_hangs(tmp_path: pathlib.Path) -> None:
+    run(2, tmp_path, "stopped_while_writing", lost=1)
 
 
 def test_a_rank_killed_while_writing(tmp_path: pathlib.Path) -> None:

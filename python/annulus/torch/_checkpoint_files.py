@@ -83,7 +83,10 @@ def make_folder(folder: pathlib.Path) -> pathlib.Path:
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        sync_folder(each.parent)
+        with contextlib.suppress(
+            PermissionError
+        ):  # to open a folder takes more than to make one in it
+            sync_folder(each.parent)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import dataclasses
 import datetime
@@ -11,9 +12,10 @@ import logging
 import os
 import pathlib
 import shutil
+import threading
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +29,31 @@ if TYPE_CHECKING:
     from annulus.torch._checkpoint_writer import Writer
 
 _log = logging.getLogger("annulus.checkpoints")
+_GRACE = 10.0  # seconds for the last checkpoint of a training that ends with an error
+
+
+# Of all objects, for the end of the process: the last checkpoint of a training that forgets to wait for it.
+_unfinished: set[concurrent.futures.Future] = set()
+
+
+@atexit.register
+def _finish_all() -> None:
+    concurrent.futures.wait(_unfinished)
+
+
+def _in_background(function: Callable, *arguments: object) -> concurrent.futures.Future:
+    """On a daemon thread: one that waits for a rank in vain is not to keep a process from ending."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001: who waits gets it
+            future.set_exception(error)
+
+    _unfinished.add(future)
+    threading.Thread(target=run, name="annulus checkpoint", daemon=True).start()
+    return future
 
 
 class CheckpointError(Error):
@@ -136,7 +163,7 @@ class Checkpoints:
     time can write there.
 
     Args:
-        folder: made if it is not there; a link is followed.
+        folder: made if it is not there, unless it is only read; a link is followed.
         checkpoint_interval: steps from one checkpoint to the next; None: none are written, and ``folder`` is only
             read.
         keep: how many checkpoints to keep, 2 at least. Older ones are removed once a new one is whole; damaged and
@@ -172,7 +199,6 @@ class Checkpoints:
         self._interval, self._keep = checkpoint_interval, keep
         self._auto_resume, self._max_failures = auto_resume, max_failures
         self._lock: files.Lock | None = None
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: concurrent.futures.Future | None = None
         self._failures = self._failures_in_a_row = 0
         self._whole: list[files.Found] = []  # that were written or read here
@@ -210,8 +236,11 @@ class Checkpoints:
                 continue
             if type(value) is not int or value < least:
                 raise ConfigError(f"Checkpoints: {name} is {value!r}, and must be {least} or more")
+        if self._interval is None:
+            self._folder = folder
+            return
         self._folder = files.make_folder(folder)
-        if self._interval is None or self._ranks.rank != 0:
+        if self._ranks.rank != 0:
             return
         self._lock = files.Lock(self._folder)
         files.finish_removals(self._folder)
@@ -283,13 +312,24 @@ class Checkpoints:
         if kind is None:
             self.close()
         else:  # which is what the caller is to see
-            self._finish()
+            self._give_up()
             self._release()
 
+    def _give_up(self) -> None:
+        """Lets what was begun come to its end, but does not wait for ranks that no longer come."""
+        try:
+            if self._pending is not None:
+                self._pending.result(_GRACE)
+        except concurrent.futures.TimeoutError:
+            # Nothing ends a collective of Gloo. Its thread, the folder's lock and the connections end with the process.
+            self._say(
+                logging.ERROR, "gave up waiting for the last checkpoint: a rank does not answer"
+            )
+            _unfinished.discard(self._pending)
+            self._pending, self._lock, self._ranks.group = None, None, None
+        self._finish()
+
     def _release(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -320,9 +360,7 @@ class Checkpoints:
         partial = self._folder / f"{files.name_of(step)}.{self._job}{files.PARTIAL}"
         content = {"step": step, "torch": torch.__version__, "state": plain}
         writer = self._writer.Writer(partial, content, random_digests, failure)
-        if self._executor is None:
-            self._executor = concurrent.futures.ThreadPoolExecutor(1, "annulus-checkpoint")
-        self._pending = self._executor.submit(self._write, step, tensors, writer)
+        self._pending = _in_background(self._write, step, tensors, writer)
         if isinstance(failure, ConfigError):
             raise failure
 
@@ -332,6 +370,7 @@ class Checkpoints:
         if pending is None:
             return None
         error = pending.result()
+        _unfinished.discard(pending)
         if error is None:
             self._failures_in_a_row = 0
         else:
@@ -343,13 +382,13 @@ class Checkpoints:
         """In the background."""
         import torch.distributed.checkpoint as dcp
 
-        partial = pathlib.Path(writer.path)
+        partial, group = pathlib.Path(writer.path), self._ranks.group
         try:
             dcp.save(
                 tensors,
                 storage_writer=writer,
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
+                process_group=group,
+                no_dist=group is None,
             )
         except dcp.CheckpointException as error:
             # All ranks are here, none writes any more. The next one needs the room.
@@ -427,6 +466,8 @@ class Checkpoints:
             if reason is None:
                 break
             passed_over.append((candidate.name, reason))
+            if candidate in self._whole:  # was, when this job wrote it
+                self._whole.remove(candidate)
         else:
             candidate = None
         for name, reason in passed_over:

@@ -13,7 +13,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan bench pytorch-bench lint format clean
+.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan bench pytorch-bench chaos lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -96,6 +96,9 @@ bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.js
 	@for program in build/release/bench/*_bench; do \
 	  if [ -x "$$program" ]; then \
 	    "$$program" --benchmark_out="$$program.json" --benchmark_out_format=json || exit 1; fi; done
+
+chaos: python ## Do to rings of processes and their checkpoints what can happen to them; a table of what came of it
+	@.venv/bin/python tests/python/chaos.py
 
 pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), results and plots into bench/results and docs/images
 	@$(CONFIGURE) release

@@ -35,6 +35,7 @@ import torch
 import torch.distributed.checkpoint  # once, before the ranks are forked
 from torch import nn
 
+import annulus
 import annulus.torch as at
 from annulus.torch import _checkpoint_writer  # noqa: F401: likewise
 
@@ -341,6 +342,62 @@ def save_until_lost(
             say("detected", right=True, text=str(error))
 
 
+def train_with_survivors(
+    rank: int,
+    say: Callable,
+    orders: int,
+    ranks: int,
+    port: int,
+    folder: pathlib.Path,
+    victim: int,
+    last: int,
+) -> None:
+    """Those that are left go on after the newest checkpoint, in the processes they have."""
+    faults.join(rank, ranks, port)
+    group = torch.distributed.group.WORLD
+    while True:
+        training = Training()
+        try:
+            with at.Checkpoints(folder, 1, timeout=8.0, group=group) as checkpoints:
+                first = checkpoints.resume(training.state).step + 1
+
+                def after(step: int) -> None:
+                    try:
+                        faults.both_ways(group, 4.0, "short")
+                    except annulus.TransportError as error:
+                        say("detected", right=error.rank == victim, text=str(error))
+                        raise
+                    checkpoints.step(step, training.state)
+                    if step == 3:
+                        say("ready")
+
+                training.to(last, first, after)
+            break
+        except annulus.TransportError:
+            group = at.survivors(group, timeout=60.0)
+    say("result", right=training.equals(Training().to(last)), first=first)
+
+
+def lose_and_resume(fault: str, ranks: int, choose: random.Random) -> Outcome:
+    victim = choose.randrange(ranks)
+    survivors = [rank for rank in range(ranks) if rank != victim]
+    last = 60
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        arguments = (ranks, faults.free_port(), folder, victim, last)
+        with faults.Ring(ranks, train_with_survivors, *arguments) as ring:
+            ring.wait("ready", list(range(ranks)), 60)
+            time.sleep(choose.uniform(0, 0.3))
+            begin = time.monotonic()
+            getattr(ring, fault.removesuffix("_training"))(victim)
+            ring.wait("result", survivors, 90)
+            said, results = (
+                [ring.ranks[rank].last(what) for rank in survivors]
+                for what in ("detected", "result")
+            )
+            return judge(said_with_seconds(said, begin), ranks - 1, results, ring)
+
+
 def checkpoint_fault(fault: str, ranks: int, choose: random.Random) -> Outcome:
     everybody = list(range(ranks))
     victim = choose.randrange(ranks)
@@ -399,6 +456,8 @@ FAULTS: dict[str, tuple[str, Callable[[str, int, random.Random], Outcome], int]]
     "kill": ("a rank is killed", lose, 20),
     "stop": ("a rank is stopped", lose, 3),
     "cut": ("a rank's connections are cut", lose, 6),
+    "kill_training": ("killed, survivors resume", lose_and_resume, 6),
+    "stop_training": ("stopped, survivors resume", lose_and_resume, 2),
     "slow": ("slow links", undisturbed, 4),
     "stranger": ("strangers at all ports", undisturbed, 4),
     "junk": ("junk bytes at all ports", undisturbed, 4),

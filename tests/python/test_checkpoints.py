@@ -329,7 +329,7 @@ def test_states_that_cannot_be_saved(state: dict, words: str, tmp_path: pathlib.
 
 
 def test_arguments(tmp_path: pathlib.Path) -> None:
-    for bad in ({"checkpoint_interval": 0}, {"keep": 1}, {"keep": 2.5}, {"max_failures": -1}):
+    for bad in ({"checkpoint_interval": 0}, {"keep": 1}, {"keep": 2.5}, {"max_failures": -1}, {"timeout": 0}):
         with pytest.raises(annulus.ConfigError, match=next(iter(bad))):
             at.Checkpoints(tmp_path, **bad)
     (tmp_path / "file").write_text("")

@@ -113,6 +113,9 @@ class Writer(HuggingFaceStorageWriter):
         self._random_digests = random_digests
         self._failure = failure  # of this rank, before it came here
         self.committed: files.Found | None = None
+        self.given_up = (
+            False  # then it may come to its end whenever it likes, but not become a checkpoint
+        )
 
     @_as_text
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -152,4 +155,6 @@ class Writer(HuggingFaceStorageWriter):
                     f"rank 0 does not see {name} as rank {rank} wrote it: do all ranks share the folder?"
                 )
         files.write_manifest(partial, content)
+        if self.given_up:
+            raise TimeoutError("a rank did not answer in time")
         self.committed = files.commit(partial, content["step"])

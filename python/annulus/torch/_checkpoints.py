@@ -81,7 +81,7 @@ class Resumed:
 class _Ranks:
     """Those who write together. They talk over connections of their own: training has its own collectives."""
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None):
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
         if not dist.is_available() or not dist.is_initialized():
@@ -94,11 +94,12 @@ class _Ranks:
         self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
         if self.size > 1:
             try:
-                self.group = self._connect(parent)
+                limit = timeout_of(parent) if timeout is None else timeout
+                self.group = self._connect(parent, datetime.timedelta(seconds=limit))
             except RuntimeError as error:
                 raise TransportError(f"Checkpoints: the ranks do not meet: {error}") from error
 
-    def _connect(self, parent: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _connect(self, parent: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
         # Not dist.new_group: that takes all processes of the job, or else gives a group that is made again a name it had
         # before, under which the store has the old addresses.
         name = [f"annulus_{uuid.uuid4().hex}"]
@@ -107,7 +108,7 @@ class _Ranks:
         c10d = dist.distributed_c10d
         group, _ = c10d._new_process_group_helper(
             *(self.size, self.rank, ranks, "gloo", c10d._world.pg_map[parent][1], name[0]),
-            timeout=datetime.timedelta(seconds=timeout_of(parent)),
+            timeout=timeout,
         )
         c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         return group
@@ -170,6 +171,8 @@ class Checkpoints:
             unfinished ones never are.
         auto_resume: False: start at the beginning. The folder must then be free of checkpoints.
         max_failures: how many checkpoints in a row may fail before :meth:`step` raises.
+        timeout: seconds that a rank may keep the others waiting, so longer than it takes to write a checkpoint; None:
+            that of the group.
         group: the ranks; None: all of them, or this process alone without ``torch.distributed``.
 
     Raises:
@@ -184,6 +187,7 @@ class Checkpoints:
         keep: int = 2,
         auto_resume: bool = True,
         max_failures: int = 3,
+        timeout: float | None = None,
         group: dist.ProcessGroup | None = None,
     ):
         if importlib.util.find_spec("safetensors") is None:
@@ -195,11 +199,14 @@ class Checkpoints:
         from annulus.torch import _checkpoint_state, _checkpoint_writer
 
         self._state, self._writer = _checkpoint_state, _checkpoint_writer
-        self._ranks = _Ranks(group)
+        if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < 1e9):
+            raise ConfigError(f"Checkpoints: timeout is {timeout!r}: seconds, or None")
+        self._ranks = _Ranks(group, timeout)
         self._interval, self._keep = checkpoint_interval, keep
         self._auto_resume, self._max_failures = auto_resume, max_failures
         self._lock: files.Lock | None = None
         self._pending: concurrent.futures.Future | None = None
+        self._writing: Writer | None = None
         self._failures = self._failures_in_a_row = 0
         self._whole: list[files.Found] = []  # that were written or read here
         self._left_alone: set[str] = set()
@@ -321,12 +328,13 @@ class Checkpoints:
             if self._pending is not None:
                 self._pending.result(_GRACE)
         except concurrent.futures.TimeoutError:
-            # Nothing ends a collective of Gloo. Its thread, the folder's lock and the connections end with the process.
+            # Nothing ends a collective of Gloo. Its thread and its connections end with the process.
             self._say(
                 logging.ERROR, "gave up waiting for the last checkpoint: a rank does not answer"
             )
+            self._writing.given_up = True
             _unfinished.discard(self._pending)
-            self._pending, self._lock, self._ranks.group = None, None, None
+            self._pending, self._ranks.group = None, None
         self._finish()
 
     def _release(self) -> None:
@@ -359,7 +367,7 @@ class Checkpoints:
             failure, tensors = error, {}
         partial = self._folder / f"{files.name_of(step)}.{self._job}{files.PARTIAL}"
         content = {"step": step, "torch": torch.__version__, "state": plain}
-        writer = self._writer.Writer(partial, content, random_digests, failure)
+        writer = self._writing = self._writer.Writer(partial, content, random_digests, failure)
         self._pending = _in_background(self._write, step, tensors, writer)
         if isinstance(failure, ConfigError):
             raise failure

@@ -114,7 +114,9 @@ def test_resumed_on_another_number_of_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda how: how.name
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_ranks_at_any_steps(
     seed: int, how: signal.Signals, undisturbed: tuple[pathlib.Path, str], tmp_path: pathlib.Path

@@ -358,7 +358,7 @@ def train_with_survivors(
     while True:
         training = Training()
         try:
-            with at.Checkpoints(folder, 1, timeout=8.0, group=group) as checkpoints:
+            with at.Checkpoints(folder, 1, timeout=2.0, group=group) as checkpoints:
                 first = checkpoints.resume(training.state).step + 1
 
                 def after(step: int) -> None:

@@ -171,8 +171,8 @@ class Checkpoints:
             unfinished ones never are.
         auto_resume: False: start at the beginning. The folder must then be free of checkpoints.
         max_failures: how many checkpoints in a row may fail before :meth:`step` raises.
-        timeout: seconds that a rank may keep the others waiting, so longer than it takes to write a checkpoint; None:
-            that of the group.
+        timeout: seconds that a rank may keep the others waiting: longer than it takes to write a checkpoint, and shorter
+            than ``ring_attention`` waits, where a rank that still waits here would seem lost; None: that of the group.
         group: the ranks; None: all of them, or this process alone without ``torch.distributed``.
 
     Raises:

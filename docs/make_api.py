@@ -45,7 +45,6 @@ GROUPS = {
             "RingMultiheadDilatedAttention",
         ],
         "annulus.torch: tokens and ranks": ["shard", "unshard", "reshard", "positions"],
-        "annulus.torch: tokens and ranks": ["shard", "unshard", "positions"],
         "annulus.torch: checkpoints": ["Checkpoints", "Resumed", "CheckpointError"],
         "annulus.torch: runtime": [
             "get_memory_info",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import dataclasses
-import datetime
 import hashlib
 import importlib.util
 import logging
@@ -21,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from annulus import ConfigError, Error, TransportError
+from annulus import ConfigError, TransportError
 from annulus.torch import _checkpoint_files as files
-from annulus.torch._transport import timeout_of
+from annulus.torch._checkpoint_ranks import CheckpointError, Ranks
 
 if TYPE_CHECKING:
     from annulus.torch._checkpoint_writer import Writer
@@ -56,10 +55,6 @@ def _in_background(function: Callable, *arguments: object) -> concurrent.futures
     return future
 
 
-class CheckpointError(Error):
-    """A checkpoint could not be written or read. Those from before are as they were."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     """What :meth:`Checkpoints.resume` has found.
@@ -76,69 +71,6 @@ class Resumed:
     folder: str | None
     passed_over: tuple[tuple[str, str], ...]
     random_anew: tuple[str, ...]
-
-
-class _Ranks:
-    """Those who write together. They talk over connections of their own: training has its own collectives."""
-
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None):
-        self.group: dist.ProcessGroup | None = None
-        self.rank, self.size = 0, 1
-        if not dist.is_available() or not dist.is_initialized():
-            if group is not None:
-                raise ConfigError("Checkpoints: torch.distributed is not initialised")
-            return
-        parent = dist.group.WORLD if group is None else group
-        if parent is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ConfigError("Checkpoints: this process is not in the group")
-        self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
-        if self.size > 1:
-            try:
-                limit = timeout_of(parent) if timeout is None else timeout
-                self.group = self._connect(parent, datetime.timedelta(seconds=limit))
-            except RuntimeError as error:
-                raise TransportError(f"Checkpoints: the ranks do not meet: {error}") from error
-
-    def _connect(self, parent: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
-        # Not dist.new_group: that takes all processes of the job, or else gives a group that is made again a name it had
-        # before, under which the store has the old addresses.
-        name = [f"annulus_{uuid.uuid4().hex}"]
-        ranks = dist.get_process_group_ranks(parent)
-        dist.broadcast_object_list(name, src=ranks[0], group=parent)
-        c10d = dist.distributed_c10d
-        group, _ = c10d._new_process_group_helper(
-            *(self.size, self.rank, ranks, "gloo", c10d._world.pg_map[parent][1], name[0]),
-            timeout=timeout,
-        )
-        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-        return group
-
-    def gather(self, mine: object) -> list:
-        """Everybody's, by rank."""
-        if self.group is None:
-            return [mine]
-        everybodys: list = [None] * self.size
-        try:
-            dist.all_gather_object(everybodys, mine, group=self.group)
-        except RuntimeError as error:
-            raise TransportError(f"Checkpoints: a rank is lost: {error}") from error
-        return everybodys
-
-    def agree(self, error: Exception | None) -> None:
-        """An error of one rank is everybody's, and of the same kind."""
-        kinds = {ConfigError: "config", CheckpointError: "checkpoint"}
-        told = self.gather(None if error is None else (kinds.get(type(error), ""), str(error)))
-        if error is not None:
-            raise error
-        for rank, text in enumerate(told):
-            if text is not None:
-                kind = ConfigError if text[0] == "config" else CheckpointError
-                raise kind(f"[rank {self.rank}/{self.size}] rank {rank}: {text[1]}")
-
-    def close(self) -> None:
-        group, self.group = self.group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
 
 
 class Checkpoints:
@@ -201,7 +133,7 @@ class Checkpoints:
         self._state, self._writer = _checkpoint_state, _checkpoint_writer
         if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < 1e9):
             raise ConfigError(f"Checkpoints: timeout is {timeout!r}: seconds, or None")
-        self._ranks = _Ranks(group, timeout)
+        self._ranks = Ranks(group, timeout)
         self._interval, self._keep = checkpoint_interval, keep
         self._auto_resume, self._max_failures = auto_resume, max_failures
         self._lock: files.Lock | None = None

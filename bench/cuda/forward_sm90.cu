@@ -127,6 +127,7 @@ extern "C" const char* forward(const std::int64_t* call, double scale, double ou
   traits.query_stride = static_cast<std::int32_t>(in.number());
   traits.key_stride = static_cast<std::int32_t>(in.number());
   const auto stream = in.pointer<CUstream_st>();
+  p.later = in.pointer<const std::uint32_t>();
   if (!forward_sm90_fits(p.shape)) return "does not fit";
   const cudaError_t error = launch_forward_sm90(p, traits, stream);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

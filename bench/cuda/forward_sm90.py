@@ -217,6 +217,34 @@ def longnet_launches(pattern, n, heads, kv_heads, batch, kind, causal, share, ti
     return launches
 
 
+def later_words(launches, shape):
+    """[launch][item]: bit i % 32 says of the item's row i whether a launch after this one has it. shape: [B, N, H].
+    Lists of queries are single runs. None: items are not so even."""
+    seen = np.zeros(shape, bool)
+    words = []
+    for launch in reversed(launches):
+        items = launch.items[launch.items["rows"] > 0]
+        groups = launch.groups[items["group"]]
+        assert (groups["q_runs"] == 1).all()
+        run = launch.runs[groups["q_begin"]]
+        row = np.arange(TILE)[None, :]
+        there = row < items["rows"][:, None]
+        token = run["first"][:, None] + (items["begin"][:, None] + np.minimum(row, items["rows"][:, None] - 1)) * run["stride"][:, None]
+        where = items["batch"][:, None], token, launch.members["head"][items["member"]][:, None]
+        later = seen[where]
+        bits = np.zeros((len(items), 32), bool)
+        for i in range(TILE // 32):
+            bits |= later[:, 32 * i:32 * i + 32] & there[:, 32 * i:32 * i + 32]
+        if ((np.tile(bits, TILE // 32) != later) & there).any():
+            return None
+        word = (bits.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)
+        out = np.zeros(len(launch.items), np.uint32)
+        out[launch.items["rows"] > 0] = word
+        seen[where] = True
+        words.insert(0, out)
+    return words
+
+
 # ---- running ------------------------------------------------------------------------------------
 
 def sms():
@@ -227,14 +255,14 @@ def sms():
 class Problem:
     """Tensors of one attention, and its launches. q: [B, N, H, D] views of any layout."""
 
-    def __init__(self, q, k, v, launches, parcels=None, factor=1.0, final=True, scale=None):
+    def __init__(self, q, k, v, launches, parcels=None, factor=1.0, final=True, scale=None, finest_first=False):
         import torch
         self.torch = torch
         self.q, self.k, self.v = q, k, v
         self.batch, self.n, self.heads, self.dim = q.shape
         self.scale = scale or 1 / math.sqrt(self.dim)
         self.factor, self.final = factor, final
-        self.launches = launches
+        self.launches = launches = launches[::-1] if finest_first else launches
         blocks = sms()
         for launch in launches:
             if launch.device is None:
@@ -247,6 +275,11 @@ class Problem:
         if parcels:
             table = np.array([(p.data_ptr(), p.shape[3], p.shape[1]) for p in parcels], SOURCE)
             self.sources = torch.from_numpy(table.view(np.uint8).copy()).cuda()
+        self.later = None
+        if finest_first:
+            words = later_words(launches, (self.batch, self.n, self.heads))
+            assert words is not None
+            self.later = [torch.from_numpy(w.view(np.int32)).cuda() for w in words]
         self.calls = [self.call(i) for i in range(len(launches))]
 
     def rows(self, x, lse=False):
@@ -262,7 +295,7 @@ class Problem:
     def call(self, i):
         torch = self.torch
         launch = self.launches[i]
-        last = self.final and i == len(self.launches) - 1
+        last = self.final and (i == len(self.launches) - 1 or self.later is not None)
         dtype = {torch.bfloat16: 1, torch.float16: 2}[self.q.dtype]
         numbers = [dtype, self.dim, self.batch, self.n, self.k.shape[1], self.heads, self.k.shape[2]]
         numbers += [t.data_ptr() for t in launch.device] + [0, len(launch.items)]
@@ -270,7 +303,7 @@ class Problem:
         numbers += self.rows(self.lse) + self.rows(self.state)
         numbers += self.rows(self.out if last else self.state)
         numbers += [dtype if last else 0, int(last), int(i > 0)] + launch.found
-        numbers += [torch.cuda.current_stream().cuda_stream]
+        numbers += [torch.cuda.current_stream().cuda_stream, self.later[i].data_ptr() if self.later else 0]
         return (ctypes.c_int64 * len(numbers))(*numbers), self.factor if last else 1.0
 
     def run(self):
@@ -413,7 +446,7 @@ def tensors(batch, n, heads, kv_heads, dim, dtype="bf16", seed=0, layout="bnhd",
 
 def check_pattern(name, pattern, n, heads=4, kv_heads=4, batch=1, dim=128, dtype="bf16", kind="blocked",
                   causal=False, share=False, layout="bnhd", sick=False, tile=TILE, factor=1.0, final=True,
-                  gain=1.0, want_weights=None):
+                  gain=1.0, want_weights=None, finest_first=False):
     import torch
     q, k, v = tensors(batch, n, heads, kv_heads, dim, dtype, len(name), layout, gain=gain)
     if sick and causal:  # a future value must not be seen
@@ -421,7 +454,7 @@ def check_pattern(name, pattern, n, heads=4, kv_heads=4, batch=1, dim=128, dtype
             v[:, t] = math.nan
         k[:, n - 9] = math.nan
     launches = longnet_launches(pattern, n, heads, kv_heads, batch, kind, causal, share, tile)
-    problem = Problem(q, k, v, launches, factor=factor, final=final)
+    problem = Problem(q, k, v, launches, factor=factor, final=final, finest_first=finest_first)
     if want_weights is not None:
         found = max(l.found[1] for l in launches)
         if found != want_weights:
@@ -507,6 +540,10 @@ def checks():
                     causal=causal, share=True, tile=1, want_weights=2)
             pattern("weights", f"shared windows of 40 {tag}", [(160, 1), (640, 4)], 1920, heads=4, dim=dim, causal=causal,
                     share=True, tile=1, want_weights=1)
+            pattern("basic", f"finest first {tag}", SMALL, 4096, heads=8, kv_heads=8, dim=dim, causal=causal, factor=0.5,
+                    finest_first=True)
+            pattern("weights", f"shared finest first {tag}", NEAR, 4096, heads=8, kv_heads=4, dim=dim, causal=causal,
+                    share=True, kind="interleaved", finest_first=True)
             pattern("weights", f"shared fp16 {tag}", NEAR, 2048, heads=4, dim=dim, causal=causal, share=True, dtype="fp16")
     pattern("basic", "one row", [(1, 1)], 1, heads=1, kv_heads=1)
     pattern("basic", "129 rows causal", [(129, 1)], 129, causal=True)

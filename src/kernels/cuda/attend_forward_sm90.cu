@@ -33,12 +33,17 @@ cudaError_t launch_forward_sm90(const ForwardParams& params, const LaunchTraits&
   arguments.map_queries = map_queries(arguments.q, params.q);
   arguments.map_keys = make_key_map(arguments.k, params.k, shape, traits, sm90::kTile) &&
                        make_key_map(arguments.v, params.v, shape, traits, sm90::kTile);
+  arguments.map_state =
+      params.load_state && make_tensor_map(arguments.state,
+                                           {params.state, DType::f32, shape.head_dim, shape.heads,
+                                            shape.query_tokens, shape.batch},
+                                           traits.query_stride, sm90::kTile);
 
   const bool bf16 = shape.dtype == DType::bf16;
   const auto choose = shape.head_dim == 64
                           ? (bf16 ? sm90::forward_bf16_d64 : sm90::forward_f16_d64)
                           : (bf16 ? sm90::forward_bf16_d128 : sm90::forward_f16_d128);
-  const sm90::ForwardKernel kernel = choose(traits.causal, traits.weights);
+  const sm90::ForwardKernel kernel = choose(traits.causal, traits.weights, params.load_state);
   const int bytes = shape.head_dim == 64 ? sm90::Layout<64>::kBytes : sm90::Layout<128>::kBytes;
 
   int device = 0;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/cuda/forward_sm90_shared.cuh"
+#include "kernels/cuda/forward_sm90_state.cuh"
 
 // Which keys an item of the forward kernel on Hopper sees, and looking up the next item while this
 // one is loaded.
@@ -55,8 +56,10 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   const DeviceTables& tables = p.tables;
   const Item* item = nullptr;
   int rows = 0;
+  int number = 0;
   for (; at < p.items && rows == 0; at += gridDim.x) {
-    item = tables.items + p.first_item + at;
+    number = p.first_item + at;
+    item = tables.items + number;
     rows = __ldg(&item->rows);
   }
   plan.end = rows == 0 ? 1 : 0;
@@ -66,6 +69,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   const Member* member = tables.members + __ldg(&item->member);
   const Group* group = tables.groups + group_at;
   plan.group = group_at;
+  plan.later = p.later != nullptr ? __ldg(p.later + number) : (p.for_good ? 0U : ~0U);
   plan.batch = __ldg(&item->batch);
   plan.head = __ldg(&member->head);
   plan.kv_head = __ldg(&member->kv_head);
@@ -137,7 +141,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
 }
 
 // By a warp, for the team of queries and keys: the next item and its rows.
-template <bool kCausal, PairWeights kWeights, int kDim>
+template <bool kCausal, PairWeights kWeights, int kDim, bool kInPieces>
 __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, Plan& plan,
                                             Slot& slot, std::uint32_t known, int lane) {
   const ForwardParams& p = a.params;
@@ -187,6 +191,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
         lse[i] = __ldcg(reinterpret_cast<const float*>(lses + token[i] * p.lse.row_step));
     }
   }
+  bool any = false;            // row has a state
   std::uint32_t periodic = 0;  // by place modulo 16
   if constexpr (kWeights == PairWeights::periodic) {
     periodic = repeats_with(tables, group, lane & 15);
@@ -198,13 +203,26 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
     slot.token[r] = token[i];
     slot.index[r] = index[i];
     slot.old_lse[r] = lse[i];
+    any = any || lse[i] != -INFINITY;
     if constexpr (kWeights == PairWeights::periodic) {
       slot.repeats[r] = static_cast<std::uint8_t>(__shfl_sync(~0U, periodic, index[i] & 15));
     } else if constexpr (kWeights == PairWeights::general) {
       slot.repeats[r] = static_cast<std::uint8_t>(repeats_with(tables, group, index[i]));
     }
   }
+  bool prefetch = p.load_state;
+  if constexpr (kInPieces) {
+    any = __any_sync(~0U, any);
+    const bool by_pieces = any && state_by_pieces<kDim>(a, plan);
+    prefetch = any && !by_pieces;
+    if (lane == 0) {
+      slot.has_state = prefetch ? 1 : 0;
+      slot.pieces = by_pieces ? kPieces<kDim> : 0;
+      slot.every_tile = by_pieces && piece_every_tile<kDim>(plan) ? 1 : 0;
+    }
+  }
   if (lane == 0) {
+    slot.later = plan.later;
     slot.out = p.out.base + batch * p.out.batch_step + head * p.out.head_step;
     slot.state = state;
     slot.lse = lses;
@@ -212,7 +230,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   __syncwarp();
   if (lane == 0) barrier_arrive(known);
   // Consumers will read the state as they take up the item.
-  if (p.load_state) {
+  if (prefetch) {
     for (int r = lane; r < kTile; r += 32) {
       if (slot.old_lse[r] != -INFINITY)
         prefetch_to_l2(state + slot.token[r] * p.state.row_step, kDim * 4);

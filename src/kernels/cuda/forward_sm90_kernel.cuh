@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/forward_sm90_columns.cuh"
 #include "kernels/cuda/forward_sm90_load.cuh"
 #include "kernels/cuda/sm90_instructions.h"
 
@@ -17,28 +18,13 @@
 //
 // Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
 // before, also from one item to the next; a row's running state is where its sums start: maximum
-// L / scale, sum 1, O. The state's O is read straight into registers: brought through shared
-// memory, among the tiles of V, LongNet took 0.916 of cuDNN's time instead of 0.866.
+// L / scale, sum 1, O. The state's O is read straight into registers, or added later, piece by
+// piece (forward_sm90_state.cuh).
 namespace annulus::cuda::sm90 {
 
-// Transposes 4 x 4 values over the 4 lanes that share a row.
-__device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int lane) {
-  const auto swap = [](std::uint32_t& a, std::uint32_t& b, bool first, int distance) {
-    const std::uint32_t other = __shfl_xor_sync(~0U, first ? a : b, distance);
-    a = first ? other : a;
-    b = first ? b : other;
-  };
-  const bool odd = (lane & 1) != 0;
-  const bool upper = (lane & 2) != 0;
-  swap(x[0], x[1], odd, 1);
-  swap(x[2], x[3], odd, 1);
-  swap(x[0], x[2], upper, 2);
-  swap(x[1], x[3], upper, 2);
-}
-
-template <typename T, int kDim, bool kCausal, PairWeights kWeights>
+template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
-                                        typename Layout<kDim>::Control& control, int group) {
+                                        typename Layout<kDim>::Control& control) {
   using L = Layout<kDim>;
   // The next item's second S is issued before the last item's rows are written: worth 2 % at head
   // dim 64; at 128 it gained nothing, and causal launches became slower.
@@ -46,13 +32,19 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // Otherwise the registers of S are free while rows are written, and take the next item's state.
   constexpr bool kEarlyState = !kEarlyScores;
   // P V is waited for after the softmax, not before it: gains in these kernels only.
-  constexpr bool kWaitLate = kDim == 128 && (kCausal || kWeights != PairWeights::none);
+  constexpr bool kWaitLate = kCausal || (kDim == 128 && kWeights != PairWeights::none);
   const ForwardParams& p = a.params;
-  const int lane = threadIdx.x & 31;
-  const int warp = (threadIdx.x >> 5) & 3;
-  const int c = lane & 3;
-  // Rows `row` and row + 8 are this thread's; of 8 columns, 2c and 2c + 1.
-  const int row = group * 64 + warp * 16 + (lane >> 2);
+  // Rows `row` and row + 8 are this thread's; of 8 columns, 2c and 2c + 1. Where something is done
+  // once an item it asks anew: the compiler would keep what follows from it in local memory, and
+  // tensor cores would wait until it is back.
+  struct Place {
+    int lane, c, row;
+  };
+  const auto place = [] {
+    const auto thread = static_cast<int>(thread_anew());
+    return Place{thread & 31, thread & 3, (thread >> 5) * 16 + ((thread >> 2) & 7)};
+  };
+  const bool first_lane = (threadIdx.x & 31) == 0;
   const float scale_log2 = a.scale_log2;
 
   float o[kDim / 2];
@@ -68,6 +60,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   int key_parity = 0;
   int value_stage = 0;
   int value_parity = 0;
+  int pieces_left = 0;  // of the state, to come
+  int state_parity = 0;
 
   const auto pin_operands = [&] {
     pin(o);
@@ -103,20 +97,26 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   const auto release_keys = [&] {
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&control.keys_empty[0]) + 8 * key_stage);
+    if (first_lane) barrier_arrive(shared_address(&control.keys_empty[0]) + 8 * key_stage);
     if (++key_stage == L::kKeyStages) {
       key_stage = 0;
       key_parity ^= 1;
     }
   };
-  // Rows that see a key whose value is not finite get NaN; P of that tile is still there.
-  const auto release_values = [&] {
+  // Rows that see a key whose value is not finite get NaN, by way of what multiplies them next; P
+  // of that tile is still there. This and the mask are hardly ever run, but stand in the loop: they
+  // are kept small for the instruction cache.
+  const auto release_values = [&](float& factor0, float& factor1) {
     if constexpr (kCausal) {
-      const ValueStage& stage = control.values[value_stage];
       if (sick != 0) {
+        const auto [lane, c, row] = place();
+        const ValueStage& stage = control.values[value_stage];
+        std::uint32_t found[kTile / 16][4];
+#pragma unroll
+        for (int i = 0; i < kTile / 4; ++i) found[i / 4][i % 4] = weights[i / 4][i % 4];
         bool seen0 = false;
         bool seen1 = false;
-#pragma unroll
+#pragma unroll 1
         for (int k = 0; k < kTile / 16; ++k) {
           const std::uint32_t keys = stage.keys[k / 2] >> (16 * (k % 2) + 2 * c);
 #pragma unroll
@@ -124,22 +124,17 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
             const std::uint32_t pair = keys >> (8 * half);
             const std::uint32_t with =
                 ((pair & 1U) != 0 ? 0xFFFFU : 0U) | ((pair & 2U) != 0 ? 0xFFFF0000U : 0U);
-            seen0 = seen0 || (weights[k][2 * half] & with) != 0;
-            seen1 = seen1 || (weights[k][2 * half + 1] & with) != 0;
+            seen0 = seen0 || (found[k][2 * half] & with) != 0;
+            seen1 = seen1 || (found[k][2 * half + 1] & with) != 0;
           }
         }
         const std::uint32_t quad = 0xFU << (lane & 28);
-        seen0 = (__ballot_sync(~0U, seen0) & quad) != 0;
-        seen1 = (__ballot_sync(~0U, seen1) & quad) != 0;
-#pragma unroll
-        for (int j = 0; j < kDim / 8; ++j) {
-          if (seen0) o[4 * j] = o[4 * j + 1] = NAN;
-          if (seen1) o[4 * j + 2] = o[4 * j + 3] = NAN;
-        }
+        if ((__ballot_sync(~0U, seen0) & quad) != 0) factor0 = NAN;
+        if ((__ballot_sync(~0U, seen1) & quad) != 0) factor1 = NAN;
       }
       __syncwarp();
     }
-    if (lane == 0) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
+    if (first_lane) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
     if (++value_stage == L::kValueStages) {
       value_stage = 0;
       value_parity ^= 1;
@@ -147,27 +142,30 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   // Q into registers: its place in shared memory is free then.
   const auto take_queries = [&] {
-    const int r = group * 64 + warp * 16 + (lane & 15);
+    const std::uint32_t thread = thread_anew();
+    const std::uint32_t from =
+        tiles + swizzled(static_cast<int>((thread >> 5) * 16 + (thread & 15)), (thread >> 4) & 1);
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      load_matrices(tiles + (k / 4) * kBlockBytes + swizzled(r, 2 * (k % 4) + (lane >> 4)), q[k][0],
-                    q[k][1], q[k][2], q[k][3]);
+      load_matrices((from ^ (32 * (k % 4))) + (k / 4) * kBlockBytes, q[k][0], q[k][1], q[k][2],
+                    q[k][3]);
     }
     pin(q);
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&control.queries_empty));
+    if (first_lane) barrier_arrive(shared_address(&control.queries_empty));
   };
-  const auto scale_output = [&] {
+  const auto scale_output = [&](float factor0, float factor1) {
 #pragma unroll
     for (int j = 0; j < kDim / 8; ++j) {
-      o[4 * j] *= keep0;
-      o[4 * j + 1] *= keep0;
-      o[4 * j + 2] *= keep1;
-      o[4 * j + 3] *= keep1;
+      o[4 * j] *= factor0;
+      o[4 * j + 1] *= factor0;
+      o[4 * j + 2] *= factor1;
+      o[4 * j + 3] *= factor1;
     }
   };
   // Where the sums of a row start.
   const auto take_state = [&](const Slot& slot) {
+    const auto [lane, c, row] = place();
     if constexpr (kWeights == PairWeights::periodic) {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -181,8 +179,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     max1 = lse1 * a.inverse_scale;
     sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
     sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
+    if constexpr (kInPieces) pieces_left = slot.pieces;
   };
   const auto read_state = [&](const Slot& slot, auto& to) {
+    const auto [lane, c, row] = place();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool has = slot.old_lse[row + 8 * half] != -INFINITY;
@@ -201,20 +201,23 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0F;
   };
+  const auto has_state = [&](const Slot& slot) {
+    return kInPieces ? slot.has_state != 0 : p.load_state;
+  };
   const auto take_output = [&](const Slot& slot) {
-    if (p.load_state) {
+    if (has_state(slot)) {
       read_state(slot, o);
-      scale_output();
+      scale_output(keep0, keep1);
     } else {
       clear_output();
     }
   };
   // kEarlyState: the same in two parts.
   const auto ask_for_output = [&](const Slot& slot) {
-    if (p.load_state) read_state(slot, s);
+    if (has_state(slot)) read_state(slot, s);
   };
-  const auto take_asked = [&] {
-    if (p.load_state) {
+  const auto take_asked = [&](const Slot& slot) {
+    if (has_state(slot)) {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
         o[4 * j] = s[4 * j] * keep0;
@@ -226,40 +229,84 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       clear_output();
     }
   };
+  // A piece of the old O, weighed as the sums are by now.
+  const auto add_piece = [&](const Slot& slot) {
+    const auto [lane, c, row] = place();
+    --pieces_left;
+    barrier_wait(shared_address(&control.state_full), state_parity);
+    state_parity ^= 1;
+    const float lse0 = slot.old_lse[row];
+    const float lse1 = slot.old_lse[row + 8];
+    // O of rows that have attended to nothing was never written. No branches: they would take what
+    // is the same in a warp out of its registers.
+    const bool has0 = lse0 != -INFINITY;
+    const bool has1 = lse1 != -INFINITY;
+    const float old0 = exp2_approx(fmaf(lse0 * a.inverse_scale, scale_log2, -max0 * scale_log2));
+    const float old1 = exp2_approx(fmaf(lse1 * a.inverse_scale, scale_log2, -max1 * scale_log2));
+    const float weight0 = has0 ? old0 : 0.0F;
+    const float weight1 = has1 ? old1 : 0.0F;
+    const std::uint32_t from = tiles + L::kState + swizzled(row, c >> 1) + 8 * (c & 1);
+#pragma unroll
+    for (int piece = 0; piece < kPieces<kDim>; ++piece) {
+      if (pieces_left == piece) {
+#pragma unroll
+        for (int j = 0; j < kPieceColumns / 8; ++j) {
+          float x[4];
+          load_pair(from ^ (32 * j), x[0], x[1]);
+          load_pair((from ^ (32 * j)) + 8 * 128, x[2], x[3]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& sum = o[piece * (kPieceColumns / 2) + 4 * j + e];
+            sum = fmaf((e < 2 ? has0 : has1) ? x[e] : 0.0F, e < 2 ? weight0 : weight1, sum);
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared_address(&control.state_empty));
+  };
   // Scores of keys that are not seen become -inf. Returns whether this was the item's last tile.
   const auto mask = [&](const Slot& slot) {
     const KeyStage& stage = control.keys[key_stage];
     const int flags = key_flags;
     if ((flags & kMasked) != 0) {
-      const int index0 = kCausal ? slot.index[row] : 0;
-      const int index1 = kCausal ? slot.index[row + 8] : 0;
-      if (kCausal && (flags & kTable) != 0) {
+      const auto [lane, c, row] = place();
+      if constexpr (kCausal) {
+        const int index0 = slot.index[row];
+        const int index1 = slot.index[row + 8];
+        std::uint32_t seen0 = 0;  // bit 2j + e: column 8j + 2c + e
+        std::uint32_t seen1 = 0;
+        if ((flags & kTable) != 0) {
+#pragma unroll 1
+          for (int j = kTile / 8 - 1; j >= 0; --j) {
+            const int2 key = *reinterpret_cast<const int2*>(&stage.index[8 * j + 2 * c]);
+            seen0 = 4 * seen0 + (key.x <= index0 ? 1U : 0U) + (key.y <= index0 ? 2U : 0U);
+            seen1 = 4 * seen1 + (key.x <= index1 ? 1U : 0U) + (key.y <= index1 ? 2U : 0U);
+          }
+        } else {
+          int end0 = stage.rows;
+          int end1 = end0;
+          if ((flags & kCompare) != 0) {
+            end0 = min(end0, multiples_until(index0 - stage.first, stage.stride));
+            end1 = min(end1, multiples_until(index1 - stage.first, stage.stride));
+          }
+          seen0 = columns_before(end0 - 2 * c);
+          seen1 = columns_before(end1 - 2 * c);
+        }
 #pragma unroll
         for (int j = 0; j < kTile / 8; ++j) {
-          const int2 key = *reinterpret_cast<const int2*>(&stage.index[8 * j + 2 * c]);
-          if (key.x > index0) s[4 * j] = -INFINITY;
-          if (key.y > index0) s[4 * j + 1] = -INFINITY;
-          if (key.x > index1) s[4 * j + 2] = -INFINITY;
-          if (key.y > index1) s[4 * j + 3] = -INFINITY;
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            if ((seen0 & 1U << (2 * j + e)) == 0) s[4 * j + e] = -INFINITY;
+            if ((seen1 & 1U << (2 * j + e)) == 0) s[4 * j + 2 + e] = -INFINITY;
+          }
         }
       } else {
-        int end0 = stage.rows;
-        int end1 = end0;
-        if (kCausal && (flags & kCompare) != 0) {
-          const int ahead0 = index0 - stage.first;
-          const int ahead1 = index1 - stage.first;
-          const int stride = stage.stride;
-          end0 = min(end0, ahead0 < 0 ? 0 : (stride == 1 ? ahead0 : ahead0 / stride) + 1);
-          end1 = min(end1, ahead1 < 0 ? 0 : (stride == 1 ? ahead1 : ahead1 / stride) + 1);
-        }
-        end0 -= 2 * c;
-        end1 -= 2 * c;
+        const int end = stage.rows - 2 * c;
 #pragma unroll
         for (int j = 0; j < kTile / 8; ++j) {
-          if (8 * j >= end0) s[4 * j] = -INFINITY;
-          if (8 * j + 1 >= end0) s[4 * j + 1] = -INFINITY;
-          if (8 * j >= end1) s[4 * j + 2] = -INFINITY;
-          if (8 * j + 1 >= end1) s[4 * j + 3] = -INFINITY;
+          if (8 * j >= end) s[4 * j] = s[4 * j + 2] = -INFINITY;
+          if (8 * j + 1 >= end) s[4 * j + 1] = s[4 * j + 3] = -INFINITY;
         }
       }
     }
@@ -301,6 +348,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       }
     } else if constexpr (kWeights == PairWeights::general) {
       const KeyStage& stage = control.keys[key_stage];
+      const auto [lane, c, row] = place();
       const std::uint32_t repeats0 = slot.repeats[row];
       const std::uint32_t repeats1 = slot.repeats[row + 8];
 #pragma unroll
@@ -353,12 +401,17 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     softmax(slot);
     products_wait<0>();
     pin(o);
-    release_values();
+    release_values(keep0, keep1);
     round_weights();
-    scale_output();
+    scale_output(keep0, keep1);
+    if constexpr (kInPieces) {
+      if (pieces_left > 0 && (key_stage == 0 || slot.every_tile != 0)) add_piece(slot);
+    }
     return last;
   };
-  const auto write = [&](const Slot& slot, float max0, float max1, float sum0, float sum1) {
+  // What is left of a row's sums as an item ends: L, which is written, and what O is multiplied by.
+  const auto end_sums = [&](const Slot& slot, float& factor0, float& factor1) {
+    const auto [lane, c, row] = place();
     sum0 += __shfl_xor_sync(~0U, sum0, 1);
     sum1 += __shfl_xor_sync(~0U, sum1, 1);
     sum0 += __shfl_xor_sync(~0U, sum0, 2);
@@ -371,32 +424,52 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       const float lse =
           empty ? -INFINITY : fmaf(half == 0 ? max0 : max1, p.shape.scale, __logf(sum));
       if (c == 0 && token >= 0) *reinterpret_cast<float*>(slot.lse + token * p.lse.row_step) = lse;
-      std::byte* to = slot.out + token * p.out.row_step;
-      const float factor = empty ? 0.0F : p.out_factor / sum;
-      if (p.out_dtype == DType::f32) {
-        // 16 bytes a lane, after a shuffle, gained nothing.
-        if (token >= 0 && (!empty || p.for_good)) {
+      const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;
+      (half == 0 ? factor0 : factor1) = empty ? 0.0F : __fdividef(more ? 1.0F : p.out_factor, sum);
+    }
+  };
+  const auto write = [&](int slot_at, float factor0, float factor1) {
+    const Slot& slot = control.slots[slot_at];
+    const auto [lane, c, row] = place();
+    // In place, before any of it is stored: registers that are used again wait for their store. At
+    // head dim 64 that is O itself.
+    constexpr bool kInPlace = kDim == 128;
+    if constexpr (kInPlace) scale_output(factor0, factor1);
 #pragma unroll
-          for (int j = 0; j < kDim / 8; ++j) {
-            __stcg(reinterpret_cast<float2*>(to) + 4 * j + c,
-                   make_float2(o[4 * j + 2 * half] * factor, o[4 * j + 2 * half + 1] * factor));
-          }
+    for (int half = 0; half < 2; ++half) {
+      const float factor = half == 0 ? factor0 : factor1;
+      const auto scaled = [&](int i) { return kInPlace ? o[i] : o[i] * factor; };
+      const std::int64_t token = slot.token[row + 8 * half];
+      const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;  // launches for the row
+      // No branches that differ from lane to lane: they would take what is the same in a warp out
+      // of its registers.
+      if (slot.later != 0) {
+        // 16 bytes a lane, after a shuffle, gained nothing.
+        const bool store = more && token >= 0 && factor != 0.0F;  // 0: the row is empty
+        std::byte* const to = slot.state + token * p.state.row_step + 8 * c;
+#pragma unroll
+        for (int j = 0; j < kDim / 8; ++j) {
+          store_if(store, to + 32 * j, scaled(4 * j + 2 * half), scaled(4 * j + 2 * half + 1));
         }
-      } else {
+      }
+      if (slot.later != ~0U) {
+        const bool store = !more && token >= 0;
+        std::byte* const to = slot.out + token * p.out.row_step + 16 * c;
 #pragma unroll
         for (int i = 0; i < kDim / 32; ++i) {  // of 4 chunks of 8 columns each lane gets one
           std::uint32_t x[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            x[j] = pack<T>(o[4 * (4 * i + j) + 2 * half] * factor,
-                           o[4 * (4 * i + j) + 2 * half + 1] * factor);
+            x[j] =
+                pack<T>(scaled(4 * (4 * i + j) + 2 * half), scaled(4 * (4 * i + j) + 2 * half + 1));
           }
           transpose_quad(x, lane);
-          if (token >= 0)
-            __stcg(reinterpret_cast<uint4*>(to) + 4 * i + c, make_uint4(x[0], x[1], x[2], x[3]));
+          store_if(store, to + 64 * i, x);
         }
       }
     }
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared_address(&control.slots_free[0]) + 8 * slot_at);
   };
 
   const std::uint32_t queries_full = shared_address(&control.queries_full);
@@ -428,11 +501,11 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     // The next item's first scores go with this one's last values.
     barrier_wait(queries_full, query_parity);
     query_parity ^= 1;
-    const Slot& slot = control.slots[slot_at];
+    const int written = slot_at;
     slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
     const Slot& next = control.slots[slot_at];
     if (next.end != 0) {
-      slot_at = slot_at == 0 ? kSlots - 1 : slot_at - 1;
+      slot_at = written;
       break;
     }
     take_queries();
@@ -443,10 +516,9 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     wait_for_values();
     products_fence();
     issue_values();
-    const float old_max0 = max0;
-    const float old_max1 = max1;
-    const float old_sum0 = sum0;
-    const float old_sum1 = sum1;
+    float factor0;
+    float factor1;
+    end_sums(control.slots[written], factor0, factor1);
     take_state(next);
     products_wait<1>();
     pin(s);
@@ -454,7 +526,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     softmax(next);
     products_wait<0>();
     pin(o);
-    release_values();
+    release_values(factor0, factor1);
     round_weights();
     if (kEarlyScores && !last) {
       wait_for_keys();
@@ -462,7 +534,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       pin(q);
       products_fence();
       issue_scores();
-      write(slot, old_max0, old_max1, old_sum0, old_sum1);
+      write(written, factor0, factor1);
       take_output(next);
       wait_for_values();
       pin(o);
@@ -472,10 +544,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       last = finish_tile(next);
     } else if constexpr (kEarlyState) {
       ask_for_output(next);
-      write(slot, old_max0, old_max1, old_sum0, old_sum1);
-      take_asked();
+      write(written, factor0, factor1);
+      take_asked(next);
     } else {
-      write(slot, old_max0, old_max1, old_sum0, old_sum1);
+      write(written, factor0, factor1);
       take_output(next);
     }
   }
@@ -485,11 +557,15 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   issue_values();
   products_wait<0>();
   pin(o);
-  release_values();
-  write(control.slots[slot_at], max0, max1, sum0, sum1);
+  float factor0;
+  float factor1;
+  end_sums(control.slots[slot_at], factor0, factor1);
+  release_values(factor0, factor1);
+  write(slot_at, factor0, factor1);
 }
 
-template <typename T, int kDim, bool kCausal, PairWeights kWeights>
+// kInPieces: the state may come so.
+template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_forward(const __grid_constant__ ForwardArguments a) {
   using L = Layout<kDim>;
@@ -509,7 +585,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&control.queries_full), 1);
     barrier_init(shared_address(&control.queries_empty), kConsumerWarps);
     barrier_init(shared_address(&control.values_landed), 1);
-    for (int i = 0; i < kSlots; ++i) barrier_init(shared_address(&control.rows_known[i]), 1);
+    for (int i = 0; i < kSlots; ++i) {
+      barrier_init(shared_address(&control.rows_known[i]), 1);
+      barrier_init(shared_address(&control.slots_free[i]), kConsumerWarps + 2);  // both teams
+    }
+    barrier_init(shared_address(&control.state_full), 1);
+    barrier_init(shared_address(&control.state_empty), kConsumerWarps);
     barrier_init_fence();
   }
   if (threadIdx.x < 16)
@@ -517,40 +598,48 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   let_next_kernel_start();
   wait_for_previous_kernels();
+  if constexpr (kInPieces)
+    fence_global_for_async();  // bulk copies read the state that they have written
   const int group = __shfl_sync(~0U, threadIdx.x / 128, 0);
   if (group == kConsumers) {
     fewer_registers<40>();
     const int thread = threadIdx.x % 128;
     if (thread < kTeam) {
-      load_queries_and_keys<T, kDim, kCausal, kWeights>(a, tiles, control, thread);
+      load_queries_and_keys<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, thread);
     } else {
-      load_values<T, kDim, kCausal, kWeights>(a, tiles, control, thread - kTeam);
+      load_values<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, thread - kTeam);
     }
   } else {
     more_registers<232>();
-    compute<T, kDim, kCausal, kWeights>(a, tiles, control, group);
+    compute<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control);
   }
 }
 
 // One per kind of rows, each in a file of its own (forward_sm90_*.cu): they take long to compile.
 using ForwardKernel = void (*)(ForwardArguments);
-ForwardKernel forward_bf16_d64(bool causal, PairWeights weights);
-ForwardKernel forward_bf16_d128(bool causal, PairWeights weights);
-ForwardKernel forward_f16_d64(bool causal, PairWeights weights);
-ForwardKernel forward_f16_d128(bool causal, PairWeights weights);
+ForwardKernel forward_bf16_d64(bool causal, PairWeights weights, bool in_pieces);
+ForwardKernel forward_bf16_d128(bool causal, PairWeights weights, bool in_pieces);
+ForwardKernel forward_f16_d64(bool causal, PairWeights weights, bool in_pieces);
+ForwardKernel forward_f16_d128(bool causal, PairWeights weights, bool in_pieces);
+
+template <typename T, int kDim, PairWeights kWeights>
+ForwardKernel choose_forward(bool causal, bool in_pieces) {
+  if (causal) return attend_forward<T, kDim, true, kWeights, false>;
+  if constexpr (kPieces < kDim >> 0 && kWeights != PairWeights::general) {
+    if (in_pieces) return attend_forward<T, kDim, false, kWeights, true>;
+  }
+  return attend_forward<T, kDim, false, kWeights, false>;
+}
 
 template <typename T, int kDim>
-ForwardKernel choose_forward(bool causal, PairWeights weights) {
+ForwardKernel choose_forward(bool causal, PairWeights weights, bool in_pieces) {
   switch (weights) {
     case PairWeights::none:
-      return causal ? attend_forward<T, kDim, true, PairWeights::none>
-                    : attend_forward<T, kDim, false, PairWeights::none>;
+      return choose_forward<T, kDim, PairWeights::none>(causal, in_pieces);
     case PairWeights::periodic:
-      return causal ? attend_forward<T, kDim, true, PairWeights::periodic>
-                    : attend_forward<T, kDim, false, PairWeights::periodic>;
+      return choose_forward<T, kDim, PairWeights::periodic>(causal, in_pieces);
     case PairWeights::general:
-      return causal ? attend_forward<T, kDim, true, PairWeights::general>
-                    : attend_forward<T, kDim, false, PairWeights::general>;
+      return choose_forward<T, kDim, PairWeights::general>(causal, in_pieces);
   }
   return nullptr;
 }

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/forward_sm90_items.cuh"
 #include "kernels/cuda/forward_sm90_shared.cuh"
+#include "kernels/cuda/forward_sm90_state.cuh"
 
 // How rows of items and tiles come into shared memory for the forward kernel on Hopper.
 namespace annulus::cuda::sm90 {
@@ -121,8 +122,10 @@ __device__ __forceinline__ void load_bulk(std::uint32_t target, std::uint32_t ba
                   static_cast<int>(at / stride), plan.map_batch, policy);
 }
 
-// Q and K. While one thread loads an item's tiles, the other warp looks up the next item.
-template <typename T, int kDim, bool kCausal, PairWeights kWeights>
+// Q and K. One thread loads the tiles of items; the other warp looks up items, as many ahead as
+// there are slots: short items follow each other faster than they are looked up. Only items of
+// which something is gathered take both.
+template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
                                                       std::uint32_t tiles,
                                                       typename Layout<kDim>::Control& control,
@@ -137,18 +140,24 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
   int stage = 0;
   int parity = 0;
   int slot_at = 0;
+  int slot_parity = 0;
   int query_parity = 0;
   int at = blockIdx.x;
-  if (ahead) {
-    at = look_up_rows<kCausal, kWeights, kDim>(a, at, control.plans[0], control.slots[0],
-                                               shared_address(&control.rows_known[0]), thread - 32);
-  }
-  team_sync(kTeamBarrier);
   while (true) {
+    const std::uint32_t known = shared_address(&control.rows_known[0]) + 8 * slot_at;
+    const std::uint32_t free = shared_address(&control.slots_free[0]) + 8 * slot_at;
+    if (ahead) {
+      barrier_wait(free, slot_parity ^ 1);
+      at = look_up_rows<kCausal, kWeights, kDim, kInPieces>(
+          a, at, control.plans[slot_at], control.slots[slot_at], known, thread - 32);
+    } else {
+      barrier_wait(known, slot_parity);
+    }
     const Plan& plan = control.plans[slot_at];
-    slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
-    Plan& next_plan = control.plans[slot_at];
-    Slot& next_slot = control.slots[slot_at];
+    if (++slot_at == kSlots) {
+      slot_at = 0;
+      slot_parity ^= 1;
+    }
     if (thread == 0) {
       const bool bulk_copies = plan.end == 0 && plan.bulk != 0;
       barrier_wait(shared_address(&control.queries_empty), query_parity ^ 1);
@@ -162,7 +171,8 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
     }
     query_parity ^= 1;
     if (plan.end != 0) break;
-    team_sync(kTeamBarrier);  // Q of the item before has been taken: a slot is free
+    const bool together = plan.bulk == 0 || plan.plain == 0;
+    if (together) team_sync(kTeamBarrier);  // Q of the item before has been taken
     const Group& group = tables.groups[plan.group];
     if (plan.bulk == 0) {
       const Operand queries{plan.batch, plan.head, plan.unit};
@@ -275,15 +285,14 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
         tile = next;
       }
     }
-    if (ahead) {
-      at = look_up_rows<kCausal, kWeights, kDim>(
-          a, at, next_plan, next_slot, shared_address(&control.rows_known[slot_at]), thread - 32);
-    }
-    team_sync(kTeamBarrier);
+    if (together) team_sync(kTeamBarrier);
+    __syncwarp();  // nobody spins while one thread loads
+    if (thread == 0) barrier_arrive(free);
   }
 }
 
-template <typename T, int kDim, bool kCausal, PairWeights kWeights>
+// V, and pieces of the state.
+template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint32_t tiles,
                                             typename Layout<kDim>::Control& control, int thread) {
   using L = Layout<kDim>;
@@ -297,9 +306,12 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
   int landed_parity = 0;
   int slot_at = 0;
   int slot_parity = 0;
+  int state_parity = 0;
   while (true) {
     barrier_wait(shared_address(&control.rows_known[0]) + 8 * slot_at, slot_parity);
     const Plan& plan = control.plans[slot_at];
+    const Slot& slot = control.slots[slot_at];
+    const std::uint32_t free = shared_address(&control.slots_free[0]) + 8 * slot_at;
     if (plan.end != 0) break;
     if (++slot_at == kSlots) {
       slot_at = 0;
@@ -363,6 +375,7 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
           t = plan.tiles[1] - 1;
         }
       }
+      if (kInPieces && thread == 32) load_state<kDim>(a, tiles, control, plan, slot, state_parity);
       advance(stage, parity, left, L::kValueStages);
     } else {
       const Group& group = tables.groups[plan.group];
@@ -409,6 +422,7 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       }
     }
     team_sync(kTeamBarrier);
+    if (thread == 0) barrier_arrive(free);
   }
 }
 

@@ -17,18 +17,20 @@ inline constexpr int kConsumerWarps = 4 * kConsumers;
 inline constexpr int kThreads = 128 * (kConsumers + 1);
 inline constexpr int kTeam = 64;                 // threads that load together
 inline constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
-inline constexpr int kSlots = 5;  // items whose rows are known: one is looked up ahead of the one
-                                  // that is announced, the last one's are still written when the
-                                  // next but one is announced, and values may lag by one
+inline constexpr int kSlots = 5;  // items that are known: looked up, loaded, computed or written
+
+inline constexpr int kPieceColumns = 32;  // of a state: 128 bytes a row
+inline constexpr int kPieceBytes = kTile * 128;
 
 struct ForwardArguments {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, state;
   ForwardParams params;
   LaunchTraits traits;
   float scale_log2 = 0;  // scale / log 2
   float inverse_scale = 0;
   bool map_queries = false;  // the maps are there
   bool map_keys = false;
+  bool map_state = false;
 };
 
 // Flags of a key tile.
@@ -40,9 +42,13 @@ inline constexpr int kTable = 8;    // and indices are not evenly spaced
 // What consumers know of an item.
 struct Slot {
   std::byte* out;  // rows of its batch and head
-  const std::byte* state;
+  std::byte* state;
   std::byte* lse;
   std::int32_t end;           // there are no more items
+  std::uint32_t later;        // ForwardParams::later; all or none where that is null
+  std::int32_t has_state;     // some row has, and consumers read it
+  std::int32_t pieces;        // in which it comes otherwise
+  std::int32_t every_tile;    // brings one
   std::int32_t token[kTile];  // < 0: no such row
   std::int32_t index[kTile];
   float old_lse[kTile];
@@ -70,6 +76,7 @@ struct alignas(16) ValueStage {
 // What both teams know of an item, looked up while the one before is loaded.
 struct alignas(16) Plan {
   std::int32_t end;  // there are no more items
+  std::uint32_t later;
   std::int32_t group, batch, head, kv_head, unit, begin, rows;
   std::int32_t least, most;  // indices of queries
   std::int32_t bulk;         // queries come by bulk copies
@@ -92,7 +99,8 @@ struct Layout {
   static constexpr int kTileBytes = kTile * kDim * 2;
   static constexpr int kKeys = kTileBytes;  // queries are at 0
   static constexpr int kValues = kKeys + kKeyStages * kTileBytes;
-  static constexpr int kControl = kValues + kValueStages * kTileBytes;
+  static constexpr int kState = kValues + kValueStages * kTileBytes;
+  static constexpr int kControl = kState + (kDim == 128 ? kPieceBytes : 0);
 
   struct Control {
     std::uint64_t keys_full[kKeyStages];
@@ -101,8 +109,11 @@ struct Layout {
     std::uint64_t values_empty[kValueStages];
     std::uint64_t queries_full;
     std::uint64_t queries_empty;
-    std::uint64_t values_landed;         // to be looked through first
-    std::uint64_t rows_known[kSlots];    // plan and slot are there
+    std::uint64_t values_landed;       // to be looked through first
+    std::uint64_t rows_known[kSlots];  // plan and slot are there
+    std::uint64_t slots_free[kSlots];  // nobody needs them any more
+    std::uint64_t state_full;          // a piece is there
+    std::uint64_t state_empty;
     const std::byte* address[2][kTile];  // of rows to gather, by team
     float log2_weight[16];               // by the repeats that contain both rows
     Plan plans[kSlots];

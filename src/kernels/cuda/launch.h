@@ -57,13 +57,17 @@ struct ForwardParams {
   std::int32_t first_item = 0;
   std::int32_t items = 0;
   Channel q, k, v;
-  TensorRows lse;         // fp32, of the shard
-  TensorRows state;       // fp32 O so far
-  TensorRows out;          // where O goes: state again, or the caller's o for good
+  TensorRows lse;    // fp32, of the shard
+  TensorRows state;  // fp32 O so far
+  TensorRows out;    // where O goes: state again, or the caller's o for good
   DType out_dtype = DType::f32;
   bool for_good = false;   // nothing comes after: empty rows become zeros
   float out_factor = 1;    // 1 unless for good
   bool load_state = true;  // false: no row has attended to anything
+  // Device memory, by number of the item: bit i % 32 says of its row i whether a later launch has
+  // it as well, so that its O goes to the state, and not to `out` for good. Null: all are alike.
+  // Only families that say so (ForwardFamily) heed it.
+  const std::uint32_t* later = nullptr;
 };
 
 // How sums of dK and dV begin and end. Only families that say so (BackwardFamily) heed it; for

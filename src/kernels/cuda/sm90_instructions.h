@@ -86,6 +86,13 @@ __device__ __forceinline__ void pin(std::uint32_t (&values)[kRows][kCount]) {
   for (int i = 0; i < kRows; ++i) pin(values[i]);
 }
 
+// threadIdx.x, not taken from a register where the compiler keeps it.
+__device__ __forceinline__ std::uint32_t thread_anew() {
+  std::uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // ---- order between kinds of access --------------------------------------------------------------
 
 // Between ordinary writes to shared memory and products or bulk copies that read them: in every
@@ -201,6 +208,26 @@ __device__ __forceinline__ void copy16(std::uint32_t target, const void* source,
 }
 // Until this thread's copies have arrived.
 __device__ __forceinline__ void copy16_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void load_pair(std::uint32_t address, float& x, float& y) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
+// To global memory, past the L1 cache.
+__device__ __forceinline__ void store_if(bool store, void* to, float x, float y) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.cg.v2.f32 [%1], {%2, %3};\n}\n" ::"r"(
+          static_cast<int>(store)),
+      "l"(to), "f"(x), "f"(y)
+      : "memory");
+}
+__device__ __forceinline__ void store_if(bool store, void* to, const std::uint32_t (&x)[4]) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.cg.v4.b32 [%1], {%2, %3, %4, "
+      "%5};\n}\n" ::"r"(static_cast<int>(store)),
+      "l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
 
 // ---- matrix fragments in shared memory ----------------------------------------------------------
 

@@ -66,7 +66,7 @@ bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t st
   const std::array<cuuint32_t, 5> box = {static_cast<cuuint32_t>(128 / number_bytes), 1, 1,
                                          static_cast<cuuint32_t>(box_rows), 1};
   const std::array<cuuint32_t, 5> every = {1, 1, 1, 1, 1};
-  // Rows of fp32 are only added to, in L2: there is nothing to fetch ahead.
+  // Rows of fp32 are added to, in L2, or read once: there is nothing to fetch ahead.
   return encode(&map, map_type(mapped.dtype), 5, rows.base, extents.data(), steps.data(),
                 box.data(), every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 fp32 ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -43,6 +43,7 @@ function(annulus_cuda_sources)
   set(folder "${PROJECT_SOURCE_DIR}/src/kernels/cuda")
   if(NOT ANNULUS_HAS_CUDA)
     target_sources(annulus PRIVATE "${folder}/tables.cpp" "${folder}/chains.cpp" "${folder}/key_writers.cpp"
+                   "${folder}/query_writers.cpp"
       "${folder}/launch_traits.cpp" "${folder}/portable_tiles.cpp" "${folder}/absent.cpp")
     message(STATUS "CUDA kernels: not built")
     return()

@@ -59,6 +59,7 @@ void CompiledStage::upload(int device_index) {
   const std::size_t items = append(tables.items);
   const std::size_t chains = append(turns);
   const std::size_t earlier = append(tables.earlier);
+  const std::size_t of_queries = append(tables.later);
   memory = allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
   if (!bytes.empty()) {
     check(cudaMemcpy(memory.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
@@ -73,6 +74,7 @@ void CompiledStage::upload(int device_index) {
   if (!turns.empty()) device_turns = reinterpret_cast<const ItemTurn*>(base + chains);
   turns = {};
   if (!tables.earlier.empty()) key_sums = reinterpret_cast<const std::uint32_t*>(base + earlier);
+  if (!tables.later.empty()) later = reinterpret_cast<const std::uint32_t*>(base + of_queries);
   std::vector<Launch> launches = std::move(tables.launches);
   tables = {};
   tables.launches = std::move(launches);
@@ -105,6 +107,7 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
         compile(stage, Side::queries, families_.forward.tile, families_.forward.order));
     forward_launches_ += static_cast<int>(forward_.back().tables.launches.size());
   }
+  if (families_.forward.later) put_finest_first();
   for (const CompiledStage& stage : forward_) {
     if (stage.tables.launches.empty()) continue;
     covers_first_ = covers(stage.tables, stage.tables.launches.front(), computation_.query_rows());
@@ -115,6 +118,21 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
     covers_last_ = covers(last, last.launches.back(), computation_.query_rows());
   }
   backward_ = compile_backward(families_.backward);
+}
+
+void CudaEngine::put_finest_first() {
+  // In a ring, later stages find a state in any order.
+  if (forward_.size() != 1 || forward_launches_ < 2) return;
+  CompiledStage& stage = forward_.front();
+  if (!covers(stage.tables, stage.tables.launches.back(), computation_.query_rows())) return;
+  const auto reverse = [&] {
+    std::reverse(stage.tables.launches.begin(), stage.tables.launches.end());
+    std::reverse(stage.traits.begin(), stage.traits.end());
+    std::reverse(stage.parcels.begin(), stage.parcels.end());
+  };
+  reverse();
+  finest_first_ = find_later_launches(stage.tables, computation_);
+  if (!finest_first_) reverse();
 }
 
 CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemOrder order,
@@ -350,6 +368,13 @@ KernelShape CudaEngine::backward_shape(const BackwardCall& call) const {
   return shape(tensors);
 }
 
+bool CudaEngine::fits(const ForwardCall& call) const {
+  const TensorRows tensors[] = {call.q, call.k, call.v};
+  return families_.forward.fits(shape(tensors)) && is_aligned(call.o);
+}
+
+bool CudaEngine::ends_rows(const ForwardCall& call) const { return finest_first_ && fits(call); }
+
 void CudaEngine::begin_forward(const ForwardCall& call, Queue& queue) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
@@ -388,7 +413,9 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
     return;
   }
   // Rows that lie awkwardly go to the kernels that take any.
-  const bool fits = families_.forward.fits(params.shape) && is_aligned(call.o);
+  const bool fitting = fits(call);
+  const bool by_row = ends_rows(call);
+  params.later = by_row ? compiled.later : nullptr;
   bool first = stage == 0;
   for (std::size_t i = 0; i < compiled.tables.launches.size(); ++i) {
     const Launch& launch = compiled.tables.launches[i];
@@ -396,14 +423,15 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
     params.first_item = launch.first_item;
     params.items = launch.items;
     params.load_state = !first;
-    params.for_good = covers_last_ && static_cast<std::size_t>(stage) + 1 == forward_.size() &&
-                      i + 1 == compiled.tables.launches.size();
+    params.for_good =
+        by_row || (covers_last_ && static_cast<std::size_t>(stage) + 1 == forward_.size() &&
+                   i + 1 == compiled.tables.launches.size());
     params.out = params.for_good ? call.o : params.state;
     params.out_dtype = params.for_good ? computation_.dtype : DType::f32;
     params.out_factor =
         params.for_good ? static_cast<float>(computation_.pattern->output_scale) : 1.0F;
-    check_launch(fits ? families_.forward.run(params, compiled.traits[i], stream)
-                      : portable_forward(params, stream),
+    check_launch(fitting ? families_.forward.run(params, compiled.traits[i], stream)
+                         : portable_forward(params, stream),
                  "forward", stream);
     first = false;
   }
@@ -427,7 +455,7 @@ void CudaEngine::finish_forward(const ForwardCall& call, Queue& queue) {
     check_launch(merge_branches(params, stream), "merge_branches", stream);
     return;
   }
-  if (covers_last_) return;
+  if (covers_last_ || ends_rows(call)) return;
   FinishParams params;
   params.space = query_space();
   params.lse = call.lse;

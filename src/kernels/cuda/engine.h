@@ -10,6 +10,7 @@
 #include "kernels/cuda/families.h"
 #include "kernels/cuda/key_writers.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/query_writers.h"
 #include "kernels/cuda/row_kernels.h"
 #include "kernels/cuda/tables.h"
 
@@ -27,6 +28,7 @@ struct CompiledStage {
   DeviceTables device;
   const ItemTurn* device_turns = nullptr;  // null: not in chains
   const std::uint32_t* key_sums = nullptr;  // KeySums::earlier
+  const std::uint32_t* later = nullptr;     // ForwardParams::later
   Memory memory;
 
   void upload(int device_index);
@@ -88,6 +90,13 @@ class CudaEngine final : public Engine {
   [[nodiscard]] bool deals_dq(const BackwardStages& stages) const;
   [[nodiscard]] bool ends_keys(const BackwardStages& stages, const BackwardCall& call) const;
 
+  // Lets the finest branch come first and rows end with whichever launch has them last, where that
+  // can be: the launch with the most items then has no state to read.
+  void put_finest_first();
+  // Whether launches do so for what the caller passes.
+  [[nodiscard]] bool ends_rows(const ForwardCall& call) const;
+  [[nodiscard]] bool fits(const ForwardCall& call) const;
+
   [[nodiscard]] bool is_fp32() const { return computation_.dtype == DType::f32; }
   [[nodiscard]] RowSpace query_space() const;
   [[nodiscard]] RowSpace key_space() const;
@@ -115,6 +124,7 @@ class CudaEngine final : public Engine {
   int forward_launches_ = 0;
   bool covers_first_ = false;  // the first launch has every query row
   bool covers_last_ = false;   // the last one
+  bool finest_first_ = false;  // see put_finest_first
 
   Parcels keys_;
   Parcels queries_;

@@ -33,6 +33,7 @@ struct ForwardFamily {
   // What rows must be, for whatever the caller passes: others go to the portable kernels.
   bool (*fits)(const KernelShape&) = nullptr;
   cudaError_t (*run)(const ForwardParams&, const LaunchTraits&, cudaStream_t) = nullptr;
+  bool later = false;  // heeds ForwardParams::later
 };
 
 struct BackwardFamily {

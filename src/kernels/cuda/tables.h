@@ -81,6 +81,7 @@ struct Tables {
   std::vector<Repeat> repeats;
   std::vector<Item> items;
   std::vector<std::uint32_t> earlier;  // of items that own key rows: see KeySums; or empty
+  std::vector<std::uint32_t> later;    // of items that own query rows: see ForwardParams; or empty
   std::vector<Launch> launches;        // one after the other
 };
 

@@ -60,7 +60,8 @@ void CompiledStage::upload(int device_index) {
   const std::size_t chains = append(turns);
   const std::size_t earlier = append(tables.earlier);
   const std::size_t of_queries = append(tables.later);
-  memory = allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
+  memory =
+      allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
   if (!bytes.empty()) {
     check(cudaMemcpy(memory.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
           "copying the tables of tiles");
@@ -90,8 +91,7 @@ void CompiledStage::find_rows(const ReceivedRows& received, std::int64_t row_byt
     traits[i].keys = grid_of(received.keys, parcels[i].keys, row_bytes, row_bytes);
     if (queries_return) {
       const std::int64_t bytes = received.gradients.layout->section_bytes(0);
-      traits[i].query_gradients =
-          grid_of(received.gradients, parcels[i].queries, bytes, kMapStep);
+      traits[i].query_gradients = grid_of(received.gradients, parcels[i].queries, bytes, kMapStep);
     }
   }
 }
@@ -160,8 +160,7 @@ CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& fa
   for (const Stage& stage : stages_) {
     BackwardStage compiled{{}, {}, out.counts};
     if (stage.kind != Stage::Kind::key_gradient && family.query_tile > 0) {
-      compiled.queries =
-          compile(stage, Side::queries, family.query_tile, ItemOrder::longest_first);
+      compiled.queries = compile(stage, Side::queries, family.query_tile, ItemOrder::longest_first);
     }
     if (stage.kind != Stage::Kind::query_gradient)
       compiled.keys = compile(stage, Side::keys, family.key_tile, family.order, family.step);
@@ -268,7 +267,8 @@ CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) {
   if (parcels.layout == nullptr || parcels.base->empty()) return out;
   std::vector<Source> sources(parcels.base->size());
   std::int64_t row_bytes = 0;
-  for (int s = 0; s < parcels.layout->sections(); ++s) row_bytes += parcels.layout->section_bytes(s);
+  for (int s = 0; s < parcels.layout->sections(); ++s)
+    row_bytes += parcels.layout->section_bytes(s);
   for (std::size_t id = 0; id < sources.size(); ++id) {
     Source& source = sources[id];
     source.base = (*parcels.base)[id];
@@ -298,9 +298,7 @@ std::string CudaEngine::kernels() const {
   return forward + " forward, " + backward + " backward";
 }
 
-std::int64_t CudaEngine::state_bytes() const {
-  return accumulators_.bytes() + statistics_.bytes();
-}
+std::int64_t CudaEngine::state_bytes() const { return accumulators_.bytes() + statistics_.bytes(); }
 
 RowSpace CudaEngine::query_space() const {
   return {computation_.batch, computation_.query_tokens, computation_.heads()};
@@ -354,7 +352,8 @@ KernelShape CudaEngine::shape(std::span<const TensorRows> rows) const {
   out.dtype = computation_.dtype;
   out.head_dim = computation_.head_dim;
   out.scale = static_cast<float>(computation_.scale);
-  out.aligned = keys_.aligned && queries_.aligned && std::all_of(rows.begin(), rows.end(), is_aligned);
+  out.aligned =
+      keys_.aligned && queries_.aligned && std::all_of(rows.begin(), rows.end(), is_aligned);
   out.batch = computation_.batch;
   out.query_tokens = computation_.query_tokens;
   out.key_tokens = computation_.key_tokens;
@@ -573,9 +572,11 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
       check_launch(kernel(i), name, stream);
     }
   };
-  run(compiled.queries, [&](std::size_t) { return portable_query_gradient(params, stream); },
+  run(
+      compiled.queries, [&](std::size_t) { return portable_query_gradient(params, stream); },
       "query_gradient");
-  run(compiled.keys,
+  run(
+      compiled.keys,
       [&](std::size_t i) {
         if (last && i + 1 == compiled.keys.tables.launches.size()) {
           const auto factor = static_cast<float>(computation_.pattern->output_scale);

@@ -24,9 +24,9 @@ struct CompiledStage {
     std::vector<std::int32_t> queries, keys;
   };
   std::vector<Parcels> parcels;  // that they read
-  std::vector<ItemTurn> turns;  // of items in chains; dropped as well
+  std::vector<ItemTurn> turns;   // of items in chains; dropped as well
   DeviceTables device;
-  const ItemTurn* device_turns = nullptr;  // null: not in chains
+  const ItemTurn* device_turns = nullptr;   // null: not in chains
   const std::uint32_t* key_sums = nullptr;  // KeySums::earlier
   const std::uint32_t* later = nullptr;     // ForwardParams::later
   Memory memory;
@@ -82,8 +82,8 @@ class CudaEngine final : public Engine {
                                       int step = 0) const;
   [[nodiscard]] BackwardStages compile_backward(const BackwardFamily& family) const;
   void upload(BackwardStages& stages);
-  // Those of the chosen family or, for rows that lie too awkwardly for it, of the portable one, which
-  // are made when they are first needed.
+  // Those of the chosen family or, for rows that lie too awkwardly for it, of the portable one,
+  // which are made when they are first needed.
   [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape);
   [[nodiscard]] KernelShape backward_shape(const BackwardCall& call) const;
   // Whether the last launch writes the caller's dk and dv: where these lie as their sums do.

@@ -150,7 +150,6 @@ TEST(Cache, MemoryInfoIsTheSumOverItsExecutors) {
       EXPECT_GT(info.communication_bytes, 0);
       EXPECT_GT(info.state_bytes, 0);
       EXPECT_GE(info.workspace_bytes, info.communication_bytes + info.state_bytes);
-      EXPECT_EQ(info.device_utilization, -1.0);
       EXPECT_EQ(info.scratch_bytes, static_cast<std::int64_t>(ThreadPool::kScratchBytes) *
                                         ThreadPool::shared()->threads());
       sum.workspace_bytes += info.workspace_bytes;
@@ -164,7 +163,6 @@ TEST(Cache, MemoryInfoIsTheSumOverItsExecutors) {
     EXPECT_EQ(info.state_bytes, sum.state_bytes);
     EXPECT_EQ(info.scratch_bytes, sum.scratch_bytes) << "the pool's scratch is shared, not summed";
     EXPECT_EQ(info.cached_workspaces, 3);
-    EXPECT_EQ(info.device_utilization, -1.0);
     EXPECT_EQ(held[0]->memory_info().cached_workspaces, 0) << "only the cache counts them";
   });
 }

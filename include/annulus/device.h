@@ -25,14 +25,12 @@ class Event {
   class State {  // what a device knows of it
    public:
     virtual ~State() = default;
-    [[nodiscard]] virtual bool ready() = 0;
     virtual void wait() = 0;
   };
 
   Event() = default;
   explicit Event(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  [[nodiscard]] bool ready() const { return state_ == nullptr || state_->ready(); }
   // Blocks the calling thread. DeviceError if the work before it failed.
   void wait() const {
     if (state_ != nullptr) state_->wait();

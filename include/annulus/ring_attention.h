@@ -68,7 +68,6 @@ struct MemoryInfo {
   std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
   std::int64_t scratch_bytes = 0;        // the kernels', shared by all executors of the process
   std::int64_t cached_workspaces = 0;    // filled by RingAttentionCache, else 0
-  double device_utilization = -1.0;      // -1: unknown, which it is on every device so far
 };
 
 // What `detached` mixing needs from forward: the normalised output of every branch, of the rows

@@ -268,7 +268,6 @@ nb::dict dict_of(const MemoryInfo& info) {
   dict["state_bytes"] = info.state_bytes;
   dict["scratch_bytes"] = info.scratch_bytes;
   dict["cached_workspaces"] = info.cached_workspaces;
-  dict["device_utilization"] = info.device_utilization;
   return dict;
 }
 
@@ -437,7 +436,7 @@ called.)")
           "Bytes that this executor holds: device, complexity (in words), workspace_bytes (all), "
           "of these "
           "communication_bytes and state_bytes; scratch_bytes (the threads', shared), "
-          "cached_workspaces, device_utilization (-1: unknown).")
+          "cached_workspaces.")
       .def("__repr__", [](const Ring& self) {
         const RingOptions& options = self.core->options();
         const auto& transport = nb::cast<const Transport&>(self.transport);

@@ -367,6 +367,8 @@ def test_pytorch_counts_the_workspace(cuda: types.ModuleType) -> None:
     cuda.cuda.synchronize()
     info = annulus.torch.get_memory_info()
     assert info["device"] == "cuda:0" and info["state_bytes"] > 0
+    total = cuda.cuda.get_device_properties(0).total_memory
+    assert info["workspace_bytes"] / total < info["device_utilization"] < 1.0
     held = cuda.cuda.memory_allocated() - before
     assert held >= info["workspace_bytes"]
     annulus.torch.clear_cache()

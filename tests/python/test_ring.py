@@ -172,7 +172,6 @@ def test_executor_tells_about_itself() -> None:
     assert set(ring.memory_info) == {
         "device",
         "complexity", "workspace_bytes", "communication_bytes", "state_bytes", "scratch_bytes", "cached_workspaces",
-        "device_utilization",
     }  # fmt: skip
     assert "longnet, contiguous: rank 0 of 1" in repr(ring)
     assert ring.plan.pattern == PATTERN and ring.transport.size() == 1

@@ -10,10 +10,6 @@ namespace annulus::test {
 // An event that happens when the test says so.
 class Gate final : public Event::State {
  public:
-  bool ready() override {
-    const std::lock_guard lock(mutex_);
-    return open_;
-  }
   void wait() override {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return open_; });

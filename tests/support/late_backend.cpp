@@ -28,10 +28,6 @@ thread_local bool waits_count = true;
 
 class LateEvent final : public Event::State {
  public:
-  bool ready() override {
-    const std::lock_guard lock(mutex_);
-    return happened_;
-  }
   void wait() override {
     if (waits_count) ++waits;
     std::unique_lock lock(mutex_);
@@ -73,7 +69,7 @@ class LateQueue final : public Queue {
     return Event(event);
   }
   void wait(const Event& event) override {
-    if (!event.ready()) push([event] { event.wait(); });
+    if (event.state() != nullptr) push([event] { event.wait(); });
   }
   void copy(std::byte* to, const std::byte* from, std::int64_t bytes) override {
     const auto size = static_cast<std::size_t>(bytes);

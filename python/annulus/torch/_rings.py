@@ -444,11 +444,18 @@ def cleanup() -> None:
 atexit.register(cleanup)
 
 
+def _used_share(device: str) -> float:
+    free, size = torch.cuda.mem_get_info(device)
+    return 1.0 - free / size
+
+
 def get_memory_info() -> dict[str, object]:
     """Bytes that the rings of this process hold.
 
     The keys are those of :attr:`annulus.RingAttention.memory_info` and always present; bytes are sums over
     all rings, except scratch_bytes, which they share. 'device' names all devices, if there are several.
+    'device_utilization' is the share of a GPU's memory that is in use, by whomever, of the fullest of these
+    devices; None where no ring is on a GPU.
     """
     executors = [e for ring in (_local, *_groups.values()) for e in ring.pool.executors()]
     total: dict[str, object] = {
@@ -458,7 +465,6 @@ def get_memory_info() -> dict[str, object]:
         "communication_bytes": 0,
         "state_bytes": 0,
         "scratch_bytes": 0,
-        "device_utilization": -1.0,
     }
     devices: set[str] = set()
     for executor in executors:
@@ -469,6 +475,7 @@ def get_memory_info() -> dict[str, object]:
         for name in ("workspace_bytes", "communication_bytes", "state_bytes"):
             total[name] += info[name]
     total["device"] = ", ".join(sorted(devices)) or "cpu"
+    total["device_utilization"] = max(map(_used_share, devices - {"cpu"}), default=None)
     total["cached_workspaces"] = len(executors)
     return total
 

@@ -69,15 +69,6 @@ class StreamEvent final : public Event::State {
   StreamEvent(const StreamEvent&) = delete;
   StreamEvent& operator=(const StreamEvent&) = delete;
 
-  bool ready() override {
-    const cudaError_t error = cudaEventQuery(event_);
-    if (error == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());  // the next launch would be blamed for it
-      return false;
-    }
-    check(error, "work before an event");
-    return true;
-  }
   void wait() override {
     const DeviceScope scope(device_);
     check(cudaEventSynchronize(event_), "waiting for the device");

@@ -69,7 +69,7 @@ class Setup {
         benchmark::Counter(flops, benchmark::Counter::kIsIterationInvariantRate);
     state.counters["of_peak"] =
         benchmark::Counter(flops / roof, benchmark::Counter::kIsIterationInvariantRate);
-    state.SetLabel(std::string(name_of(case_.dtype)) + " " + ring_->isa());
+    state.SetLabel(std::string(name_of(case_.dtype)) + " " + ring_->kernels());
   }
 
  private:

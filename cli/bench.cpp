@@ -240,7 +240,7 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
             fmt::format("{}: results differ from the definition: {}; run 'annulus verify'",
                         one.name, complaint));
       }
-      one.kernels = job.isa;
+      one.kernels = job.kernels;
       one.peak_gflops = peak_of(one.options);
     }
   }
@@ -326,7 +326,6 @@ int bench(const BenchFlags& flags) {
   Json json = {{"command", "bench"}, {"suite", flags.suite}};
   add_device(json, device);
   json["kernels"] = device.kernels;
-  json["isa"] = device.kernels;
   json["cpu"] = cpu_name();
   json["threads"] = threads;
   json["heads"] = flags.heads;

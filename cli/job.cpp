@@ -191,7 +191,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
     if (rank == 0) {
       report.schedule = ring.schedule();
       if (options.backward) report.backward_travel = ring.backward_plan().options().travel;
-      report.isa = ring.isa();
+      report.kernels = ring.kernels();
       report.threads = pool->threads();
       report.scratch_bytes = memory.scratch_bytes;
     }

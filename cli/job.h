@@ -28,7 +28,7 @@ struct JobReport {
   PassReport backward;
   Schedule schedule = Schedule::ring;  // as chosen
   Travel backward_travel = Travel::keys;
-  std::string isa;  // the kernels that ran
+  std::string kernels;  // that ran
   int threads = 0;
   std::vector<std::int64_t> peak_bytes;       // per rank: workspace, and its share of the tensors
   std::vector<std::int64_t> workspace_bytes;  // of these

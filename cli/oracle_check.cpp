@@ -164,7 +164,7 @@ OracleCheck::Outcome OracleCheck::run(const RingOptions& options) const {
     fill_synthetic(tensors, rank, seed_, pool);
   };
   Outcome outcome;
-  outcome.kernels = run_job(options, tensors, settings).isa;
+  outcome.kernels = run_job(options, tensors, settings).kernels;
   if (world_ != nullptr && !world_->leads()) return outcome;
   std::vector<Deviation>& deviations = outcome.deviations;
   deviations = {compare("o", tensors, tensors.o, o_), compare("lse", tensors, tensors.lse, lse_)};

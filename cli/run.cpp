@@ -95,9 +95,10 @@ void print_table(const RunFlags& flags, const Result& result) {
                    backward && placement.ranks() > 1
                        ? fmt::format(", {} travel in backward", name_of(job.backward_travel))
                        : ""));
-  fact("kernels", result.device.on_cpu() ? fmt::format("{}, {} thread{}", job.isa, job.threads,
-                                                       job.threads == 1 ? "" : "s")
-                                         : fmt::format("{} on {}", job.isa, result.device.text()));
+  fact("kernels",
+       result.device.on_cpu()
+           ? fmt::format("{}, {} thread{}", job.kernels, job.threads, job.threads == 1 ? "" : "s")
+           : fmt::format("{} on {}", job.kernels, result.device.text()));
   fact("limits",
        fmt::format("per rank {} elements of q, k, v and {} of messages,\n            {}",
                    compact(static_cast<double>(options.limits.qkv_elements)),
@@ -178,8 +179,7 @@ Json to_json(const RunFlags& flags, const Result& result) {
   json["schedule"] = name_of(job.schedule);
   json["backward_travel"] = name_of(job.backward_travel);
   add_device(json, result.device);
-  json["kernels"] = job.isa;
-  json["isa"] = job.isa;
+  json["kernels"] = job.kernels;
   json["threads"] = job.threads;
   json["allowed_pairs"] = allowed_pairs(result.options.pattern, result.options.placement.tokens()) *
                           static_cast<double>(result.options.batch);

@@ -310,7 +310,6 @@ Json to_json(const VerifyFlags& flags, const DeviceFacts& device, const Summary&
   json["kernels"] = device.kernels;
   json["configurations_by_kernels"] = summary.by_kernels;
   json["left_out"] = summary.left_out;
-  json["isa"] = device.kernels;
   json["seed"] = flags.seed;
   json["full"] = flags.full;
   return json;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "annulus/cuda.h"
+#include "kernels/cpu/kernel.h"
 #include "ring/option_list.h"
 #include "ring/option_text.h"
 #include "support/tool.h"
@@ -34,7 +35,7 @@ TEST_F(Cli, RunJsonHasWhatScriptsRelyOn) {
   EXPECT_LT(json["sampled_relative_error"].get<double>(), 2e-6);
   EXPECT_EQ(json["peak_bytes_per_rank"].size(), 3U);
   EXPECT_EQ(json["schedule"], "ring");
-  EXPECT_TRUE(json["isa"].is_string());
+  EXPECT_TRUE(json["kernels"].is_string());
   EXPECT_GE(json["threads"].get<int>(), 1);
   EXPECT_EQ(json["forward_seconds_all"].size(), 2U);
   EXPECT_EQ(json["parameters"]["tokens"], 200);
@@ -251,7 +252,7 @@ TEST_F(Cli, NamesThatAreNoTextDoNotSpoilJson) {
 
 TEST_F(Cli, InstructionSetsCanBeForcedAndUnknownOnesAreErrors) {
   const Json json = annulus_json(kSmall, 0, {.environment = {{"ANNULUS_ISA", "scalar"}}});
-  EXPECT_EQ(json["isa"], "scalar");
+  EXPECT_EQ(json["kernels"], "scalar");
   for (const char* command : {"run", "verify", "bench", "doctor"}) {
     expect_refused(annulus({command}, {.environment = {{"ANNULUS_ISA", "mmx"}}}), "mmx");
   }
@@ -390,7 +391,7 @@ TEST_F(Cli, EveryCommandSaysWhereItComputed) {
     EXPECT_EQ(json["device"], "cpu") << words[0];
     EXPECT_TRUE(json["device_name"].is_string()) << words[0];
     EXPECT_TRUE(json["driver"].is_null()) << words[0];
-    EXPECT_EQ(json["kernels"], json["isa"]) << words[0];
+    EXPECT_EQ(json["kernels"], cpu::chosen_kernels().name) << words[0];
   }
 }
 

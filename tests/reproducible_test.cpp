@@ -154,7 +154,7 @@ TEST(Reproducible, NamesTheKernelsThatRan) {
   const Problem problem = make_problem("isa", dense(1), 1, 4, 8);
   std::string isa;
   const auto outcomes = test::run_ranks(1, [&](Transport& transport) {
-    isa = RingAttention(ring_options(problem, Placement::contiguous(4, 1)), transport).isa();
+    isa = RingAttention(ring_options(problem, Placement::contiguous(4, 1)), transport).kernels();
   });
   EXPECT_EQ(outcomes[0].message, "");
   const char* const forced = std::getenv("ANNULUS_ISA");

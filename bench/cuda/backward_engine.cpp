@@ -71,7 +71,7 @@ extern "C" void* engine_make(int longnet_branches, int causal, int interleaved, 
 extern "C" void engine_drop(void* engine) { delete static_cast<Engine*>(engine); }
 
 extern "C" void engine_kernels(void* engine, char* text, int size) {
-  std::strncpy(text, static_cast<Engine*>(engine)->ring->isa().c_str(),
+  std::strncpy(text, static_cast<Engine*>(engine)->ring->kernels().c_str(),
                static_cast<std::size_t>(size) - 1);
 }
 

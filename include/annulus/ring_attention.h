@@ -149,7 +149,7 @@ class RingAttention {
   [[nodiscard]] Schedule schedule() const;  // as chosen
   // Which kernels run: the CPU's instruction set; "sm90", "portable", or "sm90 forward, portable
   // backward" on CUDA devices.
-  [[nodiscard]] std::string isa() const;
+  [[nodiscard]] std::string kernels() const;
   // How rows travel between ranks: "host memory", "device memory" (the transport reaches it),
   // "shared device memory" (between processes of one host), or "staged through host memory (why)".
   // Empty for a rank alone.

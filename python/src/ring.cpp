@@ -417,8 +417,9 @@ called.)")
           "(between processes of one host) or 'staged through host memory' and why; empty for a "
           "rank alone.")
       .def_prop_ro(
-          "isa", [](const Ring& self) { return self.core->isa(); },
-          "The instruction set of the kernels.")
+          "kernels", [](const Ring& self) { return self.core->kernels(); },
+          "Which kernels run: the CPU's instruction set (:func:`isa`), or on CUDA devices 'sm90', "
+          "'portable' or which of them for which pass.")
       .def_prop_ro(
           "transport", [](const Ring& self) { return self.transport; },
           nb::sig("def transport(self) -> Transport"), "What carries the rows.")

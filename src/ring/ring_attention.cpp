@@ -265,7 +265,7 @@ const Plan& RingAttention::backward_plan() const {
 }
 Schedule RingAttention::schedule() const { return impl_->schedule; }
 std::string RingAttention::transfers() const { return impl_->link->way(); }
-std::string RingAttention::isa() const { return impl_->engine->kernels(); }
+std::string RingAttention::kernels() const { return impl_->engine->kernels(); }
 
 std::int64_t RingAttention::predicted_forward_bytes() const {
   return impl_->key_courier->bytes_sent() + ring::agreement_bytes(impl_->transport->size());

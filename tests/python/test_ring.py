@@ -168,7 +168,7 @@ def test_dtypes_have_many_names() -> None:
 
 def test_executor_tells_about_itself() -> None:
     ring = one_rank(backward=False)
-    assert ring.isa == annulus.isa() and ring.schedule in ("ring", "gather")
+    assert ring.kernels == annulus.isa() and ring.schedule in ("ring", "gather")
     assert set(ring.memory_info) == {
         "device",
         "complexity", "workspace_bytes", "communication_bytes", "state_bytes", "scratch_bytes", "cached_workspaces",

@@ -13,6 +13,7 @@
 #include "annulus/pattern.h"
 #include "annulus/reference.h"
 #include "cli/npy.h"
+#include "support/problem.h"
 #include "support/tool.h"
 
 namespace annulus::cli {
@@ -65,15 +66,12 @@ struct Data {
   [[nodiscard]] reference::Shape shape() const { return {2, 70, 4, 2, 16}; }
 };
 
-double relative_rms(const NpyArray& found, const std::vector<double>& expected) {
-  double error = 0.0;
-  double size = 0.0;
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    const double x = load_element(found.data.data(), found.dtype, static_cast<std::int64_t>(i));
-    error += (x - expected[i]) * (x - expected[i]);
-    size += expected[i] * expected[i];
+std::vector<float> values_of(const NpyArray& array, std::size_t count) {
+  std::vector<float> values;
+  for (std::size_t i = 0; i < count; ++i) {
+    values.push_back(load_element(array.data.data(), array.dtype, static_cast<std::int64_t>(i)));
   }
-  return std::sqrt(error / size);
+  return values;
 }
 
 // Everything below a folder, with contents: hidden files and leftovers show, too.
@@ -116,7 +114,7 @@ TEST_P(CliFiles, MatchTheReference) {
     const NpyArray found = read_npy(folder_ / "out" / name);
     EXPECT_EQ(found.shape, shape) << name;
     EXPECT_EQ(found.dtype, dtype) << name;
-    EXPECT_LT(relative_rms(found, expected), tolerance) << name;
+    EXPECT_LT(test::relative_rms(values_of(found, expected.size()), expected), tolerance) << name;
   };
   const double tolerance = GetParam().tolerance;
   check("o.npy", data.q_shape, GetParam().written, output.o, tolerance);

@@ -11,6 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from reference import relative_rms
 
 import annulus
 import annulus.torch as at
@@ -34,10 +35,6 @@ def results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor,
     o = at.ring_attention(*leaves, **options)
     o.backward(do)
     return [o.detach(), *(x.grad for x in leaves)]
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def ways() -> set[str]:
@@ -65,7 +62,7 @@ def equals_one_process() -> None:
         mine = [at.shard(x, **place) for x in inputs]
         found = results(*mine, schedule=schedule, **options, **place)
         for name, f, e in zip(("o", "dq", "dk", "dv"), found, expected):
-            off = error(f, at.shard(e, **place))
+            off = relative_rms(f, at.shard(e, **place))
             assert off < limits[dtype], (number, pattern, placement, causal, schedule, dtype, name, off)
     assert ways() == {expected_way()}, ways()
 
@@ -96,7 +93,7 @@ def passes_follow_at_once() -> None:
         torch.cuda.synchronize()
         for f, e in zip(found, expected):
             assert torch.equal(f[0], e[0])
-            assert all(error(a, b) < 1e-3 for a, b in zip(f, e))
+            assert all(relative_rms(a, b) < 1e-3 for a, b in zip(f, e))
 
 
 def wrong_input_on_one_rank() -> None:
@@ -173,7 +170,7 @@ def groups_may_carry_device_memory() -> None:
         found = [o, *ring.backward(q, k, v, o, lse, do)]
         ring.synchronize()
         for f, e in zip(found, expected):
-            assert error(f, at.shard(e, group=WORLD)) < 1.5e-2, (rank, schedule)
+            assert relative_rms(f, at.shard(e, group=WORLD)) < 1.5e-2, (rank, schedule)
     dist.barrier()
     transport.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import attention as reference
-from reference import relative_error
+from reference import relative_rms
 from support import normal, problem
 
 import annulus
@@ -50,7 +50,7 @@ def test_matches_the_definition(name: str, kv_heads: int) -> None:
     q, k, v, do = problem(kv_heads=kv_heads)
     expected = reference(pattern, q, k, v, do)
     o, lse = annulus.attention(q, k, v, return_lse=True, **options)
-    assert relative_error(o, expected.o) < 2e-6
+    assert relative_rms(o, expected.o) < 2e-6
     attends = np.isfinite(expected.lse)
     assert np.array_equal(np.isfinite(lse), attends) and (lse[~attends] == -np.inf).all()
     assert np.abs(lse[attends] - expected.lse[attends]).max() < 5e-6
@@ -59,7 +59,7 @@ def test_matches_the_definition(name: str, kv_heads: int) -> None:
         annulus.attention_backward(q, k, v, o, lse, do, **options),
         (expected.dq, expected.dk, expected.dv),
     ):
-        assert relative_error(found, wanted) < 2e-6
+        assert relative_rms(found, wanted) < 2e-6
     assert np.array_equal(annulus.attention(q, k, v, pattern=pattern), o)
 
 
@@ -78,7 +78,7 @@ def test_the_librarys_oracle_agrees_with_this_one() -> None:
 def test_scale_is_honoured() -> None:
     q, k, v, do = problem(tokens=30)
     expected = reference(Pattern.dense(4), q, k, v, do, scale=0.7)
-    assert relative_error(annulus.attention(q, k, v, scale=0.7), expected.o) < 2e-6
+    assert relative_rms(annulus.attention(q, k, v, scale=0.7), expected.o) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -144,7 +144,7 @@ def test_placement_objects_fewer_tokens_than_ranks_and_schedules() -> None:
         {"ranks": 3, "schedule": "ring"},
         {"ranks": 3, "schedule": "gather"},
     ]:
-        assert relative_error(annulus.attention(q, k, v, **options), expected) < 1e-6
+        assert relative_rms(annulus.attention(q, k, v, **options), expected) < 1e-6
 
 
 def test_out_is_filled_and_returned() -> None:

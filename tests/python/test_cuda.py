@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference import relative_rms
 from support import make_ring
 
 import annulus
@@ -146,11 +147,6 @@ def tensors(torch: Any, tokens: int, heads: int = 4, kv_heads: int = 4, dim: int
     return [torch.randn(s, device="cuda", generator=make) for s in shapes]
 
 
-def error(found: Any, expected: Any) -> float:
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    return float((found - expected).norm() / expected.norm())
-
-
 def results(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any, **options: Any) -> list[Any]:
     """The output and the three gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
@@ -172,7 +168,7 @@ def test_results_are_the_references(
     assert all(x.is_cuda and x.dtype == inputs[0].dtype for x in found)
     expected = results(ring_attention, *(x.double() for x in inputs), **PATTERNS[name])
     for a, b in zip(found, expected):
-        assert error(a, b) < LIMITS[dtype]
+        assert relative_rms(a, b) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -184,7 +180,7 @@ def test_detached_mixing_is_the_references(cuda: types.ModuleType, dtype: str) -
     found = results(ring_attention, *inputs, **options)
     expected = results(ring_attention, *(x.double() for x in inputs), **options)
     for a, b in zip(found, expected):
-        assert error(a, b) < LIMITS[dtype]
+        assert relative_rms(a, b) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -202,7 +198,7 @@ def test_deterministic_gives_the_same_bits_every_time(
     expected = results(ring_attention, *inputs, **{**options, "deterministic": False})
     first = results(ring_attention, *inputs, **options)
     for a, b in zip(first, expected):
-        assert error(a, b) < LIMITS["bfloat16"]
+        assert relative_rms(a, b) < LIMITS["bfloat16"]
     for _ in range(5):
         again = results(ring_attention, *inputs, **options)
         assert all(cuda.equal(a, b) for a, b in zip(first, again))
@@ -223,7 +219,7 @@ def test_any_strides_are_used_in_place(cuda: types.ModuleType, dtype: str) -> No
         o = ring_attention(*leaves)
         gradients = cuda.autograd.grad(o, leaves, do)
         for a, b in zip((o, *gradients), expected):
-            assert error(a, b) < LIMITS[dtype]
+            assert relative_rms(a, b) < LIMITS[dtype]
 
 
 def test_executors_and_attention_take_cuda_arrays(cuda: types.ModuleType) -> None:
@@ -234,7 +230,7 @@ def test_executors_and_attention_take_cuda_arrays(cuda: types.ModuleType) -> Non
     assert o is out and lse.is_cuda and lse.dtype == cuda.float32
     host = [x.cpu() for x in (q, k, v, do)]
     expected, expected_lse = annulus.attention(*host[:3], return_lse=True)
-    assert error(o, expected) < 2e-5 and error(lse, expected_lse) < 2e-5
+    assert relative_rms(o, expected) < 2e-5 and relative_rms(lse, expected_lse) < 2e-5
     found, found_lse = annulus.attention(q, k, v, return_lse=True)
     assert cuda.equal(found, o) and cuda.equal(found_lse, lse)
     assert cuda.equal(annulus.attention(q, k, v), o)
@@ -244,7 +240,7 @@ def test_executors_and_attention_take_cuda_arrays(cuda: types.ModuleType) -> Non
         ring.backward(q, k, v, o, lse, do),
         annulus.attention_backward(*host[:3], expected, expected_lse, host[3]),
     ):
-        assert a.is_cuda and error(a, c) < 2e-5 and error(b, c) < 2e-5
+        assert a.is_cuda and relative_rms(a, c) < 2e-5 and relative_rms(b, c) < 2e-5
 
 
 def test_virtual_ranks_share_a_device(cuda: types.ModuleType) -> None:
@@ -253,9 +249,9 @@ def test_virtual_ranks_share_a_device(cuda: types.ModuleType) -> None:
     wanted = annulus.attention_backward(q, k, v, expected, lse, do, is_causal=True)
     for placement in ("contiguous", "striped"):
         split = {"ranks": 3, "placement": placement, "is_causal": True}
-        assert error(annulus.attention(q, k, v, **split), expected) < 2e-5
+        assert relative_rms(annulus.attention(q, k, v, **split), expected) < 2e-5
         found = annulus.attention_backward(q, k, v, expected, lse, do, **split)
-        assert all(error(a, b) < 2e-5 for a, b in zip(found, wanted))
+        assert all(relative_rms(a, b) < 2e-5 for a, b in zip(found, wanted))
     with pytest.raises(annulus.ConfigError, match="'zigzag' are no views"):
         annulus.attention(q, k, v, ranks=3, placement="zigzag")
 
@@ -297,7 +293,7 @@ def test_work_goes_to_the_current_stream(cuda: types.ModuleType, passes: str) ->
             del copies  # their memory may be used again on this stream
     cuda.cuda.synchronize()
     for each in found:
-        assert all(error(a, b) < 2e-5 for a, b in zip(each, expected))
+        assert all(relative_rms(a, b) < 2e-5 for a, b in zip(each, expected))
 
 
 def test_calls_do_not_wait(cuda: types.ModuleType) -> None:
@@ -341,7 +337,7 @@ def test_a_graph_can_be_captured(cuda: types.ModuleType, name: str, dtype: str) 
         graph.replay()
         expected = results(ring_attention, *(x * scale for x in inputs), **PATTERNS[name])
         for a, b in zip(captured, expected):
-            assert error(a, b) < LIMITS[dtype]
+            assert relative_rms(a, b) < LIMITS[dtype]
 
 
 def test_capturing_a_first_call_is_refused(cuda: types.ModuleType) -> None:
@@ -440,7 +436,7 @@ def test_compiles_without_breaks(cuda: types.ModuleType) -> None:
     inputs = tensors(cuda, 192)
     compiled = cuda.compile(layer, fullgraph=True, backend="aot_eager")
     for a, b in zip(results(compiled, *inputs), results(layer, *inputs)):
-        assert error(a, b) < 2e-5
+        assert relative_rms(a, b) < 2e-5
 
 
 def test_the_operators_pass_pytorchs_own_checks(cuda: types.ModuleType) -> None:
@@ -466,7 +462,7 @@ def test_checkpointing_computes_the_same(cuda: types.ModuleType) -> None:
         return checkpoint(lambda *x: ring_attention(*x, is_causal=True), q, k, v, use_reentrant=False)
 
     for a, b in zip(results(kept, *inputs), results(ring_attention, *inputs, is_causal=True)):
-        assert error(a, b) < 2e-5
+        assert relative_rms(a, b) < 2e-5
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -489,9 +485,9 @@ def test_the_module_agrees_with_the_cpu(cuda: types.ModuleType, masked: bool) ->
         y, y, y, key_padding_mask=None if mask is None else mask.cuda(), is_causal=True
     )
     found.sum().backward()
-    assert found.is_cuda and error(found, expected) < 1e-4
-    assert error(found_weights, weights) < 1e-4
-    assert error(module.in_proj_weight.grad, gradient) < 1e-3
+    assert found.is_cuda and relative_rms(found, expected) < 1e-4
+    assert relative_rms(found_weights, weights) < 1e-4
+    assert relative_rms(module.in_proj_weight.grad, gradient) < 1e-3
 
 
 def test_the_process_ends_quietly(cuda: types.ModuleType) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import attention as reference
-from reference import relative_error
+from reference import relative_rms
 from support import normal, on_ranks, problem
 
 import annulus
@@ -66,7 +66,7 @@ def test_matches_the_definition(name: str, schedule: str, travel: str) -> None:
     for mine, theirs in zip(
         found[:1] + found[2:], (expected.o, expected.dq, expected.dk, expected.dv)
     ):
-        assert relative_error(mine, theirs) < 2e-6
+        assert relative_rms(mine, theirs) < 2e-6
     assert {ring.schedule for ring in rings} == {schedule}
     assert rings[0].backward_plan.travel == travel and rings[0].plan.steps == (
         1 if schedule == "gather" else 2
@@ -89,7 +89,7 @@ def test_detached_mixing_needs_its_state_which_may_live_in_the_callers_arrays() 
         *(x.astype(np.float64) for x in problem()), PATTERN, mix_gradient="detached"
     )
     for mine, theirs in zip(found[2:], exact):
-        assert relative_error(mine, theirs) < 2e-6
+        assert relative_rms(mine, theirs) < 2e-6
 
     q, k, v, do = problem()
     ring = RingAttention(
@@ -306,7 +306,7 @@ def test_ranks_without_tokens() -> None:
     found = on_ranks(make_in_process_ring(4), body)
     assert [o.shape[1] for o in found] == [1, 1, 0, 0]
     assert (
-        relative_error(np.concatenate(found, axis=1), annulus.attention(q, q, q, pattern=PATTERN))
+        relative_rms(np.concatenate(found, axis=1), annulus.attention(q, q, q, pattern=PATTERN))
         < 1e-6
     )
 

@@ -28,8 +28,3 @@ def attention(
     total = weights.sum(-1, keepdim=True)
     weights = weights / total.masked_fill(total == 0, 1)  # a row that sees nothing gives zeros
     return pattern.output_scale * torch.einsum("bhqk,bkhd->bqhd", weights, v)
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.detach().double(), expected.detach()
-    return float((found - expected).norm() / expected.norm())

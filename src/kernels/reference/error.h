@@ -8,7 +8,8 @@
 #include "annulus/tensor.h"
 
 // How far a result may be from the definition: the one measure of the tool's checks and of the
-// tests.
+// ring's tests. Where no sum cancels, tests and benches take the plain relative root mean square of
+// the results (relative_rms, and named so).
 //
 // A result is a sum of terms. Rounding errors are proportional to the terms, not to what they add
 // up to: dQ of a row with one key is exactly 0, the difference of two equal numbers, and no

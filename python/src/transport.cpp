@@ -6,7 +6,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
+#include <algorithm>
 #include <cmath>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -179,6 +181,36 @@ class PyDeviceTicket final : public Ticket {
   bool enqueued_ = false;
 };
 
+// A batch in memory of several devices, or of one and the host: Python gets one for each.
+class PartedTicket final : public Ticket {
+ public:
+  void add(std::unique_ptr<Ticket> part) { parts_.push_back(std::move(part)); }
+  void wait() override {
+    for (const auto& part : parts_) part->wait();
+  }
+  void wait(Queue& queue) override {
+    for (const auto& part : parts_) part->wait(queue);
+  }
+
+ private:
+  std::vector<std::unique_ptr<Ticket>> parts_;
+};
+
+bool is_mixed(std::span<const Message> messages) {
+  return std::ranges::any_of(messages, [&](const Message& message) {
+    return message.region->copies != messages[0].region->copies;
+  });
+}
+
+std::unique_ptr<Ticket> post_parts(PyTransport& transport, std::span<const Message> messages,
+                                   const Event& after) {
+  std::map<std::shared_ptr<Queue>, std::vector<Message>> parts;
+  for (const Message& message : messages) parts[message.region->copies].push_back(message);
+  auto ticket = std::make_unique<PartedTicket>();
+  for (const auto& [copies, part] : parts) ticket->add(transport.post(part, after));
+  return ticket;
+}
+
 // ---- from Python to C++: sends and receives of the built-in transports
 
 // A transfer of a built-in transport and the buffer that it holds on to.
@@ -349,6 +381,7 @@ std::unique_ptr<Ticket> PyTransport::post_device(std::span<const Message> messag
 }
 
 std::unique_ptr<Ticket> PyTransport::post(std::span<const Message> messages, const Event& after) {
+  if (is_mixed(messages)) return post_parts(*this, messages, after);
   if (!messages.empty() && messages[0].region->copies != nullptr)
     return post_device(messages, after);
   after.wait();

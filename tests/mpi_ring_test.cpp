@@ -5,15 +5,18 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "annulus/error.h"
 #include "annulus/mpi.h"
 #include "annulus/ring_attention.h"
 #include "annulus/ring_check.h"
+#include "support/bad_luck.h"
 #include "support/mpi_world.h"
 #include "support/ring_fixture.h"
 #include "support/transport_contract_messages.h"
@@ -39,6 +42,29 @@ INSTANTIATE_TEST_SUITE_P(, TransportContract,
                          name_of_maker);
 
 // ---- faults
+
+// The environment is read for the first executor of a process: no test before this one makes any.
+TEST(MpiEnvironment, BadOnOneRankIsAnErrorOfAllWithinASecond) {
+  if (World::size() < 2) GTEST_SKIP() << "one process has no other to tell";
+  const auto transport = World::ring();
+  RingOptions options{dense(2), Placement::contiguous(64, World::size())};
+  options.kv_heads = 2;
+  options.head_dim = 16;
+  for (const auto& [name, value] :
+       {std::pair{"ANNULUS_THREADS", "0"}, std::pair{"ANNULUS_ISA", "abacus"}}) {
+    const char* const before = std::getenv(name);
+    const std::string kept = before == nullptr ? "" : before;
+    if (transport->rank() == 1) setenv(name, value, 1);
+    World::meet();
+    expect_refusal_within_a_second<ConfigError>(options, *transport, name);
+    if (before == nullptr) {
+      unsetenv(name);
+    } else {
+      setenv(name, kept.c_str(), 1);
+    }
+  }
+  EXPECT_NO_THROW(RingAttention(options, *transport)) << "everything still works";
+}
 
 class MpiFaults : public testing::Test {
  protected:
@@ -154,6 +180,24 @@ TEST_F(MpiFaults, WrongShapeOnOneRankIsAConfigErrorOnAll) {
   EXPECT_THROW(RingAttention(options, *transport), ConfigError);
   EXPECT_TRUE(transport->health().alive);
   options.head_dim = 16;
+  EXPECT_NO_THROW(RingAttention(options, *transport)) << "everything still works";
+}
+
+TEST_F(MpiFaults, BadLuckOfOneRankIsAnErrorOfAllWithinASecond) {
+  const auto transport = World::ring();
+  RingOptions options{dense(2), Placement::contiguous(64, World::size())};
+  options.kv_heads = 2;
+  options.head_dim = 16;
+  const bool unlucky = transport->rank() == 1;
+
+  const FeignedLuck feigned;
+  for (const auto& [bad, text] :
+       {std::pair{Luck::no_memory, "out of memory while planning"}, {Luck::no_device, "on fire"}}) {
+    World::meet();
+    FeignedLuck::of_this_thread = unlucky ? bad : Luck::good;
+    expect_refusal_within_a_second<DeviceError>(options, *transport, text);
+  }
+  FeignedLuck::of_this_thread = Luck::good;
   EXPECT_NO_THROW(RingAttention(options, *transport)) << "everything still works";
 }
 

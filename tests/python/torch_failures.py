@@ -227,7 +227,9 @@ def bad_luck_is_everybodys() -> None:
     def call(**options) -> torch.Tensor:
         return at.ring_attention(q, q, q, group=dist.group.WORLD, **options)
 
-    # Heard at the first executor of a process. The first of all calls connects, too.
+    # The first call of all connects, which may take longer.
+    refused(lambda: call(scale=-1 if rank == 1 else 1), ["scale is -1"], seconds=10.0)
+    # The environment is heard at the first executor of a process.
     for name, value, words in (
         ("ANNULUS_THREADS", "0", ["ANNULUS_THREADS"]),
         ("ANNULUS_ISA", "abacus", ["abacus"]),
@@ -235,7 +237,8 @@ def bad_luck_is_everybodys() -> None:
         before = os.environ.pop(name, None)
         if rank == 1:
             os.environ[name] = value
-        refused(call, words, seconds=10.0)
+        dist.barrier()
+        refused(call, words, seconds=1.0)
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
@@ -250,7 +253,8 @@ def bad_luck_is_everybodys() -> None:
     kept = at._rings.pattern_of
     if rank == 1:
         at._rings.pattern_of = fail
-    refused(lambda: call(is_causal=True), ["no memory left"])
+    dist.barrier()
+    refused(lambda: call(is_causal=True), ["no memory left"], seconds=1.0)
     at._rings.pattern_of = kept
     call(is_causal=True)
 

@@ -65,7 +65,8 @@ gpu-test: gpu ## Build with CUDA kernels and run the tests of GPUs (without one 
 gpu-sanitize: gpu ## Run a few configurations under compute-sanitizer (memcheck, racecheck, synccheck, initcheck)
 	@scripts/gpu_sanitize.sh build/cuda/annulus $(JOBS)
 
-asan: setup ## Run the quick tests under AddressSanitizer and UndefinedBehaviorSanitizer
+# Without the tests of overlap, which measure speed.
+asan: setup ## Run the quick tests and those of MPI under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(CONFIGURE) asan
 	@$(BUILD) asan
 	@$(CTEST) asan
@@ -85,7 +86,7 @@ asan-python: python ## Run the tests of the Python module, without processes, un
 	  -p no:cacheprovider tests/python --ignore-glob='*_distributed.py' --ignore-glob='*_faults.py' --ignore-glob='*_docs.py' --ignore-glob='*_examples.py' \
 	  -k 'not compile and not resident and not memory and not cost_little and not ctrl_c and not stub and not command'
 
-tsan: setup ## Run the quick tests under ThreadSanitizer
+tsan: setup ## Run the quick tests and those of MPI under ThreadSanitizer
 	@$(CONFIGURE) tsan
 	@$(BUILD) tsan
 	@$(NO_ASLR) $(CTEST) tsan

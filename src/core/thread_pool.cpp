@@ -2,20 +2,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <span>
 #include <string>
-#include <string_view>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -44,9 +40,6 @@ constexpr std::chrono::microseconds kSpinTime{20};
 // near its thread.
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 static_assert(ThreadPool::kScratchBytes % kHugePage == 0);
-
-constexpr int kMostThreads =
-    4096;  // a typing error should not become 32 GiB of address space and a fork bomb
 
 void pause_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -395,78 +388,6 @@ std::span<std::byte> ThreadPool::scratch(int slot) {
                       std::to_string(state_->threads - 1));
   }
   return {state_->scratch.get() + static_cast<std::size_t>(slot) * kScratchBytes, kScratchBytes};
-}
-
-namespace {
-
-std::shared_ptr<ThreadPool> make_shared_pool() {
-  const char* const setting = std::getenv("ANNULUS_THREADS");
-  if (setting == nullptr || *setting == '\0') {  // empty is unset, as for ANNULUS_ISA
-    return std::make_shared<ThreadPool>(std::min(usable_cpus(), kMostThreads));
-  }
-  const std::string_view text(setting);
-  int threads = 0;
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), threads);
-  if (problem != std::errc{} || end != text.data() + text.size() || threads < 1 ||
-      threads > kMostThreads) {
-    throw ConfigError("ThreadPool: environment variable ANNULUS_THREADS is '" + std::string(text) +
-                      "', expected a whole number from 1 to " + std::to_string(kMostThreads) +
-                      ": correct or unset it");
-  }
-  return std::make_shared<ThreadPool>(threads);
-}
-
-struct SharedPool {
-  std::mutex mutex;
-  std::shared_ptr<ThreadPool> pool;
-  std::map<int, std::weak_ptr<ThreadPool>> sized;
-};
-SharedPool& shared_pool() {
-  static SharedPool state;
-  return state;
-}
-
-// Threads do not survive fork(). The child forgets the pool without destroying it, which would wait
-// for threads that do not exist, and makes one of its own when it needs it.
-void forget_after_fork() {
-#if defined(__linux__)
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork([] { shared_pool().mutex.lock(); }, [] { shared_pool().mutex.unlock(); },
-                   [] {
-                     new std::shared_ptr<ThreadPool>(std::move(shared_pool().pool));
-                     for (auto& [threads, pool] : shared_pool().sized)
-                       new std::shared_ptr<ThreadPool>(pool.lock());
-                     shared_pool().sized.clear();
-                     shared_pool().mutex.unlock();
-                   });
-  });
-#endif
-}
-
-}  // namespace
-
-std::shared_ptr<ThreadPool> ThreadPool::shared() {
-  SharedPool& state = shared_pool();
-  const std::lock_guard lock(state.mutex);
-  if (state.pool == nullptr) {
-    state.pool = make_shared_pool();
-    forget_after_fork();
-  }
-  return state.pool;
-}
-
-std::shared_ptr<ThreadPool> ThreadPool::of(int threads) {
-  if (threads == 0) return shared();
-  SharedPool& state = shared_pool();
-  const std::lock_guard lock(state.mutex);
-  std::shared_ptr<ThreadPool> pool = state.sized[threads].lock();
-  if (pool == nullptr) {
-    pool = std::make_shared<ThreadPool>(threads);
-    state.sized[threads] = pool;
-    forget_after_fork();
-  }
-  return pool;
 }
 
 }  // namespace annulus

@@ -39,6 +39,8 @@ class ThreadPool {
   // kScratchBytes of 64-byte aligned memory that belongs to a slot: contents do not survive a body.
   [[nodiscard]] std::span<std::byte> scratch(int slot);
   static constexpr std::size_t kScratchBytes = std::size_t{8} << 20;
+  // A typing error should not become 32 GiB of address space and a fork bomb.
+  static constexpr int kMostThreads = 4096;
 
   // The pool shared by everything that is not told otherwise: one thread per CPU that this process
   // may use (usable_cpus), or ANNULUS_THREADS.

@@ -32,6 +32,7 @@ NB_MODULE(_core, module) {
   bind_plan(module);
   bind_transport(module);
   bind_ring(module);
+  bind_executor_pool(module);
   bind_attention(module);
   bind_reference(module);
   bind_cuda(module);

@@ -1,0 +1,88 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "core/lease_pool.h"
+
+namespace annulus::python {
+namespace {
+
+// Executors between calls, for callers that lend them out themselves.
+struct Pool {
+  explicit Pool(std::size_t capacity) : core(capacity) {}
+  LeasePool<nb::object> core;
+
+  [[nodiscard]] std::vector<nb::object> executors() const {
+    std::vector<nb::object> kept;
+    core.for_each([&](const nb::object& executor) { kept.push_back(executor); });
+    return kept;
+  }
+};
+
+// Python's objects are reached only with the GIL and the pool's lock is never held while Python
+// runs, so the collector does not meet it.
+int traverse_pool(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  int result = 0;
+  nb::inst_ptr<Pool>(self)->core.for_each([&](const nb::object& executor) {
+    if (result == 0) result = visit(executor.ptr(), arg);
+  });
+  return result;
+}
+
+int clear_pool(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<Pool>(self)->core.clear();
+  return 0;
+}
+
+}  // namespace
+
+void bind_executor_pool(nb::module_& module) {
+  static PyType_Slot pool_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_pool)},
+                                     {Py_tp_clear, reinterpret_cast<void*>(clear_pool)},
+                                     {0, nullptr}};
+  nb::class_<Pool>(module, "ExecutorPool", nb::type_slots(pool_slots),
+                   R"(Executors between calls, by what they are for.
+
+One is taken out while it runs, so that a caller on another thread makes its own instead of waiting.
+At most `capacity` are kept; the least recently used one is dropped first.)")
+      .def(nb::init<std::size_t>(), nb::arg("capacity") = 20)
+      .def(
+          "take",
+          [](Pool& self, const std::string& key) {
+            return self.core.take(key).value_or(nb::none());
+          },
+          nb::arg("key"), nb::sig("def take(self, key: str) -> RingAttention | None"),
+          "One that was given back under this key, which is then the caller's; None: there is "
+          "none.")
+      .def(
+          "make_room", [](Pool& self) { self.core.make_room(); },
+          "Drops what one more would drop, so that its memory is free before that one asks for "
+          "its own.")
+      .def(
+          "give_back",
+          [](Pool& self, std::string key, nb::object executor) {
+            self.core.give_back(std::move(key), std::move(executor));
+          },
+          nb::arg("key"), nb::arg("executor"),
+          nb::sig("def give_back(self, key: str, executor: RingAttention) -> None"),
+          "Keeps an executor for the next call.")
+      .def(
+          "clear", [](Pool& self) { self.core.clear(); }, "Drops all that are not taken.")
+      .def(
+          "executors",
+          [](const Pool& self) {
+            nb::list list;
+            for (const nb::object& executor : self.executors()) list.append(executor);
+            return list;
+          },
+          nb::sig("def executors(self) -> list[RingAttention]"), "Those that are not taken.");
+}
+
+}  // namespace annulus::python

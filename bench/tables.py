@@ -211,6 +211,9 @@ TABLES = {
 }
 
 
+MEMORY = {"detached": "detached mixing", "full": "the exact gradient", "pytorch": "PyTorch"}
+
+
 def machine(result):
     if "cases" in result:
         m = result["machine"]
@@ -226,7 +229,12 @@ def machine(result):
         )
     return (
         f"Measured with {result['cpu']}, {result['threads']} threads, `{result['isa']}`, PyTorch {result['torch']}, "
-        f"commit {result['commit']}.\n"
+        f"commit {result['commit']}"
+        + "".join(
+            f", memory of {MEMORY[side]} at commit {commit}"
+            for side, commit in result.get("memory_commits", {}).items()
+        )
+        + ".\n"
     )
 
 

@@ -21,6 +21,7 @@ import versus_pytorch as versus
 import annulus.torch as at
 
 BRANCHES = {"segment_lengths": versus.SEGMENTS, "dilation_rates": versus.DILATIONS}
+SIDES = ("detached", "full", "pytorch")  # of the training suite
 
 
 def suite_overhead(args):
@@ -105,15 +106,38 @@ def peak_of(side, dtype, causal, tokens, threads, pipe):
     pipe.send(resident_bytes("VmHWM") - before)
 
 
+def peak_in_a_process(side, dtype, causal, tokens, threads):
+    spawn = multiprocessing.get_context("spawn")
+    near, far = spawn.Pipe()
+    child = spawn.Process(target=peak_of, args=(side, dtype, causal, tokens, threads, far))
+    child.start()
+    peak = near.recv()
+    child.join()
+    return peak
+
+
+def remeasure_memory(args):
+    """Peaks of the training suite again, in the results of --out: memory needs no quiet machine."""
+    result = json.loads(args.out.read_text())
+    for row in result["suites"]["training"]:
+        for side in args.memory:
+            peak = peak_in_a_process(side, row["dtype"], row["causal"], row["tokens"], args.threads)
+            print(
+                f"{row['dtype']} causal={row['causal']} {side}: {peak / 2**30:.2f} GiB", flush=True
+            )
+            row[side]["peak_bytes"] = peak
+    for side in args.memory:
+        result.setdefault("memory_commits", {})[side] = versus.commit()
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def suite_training(args):
     """Both with the gradient that SDPA's log-sum-exp allows ("detached"), and ours with the exact one ("full")."""
     rows = []
-    spawn = multiprocessing.get_context("spawn")
     tokens = 65536
     for dtype in ("fp32", "bf16"):
         for causal in (False, True):
-            sides = ("detached", "full", "pytorch")
-            runs = [both_ways(side, dtype, causal, tokens) for side in sides]
+            runs = [both_ways(side, dtype, causal, tokens) for side in SIDES]
             found, expected = runs[0](), runs[2]()
             for name, f, e in zip(("o", "dq", "dk", "dv"), found, expected):
                 versus.check(f"training {dtype} {name}", f, e, 1e-5 if dtype == "fp32" else 3e-2)
@@ -121,25 +145,19 @@ def suite_training(args):
             seconds = versus.alternate(
                 [lambda run=run: (run(), None)[1] for run in runs], max(3, args.repeat // 3)
             )
-            peaks = []
-            for side in sides:
-                near, far = spawn.Pipe()
-                child = spawn.Process(
-                    target=peak_of, args=(side, dtype, causal, tokens, args.threads, far)
-                )
-                child.start()
-                peaks.append(near.recv())
-                child.join()
+            peaks = [
+                peak_in_a_process(side, dtype, causal, tokens, args.threads) for side in SIDES
+            ]
             row = {"dtype": dtype, "causal": causal, "tokens": tokens}
-            for side, s, peak in zip(sides, seconds, peaks):
+            for side, s, peak in zip(SIDES, seconds, peaks):
                 row[side] = {"seconds": versus.summary(s), "peak_bytes": peak}
             rows.append(row)
-            times = {side: statistics.median(s) for side, s in zip(sides, seconds)}
+            times = {side: statistics.median(s) for side, s in zip(SIDES, seconds)}
             print(
                 f"training {dtype} {'causal' if causal else 'full':6} {tokens} tokens: "
                 + ", ".join(
                     f"{side} {times[side]:.2f} s {peak / 2**30:.2f} GiB"
-                    for side, peak in zip(sides, peaks)
+                    for side, peak in zip(SIDES, peaks)
                 )
                 + f": {times['pytorch'] / times['detached']:.2f}x, {times['pytorch'] / times['full']:.2f}x",
                 flush=True,
@@ -159,7 +177,16 @@ def main():
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument(
+        "--memory",
+        nargs="+",
+        choices=SIDES,
+        help="measure only the memory of these sides of the training suite, and put it into --out",
+    )
     args = parser.parse_args()
+    if args.memory:
+        remeasure_memory(args)
+        return
     versus.Annulus.load(args.library)
     torch.set_num_threads(args.threads)
     result = versus.header(args)

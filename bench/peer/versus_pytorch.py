@@ -130,13 +130,18 @@ def make(shape, dtype, count, scale=1.0):
     ]
 
 
+def relative_rms(found, expected):
+    """Root mean square of the difference over that of the expected values, as in the tests."""
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
 def check(name, ours, theirs, limit):
-    error = ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
-    if not error < limit:
+    difference = relative_rms(ours, theirs)
+    if not difference < limit:
         sys.exit(
-            f"versus_pytorch: {name}: results differ by {error:.2e} relative (limit {limit:.0e}): nothing was timed"
+            f"versus_pytorch: {name}: results differ by {difference:.2e} relative (limit {limit:.0e}): nothing was timed"
         )
-    return error
+    return difference
 
 
 def pairs(tokens, causal):
@@ -519,20 +524,23 @@ def cpu_name():
     return "unknown"
 
 
-def header(args):
-    """What a result needs to be read later; printed, too."""
-    commit = subprocess.run(
+def commit():
+    return subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
         capture_output=True,
         text=True,
         check=False,
-    )
+    ).stdout.strip()
+
+
+def header(args):
+    """What a result needs to be read later; printed, too."""
     result = {
         "cpu": cpu_name(),
         "isa": Annulus.lib.annulus_bench_isa().decode(),
         "threads": args.threads,
         "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "command": " ".join(sys.argv),
         "suites": {},
     }

@@ -13,7 +13,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan bench pytorch-bench chaos lint format clean
+.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -90,6 +90,26 @@ tsan: setup ## Run the quick tests and those of MPI under ThreadSanitizer
 	@$(CONFIGURE) tsan
 	@$(BUILD) tsan
 	@$(NO_ASLR) $(CTEST) tsan
+
+# As for asan-python. Nothing else is instrumented: races of our own threads, and of Python's with them, are seen; PyTorch's
+# processes are left out, whose threads look like races, and forked children, which may not start threads under it. Reports go
+# to a file, since pytest keeps what tests print.
+TSAN_LIBRARIES = $(shell for name in tsan stdc++; do gcc -print-file-name=lib$$name.so; done | paste -sd:)
+
+tsan-python: python ## Run the tests of the Python module that use threads under ThreadSanitizer
+	@cmake -S . -B build/tsan_python -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g" \
+	  -DANNULUS_SANITIZE=thread -DANNULUS_BUILD_PYTHON=ON -DANNULUS_BUILD_TESTS=OFF -DANNULUS_BUILD_BENCH=OFF \
+	  -DANNULUS_BUILD_CLI=OFF -DANNULUS_CUDA=OFF -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	@cmake --build build/tsan_python --parallel $(JOBS) --target annulus_python
+	@rm -rf build/tsan_python/package build/tsan_python/report.* && cp -r python build/tsan_python/package
+	@cp build/tsan_python/python/annulus/_core*.so build/tsan_python/package/annulus
+	@TSAN_OPTIONS="history_size=7 suppressions=$(CURDIR)/tests/python/tsan.txt log_path=$(CURDIR)/build/tsan_python/report" \
+	  OPENBLAS_NUM_THREADS=1 $(NO_ASLR) env LD_PRELOAD=$(TSAN_LIBRARIES) PYTHONPATH=build/tsan_python/package \
+	  .venv/bin/python -m pytest -q \
+	  -p no:cacheprovider tests/python/test_attention.py tests/python/test_ring.py tests/python/test_runtime.py \
+	  tests/python/test_transport.py tests/python/test_transport_contract.py \
+	  -k 'not memory and not resident and not cost_little and not ctrl_c and not tool and not process and not gloo and not forked' \
+	  || { cat build/tsan_python/report.* 2>/dev/null; exit 1; }
 
 bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.json
 	@$(CONFIGURE) release

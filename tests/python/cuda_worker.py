@@ -133,10 +133,10 @@ class Pretending(at.ProcessGroupTransport):
         for way, peer, tag, address, size in messages:
             on_device = torch.as_tensor(at._transport._DeviceMemory(address, size), device=device)
             host = on_device.cpu()
-            work = self._start("send" if way == "send" else "recv", peer, tag, memoryview(host.numpy()))
-            under_way.append((way, on_device, host, work))
+            begin, arguments = self.prepare(way, peer, tag, memoryview(host.numpy()))
+            under_way.append((way, on_device, host, begin(*arguments)))
         for way, on_device, host, work in under_way:
-            work.wait()
+            work.wait(datetime.timedelta(seconds=20))
             if way == "receive":
                 on_device.copy_(host)
         torch.cuda.synchronize()

@@ -282,6 +282,7 @@ def test_second_thread_on_a_group_is_noticed_from_the_first_moment(
     """The first one has its turn but no ring yet that could be given up: it has to find out by itself."""
     dist = torch.distributed
     begun = threading.Event()
+    tried = threading.Event()
 
     class Slow(_rings._Turn):
         def __setattr__(self, name: str, value: object) -> None:
@@ -289,6 +290,12 @@ def test_second_thread_on_a_group_is_noticed_from_the_first_moment(
                 begun.set()
                 time.sleep(0.2)  # the second one comes
             super().__setattr__(name, value)
+
+        def take(self) -> bool:
+            taken = super().take()
+            if threading.current_thread() is first:
+                assert tried.wait(10)  # its call may not be over before the second one has come
+            return taken
 
     given_up = []
     abort = at.ProcessGroupTransport.abort
@@ -315,6 +322,7 @@ def test_second_thread_on_a_group_is_noticed_from_the_first_moment(
         first.start()
         assert begun.wait(10)
         call("second")
+        tried.set()
         first.join()
         assert outcomes["second"] == "ConfigError"
         assert any("two threads" in reason for reason in given_up)  # what met it on other ranks ends, too

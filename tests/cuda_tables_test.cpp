@@ -58,16 +58,10 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
     const bool canonical = random.coin();
     for (const Side side : {Side::queries, Side::keys}) {
       std::map<std::tuple<int, std::int64_t, std::int64_t>, int> weights;  // head, query, key
-      const PlanOptions options{c.pattern,  c.placement, c.placement,
-                                c.kv_heads, c.schedule,  c.travel};
       for (int rank = 0; rank < c.placement.ranks(); ++rank) {
-        const Plan plan(options, rank);
+        const Plan plan(plan_options(c), rank);
         const Positions positions(plan);
-        Computation computation;
-        computation.pattern = &c.pattern;
-        computation.query_tokens = computation.key_tokens = c.placement.local_tokens(rank);
-        computation.kv_heads = c.kv_heads;
-        computation.batch = 2;
+        const Computation computation = computation_of(c, rank);
         for (int step = 0; step <= plan.steps(); ++step) {
           const Stage stage{c.travel == Travel::keys && side == Side::queries
                                 ? Stage::Kind::forward
@@ -140,13 +134,9 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
 
 // Tables of one rank that holds everything.
 Tables whole(const Pattern& pattern, std::int64_t tokens, int tile) {
-  const Placement placement = Placement::contiguous(tokens, 1);
-  const Plan plan({pattern, placement, placement, pattern.heads, Schedule::ring, Travel::keys}, 0);
-  Computation computation;
-  computation.pattern = &pattern;
-  computation.query_tokens = computation.key_tokens = tokens;
-  computation.kv_heads = pattern.heads;
-  return make_tables({Stage::Kind::forward, &plan, 0, 0}, computation, Side::queries, tile, false);
+  const WholeSequence whole(pattern, tokens);
+  return make_tables({Stage::Kind::forward, &whole.plan, 0, 0}, whole.computation, Side::queries,
+                     tile, false);
 }
 
 TEST(CudaTables, ArrangedItemsAreTheSameAndLoadBlocksEvenly) {
@@ -220,15 +210,9 @@ TEST(CudaTables, ReceivedRowsAreRowsOfTheLaunchesGrid) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     test::Random random(seed);
     const Case c = random_case(random);
-    const PlanOptions options{c.pattern,  c.placement, c.placement,
-                              c.kv_heads, c.schedule,  c.travel};
     const bool by_keys = c.travel == Travel::keys;
-    const Plan plan(options, static_cast<int>(random.between(0, c.placement.ranks() - 1)));
-    Computation computation;
-    computation.pattern = &c.pattern;
-    computation.query_tokens = computation.key_tokens = c.placement.local_tokens(plan.rank());
-    computation.kv_heads = c.kv_heads;
-    computation.batch = 2;
+    const Plan plan(plan_options(c), static_cast<int>(random.between(0, c.placement.ranks() - 1)));
+    const Computation computation = computation_of(c, plan.rank());
     const ParcelLayout layout(
         plan, computation.batch,
         by_keys ? std::vector{kRow, kRow} : std::vector{kRow, kRow, kStatistics});

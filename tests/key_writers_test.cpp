@@ -16,15 +16,6 @@
 namespace annulus::cuda {
 namespace {
 
-Computation computation_of(const Case& c, int rank) {
-  Computation computation;
-  computation.pattern = &c.pattern;
-  computation.query_tokens = computation.key_tokens = c.placement.local_tokens(rank);
-  computation.kv_heads = c.kv_heads;
-  computation.batch = 2;
-  return computation;
-}
-
 // Of the stages of backward, from the side of the keys.
 std::vector<Tables> gradient_tables(const Plan& plan, const Computation& computation, int tile) {
   std::vector<Tables> tables;
@@ -41,6 +32,15 @@ std::vector<Tables*> pointers_to(std::vector<Tables>& tables) {
   return pointers;
 }
 
+// Of a backward pass by one rank.
+KeyWriters writers_of_whole(const Pattern& pattern, Tables& tables) {
+  const WholeSequence whole(pattern, 2048);
+  tables = make_tables({Stage::Kind::gradients, &whole.plan, 0, 0}, whole.computation, Side::keys,
+                       128, false);
+  Tables* const stages[] = {&tables};
+  return find_key_writers(stages, whole.computation, false);
+}
+
 // Sums of dK, as launches make them of whatever memory holds: here, how often a row was added to.
 TEST(KeyWriters, KeySumsAreWrittenBeforeTheyAreAddedToAndEndWithTheLastLaunch) {
   int ranks = 0;
@@ -51,10 +51,8 @@ TEST(KeyWriters, KeySumsAreWrittenBeforeTheyAreAddedToAndEndWithTheLastLaunch) {
     test::Random random(seed);
     const Case c = random_case(random);
     const int tile = static_cast<int>(random.one_of<std::int64_t>({8, 32, 128}));
-    const PlanOptions options{c.pattern,  c.placement, c.placement,
-                              c.kv_heads, c.schedule,  c.travel};
     for (int rank = 0; rank < c.placement.ranks(); ++rank) {
-      const Plan plan(options, rank);
+      const Plan plan(plan_options(c), rank);
       const Computation computation = computation_of(c, rank);
       std::vector<Tables> tables = gradient_tables(plan, computation, tile);
       const std::vector<Tables*> stages = pointers_to(tables);
@@ -127,16 +125,8 @@ TEST(KeyWriters, UsualPatternsNeedNoPassesOverKeyGradients) {
   for (const Pattern& pattern :
        {dense(4, true), longnet(4, segments, dilations), longnet(4, segments, dilations, true),
         longnet(4, segments, dilations, true, Offsets::interleaved)}) {
-    const Placement placement = Placement::contiguous(2048, 1);
-    const Plan plan({pattern, placement, placement, 4, Schedule::ring, Travel::keys}, 0);
-    Computation computation;
-    computation.pattern = &pattern;
-    computation.query_tokens = computation.key_tokens = 2048;
-    computation.kv_heads = 4;
-    Tables tables =
-        make_tables({Stage::Kind::gradients, &plan, 0, 0}, computation, Side::keys, 128, false);
-    Tables* const stages[] = {&tables};
-    const KeyWriters writers = find_key_writers(stages, computation, false);
+    Tables tables;
+    const KeyWriters writers = writers_of_whole(pattern, tables);
     EXPECT_TRUE(writers.begin);
     EXPECT_TRUE(writers.end);
   }
@@ -149,16 +139,8 @@ TEST(KeyWriters, RowsThatDoNotRepeatEvery32ndAreClearedBefore) {
   for (const std::int64_t dilation : {2, 3}) {
     const std::vector<std::int64_t> dilations{1, dilation};
     const Pattern pattern = longnet(4, segments, dilations);
-    const Placement placement = Placement::contiguous(2048, 1);
-    const Plan plan({pattern, placement, placement, 4, Schedule::ring, Travel::keys}, 0);
-    Computation computation;
-    computation.pattern = &pattern;
-    computation.query_tokens = computation.key_tokens = 2048;
-    computation.kv_heads = 4;
-    Tables tables =
-        make_tables({Stage::Kind::gradients, &plan, 0, 0}, computation, Side::keys, 128, false);
-    Tables* const stages[] = {&tables};
-    const KeyWriters writers = find_key_writers(stages, computation, false);
+    Tables tables;
+    const KeyWriters writers = writers_of_whole(pattern, tables);
     const bool repeats = 32 % dilation == 0;
     EXPECT_EQ(writers.begin, repeats);
     EXPECT_EQ(std::all_of(tables.earlier.begin(), tables.earlier.end(),

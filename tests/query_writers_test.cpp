@@ -50,14 +50,8 @@ TEST(QueryWriters, RowsEndWithTheLastLaunchThatHasThem) {
     test::Random random(seed);
     const Case c = random_case(random);
     const int tile = static_cast<int>(random.one_of<std::int64_t>({8, 32, 128}));
-    const PlanOptions options{c.pattern,  c.placement, c.placement,
-                              c.kv_heads, c.schedule,  c.travel};
-    const Plan plan(options, 0);
-    Computation computation;
-    computation.pattern = &c.pattern;
-    computation.query_tokens = computation.key_tokens = c.placement.local_tokens(0);
-    computation.kv_heads = c.kv_heads;
-    computation.batch = 2;
+    const Plan plan(plan_options(c), 0);
+    const Computation computation = computation_of(c, 0);
     Tables tables = forward_tables(plan, computation, tile);
     if (random.coin()) std::reverse(tables.launches.begin(), tables.launches.end());
     ++cases;
@@ -85,15 +79,10 @@ TEST(QueryWriters, UsualPatternsEndRowsInTheirLaunches) {
   for (const Pattern& pattern :
        {longnet(4, segments, dilations), longnet(4, segments, dilations, true),
         longnet(4, segments, dilations, true, Offsets::interleaved)}) {
-    const Placement placement = Placement::contiguous(2048, 1);
-    const Plan plan({pattern, placement, placement, 4, Schedule::ring, Travel::keys}, 0);
-    Computation computation;
-    computation.pattern = &pattern;
-    computation.query_tokens = computation.key_tokens = 2048;
-    computation.kv_heads = 4;
-    Tables tables = forward_tables(plan, computation, 128);
+    const WholeSequence whole(pattern, 2048);
+    Tables tables = forward_tables(whole.plan, whole.computation, 128);
     std::reverse(tables.launches.begin(), tables.launches.end());
-    EXPECT_TRUE(find_later_launches(tables, computation));
+    EXPECT_TRUE(find_later_launches(tables, whole.computation));
   }
 }
 

@@ -69,4 +69,33 @@ inline Case random_case(test::Random& random) {
           random.coin() ? Schedule::ring : Schedule::gather};
 }
 
+// What a rank computes, for two sequences.
+inline Computation computation_of(const Case& c, int rank) {
+  Computation computation;
+  computation.pattern = &c.pattern;
+  computation.query_tokens = computation.key_tokens = c.placement.local_tokens(rank);
+  computation.kv_heads = c.kv_heads;
+  computation.batch = 2;
+  return computation;
+}
+
+inline PlanOptions plan_options(const Case& c) {
+  return {c.pattern, c.placement, c.placement, c.kv_heads, c.schedule, c.travel};
+}
+
+// One rank that has everything, and as many heads of keys as of queries.
+struct WholeSequence {
+  WholeSequence(const Pattern& pattern, std::int64_t tokens)
+      : placement(Placement::contiguous(tokens, 1)),
+        plan({pattern, placement, placement, pattern.heads, Schedule::ring, Travel::keys}, 0) {
+    computation.pattern = &pattern;
+    computation.query_tokens = computation.key_tokens = tokens;
+    computation.kv_heads = pattern.heads;
+  }
+
+  Placement placement;
+  Plan plan;
+  Computation computation;
+};
+
 }  // namespace annulus::cuda

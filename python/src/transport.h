@@ -16,6 +16,9 @@ namespace annulus::python {
 
 namespace nb = nanobind;
 
+// A deadline as Python gives it; ConfigError.
+std::chrono::milliseconds milliseconds_of(double seconds);
+
 struct Counters {
   std::atomic<std::uint64_t> bytes_sent = 0;
   std::atomic<std::uint64_t> messages_sent = 0;

@@ -177,6 +177,29 @@ TEST(RingErrors, ResultsMustNotShareElements) {
   for (const char* tensor : {"dq", "dk", "dv"}) expect_refused(tensor, fault, true, true);
 }
 
+TEST(RingErrors, ResultsMustNotBeTensorsThatAreRead) {
+  const RingOptions options = small_options();
+  const auto refusal = [&](auto&& wrong, bool backward) {
+    const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
+      RingAttention ring(options, transport);
+      Shard shard(options, transport.rank());
+      Views views(shard);
+      if (transport.rank() == 1) wrong(views);
+      backward ? views.backward(ring) : views.forward(ring);
+    });
+    for (const auto& outcome : outcomes)
+      EXPECT_NE(outcome.message.find("expected memory of its own"), std::string::npos)
+          << outcome.message;
+    return outcomes[1].message;
+  };
+  EXPECT_NE(refusal([](Views& v) { v.o = v.q; }, false).find("o shares memory with q"),
+            std::string::npos);
+  EXPECT_NE(refusal([](Views& v) { v.dq = v.dout; }, true).find("dq shares memory with dout"),
+            std::string::npos);
+  EXPECT_NE(refusal([](Views& v) { v.dv = v.dk; }, true).find("dk shares memory with dv"),
+            std::string::npos);
+}
+
 TEST(RingErrors, MessageSaysWhatWasFoundAndWhatWasExpected) {
   const RingOptions options = small_options();
   const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {

@@ -66,6 +66,10 @@ struct BasicTensorView {
 using TensorView = BasicTensorView<void>;
 using ConstTensorView = BasicTensorView<const void>;
 
+// Whether two views have elements in common. Exact for views of one packed array, which interleave;
+// otherwise by where they begin and end.
+[[nodiscard]] bool share_memory(const ConstTensorView& a, const ConstTensorView& b);
+
 [[nodiscard]] std::string shape_string(const ConstTensorView& view);  // "[1, 4096, 16, 128]"
 
 }  // namespace annulus

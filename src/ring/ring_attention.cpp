@@ -3,6 +3,7 @@
 #include <array>
 #include <exception>
 #include <initializer_list>
+#include <string_view>
 #include <utility>
 
 #include <fmt/format.h>
@@ -81,6 +82,25 @@ std::string check_distinct(const char* name, const ConstTensorView& view) {
   return "";
 }
 
+struct Named {
+  std::string_view name;
+  const ConstTensorView& view;
+};
+
+// Rows of a tensor that is read would be overwritten while they are needed.
+std::string check_apart(std::initializer_list<Named> results, std::initializer_list<Named> read) {
+  for (const Named& result : results) {
+    for (const std::initializer_list<Named>& others : {read, results}) {
+      for (const Named& other : others) {
+        if (result.name == other.name || !share_memory(result.view, other.view)) continue;
+        return fmt::format("{} shares memory with {}, expected memory of its own", result.name,
+                           other.name);
+      }
+    }
+  }
+  return "";
+}
+
 TensorRows rows_of(const ConstTensorView& view) {
   const auto size = static_cast<std::int64_t>(size_of(view.dtype));
   // Kernels write through the same type they read through; what is const stays unwritten by
@@ -142,12 +162,14 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
   const OverOnError over(*impl_);
   const bool keep = impl_->kept != nullptr && state != nullptr && state->data_ != nullptr;
   const Impl::CallClaims& claims = impl_->forward_claims[keep ? 1 : 0];
-  ring::agree(*impl_->transport, where,
-              first_of({impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
-                        impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
-                        impl_->check_lse(lse), check_distinct("o", o), check_distinct("lse", lse),
-                        keep ? impl_->check_state(*state->data_) : ""}),
-              claims.claims, claims.digest);
+  std::string complaint =
+      first_of({impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
+                impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
+                impl_->check_lse(lse), check_distinct("o", o), check_distinct("lse", lse),
+                keep ? impl_->check_state(*state->data_) : ""});
+  if (complaint.empty())
+    complaint = check_apart({{"o", o}, {"lse", lse}}, {{"q", q}, {"k", k}, {"v", v}});
+  ring::agree(*impl_->transport, where, complaint, claims.claims, claims.digest);
   ForwardCall call;
   call.q = rows_of(q);
   call.k = rows_of(k);
@@ -173,21 +195,24 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
   const OverOnError over(*impl_);
   const bool detached = impl_->options.mix_gradient == MixGradient::detached;
   const bool have_state = state != nullptr && state->data_ != nullptr;
-  ring::agree(
-      *impl_->transport, where,
-      first_of({impl_->options.backward ? "" : "this executor was built with backward = false",
-                impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
-                impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false),
-                impl_->check_lse(lse), impl_->check_tensor("dout", dout, false),
-                impl_->check_tensor("dq", dq, false), impl_->check_tensor("dk", dk, true),
-                impl_->check_tensor("dv", dv, true), check_distinct("dq", dq),
-                check_distinct("dk", dk), check_distinct("dv", dv),
-                detached && (!have_state || !state->data_->filled)
-                    ? "mix_gradient detached needs the branch state of forward: make it with "
-                      "make_branch_state() and pass it to forward and backward"
-                    : "",
-                detached && have_state ? impl_->check_state(*state->data_) : ""}),
-      impl_->backward_claims.claims, impl_->backward_claims.digest);
+  std::string complaint = first_of(
+      {impl_->options.backward ? "" : "this executor was built with backward = false",
+       impl_->check_tensor("q", q, false), impl_->check_tensor("k", k, true),
+       impl_->check_tensor("v", v, true), impl_->check_tensor("o", o, false), impl_->check_lse(lse),
+       impl_->check_tensor("dout", dout, false), impl_->check_tensor("dq", dq, false),
+       impl_->check_tensor("dk", dk, true), impl_->check_tensor("dv", dv, true),
+       check_distinct("dq", dq), check_distinct("dk", dk), check_distinct("dv", dv),
+       detached && (!have_state || !state->data_->filled)
+           ? "mix_gradient detached needs the branch state of forward: make it with "
+             "make_branch_state() and pass it to forward and backward"
+           : "",
+       detached && have_state ? impl_->check_state(*state->data_) : ""});
+  if (complaint.empty()) {
+    complaint = check_apart({{"dq", dq}, {"dk", dk}, {"dv", dv}},
+                            {{"q", q}, {"k", k}, {"v", v}, {"o", o}, {"lse", lse}, {"dout", dout}});
+  }
+  ring::agree(*impl_->transport, where, complaint, impl_->backward_claims.claims,
+              impl_->backward_claims.digest);
   BackwardCall call;
   call.q = rows_of(q);
   call.k = rows_of(k);

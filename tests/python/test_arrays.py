@@ -243,6 +243,13 @@ def test_wrong_arrays_are_config_errors_that_name_them(kind: str, name: str) -> 
     ring.backward(**arrays)  # nothing is broken by it
 
 
+def test_masked_arrays_are_refused() -> None:
+    masked = np.ma.masked_array(X, np.zeros_like(X, bool))
+    with pytest.raises(annulus.ConfigError, match="k is a masked array, expected a plain one"):
+        annulus.attention(X, masked, X)
+    annulus.attention(X, masked.filled(0), X)
+
+
 def test_results_need_memory_of_their_own() -> None:
     ring = make_ring(12, 2, 16)
     out = np.empty_like(X)

@@ -2,99 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 #include "kernels/cuda/portable.h"
 #include "kernels/cuda/runtime.h"
 
 namespace annulus::cuda {
-namespace {
-
-// Whether the items of a launch have every query row there is.
-bool covers(const Tables& tables, const Launch& launch, std::int64_t rows) {
-  std::int64_t count = 0;
-  for (std::int32_t i = 0; i < launch.items; ++i)
-    count += tables.items[static_cast<std::size_t>(launch.first_item + i)].rows;
-  return count == rows;
-}
-
-bool is_aligned(const TensorRows& rows) {
-  const auto all = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(rows.base)) |
-                   static_cast<std::uint64_t>(rows.batch_step) |
-                   static_cast<std::uint64_t>(rows.head_step) |
-                   static_cast<std::uint64_t>(rows.row_step);
-  return all % 16 == 0;
-}
-
-// Items of each launch in the order in which blocks that stay take them.
-void arrange_all(Tables& tables, int blocks, int tile) {
-  std::vector<Item> items;
-  std::vector<Launch> launches;
-  for (const Launch& launch : tables.launches) {
-    const std::vector<Item> arranged = arrange_items(tables, launch, blocks, tile);
-    launches.push_back({launch.branch, static_cast<std::int32_t>(items.size()),
-                        static_cast<std::int32_t>(arranged.size())});
-    items.insert(items.end(), arranged.begin(), arranged.end());
-  }
-  tables.items = std::move(items);
-  tables.launches = std::move(launches);
-}
-
-}  // namespace
-
-void CompiledStage::upload(int device_index) {
-  std::vector<std::byte> bytes;
-  const auto append = [&](const auto& list) {
-    const std::size_t at = (bytes.size() + 15) / 16 * 16;
-    const std::size_t size = list.size() * sizeof(list[0]);
-    bytes.resize(at + size);
-    if (size > 0) std::memcpy(bytes.data() + at, list.data(), size);
-    return at;
-  };
-  const std::size_t runs = append(tables.runs);
-  const std::size_t groups = append(tables.groups);
-  const std::size_t members = append(tables.members);
-  const std::size_t repeats = append(tables.repeats);
-  const std::size_t items = append(tables.items);
-  const std::size_t chains = append(turns);
-  const std::size_t earlier = append(tables.earlier);
-  const std::size_t of_queries = append(tables.later);
-  memory =
-      allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
-  if (!bytes.empty()) {
-    check(cudaMemcpy(memory.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice),
-          "copying the tables of tiles");
-  }
-  const std::byte* base = memory.data();
-  device.runs = reinterpret_cast<const Run*>(base + runs);
-  device.groups = reinterpret_cast<const Group*>(base + groups);
-  device.members = reinterpret_cast<const Member*>(base + members);
-  device.repeats = reinterpret_cast<const Repeat*>(base + repeats);
-  device.items = reinterpret_cast<const Item*>(base + items);
-  if (!turns.empty()) device_turns = reinterpret_cast<const ItemTurn*>(base + chains);
-  turns = {};
-  if (!tables.earlier.empty()) key_sums = reinterpret_cast<const std::uint32_t*>(base + earlier);
-  if (!tables.later.empty()) later = reinterpret_cast<const std::uint32_t*>(base + of_queries);
-  std::vector<Launch> launches = std::move(tables.launches);
-  tables = {};
-  tables.launches = std::move(launches);
-}
-
-void CompiledStage::find_rows(const ReceivedRows& received, std::int64_t row_bytes) {
-  // Gradients of keys are added row by row: no copy brings them.
-  const bool queries_return =
-      received.gradients.layout != nullptr && received.gradients.layout->sections() == 1;
-  for (std::size_t i = 0; i < traits.size(); ++i) {
-    // Statistics lie between rows of queries.
-    traits[i].queries = grid_of(received.queries, parcels[i].queries, row_bytes, kMapStep);
-    traits[i].keys = grid_of(received.keys, parcels[i].keys, row_bytes, row_bytes);
-    if (queries_return) {
-      const std::int64_t bytes = received.gradients.layout->section_bytes(0);
-      traits[i].query_gradients = grid_of(received.gradients, parcels[i].queries, bytes, kMapStep);
-    }
-  }
-}
 
 CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> forward,
                        std::span<const Stage> backward, const Families& families, int device)
@@ -103,8 +16,8 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
       device_(device),
       stages_(backward.begin(), backward.end()) {
   for (const Stage& stage : forward) {
-    forward_.push_back(
-        compile(stage, Side::queries, families_.forward.tile, families_.forward.order));
+    forward_.push_back(compile_stage(stage, computation_, Side::queries, families_.forward.tile,
+                                     families_.forward.order, 0, device_));
     forward_launches_ += static_cast<int>(forward_.back().tables.launches.size());
   }
   if (families_.forward.later) put_finest_first();
@@ -135,35 +48,18 @@ void CudaEngine::put_finest_first() {
   if (!finest_first_) reverse();
 }
 
-CompiledStage CudaEngine::compile(const Stage& stage, Side side, int tile, ItemOrder order,
-                                  int step) const {
-  CompiledStage out;
-  out.tables = make_tables(stage, computation_, side, tile, computation_.reproducible);
-  int multiprocessors = 0;
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device_),
-        "asking for the number of multiprocessors");
-  if (order == ItemOrder::in_chains)  // may split launches
-    out.turns = put_in_chains(out.tables, {.blocks = multiprocessors, .step = step});
-  for (const Launch& launch : out.tables.launches) {
-    out.traits.push_back(launch_traits(out.tables, launch));
-    out.parcels.push_back({parcels_of(out.tables, launch, Side::queries),
-                           parcels_of(out.tables, launch, Side::keys)});
-  }
-  if (order == ItemOrder::in_turn) arrange_all(out.tables, multiprocessors, tile);
-  if (order == ItemOrder::longest_first) put_longest_first(out.tables, side);
-  return out;
-}
-
 CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& family) const {
   BackwardStages out;
   out.family = family;
   for (const Stage& stage : stages_) {
     BackwardStage compiled{{}, {}, out.counts};
     if (stage.kind != Stage::Kind::key_gradient && family.query_tile > 0) {
-      compiled.queries = compile(stage, Side::queries, family.query_tile, ItemOrder::longest_first);
+      compiled.queries = compile_stage(stage, computation_, Side::queries, family.query_tile,
+                                       ItemOrder::longest_first, 0, device_);
     }
     if (stage.kind != Stage::Kind::query_gradient)
-      compiled.keys = compile(stage, Side::keys, family.key_tile, family.order, family.step);
+      compiled.keys = compile_stage(stage, computation_, Side::keys, family.key_tile, family.order,
+                                    family.step, device_);
     if (family.key_sums) compiled.keys.tables.earlier.resize(compiled.keys.tables.items.size());
     compiled.first_progress =
         out.counts + static_cast<std::int64_t>(compiled.keys.tables.launches.size());
@@ -211,9 +107,10 @@ void CudaEngine::allocate(const ReceivedRows& received) {
     list_bytes_ += stage.memory.bytes();
     stage.find_rows(received, row_bytes);
   }
-  keys_ = upload_parcels(received.keys);
-  queries_ = upload_parcels(received.queries);
-  gradients_ = upload_parcels(received.gradients);
+  keys_ = upload_parcels(received.keys, device_);
+  queries_ = upload_parcels(received.queries, device_);
+  gradients_ = upload_parcels(received.gradients, device_);
+  list_bytes_ += keys_.table.bytes() + queries_.table.bytes() + gradients_.table.bytes();
   if (computation_.backward) {
     upload(backward_);
     for (BackwardStage& stage : backward_.stages) stage.keys.find_rows(received, row_bytes);
@@ -261,34 +158,6 @@ void CudaEngine::upload_kept() {
   kept_.branches = static_cast<std::int32_t>(computation_.pattern->branches.size());
 }
 
-CudaEngine::Parcels CudaEngine::upload_parcels(const ParcelRows& parcels) {
-  Parcels out;
-  out.layout = parcels.layout;
-  if (parcels.layout == nullptr || parcels.base->empty()) return out;
-  std::vector<Source> sources(parcels.base->size());
-  std::int64_t row_bytes = 0;
-  for (int s = 0; s < parcels.layout->sections(); ++s)
-    row_bytes += parcels.layout->section_bytes(s);
-  for (std::size_t id = 0; id < sources.size(); ++id) {
-    Source& source = sources[id];
-    source.base = (*parcels.base)[id];
-    if (source.base == nullptr) continue;
-    const auto parcel = static_cast<int>(id);
-    source.units = static_cast<std::int64_t>(parcels.layout->units(parcel).size());
-    source.rows =
-        parcels.layout->bytes(parcel) / (source.units * parcels.layout->batch() * row_bytes);
-    out.aligned = out.aligned && reinterpret_cast<std::uintptr_t>(source.base) % 16 == 0 &&
-                  source.rows * row_bytes % 16 == 0;
-  }
-  out.table = allocate_device(device_, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
-                              "the table of parcels");
-  list_bytes_ += out.table.bytes();
-  check(cudaMemcpy(out.table.data(), sources.data(), sources.size() * sizeof(Source),
-                   cudaMemcpyHostToDevice),
-        "copying the table of parcels");
-  return out;
-}
-
 std::string CudaEngine::kernels() const {
   // Outputs of single branches are the portable kernels'.
   const bool keeps_branches = computation_.kept != nullptr && computation_.backward;
@@ -329,22 +198,6 @@ TensorRows CudaEngine::statistics() const {
   const std::int64_t row = computation_.statistics_width() * std::int64_t{4};
   const std::int64_t head = computation_.query_tokens * row;
   return {statistics_.data(), computation_.heads() * head, head, row};
-}
-
-Channel CudaEngine::channel(const TensorRows& local, const Parcels& parcels, int section,
-                            std::int64_t byte_offset) {
-  Channel out;
-  out.local = local;
-  out.local.base += byte_offset;
-  if (parcels.layout == nullptr) return out;
-  out.sources = reinterpret_cast<const Source*>(parcels.table.data());
-  out.row_bytes = parcels.layout->section_bytes(section);
-  for (int s = 0; s < parcels.layout->sections(); ++s) {
-    if (s < section) out.bytes_before += parcels.layout->section_bytes(s);
-    out.bytes_all += parcels.layout->section_bytes(s);
-  }
-  out.row_offset = byte_offset;
-  return out;
 }
 
 KernelShape CudaEngine::shape(std::span<const TensorRows> rows) const {

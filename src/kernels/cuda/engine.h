@@ -7,34 +7,15 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "kernels/cuda/compiled_stage.h"
 #include "kernels/cuda/families.h"
 #include "kernels/cuda/key_writers.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/query_writers.h"
+#include "kernels/cuda/received.h"
 #include "kernels/cuda/row_kernels.h"
-#include "kernels/cuda/tables.h"
 
 namespace annulus::cuda {
-
-// Tables of a stage in device memory, and their launches.
-struct CompiledStage {
-  Tables tables;                     // dropped when uploaded, but for the launches
-  std::vector<LaunchTraits> traits;  // of the launches
-  struct Parcels {
-    std::vector<std::int32_t> queries, keys;
-  };
-  std::vector<Parcels> parcels;  // that they read
-  std::vector<ItemTurn> turns;   // of items in chains; dropped as well
-  DeviceTables device;
-  const ItemTurn* device_turns = nullptr;   // null: not in chains
-  const std::uint32_t* key_sums = nullptr;  // KeySums::earlier
-  const std::uint32_t* later = nullptr;     // ForwardParams::later
-  Memory memory;
-
-  void upload(int device_index);
-  // `row_bytes`: of q, k, v and dout.
-  void find_rows(const ReceivedRows& received, std::int64_t row_bytes);
-};
 
 class CudaEngine final : public Engine {
  public:
@@ -64,13 +45,6 @@ class CudaEngine final : public Engine {
     std::int64_t first_counter = 0;
     std::int64_t first_progress = 0;
   };
-  // Received parcels of one kind, as kernels see them.
-  struct Parcels {
-    Memory table;  // of Source
-    const ParcelLayout* layout = nullptr;
-    bool aligned = true;
-  };
-
   struct BackwardStages {
     BackwardFamily family;
     std::vector<BackwardStage> stages;
@@ -78,8 +52,6 @@ class CudaEngine final : public Engine {
     std::int64_t counts = 0;
     Memory counters;  // of their launches: which item is next; of items in chains: their progress
   };
-  [[nodiscard]] CompiledStage compile(const Stage& stage, Side side, int tile, ItemOrder order,
-                                      int step = 0) const;
   [[nodiscard]] BackwardStages compile_backward(const BackwardFamily& family) const;
   void upload(BackwardStages& stages);
   // Those of the chosen family or, for rows that lie too awkwardly for it, of the portable one,
@@ -108,9 +80,6 @@ class CudaEngine final : public Engine {
   [[nodiscard]] float* branch_sums(const BranchOutputs& branches) const;
   void upload_kept();
   [[nodiscard]] std::int64_t sum_bytes(std::int64_t rows) const;
-  [[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels);
-  [[nodiscard]] static Channel channel(const TensorRows& local, const Parcels& parcels, int section,
-                                       std::int64_t byte_offset = 0);
   [[nodiscard]] KernelShape shape(std::span<const TensorRows> rows) const;
 
   const Computation computation_;

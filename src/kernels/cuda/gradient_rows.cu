@@ -15,14 +15,6 @@ namespace {
 // copy 4.2).
 constexpr int kInFlight = 2;
 
-bool aligned16(const TensorRows& rows) {
-  const auto all = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(rows.base)) |
-                   static_cast<std::uint64_t>(rows.batch_step) |
-                   static_cast<std::uint64_t>(rows.head_step) |
-                   static_cast<std::uint64_t>(rows.row_step);
-  return all % 16 == 0;
-}
-
 bool has_usual_rows(const RowSpace& space, int head_dim, DType dtype) {
   return dtype != DType::f32 &&
          (head_dim == 32 || head_dim == 64 || head_dim == 128 || head_dim == 256) &&
@@ -266,8 +258,8 @@ unsigned usual_blocks(std::int64_t rows, int lanes) {
 cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream) {
   if (params.space.rows() == 0 && params.counter_count == 0) return cudaSuccess;
   const bool usual = has_usual_rows(params.space, params.head_dim, params.dtype) &&
-                     params.kept.branches == 0 && aligned16(params.o) && aligned16(params.dout) &&
-                     aligned16(params.statistics) && aligned16(params.dq);
+                     params.kept.branches == 0 && is_aligned(params.o) && is_aligned(params.dout) &&
+                     is_aligned(params.statistics) && is_aligned(params.dq);
   if (usual) {
     StatisticsParams p = params;
     p.space = p.dq.base == nullptr ? flatten(p.space, {&p.lse, &p.o, &p.dout})
@@ -288,7 +280,7 @@ cudaError_t clear_rows(const TensorRows& rows, const RowSpace& space, std::int64
                        cudaStream_t stream) {
   if (space.rows() == 0) return cudaSuccess;
   const unsigned blocks = blocks_for(space.rows());
-  if (aligned16(rows) && row_bytes % 16 == 0) {
+  if (is_aligned(rows) && row_bytes % 16 == 0) {
     clear_kernel<uint4>
         <<<blocks, kThreads, 0, stream>>>(rows, space, static_cast<int>(row_bytes / 16));
   } else {
@@ -309,8 +301,8 @@ cudaError_t round_rows(std::span<const RoundedRows> tensors, int head_dim, DType
   bool usual = true;
   for (RoundedRows of : tensors) {
     if (of.space.rows() == 0) continue;
-    usual = usual && has_usual_rows(of.space, head_dim, dtype) && aligned16(of.from) &&
-            aligned16(of.to);
+    usual = usual && has_usual_rows(of.space, head_dim, dtype) && is_aligned(of.from) &&
+            is_aligned(of.to);
     most = std::max(most, of.space.rows());
     of.space = flatten(of.space, {&of.from, &of.to});
     p.tensors[count++] = of;

@@ -40,12 +40,6 @@ struct Shared {
   Poison<kQueries<kDim>, kDim> poison;
 };
 
-__device__ bool is_aligned(const TensorRows& rows) {
-  return ((reinterpret_cast<std::uintptr_t>(rows.base) |
-           static_cast<std::uintptr_t>(rows.batch_step | rows.head_step | rows.row_step)) &
-          15U) == 0;
-}
-
 // Scores of a warp's queries, fragments A at `q`, against a tile of keys, fragments B at `k`.
 template <typename T, int kDim, int kTiles, int kBlocks>
 __device__ void multiply_queries(float (&s)[kTiles][kBlocks][4], std::uint32_t q, std::uint32_t k) {

@@ -18,6 +18,15 @@ struct RowSpace {
   [[nodiscard]] std::int64_t rows() const { return batch * tokens * heads; }
 };
 
+// Whether rows can be read and written 16 bytes at a time.
+[[nodiscard]] __host__ __device__ inline bool is_aligned(const TensorRows& rows) {
+  const auto all = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(rows.base)) |
+                   static_cast<std::uint64_t>(rows.batch_step) |
+                   static_cast<std::uint64_t>(rows.head_step) |
+                   static_cast<std::uint64_t>(rows.row_step);
+  return all % 16 == 0;
+}
+
 // One float a row.
 [[nodiscard]] cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
                                     cudaStream_t stream);

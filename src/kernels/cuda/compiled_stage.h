@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/backend.h"
+#include "kernels/cuda/families.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/tables.h"
+
+namespace annulus::cuda {
+
+// Tables of a stage in device memory, and their launches.
+struct CompiledStage {
+  Tables tables;                     // dropped when uploaded, but for the launches
+  std::vector<LaunchTraits> traits;  // of the launches
+  struct Parcels {
+    std::vector<std::int32_t> queries, keys;
+  };
+  std::vector<Parcels> parcels;  // that they read
+  std::vector<ItemTurn> turns;   // of items in chains; dropped as well
+  DeviceTables device;
+  const ItemTurn* device_turns = nullptr;   // null: not in chains
+  const std::uint32_t* key_sums = nullptr;  // KeySums::earlier
+  const std::uint32_t* later = nullptr;     // ForwardParams::later
+  Memory memory;
+
+  void upload(int device_index);
+  // `row_bytes`: of q, k, v and dout.
+  void find_rows(const ReceivedRows& received, std::int64_t row_bytes);
+};
+
+// `tile`: most rows of an item; `step`: see BackwardFamily.
+[[nodiscard]] CompiledStage compile_stage(const Stage& stage, const Computation& computation,
+                                          Side side, int tile, ItemOrder order, int step,
+                                          int device);
+
+// Whether the items of a launch have every query row there is.
+[[nodiscard]] bool covers(const Tables& tables, const Launch& launch, std::int64_t rows);
+
+}  // namespace annulus::cuda

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/backend.h"
+#include "kernels/cuda/launch.h"
+
+namespace annulus::cuda {
+
+// Received parcels of one kind, as kernels see them.
+struct Parcels {
+  Memory table;  // of Source
+  const ParcelLayout* layout = nullptr;
+  bool aligned = true;
+};
+
+[[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels, int device);
+
+// Rows of the shard's tensor and of a section of parcels, from `byte_offset` of each row on.
+[[nodiscard]] Channel channel(const TensorRows& local, const Parcels& parcels, int section,
+                              std::int64_t byte_offset = 0);
+
+}  // namespace annulus::cuda

@@ -151,7 +151,8 @@ void World::compare_arguments() {
   const auto first = parsed(share([&] { return arguments_; }));
   const auto mine = parsed(arguments_);
   for (const auto& both : {first, mine}) {
-    for (const auto& [name, value] : both) {
+    for (const auto& argument : both) {
+      const std::string& name = argument.first;
       const auto text = [&](const auto& arguments) {
         const auto found = arguments.find(name);
         return found == arguments.end() ? std::string("not given") : found->second;

@@ -126,7 +126,7 @@ TEST_P(KernelRangeTest, LogitsMayClimbFromBlockToBlock) {
 TEST_P(KernelRangeTest, OneKeyFarAboveTheOthersIsTheOutputAtAnyLevel) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
     for (const double level : {1e8, 1e9, 1e10, 1e12, 1e20, 1e30}) {
-      for (std::size_t at : {0, 3, 8, 140, 289}) {
+      for (const std::size_t at : {0U, 3U, 8U, 140U, 289U}) {
         for (int trial = 0; trial < 8; ++trial) {
           SCOPED_TRACE(std::string(name_of(dtype)) + " " + std::to_string(level) + " at key " +
                        std::to_string(at) + ", trial " + std::to_string(trial));

@@ -28,7 +28,7 @@ class MpiCli : public Cli {
   [[nodiscard]] Outcome mpirun(int processes, const Words& program) const {
     const std::string tool = std::getenv("ANNULUS_BINARY");
     ::setenv("ANNULUS_BINARY", ANNULUS_MPIRUN, 1);
-    const Outcome outcome = annulus(Words{std::to_string(processes)} + program);
+    Outcome outcome = annulus(Words{std::to_string(processes)} + program);
     ::setenv("ANNULUS_BINARY", tool.c_str(), 1);
     return outcome;
   }

@@ -388,7 +388,7 @@ TEST(Placement, PositionOutsideTheShardIsAnError) {
 
 TEST(Placement, CopiesShareTheirDataAndOnlyCopiesAreTheSame) {
   const Placement one = Placement::zigzag(100, 4);
-  const Placement copy = one;
+  const Placement copy = one;  // NOLINT(performance-unnecessary-copy-initialization): it is tested
   EXPECT_TRUE(copy.same_as(one));
   EXPECT_EQ(copy.ranges(2).data(), one.ranges(2).data());
   EXPECT_FALSE(Placement::zigzag(100, 4).same_as(one));

@@ -35,7 +35,7 @@ void Link::connect() {
     complaint = fmt::format(
         "ANNULUS_DEVICE_MESSAGES is group, but the transport ({}) does not reach device memory",
         transport_->name());
-  } else if (wanted != "" && wanted != "shared" && wanted != "staged") {
+  } else if (!wanted.empty() && wanted != "shared" && wanted != "staged") {
     complaint =
         fmt::format("ANNULUS_DEVICE_MESSAGES is '{}', expected shared, staged or group", wanted);
   }

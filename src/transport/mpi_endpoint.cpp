@@ -43,8 +43,7 @@ Endpoint::Endpoint(std::shared_ptr<Communicator> communicator, int rank, double 
 
 std::shared_ptr<Endpoint> Endpoint::make(std::shared_ptr<Communicator> communicator, int rank,
                                          double bytes_per_second) {
-  const std::shared_ptr<Endpoint> endpoint(
-      new Endpoint(std::move(communicator), rank, bytes_per_second));
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(communicator), rank, bytes_per_second));
   try {
     std::thread([endpoint] { endpoint->run(); }).detach();
   } catch (const std::exception& failure) {

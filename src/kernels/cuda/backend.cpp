@@ -64,9 +64,9 @@ class CudaCopies final : public CopyProgram {
         }
       }
     }
-    params.count = static_cast<std::int64_t>(items.size());
-    params.sections = layout.sections();
-    for (int s = 0; s < params.sections; ++s) params.section_bytes[s] = layout.section_bytes(s);
+    params_.count = static_cast<std::int64_t>(items.size());
+    params_.sections = layout.sections();
+    for (int s = 0; s < params_.sections; ++s) params_.section_bytes[s] = layout.section_bytes(s);
     const auto bytes = static_cast<std::int64_t>(items.size() * sizeof(CopyItem));
     memory_ = allocate_device(device, bytes, "the table of copies");
     if (bytes > 0) {
@@ -75,19 +75,19 @@ class CudaCopies final : public CopyProgram {
                        cudaMemcpyHostToDevice),
             "copying the table of copies");
     }
-    params.items = reinterpret_cast<const CopyItem*>(memory_.data());
+    params_.items = reinterpret_cast<const CopyItem*>(memory_.data());
   }
 
   [[nodiscard]] std::int64_t bytes() const override { return memory_.bytes(); }
   [[nodiscard]] CopyParams with(std::span<const TensorRows> sections, std::byte* buffer) const {
-    CopyParams out = params;
+    CopyParams out = params_;
     for (std::size_t s = 0; s < sections.size(); ++s) out.rows[s] = sections[s];
     out.buffer = buffer;
     return out;
   }
 
  private:
-  CopyParams params;
+  CopyParams params_;
   Memory memory_;
 };
 

@@ -161,7 +161,7 @@ void CudaEngine::upload_kept() {
 std::string CudaEngine::kernels() const {
   // Outputs of single branches are the portable kernels'.
   const bool keeps_branches = computation_.kept != nullptr && computation_.backward;
-  const std::string forward = keeps_branches ? "portable" : families_.forward.name;
+  std::string forward = keeps_branches ? "portable" : families_.forward.name;
   const std::string backward = families_.backward.name;
   if (!computation_.backward || forward == backward) return forward;
   return forward + " forward, " + backward + " backward";

@@ -125,7 +125,7 @@ std::string forced_complaint(const Computation& computation, int device) {
 }
 
 std::string best_family(int device) {
-  const std::string forced = forced_family();
+  std::string forced = forced_family();
   if (!forced.empty()) return forced;
   return is_hopper(device) ? "sm90" : "portable";
 }

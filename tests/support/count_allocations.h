@@ -39,6 +39,7 @@ inline const bool allocations_hooked =
 #else
 
 // glibc's own, by the names under which a replacement reaches them. free() takes what they return.
+// NOLINTBEGIN(bugprone-reserved-identifier,misc-definitions-in-headers)
 extern "C" {
 void* __libc_malloc(std::size_t);
 void* __libc_calloc(std::size_t, std::size_t);
@@ -73,5 +74,6 @@ int posix_memalign(void** out, std::size_t align, std::size_t bytes) {
   return 0;
 }
 }  // extern "C"
+   // NOLINTEND(bugprone-reserved-identifier,misc-definitions-in-headers)
 
 #endif

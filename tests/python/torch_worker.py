@@ -272,6 +272,18 @@ def resharding_moves_the_fewest_bytes() -> None:
             assert words in str(error), error
         else:
             raise AssertionError(f"{wrong} went unnoticed")
+    # Placements of one name and size that place tokens differently. Ranks may come in anything that lists them.
+    even, tokens = torch.zeros(1, 5, 2), 5 * ranks
+    halves = [[range(5 * r, 5 * r + 5)] for r in range(ranks)]
+    ways = [annulus.Placement.explicit(tokens, each) for each in (halves, halves[::-1])]
+    try:
+        at.reshard(even, "contiguous", ways[rank == 1], group=WORLD)
+    except annulus.ConfigError as error:
+        assert "disagree about target" in str(error), error
+    else:
+        raise AssertionError("rows went where only one rank wanted them")
+    for held_by in (tuple(every), iter(every), torch.tensor(every)):
+        at.reshard(even, "contiguous", ("zigzag", held_by if rank == 1 else every), group=WORLD)
 
 
 def placed_over_all(where: tuple[str, list[int]], tokens: int, ranks: int) -> annulus.Placement:

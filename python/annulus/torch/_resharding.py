@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -46,9 +48,8 @@ def reshard(
     name = _rings.group_name(group)  # refuses what is no group
     dim = _axis("reshard", x, dim)
     ranks, _ = _rings.group_size_and_rank(group)
-    for what, where in (("source", source), ("target", target)):
-        _check(what, where, ranks)
-    return _Reshard.apply(x, source, target, name, ranks, dim)
+    old, new = _checked("source", source, ranks), _checked("target", target, ranks)
+    return _Reshard.apply(x, old, new, name, ranks, dim)
 
 
 class _Reshard(torch.autograd.Function):
@@ -64,21 +65,23 @@ class _Reshard(torch.autograd.Function):
         return back, None, None, None, None, None
 
 
-def _check(what: str, where: Where, ranks: int) -> None:
+def _checked(what: str, where: Where, ranks: int) -> Where:
+    """In the same words on every rank: ranks as a list, whatever they came in."""
     if isinstance(where, Placement):
         if where.ranks != ranks:
             raise ConfigError(
                 f"reshard: {what} is a placement over {where.ranks} ranks, and the group has {ranks}"
             )
-        return
+        return where
     name, held_by = _named(where, ranks)
     valid = isinstance(held_by, Iterable) and not isinstance(held_by, str)
-    numbers = list(held_by) if valid else []
+    numbers = [operator.index(rank) for rank in held_by] if valid else []
     if not numbers or len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(ranks)):
         raise ConfigError(
             f"reshard: the ranks of {what} are {held_by!r}: some of 0..{ranks - 1} were expected, each once"
         )
     Placement.named(name, 1, len(numbers))  # refuses what is no placement
+    return name, numbers
 
 
 def _named(where: object, ranks: int) -> tuple[str, Sequence[int]]:
@@ -123,7 +126,11 @@ def _bytes(x: torch.Tensor) -> memoryview:
 
 
 def _said(where: Where) -> str:
-    return str(where if isinstance(where, str) else list(where) if isinstance(where, tuple) else where)
+    """By which ranks find out whether they mean the same: placements of one name may place tokens differently."""
+    if not isinstance(where, Placement):
+        return f"{where[0]} over ranks {where[1]}"
+    ranges = repr([where.ranges(rank) for rank in range(where.ranks)])
+    return f"{where} {hashlib.sha256(ranges.encode()).hexdigest()[:16]}"
 
 
 def _move(

@@ -169,8 +169,11 @@ void Endpoint::on_note(const Header& header, std::string_view text) {
       if (from.broken.empty()) from.broken = text;
       break;
     case Kind::abort:
-      end(header.source,
+      end(header.value < channels_.size() ? static_cast<int>(header.value) : header.source,
           "rank " + std::to_string(header.source) + " aborted the transport: " + std::string(text));
+      break;
+    case Kind::waits:
+      from.waits_for = header.value < channels_.size() ? static_cast<int>(header.value) : -1;
       break;
     case Kind::leave:
       from.leaves_after = header.value;
@@ -270,6 +273,7 @@ bool Endpoint::settle(Transfer& transfer, Clock::time_point now) {
   } else if (with.left() && transfer.outcome == Outcome::pending) {
     withdraw(transfer, Outcome::peer_left);
   } else if (now >= transfer.deadline) {
+    if (blamed_ < 0) blamed_ = awaited(transfer.peer);
     break_channel(transfer.peer, describe_timeout(transfer));
     withdraw(transfer, Outcome::timed_out);
   } else {
@@ -283,7 +287,13 @@ void Endpoint::wait(Transfer& transfer) {
   ++waiting_;
   int polls = 0;
   microseconds nap = kShortestNap;
+  const auto long_wait = transfer.deadline - transfer.deadline_length / 2;
+  bool told = false;
   while (!settle(transfer, Clock::now())) {
+    if (!told && Clock::now() >= long_wait) {
+      told = true;
+      tell_waiting(transfer.peer);
+    }
     if (poll()) {
       polls = 0;
       nap = kShortestNap;
@@ -298,8 +308,30 @@ void Endpoint::wait(Transfer& transfer) {
     }
     lock.lock();
   }
+  if (told && transfer.outcome == Outcome::done) tell_waiting(rank_);
   if (--waiting_ == 0 && open_ > 0) changed_.notify_all();
   if (transfer.outcome != Outcome::done) throw error(transfer);
+}
+
+void Endpoint::tell_waiting(int peer) {
+  try {
+    for (int other = 0; other < size_; ++other) {
+      if (other == rank_) continue;
+      mail_.send_note(other, {.kind = Kind::waits, .value = static_cast<std::uint64_t>(peer)});
+    }
+  } catch (...) {
+    end_by_exception();
+  }
+}
+
+// Who keeps this rank waiting, which waits for `peer`.
+int Endpoint::awaited(int peer) const {
+  for (int hops = 0; hops < size_; ++hops) {
+    const int next = channels_[static_cast<std::size_t>(peer)].waits_for;
+    if (next < 0 || next == peer || next == rank_) break;
+    peer = next;
+  }
+  return peer;
 }
 
 void Endpoint::call_off(Transfer& transfer) noexcept {
@@ -375,7 +407,10 @@ void Endpoint::abort(const std::string& reason) noexcept {
   try {
     end(rank_, "rank " + std::to_string(rank_) + " aborted the transport: " + reason);
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) mail_.send_note(peer, {.kind = Kind::abort}, reason);
+      const int because_of = blamed_ < 0 ? rank_ : blamed_;
+      if (peer == rank_) continue;
+      mail_.send_note(peer, {.kind = Kind::abort, .value = static_cast<std::uint64_t>(because_of)},
+                      reason);
     }
   } catch (const std::exception&) {
     ended_ = true;  // an abort that reaches not everybody is still one: others run into deadlines
@@ -451,11 +486,14 @@ std::string Endpoint::describe_timeout(const Transfer& transfer) const {
 TransportError Endpoint::error(const Transfer& transfer) {
   const int peer = transfer.peer;
   const std::string name = "rank " + std::to_string(peer);
+  const std::string blamed = "rank " + std::to_string(blamed_);
   switch (transfer.outcome) {
     case Outcome::timed_out:
       return TransportError(
-          describe_timeout(transfer) + ": is " + name + " still running and making the same calls?",
-          peer);
+          describe_timeout(transfer) + ": is " + blamed +
+              " still running and making the same calls?" +
+              (blamed_ == peer ? "" : " " + name + " waits for others, in the end for " + blamed),
+          blamed_);
     case Outcome::size_mismatch:
       return TransportError(describe(transfer) + " met a " + (transfer.sends ? "receive" : "send") +
                                 " of " + std::to_string(transfer.partner_bytes) +

@@ -28,6 +28,10 @@
 // and 50 times a second while nothing is under way, to hear of an abort. The thread sleeps in
 // between: a core that spins is one that does not compute.
 //
+// Blame. Of a rank that does not come, its neighbour hears nothing, and the neighbour's neighbour
+// nothing of that. So who has waited for half its deadline tells everybody for whom, and at the
+// deadline the chain of those who wait ends at the rank that does not.
+//
 // Locks: one, which is held during polls and the copies that they make. Calling a transfer off
 // takes it, so nothing is copied afterwards.
 namespace annulus::mpi {
@@ -102,6 +106,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
     std::uint64_t packets_sent = 0;
     std::uint64_t packets_received = 0;
     std::optional<std::uint64_t> leaves_after;  // packets
+    int waits_for = -1;                         // for whom the other side has waited long
     [[nodiscard]] bool left() const { return leaves_after && packets_received >= *leaves_after; }
   };
 
@@ -122,6 +127,8 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   void end_by_exception() noexcept;  // the one that is being handled
   [[nodiscard]] bool link_is_through(const Transfer& send, std::size_t bytes);
   [[nodiscard]] bool settle(Transfer& transfer, Clock::time_point now);
+  void tell_waiting(int peer);
+  [[nodiscard]] int awaited(int peer) const;
   [[nodiscard]] bool everybody_left() const;
   [[nodiscard]] Channel& channel(int peer) { return channels_[static_cast<std::size_t>(peer)]; }
   [[nodiscard]] std::string describe(const Transfer& transfer) const;
@@ -141,6 +148,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   std::uint64_t last_id_ = 0;
   int open_ = 0;     // transfers
   int waiting_ = 0;  // callers, who poll by themselves
+  int blamed_ = -1;  // who did not come, once a transfer has timed out
   bool leaving_ = false;
   bool said_goodbye_ = false;
   bool stopping_ = false;

@@ -28,7 +28,8 @@ enum class Kind : std::uint32_t {
   retract,   // ... and called off: id
   mismatch,  // its send has `value` bytes: id
   broken,    // a message between the two ranks was lost; the text says which
-  abort,     // by the rank that sends it, the text says why
+  abort,     // by the rank that sends it because of rank `value`, the text says why
+  waits,     // the rank that sends it has waited long, for rank `value`; its own: no more
   leave,     // nothing comes after `value` packets of data
   data,      // bytes from `value` on of the receive `id`
 };

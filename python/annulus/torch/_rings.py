@@ -28,6 +28,7 @@ _NO_LIMIT = 2**62
 # Executors whose memory is part of CUDA graphs, which may be replayed whenever their owner likes.
 _captured: dict[int, RingAttention] = {}
 _MOST_CALLS = 1000  # whose lengths are remembered
+_SOON = 0.2  # seconds that are not worth a word
 
 
 def _make_executor(
@@ -317,6 +318,25 @@ def _made(name: str, timeout: float | None) -> _GroupRing:
     ring = _groups[name] = _GroupRing(group, timeout, _losses.get(name))
     _losses.pop(name, None)
     return ring
+
+
+def has_lost() -> bool:
+    """Whether a ring of this process has lost a rank, and nobody has gone on without it yet."""
+    return bool(_losses) or any(ring.transport.loss is not None for ring in list(_groups.values()))
+
+
+@contextlib.contextmanager
+def waiting_elsewhere(done: Callable[[float], object]) -> Iterator[None]:
+    """Around a wait for other ranks that is none of a ring. If it takes long (done(seconds) is false), the others
+    are told, for whom this rank would else seem to be the one that does not come."""
+    told = [] if done(_SOON) else [ring.transport for ring in list(_groups.values())]
+    for transport in told:
+        transport.say_waiting_elsewhere(True)
+    try:
+        yield
+    finally:
+        for transport in told:
+            transport.say_waiting_elsewhere(False)
 
 
 def leave(group: dist.ProcessGroup) -> int:

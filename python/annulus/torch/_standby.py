@@ -6,7 +6,6 @@ import datetime
 import os
 import socket
 import weakref
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -65,28 +64,50 @@ def _own_host(near: dist.Store) -> str:
         return towards.getsockname()[0]
 
 
-def places(
-    whole: dist.ProcessGroup, meeting: Meeting, me: int, last: bool
-) -> Iterator[dist.Store]:
-    """Stores at which the others may be met, the most likely first: that of the lowest rank which answers;
-    of this rank `last`, if so said."""
-    if not any(meeting.addresses):  # there never was a ring, or nobody serves a store
-        yield dist.distributed_c10d._world.pg_map[whole][1]
-    # Who has been given up is not whom the others meet at.
-    first = [place for rank, place in enumerate(meeting.addresses) if not (last and rank == me)]
-    for place in filter(None, first + ([meeting.addresses[me]] if last else [])):
-        host, port = place.split()
+class Place:
+    """A store at which the ranks of a group may meet again: one that a rank serves, or the group's own."""
+
+    def __init__(self, address: str, own: dist.Store | None = None):
+        self._address = address
+        self._own = own
+
+    def open(self) -> dist.Store | None:
+        """The store, over a connection of its own; None: nobody answers."""
+        if self._own is not None:
+            return self._own
         try:
-            # PyTorch's client would try again and again; a process that has ended refuses at once.
-            socket.create_connection((host, int(port)), _ANSWER).close()
+            host, port = self._connect()
             limit = datetime.timedelta(seconds=_ANSWER)
-            yield within(
-                _ANSWER + 0.5,
-                lambda: dist.TCPStore(host, int(port), timeout=limit),  # noqa: B023: run at once
-                "connecting",
+            return within(
+                _ANSWER + 0.5, lambda: dist.TCPStore(host, port, timeout=limit), "connecting"
             )
         except (OSError, RuntimeError):  # also what took too long
-            continue
+            return None
+
+    def is_gone(self) -> bool:
+        """Whether the process that serves it has ended: its machine refuses. One that is stopped does not, nor does one
+        that cannot be reached."""
+        try:
+            if self._address:
+                self._connect()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def _connect(self) -> tuple[str, int]:
+        # PyTorch's client would try again and again; a process that has ended refuses at once.
+        host, port = self._address.split()
+        socket.create_connection((host, int(port)), _ANSWER).close()
+        return host, int(port)
+
+
+def places(whole: dist.ProcessGroup, meeting: Meeting) -> dict[int, Place]:
+    """Where the ranks of a group may meet, by the rank that serves the store; the lowest that answers is the first to
+    go to. -1: the group's own store, if there never was a ring, or nobody serves one."""
+    served = {rank: Place(address) for rank, address in enumerate(meeting.addresses) if address}
+    return served or {-1: Place("", dist.distributed_c10d._world.pg_map[whole][1])}
 
 
 def forget_after_fork() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import json
-import time
-import uuid
+import weakref
 
 import torch.distributed as dist
 
 from annulus import ConfigError, TransportError
 from annulus.torch import _rings, _standby
-from annulus.torch._rendezvous import within
+from annulus.torch._reunion import Reunion
 from annulus.torch._transport import timeout_of
 
-# When all are there but those that somebody has lost: they may be on their way all the same. Seconds.
-_GRACE = 0.2
+# How many groups of survivors this rank has got from a group: those who have as many meet.
+_epochs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def survivors(
@@ -28,16 +26,18 @@ def survivors(
 
     Collective over those that are left: each calls it when a call on the group has raised a
     :class:`annulus.TransportError`. They meet at a store which one of them serves (every process that has been in a
-    ring serves one), so that the loss of the process that served the group's own is a loss like any other. The group that
-    was is of no further use; its ring is closed, and no message of it can reach the new one, which has its own connections.
+    ring serves one), so that the loss of the process that served the group's own is a loss like any other, and so is a
+    loss while they meet: they begin again. The group that was is of no further use; its ring is closed, and no message
+    of it can reach the new one, which has its own connections.
 
     Returns a process group with the ranks in the order they had. Pass it as ``group`` from now on; the next call
     plans for it. Rows that only a lost rank had are lost: see :func:`shard` for those that every rank can make again.
+    Called again with the group that was, it gives yet another group, of those that are left by then.
 
     Args:
         group: the ranks as they were; None: all of them.
         timeout: seconds that the others may take to come, and the new group's own; None: that of `group`. It is
-            waited for only if ranks are missing that nobody has reported as lost.
+            waited for only if ranks are missing that nobody has reported as lost and whose processes have not ended.
         least: fewest ranks to go on with. None: more than half of the group, so that the parts of a network that
             was cut in two do not both go on.
 
@@ -48,63 +48,28 @@ def survivors(
     size, me = _rings.group_size_and_rank(whole)
     if least is None:
         least = size // 2 + 1
-    if not isinstance(least, int) or not 1 <= least <= size:
+    if type(least) is not int or not 1 <= least <= size:
         raise ConfigError(f"survivors: least is {least!r}: a number from 1 to {size} was expected")
+    if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < 1e9):
+        raise ConfigError(f"survivors: timeout is {timeout!r}: seconds were expected, or None")
     seconds = timeout_of(whole) if timeout is None else timeout
-    until = time.monotonic() + seconds
     meeting, lost = _standby.meeting_of(whole), _rings.leave(whole)
-    for store in _standby.places(whole, meeting, me, last=lost == me):
-        prefixed = dist.PrefixStore(f"annulus/survivors/{meeting.name}", store)
-        try:
-            left, name = within(
-                max(0.0, until - time.monotonic()) + 1,
-                lambda: _agree(prefixed, me, size, lost, least, until),  # noqa: B023: run at once
-                "agreeing on who is left",
-            )
-        except (RuntimeError, TimeoutError):  # who served this store is gone, too
-            continue
-        here = f"[rank {me}/{size}] survivors"
-        if me not in left:
-            raise _error(f"{here}: the others have gone on without this rank, as {left}", me)
-        if len(left) < least:
-            raise _error(f"{here}: only ranks {left} are left, fewer than {least}", lost)
-        return _new_group(whole, left, name, prefixed, seconds)
-    raise _error(f"[rank {me}/{size}] survivors: nobody can be met", lost)
+    epoch = _epochs.get(whole, 0)
 
+    def make(left: list[int], name: str, store: dist.Store) -> dist.ProcessGroup:
+        made = _new_group(whole, left, name, store, seconds)
+        addresses = [meeting.addresses[rank] for rank in left] if meeting.addresses else []
+        _standby.remember(made, _standby.Meeting(name, addresses))
+        return made
 
-def _error(text: str, rank: int) -> TransportError:
-    error = TransportError(text)
-    error.rank = rank
-    return error
-
-
-def _agree(
-    store: dist.Store, me: int, size: int, lost: int, least: int, until: float
-) -> tuple[list[int], str]:
-    """Who is left, and the name of their group: what the first to see everybody there says."""
-    store.set(f"here/{me}", str(lost))
-    missed = {lost}
-    present = {me}
-    since = None
-    while not store.check(["decision"]):
-        for peer in set(range(size)) - present:
-            if store.check([f"here/{peer}"]):
-                present.add(peer)
-                missed.add(int(store.get(f"here/{peer}")))
-        now = time.monotonic()
-        if since is None and present >= set(range(size)) - missed:
-            since = now
-        complete = len(present) == size or (since is not None and now >= since + _GRACE)
-        if now >= until and len(present) < least:
-            store.delete_key(f"here/{me}")
-            return sorted(present), ""
-        if complete or now >= until:
-            decision = json.dumps([sorted(present), uuid.uuid4().hex])
-            store.compare_set("decision", "", decision)
-            break
-        time.sleep(0.005)
-    left, name = json.loads(store.get("decision"))
-    return left, name
+    reunion = Reunion(me, size, lost, least, seconds, _standby.places(whole, meeting), make)
+    made = reunion.hold(f"annulus/survivors/{meeting.name}/{epoch}")
+    if isinstance(made, str):
+        error = TransportError(f"[rank {me}/{size}] survivors: {made}")
+        error.rank = reunion.at_fault
+        raise error
+    _epochs[whole] = epoch + 1
+    return made
 
 
 def _new_group(

@@ -18,7 +18,7 @@ from annulus import Transport, TransportError
 from annulus.torch import _standby
 from annulus.torch._patience import LongMessage, Waiters
 from annulus.torch._rendezvous import Missing, new_name, value_of, within
-from annulus.torch._words import CLOSES, GOES_ON, LEAVES, WAITS, Words
+from annulus.torch._words import CLOSES, GOES_ON, LEAVES, SOMEBODY, WAITS, Words
 
 # PyTorch has no read-only tensors and says so once per process when one is made over read-only
 # memory. Ours are only sent.
@@ -313,6 +313,12 @@ class ProcessGroupTransport(Transport):
             if rank != peer:
                 why += f". Rank {peer} waits for others, in the end for rank {rank}"
             self._end(rank, reason, f"waiting for {self._name_of(peer)} failed: {why}")
+
+    def say_waiting_elsewhere(self, waiting: bool) -> None:
+        """Tells the others that this rank waits for one of them, but not in the ring; or that it does no more. A rank
+        that tells so is not the one that keeps them waiting."""
+        if self._words is not None and self._failed is None:
+            self._words.tell(WAITS if waiting else GOES_ON, SOMEBODY if waiting else self.rank())
 
     def _name_of(self, rank: int) -> str:
         return f"rank {rank} (process {self._global_ranks[rank]})"

@@ -27,6 +27,10 @@ _MOMENT = datetime.timedelta(milliseconds=1)
 _GRACE = datetime.timedelta(milliseconds=200)  # a word is written at once, unless a socket is full
 
 
+# For whom a rank waits that does not wait in the ring, but for a checkpoint: for one of the others, it cannot know which.
+SOMEBODY = -1
+
+
 class Word(NamedTuple):
     kind: int
     rank: int  # for whom it waits, or because of whom it leaves
@@ -112,8 +116,14 @@ class Words:
             word = self.of(peer)
             if word is None or word.kind != WAITS or word.rank in seen:
                 break
+            if word.rank == SOMEBODY:
+                return next((p for p in self._peers if not self._says_it_waits(p)), peer)
             peer = word.rank
         return peer
+
+    def _says_it_waits(self, peer: int) -> bool:
+        word = self.of(peer)
+        return word is not None and word.kind == WAITS
 
     def tell(self, kind: int, rank: int, text: str = "") -> list[tuple[int, object]]:
         data = text.encode("utf-8", "backslashreplace")[:_TEXT]

@@ -1,0 +1,210 @@
+"""How the ranks that are left of a group meet, agree on who they are, and become a group, whoever is lost meanwhile.
+
+They meet at a store that one of them serves, the lowest rank that answers. There they hold rounds. In a round everybody
+says that it is there; the first to see all that are to come writes the decision; those in it make the group; the
+outcome is good once all of them have it, and bad as soon as one is found to be gone. After a bad one comes the next round.
+Decision and outcome are written once, by compare-and-set, so that all see the same.
+
+Ranks may disagree about which store answers: one that was stopped or is very busy. So who waits looks at the
+places of missing ranks, and where somebody is, it moves everybody to: always to a higher rank's, so that nobody comes back.
+If the store is lost, all go to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from annulus.torch._rendezvous import within
+from annulus.torch._standby import Place
+
+# When all are there but those that somebody has lost: they may be on their way all the same. Seconds.
+_GRACE = 0.2
+_LOOK = 0.25  # seconds from one look for the missing to the next
+_AT_ONCE = 16  # places that are looked at
+_ROUND = 2.0  # seconds at least for a round after the first: who is late by a moment is not to be left behind
+_SLACK = 2.0  # seconds that a store may take to answer, beside the waiting
+_NAP = 0.005
+
+Make = Callable[[list[int], str, dist.Store], dist.ProcessGroup]
+
+
+class Reunion:
+    def __init__(
+        self,
+        me: int,
+        size: int,
+        lost: int,
+        least: int,
+        seconds: float,
+        places: dict[int, Place],
+        make: Make,
+    ):
+        self._me, self._size, self._least, self._seconds = me, size, least, seconds
+        self._until = time.monotonic() + seconds
+        self._places, self._make = places, make
+        self._missed = {lost}  # ranks that are not waited for
+        self._silent: set[int] = set()  # whose stores did not answer
+        self._opened: dict[int, dist.Store] = {}
+        self.at_fault = lost
+
+    def hold(self, prefix: str) -> dist.ProcessGroup | str:
+        """The new group, or why there is none."""
+        queue = sorted(self._places)
+        while queue:
+            place = queue.pop(0)
+            store = self._places[place].open()
+            if store is None:
+                continue
+            try:
+                result = self._hold_at(place, prefix, store)
+            except (RuntimeError, TimeoutError):  # who served this store is gone, too
+                continue
+            if not isinstance(result, int):
+                return result
+            queue = [rank for rank in sorted(self._places) if rank >= result]
+        return "nobody can be met"
+
+    def _hold_at(self, place: int, prefix: str, store: dist.Store) -> dist.ProcessGroup | str | int:
+        """Likewise; a number: the place that all have moved to."""
+        for number in itertools.count():
+            here = f"{prefix}/{number}"
+            keys = dist.PrefixStore(here, store)
+            if number > 0:
+                self._until = max(self._until, time.monotonic() + _ROUND)
+            limit = max(0.0, self._until - time.monotonic()) + _SLACK
+            decision = within(
+                limit, lambda: self._agree(keys, place, here), "agreeing on who is left"
+            )  # noqa: B023
+            if isinstance(decision, int):
+                return decision
+            left, name = decision
+            if self._me not in left:
+                self.at_fault = self._me
+                return f"the others have gone on without this rank, as {left}"
+            if len(left) < self._least:
+                return f"only ranks {left} are left, fewer than {self._least}"
+            made = within(
+                self._seconds + _SLACK,
+                lambda: self._become(keys, place, left, name),
+                "making a group",  # noqa: B023
+            )
+            if made is not None:
+                return made
+        raise AssertionError
+
+    def _agree(self, keys: dist.Store, place: int, here: str) -> tuple[list[int], str] | int:
+        """Who is left, and the name of their group: what the first to see everybody there says. Or a place to move to."""
+        keys.set(f"here/{self._me}", json.dumps(sorted(self._missed)))
+        present = {self._me}
+        since = None
+        looked = time.monotonic()
+        while not keys.check(["decision"]):
+            for peer in set(range(self._size)) - present:
+                if keys.check([f"here/{peer}"]):
+                    present.add(peer)
+                    self._missed |= set(json.loads(keys.get(f"here/{peer}")))
+            now = time.monotonic()
+            if since is None and present >= set(range(self._size)) - self._missed:
+                since = now
+            complete = len(present) == self._size or (since is not None and now >= since + _GRACE)
+            if complete or now >= self._until:
+                if (
+                    len(present) < self._least
+                ):  # no decision: others may come yet, and this rank again
+                    keys.delete_key(f"here/{self._me}")
+                    return sorted(present), ""
+                keys.compare_set("decision", "", json.dumps([sorted(present), uuid.uuid4().hex]))
+                break
+            if looked + _LOOK <= now < self._until - _SLACK:
+                self._look(keys, place, here, present)
+                looked = time.monotonic()
+            time.sleep(_NAP)
+        return json.loads(keys.get("decision"))
+
+    def _look(self, keys: dist.Store, place: int, here: str, present: set[int]) -> None:
+        """For those that do not come. One rank looks, the lowest, for all."""
+        first = min(present)
+        if first != self._me:
+            if self._is_gone(first):
+                present.discard(first)
+            return
+        missing = [rank for rank in range(self._size) if rank not in present | self._missed]
+        for rank in missing[:_AT_ONCE]:
+            if self._is_gone(rank):
+                self._missed.add(rank)
+        # Who was given up may be where others meet, or have met.
+        elsewhere = [
+            r for r in self._places if r > place and r not in present and r not in self._silent
+        ]
+        for rank in elsewhere[:_AT_ONCE]:
+            if self._somebody_is_at(rank, here):
+                keys.compare_set("decision", "", json.dumps(rank))
+                return
+
+    def _is_gone(self, rank: int) -> bool:
+        return rank in self._places and self._places[rank].is_gone()
+
+    def _somebody_is_at(self, rank: int, here: str) -> bool:
+        if rank not in self._opened:
+            store = self._places[rank].open()
+            if store is None:
+                self._silent.add(rank)
+                return False
+            self._opened[rank] = store
+        keys = dist.PrefixStore(here, self._opened[rank])
+        with contextlib.suppress(RuntimeError):
+            signs = ["decision"] + [f"here/{peer}" for peer in range(self._size)]
+            return any(keys.check([sign]) for sign in signs)
+        self._silent.add(rank)
+        return False
+
+    def _become(
+        self, keys: dist.Store, place: int, left: list[int], name: str
+    ) -> dist.ProcessGroup | None:
+        """The group, once all have it; None: one of them is gone, and all know that the round came to nothing."""
+        made: list[dist.ProcessGroup | None] = []
+
+        def make() -> None:
+            # Its own connection to the store: it may wait there for somebody who never comes.
+            store = self._places[place].open()
+            try:
+                made.append(None if store is None else self._make(left, name, store))
+            except (RuntimeError, ValueError):
+                made.append(None)
+
+        if not keys.check(["outcome"]):
+            threading.Thread(target=make, name="annulus new group", daemon=True).start()
+        until = time.monotonic() + self._seconds
+        looked = time.monotonic()
+        told = False
+        while not keys.check(["outcome"]):
+            now = time.monotonic()
+            if made and not told:
+                told = True
+                if made[0] is not None:
+                    keys.set(f"made/{self._me}", "")
+            bad = now >= until or (told and made[0] is None)
+            if now >= looked + _LOOK:
+                gone = {rank for rank in left if rank != self._me and self._is_gone(rank)}
+                self._missed |= gone
+                bad = bad or bool(gone)
+                looked = time.monotonic()
+            if bad:
+                keys.compare_set("outcome", "", "bad")
+            elif told and all(keys.check([f"made/{rank}"]) for rank in left):
+                keys.compare_set("outcome", "", "good")
+            else:
+                time.sleep(_NAP)
+        if keys.get("outcome") == b"good" and made:
+            return made[0]
+        if made and made[0] is not None:
+            dist.destroy_process_group(made[0])
+        return None

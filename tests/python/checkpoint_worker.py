@@ -149,6 +149,15 @@ def arguments_are_everybodys(folder: pathlib.Path) -> None:
         at.Checkpoints(folder / "arguments", 1, keep=2 + (rank == 1))
     with pytest.raises(annulus.ConfigError, match="keep is 1"):
         at.Checkpoints(folder / "arguments", 1, keep=2 - (rank == 1))
+    for wrong, words in (
+        ({"folder": None}, "folder is None"),
+        ({"folder": b"bytes"}, "folder is b'bytes'"),
+        ({"timeout": -1}, "timeout is -1"),
+    ):
+        begun = time.monotonic()
+        with pytest.raises(annulus.ConfigError, match=words):
+            at.Checkpoints(**{"folder": folder / "arguments"} | (wrong if rank == 1 else {}))
+        assert time.monotonic() - begun < 10
     (folder / "file").touch()
     with pytest.raises(at.CheckpointError, match="file"):
         at.Checkpoints(folder / ("file" if rank == 1 else "arguments"), 1)
@@ -163,6 +172,27 @@ def arguments_are_everybodys(folder: pathlib.Path) -> None:
         checkpoints.wait()
         with pytest.raises(annulus.ConfigError, match=r"model/bias is \[3\] .* \[4\]"):
             checkpoints.resume({"model": nn.Linear(3, 4) if rank == 1 else model})
+
+
+def steps_are_everybodys(folder: pathlib.Path) -> None:
+    """Also one that cannot be: nobody waits for the rank that passes it, and the next checkpoint is written."""
+    rank, here = dist.get_rank(), folder / "steps"
+    with at.Checkpoints(here, 1) as checkpoints:
+        checkpoints.save(1 + rank, {"data": Data(1)})
+        with pytest.raises(at.CheckpointError, match=r"different steps: \[1, 2, 3\]"):
+            checkpoints.wait()
+        for wrong in (-1, "4", None):
+            if rank == 1:
+                with pytest.raises(annulus.ConfigError, match="step"):
+                    checkpoints.save(wrong, {"data": Data(1)})
+            else:
+                checkpoints.save(4, {"data": Data(1)})
+            with pytest.raises(at.CheckpointError, match="rank 1: ConfigError: .*step"):
+                checkpoints.wait()
+        assert names(here) == []
+        checkpoints.save(4, {"data": Data(1)})
+        checkpoints.wait()
+        assert names(here) == ["step-00000004"]
 
 
 def folders_that_are_not_shared(folder: pathlib.Path) -> None:
@@ -201,9 +231,13 @@ def random_numbers_of_others(folder: pathlib.Path) -> None:
         ("same", {"numpy"}),
         ("own", {"numpy", "python", "torch", "state/generator"}),
     ):
+        torch.manual_seed(5)
+        random.seed(5)
+        wanted = draw(torch.Generator().manual_seed(5))
         state = {"generator": torch.Generator().manual_seed(0)}
         with at.Checkpoints(folder / name, None) as checkpoints:
             assert set(checkpoints.resume(state).random_anew) == anew
+        assert (draw(state["generator"]) == wanted) == (name == "same")
 
 
 def damage_of_any_shard(folder: pathlib.Path) -> None:
@@ -288,6 +322,32 @@ def stopped_while_writing(folder: pathlib.Path) -> None:
             1 / 0  # noqa: B018
     if dist.get_rank() != 1:
         assert time.monotonic() - begun < 20
+
+
+def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
+    """Rank 1 hangs in a write. Once the ring has lost it, nobody waits for the checkpoint as long as its timeout is."""
+    from annulus.torch import _checkpoints
+
+    _checkpoints._GRACE = 1.0
+    q = torch.randn(1, 4, 1, 8)
+    at.ring_attention(q, q, q, group=dist.group.WORLD)
+    checkpoints = at.Checkpoints(folder / "lost", 1)
+    if dist.get_rank() == 1:
+        writer._DigestingFile.write = lambda self, data: time.sleep(60)
+    checkpoints.save(1, {"data": Data(1)})
+    if dist.get_rank() == 1:
+        time.sleep(15)
+        os._exit(0)
+    with pytest.raises(annulus.TransportError):
+        at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=2.0)
+    begun = time.monotonic()
+    with pytest.raises(at.CheckpointError, match="a rank does not answer"):
+        checkpoints.close()
+    with pytest.raises(annulus.TransportError, match="lost each other"):
+        checkpoints.resume({"data": Data()})
+    assert time.monotonic() - begun < 20
+    print("stopped_and_lost_by_the_ring done", flush=True)
+    os._exit(0)  # what waits for rank 1 waits
 
 
 def be_rank(rank: int, ranks: int, port: int, folder: pathlib.Path, cases: list[str]) -> None:

@@ -164,6 +164,16 @@ def change_manifest(path: pathlib.Path, change: object) -> None:
     path.write_text(json.dumps(manifest))
 
 
+def change_content(path: pathlib.Path, change: object) -> None:
+    """By somebody who knows how digests are made."""
+
+    def both(manifest: dict) -> None:
+        change(manifest["content"])
+        manifest["sha256"] = files.digest_of(manifest["content"])
+
+    change_manifest(path, both)
+
+
 DAMAGES = {
     "truncated": (lambda f: truncate(only_file(f, "")), "bytes of"),
     "flipped": (lambda f: flip(only_file(f, "")), "SHA-256"),
@@ -187,6 +197,10 @@ DAMAGES = {
     "changed_manifest": (
         lambda f: change_manifest(f / "manifest.json", lambda m: m["content"]["state"].clear()),
         "SHA-256",
+    ),
+    "strange_manifest": (
+        lambda f: change_content(f / "manifest.json", lambda content: content.pop("ranks")),
+        "'ranks'",
     ),
     "empty": (lambda f: (shutil.rmtree(f), f.mkdir()), "no manifest.json"),
     "a_file": (lambda f: (shutil.rmtree(f), f.write_text("")), "cannot be read"),
@@ -280,6 +294,42 @@ def test_damaged_after_this_job_wrote_it_is_never_removed(tmp_path: pathlib.Path
     assert "SHA-256" in damage_of(tmp_path, "step-00000002")
 
 
+def test_what_killed_jobs_left_goes_once_there_is_better(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 2)
+    for name in ("step-00000003.0123456789ab", "step-00000004.0123456789ab", "step-00000009.0123456789ab", "mine"):
+        (tmp_path / f"{name}.partial").mkdir()
+        (tmp_path / f"{name}.partial" / "half").touch()
+    found = resumed(tmp_path)
+    assert len(found.passed_over) == 4 and len(names(tmp_path)) == 5  # only read
+    training = Training()
+    with at.Checkpoints(tmp_path, 2) as checkpoints:
+        first = checkpoints.resume(training.state).step + 1
+        assert len(names(tmp_path)) == 5
+        for step in range(first, 5):
+            training.step(step)
+            checkpoints.step(step, training.state)
+    assert names(tmp_path) == [
+        "mine.partial",
+        "step-00000002",
+        "step-00000004",
+        "step-00000009.0123456789ab.partial",
+    ]
+    removed = [text for level, text in said(caplog) if level == logging.WARNING and "removed" in text]
+    assert len(removed) == 2 and all("killed" in text for text in removed)
+
+
+def test_a_relative_folder_is_where_it_was(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "here", 2)
+    monkeypatch.chdir(tmp_path)
+    with at.Checkpoints("here", None) as checkpoints:
+        monkeypatch.chdir("/")
+        assert checkpoints.resume(Training().state).step == 2
+
+
 def damage_of(folder: pathlib.Path, name: str) -> str:
     with pytest.raises(files.Damaged) as damage:
         files.check_files(folder / name, files.read_manifest(folder / name, int(name[5:13])))
@@ -346,6 +396,8 @@ def test_arguments(tmp_path: pathlib.Path) -> None:
     for step in (-1, 1.0, 10**18):
         with pytest.raises(annulus.ConfigError, match="step"):
             writing.save(step, {})
+        with pytest.raises(at.CheckpointError, match="step"):  # as on the other ranks
+            writing.wait()
     writing.close()
     writing.close()
     with pytest.raises(annulus.ConfigError, match="closed"):

@@ -34,6 +34,7 @@ def test_three_processes_and_what_others_make_of_theirs(tmp_path: pathlib.Path) 
         "one_full_disk_is_everybodys",
         "one_bad_state_is_everybodys",
         "arguments_are_everybodys",
+        "steps_are_everybodys",
         "folders_that_are_not_shared",
         "random_numbers_go_on",
         "damage_of_any_shard",
@@ -45,6 +46,10 @@ def test_three_processes_and_what_others_make_of_theirs(tmp_path: pathlib.Path) 
 
 def test_an_error_does_not_wait_for_a_rank_that_hangs(tmp_path: pathlib.Path) -> None:
     run(2, tmp_path, "stopped_while_writing", lost=1)
+
+
+def test_nobody_waits_for_a_rank_that_the_ring_has_lost(tmp_path: pathlib.Path) -> None:
+    run(2, tmp_path, "stopped_and_lost_by_the_ring", lost=1)
 
 
 def test_a_rank_killed_while_writing(tmp_path: pathlib.Path) -> None:

@@ -4,7 +4,8 @@ A folder of checkpoints holds
 
 - ``step-00000010``: a checkpoint. It got this name once everything in it, the manifest included, was on disk.
 - ``step-00000010.1``: another of the same step, because something that may not be overwritten has the name.
-- ``step-00000010.<job>.partial``: being written, or left by a job that was killed. Nobody reads or removes it.
+- ``step-00000010.<job>.partial``: being written, or left by a job that was killed. Nobody reads it; a later job removes
+  it once it has a whole one of that step or later.
 - ``step-00000010.old``: being removed.
 - ``.lock``: locked by the job that writes.
 """
@@ -29,6 +30,7 @@ MANIFEST = "manifest.json"
 VERSION = 1
 PARTIAL, OLD = ".partial", ".old"
 _CHECKPOINT = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
+_UNFINISHED = re.compile(r"step-(\d{8,18})\.([0-9a-f]{12})\.partial")
 _PATIENCE = 10.0  # seconds for a writer that is being ended to be gone
 _MIB = 1 << 20
 
@@ -58,6 +60,16 @@ def find(folder: pathlib.Path) -> list[Found]:
 
 def find_partial(folder: pathlib.Path) -> list[str]:
     return sorted((name for name in os.listdir(folder) if name.endswith(PARTIAL)), reverse=True)
+
+
+def find_left_behind(folder: pathlib.Path, step: int, job: str) -> list[str]:
+    """What other jobs than this one have begun, up to a step, and not finished."""
+    matches = (_UNFINISHED.fullmatch(name) for name in os.listdir(folder))
+    return [
+        m[0]
+        for m in matches
+        if m and int(m[1]) <= step and m[2] != job and not is_link(folder, m[0])
+    ]
 
 
 def digest_of(content: object) -> str:
@@ -118,6 +130,15 @@ def read_manifest(folder: pathlib.Path, step: int) -> dict:
     content = manifest.get("content")
     if not isinstance(content, dict) or digest_of(content) != manifest.get("sha256"):
         raise Damaged(f"{MANIFEST} is not what was written: its SHA-256 differs")
+    for key, kind in (
+        ("step", int),
+        ("ranks", int),
+        ("files", dict),
+        ("state", dict),
+        ("same_random", list),
+    ):
+        if type(content.get(key)) is not kind:
+            raise Damaged(f"{MANIFEST} is not one of Annulus: its {key!r} is {content.get(key)!r}")
     if content["step"] != step:
         raise Damaged(f"{MANIFEST} is that of step {content['step']}")
     return content
@@ -172,7 +193,8 @@ def remove(folder: pathlib.Path, name: str) -> None:
 def finish_removals(folder: pathlib.Path) -> None:
     """Of a job that was killed over it."""
     for name in os.listdir(folder):
-        if name.endswith(OLD) and _CHECKPOINT.fullmatch(name.removesuffix(OLD)):
+        was = name.removesuffix(OLD)
+        if was != name and (_CHECKPOINT.fullmatch(was) or _UNFINISHED.fullmatch(was)):
             shutil.rmtree(folder / name, ignore_errors=True)
 
 

@@ -21,6 +21,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None):
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
+        self._given_up = False
         if not dist.is_available() or not dist.is_initialized():
             if group is not None:
                 raise ConfigError("Checkpoints: torch.distributed is not initialised")
@@ -50,14 +51,28 @@ class Ranks:
         c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         return group
 
+    def give_up(self, waiting: bool = False) -> None:
+        """They have lost each other: their connections are of no further use. Whether a thread still waits in one."""
+        self._given_up = self.size > 1
+        if waiting:
+            self.group = None  # to destroy it would be to wait for that thread
+
+    def check(self) -> None:
+        if self._given_up:
+            raise TransportError(
+                "Checkpoints: the ranks have lost each other before: make new ones"
+            )
+
     def gather(self, mine: object) -> list:
         """Everybody's, by rank."""
+        self.check()
         if self.group is None:
             return [mine]
         everybodys: list = [None] * self.size
         try:
             dist.all_gather_object(everybodys, mine, group=self.group)
         except RuntimeError as error:
+            self.give_up()
             raise TransportError(f"Checkpoints: a rank is lost: {error}") from error
         return everybodys
 

@@ -121,10 +121,18 @@ class Writer(HuggingFaceStorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._failure is not None:
             raise self._failure
-        return super().prepare_local_plan(plan)
+        return dataclasses.replace(plan, storage_data=self._content["step"])
+
+    @_as_text
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        steps = [plan.storage_data for plan in plans]
+        if len(set(steps)) > 1:
+            raise ValueError(f"the ranks are at different steps: {steps}")
+        return super().prepare_global_plan(plans)
 
     @_as_text
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        os.makedirs(self.path, exist_ok=True)  # not before all are known to mean the same one
         super().write_data(plan, planner).wait()
         plain_digest = files.digest_of(self._content["state"])
         result: Future = Future()

@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from annulus import ConfigError, TransportError
 from annulus.torch import _checkpoint_files as files
+from annulus.torch import _rings
 from annulus.torch._checkpoint_ranks import CheckpointError, Ranks
 
 if TYPE_CHECKING:
     from annulus.torch._checkpoint_writer import Writer
 
 _log = logging.getLogger("annulus.checkpoints")
-_GRACE = 10.0  # seconds for the last checkpoint of a training that ends with an error
+_GRACE = 10.0  # seconds for the last checkpoint of a training that ends with an error, or has lost a rank
 
 
 # Of all objects, for the end of the process: the last checkpoint of a training that forgets to wait for it.
@@ -37,7 +38,7 @@ _unfinished: set[concurrent.futures.Future] = set()
 
 @atexit.register
 def _finish_all() -> None:
-    concurrent.futures.wait(_unfinished)
+    concurrent.futures.wait(_unfinished, _GRACE if _rings.has_lost() else None)
 
 
 def _in_background(function: Callable, *arguments: object) -> concurrent.futures.Future:
@@ -99,12 +100,13 @@ class Checkpoints:
         folder: made if it is not there, unless it is only read; a link is followed.
         checkpoint_interval: steps from one checkpoint to the next; None: none are written, and ``folder`` is only
             read.
-        keep: how many checkpoints to keep, 2 at least. Older ones are removed once a new one is whole; damaged and
-            unfinished ones never are.
+        keep: how many checkpoints to keep, 2 at least. Older ones are removed once a new one is whole; damaged ones
+            never are. What a killed job has left unfinished is removed, and that is logged, once there is a whole one
+            of that step or later.
         auto_resume: False: start at the beginning. The folder must then be free of checkpoints.
         max_failures: how many checkpoints in a row may fail before :meth:`step` raises.
-        timeout: seconds that a rank may keep the others waiting: longer than it takes to write a checkpoint, and shorter
-            than ``ring_attention`` waits, where a rank that still waits here would seem lost; None: that of the group.
+        timeout: seconds that a rank may keep the others waiting: longer than it takes to write a checkpoint; None: that
+            of the group.
         group: the ranks; None: all of them, or this process alone without ``torch.distributed``.
 
     Raises:
@@ -131,9 +133,9 @@ class Checkpoints:
         from annulus.torch import _checkpoint_state, _checkpoint_writer
 
         self._state, self._writer = _checkpoint_state, _checkpoint_writer
-        if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < 1e9):
-            raise ConfigError(f"Checkpoints: timeout is {timeout!r}: seconds, or None")
-        self._ranks = Ranks(group, timeout)
+        in_time = timeout is None or (type(timeout) in (int, float) and 0 < timeout < 1e9)
+        # They meet first: what is wrong on one rank the others hear of at once.
+        self._ranks = Ranks(group, timeout if in_time else None)
         self._interval, self._keep = checkpoint_interval, keep
         self._auto_resume, self._max_failures = auto_resume, max_failures
         self._lock: files.Lock | None = None
@@ -146,11 +148,15 @@ class Checkpoints:
         self._closed = False
         error: Exception | None = None
         try:
+            if not in_time:
+                raise ConfigError(f"Checkpoints: timeout is {timeout!r}: seconds, or None")
             self._open(pathlib.Path(folder))
         except (ConfigError, CheckpointError) as failure:
             error = failure
         except OSError as failure:
             error = CheckpointError(f"Checkpoints: {folder}: {failure.strerror or failure}")
+        except (TypeError, ValueError) as failure:  # None, bytes, a zero byte
+            error = ConfigError(f"Checkpoints: folder is {folder!r}: {failure}")
         try:
             self._ranks.agree(error)
             told = self._ranks.gather((checkpoint_interval, keep, auto_resume, max_failures))
@@ -176,7 +182,7 @@ class Checkpoints:
             if type(value) is not int or value < least:
                 raise ConfigError(f"Checkpoints: {name} is {value!r}, and must be {least} or more")
         if self._interval is None:
-            self._folder = folder
+            self._folder = folder.absolute()
             return
         self._folder = files.make_folder(folder)
         if self._ranks.rank != 0:
@@ -251,23 +257,8 @@ class Checkpoints:
         if kind is None:
             self.close()
         else:  # which is what the caller is to see
-            self._give_up()
+            self._finish(_GRACE)
             self._release()
-
-    def _give_up(self) -> None:
-        """Lets what was begun come to its end, but does not wait for ranks that no longer come."""
-        try:
-            if self._pending is not None:
-                self._pending.result(_GRACE)
-        except concurrent.futures.TimeoutError:
-            # Nothing ends a collective of Gloo. Its thread and its connections end with the process.
-            self._say(
-                logging.ERROR, "gave up waiting for the last checkpoint: a rank does not answer"
-            )
-            self._writing.given_up = True
-            _unfinished.discard(self._pending)
-            self._pending, self._ranks.group = None, None
-        self._finish()
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -283,11 +274,11 @@ class Checkpoints:
         if self._closed or self._interval is None:
             how = "closed" if self._closed else "made to read only (checkpoint_interval=None)"
             raise ConfigError(f"Checkpoints: nothing can be saved: it was {how}")
-        if type(step) is not int or not 0 <= step < 10**18:
-            raise ConfigError(f"Checkpoints: step {step!r}")
         failure: Exception | None = None
         plain, tensors, random_digests = {}, {}, {}
         try:
+            if type(step) is not int or not 0 <= step < 10**18:
+                raise ConfigError(f"Checkpoints: step {step!r}: a number from 0 on was expected")
             plain, live = self._state.take(state)
             tensors = self._state.stage(live)
             mine = self._state.stage(self._state.take_random(state))
@@ -297,6 +288,8 @@ class Checkpoints:
             tensors |= {f"rng/{self._ranks.rank}/{name}": t for name, t in mine.items()}
         except Exception as error:  # the others are to know of it, too
             failure, tensors = error, {}
+        if type(step) is not int:
+            step = 0  # nothing is written by that name
         partial = self._folder / f"{files.name_of(step)}.{self._job}{files.PARTIAL}"
         content = {"step": step, "torch": torch.__version__, "state": plain}
         writer = self._writing = self._writer.Writer(partial, content, random_digests, failure)
@@ -304,13 +297,27 @@ class Checkpoints:
         if isinstance(failure, ConfigError):
             raise failure
 
-    def _finish(self) -> CheckpointError | None:
-        """The error of the checkpoint that was begun last."""
+    def _finish(self, patience: float | None = None) -> CheckpointError | None:
+        """The error of the checkpoint that was begun last. Lets it come to its end, but where a rank is known to be
+        lost, does not wait for ever."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        error = pending.result()
+        if patience is None and _rings.has_lost():
+            patience = _GRACE
+        with _rings.waiting_elsewhere(lambda s: concurrent.futures.wait([pending], s).done):
+            concurrent.futures.wait([pending], patience)
         _unfinished.discard(pending)
+        if pending.done():
+            error = pending.result()
+        else:
+            # Nothing ends a collective of Gloo. Its thread and its connections end with the process.
+            error = CheckpointError(
+                "gave up waiting for the last checkpoint: a rank does not answer"
+            )
+            self._say(logging.ERROR, "%s", error)
+            self._writing.given_up = True
+            self._ranks.give_up(waiting=True)
         if error is None:
             self._failures_in_a_row = 0
         else:
@@ -324,6 +331,7 @@ class Checkpoints:
 
         partial, group = pathlib.Path(writer.path), self._ranks.group
         try:
+            self._ranks.check()
             dcp.save(
                 tensors,
                 storage_writer=writer,
@@ -340,6 +348,7 @@ class Checkpoints:
             )
         except Exception as error:  # a rank is lost
             failed = CheckpointError(f"the checkpoint of step {step} is not written: {error}")
+            self._ranks.give_up()
         else:
             if writer.committed is not None:
                 self._whole.append(writer.committed)
@@ -350,7 +359,9 @@ class Checkpoints:
         return failed
 
     def _remove_old(self) -> None:
-        """Of rank 0: those that are older than the newest `keep` whole ones."""
+        """Of rank 0: those that are older than the newest `keep` whole ones, and what jobs that are no more have left
+        unfinished. This job has the lock."""
+        self._remove_partial()
         kept = sorted(self._whole, reverse=True)[: self._keep]
         if len(kept) < self._keep:
             return
@@ -376,15 +387,23 @@ class Checkpoints:
         except OSError as error:
             self._say(logging.WARNING, "old checkpoints are not removed: %s", error)
 
+    def _remove_partial(self) -> None:
+        try:
+            for name in files.find_left_behind(self._folder, max(self._whole).step, self._job):
+                files.remove(self._folder, name)
+                self._say(logging.WARNING, "removed %s, which a job that was killed left", name)
+        except OSError as error:
+            self._say(logging.WARNING, "unfinished checkpoints are not removed: %s", error)
+
     def resume(self, state: Mapping[str, object]) -> Resumed:
-        """Loads the newest whole checkpoint into a state, all of it or nothing.
+        """Loads the newest whole checkpoint into a state: all of it or nothing, unless a ``load_state_dict`` raises.
 
         Every byte is checked first. What is damaged, unfinished or of another version is passed over, logged, and
         left where it is.
 
         Raises:
             ConfigError: the newest whole one is of another model. The state is as it was.
-            CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or a ``load_state_dict`` has raised.
         """
         self.wait()
         if not self._auto_resume:
@@ -486,13 +505,12 @@ class Checkpoints:
         self._ranks.agree(error)
         try:
             self._state.put(content["state"], tensors, state)
-            if same:
-                mine = {
-                    n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)
-                }
-                self._state.put_random(mine, state)
-        except Exception as failure:
-            error = CheckpointError(f"{path}: {type(failure).__name__}: {failure}")
+            mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            self._state.put_random(mine, state)
+        except Exception as failure:  # of a load_state_dict
+            error = CheckpointError(
+                f"{path}: {type(failure).__name__}: {failure}. What came before it in the state is loaded"
+            )
         self._ranks.agree(error)
         return tuple(anew)
 

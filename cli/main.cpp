@@ -3,9 +3,12 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <string>
 #include <string_view>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cli/commands.h"
@@ -37,10 +40,15 @@ bool wants_json(int argc, char** argv) {
   return false;
 }
 
-// Of an MPI job, all processes see the same wrong arguments; the first one says so.
-int refuse(const std::string& message, bool json) {
-  return report(
-      {.code = kUsage, .kind = "usage", .message = message, .silent = launched().rank != 0}, json);
+// Of an MPI job, all processes see the same wrong arguments, mostly: the first one says so, and
+// mpirun ends the others. Who is still there after a while has arguments of its own.
+int refuse(std::string message, bool json) {
+  const Launch launch = launched();
+  if (launch.rank != 0) {
+    std::this_thread::sleep_for(std::chrono::seconds(2));
+    message = fmt::format("[rank {}/{}] {}", launch.rank, launch.size, message);
+  }
+  return report({.code = kUsage, .kind = "usage", .message = std::move(message)}, json);
 }
 
 int main_in_namespace(int argc, char** argv) {

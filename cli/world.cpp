@@ -106,13 +106,10 @@ World::World(ProblemFlags& flags, std::string arguments) : arguments_(std::move(
   }
   if (!flags.has("ranks")) flags.ranks = ring_->size();
   if (flags.ranks != ring_->size()) {
-    throw Told({.code = kUsage,
-                .kind = "config",
-                .message = fmt::format(
-                    "--ranks is {}, but MPI has started {} process{}: the ring is "
-                    "MPI's processes; leave it out, or start mpirun -n {}",
-                    flags.ranks, ring_->size(), ring_->size() == 1 ? "" : "es", flags.ranks),
-                .silent = !leads()});
+    complaint_ = fmt::format(
+        "--ranks is {}, but MPI has started {} process{}: the ring is MPI's processes; leave it "
+        "out, or start mpirun -n {}",
+        flags.ranks, ring_->size(), ring_->size() == 1 ? "" : "es", flags.ranks);
   }
   const char* const threads = std::getenv("ANNULUS_THREADS");  // empty: as if it were not there
   if (!flags.has("threads") && (threads == nullptr || *threads == '\0')) {
@@ -125,6 +122,7 @@ int World::run(const std::function<int()>& command) {
   Verdict mine;
   try {
     compare_arguments();
+    if (!complaint_.empty()) throw ConfigError(complaint_);
     mine.code = command();
   } catch (...) {
     mine = verdict_of(std::current_exception());

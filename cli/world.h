@@ -57,6 +57,7 @@ class World {
   void compare_arguments();
 
   std::string arguments_;
+  std::string complaint_;  // about them, which run() makes once all are known to have the same
   std::unique_ptr<Transport> ring_;  // null: threads
   // Only for what ranks say when they are done, which they can also when the ring is broken.
   std::unique_ptr<Transport> verdicts_;

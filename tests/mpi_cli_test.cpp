@@ -134,6 +134,13 @@ TEST_F(MpiCli, WhatIsWrongOnOneRankEndsAll) {
   expect_told_once(mpirun(1, Words{tool()} + kSmall + Words{":", "-n", "1", tool()} + kSmall +
                                  Words{"--causal"}),
                    "causal");
+  // Wrong by themselves, too: nobody else can say why the job ends.
+  const Words bogus = Words{tool()} + kSmall + Words{"--bogus"};
+  expect_told_once(mpirun(2, Words{tool()} + kSmall + Words{":", "-n", "1"} + bogus),
+                   "[rank 2/3] The following argument was not expected: --bogus");
+  const Words five = Words{tool()} + kSmall + Words{"--ranks", "5"};
+  expect_told_once(mpirun(1, Words{tool()} + kSmall + Words{":", "-n", "2"} + five),
+                   "--ranks is 5, but not given on rank 0");
 }
 
 // Other kernels give other bits, which matters to nobody but those who ask for the same ones.

@@ -13,6 +13,7 @@ If the store is lost, all go to the next one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import threading
@@ -28,7 +29,7 @@ from annulus.torch._standby import Place
 # When all are there but those that somebody has lost: they may be on their way all the same. Seconds.
 _GRACE = 0.2
 _LOOK = 0.25  # seconds from one look for the missing to the next
-_AT_ONCE = 16  # places that are looked at
+_LONGEST_LOOK = 1.0  # seconds, while others may come
 _ROUND = 2.0  # seconds at least for a round after the first: who is late by a moment is not to be left behind
 _SLACK = 2.0  # seconds that a store may take to answer, beside the waiting
 _NAP = 0.005
@@ -51,7 +52,9 @@ class Reunion:
         self._until = time.monotonic() + seconds
         self._places, self._make = places, make
         self._missed = {lost}  # ranks that are not waited for
+        self._gone: set[int] = set()  # and whose processes have ended
         self._silent: set[int] = set()  # whose stores did not answer
+        self._keys: dist.Store | None = None  # of the round that is being held
         self._opened: dict[int, dist.Store] = {}
         self.at_fault = lost
 
@@ -76,26 +79,24 @@ class Reunion:
         """Likewise; a number: the place that all have moved to."""
         for number in itertools.count():
             here = f"{prefix}/{number}"
-            keys = dist.PrefixStore(here, store)
+            keys = self._keys = dist.PrefixStore(here, store)
             if number > 0:
                 self._until = max(self._until, time.monotonic() + _ROUND)
             limit = max(0.0, self._until - time.monotonic()) + _SLACK
-            decision = within(
-                limit, lambda: self._agree(keys, place, here), "agreeing on who is left"
-            )  # noqa: B023
+            agree = functools.partial(self._agree, keys, place, here)
+            decision = within(limit, agree, "agreeing on who is left")
             if isinstance(decision, int):
                 return decision
             left, name = decision
             if self._me not in left:
+                if keys.check(["outcome"]) and keys.get("outcome") == b"bad":
+                    continue  # there is another round
                 self.at_fault = self._me
                 return f"the others have gone on without this rank, as {left}"
             if len(left) < self._least:
                 return f"only ranks {left} are left, fewer than {self._least}"
-            made = within(
-                self._seconds + _SLACK,
-                lambda: self._become(keys, place, left, name),
-                "making a group",  # noqa: B023
-            )
+            become = functools.partial(self._become, keys, place, left, name)
+            made = within(self._seconds + _SLACK, become, "making a group")
             if made is not None:
                 return made
         raise AssertionError
@@ -107,7 +108,7 @@ class Reunion:
         since = None
         looked = time.monotonic()
         while not keys.check(["decision"]):
-            for peer in set(range(self._size)) - present:
+            for peer in set(range(self._size)) - present - self._gone:
                 if keys.check([f"here/{peer}"]):
                     present.add(peer)
                     self._missed |= set(json.loads(keys.get(f"here/{peer}")))
@@ -115,12 +116,16 @@ class Reunion:
             if since is None and present >= set(range(self._size)) - self._missed:
                 since = now
             complete = len(present) == self._size or (since is not None and now >= since + _GRACE)
+            enough = len(present) >= self._least
+            if (complete or now >= self._until) and not enough:
+                # No decision: others may come yet, and this rank again.
+                keys.delete_key(f"here/{self._me}")
+                return sorted(present), ""
+            if (
+                self._keys is not keys
+            ):  # the store took too long to answer: this rank is elsewhere by now
+                return sorted(present), ""
             if complete or now >= self._until:
-                if (
-                    len(present) < self._least
-                ):  # no decision: others may come yet, and this rank again
-                    keys.delete_key(f"here/{self._me}")
-                    return sorted(present), ""
                 keys.compare_set("decision", "", json.dumps([sorted(present), uuid.uuid4().hex]))
                 break
             if looked + _LOOK <= now < self._until - _SLACK:
@@ -134,23 +139,28 @@ class Reunion:
         first = min(present)
         if first != self._me:
             if self._is_gone(first):
-                present.discard(first)
+                present.discard(first)  # the next one looks
             return
+        stop = time.monotonic() + _LONGEST_LOOK
         missing = [rank for rank in range(self._size) if rank not in present | self._missed]
-        for rank in missing[:_AT_ONCE]:
-            if self._is_gone(rank):
-                self._missed.add(rank)
+        for rank in missing:
+            if time.monotonic() < stop:
+                self._is_gone(rank)
         # Who was given up may be where others meet, or have met.
         elsewhere = [
             r for r in self._places if r > place and r not in present and r not in self._silent
         ]
-        for rank in elsewhere[:_AT_ONCE]:
-            if self._somebody_is_at(rank, here):
+        for rank in elsewhere:
+            if time.monotonic() < stop and self._somebody_is_at(rank, here):
                 keys.compare_set("decision", "", json.dumps(rank))
                 return
 
     def _is_gone(self, rank: int) -> bool:
-        return rank in self._places and self._places[rank].is_gone()
+        """Whether its process has ended. It is not waited for, then, and not heard."""
+        if rank in self._places and self._places[rank].is_gone():
+            self._missed.add(rank)
+            self._gone.add(rank)
+        return rank in self._gone
 
     def _somebody_is_at(self, rank: int, here: str) -> bool:
         if rank not in self._opened:
@@ -193,9 +203,7 @@ class Reunion:
                     keys.set(f"made/{self._me}", "")
             bad = now >= until or (told and made[0] is None)
             if now >= looked + _LOOK:
-                gone = {rank for rank in left if rank != self._me and self._is_gone(rank)}
-                self._missed |= gone
-                bad = bad or bool(gone)
+                bad = any([self._is_gone(rank) for rank in left if rank != self._me]) or bad
                 looked = time.monotonic()
             if bad:
                 keys.compare_set("outcome", "", "bad")

@@ -14,6 +14,7 @@ from annulus.torch._rendezvous import within
 
 # How long a rank may take to answer before it is not the one to meet at. One that is stopped never does.
 _ANSWER = 1.0  # seconds
+_REFUSAL = 0.2  # seconds: it comes from the machine, not from the process
 
 
 class Meeting(NamedTuple):
@@ -76,7 +77,7 @@ class Place:
         if self._own is not None:
             return self._own
         try:
-            host, port = self._connect()
+            host, port = self._connect(_ANSWER)
             limit = datetime.timedelta(seconds=_ANSWER)
             return within(
                 _ANSWER + 0.5, lambda: dist.TCPStore(host, port, timeout=limit), "connecting"
@@ -89,17 +90,17 @@ class Place:
         that cannot be reached."""
         try:
             if self._address:
-                self._connect()
+                self._connect(_REFUSAL)
         except ConnectionRefusedError:
             return True
         except OSError:
             pass
         return False
 
-    def _connect(self) -> tuple[str, int]:
+    def _connect(self, seconds: float) -> tuple[str, int]:
         # PyTorch's client would try again and again; a process that has ended refuses at once.
         host, port = self._address.split()
-        socket.create_connection((host, int(port)), _ANSWER).close()
+        socket.create_connection((host, int(port)), seconds).close()
         return host, int(port)
 
 

@@ -57,6 +57,8 @@ def survivors(
     epoch = _epochs.get(whole, 0)
 
     def make(left: list[int], name: str, store: dist.Store) -> dist.ProcessGroup:
+        if meeting.addresses:  # else it is the group's own
+            store.set_timeout(datetime.timedelta(seconds=seconds))
         made = _new_group(whole, left, name, store, seconds)
         addresses = [meeting.addresses[rank] for rank in left] if meeting.addresses else []
         _standby.remember(made, _standby.Meeting(name, addresses))

@@ -264,6 +264,7 @@ class _Turn:
 
 
 _turns: dict[str, _Turn] = {}
+_ON_ITS_WAY = "it goes on with those that are left"
 _TWO_THREADS = (
     "two threads of rank {} call on one process group at the same time: give each a group of its own, or "
     "let one wait for the other"
@@ -348,7 +349,9 @@ def leave(group: dist.ProcessGroup) -> int:
     if ring is not None and ring.process_group is group:
         health = ring.transport.health()  # this rank may be the one that the others have lost
         lost = lost if health["alive"] else health["lost_rank"]
-        ring.transport.abort("it goes on with those that are left")
+        if _ON_ITS_WAY in health["reason"]:  # it has called survivors(), and is waited for
+            lost = -1
+        ring.transport.abort(_ON_ITS_WAY)
     return lost
 
 

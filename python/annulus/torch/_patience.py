@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 _ENDED = object()
@@ -35,8 +36,9 @@ class Waiters:
         jobs.put((work, limit, answers))
         try:
             answer = answers.get()
-            if answer is _ENDED:
-                answer = answers.get(timeout=_GRACE)
+            until = time.monotonic() + _GRACE
+            while answer is _ENDED:  # maybe told twice: by `ended`, and by `end` in the same moment
+                answer = answers.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             jobs.put(None)  # it is left behind, until its limit
             raise RuntimeError("the connection ended in the middle of a message") from None

@@ -1,0 +1,100 @@
+"""Waits that end with a connection, on threads that can be left behind."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from annulus.torch import _patience
+from annulus.torch._patience import Waiters
+
+LIMIT = datetime.timedelta(seconds=30)
+
+
+class Work:
+    """Of Gloo: comes to an end after a while, in one way or another."""
+
+    def __init__(self, seconds: float, error: str | None = None):
+        self._seconds, self._error = seconds, error
+        self.over = threading.Event()
+
+    def wait(self, limit: datetime.timedelta) -> None:
+        time.sleep(min(self._seconds, limit.total_seconds()))
+        self.over.set()
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+def alive(peer: int) -> bool:
+    return False
+
+
+def threads() -> int:
+    return sum(thread.name == "annulus wait" for thread in threading.enumerate())
+
+
+def settled(number: int) -> bool:
+    """Whether there are as many threads soon: they end when they are told to, not at once."""
+    until = time.monotonic() + 10
+    while threads() != number and time.monotonic() < until:
+        time.sleep(0.005)
+    return threads() == number
+
+
+def test_waits_share_a_thread_and_give_their_errors() -> None:
+    before = threads()
+    waiters = Waiters()
+    for _ in range(3):
+        waiters.wait(Work(0.0), 1, LIMIT, alive)
+        with pytest.raises(RuntimeError, match="^Connection reset$"):
+            waiters.wait(Work(0.0, "Connection reset"), 1, LIMIT, alive)
+    assert threads() == before + 1
+    waiters.close()
+    assert settled(before)
+
+
+@pytest.mark.parametrize("told", ["before", "meanwhile", "twice"])
+def test_a_message_that_was_whole_at_the_end_of_its_connection_is_taken(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_patience, "_GRACE", 10.0)
+    waiters = Waiters()
+
+    def ended(peer: int) -> bool:
+        # Between the moment the wait is known and this question, somebody else has heard of it, too.
+        if told == "twice":
+            waiters.end(peer)
+        return told != "meanwhile"
+
+    if told == "meanwhile":
+        threading.Timer(0.01, waiters.end, (1,)).start()
+    waiters.wait(Work(0.05), 1, LIMIT, ended)
+    waiters.close()
+
+
+def test_a_wait_for_a_connection_that_has_ended_is_left_behind() -> None:
+    before = threads()
+    waiters = Waiters()
+    work = Work(0.5)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="ended in the middle of a message"):
+        waiters.wait(work, 1, LIMIT, lambda peer: peer == 1)
+    assert not work.over.is_set() and time.monotonic() - begin < 0.4
+    waiters.wait(Work(0.0), 2, LIMIT, lambda peer: peer == 1)  # another thread does
+    waiters.close()
+    assert settled(before)
+
+
+def test_the_end_of_another_connection_is_no_matter() -> None:
+    waiters = Waiters()
+    threading.Timer(0.01, waiters.end, (2,)).start()
+    waiters.wait(Work(0.2), 1, LIMIT, alive)
+    threading.Timer(0.01, waiters.end, (None,)).start()  # that of all is
+    with pytest.raises(RuntimeError, match="ended in the middle of a message"):
+        waiters.wait(Work(0.5), 1, LIMIT, alive)
+    waiters.close()

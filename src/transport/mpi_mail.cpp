@@ -43,6 +43,16 @@ Header header_of(const std::byte* packet) {
   return header;
 }
 
+// What a packet has behind its header. A request that failed before has neither.
+std::size_t text_bytes(const MPI_Status& status) {
+  int bytes = 0;
+  check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
+  if (bytes < static_cast<int>(sizeof(Header))) {
+    throw TransportError("MPI gave a packet of " + std::to_string(bytes) + " bytes");
+  }
+  return static_cast<std::size_t>(bytes) - sizeof(Header);
+}
+
 }  // namespace
 
 Mail::Mail(std::shared_ptr<Communicator> communicator, int rank)
@@ -52,10 +62,13 @@ Mail::Mail(std::shared_ptr<Communicator> communicator, int rank)
       slots_of_peer_(static_cast<std::size_t>(communicator_->size())) {
   in_requests_.fill(MPI_REQUEST_NULL);
   out_requests_.fill(MPI_REQUEST_NULL);
-  receive_note();
-  for (std::size_t slot = 0; slot < in_.size(); ++slot) {
-    in_[slot] = std::make_unique_for_overwrite<std::byte[]>(kSlotBytes);
-    receive_data(slot);
+  for (Slot& slot : in_) slot = std::make_unique_for_overwrite<std::byte[]>(kSlotBytes);
+  try {
+    receive_note();
+    for (std::size_t slot = 0; slot < in_.size(); ++slot) receive_data(slot);
+  } catch (...) {
+    close();  // MPI has some of the memory, and no destructor will run
+    throw;
   }
 }
 
@@ -131,10 +144,8 @@ bool Mail::poll_notes(Reader& reader) {
     if (arrived == 0) return any;
     after_receiving();
     any = true;
-    int bytes = 0;
-    MPI_Get_count(&status, MPI_BYTE, &bytes);
-    const std::string text(reinterpret_cast<const char*>(note_.data()) + sizeof(Header),
-                           static_cast<std::size_t>(bytes) - sizeof(Header));
+    const std::size_t bytes = text_bytes(status);
+    const std::string text(reinterpret_cast<const char*>(note_.data()) + sizeof(Header), bytes);
     const Header header = header_of(note_.data());
     receive_note();
     reader.on_note(header, text);
@@ -150,11 +161,9 @@ bool Mail::poll_data(Reader& reader) {
   if (count > 0) after_receiving();
   for (int i = 0; i < count; ++i) {
     const auto slot = static_cast<std::size_t>(done[static_cast<std::size_t>(i)]);
-    int bytes = 0;
-    MPI_Get_count(&statuses[static_cast<std::size_t>(i)], MPI_BYTE, &bytes);
+    const std::size_t bytes = text_bytes(statuses[static_cast<std::size_t>(i)]);
     const std::byte* packet = in_[slot].get();
-    reader.on_data(header_of(packet),
-                   {packet + sizeof(Header), static_cast<std::size_t>(bytes) - sizeof(Header)});
+    reader.on_data(header_of(packet), {packet + sizeof(Header), bytes});
     receive_data(slot);
   }
   return count > 0;

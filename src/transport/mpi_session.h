@@ -2,6 +2,7 @@
 
 #include <mpi.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -41,7 +42,7 @@ class Communicator {
   int rank_ = 0;
   int size_ = 0;
   bool loopback_ = false;
-  bool abandoned_ = false;
+  std::atomic<bool> abandoned_{false};  // by any of the ranks that share a loopback
 };
 
 [[nodiscard]] std::string error_text(int code);

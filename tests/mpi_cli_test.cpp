@@ -204,6 +204,16 @@ TEST_F(MpiCli, RankThatStopsIsNamedAtTheDeadlineAndTheJobEnds) {
   EXPECT_TRUE(ends(process[1])) << "the stopped process has been left behind";
 }
 
+// Of a ring of five, one waits for it. The others wait for that one, and for each other.
+TEST_F(MpiCli, RankThatStopsIsNamedByThoseThatNeverWaitForIt) {
+  const Outcome outcome = mpirun(5, {ANNULUS_MPI_JOB, "attend"});
+  EXPECT_NE(outcome.code, 0);
+  for (const char* rank : {"0", "2", "3", "4"}) {
+    const std::regex line(std::string("rank ") + rank + " lost rank 1 after ");
+    EXPECT_TRUE(std::regex_search(outcome.out, line)) << outcome.out << outcome.err;
+  }
+}
+
 TEST_F(MpiCli, RankThatDiesEndsTheJobWithAMessage) {
   const Outcome outcome = mpirun(3, {ANNULUS_MPI_JOB, "kill"});
   EXPECT_NE(outcome.code, 0);

@@ -112,7 +112,7 @@ class Transport {
                                                 std::span<std::byte> bytes);
 
   // From any thread: every pending and future operation of every rank fails with a TransportError
-  // that names this rank and the reason.
+  // that gives the reason and names this rank, or, between processes, the one that it has lost.
   virtual void abort(const std::string& reason) noexcept = 0;
   // From any thread.
   [[nodiscard]] virtual Health health() const = 0;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <thread>
 #include <utility>
 
@@ -19,6 +18,8 @@ constexpr microseconds kLongestNap{1000};       // of the thread, while somethin
 constexpr microseconds kLongestWaiterNap{200};  // of a caller who waits
 constexpr std::chrono::milliseconds kIdleNap{20};
 constexpr std::chrono::seconds kPatienceWithBroken{3};
+constexpr std::chrono::milliseconds kOverslept{50};
+constexpr std::chrono::milliseconds kTimeToReadMail{20};
 // A short message between two processes of one machine takes a few microseconds, as does a poll.
 constexpr int kPollsBeforeNaps = 50;
 
@@ -44,13 +45,13 @@ Endpoint::Endpoint(std::shared_ptr<Communicator> communicator, int rank, double 
 std::shared_ptr<Endpoint> Endpoint::make(std::shared_ptr<Communicator> communicator, int rank,
                                          double bytes_per_second) {
   std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(communicator), rank, bytes_per_second));
+  attend_to(endpoint);
   try {
     std::thread([endpoint] { endpoint->run(); }).detach();
   } catch (const std::exception& failure) {
     throw DeviceError(rank_prefix(rank, endpoint->size_) +
                       "MPI transport: cannot start its thread: " + failure.what());
   }
-  attend_to(endpoint);
   return endpoint;
 }
 
@@ -166,14 +167,22 @@ void Endpoint::on_note(const Header& header, std::string_view text) {
       conclude(*receive->second, Outcome::size_mismatch);
       break;
     case Kind::broken:
-      if (from.broken.empty()) from.broken = text;
-      break;
-    case Kind::abort:
-      end(header.value < channels_.size() ? static_cast<int>(header.value) : header.source,
-          "rank " + std::to_string(header.source) + " aborted the transport: " + std::string(text));
+      if (!from.broken.empty()) break;
+      from.broken = text;
+      // Who is told to be the one itself only sees that the other has given up.
+      blame(header.source, header.value == static_cast<std::uint64_t>(rank_)
+                               ? header.source
+                               : rank_or(header.value, header.source));
       break;
     case Kind::waits:
-      from.waits_for = header.value < channels_.size() ? static_cast<int>(header.value) : -1;
+      from.waits_for = rank_or(header.value, -1);
+      break;
+    case Kind::goes_on:
+      from.waits_for = -1;
+      break;
+    case Kind::abort:
+      end(rank_or(header.value, header.source),
+          "rank " + std::to_string(header.source) + " aborted the transport: " + std::string(text));
       break;
     case Kind::leave:
       from.leaves_after = header.value;
@@ -190,7 +199,7 @@ void Endpoint::on_data(const Header& header, std::span<const std::byte> bytes) {
   if (found == receives_.end()) return;  // called off
   Transfer& receive = *found->second;
   if (header.value > receive.bytes || bytes.size() > receive.bytes - header.value) {
-    break_channel(header.source, describe(receive) + " got bytes beyond its end");
+    break_channel(header.source, header.source, describe(receive) + " got bytes beyond its end");
     return;
   }
   if (!bytes.empty()) std::memcpy(receive.data + header.value, bytes.data(), bytes.size());
@@ -257,47 +266,37 @@ void Endpoint::post(std::span<Transfer> batch) {
     }
   } catch (...) {        // not even for want of memory: the endpoint knows the transfers by now
     end_by_exception();  // whoever waits is told
+    for (Transfer& transfer : batch) {
+      if (!transfer.open()) transfer.outcome = Outcome::ended;  // it was never posted
+    }
   }
   poll();
   if (open_ > 0) changed_.notify_all();
-}
-
-// Decides the outcome if it can be decided at this moment. False: the caller would have to wait.
-bool Endpoint::settle(Transfer& transfer, Clock::time_point now) {
-  if (!transfer.open()) return true;
-  const Channel& with = channel(transfer.peer);
-  if (ended_) {
-    withdraw(transfer, Outcome::ended);
-  } else if (!with.broken.empty()) {
-    withdraw(transfer, Outcome::broken);
-  } else if (with.left() && transfer.outcome == Outcome::pending) {
-    withdraw(transfer, Outcome::peer_left);
-  } else if (now >= transfer.deadline) {
-    if (blamed_ < 0) blamed_ = awaited(transfer.peer);
-    break_channel(transfer.peer, describe_timeout(transfer));
-    withdraw(transfer, Outcome::timed_out);
-  } else {
-    return false;
-  }
-  return true;
 }
 
 void Endpoint::wait(Transfer& transfer) {
   std::unique_lock lock(mutex_);
   ++waiting_;
   int polls = 0;
+  bool told = false;  // the others, for whom this rank waits
   microseconds nap = kShortestNap;
-  const auto long_wait = transfer.deadline - transfer.deadline_length / 2;
-  bool told = false;
-  while (!settle(transfer, Clock::now())) {
-    if (!told && Clock::now() >= long_wait) {
-      told = true;
-      tell_waiting(transfer.peer);
-    }
-    if (poll()) {
+  auto last = Clock::now();
+  auto awake = last;
+  for (;;) {
+    const bool moved = transfer.open() && poll();
+    // A process that was stopped finds its deadline over, and soon in its mail what it waited for,
+    // or why that does not come.
+    const auto now = Clock::now();
+    if (now - std::exchange(last, now) >= kOverslept) awake = now + kTimeToReadMail;
+    if (settle(transfer, now < awake ? Clock::time_point::min() : now)) break;
+    if (moved) {
       polls = 0;
       nap = kShortestNap;
       continue;
+    }
+    if (!told && now >= transfer.deadline - transfer.deadline_length / 2) {
+      told = true;
+      tell_all({.kind = Kind::waits, .value = static_cast<std::uint64_t>(transfer.peer)});
     }
     lock.unlock();
     if (++polls < kPollsBeforeNaps) {
@@ -308,30 +307,9 @@ void Endpoint::wait(Transfer& transfer) {
     }
     lock.lock();
   }
-  if (told && transfer.outcome == Outcome::done) tell_waiting(rank_);
   if (--waiting_ == 0 && open_ > 0) changed_.notify_all();
   if (transfer.outcome != Outcome::done) throw error(transfer);
-}
-
-void Endpoint::tell_waiting(int peer) {
-  try {
-    for (int other = 0; other < size_; ++other) {
-      if (other == rank_) continue;
-      mail_.send_note(other, {.kind = Kind::waits, .value = static_cast<std::uint64_t>(peer)});
-    }
-  } catch (...) {
-    end_by_exception();
-  }
-}
-
-// Who keeps this rank waiting, which waits for `peer`.
-int Endpoint::awaited(int peer) const {
-  for (int hops = 0; hops < size_; ++hops) {
-    const int next = channels_[static_cast<std::size_t>(peer)].waits_for;
-    if (next < 0 || next == peer || next == rank_) break;
-    peer = next;
-  }
-  return peer;
+  if (told) tell_all({.kind = Kind::goes_on});
 }
 
 void Endpoint::call_off(Transfer& transfer) noexcept {
@@ -370,64 +348,7 @@ void Endpoint::withdraw(Transfer& transfer, Outcome outcome) {
   conclude(transfer, outcome);
 }
 
-void Endpoint::break_channel(int peer, const std::string& text) {
-  channel(peer).broken = text;
-  try {
-    if (peer != rank_) mail_.send_note(peer, {.kind = Kind::broken}, text);
-  } catch (...) {
-    end_by_exception();
-  }
-}
-
-// ---- the end
-
-void Endpoint::end(int rank, std::string_view text) noexcept {
-  if (std::exchange(ended_, true)) return;  // the first reason is the one worth knowing
-  ended_by_ = rank;
-  try {
-    end_text_ = text;
-  } catch (const std::bad_alloc&) {  // without its reason it is still the end
-  }
-}
-
-void Endpoint::end_by_exception() noexcept {
-  try {
-    throw;
-  } catch (const TransportError& failure) {
-    end(failure.rank(), failure.what());
-  } catch (const std::exception& failure) {
-    end(rank_, failure.what());
-  }
-}
-
-void Endpoint::abort(const std::string& reason) noexcept {
-  const std::lock_guard lock(mutex_);
-  poll();  // somebody else may have been first
-  if (ended_) return;
-  try {
-    end(rank_, "rank " + std::to_string(rank_) + " aborted the transport: " + reason);
-    for (int peer = 0; peer < size_; ++peer) {
-      const int because_of = blamed_ < 0 ? rank_ : blamed_;
-      if (peer == rank_) continue;
-      mail_.send_note(peer, {.kind = Kind::abort, .value = static_cast<std::uint64_t>(because_of)},
-                      reason);
-    }
-  } catch (const std::exception&) {
-    ended_ = true;  // an abort that reaches not everybody is still one: others run into deadlines
-  }
-  changed_.notify_all();
-}
-
-Health Endpoint::health() {
-  const std::lock_guard lock(mutex_);
-  if (ended_) return {false, ended_by_, end_text_};
-  for (int peer = 0; peer < size_; ++peer) {
-    const Channel& with = channel(peer);
-    if (!with.broken.empty()) return {false, peer, with.broken};
-    if (with.left()) return {false, peer, "rank " + std::to_string(peer) + " has left"};
-  }
-  return {};
-}
+// ---- counters
 
 TransportCounters Endpoint::counters() const {
   return {.bytes_sent = bytes_sent_.load(std::memory_order_relaxed),
@@ -442,6 +363,8 @@ void Endpoint::count(const TransportCounters& moved) {
   bytes_received_.fetch_add(moved.bytes_received, std::memory_order_relaxed);
   messages_received_.fetch_add(moved.messages_received, std::memory_order_relaxed);
 }
+
+// ---- the end
 
 void Endpoint::leave() {
   const std::lock_guard lock(mutex_);
@@ -468,50 +391,6 @@ bool Endpoint::everybody_left() const {
     if (peer != rank_ && !channels_[static_cast<std::size_t>(peer)].left()) return false;
   }
   return true;
-}
-
-// ---- words
-
-std::string Endpoint::describe(const Transfer& transfer) const {
-  return rank_prefix(rank_, size_) + (transfer.sends ? "send of " : "receive of ") +
-         std::to_string(transfer.bytes) + " bytes " + (transfer.sends ? "to" : "from") + " rank " +
-         std::to_string(transfer.peer) + " (tag " + std::to_string(transfer.tag) + ")";
-}
-
-std::string Endpoint::describe_timeout(const Transfer& transfer) const {
-  return describe(transfer) + " timed out after " +
-         std::to_string(transfer.deadline_length.count()) + " ms";
-}
-
-TransportError Endpoint::error(const Transfer& transfer) {
-  const int peer = transfer.peer;
-  const std::string name = "rank " + std::to_string(peer);
-  const std::string blamed = "rank " + std::to_string(blamed_);
-  switch (transfer.outcome) {
-    case Outcome::timed_out:
-      return TransportError(
-          describe_timeout(transfer) + ": is " + blamed +
-              " still running and making the same calls?" +
-              (blamed_ == peer ? "" : " " + name + " waits for others, in the end for " + blamed),
-          blamed_);
-    case Outcome::size_mismatch:
-      return TransportError(describe(transfer) + " met a " + (transfer.sends ? "receive" : "send") +
-                                " of " + std::to_string(transfer.partner_bytes) +
-                                " bytes: do both ranks use the same shapes and plan?",
-                            peer);
-    case Outcome::ended:
-      return TransportError(describe(transfer) + " failed: " + end_text_, ended_by_);
-    case Outcome::peer_left:
-      return TransportError(
-          describe(transfer) + " failed: " + name +
-              " has left (its transport was destroyed): is it making the same calls?",
-          peer);
-    default:
-      return TransportError(
-          describe(transfer) +
-              " failed: an earlier message of the two ranks was lost: " + channel(peer).broken,
-          peer);
-  }
 }
 
 }  // namespace annulus::mpi

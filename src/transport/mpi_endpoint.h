@@ -28,9 +28,9 @@
 // and 50 times a second while nothing is under way, to hear of an abort. The thread sleeps in
 // between: a core that spins is one that does not compute.
 //
-// Blame. Of a rank that does not come, its neighbour hears nothing, and the neighbour's neighbour
-// nothing of that. So who has waited for half its deadline tells everybody for whom, and at the
-// deadline the chain of those who wait ends at the rank that does not.
+// Faults. A rank that waits for long says so: when a deadline is over, the one that nobody can say
+// for whom it waits is lost, not the one between. Deadlines of a ring end within milliseconds of
+// each other.
 //
 // Locks: one, which is held during polls and the copies that they make. Calling a transfer off
 // takes it, so nothing is copied afterwards.
@@ -103,10 +103,11 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
     std::deque<Transfer*> sends;  // pending ones
     std::deque<Ready> receives;   // of the other side, which wait for their sends
     std::string broken;           // not empty: nothing passes any more
+    int culprit = -1;             // the rank because of which it is broken
+    int waits_for = -1;           // as the other side has said; -1: for nobody, or not for long
     std::uint64_t packets_sent = 0;
     std::uint64_t packets_received = 0;
     std::optional<std::uint64_t> leaves_after;  // packets
-    int waits_for = -1;                         // for whom the other side has waited long
     [[nodiscard]] bool left() const { return leaves_after && packets_received >= *leaves_after; }
   };
 
@@ -122,14 +123,22 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   void match(Transfer& send, const Ready& receive);
   void conclude(Transfer& transfer, Outcome outcome);
   void withdraw(Transfer& transfer, Outcome outcome);
-  void break_channel(int peer, const std::string& text);
+  void break_channel(int peer, int culprit, const std::string& text);
+  void blame(int peer, int culprit);
+  void tell_all(const Header& header, std::string_view text = {}) noexcept;
+  [[nodiscard]] int awaited(int peer) const;
   void end(int rank, std::string_view text) noexcept;
   void end_by_exception() noexcept;  // the one that is being handled
   [[nodiscard]] bool link_is_through(const Transfer& send, std::size_t bytes);
   [[nodiscard]] bool settle(Transfer& transfer, Clock::time_point now);
-  void tell_waiting(int peer);
-  [[nodiscard]] int awaited(int peer) const;
   [[nodiscard]] bool everybody_left() const;
+  [[nodiscard]] int rank_or(std::uint64_t value, int otherwise) const {
+    return value < static_cast<std::uint64_t>(size_) ? static_cast<int>(value) : otherwise;
+  }
+  [[nodiscard]] int culprit_of(int peer) const {
+    const int culprit = channels_[static_cast<std::size_t>(peer)].culprit;
+    return culprit < 0 ? peer : culprit;
+  }
   [[nodiscard]] Channel& channel(int peer) { return channels_[static_cast<std::size_t>(peer)]; }
   [[nodiscard]] std::string describe(const Transfer& transfer) const;
   [[nodiscard]] std::string describe_timeout(const Transfer& transfer) const;
@@ -148,11 +157,11 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   std::uint64_t last_id_ = 0;
   int open_ = 0;     // transfers
   int waiting_ = 0;  // callers, who poll by themselves
-  int blamed_ = -1;  // who did not come, once a transfer has timed out
   bool leaving_ = false;
   bool said_goodbye_ = false;
   bool stopping_ = false;
   bool finished_ = false;  // the thread makes no call of MPI any more
+  int lost_ = -1;          // the first rank that was waited for in vain
   bool ended_ = false;
   int ended_by_ = -1;
   std::string end_text_;

@@ -27,11 +27,12 @@ enum class Kind : std::uint32_t {
   ready,     // a receive was posted: id, tag, bytes in value
   retract,   // ... and called off: id
   mismatch,  // its send has `value` bytes: id
-  broken,    // a message between the two ranks was lost; the text says which
-  abort,     // by the rank that sends it because of rank `value`, the text says why
-  waits,     // the rank that sends it has waited long, for rank `value`; its own: no more
-  leave,     // nothing comes after `value` packets of data
-  data,      // bytes from `value` on of the receive `id`
+  broken,   // a message between the two ranks was lost because of rank `value`; the text says which
+  waits,    // for rank `value`, and has for half of its deadline
+  goes_on,  // what was waited for has come
+  abort,    // by the rank that sends it because of rank `value`; the text says why
+  leave,    // nothing comes after `value` packets of data
+  data,     // bytes from `value` on of the receive `id`
 };
 
 struct Header {

@@ -1,5 +1,6 @@
 // mpi_job stop|kill: rank 1 of an MPI job stops or dies, and the others say what they see of it. A
 // transport that has initialised MPI, in a program that just ends.
+// mpi_job attend: rank 1 stops while all compute; most of the others never wait for it themselves.
 // mpi_job single: the program has initialised MPI without threads, and later finalised it.
 
 #include <mpi.h>
@@ -13,9 +14,53 @@
 
 #include "annulus/error.h"
 #include "annulus/mpi.h"
+#include "annulus/pattern.h"
+#include "annulus/ring_attention.h"
 #include "annulus/ring_check.h"
 
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void lose(int signal) {
+  std::printf("process %d is lost\n", ::getpid());
+  std::fflush(stdout);
+  ::raise(signal);
+}
+
+// More than MPI stores by itself, so that a send is under way for good.
+void exchange(annulus::Transport& transport) {
+  std::vector<std::byte> out(20'000'000);
+  std::vector<std::byte> in(out.size());
+  const auto receive = transport.receive(1, 0, in);
+  const auto send = transport.send(1, 0, out);
+  receive->wait();
+  send->wait();
+}
+
+void attend(annulus::Transport& transport) {
+  constexpr std::int64_t kLocal = 16;
+  const int ranks = transport.size();
+  annulus::RingOptions options{annulus::dense(1),
+                               annulus::Placement::contiguous(kLocal * ranks, ranks)};
+  options.kv_heads = 1;
+  options.head_dim = 16;
+  options.schedule = annulus::Schedule::ring;
+  options.backward = false;
+  options.threads = 1;
+  annulus::RingAttention ring(options, transport);
+  std::vector<float> q(kLocal * 16, 0.5F);
+  std::vector<float> o(q.size());
+  std::vector<float> lse(kLocal);
+  const auto view = [&](std::vector<float>& values) {
+    return annulus::TensorView(values.data(), annulus::DType::f32, {1, kLocal, 1, 16});
+  };
+  for (int pass = 0;; ++pass) {
+    if (pass == 20 && transport.rank() == 1) lose(SIGSTOP);
+    ring.forward(view(q), view(q), view(q), view(o),
+                 annulus::TensorView(lse.data(), annulus::DType::f32, {1, kLocal, 1}));
+  }
+}
 
 void say_why_not() {
   try {
@@ -28,8 +73,8 @@ void say_why_not() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  using Clock = std::chrono::steady_clock;
-  if (argc > 1 && std::string_view(argv[1]) == "single") {
+  const std::string_view how = argc > 1 ? argv[1] : "";
+  if (how == "single") {
     int level = 0;
     MPI_Init_thread(&argc, &argv, MPI_THREAD_SINGLE, &level);
     say_why_not();
@@ -37,26 +82,16 @@ int main(int argc, char** argv) {
     say_why_not();
     return 0;
   }
-  const bool stops = argc > 1 && std::string_view(argv[1]) == "stop";
   const auto transport = annulus::make_mpi_transport({.deadline = std::chrono::seconds(1)});
   if (!annulus::check_ring(*transport).forward_ok) return 1;
-  if (transport->rank() == 1) {
-    std::printf("process %d is lost\n", ::getpid());
-    std::fflush(stdout);
-    ::raise(stops ? SIGSTOP : SIGKILL);
-  }
-  // More than MPI stores by itself, so that a send is under way for good.
-  std::vector<std::byte> out(20'000'000);
-  std::vector<std::byte> in(out.size());
+  if (transport->rank() == 1 && how != "attend") lose(how == "stop" ? SIGSTOP : SIGKILL);
   const auto start = Clock::now();
   try {
-    const auto receive = transport->receive(1, 0, in);
-    const auto send = transport->send(1, 0, out);
-    receive->wait();
-    send->wait();
+    (how == "attend" ? attend : exchange)(*transport);
   } catch (const annulus::TransportError& error) {
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     std::printf("rank %d lost rank %d after %.2f s\n", transport->rank(), error.rank(), seconds);
+    if (how == "attend") std::printf("%s\n", error.what());
     std::fflush(stdout);
     return 3;
   }

@@ -1,0 +1,159 @@
+// What becomes of transfers when a rank is lost, leaves or gives up, and who is named.
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "transport/mpi_endpoint.h"
+#include "transport/rank_prefix.h"
+
+namespace annulus::mpi {
+
+// Decides the outcome if it can be decided at this moment. False: the caller would have to wait.
+bool Endpoint::settle(Transfer& transfer, Clock::time_point now) {
+  if (!transfer.open()) return true;
+  const Channel& with = channel(transfer.peer);
+  if (ended_) {
+    withdraw(transfer, Outcome::ended);
+  } else if (!with.broken.empty()) {
+    withdraw(transfer, Outcome::broken);
+  } else if (with.left() && transfer.outcome == Outcome::pending) {
+    withdraw(transfer, Outcome::peer_left);
+  } else if (now >= transfer.deadline) {
+    break_channel(transfer.peer, awaited(transfer.peer), describe_timeout(transfer));
+    withdraw(transfer, Outcome::timed_out);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// Who keeps this rank waiting, which waits for `peer`: a rank that waits for another is not the
+// one.
+int Endpoint::awaited(int peer) const {
+  for (int hops = 0; hops < size_; ++hops) {
+    const int next = channels_[static_cast<std::size_t>(peer)].waits_for;
+    if (next < 0 || next == peer || next == rank_) break;
+    peer = next;
+  }
+  return peer;
+}
+
+// Every other rank. One that cannot be told runs into its deadline.
+void Endpoint::tell_all(const Header& header, std::string_view text) noexcept {
+  try {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_) mail_.send_note(peer, header, text);
+    }
+  } catch (...) {
+    end_by_exception();
+  }
+}
+
+void Endpoint::blame(int peer, int culprit) {
+  channel(peer).culprit = culprit;
+  if (lost_ < 0) lost_ = culprit;
+}
+
+void Endpoint::break_channel(int peer, int culprit, const std::string& text) {
+  channel(peer).broken = text;
+  blame(peer, culprit);
+  const Header header{.kind = Kind::broken, .value = static_cast<std::uint64_t>(culprit)};
+  try {
+    if (peer != rank_) mail_.send_note(peer, header, text);
+  } catch (...) {
+    end_by_exception();
+  }
+}
+
+void Endpoint::end(int rank, std::string_view text) noexcept {
+  if (std::exchange(ended_, true)) return;  // the first reason is the one worth knowing
+  ended_by_ = rank;
+  try {
+    end_text_ = text;
+  } catch (const std::bad_alloc&) {  // without its reason it is still the end
+  }
+}
+
+void Endpoint::end_by_exception() noexcept {
+  try {
+    throw;
+  } catch (const TransportError& failure) {
+    end(failure.rank(), failure.what());
+  } catch (const std::exception& failure) {
+    end(rank_, failure.what());
+  }
+}
+
+void Endpoint::abort(const std::string& reason) noexcept {
+  const std::lock_guard lock(mutex_);
+  poll();  // somebody else may have been first
+  if (ended_) return;
+  // Whoever gives up because of a rank that it has lost is not the one to be named.
+  const int culprit = lost_ >= 0 ? lost_ : rank_;
+  try {
+    end(culprit, "rank " + std::to_string(rank_) + " aborted the transport: " + reason);
+  } catch (const std::bad_alloc&) {
+    end(culprit, {});
+  }
+  tell_all({.kind = Kind::abort, .value = static_cast<std::uint64_t>(culprit)}, reason);
+  changed_.notify_all();
+}
+
+Health Endpoint::health() {
+  const std::lock_guard lock(mutex_);
+  if (ended_) return {false, ended_by_, end_text_};
+  for (int peer = 0; peer < size_; ++peer) {
+    const Channel& with = channel(peer);
+    if (!with.broken.empty()) return {false, culprit_of(peer), with.broken};
+    if (with.left()) return {false, peer, "rank " + std::to_string(peer) + " has left"};
+  }
+  return {};
+}
+
+std::string Endpoint::describe(const Transfer& transfer) const {
+  return rank_prefix(rank_, size_) + (transfer.sends ? "send of " : "receive of ") +
+         std::to_string(transfer.bytes) + " bytes " + (transfer.sends ? "to" : "from") + " rank " +
+         std::to_string(transfer.peer) + " (tag " + std::to_string(transfer.tag) + ")";
+}
+
+std::string Endpoint::describe_timeout(const Transfer& transfer) const {
+  return describe(transfer) + " timed out after " +
+         std::to_string(transfer.deadline_length.count()) + " ms";
+}
+
+TransportError Endpoint::error(const Transfer& transfer) {
+  const int peer = transfer.peer;
+  const int culprit = culprit_of(peer);
+  const std::string name = "rank " + std::to_string(peer);
+  const std::string between =
+      culprit == peer
+          ? ""
+          : ": " + name + " waits for others, in the end for rank " + std::to_string(culprit);
+  switch (transfer.outcome) {
+    case Outcome::timed_out:
+      return TransportError(describe_timeout(transfer) + between + ": is rank " +
+                                std::to_string(culprit) +
+                                " still running and making the same calls?",
+                            culprit);
+    case Outcome::size_mismatch:
+      return TransportError(describe(transfer) + " met a " + (transfer.sends ? "receive" : "send") +
+                                " of " + std::to_string(transfer.partner_bytes) +
+                                " bytes: do both ranks use the same shapes and plan?",
+                            peer);
+    case Outcome::ended:
+      return TransportError(describe(transfer) + " failed: " + end_text_, ended_by_);
+    case Outcome::peer_left:
+      return TransportError(
+          describe(transfer) + " failed: " + name +
+              " has left (its transport was destroyed): is it making the same calls?",
+          peer);
+    default:
+      return TransportError(
+          describe(transfer) +
+              " failed: an earlier message of the two ranks was lost: " + channel(peer).broken,
+          culprit);
+  }
+}
+
+}  // namespace annulus::mpi

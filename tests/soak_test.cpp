@@ -3,14 +3,10 @@
 
 #include <gtest/gtest.h>
 
-#include <dirent.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
@@ -20,6 +16,7 @@
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
 #include "core/thread_pool.h"
+#include "support/resources.h"
 #include "support/ring_fixture.h"
 
 namespace annulus {
@@ -33,33 +30,6 @@ using List = std::vector<std::int64_t>;
 
 // Sanitizers: fewer rounds of the same.
 int rounds(int count) { return test::slowness() > 1 ? std::max(10, count / 20) : count; }
-
-std::int64_t resident_bytes() {
-  std::ifstream file("/proc/self/statm");
-  std::int64_t pages = 0;
-  std::int64_t resident = 0;
-  file >> pages >> resident;
-  return resident * sysconf(_SC_PAGESIZE);
-}
-
-std::int64_t entries_of(const char* directory) {
-  DIR* const dir = opendir(directory);
-  if (dir == nullptr) return -1;
-  std::int64_t count = 0;
-  while (readdir(dir) != nullptr) ++count;
-  closedir(dir);
-  return count;
-}
-
-// A joined thread may take a moment to leave /proc.
-std::int64_t settled_threads(std::int64_t expected) {
-  std::int64_t now = entries_of("/proc/self/task");
-  for (int tries = 0; tries < 200 && now != expected; ++tries) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    now = entries_of("/proc/self/task");
-  }
-  return now;
-}
 
 class SoakTest : public ::testing::TestWithParam<int> {};
 
@@ -115,11 +85,11 @@ TEST(Soak, ResidentMemoryIsFlatOverTenThousandCalls) {
     shard.load(inputs);
     for (int i = 0; i < calls; ++i) {
       // Warm-up: thread stacks, the pool's scratch, the allocator's own arenas.
-      if (i == calls / 10 && transport.rank() == 0) before = resident_bytes();
+      if (i == calls / 10 && transport.rank() == 0) before = test::resident_bytes();
       shard.forward(ring);
       shard.backward(ring);
     }
-    if (transport.rank() == 0) after = resident_bytes();
+    if (transport.rank() == 0) after = test::resident_bytes();
   });
   std::printf("[   RSS    ] %.1f MiB after a tenth of the calls, %.1f MiB after all\n",
               static_cast<double>(before) / 0x1p20, static_cast<double>(after) / 0x1p20);
@@ -145,13 +115,13 @@ TEST(Soak, ExecutorsComeAndGoWithoutATrace) {
     });
   };
   for (int i = 0; i < rounds(60); ++i) round(i);
-  const std::int64_t memory = resident_bytes();
-  const std::int64_t threads = entries_of("/proc/self/task");
-  const std::int64_t descriptors = entries_of("/proc/self/fd");
+  const std::int64_t memory = test::resident_bytes();
+  const std::int64_t threads = test::entries_of("/proc/self/task");
+  const std::int64_t descriptors = test::entries_of("/proc/self/fd");
   for (int i = 0; i < rounds(600); ++i) round(i);
-  EXPECT_EQ(settled_threads(threads), threads);
-  EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
-  EXPECT_LE(resident_bytes() - memory, test::slowness() > 1 ? 256 << 20 : 8 << 20);
+  EXPECT_EQ(test::settled_threads(threads), threads);
+  EXPECT_EQ(test::entries_of("/proc/self/fd"), descriptors);
+  EXPECT_LE(test::resident_bytes() - memory, test::slowness() > 1 ? 256 << 20 : 8 << 20);
 }
 
 // Refused constructions and calls leave nothing behind either.
@@ -175,13 +145,13 @@ TEST(Soak, FailuresLeaveNoTrace) {
     EXPECT_EQ(died[0].kind, "TransportError");
   };
   for (int i = 0; i < rounds(50); ++i) round();
-  const std::int64_t memory = resident_bytes();
-  const std::int64_t threads = entries_of("/proc/self/task");
-  const std::int64_t descriptors = entries_of("/proc/self/fd");
+  const std::int64_t memory = test::resident_bytes();
+  const std::int64_t threads = test::entries_of("/proc/self/task");
+  const std::int64_t descriptors = test::entries_of("/proc/self/fd");
   for (int i = 0; i < rounds(400); ++i) round();
-  EXPECT_EQ(settled_threads(threads), threads);
-  EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
-  EXPECT_LE(resident_bytes() - memory, test::slowness() > 1 ? 256 << 20 : 8 << 20);
+  EXPECT_EQ(test::settled_threads(threads), threads);
+  EXPECT_EQ(test::entries_of("/proc/self/fd"), descriptors);
+  EXPECT_LE(test::resident_bytes() - memory, test::slowness() > 1 ? 256 << 20 : 8 << 20);
 }
 
 // Different executors at once in different threads, on one pool: each gets its own answer.

@@ -1,0 +1,160 @@
+"""How ranks find each other and, after a loss, those that are left. Ranks are threads here, and their store is a dictionary:
+every order of events can be had."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
+
+import torch.distributed as dist
+
+from annulus.torch import _rendezvous, _survivors
+from annulus.torch._rendezvous import Missing, new_name, within
+
+PREFIX = "annulus/test"
+
+
+@pytest.fixture(autouse=True)
+def nobody_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rendezvous, "_answered", {})
+
+
+def on_ranks(ranks: list[int], function: Callable[[int], object]) -> list:
+    """What the function gives for each, or raises."""
+    with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(function, rank) for rank in ranks]
+        return [future.exception() or future.result() for future in futures]
+
+
+def seconds_since(begin: float) -> float:
+    return time.monotonic() - begin
+
+
+# ---- a ring's name
+
+
+def test_a_ring_has_one_name_and_never_the_same_again() -> None:
+    store = dist.HashStore()
+    names = [on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20)) for _ in range(5)]
+    assert all(len(set(each)) == 1 for each in names)
+    assert len({each[0] for each in names}) == 5
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_whoever_does_not_come_is_named_by_all(absent: int) -> None:
+    store = dist.HashStore()
+    here = [rank for rank in range(3) if rank != absent]
+    begin = time.monotonic()
+    found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, 0.5))
+    assert seconds_since(begin) < 5
+    assert all(isinstance(error, Missing) and error.ranks == [absent] for error in found), found
+
+
+def test_rank_0_tells_those_that_are_there_who_is_not() -> None:
+    store = dist.HashStore()
+    patience = {0: 0.3, 1: 20}
+    begin = time.monotonic()
+    found = on_ranks([0, 1], lambda rank: new_name(store, PREFIX, rank, 3, patience[rank]))
+    assert all(isinstance(error, Missing) and error.ranks == [2] for error in found), found
+    assert seconds_since(begin) < 10
+
+
+def test_who_loses_patience_before_rank_0_names_the_same() -> None:
+    store = dist.HashStore()
+    on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20))  # then, all were there
+    patience = {0: 1.5, 1: 0.3}
+    found = on_ranks([0, 1], lambda rank: new_name(store, PREFIX, rank, 3, patience[rank]))
+    assert isinstance(found[1], Missing) and found[1].ranks == [2], found
+
+
+def test_what_is_left_of_an_attempt_is_no_answer_to_the_next() -> None:
+    store = dist.HashStore()
+    for absent in (2, 1, 0):
+        here = [rank for rank in range(3) if rank != absent]
+        on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, 0.2))
+    # The words of those who came are there still, of those who were answered, too.
+    found = on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20))
+    assert isinstance(found[0], str) and len(set(found)) == 1, found
+    begin = time.monotonic()
+    found = on_ranks([0], lambda rank: new_name(store, PREFIX, rank, 3, 0.3))
+    assert isinstance(found[0], Missing) and found[0].ranks == [1], "an old request was taken"
+    assert seconds_since(begin) >= 0.3
+
+
+# ---- who is left
+
+
+def agree(
+    store: dist.Store, rank: int, size: int, lost: int, seconds: float, least: int = 1
+) -> tuple[list[int], str]:
+    return _survivors._agree(store, rank, size, lost, least, time.monotonic() + seconds)
+
+
+def test_all_who_are_there_agree_at_once() -> None:
+    store = dist.HashStore()
+    begin = time.monotonic()
+    found = on_ranks([0, 1, 2, 3], lambda rank: agree(store, rank, 4, -1, 30))
+    assert found == [found[0]] * 4 and found[0][0] == [0, 1, 2, 3]
+    assert seconds_since(begin) < 10
+
+
+def test_a_rank_that_one_has_lost_is_waited_for_by_nobody() -> None:
+    store = dist.HashStore()
+    begin = time.monotonic()
+    found = on_ranks([0, 1, 3], lambda rank: agree(store, rank, 4, 2 if rank == 3 else -1, 60))
+    assert found == [found[0]] * 3 and found[0][0] == [0, 1, 3]
+    assert _survivors._GRACE <= seconds_since(begin) < 20
+
+
+def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_survivors, "_GRACE", 20.0)
+    store = dist.HashStore()
+
+    def come(rank: int) -> tuple:
+        if rank == 2:
+            time.sleep(0.2)
+        return agree(store, rank, 3, 2, 60)
+
+    begin = time.monotonic()
+    found = on_ranks([0, 1, 2], come)
+    assert found == [found[0]] * 3 and found[0][0] == [0, 1, 2]
+    assert seconds_since(begin) < 15, "all are there: nobody else is to be waited for"
+
+
+def test_a_rank_that_nobody_has_lost_is_waited_for_to_the_end() -> None:
+    store = dist.HashStore()
+    begin = time.monotonic()
+    found = on_ranks([0, 2], lambda rank: agree(store, rank, 3, -1, 0.6))
+    assert found == [found[0]] * 2 and found[0][0] == [0, 2]
+    assert seconds_since(begin) >= 0.6
+    # Whoever is late finds what was decided, and is not part of it.
+    assert agree(store, 1, 3, -1, 30) == found[0]
+
+
+def test_too_few_decide_nothing() -> None:
+    store = dist.HashStore()
+    assert agree(store, 2, 5, 1, 0.3, least=3) == ([2], "")
+    # It is not there any more: the others do not count it.
+    found = on_ranks([0, 3], lambda rank: agree(store, rank, 5, 1, 0.5, least=3))
+    assert [left for left, _ in found] == [[0, 3]] * 2
+    assert not store.check(["decision"])
+
+
+# ---- patience
+
+
+def test_within_gives_results_errors_and_time() -> None:
+    assert within(20, lambda: 7, "counting") == 7
+    with pytest.raises(ZeroDivisionError):
+        within(20, lambda: 1 // 0, "dividing")
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="sleeping took longer than 0.2 s"):
+        within(0.2, lambda: time.sleep(3), "sleeping")
+    assert 0.2 <= seconds_since(begin) < 2.5

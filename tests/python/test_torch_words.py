@@ -1,0 +1,124 @@
+"""What ranks tell each other beside their rows. Ranks are threads here, over Gloo's own connections."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
+
+import torch.distributed as dist
+
+from annulus.torch import _words
+from annulus.torch._words import CLOSES, GOES_ON, LEAVES, WAITS, Word, Words
+
+SIZE = 4
+
+
+@pytest.fixture
+def ring() -> Iterator[list[Words]]:
+    store = dist.HashStore()
+    limit = datetime.timedelta(seconds=60)
+    with concurrent.futures.ThreadPoolExecutor(SIZE) as pool:
+        gloos = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, SIZE, limit), range(SIZE)))
+    words = [Words(gloo, rank, SIZE) for rank, gloo in enumerate(gloos)]
+    yield words
+    for each in words:
+        each.leave(CLOSES, -1, "")
+
+
+def soon(question: Callable[[], object], wanted: object) -> bool:
+    until = time.monotonic() + 20
+    while question() != wanted and time.monotonic() < until:
+        time.sleep(0.002)
+    return question() == wanted
+
+
+def test_the_rank_at_the_end_of_those_that_wait_is_the_one(ring: list[Words]) -> None:
+    assert ring[0].awaited(0, 1) == 1, "nobody has said anything"
+    ring[1].tell(WAITS, 2)
+    ring[2].tell(WAITS, 3)
+    assert soon(lambda: ring[0].awaited(0, 1), 3)
+    assert ring[0].awaited(0, 2) == 3 and ring[0].awaited(0, 3) == 3
+    ring[2].tell(GOES_ON, 2)
+    assert soon(lambda: ring[0].awaited(0, 1), 2)
+    # In a circle nobody is the last; who waits for this rank is not made to look elsewhere.
+    ring[2].tell(WAITS, 1)
+    assert soon(lambda: ring[0].of(2), Word(WAITS, 1, ""))
+    assert ring[0].awaited(0, 1) == 2
+    ring[3].tell(WAITS, 0)
+    assert soon(lambda: ring[0].of(3), Word(WAITS, 0, ""))
+    assert ring[0].awaited(0, 3) == 3
+
+
+def test_words_are_heard_in_their_order_however_many(ring: list[Words]) -> None:
+    for number in range(50):
+        ring[1].tell(WAITS, number % SIZE, f"word {number}")
+        assert soon(lambda: ring[0].of(1), Word(WAITS, number % SIZE, f"word {number}"))
+
+
+def test_half_a_word_is_none(ring: list[Words]) -> None:
+    ring[1].tell(WAITS, 2, "x" * 400)
+    assert soon(lambda: ring[0]._memory[0, 1, 0:500].any(), True)
+    time.sleep(0.05)
+    row = ring[0]._memory[0, 1]
+    whole = row.copy()
+    row[300:] = 0
+    assert ring[0].of(1) is None
+    row[:] = whole
+    assert ring[0].of(1) == Word(WAITS, 2, "x" * 400)
+
+
+def test_who_leaves_because_of_another_is_told_from_who_closes(ring: list[Words]) -> None:
+    ring[2].tell(WAITS, 1)  # which nobody has listened to yet
+    ring[2].leave(CLOSES, 2, "closed its ring")
+    assert soon(lambda: ring[0].of(2), Word(CLOSES, 2, "closed its ring"))
+    assert ring[0].leaver() is None
+    ring[3].tell(WAITS, 1)
+    ring[3].leave(LEAVES, 1, "lost by rank 3: timed out")
+    assert soon(ring[0].leaver, Word(LEAVES, 1, "lost by rank 3: timed out"))
+    assert ring[0].of(3).kind == LEAVES, "the last word is the last"
+    assert ring[0].awaited(0, 3) == 3, "it waits no more"
+
+
+def test_the_last_word_wakes_who_waits_for_it(ring: list[Words]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(ring[0].wait_for_the_last, 1)
+        time.sleep(0.05)
+        ring[1].tell(WAITS, 2)
+        time.sleep(0.05)
+        assert not heard.done(), "that was not the last"
+        begin = time.monotonic()
+        ring[1].leave(LEAVES, 2, "why")
+        heard.result(timeout=20)
+        assert time.monotonic() - begin < 10
+    assert ring[0].of(1) == Word(LEAVES, 2, "why")
+
+
+def test_who_leaves_ends_what_others_wait_for(ring: list[Words]) -> None:
+    row = torch.zeros(1, dtype=torch.uint8)
+    waits = [(peer, ring[peer]._gloo.recv([row.clone()], 1, 5)) for peer in (0, 2)]
+    begin = time.monotonic()
+    ring[1].leave(LEAVES, 3, "why")
+    for peer, work in waits:
+        with pytest.raises(RuntimeError):
+            work.wait(datetime.timedelta(seconds=30))
+        assert ring[peer].of(1) == Word(LEAVES, 3, "why"), "its last word came too late"
+    assert time.monotonic() - begin < 15
+    ring[1].tell(WAITS, 2)  # nobody hears it, and nothing happens
+    assert ring[0].of(1).kind == LEAVES
+
+
+def test_long_texts_and_odd_ones_are_cut_and_escaped(ring: list[Words]) -> None:
+    ring[1].leave(LEAVES, 3, "ä" * 600)
+    assert soon(lambda: ring[0].of(1) is not None, True)
+    text = ring[0].of(1).text
+    assert text.startswith("ä" * (_words._TEXT // 2)) and len(text) <= _words._TEXT // 2 + 1
+    ring[2].leave(LEAVES, 3, "name \udcff")
+    assert soon(lambda: ring[0].of(2), Word(LEAVES, 3, "name \\udcff"))

@@ -13,7 +13,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos lint format clean
+.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos soak lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -120,6 +120,10 @@ bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.js
 
 chaos: python ## Do to rings of processes and their checkpoints what can happen to them; a table of what came of it
 	@.venv/bin/python tests/python/chaos.py
+
+soak: build python ## Let rings of processes (MPI, torch.distributed) run for a long time, and kill and re-form one 200 times
+	@ANNULUS_SOAK_STEPS=100000 tests/support/mpirun.sh 3 build/release/tests/mpi_soak_test || test $$? = 77
+	@.venv/bin/python tests/python/soak.py --steps 100000 --cycles 200
 
 pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), results and plots into bench/results and docs/images
 	@$(CONFIGURE) release

@@ -13,10 +13,10 @@ distributed = pytest.importorskip("test_torch_distributed", reason="PyTorch has 
 PROGRAM = pathlib.Path(__file__).parent / "faults.py"
 
 
-def inflict(*arguments: str) -> None:
+def inflict(*arguments: str, program: pathlib.Path = PROGRAM) -> None:
     # In a process of its own: ranks are forked from one that has no threads yet.
     run = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
+        [sys.executable, str(program), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -37,3 +37,7 @@ def test_survivors_of_a_stop_name_it_at_the_deadline_and_go_on_without_it() -> N
 
 def test_a_rank_that_is_cut_off_is_named_and_may_come_back() -> None:
     inflict("--cut", "4")
+
+
+def test_nothing_is_left_of_steps_and_of_rings_that_were_lost() -> None:
+    inflict("--steps", "400", "--ranks", "3", "--cycles", "8", program=PROGRAM.with_name("soak.py"))

@@ -80,12 +80,11 @@ def test_a_message_that_was_whole_at_the_end_of_its_connection_is_taken(
 def test_a_wait_for_a_connection_that_has_ended_is_left_behind() -> None:
     before = threads()
     waiters = Waiters()
-    work = Work(0.5)
-    begin = time.monotonic()
+    work = Work(3.0)
     with pytest.raises(RuntimeError, match="ended in the middle of a message"):
         waiters.wait(work, 1, LIMIT, lambda peer: peer == 1)
-    assert not work.over.is_set() and time.monotonic() - begin < 0.4
     waiters.wait(Work(0.0), 2, LIMIT, lambda peer: peer == 1)  # another thread does
+    assert not work.over.is_set()
     waiters.close()
     assert settled(before)
 

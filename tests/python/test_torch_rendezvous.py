@@ -15,8 +15,10 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 
 import torch.distributed as dist
 
-from annulus.torch import _rendezvous, _survivors
+from annulus.torch import _rendezvous, _reunion
 from annulus.torch._rendezvous import Missing, new_name, within
+from annulus.torch._reunion import Reunion
+from annulus.torch._standby import Place
 
 PREFIX = "annulus/test"
 
@@ -78,7 +80,8 @@ def test_what_is_left_of_an_attempt_is_no_answer_to_the_next() -> None:
     store = dist.HashStore()
     for absent in (2, 1, 0):
         here = [rank for rank in range(3) if rank != absent]
-        on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, 0.2))
+        found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, 0.3))
+        assert [error.ranks for error in found] == [[absent]] * 2, found
     # The words of those who came are there still, of those who were answered, too.
     found = on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20))
     assert isinstance(found[0], str) and len(set(found)) == 1, found
@@ -91,16 +94,18 @@ def test_what_is_left_of_an_attempt_is_no_answer_to_the_next() -> None:
 # ---- who is left
 
 
-def agree(
-    store: dist.Store, rank: int, size: int, lost: int, seconds: float, least: int = 1
-) -> tuple[list[int], str]:
-    return _survivors._agree(store, rank, size, lost, least, time.monotonic() + seconds)
+def meet(
+    store: dist.Store, rank: int, size: int, lost: int, seconds: float, least: int = 1, make: Callable | None = None
+) -> tuple[list[int], str] | str:
+    """The group that a rank gets, as (ranks, name), or why it gets none. They meet at one store."""
+    make = make or (lambda left, name, store: (left, name))
+    return Reunion(rank, size, lost, least, seconds, {-1: Place("", store)}, make).hold("annulus/test")
 
 
 def test_all_who_are_there_agree_at_once() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
-    found = on_ranks([0, 1, 2, 3], lambda rank: agree(store, rank, 4, -1, 30))
+    found = on_ranks([0, 1, 2, 3], lambda rank: meet(store, rank, 4, -1, 30))
     assert found == [found[0]] * 4 and found[0][0] == [0, 1, 2, 3]
     assert seconds_since(begin) < 10
 
@@ -108,19 +113,21 @@ def test_all_who_are_there_agree_at_once() -> None:
 def test_a_rank_that_one_has_lost_is_waited_for_by_nobody() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
-    found = on_ranks([0, 1, 3], lambda rank: agree(store, rank, 4, 2 if rank == 3 else -1, 60))
+    found = on_ranks([0, 1, 3], lambda rank: meet(store, rank, 4, 2 if rank == 3 else -1, 60))
     assert found == [found[0]] * 3 and found[0][0] == [0, 1, 3]
-    assert _survivors._GRACE <= seconds_since(begin) < 20
+    assert _reunion._GRACE <= seconds_since(begin) < 20
 
 
-def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_survivors, "_GRACE", 20.0)
+def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_reunion, "_GRACE", 20.0)
     store = dist.HashStore()
 
-    def come(rank: int) -> tuple:
+    def come(rank: int) -> tuple[list[int], str] | str:
         if rank == 2:
             time.sleep(0.2)
-        return agree(store, rank, 3, 2, 60)
+        return meet(store, rank, 3, 2, 60)
 
     begin = time.monotonic()
     found = on_ranks([0, 1, 2], come)
@@ -131,20 +138,43 @@ def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(monkeypatch: pyt
 def test_a_rank_that_nobody_has_lost_is_waited_for_to_the_end() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
-    found = on_ranks([0, 2], lambda rank: agree(store, rank, 3, -1, 0.6))
+    found = on_ranks([0, 2], lambda rank: meet(store, rank, 3, -1, 0.6))
     assert found == [found[0]] * 2 and found[0][0] == [0, 2]
     assert seconds_since(begin) >= 0.6
-    # Whoever is late finds what was decided, and is not part of it.
-    assert agree(store, 1, 3, -1, 30) == found[0]
+    late = meet(store, 1, 3, -1, 30)
+    assert isinstance(late, str) and "gone on without this rank, as [0, 2]" in late
 
 
-def test_too_few_decide_nothing() -> None:
+def test_too_few_decide_nothing_and_may_come_again() -> None:
     store = dist.HashStore()
-    assert agree(store, 2, 5, 1, 0.3, least=3) == ([2], "")
+    alone = meet(store, 2, 5, 1, 0.3, least=3)
+    assert isinstance(alone, str) and "only ranks [2] are left, fewer than 3" in alone
     # It is not there any more: the others do not count it.
-    found = on_ranks([0, 3], lambda rank: agree(store, rank, 5, 1, 0.5, least=3))
-    assert [left for left, _ in found] == [[0, 3]] * 2
-    assert not store.check(["decision"])
+    found = on_ranks([0, 3], lambda rank: meet(store, rank, 5, 1, 0.5, least=3))
+    assert all("only ranks [0, 3] are left" in str(each) for each in found), found
+    found = on_ranks([0, 2, 3], lambda rank: meet(store, rank, 5, 1, 2, least=3))
+    assert found == [found[0]] * 3 and found[0][0] == [0, 2, 3]
+
+
+def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(_reunion.dist, "destroy_process_group", dropped.append)
+    store = dist.HashStore()
+    names: list[str] = []
+
+    def make(rank: int, left: list[int], name: str) -> tuple[list[int], str]:
+        if name not in names:
+            names.append(name)
+        if rank == 1 and name == names[0]:
+            raise RuntimeError("Connection refused")
+        return left, name
+
+    found = on_ranks(
+        [0, 1, 2],
+        lambda rank: meet(store, rank, 3, -1, 30, make=lambda left, name, _: make(rank, left, name)),
+    )
+    assert found == [([0, 1, 2], names[1])] * 3
+    assert dropped == [([0, 1, 2], names[0])] * 2
 
 
 # ---- patience

@@ -56,6 +56,7 @@ std::vector<std::int64_t> positions(const Placement& placement, int rank) {
 std::vector<std::int64_t> expanded(const std::vector<RowSet>& rows) {
   std::vector<std::int64_t> all;
   for (const RowSet& set : rows) {
+    EXPECT_GT(set.stride, 0) << "no row set, though its rows may be right";
     for (std::int64_t i = 0; i < set.count; ++i) all.push_back(set[i]);
   }
   return all;
@@ -129,6 +130,17 @@ TEST(Moves, MovesEveryRowToItsNewPlaceWithTheFewestBytes) {
     expect_moved(from, to);
     if (HasFatalFailure()) return;
   }
+}
+
+// The ranges that may meet others are found by bisection, though a long one ends behind all that
+// begin after it.
+TEST(Moves, FindsRowsOfALongRangeAmongManyShortOnes) {
+  std::vector<std::vector<RowSet>> ranges(2);
+  ranges[0].push_back({0, 50, 2});
+  for (std::int64_t odd = 1; odd < 100; odd += 2) ranges[odd < 80 ? 0 : 1].push_back({odd, 1, 1});
+  const Placement from = Placement::explicit_ranges(100, std::move(ranges));
+  expect_moved(from, Placement::contiguous(100, 3));
+  expect_moved(Placement::contiguous(100, 3), from);
 }
 
 TEST(Moves, SamePlacementMovesNothing) {

@@ -71,28 +71,40 @@ def new_name(store: dist.Store, prefix: str, rank: int, size: int, seconds: floa
     """
     store = dist.PrefixStore(prefix, store)
     until = time.monotonic() + seconds
-    # Who is there, for those that wait in vain. It stays after a failure, so that who gives up first is not
-    # taken for the one that never came.
+    # Who is there, for those that wait in vain: nothing while a rank waits, then when it went, by a clock that all share. Who
+    # gives up first is not taken for the one that never came, nor one that was there for an earlier attempt for one that came.
+    began = store.add("clock", 1)
     store.set(f"present/{rank}", "")
-    name = (_give_name if rank == 0 else _ask_name)(store, prefix, rank, size, until)
-    store.delete_key(f"present/{rank}")
-    return name
+    try:
+        if rank == 0:
+            return _give_name(store, prefix, size, until)
+        return _ask_name(store, rank, size, until, began)
+    finally:
+        store.set(f"present/{rank}", str(store.add("clock", 1)))
 
 
-def _ask_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
+def _came(store: dist.Store, rank: int, began: int) -> bool:
+    """Whether a rank has been there since then."""
+    if not store.check([f"present/{rank}"]):
+        return False
+    went = store.get(f"present/{rank}")
+    return not went or int(went) > began
+
+
+def _ask_name(store: dist.Store, rank: int, size: int, until: float, began: int) -> str:
     word = uuid.uuid4().hex
     store.set(f"request/{rank}", word)
     answer = value_of(store, f"answer/{word}", until)
     if answer is None:
         store.delete_key(f"request/{rank}")
-        absent = [p for p in range(size) if p != rank and not store.check([f"present/{p}"])]
+        absent = [p for p in range(size) if p != rank and not _came(store, p, began)]
         raise Missing(absent or [0])
     if answer.startswith(b"!"):
         raise Missing([int(answer[1:])])
     return answer.decode()
 
 
-def _give_name(store: dist.Store, prefix: str, rank: int, size: int, until: float) -> str:
+def _give_name(store: dist.Store, prefix: str, size: int, until: float) -> str:
     words = {}
     for peer in range(1, size):
         word = _new_word(store, prefix, peer, until)

@@ -179,6 +179,24 @@ def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPa
     assert dropped == [([0, 1, 2], names[0])] * 2
 
 
+def test_who_cannot_make_any_group_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reunion.dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(_reunion, "_ROUND", 0.3)
+    store = dist.HashStore()
+
+    def make(rank: int, left: list[int], name: str) -> tuple[list[int], str]:
+        if rank == 1:
+            raise TypeError("no such backend")
+        return left, name
+
+    found = on_ranks(
+        [0, 1, 2],
+        lambda rank: meet(store, rank, 3, -1, 1, make=lambda left, name, _: make(rank, left, name)),
+    )
+    assert "of ranks [0, 1, 2] cannot be made here: TypeError: no such backend" in found[1]
+    assert found[0] == found[2] and found[0][0] == [0, 2]
+
+
 # ---- patience
 
 

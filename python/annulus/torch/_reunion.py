@@ -32,6 +32,7 @@ _LOOK = 0.25  # seconds from one look for the missing to the next
 _LONGEST_LOOK = 1.0  # seconds, while others may come
 _ROUND = 2.0  # seconds at least for a round after the first: who is late by a moment is not to be left behind
 _SLACK = 2.0  # seconds that a store may take to answer, beside the waiting
+_TRIES = 5  # to make a group of ranks that are all there
 _NAP = 0.005
 
 Make = Callable[[list[int], str, dist.Store], dist.ProcessGroup]
@@ -56,6 +57,7 @@ class Reunion:
         self._silent: set[int] = set()  # whose stores did not answer
         self._keys: dist.Store | None = None  # of the round that is being held
         self._opened: dict[int, dist.Store] = {}
+        self._why = ""  # this rank could not make the last group
         self.at_fault = lost
 
     def hold(self, prefix: str) -> dist.ProcessGroup | str:
@@ -77,6 +79,7 @@ class Reunion:
 
     def _hold_at(self, place: int, prefix: str, store: dist.Store) -> dist.ProcessGroup | str | int:
         """Likewise; a number: the place that all have moved to."""
+        failures = 0
         for number in itertools.count():
             here = f"{prefix}/{number}"
             keys = self._keys = dist.PrefixStore(here, store)
@@ -95,10 +98,16 @@ class Reunion:
                 return f"the others have gone on without this rank, as {left}"
             if len(left) < self._least:
                 return f"only ranks {left} are left, fewer than {self._least}"
+            gone, self._why = len(self._gone), ""
             become = functools.partial(self._become, keys, place, left, name)
             made = within(self._seconds + _SLACK, become, "making a group")
             if made is not None:
                 return made
+            # Because of somebody who is gone by now, or for a reason that will be there the next time, too.
+            failures += self._why != "" and len(self._gone) == gone
+            if failures == _TRIES:
+                self.at_fault = self._me
+                return f"a group of ranks {left} cannot be made here: {self._why}"
         raise AssertionError
 
     def _agree(self, keys: dist.Store, place: int, here: str) -> tuple[list[int], str] | int:
@@ -187,7 +196,8 @@ class Reunion:
             store = self._places[place].open()
             try:
                 made.append(None if store is None else self._make(left, name, store))
-            except (RuntimeError, ValueError):
+            except Exception as error:  # who waits for it is told
+                self._why = f"{type(error).__name__}: {error}"
                 made.append(None)
 
         if not keys.check(["outcome"]):

@@ -343,6 +343,7 @@ def waiting_elsewhere(done: Callable[[float], object]) -> Iterator[None]:
 def leave(group: dist.ProcessGroup) -> int:
     """Ends the ring over a group for good. The rank of it that is lost, -1: not known."""
     name = group.group_name
+    _turns.pop(name, None)
     ring = _groups.pop(name, None)
     loss = _losses.pop(name, None)
     lost = -1 if loss is None else loss.rank

@@ -4,7 +4,9 @@ every order of events can be had."""
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
+import uuid
 from collections.abc import Callable
 
 import pytest
@@ -104,7 +106,14 @@ def meet(
     return Reunion(rank, size, lost, least, seconds, {-1: Place("", store)}, make).hold("annulus/test")
 
 
-def test_all_who_are_there_agree_at_once() -> None:
+def test_all_who_are_there_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = uuid.uuid4
+
+    def thought_about() -> uuid.UUID:
+        time.sleep(0.1)  # so that all have seen everybody before one has decided
+        return usual()
+
+    monkeypatch.setattr(_reunion.uuid, "uuid4", thought_about)
     store = dist.HashStore()
     begin = time.monotonic()
     found = on_ranks([0, 1, 2, 3], lambda rank: meet(store, rank, 4, -1, 30))
@@ -118,6 +127,14 @@ def test_a_rank_that_one_has_lost_is_waited_for_by_nobody() -> None:
     found = on_ranks([0, 1, 3], lambda rank: meet(store, rank, 4, 2 if rank == 3 else -1, 60))
     assert found == [found[0]] * 3 and found[0][0] == [0, 1, 3]
     assert _reunion._GRACE <= seconds_since(begin) < 20
+
+
+def test_what_each_has_lost_is_not_waited_for_by_all() -> None:
+    store = dist.HashStore()
+    begin = time.monotonic()
+    found = on_ranks([0, 1, 2], lambda rank: meet(store, rank, 5, 4 if rank == 2 else 3, 60))
+    assert found == [found[0]] * 3 and found[0][0] == [0, 1, 2]
+    assert seconds_since(begin) < 20
 
 
 def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(
@@ -163,12 +180,16 @@ def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_reunion.dist, "destroy_process_group", dropped.append)
     store = dist.HashStore()
     names: list[str] = []
+    others = threading.Barrier(3, timeout=60)
 
     def make(rank: int, left: list[int], name: str) -> tuple[list[int], str]:
         if name not in names:
             names.append(name)
-        if rank == 1 and name == names[0]:
-            raise RuntimeError("Connection refused")
+        if name == names[0]:
+            others.wait()
+            if rank == 1:
+                time.sleep(0.3)  # the others have theirs by then
+                raise RuntimeError("Connection refused")
         return left, name
 
     found = on_ranks(

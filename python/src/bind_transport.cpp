@@ -49,10 +49,11 @@ class Pending {
     cancel();
   }
   void cancel() {
-    if (transfer_ == nullptr) return;
+    std::unique_ptr<Ticket> ended = std::move(transfer_);  // Python's collector may look meanwhile
+    if (ended == nullptr) return;
     {
       const nb::gil_scoped_release no_gil;  // it may have to let a copy finish
-      transfer_.reset();
+      ended.reset();
     }
     PyBuffer_Release(&buffer_);
   }

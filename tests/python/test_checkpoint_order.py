@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 import annulus.torch as at
 from annulus.torch import _checkpoint_files as files
+from annulus.torch import _checkpoints
 
 Event = tuple[str, str]  # what was done, to which path below the folder
 
@@ -86,3 +89,16 @@ def test_what_a_job_had_begun_to_remove_goes_and_nothing_else(tmp_path: pathlib.
         (tmp_path / name).mkdir()
     files.finish_removals(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["mine.old", "step-00000002", "step-00000003.x.partial"]
+
+
+def test_no_thread_that_writes_is_left_as_the_process_ends() -> None:
+    class Slow:  # as tensors that are given back
+        def __del__(self) -> None:
+            time.sleep(0.5)
+
+    begun = threading.Event()
+    future = _checkpoints._in_background(lambda _: begun.wait(), Slow())
+    begun.set()
+    future.result(timeout=10)
+    _checkpoints._finish_all()
+    assert "annulus checkpoint" not in [thread.name for thread in threading.enumerate()]

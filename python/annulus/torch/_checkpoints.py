@@ -33,12 +33,15 @@ _GRACE = 10.0  # seconds for the last checkpoint of a training that ends with an
 
 
 # Of all objects, for the end of the process: the last checkpoint of a training that forgets to wait for it.
-_unfinished: set[concurrent.futures.Future] = set()
+_unfinished: dict[concurrent.futures.Future, threading.Thread] = {}
 
 
 @atexit.register
 def _finish_all() -> None:
-    concurrent.futures.wait(_unfinished, _GRACE if _rings.has_lost() else None)
+    done = concurrent.futures.wait(_unfinished, _GRACE if _rings.has_lost() else None).done
+    # A daemon thread that Python ends while it gives tensors back takes the process down with it.
+    for future in done:
+        _unfinished[future].join()
 
 
 def _in_background(function: Callable, *arguments: object) -> concurrent.futures.Future:
@@ -51,8 +54,11 @@ def _in_background(function: Callable, *arguments: object) -> concurrent.futures
         except BaseException as error:  # noqa: BLE001: who waits gets it
             future.set_exception(error)
 
-    _unfinished.add(future)
-    threading.Thread(target=run, name="annulus checkpoint", daemon=True).start()
+    for old in [old for old, thread in _unfinished.items() if not thread.is_alive()]:
+        del _unfinished[old]
+    thread = threading.Thread(target=run, name="annulus checkpoint", daemon=True)
+    thread.start()
+    _unfinished[future] = thread
     return future
 
 
@@ -307,11 +313,11 @@ class Checkpoints:
             patience = _GRACE
         with _rings.waiting_elsewhere(lambda s: concurrent.futures.wait([pending], s).done):
             concurrent.futures.wait([pending], patience)
-        _unfinished.discard(pending)
         if pending.done():
             error = pending.result()
         else:
             # Nothing ends a collective of Gloo. Its thread and its connections end with the process.
+            _unfinished.pop(pending, None)
             error = CheckpointError(
                 "gave up waiting for the last checkpoint: a rank does not answer"
             )

@@ -44,6 +44,13 @@ GROUPS = {
             "RingDilatedAttention",
             "RingMultiheadDilatedAttention",
         ],
+        "annulus.torch: models and training": [
+            "LongNet",
+            "LongNetLM",
+            "rotary_table",
+            "token_mean",
+            "data_parallel",
+        ],
         "annulus.torch: tokens and ranks": ["shard", "unshard", "reshard", "positions"],
         "annulus.torch: checkpoints": ["Checkpoints", "Resumed", "CheckpointError"],
         "annulus.torch: runtime": [
@@ -176,6 +183,8 @@ def members_of(cls: type) -> Iterator[tuple[str, str, object]]:
             yield name, "property", thing
         elif isinstance(thing, staticmethod):
             yield name, "static", thing.__func__
+        elif isinstance(thing, classmethod):
+            yield name, "static", getattr(cls, name)
         elif type(thing).__name__ == "nb_func":  # nanobind's static methods
             yield name, "static", thing
         elif callable(thing):

@@ -19,9 +19,12 @@ except ModuleNotFoundError as error:
 from annulus.torch import _memory
 from annulus.torch._checkpoints import CheckpointError, Checkpoints, Resumed
 from annulus.torch._functional import ring_attention
+from annulus.torch._gradients import data_parallel, token_mean
+from annulus.torch._longnet import LongNet, LongNetLM
 from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
 from annulus.torch._resharding import reshard
 from annulus.torch._rings import cleanup, clear_cache, get_memory_info
+from annulus.torch._rotary import rotary_table
 from annulus.torch._sharding import positions, shard, unshard
 from annulus.torch._survivors import survivors
 from annulus.torch._transport import ProcessGroupTransport
@@ -31,17 +34,22 @@ _memory.install()
 __all__ = [
     "CheckpointError",
     "Checkpoints",
+    "LongNet",
+    "LongNetLM",
     "ProcessGroupTransport",
     "Resumed",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "cleanup",
     "clear_cache",
+    "data_parallel",
     "get_memory_info",
     "positions",
     "reshard",
     "ring_attention",
+    "rotary_table",
     "shard",
     "survivors",
+    "token_mean",
     "unshard",
 ]

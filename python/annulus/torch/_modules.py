@@ -15,6 +15,7 @@ from annulus import ConfigError
 from annulus.torch import _rings
 from annulus.torch._config import DEFAULTS, branch_numbers, with_options
 from annulus.torch._functional import HAS_MASK, ring_attention
+from annulus.torch._rotary import rotate
 
 # Its square times the scale, taken from a score, is far below any other score; float16 holds it.
 _LARGE = 60000.0
@@ -286,6 +287,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         n_global: int | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As nn.MultiheadAttention.forward, for this rank's shards.
 
@@ -305,11 +307,14 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 `is_causal` does, or masks nothing; any other mask is refused.
             is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
             n_global: as in :func:`ring_attention`.
+            rotary: turns queries and keys by their positions: what :func:`rotary_table` gives for this shard's.
 
         Returns:
             (output like query, weights or None).
         """
         if query.is_nested:
+            if rotary is not None:
+                self._refuse("rotary cannot be used with nested tensors: pad them")
             return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and not isinstance(mask, torch.Tensor):
@@ -347,6 +352,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             causal = self._is_causal_mask(attn_mask, query.shape[0], query.shape[1])
 
         q, k, v = self._project(query, key, value)
+        if rotary is not None:
+            self._check_rotary(rotary, query.shape[1])
+            q, k = rotate(q, rotary), rotate(k, rotary)
         bias = None if key_padding_mask is None else _key_bias(key_padding_mask, q.dtype)
         if bias is None:
             heads = self.attention(q, k, v, is_causal=causal, n_global=n_global)
@@ -390,6 +398,14 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
 
     def _refuse(self, text: str) -> NoReturn:
         raise ConfigError(f"{type(self).__name__}: {text}")
+
+    def _check_rotary(self, rotary: tuple[torch.Tensor, torch.Tensor], tokens: int) -> None:
+        shape = (tokens, 1, self.head_dim // 2)
+        if tuple(x.shape for x in rotary) != (shape, shape):
+            self._refuse(
+                f"rotary has shapes {[list(x.shape) for x in rotary]}: two of {list(shape)} were expected, from "
+                "rotary_table"
+            )
 
     def _check_key_padding_mask(self, mask: torch.Tensor, shape: torch.Size) -> None:
         if mask.shape != shape[:2]:

@@ -1,0 +1,95 @@
+"""Losses and gradients of weights that every rank has, over tokens that each has others of.
+
+Gradients are averaged by whoever wraps the model: DistributedDataParallel, FSDP2 or DeepSpeed, each in buckets of its
+own while backward still runs. They all take the mean over *ranks*. That this is the mean over *tokens* is seen to where
+a loss is made, not where gradients are reduced: a hook for DDP would do it for DDP alone, and shards of FSDP and ZeRO
+never are where a hook of ours could weigh them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from annulus import ConfigError
+from annulus.torch import _rings
+
+
+def token_mean(
+    losses: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The mean of a loss over the tokens of all ranks, however many each has: the same number on every rank.
+
+    Its gradient on a rank is that of the rank's own tokens' part of it, times the number of ranks: averaged over the
+    ranks, as DistributedDataParallel, FSDP and DeepSpeed do, it is the gradient of the mean. Collective; one small
+    message.
+
+    Args:
+        losses: of this rank's tokens, any shape: ``cross_entropy(..., reduction="none")``.
+        weights: how much each loss counts, like losses; None: 1. ``labels != -100``, where some are ignored.
+        group: the ranks over whose gradients the mean is taken: the ring, or all, where there are several rings; None:
+            this process alone.
+
+    Returns:
+        a scalar; NaN where nothing counts.
+    """
+    ranks, _ = _rings.group_size_and_rank(group)
+    if weights is None:
+        own, count = losses.sum(), torch.tensor(losses.numel())
+    else:
+        if weights.shape != losses.shape:
+            raise ConfigError(
+                f"token_mean: weights is {list(weights.shape)}, losses is {list(losses.shape)}: equal shapes were "
+                "expected"
+            )
+        # Not a product alone: what does not count may be infinite or NaN.
+        counted = torch.where(weights == 0, 0, losses)
+        own, count = (counted * weights).sum(), weights.sum()
+    # In float64: float32 counts up to 16.8 million tokens.
+    whole = torch.stack([own.detach().double(), count.to(own.device, torch.float64)])
+    if ranks > 1:
+        dist.all_reduce(whole, group=group)
+    share = own * (ranks / whole[1]).to(own.dtype)
+    # The value of one, the gradient of the other.
+    return share + ((whole[0] / whole[1]).to(own.dtype) - share).detach()
+
+
+def data_parallel(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bucket_size: float = 25.0,
+    **options: object,
+) -> nn.Module:
+    """``DistributedDataParallel`` for a model whose ranks hold parts of one sequence.
+
+    Gradients go out in buckets as soon as they are there, while backward still computes, and have arrived when
+    ``backward`` returns: before any step of an optimizer. Make the loss with :func:`token_mean`.
+
+    Args:
+        module: with the same parameters on every rank; those of rank 0 are sent to the others.
+        group: the ranks; None: this process alone, and the module is returned as it is.
+        bucket_size: of one message, in MB (2**20 bytes). What is ready first goes in a smaller one of 1 MB.
+        options: of ``DistributedDataParallel``.
+    """
+    if type(bucket_size) not in (int, float) or not 0 < bucket_size < math.inf:
+        raise ConfigError(
+            f"data_parallel: bucket_size is {bucket_size!r}: a number of MB above 0 was expected"
+        )
+    _rings.group_size_and_rank(group)  # refuses what is no group
+    if group is None:
+        return module
+    # Gradients are views of the buckets: nothing is copied back.
+    return DistributedDataParallel(
+        module,
+        process_group=group,
+        bucket_cap_mb=bucket_size,
+        **{"gradient_as_bucket_view": True, **options},
+    )

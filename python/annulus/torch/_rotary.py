@@ -1,0 +1,73 @@
+"""Rotary position embeddings of tokens that may be anywhere in the sequence."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from annulus import ConfigError
+from annulus.torch import _rings
+from annulus.torch._config import placement_of_lengths
+from annulus.torch._sharding import positions
+
+Table = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotary_table(
+    where: torch.Tensor, head_dim: int, base: float = 10000.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines for :class:`RingMultiheadDilatedAttention`, float32 [tokens, 1, head_dim / 2] each.
+
+    Pair i of a head, its features i and i + head_dim / 2, is turned by position x base ** (-2i / head_dim).
+
+    Args:
+        where: the position in the whole sequence of each token, [tokens], as :func:`positions` gives it.
+        head_dim: features of a head, an even number.
+        base: the longest wave has 2 pi x base tokens, nearly.
+    """
+    if not isinstance(where, torch.Tensor) or where.dim() != 1:
+        raise ConfigError("rotary_table: where is no tensor [tokens]")
+    if head_dim < 2 or head_dim % 2 != 0:
+        raise ConfigError(f"rotary_table: head_dim is {head_dim!r}: an even number was expected")
+    if not base > 0:
+        raise ConfigError(f"rotary_table: base is {base!r}: a number above 0 was expected")
+    half = head_dim // 2
+    # In float64: near position 1,000,000 a float32 angle is off by up to 0.03.
+    exponents = torch.arange(half, dtype=torch.float64, device=where.device) / -half
+    angles = where[:, None, None].to(torch.float64) * base**exponents
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
+    """x [batch, tokens, heads, head_dim], each token turned by its position; computed in float32 at least."""
+    cos, sin = table
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+def own_positions(
+    where: str,
+    tokens: int,
+    n_global: int | None,
+    placement: str,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """The position of each of this rank's tokens. Without n_global the ranks tell each other how many they have."""
+    if group is None:
+        # Not `positions`: this much a compiler can trace.
+        mine = torch.arange(tokens)
+    elif n_global is not None:
+        mine = positions(n_global, placement=placement, group=group)
+    else:
+        claims = {"placement": placement, "n_global": None}
+        lengths = list(_rings.lengths_of_all(where, _rings.group_name(group), claims, tokens))
+        if sum(lengths) == 0:
+            return torch.arange(0)
+        placed = placement_of_lengths(placement, lengths)
+        mine = torch.from_numpy(placed.positions(dist.get_rank(group)))
+    if len(mine) != tokens or (group is None and n_global not in (None, tokens)):
+        raise ConfigError(
+            f"{where}: this rank has {tokens} tokens, but placement {placement!r} of n_global {n_global} gives it "
+            f"{len(mine) if group is not None else n_global}: make the shards with annulus.torch.shard"
+        )
+    return mine

@@ -1,0 +1,121 @@
+"""LongNet models train on rings as they do in one process. What the ranks do is in training_worker.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
+
+WORKER = pathlib.Path(__file__).parent / "training_worker.py"
+EXAMPLE = ROOT / "examples" / "python" / "train_longnet_lm.py"
+ENVIRONMENT = os.environ | {"ANNULUS_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(ranks: int, script: pathlib.Path, *arguments: str, timeout: float = 240) -> str:
+    """What it prints; ranks = 0: without torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if ranks > 0 else []), str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.fail(
+            f"{arguments} ended with {done.returncode}:\n{done.stdout}\n{done.stderr[-6000:]}"
+        )
+    return done.stdout
+
+
+def losses_of(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step +\d+ +loss ([\d.]+)", text)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (1, ["losses_and_gradients_are_those_of_one_process"]),
+        (3, ["losses_and_gradients_are_those_of_one_process", "ring_or_gather_by_length"]),
+        (
+            4,
+            [
+                "losses_and_gradients_are_those_of_one_process",
+                "buckets_are_as_large_as_they_should_be",
+                "ranks_that_disagree_are_told",
+            ],
+        ),
+    ],
+)
+def test_ranks(ranks: int, cases: list[str]) -> None:
+    out = run(ranks, WORKER, *cases)
+    assert out.count("done") == ranks * len(cases), out
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """Losses of 20 steps in one process."""
+    losses = losses_of(run(0, WORKER, "trains:alone"))
+    assert len(losses) == 20 and losses[-1] < 0.9 * losses[0]
+    return losses
+
+
+def assert_as_alone(out: str, cases: list[str], alone: list[float]) -> None:
+    losses = losses_of(out)
+    assert len(losses) == 20 * len(cases), out
+    for number, case in enumerate(cases):
+        assert losses[20 * number :][:20] == pytest.approx(alone, rel=0, abs=1e-5), case
+
+
+def test_ddp_and_fsdp_train_as_one_process_does(alone: list[float]) -> None:
+    cases = ["trains:ddp", "trains:fsdp"]
+    assert_as_alone(run(4, WORKER, *cases), cases, alone)
+
+
+def test_deepspeed_trains_as_one_process_does(alone: list[float]) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    cases = ["trains:zero1", "trains:zero2", "trains:zero3"]
+    assert_as_alone(run(4, WORKER, *cases), cases, alone)
+
+
+def test_example_goes_on_with_any_number_of_processes(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    small = ["--batch", "2", "--tokens", "61", "--width", "32", "--log-interval", "1"]
+    # The rate of learning depends on how many steps there will be.
+    small += ["--checkpoints", str(tmp_path), "--checkpoint-interval", "4"]
+    whole = losses_of(run(0, EXAMPLE, *small[:-4], "--steps", "12"))
+    assert len(whole) == 12 and whole[0] == pytest.approx(5.545, abs=0.1) and whole[-1] < 5.3
+    steps, found = ["--steps", "12"], []
+    for ranks, stop in ((2, 4), (0, 8), (4, 12)):
+        out = run(ranks, EXAMPLE, *small, *steps, "--stop-after", str(stop))
+        assert "tokens/s" in out and " MB" in out
+        found += losses_of(out)
+    assert found == pytest.approx(whole, rel=0, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
+def test_example_learns_the_same_on_every_ring(placement: str) -> None:
+    """200 steps on the documents of this repository."""
+    curves = [
+        losses_of(
+            run(ranks, EXAMPLE, "--placement", placement, "--log-interval", "1", timeout=3000)
+        )
+        for ranks in (0, 2, 4)
+    ]
+    assert [len(curve) for curve in curves] == [200] * 3
+    assert curves[0][0] > 5.4 and sum(curves[0][-10:]) / 10 < 2.5
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=0, abs=1e-4)

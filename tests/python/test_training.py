@@ -21,7 +21,7 @@ EXAMPLE = ROOT / "examples" / "python" / "train_longnet_lm.py"
 ENVIRONMENT = os.environ | {"ANNULUS_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(ranks: int, script: pathlib.Path, *arguments: str, timeout: float = 240) -> str:
+def run(ranks: int, script: pathlib.Path, *arguments: str, timeout: float = 600) -> str:
     """What it prints; ranks = 0: without torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(

@@ -212,9 +212,13 @@ def trains(how: str) -> None:
 def trains_with_deepspeed(model: nn.Module, stage: int) -> None:
     import deepspeed
 
+    # Not its shared memory for the ranks of one host, which it would compile now, for a minute, behind a lock that a run
+    # that is killed leaves to the next one: Gloo carries everything.
+    deepspeed.ops.__compatible_ops__ = {}
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # DeepSpeed clips at norm 1 unless told otherwise
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": 3e-3, "eps": 1e-6, "weight_decay": 0.01, "torch_adam": True},

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--dilations", type=numbers, default=[1, 2], metavar="N,N")
     parser.add_argument("--base", action="store_true", help="the published base model instead")
     parser.add_argument("--placement", default="zigzag")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--bucket-size", type=float, default=25, metavar="MB")
     parser.add_argument("--log-interval", type=int, default=10, metavar="STEPS")
     parser.add_argument("--checkpoints", metavar="DIR")

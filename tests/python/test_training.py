@@ -85,7 +85,7 @@ def test_ddp_and_fsdp_train_as_one_process_does(alone: list[float]) -> None:
 
 def test_deepspeed_trains_as_one_process_does(alone: list[float]) -> None:
     if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
+        pytest.skip("DeepSpeed is not installed (.venv/bin/pip install deepspeed)")
     cases = ["trains:zero1", "trains:zero2", "trains:zero3"]
     assert_as_alone(run(4, WORKER, *cases), cases, alone)
 

@@ -13,8 +13,6 @@ import ctypes
 import json
 import math
 import os
-import random
-import statistics
 import subprocess
 import sys
 import time
@@ -545,12 +543,15 @@ def checks():
             pattern("weights", f"shared finest first {tag}", NEAR, 4096, heads=8, kv_heads=4, dim=dim, causal=causal,
                     share=True, kind="interleaved", finest_first=True)
             pattern("weights", f"shared fp16 {tag}", NEAR, 2048, heads=4, dim=dim, causal=causal, share=True, dtype="fp16")
+            # later tiles have far higher scores than earlier ones
+            pattern("basic", f"large scores {tag}", SMALL, 2048, dim=dim, causal=causal, gain=24.0)
+            pattern("weights", f"shared large scores {tag}", NEAR, 2048, dim=dim, causal=causal, share=True, gain=24.0)
+            pattern("weights", f"large scores fp16 {tag}", NEAR, 2048, dim=dim, causal=causal, share=True, dtype="fp16", gain=24.0)
     pattern("basic", "one row", [(1, 1)], 1, heads=1, kv_heads=1)
     pattern("basic", "129 rows causal", [(129, 1)], 129, causal=True)
     pattern("basic", "heads first", SMALL, 2048, layout="bhnd", causal=True)
     pattern("basic", "padded rows", SMALL, 2048, layout="padded")
     pattern("basic", "factor", SMALL, 2048, factor=0.25)
-    pattern("basic", "large scores", SMALL, 2048, gain=8.0, causal=True)
     pattern("basic", "state only", SMALL[:3], 2048, final=False)
     pattern("basic", "some rows only, state", SMALL[2:], 2048, final=False, causal=True)
     pattern("basic", "some rows only, for good", SMALL[3:], 2048, causal=True)
@@ -656,44 +657,16 @@ def run_host():
 
 # ---- times --------------------------------------------------------------------------------------
 
-def times(functions, rounds=5, ms=80.0):
-    import torch
-
-    def reading(f, inner):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(4000000)
-        a.record()
-        for _ in range(inner):
-            f()
-        b.record()
-        torch.cuda.synchronize()
-        return a.elapsed_time(b) / inner
-
-    for f in functions.values():
-        f()
-    torch.cuda.synchronize()
-    inner = {n: max(1, math.ceil(ms / reading(f, 2))) for n, f in functions.items()}
-    found = {n: [] for n in functions}
-    for _ in range(rounds):
-        order = list(functions)
-        random.shuffle(order)
-        for n in order:
-            found[n].append(reading(functions[n], inner[n]))
-    return {n: (statistics.median(t), min(t), max(t)) for n, t in found.items()}
-
-
 def cudnn(q, k, v, pattern, causal):
-    import torch
-    _, n, heads, dim = q.shape
+    import peers
     for w, r in pattern:
-        per = heads // r
         for o in range(r):
-            a = [t.view(n // w, w // r, r, heads, dim)[:, :, o, o * per:(o + 1) * per].transpose(1, 2) for t in (q, k, v)]
-            out = torch.ops.aten._scaled_dot_product_cudnn_attention(a[0], a[1], a[2], None, True, 0.0, causal, False)
+            out = peers.cudnn_forward(*peers.views([q, k, v], w, r, o), causal)
     return out[0], out[1]
 
 
 def bench():
+    import peers
     import torch
     results = []
     heads = 16
@@ -707,7 +680,7 @@ def bench():
             functions[plan] = problems[plan].run
         functions["cudnn"] = lambda: cudnn(q, k, v, pattern, causal)
         try:
-            found = times(functions)
+            found = peers.spreads(functions, 5)
         except Exception as error:  # noqa: BLE001
             print(f"{title}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             torch.cuda.synchronize()

@@ -23,7 +23,6 @@ cudaError_t launch_forward_sm90(const ForwardParams& params, const LaunchTraits&
   arguments.params = params;
   arguments.traits = traits;
   arguments.scale_log2 = shape.scale * 1.4426950408889634F;
-  arguments.inverse_scale = 1.0F / shape.scale;
   const auto map_queries = [&](CUtensorMap& map, const Channel& channel) {
     return make_tensor_map(
         map,

@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/forward_sm90_columns.cuh"
 #include "kernels/cuda/forward_sm90_load.cuh"
+#include "kernels/cuda/forward_sm90_softmax.cuh"
 #include "kernels/cuda/sm90_instructions.h"
 
 // The forward kernel for Hopper. One block per SM walks the items of a launch: two warp groups of
@@ -17,22 +18,27 @@
 // the same places. Consumers see no difference.
 //
 // Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
-// before, also from one item to the next; a row's running state is where its sums start: maximum
-// L / scale, sum 1, O. The state's O is read straight into registers, or added later, piece by
+// before, also from one item to the next; a row's running state is where its sums start: exponents
+// lessened by L, sum 1, O. The state's O is read straight into registers, or added later, piece by
 // piece (forward_sm90_state.cuh).
 namespace annulus::cuda::sm90 {
 
 template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
-                                        typename Layout<kDim>::Control& control) {
+                                        typename Layout<kDim>::Control& control, int group) {
   using L = Layout<kDim>;
   // The next item's second S is issued before the last item's rows are written: worth 2 % at head
   // dim 64; at 128 it gained nothing, and causal launches became slower.
   constexpr bool kEarlyScores = kDim == 64;
-  // Otherwise the registers of S are free while rows are written, and take the next item's state.
-  constexpr bool kEarlyState = !kEarlyScores;
-  // P V is waited for after the softmax, not before it: gains in these kernels only.
+  // As an item begins, P V is waited for after the softmax, not before it: gains in these kernels
+  // only.
   constexpr bool kWaitLate = kCausal || (kDim == 128 && kWeights != PairWeights::none);
+  // The groups take turns to issue products, so that one has exponentials to compute while the
+  // other has products: both at once would wait for one and then for the other. Under full masks at
+  // head dim 128, where products take longest, it gained nothing.
+  constexpr bool kTurns = kCausal || kDim == 64;
+  // See forward_sm90_softmax.cuh.
+  constexpr bool kAttempt = kWeights != PairWeights::general;
   const ForwardParams& p = a.params;
   // Rows `row` and row + 8 are this thread's; of 8 columns, 2c and 2c + 1. Where something is done
   // once an item it asks anew: the compiler would keep what follows from it in local memory, and
@@ -51,8 +57,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   float s[kTile / 2];
   std::uint32_t weights[kTile / 16][4];  // P
   std::uint32_t q[kDim / 16][4];
-  float max0, max1, sum0, sum1, keep0 = 0, keep1 = 0;
-  float bias[kWeights == PairWeights::periodic ? 8 : 1];  // log2 of weights: [row][2c, +1, +8, +9]
+  RowSums<kWeights> sums;
+  // O of the next item's state, asked for while products run (4 % at head dim 64). At 128 there are
+  // no registers for it; those of S take it while rows are written.
+  float state[kEarlyScores ? kDim / 2 : 1];
 
   int slot_at = 0;
   int query_parity = 0;
@@ -63,6 +71,12 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   int pieces_left = 0;  // of the state, to come
   int state_parity = 0;
 
+  const auto take_turn = [&] {
+    if constexpr (kTurns) named_sync(kTurnBarrier + group, 128 * kConsumers);
+  };
+  const auto pass_turn = [&] {
+    if constexpr (kTurns) named_arrive(kTurnBarrier + 1 - group, 128 * kConsumers);
+  };
   const auto pin_operands = [&] {
     pin(o);
     pin(weights);
@@ -106,34 +120,32 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // Rows that see a key whose value is not finite get NaN, by way of what multiplies them next; P
   // of that tile is still there. This and the mask are hardly ever run, but stand in the loop: they
   // are kept small for the instruction cache.
-  const auto release_values = [&](float& factor0, float& factor1) {
-    if constexpr (kCausal) {
-      if (sick != 0) {
-        const auto [lane, c, row] = place();
-        const ValueStage& stage = control.values[value_stage];
-        std::uint32_t found[kTile / 16][4];
+  const auto see_sick = [&](float& factor0, float& factor1) {
+    const auto [lane, c, row] = place();
+    const ValueStage& stage = control.values[value_stage];
+    std::uint32_t found[kTile / 16][4];
 #pragma unroll
-        for (int i = 0; i < kTile / 4; ++i) found[i / 4][i % 4] = weights[i / 4][i % 4];
-        bool seen0 = false;
-        bool seen1 = false;
+    for (int i = 0; i < kTile / 4; ++i) found[i / 4][i % 4] = weights[i / 4][i % 4];
+    bool seen0 = false;
+    bool seen1 = false;
 #pragma unroll 1
-        for (int k = 0; k < kTile / 16; ++k) {
-          const std::uint32_t keys = stage.keys[k / 2] >> (16 * (k % 2) + 2 * c);
+    for (int k = 0; k < kTile / 16; ++k) {
+      const std::uint32_t keys = stage.keys[k / 2] >> (16 * (k % 2) + 2 * c);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const std::uint32_t pair = keys >> (8 * half);
-            const std::uint32_t with =
-                ((pair & 1U) != 0 ? 0xFFFFU : 0U) | ((pair & 2U) != 0 ? 0xFFFF0000U : 0U);
-            seen0 = seen0 || (found[k][2 * half] & with) != 0;
-            seen1 = seen1 || (found[k][2 * half + 1] & with) != 0;
-          }
-        }
-        const std::uint32_t quad = 0xFU << (lane & 28);
-        if ((__ballot_sync(~0U, seen0) & quad) != 0) factor0 = NAN;
-        if ((__ballot_sync(~0U, seen1) & quad) != 0) factor1 = NAN;
+      for (int half = 0; half < 2; ++half) {
+        const std::uint32_t pair = keys >> (8 * half);
+        const std::uint32_t with =
+            ((pair & 1U) != 0 ? 0xFFFFU : 0U) | ((pair & 2U) != 0 ? 0xFFFF0000U : 0U);
+        seen0 = seen0 || (found[k][2 * half] & with) != 0;
+        seen1 = seen1 || (found[k][2 * half + 1] & with) != 0;
       }
-      __syncwarp();
     }
+    const std::uint32_t quad = 0xFU << (lane & 28);
+    if ((__ballot_sync(~0U, seen0) & quad) != 0) factor0 = NAN;
+    if ((__ballot_sync(~0U, seen1) & quad) != 0) factor1 = NAN;
+  };
+  const auto release_values = [&] {
+    if constexpr (kCausal) __syncwarp();
     if (first_lane) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
     if (++value_stage == L::kValueStages) {
       value_stage = 0;
@@ -163,22 +175,20 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       o[4 * j + 3] *= factor1;
     }
   };
+  const auto look_up_weights = [&](const Slot& slot) {
+    const auto [lane, c, row] = place();
+    sums.look_up_weights(control.log2_weight, slot, c, row);
+  };
   // Where the sums of a row start.
   const auto take_state = [&](const Slot& slot) {
     const auto [lane, c, row] = place();
-    if constexpr (kWeights == PairWeights::periodic) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int key = 2 * c + (e & 1) + 4 * (e & 2);
-        bias[e] = control.log2_weight[slot.repeats[row + 2 * (e & 4)] & slot.key_repeats[key]];
-      }
-    }
+    look_up_weights(slot);
     const float lse0 = slot.old_lse[row];
     const float lse1 = slot.old_lse[row + 8];
-    max0 = lse0 * a.inverse_scale;  // -inf stays
-    max1 = lse1 * a.inverse_scale;
-    sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
-    sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
+    sums.less0 = lse0 * kLog2E;  // -inf stays
+    sums.less1 = lse1 * kLog2E;
+    sums.sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
+    sums.sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
     if constexpr (kInPieces) pieces_left = slot.pieces;
   };
   const auto read_state = [&](const Slot& slot, auto& to) {
@@ -207,23 +217,23 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   const auto take_output = [&](const Slot& slot) {
     if (has_state(slot)) {
       read_state(slot, o);
-      scale_output(keep0, keep1);
+      scale_output(sums.keep0, sums.keep1);
     } else {
       clear_output();
     }
   };
-  // kEarlyState: the same in two parts.
-  const auto ask_for_output = [&](const Slot& slot) {
-    if (has_state(slot)) read_state(slot, s);
+  // The same in two parts.
+  const auto ask_for_output = [&](const Slot& slot, auto& to) {
+    if (has_state(slot)) read_state(slot, to);
   };
-  const auto take_asked = [&](const Slot& slot) {
+  const auto take_asked = [&](const Slot& slot, const auto& from) {
     if (has_state(slot)) {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
-        o[4 * j] = s[4 * j] * keep0;
-        o[4 * j + 1] = s[4 * j + 1] * keep0;
-        o[4 * j + 2] = s[4 * j + 2] * keep1;
-        o[4 * j + 3] = s[4 * j + 3] * keep1;
+        o[4 * j] = from[4 * j] * sums.keep0;
+        o[4 * j + 1] = from[4 * j + 1] * sums.keep0;
+        o[4 * j + 2] = from[4 * j + 2] * sums.keep1;
+        o[4 * j + 3] = from[4 * j + 3] * sums.keep1;
       }
     } else {
       clear_output();
@@ -241,8 +251,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     // is the same in a warp out of its registers.
     const bool has0 = lse0 != -INFINITY;
     const bool has1 = lse1 != -INFINITY;
-    const float old0 = exp2_approx(fmaf(lse0 * a.inverse_scale, scale_log2, -max0 * scale_log2));
-    const float old1 = exp2_approx(fmaf(lse1 * a.inverse_scale, scale_log2, -max1 * scale_log2));
+    const float old0 = exp2_approx(lse0 * kLog2E - sums.less0);
+    const float old1 = exp2_approx(lse1 * kLog2E - sums.less1);
     const float weight0 = has0 ? old0 : 0.0F;
     const float weight1 = has1 ? old1 : 0.0F;
     const std::uint32_t from = tiles + L::kState + swizzled(row, c >> 1) + 8 * (c & 1);
@@ -313,79 +323,24 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     if constexpr (kWeights != PairWeights::general) release_keys();
     return (flags & kLast) != 0;
   };
-  // S becomes P, before rounding. The maximum is that of the plain scores, so P is at most 5.
   const auto softmax = [&](const Slot& slot) {
-    float top0 = fmaxf(s[0], s[1]);
-    float top1 = fmaxf(s[2], s[3]);
-#pragma unroll
-    for (int j = 1; j < kTile / 8; ++j) {
-      top0 = fmaxf(fmaxf(top0, s[4 * j]), s[4 * j + 1]);
-      top1 = fmaxf(fmaxf(top1, s[4 * j + 2]), s[4 * j + 3]);
-    }
-    top0 = fmaxf(top0, __shfl_xor_sync(~0U, top0, 1));
-    top1 = fmaxf(top1, __shfl_xor_sync(~0U, top1, 1));
-    top0 = fmaxf(max0, fmaxf(top0, __shfl_xor_sync(~0U, top0, 2)));
-    top1 = fmaxf(max1, fmaxf(top1, __shfl_xor_sync(~0U, top1, 2)));
-    // A row that has seen nothing yet: -inf - -inf would be NaN.
-    const float less0 = top0 == -INFINITY ? 0.0F : top0 * scale_log2;
-    const float less1 = top1 == -INFINITY ? 0.0F : top1 * scale_log2;
-    keep0 = exp2_approx(fmaf(max0, scale_log2, -less0));
-    keep1 = exp2_approx(fmaf(max1, scale_log2, -less1));
-    max0 = top0;
-    max1 = top1;
-    float add0 = 0.0F;
-    float add1 = 0.0F;
-    if constexpr (kWeights == PairWeights::periodic) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {  // one kind of columns after the other
-        const float addend = bias[e] - (e < 4 ? less0 : less1);
-#pragma unroll
-        for (int j = (e >> 1) & 1; j < kTile / 8; j += 2) {
-          float& x = s[4 * j + 2 * (e >> 2) + (e & 1)];
-          x = exp2_approx(fmaf(x, scale_log2, addend));
-          (e < 4 ? add0 : add1) += x;
-        }
-      }
-    } else if constexpr (kWeights == PairWeights::general) {
+    if constexpr (kWeights == PairWeights::general) {
       const KeyStage& stage = control.keys[key_stage];
       const auto [lane, c, row] = place();
-      const std::uint32_t repeats0 = slot.repeats[row];
-      const std::uint32_t repeats1 = slot.repeats[row + 8];
-#pragma unroll
-      for (int j = 0; j < kTile / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const std::uint32_t with = stage.repeats[8 * j + 2 * c + e];
-          s[4 * j + e] = exp2_approx(
-              fmaf(s[4 * j + e], scale_log2, control.log2_weight[repeats0 & with] - less0));
-          s[4 * j + 2 + e] = exp2_approx(
-              fmaf(s[4 * j + 2 + e], scale_log2, control.log2_weight[repeats1 & with] - less1));
-          add0 += s[4 * j + e];
-          add1 += s[4 * j + 2 + e];
-        }
-      }
+      const std::uint32_t repeats[2] = {slot.repeats[row], slot.repeats[row + 8]};
+      sums.softmax(s, scale_log2, [&, c = c](int half, int j, int e) {
+        return control.log2_weight[repeats[half] & stage.repeats[8 * j + 2 * c + e]];
+      });
       release_keys();
     } else {
-#pragma unroll
-      for (int j = 0; j < kTile / 8; ++j) {
-        s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -less0));
-        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -less0));
-        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -less1));
-        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -less1));
-        add0 += s[4 * j];
-        add0 += s[4 * j + 1];
-        add1 += s[4 * j + 2];
-        add1 += s[4 * j + 3];
-      }
+      sums.softmax(s, scale_log2, [](int, int, int) { return 0.0F; });
     }
-    sum0 = fmaf(sum0, keep0, add0);
-    sum1 = fmaf(sum1, keep1, add1);
     // The compiler would wait for the products that are under way before all this. It cannot move
     // that wait above a store of the sums, which never happens: they are not negative.
     if constexpr (kWaitLate)
       asm volatile(
           "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
-          "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
+          "%0;\n}\n" ::"f"(fminf(sums.sum0, sums.sum1)),
           "r"(tiles)
           : "memory");
   };
@@ -395,15 +350,35 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   // Scores of a tile and products with the values of the one before are under way.
   const auto finish_tile = [&](const Slot& slot) {
-    products_wait<1>();
+    // P is rounded into the registers of the one before.
+    if constexpr (kAttempt) {
+      products_wait<0>();
+      pin(o);
+    } else {
+      products_wait<1>();
+    }
     pin(s);
     const bool last = mask(slot);
-    softmax(slot);
-    products_wait<0>();
-    pin(o);
-    release_values(keep0, keep1);
-    round_weights();
-    scale_output(keep0, keep1);
+    if constexpr (kAttempt) {
+      if (kCausal && sick != 0) {
+        float factor0 = 1.0F;
+        float factor1 = 1.0F;
+        see_sick(factor0, factor1);
+        scale_output(factor0, factor1);
+      }
+      release_values();
+      sums.template attempt<T>(
+          s, weights, scale_log2, [&] { look_up_weights(slot); },
+          [&] { scale_output(sums.keep0, sums.keep1); });
+    } else {
+      softmax(slot);
+      products_wait<0>();
+      pin(o);
+      if (kCausal && sick != 0) see_sick(sums.keep0, sums.keep1);
+      release_values();
+      round_weights();
+      scale_output(sums.keep0, sums.keep1);
+    }
     if constexpr (kInPieces) {
       if (pieces_left > 0 && (key_stage == 0 || slot.every_tile != 0)) add_piece(slot);
     }
@@ -412,17 +387,17 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // What is left of a row's sums as an item ends: L, which is written, and what O is multiplied by.
   const auto end_sums = [&](const Slot& slot, float& factor0, float& factor1) {
     const auto [lane, c, row] = place();
-    sum0 += __shfl_xor_sync(~0U, sum0, 1);
-    sum1 += __shfl_xor_sync(~0U, sum1, 1);
-    sum0 += __shfl_xor_sync(~0U, sum0, 2);
-    sum1 += __shfl_xor_sync(~0U, sum1, 2);
+    sums.sum0 += __shfl_xor_sync(~0U, sums.sum0, 1);
+    sums.sum1 += __shfl_xor_sync(~0U, sums.sum1, 1);
+    sums.sum0 += __shfl_xor_sync(~0U, sums.sum0, 2);
+    sums.sum1 += __shfl_xor_sync(~0U, sums.sum1, 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = half == 0 ? sum0 : sum1;
+      const float sum = half == 0 ? sums.sum0 : sums.sum1;
       const bool empty = sum == 0.0F;
       const std::int64_t token = slot.token[row + 8 * half];
       const float lse =
-          empty ? -INFINITY : fmaf(half == 0 ? max0 : max1, p.shape.scale, __logf(sum));
+          empty ? -INFINITY : fmaf(half == 0 ? sums.less0 : sums.less1, kLn2, __logf(sum));
       if (c == 0 && token >= 0) *reinterpret_cast<float*>(slot.lse + token * p.lse.row_step) = lse;
       const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;
       (half == 0 ? factor0 : factor1) = empty ? 0.0F : __fdividef(more ? 1.0F : p.out_factor, sum);
@@ -479,8 +454,11 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   take_queries();
   take_state(control.slots[0]);
   wait_for_keys();
+  if (group == 1) pass_turn();
+  take_turn();
   products_fence();
   issue_scores();
+  pass_turn();
   products_wait<0>();
   pin(s);
   bool last = mask(control.slots[0]);
@@ -490,12 +468,14 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   while (true) {
     while (!last) {
       wait_for_keys();
+      take_turn();
       pin_operands();
       products_fence();
       issue_scores();
       wait_for_values();
       products_fence();
       issue_values();
+      pass_turn();
       last = finish_tile(control.slots[slot_at]);
     }
     // The next item's first scores go with this one's last values.
@@ -510,45 +490,53 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     }
     take_queries();
     wait_for_keys();
+    take_turn();
     pin_operands();
     products_fence();
     issue_scores();
     wait_for_values();
     products_fence();
     issue_values();
+    pass_turn();
     float factor0;
     float factor1;
     end_sums(control.slots[written], factor0, factor1);
     take_state(next);
+    if constexpr (kEarlyScores) ask_for_output(next, state);
     products_wait<1>();
     pin(s);
     last = mask(next);
     softmax(next);
     products_wait<0>();
     pin(o);
-    release_values(factor0, factor1);
+    if (kCausal && sick != 0) see_sick(factor0, factor1);
+    release_values();
     round_weights();
-    if (kEarlyScores && !last) {
-      wait_for_keys();
-      pin(weights);
-      pin(q);
-      products_fence();
-      issue_scores();
-      write(written, factor0, factor1);
-      take_output(next);
-      wait_for_values();
-      pin(o);
-      pin(weights);
-      products_fence();
-      issue_values();
-      last = finish_tile(next);
-    } else if constexpr (kEarlyState) {
-      ask_for_output(next);
-      write(written, factor0, factor1);
-      take_asked(next);
+    if constexpr (kEarlyScores) {
+      if (!last) {
+        wait_for_keys();
+        take_turn();
+        pin(weights);
+        pin(q);
+        products_fence();
+        issue_scores();
+        pass_turn();
+        write(written, factor0, factor1);
+        take_asked(next, state);
+        wait_for_values();
+        pin(o);
+        pin(weights);
+        products_fence();
+        issue_values();
+        last = finish_tile(next);
+      } else {
+        write(written, factor0, factor1);
+        take_asked(next, state);
+      }
     } else {
+      ask_for_output(next, s);
       write(written, factor0, factor1);
-      take_output(next);
+      take_asked(next, s);
     }
   }
   wait_for_values();
@@ -560,8 +548,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   float factor0;
   float factor1;
   end_sums(control.slots[slot_at], factor0, factor1);
-  release_values(factor0, factor1);
+  if (kCausal && sick != 0) see_sick(factor0, factor1);
+  release_values();
   write(slot_at, factor0, factor1);
+  if (group == 0) take_turn();  // no barrier stays half full
 }
 
 // kInPieces: the state may come so.
@@ -611,7 +601,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     more_registers<232>();
-    compute<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control);
+    compute<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, group);
   }
 }
 

@@ -15,7 +15,8 @@ inline constexpr int kTile = 128;
 inline constexpr int kConsumers = 2;  // warp groups
 inline constexpr int kConsumerWarps = 4 * kConsumers;
 inline constexpr int kThreads = 128 * (kConsumers + 1);
-inline constexpr int kTeam = 64;                 // threads that load together
+inline constexpr int kTeam = 64;                 // threads that load together: barriers 1 and 2
+inline constexpr int kTurnBarrier = 3;           // and 4: of the consumers
 inline constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
 inline constexpr int kSlots = 5;  // items that are known: looked up, loaded, computed or written
 
@@ -26,8 +27,7 @@ struct ForwardArguments {
   CUtensorMap q, k, v, state;
   ForwardParams params;
   LaunchTraits traits;
-  float scale_log2 = 0;  // scale / log 2
-  float inverse_scale = 0;
+  float scale_log2 = 0;      // scale / log 2
   bool map_queries = false;  // the maps are there
   bool map_keys = false;
   bool map_state = false;

@@ -95,7 +95,8 @@ TEST(Isa, BestOneRunsWhenNothingIsForced) {
 TEST(Isa, UnknownOrUnusableOneIsAConfigErrorThatNamesTheUsable) {
   std::vector<std::string> wrong = {"avx1024", "AVX2", "avx2 ", "best"};
   const std::vector<std::string> usable = available_names();
-  for (const char* name : {"avx512_bf16", "avx512", "avx2", "neon", "scalar"}) {
+  for (const char* name :
+       {"amx_bf16", "amx_bf16_emulated", "avx512_bf16", "avx512", "avx2", "neon", "scalar"}) {
     if (std::find(usable.begin(), usable.end(), name) == usable.end()) wrong.emplace_back(name);
   }
   for (const std::string& name : wrong) {
@@ -105,6 +106,32 @@ TEST(Isa, UnknownOrUnusableOneIsAConfigErrorThatNamesTheUsable) {
     for (const std::string& good : usable)
       EXPECT_NE(answer.find(good), std::string::npos) << answer;
   }
+}
+
+#if defined(__x86_64__) && defined(__linux__)
+bool cpu_has_tiles() {
+  const std::vector<std::string> features = cpu_features();
+  return std::find(features.begin(), features.end(), "amx_bf16") != features.end();
+}
+
+TEST(Isa, TilesThatCannotBeUsedAreRefusedInWords) {
+  const std::vector<std::string> usable = available_names();
+  const bool runs = std::find(usable.begin(), usable.end(), "amx_bf16") != usable.end();
+  const std::string answer = run_child("ANNULUS_ISA=amx_bf16");
+  if (runs) {
+    EXPECT_EQ(answer, "isa=amx_bf16");
+  } else {
+    EXPECT_NE(answer.find(cpu_has_tiles() ? "the system does not let" : "this CPU has no AMX"),
+              std::string::npos)
+        << answer;
+  }
+}
+#endif
+
+// They are there for tests: nothing but their name brings them up.
+TEST(Isa, EmulatedTilesAreNeverChosen) {
+  EXPECT_NE(std::string(cpu::available_kernels().front()->name), "amx_bf16_emulated");
+  EXPECT_EQ(run_child("env -u ANNULUS_ISA").find("emulated"), std::string::npos);
 }
 
 TEST(Isa, EveryAvailableOneCanBeAskedForByName) {
@@ -126,6 +153,15 @@ TEST(Isa, AvailableOnesAreThoseOfTheCpu) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) expected.emplace_back("avx512_bf16");
   if (avx512) expected.emplace_back("avx512");
+#if defined(__linux__)
+  if (avx512) expected.emplace_back("amx_bf16_emulated");
+  // Whether the system lets us is its own matter: TilesThatCannotBeUsedAreRefusedInWords.
+  const std::vector<std::string> runs = available_names();
+  if (std::find(runs.begin(), runs.end(), "amx_bf16") != runs.end()) {
+    EXPECT_TRUE(cpu_has_tiles());
+    expected.emplace_back("amx_bf16");
+  }
+#endif
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     expected.emplace_back("avx2");
   expected.emplace_back("scalar");
@@ -140,6 +176,13 @@ std::string chosen_for(const CpuIdentity& cpu, std::vector<std::string_view> usa
   return std::string(cpu::choose_isa(cpu, usable).name);
 }
 const std::vector<std::string_view> kAllOfX86 = {"avx512_bf16", "avx512", "avx2", "scalar"};
+
+TEST(IsaPreference, TilesWhereTheyMayBeUsed) {
+  const CpuIdentity rapids{.vendor = "GenuineIntel", .family = 6, .model = 207, .stepping = 2};
+  EXPECT_EQ(chosen_for(rapids, {"amx_bf16", "avx512_bf16", "avx512", "avx2", "scalar"}),
+            "amx_bf16");
+  EXPECT_EQ(chosen_for(rapids, {"avx512_bf16", "avx512", "avx2", "scalar"}), "avx512");
+}
 
 // The signatures are EAX of CPUID leaf 1, as the machines report them.
 TEST(IsaPreference, NativeBf16OnlyWhereItIsKnownToBeFast) {
@@ -193,7 +236,7 @@ TEST(IsaPreference, IsWhatRunsHere) {
   std::vector<std::string_view> usable;
   for (const std::string& name : cpu::compiled_kernel_names()) {
     for (const cpu::Kernels* kernels : cpu::available_kernels()) {
-      if (name == kernels->name) usable.emplace_back(kernels->name);
+      if (name == kernels->name && name != "amx_bf16_emulated") usable.emplace_back(kernels->name);
     }
   }
   EXPECT_EQ(cpu::available_kernels().front()->name, chosen_for(cpu_identity(), usable));
@@ -203,7 +246,8 @@ TEST(IsaPreference, IsWhatRunsHere) {
 // tell which one ran.
 TEST(Isa, NativeBf16IsReportedAndIsWhatRuns) {
   for (const cpu::Kernels* kernels : cpu::available_kernels()) {
-    EXPECT_EQ(kernels->native_bf16, std::string(kernels->name) == "avx512_bf16") << kernels->name;
+    EXPECT_EQ(kernels->native_bf16, std::string(kernels->name).find("bf16") != std::string::npos)
+        << kernels->name;
     if (!kernels->native_bf16) continue;
     const cpu::Kernels& wide = cpu::kernels_by_name("avx512");
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
@@ -212,7 +256,8 @@ TEST(Isa, NativeBf16IsReportedAndIsWhatRuns) {
       const test::TaskResult native = test::run_task(*kernels, data);
       const test::TaskResult widened = test::run_task(wide, data);
       EXPECT_EQ(native.o != widened.o, dtype == DType::bf16) << name_of(dtype);
-      EXPECT_EQ(native.dq != widened.dq, dtype == DType::bf16) << name_of(dtype);
+      EXPECT_EQ(native.dq != widened.dq, dtype == DType::bf16 && kernels->native_bf16_backward)
+          << name_of(dtype);
       // Both are bf16-accurate, one of them to fp32: that is how far apart they are.
       const std::vector<double> o(widened.o.begin(), widened.o.end());
       EXPECT_LT(test::relative_rms(native.o, o), 4e-3);
@@ -223,8 +268,9 @@ TEST(Isa, NativeBf16IsReportedAndIsWhatRuns) {
 TEST(Isa, PeakIsMeasured) {
   EXPECT_GT(cpu::measure_fma_peak_gflops(false), 0.1);
   const auto& usable = cpu::available_kernels();
-  const bool native = std::any_of(usable.begin(), usable.end(),
-                                  [](const cpu::Kernels* kernels) { return kernels->native_bf16; });
+  const bool native = std::any_of(usable.begin(), usable.end(), [](const cpu::Kernels* kernels) {
+    return kernels->native_bf16 && std::string(kernels->name) != "amx_bf16_emulated";
+  });
   EXPECT_EQ(cpu::measure_fma_peak_gflops(true) > 0, native);
 }
 

@@ -148,7 +148,8 @@ void WorkGroups::add(WorkGroup group) {
   if (queries.rows == 0 || keys.rows == 0) return;
   group.query_rows = queries.rows;
   group.key_rows = keys.rows;
-  longest_run_list_ = std::max({longest_run_list_, queries.runs, keys.runs});
+  // All keys of the tile group: whoever packs takes no filter.
+  longest_run_list_ = std::max({longest_run_list_, queries.runs, keys.runs, rows.keys.size()});
   groups_.push_back(std::move(group));
 }
 

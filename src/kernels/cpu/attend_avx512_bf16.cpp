@@ -61,6 +61,7 @@ void backward_by_dtype(const Problem& problem, const BackwardTask& task,
 std::vector<Implementation> avx512_bf16_implementations() {
   static const Kernels kernels{"avx512_bf16",
                                true,
+                               true,
                                &forward_by_dtype,
                                &backward_by_dtype,
                                &n_avx512_bf16::dot_rows,
@@ -68,7 +69,7 @@ std::vector<Implementation> avx512_bf16_implementations() {
   __builtin_cpu_init();
   const bool usable =
       (hwy::SupportedTargets() & HWY_AVX3) != 0 && __builtin_cpu_supports("avx512bf16");
-  return {{&kernels, usable, &n_avx512_bf16::dot_rate}};
+  return {{&kernels, usable ? "" : kNotThisCpu, &n_avx512_bf16::dot_rate}};
 }
 
 }  // namespace annulus::cpu

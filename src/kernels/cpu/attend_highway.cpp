@@ -42,11 +42,15 @@ HWY_AFTER_NAMESPACE();
 namespace annulus::cpu {
 namespace {
 
-#define ANNULUS_IMPLEMENTATION(space, label)                                                 \
-  {                                                                                          \
-    label, false, &space::forward<space::MultiplyF32>, &space::backward<space::MultiplyF32>, \
-        &space::dot_rows, &space::store_row                                                  \
+#define ANNULUS_IMPLEMENTATION(space, label)                                      \
+  {                                                                               \
+    label, false, false, &space::forward<space::MultiplyF32>,                     \
+        &space::backward<space::MultiplyF32>, &space::dot_rows, &space::store_row \
   }
+
+std::string complaint(std::int64_t target) {
+  return (hwy::SupportedTargets() & target) != 0 ? "" : kNotThisCpu;
+}
 
 }  // namespace
 
@@ -54,22 +58,22 @@ std::vector<Implementation> highway_implementations() {
   std::vector<Implementation> out;
 #if HWY_TARGETS & HWY_AVX3
   static const Kernels avx512 = ANNULUS_IMPLEMENTATION(N_AVX3, "avx512");
-  out.push_back({&avx512, (hwy::SupportedTargets() & HWY_AVX3) != 0, &N_AVX3::fma_rate});
+  out.push_back({&avx512, complaint(HWY_AVX3), &N_AVX3::fma_rate});
 #endif
 #if HWY_TARGETS & HWY_AVX2
   static const Kernels avx2 = ANNULUS_IMPLEMENTATION(N_AVX2, "avx2");
-  out.push_back({&avx2, (hwy::SupportedTargets() & HWY_AVX2) != 0, &N_AVX2::fma_rate});
+  out.push_back({&avx2, complaint(HWY_AVX2), &N_AVX2::fma_rate});
 #endif
 #if HWY_TARGETS & HWY_NEON
   static const Kernels neon = ANNULUS_IMPLEMENTATION(N_NEON, "neon");
-  out.push_back({&neon, (hwy::SupportedTargets() & HWY_NEON) != 0, &N_NEON::fma_rate});
+  out.push_back({&neon, complaint(HWY_NEON), &N_NEON::fma_rate});
 #endif
 #if HWY_TARGETS & HWY_SCALAR
   static const Kernels scalar = ANNULUS_IMPLEMENTATION(N_SCALAR, "scalar");
-  out.push_back({&scalar, true, &N_SCALAR::fma_rate});
+  out.push_back({&scalar, "", &N_SCALAR::fma_rate});
 #elif HWY_TARGETS & HWY_EMU128
   static const Kernels scalar = ANNULUS_IMPLEMENTATION(N_EMU128, "scalar");
-  out.push_back({&scalar, true, &N_EMU128::fma_rate});
+  out.push_back({&scalar, "", &N_EMU128::fma_rate});
 #endif
   return out;
 }

@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <string_view>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -17,6 +19,15 @@ const std::vector<Implementation>& implementations() {
     std::vector<Implementation> out = avx512_bf16_implementations();
     for (const Implementation& implementation : highway_implementations())
       out.push_back(implementation);
+    // CPUs with tiles are slow at bf16 otherwise (preference.cpp): the rest is done in fp32.
+    const auto others = std::find_if(out.begin(), out.end(), [](const Implementation& i) {
+      return std::string_view(i.kernels->name) == "avx512";
+    });
+    if (others == out.end()) return out;
+    const Kernels& rest = *others->kernels;
+    std::vector<Implementation> tiles = amx_bf16_implementations(rest);
+    for (const Implementation& i : amx_bf16_emulated_implementations(rest)) tiles.push_back(i);
+    out.insert(out.begin(), tiles.begin(), tiles.end());
     return out;
   }();
   return all;
@@ -26,7 +37,7 @@ const IsaChoice& default_choice() {
   static const IsaChoice choice = [] {
     std::vector<std::string_view> usable;
     for (const Implementation& i : implementations()) {
-      if (i.usable) usable.emplace_back(i.kernels->name);
+      if (i.usable() && !i.only_by_name) usable.emplace_back(i.kernels->name);
     }
     return choose_isa(cpu_identity(), usable);
   }();
@@ -45,7 +56,7 @@ const std::vector<const Kernels*>& available_kernels() {
   static const std::vector<const Kernels*> usable = [] {
     std::vector<const Kernels*> out;
     for (const Implementation& i : implementations()) {
-      if (!i.usable) continue;
+      if (!i.usable()) continue;
       const bool is_default = i.kernels->name == default_choice().name;
       out.insert(is_default ? out.begin() : out.end(), i.kernels);
     }
@@ -66,9 +77,13 @@ const Kernels& kernels_by_name(const std::string& name) {
     if (name == kernels->name) return *kernels;
     usable.emplace_back(kernels->name);
   }
+  std::string complaint = "there is none of this name";
+  for (const Implementation& i : implementations())
+    if (name == i.kernels->name) complaint = i.complaint;
   throw ConfigError(fmt::format(
-      "ANNULUS_ISA: instruction set '{}' cannot run here; usable on this CPU: {} (compiled in: {})",
-      name, fmt::join(usable, ", "), fmt::join(compiled_kernel_names(), ", ")));
+      "ANNULUS_ISA: instruction set '{}' cannot run here: {}; usable on this CPU: {} (compiled in: "
+      "{})",
+      name, complaint, fmt::join(usable, ", "), fmt::join(compiled_kernel_names(), ", ")));
 }
 
 const Kernels& chosen_kernels() {
@@ -93,7 +108,8 @@ void throw_scratch_exhausted(std::size_t wanted_bytes, std::size_t left_bytes) {
 double measure_fma_peak_gflops(bool bf16) {
   const Implementation* best = nullptr;
   for (const Implementation& i : implementations()) {
-    if (i.usable && i.kernels->native_bf16 == bf16 && best == nullptr) best = &i;
+    if (i.usable() && !i.only_by_name && i.kernels->native_bf16 == bf16 && best == nullptr)
+      best = &i;
   }
   if (best == nullptr) return 0.0;
   using Clock = std::chrono::steady_clock;

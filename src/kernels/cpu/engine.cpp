@@ -20,6 +20,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
   std::size_t counters = 0;
   for (const Work& work : forward_) {
     passes += work.phases().size();
+    for (const Phase& phase : work.phases()) pack_counters_.reserve(phase);
     longest = std::max(longest, work.longest_run_list());
   }
   for (const Work& work : backward_) {
@@ -49,7 +50,10 @@ void CpuEngine::compile(std::vector<Work>& works, std::span<const Stage> stages)
   works.reserve(stages.size());
   std::vector<std::size_t> distinct;  // whose lists no other has
   for (const Stage& stage : stages) {
-    Work& work = works.emplace_back(stage, computation_, pool_->threads());
+    PackedBytes packed_bytes;
+    if (kernels_.packed_bytes != nullptr && kernels_.packed_bytes(problem_, 1) > 0)
+      packed_bytes = [&](std::int64_t rows) { return kernels_.packed_bytes(problem_, rows); };
+    Work& work = works.emplace_back(stage, computation_, pool_->threads(), packed_bytes);
     const bool shared = std::any_of(distinct.rbegin(), distinct.rend(), [&](std::size_t other) {
       return work.share_phases(works[other]);
     });
@@ -68,12 +72,18 @@ void CpuEngine::allocate(const ReceivedRows& received) {
       bytes = std::max(bytes, computation_.kept->rows() * computation_.head_dim * 4);
     accumulators_ = allocate_host(bytes, "fp32 accumulators");
   }
+  std::int64_t packed = 0;
+  for (const Work& work : forward_)
+    for (const Phase& phase : work.phases()) packed = std::max(packed, phase.packed_bytes);
+  packed_ = allocate_host(packed, "packed keys");
   if (!computation_.backward) return;
   statistics_ = allocate_host(computation_.query_rows() * computation_.statistics_width() * 4,
                               "row statistics");
 }
 
-std::int64_t CpuEngine::state_bytes() const { return accumulators_.bytes() + statistics_.bytes(); }
+std::int64_t CpuEngine::state_bytes() const {
+  return accumulators_.bytes() + packed_.bytes() + statistics_.bytes();
+}
 
 std::array<std::int64_t, 3> CpuEngine::sum_bytes() const {
   const auto bytes = [&](std::int64_t rows) {

@@ -11,6 +11,7 @@
 #include "core/thread_pool.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/cpu/key_packs.h"
 #include "kernels/cpu/turns.h"
 #include "kernels/cpu/work.h"
 
@@ -72,12 +73,14 @@ class CpuEngine final : public Engine {
   std::vector<Work> forward_;   // per stage
   std::vector<Work> backward_;  // per stage
   std::unique_ptr<Turns> turns_;
+  PackCounters pack_counters_;
   std::int64_t list_bytes_ = 0;
   bool every_row_attends_ = false;  // no row of the output can be empty
   bool direct_output_ = false;      // every row is written once: no fp32 state is needed
 
   ReceivedRows received_;
   Memory accumulators_;  // 16-bit dtypes: fp32 O, or those of the branches; in backward dQ, dK, dV
+  Memory packed_;        // keys of a phase, where the kernels pack them
   Memory statistics_;    // [batch][token][q head][statistics_width()]
   struct Runs {
     std::vector<RowRun> queries;

@@ -41,12 +41,15 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
                       width * 4};
   };
 
+  const ChannelSource keys[] = {{kKey, call.k, &received_.keys, 0},
+                                {kValue, call.v, &received_.keys, 1}};
+  const auto packed_keys = [&](const KeyList& list) {
+    return PackedKeys{packed_.data() + list.offset, list.rows};
+  };
+
   bool first_phase = stage == 0;
   for (const Phase& phase : work.phases()) {
-    pool_->run_parallel(static_cast<std::int64_t>(phase.items.size()), [&](std::int64_t index,
-                                                                           int slot) {
-      if (call.stop->load(std::memory_order_relaxed)) return;
-      const WorkItem& item = phase.items[static_cast<std::size_t>(index)];
+    const auto attend = [&](const WorkItem& item, const KeyList* list, int slot) {
       const int head = work.member(item).q_head;
       const WorkGroup& group = work.group(item);
       const int branch = group.branch;
@@ -57,8 +60,6 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
                                        {kLse, lse, nullptr, 0, 0, per_branch},
                                        {kState, o, nullptr, 0, 0, per_branch},
                                        {kOut, o, nullptr, 0, 0, per_branch}};
-      const ChannelSource keys[] = {{kKey, call.k, &received_.keys, 0},
-                                    {kValue, call.v, &received_.keys, 1}};
       Runs& runs = runs_[static_cast<std::size_t>(slot)];
       work.expand(item, true, queries, head, runs.queries);
       work.expand(item, false, keys, head / ratio, runs.keys);
@@ -74,12 +75,48 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       task.canonical = computation_.reproducible;
       task.mask = group.mask;
       task.key_gap = group.keys.gap;
+      task.key_filter = group.keys;
+      if (list != nullptr) task.packed = packed_keys(*list);
       task.repeats = group.repeats;
       task.load_state = per_branch ? stage != 0 : !first_phase;
       task.out_dtype = per_branch ? DType::f32 : state_dtype;
       kernels_.forward(problem_, task, pool_->scratch(slot));
-    });
-    if (call.stop->load(std::memory_order_relaxed)) return;
+    };
+    const auto pack = [&](const PackStep& step, const KeyList& list, int slot) {
+      Runs& runs = runs_[static_cast<std::size_t>(slot)];
+      work.expand(list, keys, work.q_head(list) / ratio, runs.keys);
+      PackTask task;
+      task.keys = runs.keys;
+      task.canonical = computation_.reproducible;
+      task.to = packed_keys(list);
+      task.begin = step.begin;
+      task.end = std::min(list.rows, step.begin + kPackRows);
+      kernels_.pack_keys(problem_, task);
+    };
+    const auto stopped = [&] { return call.stop->load(std::memory_order_relaxed); };
+    if (phase.steps.empty()) {
+      pool_->run_parallel(static_cast<std::int64_t>(phase.items.size()),
+                          [&](std::int64_t index, int slot) {
+                            if (stopped()) return;
+                            attend(phase.items[static_cast<std::size_t>(index)], nullptr, slot);
+                          });
+    } else {
+      pack_counters_.begin(phase);
+      pool_->run_parallel(
+          static_cast<std::int64_t>(phase.steps.size()), [&](std::int64_t index, int slot) {
+            const PackStep& step = phase.steps[static_cast<std::size_t>(index)];
+            const KeyList* const list =
+                step.list < 0 ? nullptr : &phase.lists[static_cast<std::size_t>(step.list)];
+            const PackCounters::Step turn(pack_counters_, phase, step);
+            if (stopped()) return;
+            if (step.item < 0) {
+              pack(step, *list, slot);
+            } else {
+              attend(phase.items[static_cast<std::size_t>(step.item)], list, slot);
+            }
+          });
+    }
+    if (stopped()) return;
     first_phase = false;
   }
 }

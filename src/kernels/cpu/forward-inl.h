@@ -11,12 +11,6 @@
 
 namespace annulus::cpu::ANNULUS_ISA {
 
-constexpr float kLog2E = 1.4426950408889634F;
-constexpr float kLn2 = 0.6931471805599453F;
-constexpr float kSumTooLarge = 0x1p48F;  // O = sum of p * v still has 2^79 to spare
-constexpr float kSumTooSmall =
-    0x1p-64F;  // of a row's first block: smaller weights would be lost to underflow
-
 // kLd: elements of a packed row. kFd: head_dim where it is known at compile time, else 0.
 template <class M, int kLd, int kFd>
 class Forward {

@@ -61,6 +61,21 @@ struct Problem {
   float scale = 1;   // of q.k
 };
 
+// Key rows of one head in the form that a set multiplies them in, made once for all tasks that have
+// them (see Kernels::pack_keys).
+struct PackedKeys {
+  std::byte* memory = nullptr;
+  std::int64_t rows = 0;  // places: rows one after the other, or indices from 0 on if canonical
+};
+
+struct PackTask {
+  std::span<const RowRun> keys;
+  bool canonical = false;  // see ForwardTask; rows may be missing
+  PackedKeys to;
+  std::int64_t begin = 0;  // places [begin, end) of `to`; begin is a multiple of kKeyBlock
+  std::int64_t end = 0;
+};
+
 struct ForwardTask {
   std::span<const RowRun> queries;
   std::int64_t query_begin =
@@ -72,6 +87,9 @@ struct ForwardTask {
   bool canonical = false;
   IndexMask mask;
   IndexGap key_gap;
+  // Where the set packs keys: what `keys` was cut from, and how.
+  PackedKeys packed;
+  IndexFilter key_filter;
   std::span<const Repeat> repeats;  // pairs that count several times
   bool load_state = false;          // start from (kState, kLse); otherwise from nothing
   DType out_dtype = DType::f32;
@@ -98,18 +116,23 @@ struct BackwardTask {
 // One instruction set. All functions are pure in their arguments; scratch is
 // ThreadPool::kScratchBytes.
 struct Kernels {
-  const char* name;  // "avx512_bf16", "avx512", "avx2", "neon", "scalar"
+  const char* name;  // "amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "scalar"
   // True if 16-bit brain floats are multiplied as such instead of being widened first.
-  bool native_bf16;
+  bool native_bf16;           // in forward
+  bool native_bf16_backward;  // and in backward
   void (*forward)(const Problem&, const ForwardTask&, std::span<std::byte> scratch);
   void (*backward)(const Problem&, const BackwardTask&, std::span<std::byte> scratch);
   // delta[i] = rowsum(dO * O) for one row of `head_dim` elements each; both of `dtype`.
   float (*dot_rows)(DType dtype, const std::byte* a, const std::byte* b, int head_dim);
   // Writes fp32 row * factor as `dtype`.
   void (*store_row)(DType dtype, const float* row, float factor, std::byte* out, int head_dim);
+  // Bytes of so many packed rows; 0: forward wants none for this problem. Null: for no problem.
+  std::int64_t (*packed_bytes)(const Problem&, std::int64_t rows) = nullptr;
+  void (*pack_keys)(const Problem&, const PackTask&) = nullptr;
 };
 
-// Compiled in and usable on this CPU; first the one that is chosen by default (preference.h).
+// Compiled in and usable on this CPU; first the one that is chosen by default (preference.h), among
+// them those that run only when they are asked for.
 [[nodiscard]] const std::vector<const Kernels*>& available_kernels();
 // Compiled in, whether usable or not.
 [[nodiscard]] std::vector<std::string> compiled_kernel_names();

@@ -107,14 +107,10 @@ inline float dot_rows(DType dtype, const std::byte* a, const std::byte* b, int h
   return hn::GetLane(hn::SumOfLanes(kF, sum));
 }
 
-// out[c][r] = in[r][c] for kLanes x kLanes words.
-template <typename Word>
-HWY_INLINE void transpose_block(const Word* in, int in_stride, Word* out, int out_stride) {
 #if HWY_TARGET <= HWY_AVX3
-  __m512 r[16];
+// Word c of r[i] becomes word i of r[c].
+HWY_INLINE void transpose_words(__m512 (&r)[16]) {
   __m512 t[16];
-  ANNULUS_UNROLL(16)
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(in + i * in_stride);
   ANNULUS_UNROLL(8)
   for (int i = 0; i < 8; ++i) {
     t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
@@ -145,7 +141,20 @@ HWY_INLINE void transpose_block(const Word* in, int in_stride, Word* out, int ou
     t[12 + j] = _mm512_shuffle_f32x4(c, d, 0xdd);
   }
   ANNULUS_UNROLL(16)
-  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * out_stride, t[i]);
+  for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+#endif
+
+// out[c][r] = in[r][c] for kLanes x kLanes words.
+template <typename Word>
+HWY_INLINE void transpose_block(const Word* in, int in_stride, Word* out, int out_stride) {
+#if HWY_TARGET <= HWY_AVX3
+  __m512 r[16];
+  ANNULUS_UNROLL(16)
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(in + i * in_stride);
+  transpose_words(r);
+  ANNULUS_UNROLL(16)
+  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * out_stride, r[i]);
 #else
   for (int r = 0; r < kLanes; ++r) {
     for (int c = 0; c < kLanes; ++c) out[c * out_stride + r] = in[r * in_stride + c];

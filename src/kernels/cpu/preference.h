@@ -23,8 +23,8 @@ struct IsaChoice {
 };
 
 // The set that runs when none is forced: the first of `usable` (widest first, not empty), but
-// "avx512_bf16" only where it is known to be fast. A pure function: the same CPU computes the same
-// bits in every run, which a choice by timing would not.
+// "avx512_bf16" only where it is known to be fast (CPUs with tiles, "amx_bf16", use these). A pure
+// function: the same CPU computes the same bits in every run, which a choice by timing would not.
 [[nodiscard]] IsaChoice choose_isa(const CpuIdentity& cpu,
                                    std::span<const std::string_view> usable);
 

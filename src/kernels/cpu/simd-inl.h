@@ -32,6 +32,13 @@ constexpr int kKeyAlign = 8;  // key blocks are padded to this; a multiple of kR
 #define ANNULUS_UNROLL(n) ANNULUS_PRAGMA(GCC unroll n)
 #endif
 
+constexpr float kLog2E = 1.4426950408889634F;
+constexpr float kLn2 = 0.6931471805599453F;
+// Sums of weights that tell that a row's reference was off; see forward-inl.h.
+constexpr float kSumTooLarge = 0x1p48F;  // O = sum of p * v still has 2^79 to spare
+constexpr float kSumTooSmall =
+    0x1p-64F;  // of a row's first block: smaller weights would be lost to underflow
+
 // GCC folds loads back into every FMA of small tiles (80 % of peak instead of 99 %) unless the
 // value is pinned in a register. Takes a copy: naming an array element in the asm would force the
 // whole array into memory.

@@ -41,7 +41,8 @@ std::int64_t pieces(std::int64_t rows, std::int64_t size) {
 
 }  // namespace
 
-Work::Work(const Stage& stage, const Computation& computation, int threads)
+Work::Work(const Stage& stage, const Computation& computation, int threads,
+           const PackedBytes& packed_bytes)
     : kind_(stage.kind), groups_(stage, computation, 4 * static_cast<std::int64_t>(threads)) {
   // Take branches in order and open a new phase when a K/V head is already in use.
   const Pattern& pattern = *computation.pattern;
@@ -56,6 +57,8 @@ Work::Work(const Stage& stage, const Computation& computation, int threads)
     add_items(phase, in_phase, computation, threads);
     if (kind_ == Stage::Kind::gradients || kind_ == Stage::Kind::key_gradient)
       assign_turns(phase, groups_, stage, computation.kv_heads, threads);
+    if (kind_ == Stage::Kind::forward && packed_bytes)
+      assign_packs(phase, groups_, ratio, computation.reproducible, packed_bytes);
     if (!phase.items.empty()) phases.push_back(std::move(phase));
     in_phase.clear();
     used.clear();
@@ -179,7 +182,10 @@ bool Work::share_phases(const Work& other) {
 std::int64_t Work::bytes(bool with_phases) const {
   std::size_t bytes = sizeof(Work);
   for (const Phase& phase : *phases_) {
-    if (with_phases) bytes += sizeof(Phase) + phase.items.capacity() * sizeof(WorkItem);
+    if (!with_phases) continue;
+    bytes += sizeof(Phase) + phase.items.capacity() * sizeof(WorkItem) +
+             phase.lists.capacity() * sizeof(KeyList) + phase.steps.capacity() * sizeof(PackStep) +
+             phase.wave_items.capacity() * sizeof(std::int32_t);
   }
   return static_cast<std::int64_t>(bytes) + groups_.bytes();
 }
@@ -188,10 +194,23 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
                   int local_head, std::vector<RowRun>& runs) const {
   const WorkGroup& group = groups_[item.group];
   const WorkRows& rows = groups_.rows(group);
-  const IndexFilter& filter = queries ? group.queries : group.keys;
-  const int unit = member(item).unit_index;
+  expand(queries ? rows.queries : rows.keys, queries ? group.queries : group.keys, item.batch,
+         member(item).unit_index, channels, local_head, runs);
+}
+
+void Work::expand(const KeyList& list, std::span<const ChannelSource> channels, int local_head,
+                  std::vector<RowRun>& runs) const {
+  const WorkGroup& group = groups_[list.group];
+  expand(groups_.rows(group).keys, IndexFilter{}, list.batch,
+         group.members[static_cast<std::size_t>(list.member)].unit_index, channels, local_head,
+         runs);
+}
+
+void Work::expand(const std::vector<RunTemplate>& from, const IndexFilter& filter,
+                  std::int32_t batch, int unit, std::span<const ChannelSource> channels,
+                  int local_head, std::vector<RowRun>& runs) const {
   runs.clear();
-  for (const RunTemplate& run : queries ? rows.queries : rows.keys) {
+  for (const RunTemplate& run : from) {
     filter.apply(run, [&](std::int32_t first, std::int32_t count) {
       RowRun& out = runs.emplace_back();
       out.index = run.index + first * run.index_stride;
@@ -203,12 +222,12 @@ void Work::expand(const WorkItem& item, bool queries, std::span<const ChannelSou
         std::int64_t row = 0;
         const std::int64_t stride = source.kept ? 1 : run.store_stride;
         if (run.parcel < 0) {
-          base = source.local.at(item.batch, local_head);
+          base = source.local.at(batch, local_head);
           row = source.local.row_step;
         } else {
           const ParcelLayout& layout = *source.received->layout;
           base = source.received->at(run.parcel) +
-                 layout.offset(run.parcel, item.batch, unit, source.section);
+                 layout.offset(run.parcel, batch, unit, source.section);
           row = layout.section_bytes(source.section);
         }
         out.base[c] = base + ((source.kept ? run.kept : run.store_first) + first * stride) * row +

@@ -9,6 +9,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/cpu/key_packs.h"
 #include "kernels/work_groups.h"
 
 namespace annulus::cpu {
@@ -47,6 +48,11 @@ struct WorkItem {
 struct Phase {
   std::vector<WorkItem> items;
   std::size_t turn_counters = 0;
+  // Where keys are packed (key_packs.h): in which order that and the items are done. Else empty.
+  std::vector<KeyList> lists;
+  std::vector<PackStep> steps;
+  std::vector<std::int32_t> wave_items;  // of each wave, those that want a list
+  std::int64_t packed_bytes = 0;
 
   bool operator==(const Phase&) const = default;
 };
@@ -55,7 +61,8 @@ struct Phase {
 // share a phase.
 class Work {
  public:
-  Work(const Stage& stage, const Computation& computation, int threads);
+  Work(const Stage& stage, const Computation& computation, int threads,
+       const PackedBytes& packed_bytes = {});
 
   [[nodiscard]] const std::vector<Phase>& phases() const { return *phases_; }
   [[nodiscard]] const WorkGroup& group(const WorkItem& item) const { return groups_[item.group]; }
@@ -75,8 +82,17 @@ class Work {
   // local tensors.
   void expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels,
               int local_head, std::vector<RowRun>& runs) const;
+  // All rows of a list.
+  void expand(const KeyList& list, std::span<const ChannelSource> channels, int local_head,
+              std::vector<RowRun>& runs) const;
+  [[nodiscard]] int q_head(const KeyList& list) const {
+    return groups_[list.group].members[static_cast<std::size_t>(list.member)].q_head;
+  }
 
  private:
+  void expand(const std::vector<RunTemplate>& from, const IndexFilter& filter, std::int32_t batch,
+              int unit, std::span<const ChannelSource> channels, int local_head,
+              std::vector<RowRun>& runs) const;
   void add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
                  int threads) const;
 

@@ -1,0 +1,220 @@
+"""bf16 on tiles (AMX) beside PyTorch's SDPA, which uses them too: one process, runs alternating, medians.
+
+    .venv/bin/python bench/peer/tiles.py --out bench/results/tiles.json      on a CPU with AMX
+    ANNULUS_ISA=avx512 .venv/bin/python bench/peer/tiles.py                  the same with other kernels
+
+16 heads; GFLOP/s at 4 D (forward) and 10 D (backward) a pair. Errors are relative RMS against fp64 on some rows, beside those of
+PyTorch. A run counts where PyTorch reaches 2.0 (D 64) and 2.7 TFLOP/s (D 128) with all threads: hosts are shared.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from versus_pytorch import DILATIONS, ROOT, SEGMENTS, Annulus, longnet_pytorch, make, pairs, summary
+
+HEADS = 16
+
+
+def alternate(bodies, seconds, least=3):
+    """As versus_pytorch.alternate, for so long."""
+    spent = [[] for _ in bodies]
+    for body in bodies:
+        body()
+    start = time.perf_counter()
+    while len(spent[0]) < least or time.perf_counter() - start < seconds:
+        for own, body in zip(spent, bodies):
+            time.sleep(0.01)
+            begin = time.perf_counter()
+            body()
+            own.append(time.perf_counter() - begin)
+    return spent
+
+
+def exact(q, k, v, causal, rows, head):
+    """O and log-sum-exp of some rows of a head, in fp64."""
+    q, k, v = [t[0, :, head].double() for t in (q, k, v)]
+    scores = q[rows] @ k.T / q.shape[-1] ** 0.5
+    if causal:
+        scores[torch.arange(k.shape[0])[None] > rows[:, None]] = -torch.inf
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+
+
+def errors(q, k, v, o, lse, theirs, causal):
+    rows = torch.arange(0, q.shape[1], 37)
+    want, want_lse = exact(q, k, v, causal, rows, 3)
+    def rms(got):
+        return ((got.double() - want).norm() / want.norm()).item()
+    return {
+        "error": rms(o[0, rows, 3]),
+        "pytorch_error": rms(theirs[0, 3, rows]),
+        "rounding_error": rms(want.bfloat16()),
+        "lse_error": (lse[0, rows, 3].double() - want_lse).abs().max().item(),
+    }
+
+
+def forward_case(tokens, dim, causal, threads, seconds):
+    shape = (1, tokens, HEADS, dim)
+    q, k, v = make(shape, "bf16", 3)
+    o, lse = torch.empty_like(q), torch.empty(shape[:3])
+    tq, tk, tv = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    torch.set_num_threads(threads)
+    ring = Annulus(shape, "bf16", causal, threads=threads, backward=False)
+    ring.forward(q, k, v, o, lse)
+    sdpa = lambda: F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
+    found = errors(q, k, v, o, lse, sdpa(), causal)
+    a, b = alternate([lambda: ring.forward(q, k, v, o, lse), sdpa], seconds)
+    return finish("forward", tokens, dim, causal, threads, 4, a, b, found)
+
+
+def backward_case(tokens, dim, causal, threads, seconds):
+    shape = (1, tokens, HEADS, dim)
+    q, k, v, dout = make(shape, "bf16", 4)
+    o, lse = torch.empty_like(q), torch.empty(shape[:3])
+    grads = [torch.empty_like(q) for _ in range(3)]
+    tq, tk, tv, tdo = [t.transpose(1, 2).contiguous() for t in (q, k, v, dout)]
+    torch.set_num_threads(threads)
+    ring = Annulus(shape, "bf16", causal, threads=threads)
+    ring.forward(q, k, v, o, lse)
+    ring.backward(q, k, v, o, lse, dout, *grads)
+    for t in (tq, tk, tv):
+        t.requires_grad_(True)
+    out = F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
+    theirs = lambda: torch.autograd.grad(out, (tq, tk, tv), tdo, retain_graph=True)
+    wide = [t[:, 3:4].detach().double().requires_grad_(True) for t in (tq, tk, tv)]
+    exact_out = F.scaled_dot_product_attention(*wide, is_causal=causal)
+    want = torch.autograd.grad(exact_out, wide, tdo[:, 3:4].double())
+    found = {}
+    for name, ours, other, gradient in zip(("dq", "dk", "dv"), grads, theirs(), want):
+        rms = lambda got: ((got.double() - gradient).norm() / gradient.norm()).item()
+        found[name + "_error"] = rms(ours.transpose(1, 2)[:, 3:4])
+        found["pytorch_" + name + "_error"] = rms(other[:, 3:4])
+    a, b = alternate([lambda: ring.backward(q, k, v, o, lse, dout, *grads), theirs], seconds)
+    return finish("backward", tokens, dim, causal, threads, 10, a, b, found)
+
+
+def finish(direction, tokens, dim, causal, threads, flops, a, b, found):
+    work = flops * dim * HEADS * pairs(tokens, causal)
+    row = {
+        "direction": direction,
+        "tokens": tokens,
+        "head_dim": dim,
+        "causal": causal,
+        "threads": threads,
+        "annulus": summary(a),
+        "pytorch": summary(b),
+        "annulus_gflops": work / statistics.median(a) / 1e9,
+        "pytorch_gflops": work / statistics.median(b) / 1e9,
+        "ratio": statistics.median(b) / statistics.median(a),
+        **found,
+    }
+    print(
+        f"{direction:8} s={tokens:<5} D={dim:<3} {'causal' if causal else 'full':6} {threads:2} threads: "
+        f"{row['annulus_gflops']:7.0f} GFLOP/s, PyTorch {row['pytorch_gflops']:7.0f}: {row['ratio']:.2f}x  "
+        + ", ".join(f"{name} {value:.2e}" for name, value in found.items()),
+        flush=True,
+    )
+    return row
+
+
+def longnet_case(tokens, dim, causal, threads, seconds):
+    shape = (1, tokens, HEADS, dim)
+    q, k, v = make(shape, "bf16", 3)
+    o, lse = torch.empty_like(q), torch.empty(shape[:3])
+    torch.set_num_threads(threads)
+    branches = list(zip(SEGMENTS, DILATIONS))
+    ring = Annulus(shape, "bf16", causal, branches=branches, threads=threads, backward=False)
+    ring.forward(q, k, v, o, lse)
+    theirs = lambda: longnet_pytorch(q, k, v, causal, HEADS)
+    expected, _ = theirs()
+    difference = ((o.float() - expected.float()).norm() / expected.float().norm()).item()
+    a, b = alternate([lambda: ring.forward(q, k, v, o, lse), theirs], seconds)
+    row = {
+        "tokens": tokens,
+        "head_dim": dim,
+        "causal": causal,
+        "threads": threads,
+        "annulus": summary(a),
+        "pytorch": summary(b),
+        "ratio": statistics.median(b) / statistics.median(a),
+        "relative_difference": difference,
+    }
+    print(
+        f"longnet  s={tokens} D={dim} {'causal' if causal else 'full'}: {row['annulus']['median']:.3f} s, PyTorch "
+        f"{row['pytorch']['median']:.3f} s: {row['ratio']:.2f}x, differ by {difference:.1e}",
+        flush=True,
+    )
+    return row
+
+
+def dilated_case(dim, threads, seconds):
+    """The same FLOPs with dilation 1 and 4."""
+    shape = (1, 65536, HEADS, dim)
+    q, k, v = make(shape, "bf16", 3)
+    o, lse = torch.empty_like(q), torch.empty(shape[:3])
+    rings = [
+        Annulus(shape, "bf16", False, branches=[(2048 * r * r, r)], threads=threads, backward=False)
+        for r in (1, 4)
+    ]
+    a, b = alternate([lambda ring=r: ring.forward(q, k, v, o, lse) for r in rings], seconds)
+    ratio = statistics.median(b) / statistics.median(a)
+    print(f"dilated  D={dim}: dilation 4 takes {ratio:.3f} of the time of dilation 1", flush=True)
+    return {"head_dim": dim, "threads": threads, "time_over_dilation_1": ratio}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--lib", default=ROOT / "build/release/bench/libannulus_bench_c.so")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a case (at least three rounds)")
+    parser.add_argument("--suite", nargs="+", default=["forward", "backward", "longnet", "dilated"])
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    Annulus.load(args.lib)
+    cpu = next(
+        (x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")),
+        platform.processor(),
+    )
+    result = {
+        "cpu": cpu,
+        "threads": args.threads,
+        "isa": Annulus.lib.annulus_bench_isa().decode(),
+        "pytorch": torch.__version__,
+        "heads": HEADS,
+    }
+    print(result, flush=True)
+    grid = [
+        (tokens, dim, causal, threads)
+        for threads in (args.threads, 1, 2)
+        for tokens in (4096, 1024)
+        for dim in (64, 128)
+        for causal in (False, True)
+        if threads == args.threads or (tokens == 4096 and not causal)
+    ]
+    if "forward" in args.suite:
+        result["forward"] = [forward_case(*case, args.seconds) for case in grid]
+    if "backward" in args.suite:
+        result["backward"] = [
+            backward_case(*case, args.seconds) for case in grid if case[0] == 4096 and case[3] > 2
+        ]
+    torch.set_num_threads(args.threads)
+    if "dilated" in args.suite:
+        result["dilated"] = [dilated_case(dim, args.threads, args.seconds) for dim in (64, 128)]
+    if "longnet" in args.suite:
+        result["longnet"] = [
+            longnet_case(131072, dim, causal, args.threads, args.seconds)
+            for dim in (64, 128)
+            for causal in (False, True)
+        ]
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+// Forward on tiles: S = Q K^T and O += P V with queries in the rows of tiles, so that P, rounded to
+// bf16, is the A side of the second product as it is. Behind tile_pack-inl.h.
+//
+// A panel is 32 queries, a chunk 32 keys, an item up to 4 chunks of one block for one panel. All
+// items of a task go through one pipeline (tile_pipeline-inl.h): scores of a chunk on tiles,
+// weights of the chunk before by AVX-512, P V of the item before on tiles.
+//
+// As in forward-inl.h there is no running maximum: a row's reference is the maximum over the first
+// chunk of which it sees a key, or the log-sum-exp of its running state. Sums only grow, so whether
+// that was good enough shows at the end; panels with rows where it was not are computed again with
+// those rows' exact maxima. What a row computes depends on its own keys alone, chunk by chunk, and
+// not on how rows are grouped.
+
+namespace annulus::cpu::ANNULUS_ISA {
+
+// kSteps: head dim / 32 where it is known at compile time, else 0.
+template <int kSteps>
+class TileForward {
+  // Keys of one round: K and V of 1,024 rows (512 KiB at head dim 128) come from L2 while panels
+  // pass by.
+  static constexpr int kRoundBlocks = 8;
+  static constexpr int kRoundKeys = kRoundBlocks * kKeyBlock;
+
+ public:
+  static void run(const Problem& problem, const ForwardTask& task,
+                  std::span<std::byte> scratch_bytes) {
+    TileForward self(problem, task, scratch_bytes);
+    self.load_queries();
+    {
+      Tiles tiles;
+      self.attend(tiles);
+      if (self.move_references(tiles)) self.attend(tiles);
+    }
+    if (self.poisoned_) self.add_poison();
+    self.store_output();
+  }
+
+ private:
+  TileForward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch_bytes)
+      : problem_(problem),
+        task_(task),
+        dims_(kSteps != 0 ? kSteps : (problem.head_dim + 31) / 32),
+        queries_(static_cast<int>(task.query_end - task.query_begin)),
+        panel_count_((queries_ + kChunk - 1) / kChunk),
+        score_factor_(problem.scale * kLog2E) {
+    Scratch scratch(scratch_bytes);
+    const auto rows = static_cast<std::size_t>(panel_count_ * kChunk);
+    const auto panels = static_cast<std::size_t>(panel_count_);
+    query_refs_ = scratch.take<RowStream::Ref>(rows);
+    panels_ = scratch.take<TilePanel>(panels);
+    q_ = scratch.take<std::byte>(panels * static_cast<std::size_t>(query_bytes()));
+    o_ = scratch.take<std::byte>(panels * static_cast<std::size_t>(output_bytes()));
+    sum_ = scratch.take<float>(rows * kLanes);
+    minus_reference_ = scratch.take<float>(rows);
+    rounds_ = scratch.take<float>(rows);
+    query_number_ = scratch.take<std::int32_t>(rows);
+    repeats_ = scratch.take<float>(task.repeats.empty() ? 0 : rows * kLanes);
+    key_refs_ = scratch.take<RowStream::Ref>(kKeyBlock);
+    key_number_ = scratch.take<std::int32_t>(kRoundKeys);
+    key_class_ = scratch.take<std::int32_t>(task.repeats.empty() ? 0 : kRoundKeys);
+    items_ = scratch.take<TileItem>(panels * kRoundBlocks * kChunks);
+    work_.scores = scratch.take<float>(2 * kChunk * kChunk);
+    work_.weights = scratch.take<std::uint16_t>(2 * kChunk * kKeyBlock);
+    work_.dims = dims_;
+    work_.score_factor = score_factor_;
+    row_ = scratch.take<float>(kMaxHeadDim);
+    packed_ = scratch.take<std::byte>(
+        static_cast<std::size_t>(PackedBlocks::bytes(kRoundKeys, dims_ * 32)));
+  }
+
+  // Q: [D / 32][2 tiles of 16 queries]. O: [D / 32][2 tiles of 16 queries][2 tiles of 16 dims].
+  [[nodiscard]] std::int64_t query_bytes() const { return std::int64_t{dims_} * kPairBytes; }
+  [[nodiscard]] std::int64_t output_bytes() const { return std::int64_t{dims_} * 2 * kPairBytes; }
+  // Dims [d, d + 16) of a row.
+  [[nodiscard]] HWY_INLINE float* output(int row, int d) const {
+    const int in_panel = row % kChunk;
+    return reinterpret_cast<float*>(o_ + row / kChunk * output_bytes() +
+                                    (d / 32 * 2 + in_panel / 16) * kPairBytes +
+                                    d % 32 / 16 * kTileBytes + in_panel % 16 * kTileRowBytes);
+  }
+  [[nodiscard]] float total(int row) const {
+    return _mm512_reduce_add_ps(_mm512_load_ps(sum_ + row * kLanes));
+  }
+
+  void load_queries() {
+    RowStream stream(task_.queries, task_.query_begin, task_.query_end, false, {});
+    stream.take(queries_, query_refs_);
+    const std::size_t row_bytes =
+        static_cast<std::size_t>(problem_.head_dim) * sizeof(std::uint16_t);
+    for (int p = 0; p < panel_count_; ++p) {
+      const int first = p * kChunk;
+      const int count = std::min(kChunk, queries_ - first);
+      for (int i = first + kChunk; i < std::min(queries_, first + 2 * kChunk); ++i) {
+        prefetch_row(query_refs_[i].at(kQuery), row_bytes);
+        if (task_.load_state) prefetch_row(query_refs_[i].at(kState), 2 * row_bytes);
+      }
+      TilePanel& panel = panels_[p];
+      panel = {};
+      panel.q = q_ + p * query_bytes();
+      panel.o = o_ + p * output_bytes();
+      panel.sum = sum_ + first * kLanes;
+      panel.minus_reference = minus_reference_ + first;
+      panel.rounds = rounds_ + first;
+      panel.number = query_number_ + first;
+      panel.repeats = repeats_ + first * kLanes;
+      panel.fresh = static_cast<std::uint32_t>((std::uint64_t{1} << count) - 1);
+      for (int i = 0; i < kChunk; ++i) {
+        for (int d = 0; d < dims_; ++d) {
+          _mm512_store_si512(
+              q_ + p * query_bytes() + d * kPairBytes + i * kTileRowBytes,
+              i < count ? row_words(query_refs_[first + i], kQuery, d * 32, problem_.head_dim)
+                        : _mm512_setzero_si512());
+        }
+        // Rows past the end repeat the last index: they then never decide what a panel skips.
+        const std::int32_t index = query_refs_[first + std::min(i, count - 1)].index();
+        query_number_[first + i] = query_number(task_.mask, index);
+        rounds_[first + i] = 0.0F;
+        minus_reference_[first + i] = 0.0F;
+        if (!task_.repeats.empty()) {
+          float* const weights = repeats_ + (first + i) * kLanes;
+          repeat_weights(task_.repeats, index, weights, 1);
+        }
+        start_row(first + i, i < count);
+      }
+      panel.min_number = *std::min_element(panel.number, panel.number + kChunk);
+      panel.max_number = *std::max_element(panel.number, panel.number + kChunk);
+      max_number_ = p == 0 ? panel.max_number : std::max(max_number_, panel.max_number);
+    }
+  }
+
+  // A row's sums before its first key: those of its running state (O as it would be output now and
+  // its log-sum-exp L, so reference L and sum 1), or nothing.
+  void start_row(int row, bool exists) {
+    TilePanel& panel = panels_[row / kChunk];
+    const auto bit = std::uint32_t{1} << (row % kChunk);
+    _mm512_store_ps(sum_ + row * kLanes, _mm512_setzero_ps());
+    const float lse = exists && task_.load_state
+                          ? *reinterpret_cast<const float*>(query_refs_[row].at(kLse))
+                          : -INFINITY;
+    if (lse == -INFINITY) {  // what the state holds is not even initialised
+      for (int d = 0; d < dims_ * 32; d += kLanes)
+        _mm512_store_ps(output(row, d), _mm512_setzero_ps());
+      return;
+    }
+    panel.fresh &= ~bit;
+    const float own = -lse * kLog2E;
+    float weight = 1.0F;
+    if ((panel.moved & bit) == 0) {
+      minus_reference_[row] = own;
+    } else {
+      weight = std::exp2(minus_reference_[row] - own);
+    }
+    sum_[row * kLanes] = weight;
+    const auto* state = reinterpret_cast<const float*>(query_refs_[row].at(kState));
+    for (int d = 0; d < dims_ * 32; d += kLanes) {
+      const int left = std::clamp(problem_.head_dim - d, 0, kLanes);
+      const auto keep = static_cast<__mmask16>((1U << left) - 1);
+      _mm512_store_ps(output(row, d), _mm512_mul_ps(_mm512_set1_ps(weight),
+                                                    _mm512_maskz_loadu_ps(keep, state + d)));
+    }
+  }
+
+  // Calls use(blocks, first block, number of blocks) for all keys, kRoundBlocks blocks at a time:
+  // packed ones, or such as are packed here.
+  template <typename Use>
+  void for_each_round(const Use& use) {
+    const bool packed = task_.packed.memory != nullptr;
+    const KeyPlaces places(task_.keys, task_.canonical);
+    const PackedKeys own{packed_, kRoundKeys};
+    const std::int64_t rows = packed ? task_.packed.rows : places.count();
+    const PackedBlocks blocks(packed ? task_.packed : own, problem_.head_dim);
+    for (std::int64_t first = 0; first < rows; first += kRoundKeys) {
+      const int count = static_cast<int>(
+          std::min<std::int64_t>(kRoundBlocks, PackedBlocks::blocks(rows - first)));
+      if (!packed) {
+        for (int b = 0; b < count; ++b) {
+          places.fill(first + b * kKeyBlock, key_refs_);
+          blocks.pack(b, key_refs_);
+        }
+      }
+      const std::int64_t from = packed ? first / kKeyBlock : 0;
+      if (number_keys(blocks, from, count)) use(blocks, from, count);
+    }
+  }
+
+  // What queries make of the keys of a round; false: nobody sees any.
+  bool number_keys(const PackedBlocks& blocks, std::int64_t first, int count) {
+    const IndexFilter& filter = task_.key_filter;
+    const IndexGap& gap = filter.gap;
+    bool any = false;
+    for (int c = 0; c < count * kChunks; ++c) {
+      const PackedChunk& facts = blocks.chunk(first + c / kChunks, c % kChunks);
+      chunk_min_[c] = chunk_max_[c] = kMaskedIndex;
+      if (facts.min_index == kMaskedIndex ||
+          key_number(task_.mask, facts.min_index) > max_number_ || facts.min_index >= filter.end ||
+          facts.max_index < filter.begin ||
+          (facts.min_index >= gap.begin && facts.max_index < gap.end)) {
+        continue;
+      }
+      const std::int32_t* const index = blocks.index(first + c / kChunks) + c % kChunks * kChunk;
+      std::int32_t* const number = key_number_ + c * kChunk;
+      for (int i = 0; i < kChunk; ++i) {
+        const bool out = index[i] < filter.begin || index[i] >= filter.end ||
+                         (index[i] >= gap.begin && index[i] < gap.end);
+        number[i] = out ? kMaskedIndex : key_number(task_.mask, index[i]);
+      }
+      chunk_min_[c] = *std::min_element(number, number + kChunk);
+      chunk_max_[c] = *std::max_element(number, number + kChunk);
+      if (chunk_min_[c] > max_number_) continue;
+      any = true;
+      poisoned_ = poisoned_ || facts.poisoned;
+      if (task_.repeats.empty()) continue;
+      for (int i = 0; i < kChunk; ++i)
+        key_class_[c * kChunk + i] =
+            index[i] == kMaskedIndex ? 0 : repeat_class(task_.repeats, index[i]);
+    }
+    return any;
+  }
+
+  [[nodiscard]] TileChunk chunk(const TilePanel& panel, int c) const {
+    const bool masked = panel.careful || chunk_max_[c] > panel.min_number;
+    return {key_number_ + c * kChunk, key_class_ + c * kChunk, masked};
+  }
+
+  // Adds all keys to all panels, or only to those that are computed again.
+  void attend(Tiles& tiles) {
+    for_each_round([&](const PackedBlocks& blocks, std::int64_t first, int count) HWY_ATTR {
+      int items = 0;
+      for (int p = 0; p < panel_count_; ++p) {
+        TilePanel& panel = panels_[p];
+        if (panel.done) continue;
+        for (int b = 0; b < count; ++b) {
+          for (int c = 0; c < kChunks; ++c) {
+            if (chunk_min_[b * kChunks + c] > panel.max_number) continue;  // seen by nobody
+            // Chunks of an item lie side by side.
+            TileItem* item = items > 0 ? items_ + items - 1 : nullptr;
+            const std::byte* const k = blocks.keys(first + b);
+            if (item == nullptr || item->panel != &panel || item->k != k ||
+                item->first_chunk + item->chunks != c) {
+              item = items_ + items++;
+              *item = {&panel, k, blocks.values(first + b), c, 0, {}};
+            }
+            item->chunk[item->chunks++] = chunk(panel, b * kChunks + c);
+          }
+        }
+      }
+      run_items(tiles, items);
+    });
+    for (int p = 0; p < panel_count_; ++p) panels_[p].done = true;
+  }
+
+  void run_items(Tiles& tiles, int items) {
+    if (task_.repeats.empty()) {
+      run_tile_pipeline<kSteps, false>(tiles, work_, items_, items);
+    } else {
+      run_tile_pipeline<kSteps, true>(tiles, work_, items_, items);
+    }
+  }
+
+  // A reference was off: too large a sum (or NaN), or too small a one (fresh rows have none).
+  [[nodiscard]] bool misfit(int row) const {
+    const bool fresh = (panels_[row / kChunk].fresh >> (row % kChunk) & 1U) != 0;
+    const float sum = total(row);
+    return !(sum < kSumTooLarge) || (sum < kSumTooSmall && !fresh);
+  }
+
+  // Misfit rows get their maximum over all keys as reference, and their panels start anew; returns
+  // whether there are any. Rows of these panels that fit are computed again to the same bits. See
+  // move_reference in forward-inl.h for rows that round.
+  HWY_NOINLINE bool move_references(Tiles& tiles) {
+    bool any = false;
+    for (int row = 0; row < queries_; ++row) {
+      if (!misfit(row)) continue;
+      panels_[row / kChunk].moved |= std::uint32_t{1} << (row % kChunk);
+      panels_[row / kChunk].done = false;
+      any = true;
+    }
+    if (!any) return false;
+    float* const highest = sum_;  // [row * kLanes]: sums of these panels are void
+    for (int row = 0; row < queries_; ++row)
+      if (!panels_[row / kChunk].done) highest[row * kLanes] = -INFINITY;
+    for_each_round([&](const PackedBlocks& blocks, std::int64_t first, int count) HWY_ATTR {
+      for (int p = 0; p < panel_count_; ++p) {
+        for (int c = 0; !panels_[p].done && c < count * kChunks; ++c) {
+          if (chunk_min_[c] > panels_[p].max_number) continue;
+          score_chunk(tiles, work_, panels_[p].q,
+                      blocks.keys(first + c / kChunks) + c % kChunks * query_bytes());
+          TileChunk all = chunk(panels_[p], c);
+          for (int i = 0; i < kChunk; ++i) {
+            float& so_far = highest[(p * kChunk + i) * kLanes];
+            const float found = highest_visible(panels_[p], all, work_.scores, i);
+            if (found > so_far) so_far = found;  // NaN is not greater
+          }
+        }
+      }
+    });
+    for (int row = 0; row < panel_count_ * kChunk; ++row) {
+      TilePanel& panel = panels_[row / kChunk];
+      if (panel.done) continue;
+      const auto bit = std::uint32_t{1} << (row % kChunk);
+      panel.careful = true;
+      if (row < queries_ && (panel.moved & bit) != 0) {
+        const float found = highest[row * kLanes];
+        if (found > -INFINITY) {
+          minus_reference_[row] = -(found * score_factor_);
+          rounds_[row] = std::abs(minus_reference_[row]) >= 0x1p24F ? 1.0F : 0.0F;
+          panel.fresh &= ~bit;
+        } else {
+          panel.moved &= ~bit;
+        }
+      }
+    }
+    for (int row = 0; row < panel_count_ * kChunk; ++row)
+      if (!panels_[row / kChunk].done) start_row(row, row < queries_);
+    return true;
+  }
+
+  // What packing took out of V, to the rows that see it. Weights are positive: Inf stays Inf.
+  HWY_NOINLINE void add_poison() {
+    std::int64_t keys = 0;
+    for (const RowRun& run : task_.keys) keys += run.count;
+    RowStream stream(task_.keys, 0, keys, false, {});
+    while (const int rows = stream.take(kKeyBlock, key_refs_)) {
+      for (int i = 0; i < rows * dims_; ++i) {
+        const RowStream::Ref& key = key_refs_[i / dims_];
+        const int d = i % dims_ * 32;
+        const __m512i values = row_words(key, kValue, d, problem_.head_dim);
+        const __mmask32 bad = not_finite(values);
+        if (bad == 0) continue;
+        const std::int32_t number = key_number(task_.mask, key.index());
+        const __m512i poison = _mm512_maskz_mov_epi16(bad, values);
+        const auto half = [&](int row, int at, __m256i words) HWY_ATTR {
+          const __m512 terms =
+              _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+          _mm512_store_ps(output(row, at), _mm512_add_ps(terms, _mm512_load_ps(output(row, at))));
+        };
+        for (int row = 0; row < queries_; ++row) {
+          if (query_number_[row] < number) continue;
+          half(row, d, _mm512_castsi512_si256(poison));
+          half(row, d + 16, _mm512_extracti64x4_epi64(poison, 1));
+        }
+      }
+    }
+  }
+
+  void store_output() {
+    const std::size_t out_bytes =
+        static_cast<std::size_t>(problem_.head_dim) * size_of(task_.out_dtype);
+    for (int row = 0; row < queries_; ++row) {
+      if (row % kChunk == 0) {
+        for (int i = row; i < std::min(queries_, row + kChunk); ++i)
+          prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
+      }
+      const float sum = total(row);
+      const float log_sum = std::log2(sum) - minus_reference_[row];
+      *reinterpret_cast<float*>(query_refs_[row].at(kLse)) =
+          sum == 0.0F ? -INFINITY : log_sum * kLn2;
+      const __m512 inverse = _mm512_set1_ps(sum == 0.0F ? 0.0F : 1.0F / sum);
+      for (int d = 0; d < dims_ * 32; d += kLanes)
+        _mm512_store_ps(row_ + d, _mm512_mul_ps(inverse, _mm512_load_ps(output(row, d))));
+      store_row(task_.out_dtype, row_, 1.0F, query_refs_[row].at(kOut), problem_.head_dim);
+    }
+  }
+
+  const Problem& problem_;
+  const ForwardTask& task_;
+  int dims_;  // of the head, in steps of 32
+  int queries_;
+  int panel_count_;
+  float score_factor_;
+  RowStream::Ref* query_refs_;
+  TilePanel* panels_;
+  std::byte* q_;
+  std::byte* o_;            // not normalised
+  float* sum_;              // [row][16]: added up at the end
+  float* minus_reference_;  // added to a score in log2 units
+  float* rounds_;           // not 0: score x factor is rounded, as the reference was
+  std::int32_t* query_number_;
+  std::int32_t max_number_ = 0;
+  float* repeats_;  // [row][class of keys]
+  RowStream::Ref* key_refs_;
+  std::int32_t* key_number_;  // of a round
+  std::int32_t* key_class_;
+  std::int32_t chunk_min_[kRoundBlocks * kChunks];
+  std::int32_t chunk_max_[kRoundBlocks * kChunks];
+  TileItem* items_;
+  TileWork work_;
+  float* row_;
+  std::byte* packed_;
+  bool poisoned_ = false;
+};
+
+inline void tile_forward(const Problem& problem, const ForwardTask& task,
+                         std::span<std::byte> scratch) {
+  if (problem.head_dim == 64) return TileForward<2>::run(problem, task, scratch);
+  if (problem.head_dim == 128) return TileForward<4>::run(problem, task, scratch);
+  return TileForward<0>::run(problem, task, scratch);
+}
+
+}  // namespace annulus::cpu::ANNULUS_ISA

@@ -1,0 +1,339 @@
+// The pipeline of tile_forward-inl.h: scores of a chunk (tiles), weights of the chunk before
+// (AVX-512), P V of the item before (tiles). After every product some rows of weights: their
+// latency hides behind it, and the two kinds of work never wait for each other.
+
+namespace annulus::cpu::ANNULUS_ISA {
+
+struct TilePanel {
+  const std::byte* q;  // tiles
+  std::byte* o;        // tiles
+  float* sum;          // [32][16]
+  float* minus_reference;
+  const float* rounds;
+  const std::int32_t* number;
+  const float* repeats;  // [32][16]
+  std::int32_t min_number;
+  std::int32_t max_number;
+  std::uint32_t fresh;  // bit per row: no reference yet
+  std::uint32_t moved;  // the reference is the exact maximum
+  bool careful;         // some rows round
+  bool done;
+};
+
+struct TileChunk {
+  const std::int32_t* number;  // [32], of keys
+  const std::int32_t* classes;
+  bool masked;  // some pairs are not allowed, or take care for other reasons
+};
+
+struct TileItem {
+  TilePanel* panel;
+  const std::byte* k;  // of the block
+  const std::byte* v;
+  int first_chunk;
+  int chunks;
+  TileChunk chunk[kChunks];
+};
+
+// Scratch and constants of a task.
+struct TileWork {
+  float* scores;           // two chunks [32 queries][32 keys]
+  std::uint16_t* weights;  // bf16, two items [chunk][32 queries][32 keys]
+  int dims;                // of the head, in steps of 32
+  float score_factor;
+};
+
+// Keys of the chunk that row i of the panel sees.
+HWY_INLINE __mmask32 visible_keys(const TilePanel& panel, const TileChunk& chunk, int i) {
+  const __m512i query = _mm512_set1_epi32(panel.number[i]);
+  const __mmask16 low = _mm512_cmple_epi32_mask(_mm512_loadu_si512(chunk.number), query);
+  const __mmask16 high = _mm512_cmple_epi32_mask(_mm512_loadu_si512(chunk.number + 16), query);
+  return _mm512_kunpackw(high, low);
+}
+
+// The largest score that row i sees; -inf: none. With NaN among them it may be any of them.
+inline float highest_visible(const TilePanel& panel, const TileChunk& chunk, const float* scores,
+                             int i) {
+  const __mmask32 keys = visible_keys(panel, chunk, i);
+  const __m512 none = _mm512_set1_ps(-INFINITY);
+  const __m512 low = _mm512_mask_loadu_ps(none, static_cast<__mmask16>(keys), scores + i * kChunk);
+  const __m512 high =
+      _mm512_mask_loadu_ps(none, static_cast<__mmask16>(keys >> 16), scores + i * kChunk + 16);
+  return _mm512_reduce_max_ps(_mm512_max_ps(low, high));
+}
+
+// Rows without keys so far take their reference from the first chunk of which they see one.
+HWY_NOINLINE void choose_references(TilePanel& panel, const TileChunk& chunk, const float* scores,
+                                    float score_factor) {
+  for (int i = 0; i < kChunk; ++i) {
+    const auto bit = std::uint32_t{1} << i;
+    if ((panel.fresh & bit) == 0) continue;
+    const float highest = highest_visible(panel, chunk, scores, i);
+    if (!(highest > -INFINITY)) continue;
+    panel.minus_reference[i] = -(highest * score_factor);
+    panel.fresh &= ~bit;
+  }
+}
+
+// Weights of a row and its sum; the same bits for whatever is visible, masked or not.
+template <bool kRepeats, bool kMasked, typename Fraction>
+HWY_INLINE void weigh_row(const Fraction& fraction, __m512 x, __m512 y, __mmask32 keys,
+                          const float* repeats, __m512i class_low, __m512i class_high, float* sum,
+                          std::uint16_t* weights) {
+  __m512 low;
+  __m512 high;
+  if constexpr (kMasked) {
+    low = _mm512_maskz_scalef_ps(static_cast<__mmask16>(keys), fraction(x), x);
+    high = _mm512_maskz_scalef_ps(static_cast<__mmask16>(keys >> 16), fraction(y), y);
+  } else {
+    low = _mm512_scalef_ps(fraction(x), x);
+    high = _mm512_scalef_ps(fraction(y), y);
+  }
+  if constexpr (kRepeats) {
+    const __m512 table = _mm512_load_ps(repeats);
+    low = _mm512_mul_ps(low, _mm512_permutexvar_ps(class_low, table));
+    high = _mm512_mul_ps(high, _mm512_permutexvar_ps(class_high, table));
+  }
+  _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(low, high)));
+  _mm512_store_si512(weights, to_bf16(low, high));
+}
+
+// The fraction's part of 2^x, with its constants in registers.
+class Exp2Fraction {
+ public:
+  HWY_INLINE Exp2Fraction()
+      : k4_(pinned(Exp2Factors::k4)),
+        k3_(pinned(Exp2Factors::k3)),
+        k2_(pinned(Exp2Factors::k2)),
+        k1_(pinned(Exp2Factors::k1)),
+        one_(pinned(1.0F)) {}
+  HWY_INLINE __m512 operator()(__m512 x) const {
+    return exp2_fraction(x, k4_, k3_, k2_, k1_, one_);
+  }
+
+ private:
+  __m512 k4_;
+  __m512 k3_;
+  __m512 k2_;
+  __m512 k1_;
+  __m512 one_;
+};
+
+// Rows [begin, end) of a chunk in which some pairs are not allowed or some rows round.
+template <bool kRepeats>
+HWY_NOINLINE void weigh_masked_rows(const TilePanel& panel, const TileChunk& chunk,
+                                    const float* scores, int begin, int end, float score_factor,
+                                    std::uint16_t* weights) {
+  const Exp2Fraction fraction;
+  const __m512 factor = _mm512_set1_ps(score_factor);
+  __m512i class_low = _mm512_setzero_si512();
+  __m512i class_high = class_low;
+  if constexpr (kRepeats) {
+    class_low = _mm512_loadu_si512(chunk.classes);
+    class_high = _mm512_loadu_si512(chunk.classes + 16);
+  }
+  for (int i = begin; i < end; ++i) {
+    const __m512 reference = _mm512_set1_ps(panel.minus_reference[i]);
+    const __m512 low = _mm512_load_ps(scores + i * kChunk);
+    const __m512 high = _mm512_load_ps(scores + i * kChunk + 16);
+    __m512 x = _mm512_fmadd_ps(low, factor, reference);
+    __m512 y = _mm512_fmadd_ps(high, factor, reference);
+    if (panel.rounds[i] != 0.0F) {
+      x = _mm512_add_ps(pin(VF{_mm512_mul_ps(low, factor)}).raw, reference);
+      y = _mm512_add_ps(pin(VF{_mm512_mul_ps(high, factor)}).raw, reference);
+    }
+    weigh_row<kRepeats, true>(fraction, x, y, visible_keys(panel, chunk, i),
+                              panel.repeats + i * kLanes, class_low, class_high,
+                              panel.sum + i * kLanes, weights + i * kChunk);
+  }
+}
+
+// sum (2 x 2 tiles: two of queries `down` apart, two `right` apart, rows `stride` apart) = A x B,
+// or
+// += with kAdd, over `steps` pairs of tiles on either side. `beside` has other work: some after
+// every product, and what has to be done before sums are stored. Two sums at a time: see
+// tiles-inl.h.
+template <bool kAdd, class Beside>
+HWY_INLINE void multiply_pairs(Tiles& tiles, const std::byte* a, const std::byte* b, int steps,
+                               std::byte* sum, std::int64_t down, std::int64_t right,
+                               std::int64_t stride, Beside& beside) {
+  for (int half = 0; half < 2; ++half, sum += right, b += kTileBytes) {
+    if constexpr (kAdd) {
+      tiles.load<0>(sum, stride);
+      tiles.load<1>(sum + down, stride);
+    } else {
+      tiles.zero<0>();
+      tiles.zero<1>();
+    }
+    const std::byte* from_a = a;
+    const std::byte* from_b = b;
+    for (int s = 0; s < steps; ++s, from_a += kPairBytes, from_b += kPairBytes) {
+      tiles.load<3>(from_b);
+      tiles.load<2>(from_a);
+      tiles.multiply_add<0, 2, 3>();
+      beside.some();
+      tiles.load<2>(from_a + kTileBytes);
+      tiles.multiply_add<1, 2, 3>();
+      beside.some();
+    }
+    if constexpr (!kAdd) beside.make_room();
+    tiles.store<0>(sum, stride);
+    tiles.store<1>(sum + down, stride);
+  }
+}
+
+// The 32 x 32 scores of a chunk.
+template <class Beside>
+HWY_INLINE void multiply_scores(Tiles& tiles, const std::byte* q, const std::byte* k, int dims,
+                                float* scores, Beside& beside) {
+  constexpr std::int64_t kRowBytes = kChunk * sizeof(float);
+  multiply_pairs<false>(tiles, q, k, dims, reinterpret_cast<std::byte*>(scores),
+                        kTileRows * kRowBytes, kTileRowBytes, kRowBytes, beside);
+}
+
+struct NothingBeside {
+  void some() const {}
+  void make_room() const {}
+};
+// Scores of one chunk, to the first of work.scores.
+HWY_NOINLINE void score_chunk(Tiles& tiles, const TileWork& work, const std::byte* q,
+                              const std::byte* k) {
+  NothingBeside nothing;
+  multiply_scores(tiles, q, k, work.dims, work.scores, nothing);
+}
+
+// A chunk whose scores are there.
+struct ScoredChunk {
+  TilePanel* panel;
+  const TileChunk* chunk;
+  const float* scores;
+  std::uint16_t* weights;
+};
+
+// Weighs the rows of chunks in the order in which their scores were stored. An object of one
+// function, whose members GCC keeps in registers as long as no function but inlined ones sees it.
+template <bool kRepeats>
+class Weigher {
+ public:
+  HWY_INLINE Weigher(ScoredChunk* ring, float score_factor, int rows_at_a_time)
+      : ring_(ring),
+        rows_at_a_time_(rows_at_a_time),
+        score_factor_(score_factor),
+        factor_(pinned(score_factor)) {}
+
+  [[nodiscard]] HWY_INLINE unsigned scored() const { return scored_; }
+  HWY_INLINE void push(const ScoredChunk& chunk) { ring_[scored_++ % 2] = chunk; }
+  // All rows of the first `upto` chunks.
+  HWY_INLINE void finish(unsigned upto) {
+    while (begun_ < upto || (begun_ == upto && row_ < kChunk)) some();
+  }
+  // The scores of one more chunk go where those of the one before the last are.
+  HWY_INLINE void make_room() {
+    if (scored_ >= 2) finish(scored_ - 1);
+  }
+
+  HWY_INLINE void some() {
+    if (row_ == kChunk) {
+      if (begun_ == scored_) return;
+      begin_chunk();
+    }
+    if (HWY_UNLIKELY(masked_)) {
+      const ScoredChunk& now = ring_[(begun_ - 1) % 2];
+      weigh_masked_rows<kRepeats>(*now.panel, *now.chunk, now.scores, row_, row_ + rows_at_a_time_,
+                                  score_factor_, now.weights);
+    } else {
+      for (int i = 0; i < rows_at_a_time_; ++i) {
+        const __m512 minus = _mm512_set1_ps(reference_[i]);
+        const float* const s = scores_ + i * kChunk;
+        weigh_row<kRepeats, false>(fraction_, _mm512_fmadd_ps(_mm512_load_ps(s), factor_, minus),
+                                   _mm512_fmadd_ps(_mm512_load_ps(s + kLanes), factor_, minus), 0,
+                                   repeats_ + i * kLanes, class_low_, class_high_,
+                                   sum_ + i * kLanes, weights_ + i * kChunk);
+      }
+    }
+    row_ += rows_at_a_time_;
+    scores_ += rows_at_a_time_ * kChunk;
+    weights_ += rows_at_a_time_ * kChunk;
+    sum_ += rows_at_a_time_ * kLanes;
+    reference_ += rows_at_a_time_;
+    if constexpr (kRepeats) repeats_ += rows_at_a_time_ * kLanes;
+  }
+
+ private:
+  HWY_INLINE void begin_chunk() {
+    const ScoredChunk& next = ring_[begun_++ % 2];
+    row_ = 0;
+    scores_ = next.scores;
+    weights_ = next.weights;
+    sum_ = next.panel->sum;
+    reference_ = next.panel->minus_reference;
+    masked_ = next.chunk->masked;
+    if constexpr (kRepeats) {
+      repeats_ = next.panel->repeats;
+      class_low_ = _mm512_loadu_si512(next.chunk->classes);
+      class_high_ = _mm512_loadu_si512(next.chunk->classes + kLanes);
+    }
+    if (HWY_UNLIKELY(next.panel->fresh != 0))
+      choose_references(*next.panel, *next.chunk, scores_, score_factor_);
+  }
+
+  ScoredChunk* ring_;    // of two
+  unsigned scored_ = 0;  // chunks whose scores are stored
+  unsigned begun_ = 0;   // chunks whose rows are being weighed or have been
+  int row_ = kChunk;     // the next one of the chunk begun last; the rest is of that chunk, too
+  int rows_at_a_time_;
+  bool masked_ = false;
+  float score_factor_;
+  const float* scores_ = nullptr;
+  const float* reference_ = nullptr;
+  const float* repeats_ = nullptr;
+  float* sum_ = nullptr;
+  std::uint16_t* weights_ = nullptr;
+  __m512i class_low_ = _mm512_setzero_si512();
+  __m512i class_high_ = _mm512_setzero_si512();
+  __m512 factor_;
+  Exp2Fraction fraction_;
+};
+
+// kSteps: work.dims where it is known at compile time, else 0.
+template <int kSteps, bool kRepeats>
+HWY_NOINLINE void run_tile_pipeline(Tiles& tiles, const TileWork& work, const TileItem* items,
+                                    int count) {
+  const int dims = kSteps != 0 ? kSteps : work.dims;
+  ScoredChunk ring[2];
+  // 8 x dims products and 32 rows a chunk.
+  Weigher<kRepeats> weigher(ring, work.score_factor,
+                            kSteps != 0 ? 4 / kSteps
+                            : dims == 1 ? 4
+                            : dims < 4  ? 2
+                                        : 1);
+  for (int t = 0; t <= count; ++t) {
+    const TileItem* const now = t < count ? items + t : nullptr;
+    const TileItem* const before = t > 0 ? items + t - 1 : nullptr;
+    const unsigned scored_before = weigher.scored();
+    std::uint16_t* const now_weights = work.weights + t % 2 * kChunk * kKeyBlock;
+    const auto* const before_weights =
+        reinterpret_cast<const std::byte*>(work.weights + (t + 1) % 2 * kChunk * kKeyBlock);
+    const int chunks = now != nullptr ? now->chunks : 1;
+    int dim = 0;
+    for (int c = 0; c < chunks; ++c) {
+      if (now != nullptr) {
+        float* const scores = work.scores + weigher.scored() % 2 * kChunk * kChunk;
+        multiply_scores(tiles, now->panel->q, now->k + (now->first_chunk + c) * dims * kPairBytes,
+                        dims, scores, weigher);
+        weigher.push({now->panel, &now->chunk[c], scores, now_weights + c * kChunk * kChunk});
+      }
+      if (before == nullptr) continue;
+      // The outputs of the item before, a share after each chunk of this one.
+      for (const int end = dims * (c + 1) / chunks; dim < end; ++dim) {
+        if (dim == 0) weigher.finish(scored_before);
+        multiply_pairs<true>(tiles, before_weights,
+                             before->v + (dim * kChunks + before->first_chunk) * kPairBytes,
+                             before->chunks, before->panel->o + dim * 2 * kPairBytes, kPairBytes,
+                             kTileBytes, kTileRowBytes, weigher);
+      }
+    }
+  }
+}
+
+}  // namespace annulus::cpu::ANNULUS_ISA

@@ -265,6 +265,21 @@ TEST(Isa, NativeBf16IsReportedAndIsWhatRuns) {
   }
 }
 
+// The manual says what a product of tiles computes, and in which order: so do those in plain C++.
+TEST(Isa, EmulatedTilesComputeTheSameBits) {
+  const std::vector<std::string> usable = available_names();
+  if (std::find(usable.begin(), usable.end(), "amx_bf16") == usable.end())
+    GTEST_SKIP() << "there are no tiles to compare with";
+  for (const int dim : {40, 64, 128}) {
+    const test::TaskData data = test::random_task(
+        2, DType::bf16, dim, true, test::progression(0, 1, 100), test::progression(0, 1, 100));
+    const test::TaskResult tiles = test::run_task(cpu::kernels_by_name("amx_bf16"), data);
+    const test::TaskResult plain = test::run_task(cpu::kernels_by_name("amx_bf16_emulated"), data);
+    for (std::size_t m = 0; m < 5; ++m)
+      EXPECT_EQ(*tiles.members()[m], *plain.members()[m]) << test::kResultNames[m] << " " << dim;
+  }
+}
+
 TEST(Isa, PeakIsMeasured) {
   EXPECT_GT(cpu::measure_fma_peak_gflops(false), 0.1);
   const auto& usable = cpu::available_kernels();

@@ -17,7 +17,17 @@ import time
 
 import torch
 import torch.nn.functional as F
-from versus_pytorch import DILATIONS, ROOT, SEGMENTS, Annulus, longnet_pytorch, make, pairs, summary
+from versus_pytorch import (
+    DILATIONS,
+    ROOT,
+    SEGMENTS,
+    Annulus,
+    commit,
+    longnet_pytorch,
+    make,
+    pairs,
+    summary,
+)
 
 HEADS = 16
 
@@ -174,6 +184,7 @@ def main():
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=1.0, help="of a case (at least three rounds)")
     parser.add_argument("--suite", nargs="+", default=["forward", "backward", "longnet", "dilated"])
+    parser.add_argument("--commit", help="of the library, where there is no repository")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     Annulus.load(args.lib)
@@ -185,9 +196,11 @@ def main():
         "cpu": cpu,
         "threads": args.threads,
         "isa": Annulus.lib.annulus_bench_isa().decode(),
-        "pytorch": torch.__version__,
-        "heads": HEADS,
+        "torch": torch.__version__,
+        "commit": args.commit or commit(),
+        "suites": {},
     }
+    suites = result["suites"]
     print(result, flush=True)
     grid = [
         (tokens, dim, causal, threads)
@@ -198,16 +211,16 @@ def main():
         if threads == args.threads or (tokens == 4096 and not causal)
     ]
     if "forward" in args.suite:
-        result["forward"] = [forward_case(*case, args.seconds) for case in grid]
+        suites["tiles_forward"] = [forward_case(*case, args.seconds) for case in grid]
     if "backward" in args.suite:
-        result["backward"] = [
+        suites["tiles_backward"] = [
             backward_case(*case, args.seconds) for case in grid if case[0] == 4096 and case[3] > 2
         ]
     torch.set_num_threads(args.threads)
     if "dilated" in args.suite:
-        result["dilated"] = [dilated_case(dim, args.threads, args.seconds) for dim in (64, 128)]
+        suites["tiles_dilated"] = [dilated_case(dim, args.threads, args.seconds) for dim in (64, 128)]
     if "longnet" in args.suite:
-        result["longnet"] = [
+        suites["tiles_longnet"] = [
             longnet_case(131072, dim, causal, args.threads, args.seconds)
             for dim in (64, 128)
             for causal in (False, True)

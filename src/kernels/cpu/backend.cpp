@@ -103,7 +103,7 @@ class CpuCopies final : public CopyProgram {
 
 class CpuBackend final : public Backend {
  public:
-  explicit CpuBackend(int threads) : pool_(ThreadPool::of(threads)), kernels_(chosen_kernels()) {}
+  explicit CpuBackend(int threads) : kernels_(chosen_kernels()), pool_(ThreadPool::of(threads)) {}
 
   [[nodiscard]] Device device() const override { return {}; }
   [[nodiscard]] std::string kernels() const override { return kernels_.name; }
@@ -182,8 +182,8 @@ class CpuBackend final : public Backend {
   }
 
  private:
+  const Kernels& kernels_;  // first: it may ask the system for tiles, before there are threads
   std::shared_ptr<ThreadPool> pool_;
-  const Kernels& kernels_;
 };
 
 }  // namespace

@@ -196,7 +196,61 @@ def gpu_facts(facts):
     return table(["what", "figure"], rows)
 
 
+def tiles(rows):
+    """One line per (threads, head_dim, tokens): full and causal side by side, where both were measured."""
+    by_key = {(r["threads"], r["head_dim"], r["tokens"], r["causal"]): r for r in rows}
+    lines = []
+    for key in dict.fromkeys(key[:3] for key in by_key):
+        line = list(key)
+        for causal in (False, True):
+            r = by_key.get((*key, causal))
+            if r is None:
+                line += ["", "", "", ""]
+                continue
+            errors = [
+                r[name] / r["pytorch_" + name]
+                for name in ("error", "dq_error", "dk_error", "dv_error")
+                if name in r
+            ]
+            line += [
+                f"{r['annulus_gflops']:.0f}",
+                f"{r['pytorch_gflops']:.0f}",
+                f"**{r['ratio']:.2f}x**",
+                f"{max(errors):.2f}",
+            ]
+        lines.append(line)
+    sides = [f"{kind} GFLOP/s, PyTorch, ratio, error".split(", ") for kind in KIND.values()]
+    return table(["threads", "D", "tokens", *sides[0], *sides[1]], lines)
+
+
+def tiles_longnet(rows):
+    return table(
+        ["D", "mask", "Annulus s", "PyTorch s", "ratio"],
+        [
+            [
+                r["head_dim"],
+                KIND[r["causal"]],
+                f"{r['annulus']['median']:.3f}",
+                f"{r['pytorch']['median']:.3f}",
+                f"**{r['ratio']:.2f}x**",
+            ]
+            for r in rows
+        ],
+    )
+
+
+def tiles_dilated(rows):
+    return table(
+        ["D", "dilation 4 over dilation 1"],
+        [[r["head_dim"], f"{r['time_over_dilation_1']:.3f}"] for r in rows],
+    )
+
+
 TABLES = {
+    "tiles_forward": tiles,
+    "tiles_backward": tiles,
+    "tiles_longnet": tiles_longnet,
+    "tiles_dilated": tiles_dilated,
     "forward": dense,
     "backward": dense,
     "longnet": longnet,

@@ -11,6 +11,7 @@
 
 #include "annulus/in_process.h"
 #include "annulus/ring_attention.h"
+#include "kernels/cpu/kernel.h"
 #include "ring/limits.h"
 
 namespace annulus {
@@ -51,6 +52,12 @@ TEST_P(Memory, FollowsTheDocumentedFormula) {
   const std::int64_t slots = ring ? 2 : kRanks - 1;  // shards held beside the own ones
   std::int64_t communication = 2 * kDim * e * keys * (1 + slots);
   std::int64_t state = wide ? 0 : queries * kDim * 4;
+  // Sets that pack keys have those of a step, once per K/V head.
+  const cpu::Kernels& kernels = cpu::chosen_kernels();
+  if (kernels.packed_bytes != nullptr) {
+    const cpu::Problem problem{c.dtype, kDim, 1.0F};
+    state += kBatch * kKvHeads * kernels.packed_bytes(problem, kLocal);
+  }
   if (c.backward) {
     if (!wide) state += 2 * keys * kDim * 4;
     state += queries * 16;  // statistics: a multiple of 16 bytes a row
@@ -93,6 +100,7 @@ TEST(Memory, ARowWrittenOnceNeedsNoState) {
   options.kv_heads = 4;
   options.dtype = DType::bf16;
   options.backward = false;
+  options.threads = 1;  // one item a head: nobody shares packed keys
   run_in_process(1, [&](Transport& transport) {
     EXPECT_EQ(RingAttention(options, transport).memory_info().state_bytes, 0);
   });

@@ -149,7 +149,7 @@ def pairs(tokens, causal):
 
 
 def peak(dtype, threads):
-    native = dtype == "bf16" and Annulus.lib.annulus_bench_isa() == b"avx512_bf16"
+    native = dtype == "bf16" and Annulus.lib.annulus_bench_isa() in (b"amx_bf16", b"avx512_bf16")
     return Annulus.lib.annulus_bench_peak_gflops(int(native)) * threads
 
 

@@ -65,7 +65,7 @@ struct MemoryInfo {
   std::string complexity;                // how memory grows, in words
   std::int64_t workspace_bytes = 0;      // everything this executor has allocated
   std::int64_t communication_bytes = 0;  // of these: send and receive buffers
-  std::int64_t state_bytes = 0;          // of these: fp32 accumulators and row statistics
+  std::int64_t state_bytes = 0;          // of these: fp32 accumulators, row statistics, packed keys
   std::int64_t scratch_bytes = 0;        // the kernels', shared by all executors of the process
   std::int64_t cached_workspaces = 0;    // filled by RingAttentionCache, else 0
 };

@@ -1,0 +1,132 @@
+// Keys that are packed once for several items: what is packed when, and where.
+
+#include "kernels/cpu/key_packs.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/cpu/work.h"
+#include "support/random_tables.h"
+
+namespace annulus::cpu {
+namespace {
+
+// Calls check(phase, work, computation) for every forward phase of random problems. Rows are large
+// in some of them, so that memory is used again and again.
+template <typename Check>
+void for_each_phase(const Check& check) {
+  test::Random random(31);
+  for (int trial = 0; trial < 200; ++trial) {
+    SCOPED_TRACE("trial " + std::to_string(trial));
+    cuda::Case c = cuda::random_case(random);
+    c.travel = Travel::keys;
+    const Plan plan(cuda::plan_options(c), 0);
+    Computation computation = cuda::computation_of(c, 0);
+    computation.reproducible = random.coin();
+    const std::int64_t row_bytes = random.coin() ? 64 : std::int64_t{1} << 19;
+    const Work work({Stage::Kind::forward, &plan, 0, plan.steps()}, computation,
+                    static_cast<int>(random.between(1, 8)),
+                    [&](std::int64_t rows) { return rows * row_bytes; });
+    for (const Phase& phase : work.phases()) check(phase, work, computation, row_bytes);
+  }
+}
+
+TEST(KeyPacks, EveryItemComesOnceAndBehindItsKeys) {
+  int lists = 0;
+  for_each_phase([&](const Phase& phase, const Work&, const Computation&, std::int64_t) {
+    if (phase.lists.empty()) {
+      EXPECT_TRUE(phase.steps.empty());
+      return;
+    }
+    std::vector<std::int64_t> packed(phase.lists.size(), 0);
+    std::vector<int> computed(phase.items.size(), 0);
+    for (const PackStep& step : phase.steps) {
+      if (step.item < 0) {
+        std::int64_t& rows = packed[static_cast<std::size_t>(step.list)];
+        EXPECT_EQ(step.begin, rows);
+        rows = std::min(rows + kPackRows, phase.lists[static_cast<std::size_t>(step.list)].rows);
+        continue;
+      }
+      ++computed[static_cast<std::size_t>(step.item)];
+      if (step.list < 0) continue;
+      const auto list = static_cast<std::size_t>(step.list);
+      EXPECT_EQ(packed[list], phase.lists[list].rows);
+      ++lists;
+    }
+    EXPECT_EQ(std::count(computed.begin(), computed.end(), 1), std::ssize(computed));
+  });
+  EXPECT_GT(lists, 500);
+}
+
+// The list that an item gets has the keys of its head, batch entry and rows.
+TEST(KeyPacks, ItemsThatShareAListShareItsKeys) {
+  for_each_phase([&](const Phase& phase, const Work& work, const Computation& computation,
+                     std::int64_t) {
+    const int ratio = computation.heads() / computation.kv_heads;
+    for (const PackStep& step : phase.steps) {
+      if (step.list < 0 || step.item < 0) continue;
+      const KeyList& list = phase.lists[static_cast<std::size_t>(step.list)];
+      const WorkItem& item = phase.items[static_cast<std::size_t>(step.item)];
+      EXPECT_EQ(list.batch, item.batch);
+      EXPECT_EQ(work.q_head(list) / ratio, work.member(item).q_head / ratio);
+      std::vector<RowRun> all;
+      std::vector<RowRun> some;
+      work.expand(list, {}, 0, all);
+      work.expand(item, false, {}, 0, some);
+      const auto has = [&](std::int32_t index) {
+        return std::any_of(all.begin(), all.end(), [&](const RowRun& run) {
+          const std::int32_t row = (index - run.index) / run.index_stride;
+          return index >= run.index && row < run.count &&
+                 run.index + row * run.index_stride == index;
+        });
+      };
+      std::int64_t places = 0;
+      for (const RowRun& run : all) {
+        places = computation.reproducible
+                     ? std::max<std::int64_t>(
+                           places, run.index + std::int64_t{run.count - 1} * run.index_stride + 1)
+                     : places + run.count;
+      }
+      EXPECT_EQ(list.rows, places);
+      for (const RowRun& run : some)
+        for (std::int32_t i = 0; i < run.count; ++i)
+          EXPECT_TRUE(has(run.index + i * run.index_stride));
+    }
+  });
+}
+
+// Steps of a wave wait for the last but one, so only neighbours must not overlap.
+TEST(KeyPacks, MemoryIsBoundedAndNeighbouringWavesDoNotShareIt) {
+  int waves = 0;
+  for_each_phase([&](const Phase& phase, const Work&, const Computation&, std::int64_t row_bytes) {
+    std::int64_t largest = 0;
+    for (std::size_t i = 0; i < phase.lists.size(); ++i) {
+      const KeyList& a = phase.lists[i];
+      const std::int64_t end = a.offset + a.rows * row_bytes;
+      EXPECT_LE(end, phase.packed_bytes);
+      largest = std::max(largest, a.rows * row_bytes);
+      waves = std::max(waves, a.wave + 1);
+      for (std::size_t j = 0; j < i; ++j) {
+        const KeyList& b = phase.lists[j];
+        EXPECT_LE(b.wave, a.wave);
+        if (a.wave - b.wave > 1) continue;
+        EXPECT_TRUE(end <= b.offset || b.offset + b.rows * row_bytes <= a.offset);
+      }
+    }
+    EXPECT_LE(phase.packed_bytes, 2 * std::max(kWaveBytes, largest));
+    std::int32_t last = 0;
+    for (const PackStep& step : phase.steps) {
+      if (step.list < 0) continue;
+      const std::int32_t wave = phase.lists[static_cast<std::size_t>(step.list)].wave;
+      EXPECT_GE(wave, last) << "a wave that others wait for would come behind them";
+      last = wave;
+    }
+  });
+  EXPECT_GT(waves, 3);
+}
+
+}  // namespace
+}  // namespace annulus::cpu

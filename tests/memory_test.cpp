@@ -96,8 +96,8 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST(Memory, ARowWrittenOnceNeedsNoState) {
-  RingOptions options{dense(4), Placement::contiguous(1024, 1)};
-  options.kv_heads = 4;
+  RingOptions options{dense(8), Placement::contiguous(512, 1)};
+  options.kv_heads = 8;
   options.dtype = DType::bf16;
   options.backward = false;
   options.threads = 1;  // one item a head: nobody shares packed keys

@@ -356,9 +356,24 @@ class TileForward {
       *reinterpret_cast<float*>(query_refs_[row].at(kLse)) =
           sum == 0.0F ? -INFINITY : log_sum * kLn2;
       const __m512 inverse = _mm512_set1_ps(sum == 0.0F ? 0.0F : 1.0F / sum);
+      if (task_.out_dtype == DType::bf16) {
+        store_rounded(row, inverse);
+        continue;
+      }
       for (int d = 0; d < dims_ * 32; d += kLanes)
         _mm512_store_ps(row_ + d, _mm512_mul_ps(inverse, _mm512_load_ps(output(row, d))));
       store_row(task_.out_dtype, row_, 1.0F, query_refs_[row].at(kOut), problem_.head_dim);
+    }
+  }
+
+  HWY_INLINE void store_rounded(int row, __m512 inverse) const {
+    auto* const to = reinterpret_cast<std::uint16_t*>(query_refs_[row].at(kOut));
+    for (int d = 0; d < problem_.head_dim; d += 32) {
+      const __m512i words = to_bf16(_mm512_mul_ps(inverse, _mm512_load_ps(output(row, d))),
+                                    _mm512_mul_ps(inverse, _mm512_load_ps(output(row, d + 16))));
+      const int left = problem_.head_dim - d;
+      const __mmask32 keep = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+      _mm512_mask_storeu_epi16(to + d, keep, words);
     }
   }
 

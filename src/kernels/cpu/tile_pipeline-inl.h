@@ -119,10 +119,10 @@ class Exp2Fraction {
   __m512 one_;
 };
 
-// Rows [begin, end) of a chunk in which some pairs are not allowed or some rows round.
+// All rows of a chunk in which some pairs are not allowed or some rows round.
 template <bool kRepeats>
 HWY_NOINLINE void weigh_masked_rows(const TilePanel& panel, const TileChunk& chunk,
-                                    const float* scores, int begin, int end, float score_factor,
+                                    const float* scores, float score_factor,
                                     std::uint16_t* weights) {
   const Exp2Fraction fraction;
   const __m512 factor = _mm512_set1_ps(score_factor);
@@ -132,7 +132,7 @@ HWY_NOINLINE void weigh_masked_rows(const TilePanel& panel, const TileChunk& chu
     class_low = _mm512_loadu_si512(chunk.classes);
     class_high = _mm512_loadu_si512(chunk.classes + 16);
   }
-  for (int i = begin; i < end; ++i) {
+  for (int i = 0; i < kChunk; ++i) {
     const __m512 reference = _mm512_set1_ps(panel.minus_reference[i]);
     const __m512 low = _mm512_load_ps(scores + i * kChunk);
     const __m512 high = _mm512_load_ps(scores + i * kChunk + 16);
@@ -236,20 +236,15 @@ class Weigher {
     if (row_ == kChunk) {
       if (begun_ == scored_) return;
       begin_chunk();
+      if (HWY_UNLIKELY(row_ == kChunk)) return;
     }
-    if (HWY_UNLIKELY(masked_)) {
-      const ScoredChunk& now = ring_[(begun_ - 1) % 2];
-      weigh_masked_rows<kRepeats>(*now.panel, *now.chunk, now.scores, row_, row_ + rows_at_a_time_,
-                                  score_factor_, now.weights);
-    } else {
-      for (int i = 0; i < rows_at_a_time_; ++i) {
-        const __m512 minus = _mm512_set1_ps(reference_[i]);
-        const float* const s = scores_ + i * kChunk;
-        weigh_row<kRepeats, false>(fraction_, _mm512_fmadd_ps(_mm512_load_ps(s), factor_, minus),
-                                   _mm512_fmadd_ps(_mm512_load_ps(s + kLanes), factor_, minus), 0,
-                                   repeats_ + i * kLanes, class_low_, class_high_,
-                                   sum_ + i * kLanes, weights_ + i * kChunk);
-      }
+    for (int i = 0; i < rows_at_a_time_; ++i) {
+      const __m512 minus = _mm512_set1_ps(reference_[i]);
+      const float* const s = scores_ + i * kChunk;
+      weigh_row<kRepeats, false>(fraction_, _mm512_fmadd_ps(_mm512_load_ps(s), factor_, minus),
+                                 _mm512_fmadd_ps(_mm512_load_ps(s + kLanes), factor_, minus), 0,
+                                 repeats_ + i * kLanes, class_low_, class_high_, sum_ + i * kLanes,
+                                 weights_ + i * kChunk);
     }
     row_ += rows_at_a_time_;
     scores_ += rows_at_a_time_ * kChunk;
@@ -262,19 +257,23 @@ class Weigher {
  private:
   HWY_INLINE void begin_chunk() {
     const ScoredChunk& next = ring_[begun_++ % 2];
+    if (HWY_UNLIKELY(next.panel->fresh != 0))
+      choose_references(*next.panel, *next.chunk, next.scores, score_factor_);
+    if (HWY_UNLIKELY(next.chunk->masked)) {  // few are: at once, instead of a call for every row
+      weigh_masked_rows<kRepeats>(*next.panel, *next.chunk, next.scores, score_factor_,
+                                  next.weights);
+      return;
+    }
     row_ = 0;
     scores_ = next.scores;
     weights_ = next.weights;
     sum_ = next.panel->sum;
     reference_ = next.panel->minus_reference;
-    masked_ = next.chunk->masked;
     if constexpr (kRepeats) {
       repeats_ = next.panel->repeats;
       class_low_ = _mm512_loadu_si512(next.chunk->classes);
       class_high_ = _mm512_loadu_si512(next.chunk->classes + kLanes);
     }
-    if (HWY_UNLIKELY(next.panel->fresh != 0))
-      choose_references(*next.panel, *next.chunk, scores_, score_factor_);
   }
 
   ScoredChunk* ring_;    // of two
@@ -282,7 +281,6 @@ class Weigher {
   unsigned begun_ = 0;   // chunks whose rows are being weighed or have been
   int row_ = kChunk;     // the next one of the chunk begun last; the rest is of that chunk, too
   int rows_at_a_time_;
-  bool masked_ = false;
   float score_factor_;
   const float* scores_ = nullptr;
   const float* reference_ = nullptr;

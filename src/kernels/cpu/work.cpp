@@ -87,9 +87,8 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
 void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
                      int threads, bool packed) const {
   const std::int64_t batch = computation.batch;
-  // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better,
-  // unless rows are packed for all of them.
-  const std::int64_t wanted = (packed ? 8 : 4) * static_cast<std::int64_t>(threads);
+  // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better.
+  const std::int64_t wanted = 4 * static_cast<std::int64_t>(threads);
   const std::int64_t largest = packed ? kPackedQueryBlock : kQueryBlock;
   std::int64_t heads = 0;
   for (int g : groups) {

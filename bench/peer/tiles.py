@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import statistics
 import time
 
@@ -23,9 +22,11 @@ from versus_pytorch import (
     SEGMENTS,
     Annulus,
     commit,
+    cpu_name,
     longnet_pytorch,
     make,
     pairs,
+    relative_rms,
     summary,
 )
 
@@ -59,8 +60,10 @@ def exact(q, k, v, causal, rows, head):
 def errors(q, k, v, o, lse, theirs, causal):
     rows = torch.arange(0, q.shape[1], 37)
     want, want_lse = exact(q, k, v, causal, rows, 3)
+
     def rms(got):
         return ((got.double() - want).norm() / want.norm()).item()
+
     return {
         "error": rms(o[0, rows, 3]),
         "pytorch_error": rms(theirs[0, 3, rows]),
@@ -77,7 +80,10 @@ def forward_case(tokens, dim, causal, threads, seconds):
     torch.set_num_threads(threads)
     ring = Annulus(shape, "bf16", causal, threads=threads, backward=False)
     ring.forward(q, k, v, o, lse)
-    sdpa = lambda: F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
+
+    def sdpa():
+        return F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
+
     found = errors(q, k, v, o, lse, sdpa(), causal)
     a, b = alternate([lambda: ring.forward(q, k, v, o, lse), sdpa], seconds)
     return finish("forward", tokens, dim, causal, threads, 4, a, b, found)
@@ -96,15 +102,17 @@ def backward_case(tokens, dim, causal, threads, seconds):
     for t in (tq, tk, tv):
         t.requires_grad_(True)
     out = F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
-    theirs = lambda: torch.autograd.grad(out, (tq, tk, tv), tdo, retain_graph=True)
+
+    def theirs():
+        return torch.autograd.grad(out, (tq, tk, tv), tdo, retain_graph=True)
+
     wide = [t[:, 3:4].detach().double().requires_grad_(True) for t in (tq, tk, tv)]
     exact_out = F.scaled_dot_product_attention(*wide, is_causal=causal)
     want = torch.autograd.grad(exact_out, wide, tdo[:, 3:4].double())
     found = {}
     for name, ours, other, gradient in zip(("dq", "dk", "dv"), grads, theirs(), want):
-        rms = lambda got: ((got.double() - gradient).norm() / gradient.norm()).item()
-        found[name + "_error"] = rms(ours.transpose(1, 2)[:, 3:4])
-        found["pytorch_" + name + "_error"] = rms(other[:, 3:4])
+        found[name + "_error"] = relative_rms(ours.transpose(1, 2)[:, 3:4], gradient)
+        found["pytorch_" + name + "_error"] = relative_rms(other[:, 3:4], gradient)
     a, b = alternate([lambda: ring.backward(q, k, v, o, lse, dout, *grads), theirs], seconds)
     return finish("backward", tokens, dim, causal, threads, 10, a, b, found)
 
@@ -141,9 +149,12 @@ def longnet_case(tokens, dim, causal, threads, seconds):
     branches = list(zip(SEGMENTS, DILATIONS))
     ring = Annulus(shape, "bf16", causal, branches=branches, threads=threads, backward=False)
     ring.forward(q, k, v, o, lse)
-    theirs = lambda: longnet_pytorch(q, k, v, causal, HEADS)
+
+    def theirs():
+        return longnet_pytorch(q, k, v, causal, HEADS)
+
     expected, _ = theirs()
-    difference = ((o.float() - expected.float()).norm() / expected.float().norm()).item()
+    difference = relative_rms(o, expected)
     a, b = alternate([lambda: ring.forward(q, k, v, o, lse), theirs], seconds)
     row = {
         "tokens": tokens,
@@ -168,6 +179,7 @@ def dilated_case(dim, threads, seconds):
     shape = (1, 65536, HEADS, dim)
     q, k, v = make(shape, "bf16", 3)
     o, lse = torch.empty_like(q), torch.empty(shape[:3])
+    torch.set_num_threads(threads)
     rings = [
         Annulus(shape, "bf16", False, branches=[(2048 * r * r, r)], threads=threads, backward=False)
         for r in (1, 4)
@@ -179,28 +191,30 @@ def dilated_case(dim, threads, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--lib", default=ROOT / "build/release/bench/libannulus_bench_c.so")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a case (at least three rounds)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of a case (at least three rounds)"
+    )
     parser.add_argument("--suite", nargs="+", default=["forward", "backward", "longnet", "dilated"])
     parser.add_argument("--commit", help="of the library, where there is no repository")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     Annulus.load(args.lib)
-    cpu = next(
-        (x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")),
-        platform.processor(),
-    )
+    # Virtual machines hide the name of the CPU, but not its model.
+    info = dict(x.split(":", 1) for x in open("/proc/cpuinfo", encoding="ascii") if ":" in x)
+    facts = {key.strip(): value.strip() for key, value in info.items()}
     result = {
-        "cpu": cpu,
+        "cpu": f"{cpu_name()} (family {facts['cpu family']}, model {facts['model']})",
         "threads": args.threads,
         "isa": Annulus.lib.annulus_bench_isa().decode(),
         "torch": torch.__version__,
         "commit": args.commit or commit(),
         "suites": {},
     }
-    suites = result["suites"]
     print(result, flush=True)
     grid = [
         (tokens, dim, causal, threads)
@@ -210,23 +224,26 @@ def main():
         for causal in (False, True)
         if threads == args.threads or (tokens == 4096 and not causal)
     ]
-    if "forward" in args.suite:
-        suites["tiles_forward"] = [forward_case(*case, args.seconds) for case in grid]
-    if "backward" in args.suite:
-        suites["tiles_backward"] = [
-            backward_case(*case, args.seconds) for case in grid if case[0] == 4096 and case[3] > 2
-        ]
-    torch.set_num_threads(args.threads)
-    if "dilated" in args.suite:
-        suites["tiles_dilated"] = [dilated_case(dim, args.threads, args.seconds) for dim in (64, 128)]
-    if "longnet" in args.suite:
-        suites["tiles_longnet"] = [
-            longnet_case(131072, dim, causal, args.threads, args.seconds)
-            for dim in (64, 128)
+    cases = {
+        "forward": [lambda c=c: forward_case(*c, args.seconds) for c in grid],
+        "backward": [
+            lambda c=c: backward_case(*c, args.seconds)
+            for c in grid
+            if c[0] == 4096 and c[3] == args.threads
+        ],
+        "dilated": [lambda d=d: dilated_case(d, args.threads, args.seconds) for d in (64, 128)],
+        "longnet": [
+            lambda d=d, causal=causal: longnet_case(131072, d, causal, args.threads, args.seconds)
+            for d in (64, 128)
             for causal in (False, True)
-        ]
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        ],
+    }
+    for suite in args.suite:
+        rows = result["suites"]["tiles_" + suite] = []
+        for case in cases[suite]:
+            rows.append(case())
+            if args.out:  # whoever ends it has what there is
+                args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

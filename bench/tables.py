@@ -288,6 +288,7 @@ def machine(result):
             f", memory of {MEMORY[side]} at commit {commit}"
             for side, commit in result.get("memory_commits", {}).items()
         )
+        + (f"; {result['timing']}" if "timing" in result else "")
         + ".\n"
     )
 

@@ -14,8 +14,8 @@
 namespace annulus::cpu {
 namespace {
 
-// Calls check(phase, work, computation) for every forward phase of random problems. Rows are large
-// in some of them, so that memory is used again and again.
+// Calls check(phase, work, computation, bytes a row) for every forward phase of random problems.
+// Rows are large in some of them, so that memory is used again and again.
 template <typename Check>
 void for_each_phase(const Check& check) {
   test::Random random(31);

@@ -220,6 +220,7 @@ def main():
         "isa": Annulus.lib.annulus_bench_isa().decode(),
         "torch": torch.__version__,
         "commit": args.commit or commit(),
+        "timing": "short calls in bursts",
         "suites": {},
     }
     print(result, flush=True)

@@ -21,9 +21,6 @@ using PackedBytes = std::function<std::int64_t(std::int64_t rows)>;
 // one.
 inline constexpr std::int64_t kWaveBytes = std::int64_t{32} << 20;
 inline constexpr std::int64_t kPackRows = 256;  // of one piece: two blocks
-// Queries of an item whose keys are packed. Small items end together on shared machines, and have
-// nothing to lose.
-inline constexpr std::int64_t kPackedQueryBlock = 512;
 
 struct KeyList {
   int group = 0;  // of an item that wants it

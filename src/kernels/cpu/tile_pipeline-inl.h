@@ -63,8 +63,8 @@ inline float highest_visible(const TilePanel& panel, const TileChunk& chunk, con
 }
 
 // Rows without keys so far take their reference from the first chunk of which they see one.
-HWY_NOINLINE void choose_references(TilePanel& panel, const TileChunk& chunk, const float* scores,
-                                    float score_factor) {
+inline HWY_NOINLINE void choose_references(TilePanel& panel, const TileChunk& chunk,
+                                           const float* scores, float score_factor) {
   for (int i = 0; i < kChunk; ++i) {
     const auto bit = std::uint32_t{1} << i;
     if ((panel.fresh & bit) == 0) continue;
@@ -196,8 +196,8 @@ struct NothingBeside {
   void make_room() const {}
 };
 // Scores of one chunk, to the first of work.scores.
-HWY_NOINLINE void score_chunk(Tiles& tiles, const TileWork& work, const std::byte* q,
-                              const std::byte* k) {
+inline HWY_NOINLINE void score_chunk(Tiles& tiles, const TileWork& work, const std::byte* q,
+                                     const std::byte* k) {
   NothingBeside nothing;
   multiply_scores(tiles, q, k, work.dims, work.scores, nothing);
 }

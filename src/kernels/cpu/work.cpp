@@ -47,7 +47,6 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
   // Take branches in order and open a new phase when a K/V head is already in use.
   const Pattern& pattern = *computation.pattern;
   const int ratio = pattern.heads / computation.kv_heads;
-  const bool packed = kind_ == Stage::Kind::forward && packed_bytes;
   std::vector<Phase> phases;
   std::vector<int> in_phase;
   std::set<int> used;
@@ -55,10 +54,11 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
   const auto close = [&] {
     if (in_phase.empty()) return;
     Phase phase;
-    add_items(phase, in_phase, computation, threads, packed);
+    add_items(phase, in_phase, computation, threads);
     if (kind_ == Stage::Kind::gradients || kind_ == Stage::Kind::key_gradient)
       assign_turns(phase, groups_, stage, computation.kv_heads, threads);
-    if (packed) assign_packs(phase, groups_, ratio, computation.reproducible, packed_bytes);
+    if (kind_ == Stage::Kind::forward && packed_bytes)
+      assign_packs(phase, groups_, ratio, computation.reproducible, packed_bytes);
     if (!phase.items.empty()) phases.push_back(std::move(phase));
     in_phase.clear();
     used.clear();
@@ -85,11 +85,10 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
 }
 
 void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
-                     int threads, bool packed) const {
+                     int threads) const {
   const std::int64_t batch = computation.batch;
   // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better.
   const std::int64_t wanted = 4 * static_cast<std::int64_t>(threads);
-  const std::int64_t largest = packed ? kPackedQueryBlock : kQueryBlock;
   std::int64_t heads = 0;
   for (int g : groups) {
     const WorkGroup& group = groups_[g];
@@ -111,7 +110,7 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
     };
     switch (kind_) {
       case Stage::Kind::forward:
-        q_size = std::min<std::int64_t>(largest, cut(q_size, 64, split));
+        q_size = std::min<std::int64_t>(kQueryBlock, cut(q_size, 64, split));
         break;
       case Stage::Kind::gradients:
         // A grid of pieces x pieces: items that touch other rows can run side by side.

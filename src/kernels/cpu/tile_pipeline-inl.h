@@ -243,8 +243,8 @@ class Weigher {
       const float* const s = scores_ + i * kChunk;
       weigh_row<kRepeats, false>(fraction_, _mm512_fmadd_ps(_mm512_load_ps(s), factor_, minus),
                                  _mm512_fmadd_ps(_mm512_load_ps(s + kLanes), factor_, minus), 0,
-                                 repeats_ + i * kLanes, class_low_, class_high_, sum_ + i * kLanes,
-                                 weights_ + i * kChunk);
+                                 kRepeats ? repeats_ + i * kLanes : nullptr, class_low_,
+                                 class_high_, sum_ + i * kLanes, weights_ + i * kChunk);
     }
     row_ += rows_at_a_time_;
     scores_ += rows_at_a_time_ * kChunk;

@@ -4,7 +4,6 @@
 
 #include "kernels/cuda/forward_sm90_columns.cuh"
 #include "kernels/cuda/forward_sm90_load.cuh"
-#include "kernels/cuda/forward_sm90_softmax.cuh"
 #include "kernels/cuda/sm90_instructions.h"
 
 // The forward kernel for Hopper. One block per SM walks the items of a launch: two warp groups of
@@ -23,6 +22,11 @@
 // piece (forward_sm90_state.cuh).
 namespace annulus::cuda::sm90 {
 
+inline constexpr float kLog2E = 1.4426950408889634F;
+inline constexpr float kLn2 = 0.6931471805599453F;
+// Sums of a tile's P above which exponents are lessened by more: float16 has P up to 65504.
+inline constexpr float kHighSum = 16384.0F;
+
 template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
                                         typename Layout<kDim>::Control& control, int group) {
@@ -37,7 +41,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // other has products: both at once would wait for one and then for the other. Under full masks at
   // head dim 128, where products take longest, it gained nothing.
   constexpr bool kTurns = kCausal || kDim == 64;
-  // See forward_sm90_softmax.cuh.
+  // See attempt_weights.
   constexpr bool kAttempt = kWeights != PairWeights::general;
   const ForwardParams& p = a.params;
   // Rows `row` and row + 8 are this thread's; of 8 columns, 2c and 2c + 1. Where something is done
@@ -57,7 +61,11 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   float s[kTile / 2];
   std::uint32_t weights[kTile / 16][4];  // P
   std::uint32_t q[kDim / 16][4];
-  RowSums<kWeights> sums;
+  // By how much exponents of P are lessened (of 2; -inf: the row has seen nothing), and its sums.
+  float less0, less1, sum0, sum1, keep0 = 0, keep1 = 0;
+  // log2 of pairs' weights, less that: [row][2c, +1, +8, +9], or [row].
+  constexpr int kAddends = kWeights == PairWeights::periodic ? 8 : 2;
+  float addend[kAddends];
   // O of the next item's state, asked for while products run (4 % at head dim 64). At 128 there are
   // no registers for it; those of S take it while rows are written.
   float state[kEarlyScores ? kDim / 2 : 1];
@@ -177,7 +185,24 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   const auto look_up_weights = [&](const Slot& slot) {
     const auto [lane, c, row] = place();
-    sums.look_up_weights(control.log2_weight, slot, c, row);
+#pragma unroll
+    for (int e = 0; e < kAddends; ++e) {
+      const int key = 2 * c + (e & 1) + 4 * (e & 2);
+      addend[e] = kWeights == PairWeights::periodic
+                      ? control.log2_weight[slot.repeats[row + 2 * (e & 4)] & slot.key_repeats[key]]
+                      : 0.0F;
+    }
+  };
+  const auto lessen_addends = [&](float by0, float by1) {
+#pragma unroll
+    for (int e = 0; e < kAddends; ++e) addend[e] -= e < kAddends / 2 ? by0 : by1;
+  };
+  // Exponents of rows that have seen nothing are infinite: attempts fail.
+  const auto mark_empty_rows = [&] {
+#pragma unroll
+    for (int e = 0; e < kAddends; ++e) {
+      if ((e < kAddends / 2 ? less0 : less1) == -INFINITY) addend[e] = INFINITY;
+    }
   };
   // Where the sums of a row start.
   const auto take_state = [&](const Slot& slot) {
@@ -185,10 +210,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     look_up_weights(slot);
     const float lse0 = slot.old_lse[row];
     const float lse1 = slot.old_lse[row + 8];
-    sums.less0 = lse0 * kLog2E;  // -inf stays
-    sums.less1 = lse1 * kLog2E;
-    sums.sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
-    sums.sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
+    less0 = lse0 * kLog2E;  // -inf stays
+    less1 = lse1 * kLog2E;
+    sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
+    sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
     if constexpr (kInPieces) pieces_left = slot.pieces;
   };
   const auto read_state = [&](const Slot& slot, auto& to) {
@@ -217,7 +242,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   const auto take_output = [&](const Slot& slot) {
     if (has_state(slot)) {
       read_state(slot, o);
-      scale_output(sums.keep0, sums.keep1);
+      scale_output(keep0, keep1);
     } else {
       clear_output();
     }
@@ -230,10 +255,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     if (has_state(slot)) {
 #pragma unroll
       for (int j = 0; j < kDim / 8; ++j) {
-        o[4 * j] = from[4 * j] * sums.keep0;
-        o[4 * j + 1] = from[4 * j + 1] * sums.keep0;
-        o[4 * j + 2] = from[4 * j + 2] * sums.keep1;
-        o[4 * j + 3] = from[4 * j + 3] * sums.keep1;
+        o[4 * j] = from[4 * j] * keep0;
+        o[4 * j + 1] = from[4 * j + 1] * keep0;
+        o[4 * j + 2] = from[4 * j + 2] * keep1;
+        o[4 * j + 3] = from[4 * j + 3] * keep1;
       }
     } else {
       clear_output();
@@ -251,8 +276,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     // is the same in a warp out of its registers.
     const bool has0 = lse0 != -INFINITY;
     const bool has1 = lse1 != -INFINITY;
-    const float old0 = exp2_approx(lse0 * kLog2E - sums.less0);
-    const float old1 = exp2_approx(lse1 * kLog2E - sums.less1);
+    const float old0 = exp2_approx(lse0 * kLog2E - less0);
+    const float old1 = exp2_approx(lse1 * kLog2E - less1);
     const float weight0 = has0 ? old0 : 0.0F;
     const float weight1 = has1 ? old1 : 0.0F;
     const std::uint32_t from = tiles + L::kState + swizzled(row, c >> 1) + 8 * (c & 1);
@@ -323,30 +348,152 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     if constexpr (kWeights != PairWeights::general) release_keys();
     return (flags & kLast) != 0;
   };
+  // The highest scores of both rows.
+  const auto highest = [&](float& top0, float& top1) {
+    top0 = fmaxf(s[0], s[1]);
+    top1 = fmaxf(s[2], s[3]);
+#pragma unroll
+    for (int j = 1; j < kTile / 8; ++j) {
+      top0 = fmaxf(fmaxf(top0, s[4 * j]), s[4 * j + 1]);
+      top1 = fmaxf(fmaxf(top1, s[4 * j + 2]), s[4 * j + 3]);
+    }
+    top0 = fmaxf(top0, __shfl_xor_sync(~0U, top0, 1));
+    top1 = fmaxf(top1, __shfl_xor_sync(~0U, top1, 1));
+    top0 = fmaxf(top0, __shfl_xor_sync(~0U, top0, 2));
+    top1 = fmaxf(top1, __shfl_xor_sync(~0U, top1, 2));
+  };
+  // S becomes P, before rounding. The maximum is that of the plain scores, so P is at most 5. What
+  // look_up_weights finds has just been found.
   const auto softmax = [&](const Slot& slot) {
-    if constexpr (kWeights == PairWeights::general) {
+    float top0;
+    float top1;
+    highest(top0, top1);
+    top0 = fmaxf(less0, scale_log2 * top0);
+    top1 = fmaxf(less1, scale_log2 * top1);
+    // A row that has seen nothing yet: -inf - -inf would be NaN.
+    const float by0 = top0 == -INFINITY ? 0.0F : top0;
+    const float by1 = top1 == -INFINITY ? 0.0F : top1;
+    keep0 = exp2_approx(less0 - by0);
+    keep1 = exp2_approx(less1 - by1);
+    less0 = top0;
+    less1 = top1;
+    lessen_addends(by0, by1);
+    float add0 = 0.0F;
+    float add1 = 0.0F;
+    if constexpr (kWeights == PairWeights::periodic) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {  // one kind of columns after the other
+#pragma unroll
+        for (int j = (e >> 1) & 1; j < kTile / 8; j += 2) {
+          float& x = s[4 * j + 2 * (e >> 2) + (e & 1)];
+          x = exp2_approx(fmaf(x, scale_log2, addend[e]));
+          (e < 4 ? add0 : add1) += x;
+        }
+      }
+    } else if constexpr (kWeights == PairWeights::general) {
       const KeyStage& stage = control.keys[key_stage];
       const auto [lane, c, row] = place();
-      const std::uint32_t repeats[2] = {slot.repeats[row], slot.repeats[row + 8]};
-      sums.softmax(s, scale_log2, [&, c = c](int half, int j, int e) {
-        return control.log2_weight[repeats[half] & stage.repeats[8 * j + 2 * c + e]];
-      });
+      const std::uint32_t repeats0 = slot.repeats[row];
+      const std::uint32_t repeats1 = slot.repeats[row + 8];
+#pragma unroll
+      for (int j = 0; j < kTile / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const std::uint32_t with = stage.repeats[8 * j + 2 * c + e];
+          s[4 * j + e] = exp2_approx(
+              fmaf(s[4 * j + e], scale_log2, control.log2_weight[repeats0 & with] - by0));
+          s[4 * j + 2 + e] = exp2_approx(
+              fmaf(s[4 * j + 2 + e], scale_log2, control.log2_weight[repeats1 & with] - by1));
+          add0 += s[4 * j + e];
+          add1 += s[4 * j + 2 + e];
+        }
+      }
       release_keys();
     } else {
-      sums.softmax(s, scale_log2, [](int, int, int) { return 0.0F; });
+#pragma unroll
+      for (int j = 0; j < kTile / 8; ++j) {
+        s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, addend[0]));
+        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, addend[0]));
+        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, addend[1]));
+        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, addend[1]));
+        add0 += s[4 * j];
+        add0 += s[4 * j + 1];
+        add1 += s[4 * j + 2];
+        add1 += s[4 * j + 3];
+      }
     }
+    mark_empty_rows();
+    sum0 = fmaf(sum0, keep0, add0);
+    sum1 = fmaf(sum1, keep1, add1);
     // The compiler would wait for the products that are under way before all this. It cannot move
     // that wait above a store of the sums, which never happens: they are not negative.
     if constexpr (kWaitLate)
       asm volatile(
           "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
-          "%0;\n}\n" ::"f"(fminf(sums.sum0, sums.sum1)),
+          "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
           "r"(tiles)
           : "memory");
   };
   const auto round_weights = [&] {
 #pragma unroll
     for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+  };
+  // What exponents of rows are lessened by, where an attempt has failed.
+  const auto lessen_more = [&](const Slot& slot, bool failed0, bool failed1) {
+    const std::uint32_t quad = 0xFU << (thread_anew() & 28);  // a row's lanes
+    failed0 = (__ballot_sync(~0U, failed0) & quad) != 0;
+    failed1 = (__ballot_sync(~0U, failed1) & quad) != 0;
+    float top0;
+    float top1;
+    highest(top0, top1);
+    top0 = failed0 ? fmaxf(less0, scale_log2 * top0) : less0;
+    top1 = failed1 ? fmaxf(less1, scale_log2 * top1) : less1;
+    const float by0 = top0 == -INFINITY ? 0.0F : top0;
+    const float by1 = top1 == -INFINITY ? 0.0F : top1;
+    keep0 = failed0 ? exp2_approx(less0 - by0) : 1.0F;
+    keep1 = failed1 ? exp2_approx(less1 - by1) : 1.0F;
+    less0 = top0;
+    less1 = top1;
+    look_up_weights(slot);
+    lessen_addends(by0, by1);
+    sum0 *= keep0;
+    sum1 *= keep1;
+    scale_output(keep0, keep1);
+  };
+  // S becomes P, rounded, as if no score were much higher than those of the tiles before: no
+  // maximum is looked for, and O stays as it is: a third fewer instructions than the softmax. Where
+  // it does not hold, or a row has seen nothing, S is still there for another attempt. A row fares
+  // as if it were alone: no bit of it may follow from keys that it does not see.
+  const auto attempt_weights = [&](const Slot& slot) {
+    float add0;
+    float add1;
+    bool again = false;
+#pragma unroll 1
+    while (true) {
+      add0 = 0.0F;
+      add1 = 0.0F;
+#pragma unroll
+      for (int i = 0; i < kTile / 4; ++i) {
+        const bool second = (i & 1) != 0;  // row
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int of_row = kWeights == PairWeights::periodic ? (i & 2) + e : 0;
+          x[e] = exp2_approx(
+              fmaf(s[2 * i + e], scale_log2, addend[(second ? kAddends / 2 : 0) + of_row]));
+          (second ? add1 : add0) += x[e];
+        }
+        weights[i / 4][i % 4] = pack<T>(x[0], x[1]);
+      }
+      const bool failed0 = !(add0 <= kHighSum);  // or NaN
+      const bool failed1 = !(add1 <= kHighSum);
+      if (again || !__any_sync(~0U, failed0 || failed1)) break;
+      lessen_more(slot, failed0, failed1);
+      again = true;
+    }
+    if (again) mark_empty_rows();
+    sum0 += add0;
+    sum1 += add1;
   };
   // Scores of a tile and products with the values of the one before are under way.
   const auto finish_tile = [&](const Slot& slot) {
@@ -367,17 +514,15 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
         scale_output(factor0, factor1);
       }
       release_values();
-      sums.template attempt<T>(
-          s, weights, scale_log2, [&] { look_up_weights(slot); },
-          [&] { scale_output(sums.keep0, sums.keep1); });
+      attempt_weights(slot);
     } else {
       softmax(slot);
       products_wait<0>();
       pin(o);
-      if (kCausal && sick != 0) see_sick(sums.keep0, sums.keep1);
+      if (kCausal && sick != 0) see_sick(keep0, keep1);
       release_values();
       round_weights();
-      scale_output(sums.keep0, sums.keep1);
+      scale_output(keep0, keep1);
     }
     if constexpr (kInPieces) {
       if (pieces_left > 0 && (key_stage == 0 || slot.every_tile != 0)) add_piece(slot);
@@ -387,17 +532,16 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // What is left of a row's sums as an item ends: L, which is written, and what O is multiplied by.
   const auto end_sums = [&](const Slot& slot, float& factor0, float& factor1) {
     const auto [lane, c, row] = place();
-    sums.sum0 += __shfl_xor_sync(~0U, sums.sum0, 1);
-    sums.sum1 += __shfl_xor_sync(~0U, sums.sum1, 1);
-    sums.sum0 += __shfl_xor_sync(~0U, sums.sum0, 2);
-    sums.sum1 += __shfl_xor_sync(~0U, sums.sum1, 2);
+    sum0 += __shfl_xor_sync(~0U, sum0, 1);
+    sum1 += __shfl_xor_sync(~0U, sum1, 1);
+    sum0 += __shfl_xor_sync(~0U, sum0, 2);
+    sum1 += __shfl_xor_sync(~0U, sum1, 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = half == 0 ? sums.sum0 : sums.sum1;
+      const float sum = half == 0 ? sum0 : sum1;
       const bool empty = sum == 0.0F;
       const std::int64_t token = slot.token[row + 8 * half];
-      const float lse =
-          empty ? -INFINITY : fmaf(half == 0 ? sums.less0 : sums.less1, kLn2, __logf(sum));
+      const float lse = empty ? -INFINITY : fmaf(half == 0 ? less0 : less1, kLn2, __logf(sum));
       if (c == 0 && token >= 0) *reinterpret_cast<float*>(slot.lse + token * p.lse.row_step) = lse;
       const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;
       (half == 0 ? factor0 : factor1) = empty ? 0.0F : __fdividef(more ? 1.0F : p.out_factor, sum);

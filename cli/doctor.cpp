@@ -256,7 +256,6 @@ int doctor(World& world, const DoctorFlags& flags) {
     json["isa_usable"] = usable;
     json["isa_compiled"] = compiled;
     json["native_bf16"] = chosen.native_bf16;
-    json["native_bf16_backward"] = chosen.native_bf16_backward;
     json["peak_gflops_per_thread"] = {{"fp32", peak},
                                       {"bf16", bf16_peak > 0.0 ? Json(bf16_peak) : Json()}};
     json["transport"] = world.name();
@@ -289,9 +288,6 @@ int doctor(World& world, const DoctorFlags& flags) {
                    chosen.native_bf16 && is_forced ? ", multiplies bf16 natively" : ""));
   fact("", fmt::format("usable: {}; compiled in: {}", fmt::join(usable, ", "),
                        fmt::join(compiled, ", ")));
-  if (chosen.native_bf16 && !chosen.native_bf16_backward) {
-    fact("", "bf16 forward; avx512 does backward and the other dtypes");
-  }
   fact("", fmt::format("force another: ANNULUS_ISA={} annulus ...", usable.back()));
   fact("peak per thread",
        fmt::format("{} fp32{}", format_flops(peak),

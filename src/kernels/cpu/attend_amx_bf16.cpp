@@ -10,6 +10,7 @@
 #include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/key_places.h"
+#include "kernels/cpu/large_lse.h"
 #include "kernels/cpu/row_stream.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__)
@@ -37,6 +38,9 @@ HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
 #include "kernels/cpu/tile_pack-inl.h"
 #include "kernels/cpu/tile_pipeline-inl.h"
 #include "kernels/cpu/tile_forward-inl.h"
+#include "kernels/cpu/tile_gradient_pack-inl.h"
+#include "kernels/cpu/tile_products-inl.h"
+#include "kernels/cpu/tile_backward-inl.h"
 HWY_POP_ATTRIBUTES
 
 namespace annulus::cpu {
@@ -74,6 +78,12 @@ void forward_by_dtype(const Problem& problem, const ForwardTask& task,
                                       : g_others->forward(problem, task, scratch);
 }
 
+void backward_by_dtype(const Problem& problem, const BackwardTask& task,
+                       std::span<std::byte> scratch) {
+  return problem.dtype == DType::bf16 ? n_amx_bf16::tile_backward(problem, task, scratch)
+                                      : g_others->backward(problem, task, scratch);
+}
+
 std::int64_t packed_bytes(const Problem& problem, std::int64_t rows) {
   return problem.dtype == DType::bf16 ? n_amx_bf16::packed_bytes(problem, rows) : 0;
 }
@@ -86,6 +96,7 @@ std::vector<Implementation> amx_bf16_implementations(const Kernels& others) {
   kernels.name = "amx_bf16";
   kernels.native_bf16 = true;
   kernels.forward = &forward_by_dtype;
+  kernels.backward = &backward_by_dtype;
   kernels.packed_bytes = &packed_bytes;
   kernels.pack_keys = &n_amx_bf16::pack_tiles;
   return {{&kernels, tile_complaint(), &n_amx_bf16::tile_rate}};

@@ -9,6 +9,7 @@
 #include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/key_places.h"
+#include "kernels/cpu/large_lse.h"
 #include "kernels/cpu/row_stream.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -32,6 +33,9 @@ HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR)
 #include "kernels/cpu/tile_pack-inl.h"
 #include "kernels/cpu/tile_pipeline-inl.h"
 #include "kernels/cpu/tile_forward-inl.h"
+#include "kernels/cpu/tile_gradient_pack-inl.h"
+#include "kernels/cpu/tile_products-inl.h"
+#include "kernels/cpu/tile_backward-inl.h"
 HWY_POP_ATTRIBUTES
 
 namespace annulus::cpu {
@@ -43,6 +47,12 @@ void forward_by_dtype(const Problem& problem, const ForwardTask& task,
                       std::span<std::byte> scratch) {
   return problem.dtype == DType::bf16 ? n_amx_bf16_emulated::tile_forward(problem, task, scratch)
                                       : g_others->forward(problem, task, scratch);
+}
+
+void backward_by_dtype(const Problem& problem, const BackwardTask& task,
+                       std::span<std::byte> scratch) {
+  return problem.dtype == DType::bf16 ? n_amx_bf16_emulated::tile_backward(problem, task, scratch)
+                                      : g_others->backward(problem, task, scratch);
 }
 
 std::int64_t packed_bytes(const Problem& problem, std::int64_t rows) {
@@ -57,6 +67,7 @@ std::vector<Implementation> amx_bf16_emulated_implementations(const Kernels& oth
   kernels.name = "amx_bf16_emulated";
   kernels.native_bf16 = true;
   kernels.forward = &forward_by_dtype;
+  kernels.backward = &backward_by_dtype;
   kernels.packed_bytes = &packed_bytes;
   kernels.pack_keys = &n_amx_bf16_emulated::pack_tiles;
   const bool usable = (hwy::SupportedTargets() & HWY_AVX3) != 0;

@@ -10,6 +10,7 @@
 #include "annulus/half.h"
 #include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/cpu/large_lse.h"
 #include "kernels/cpu/row_stream.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -60,7 +61,6 @@ void backward_by_dtype(const Problem& problem, const BackwardTask& task,
 
 std::vector<Implementation> avx512_bf16_implementations() {
   static const Kernels kernels{"avx512_bf16",
-                               true,
                                true,
                                &forward_by_dtype,
                                &backward_by_dtype,

@@ -8,6 +8,7 @@
 #include "annulus/half.h"
 #include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/cpu/large_lse.h"
 #include "kernels/cpu/row_stream.h"
 
 // SSSE3 and SSE4 machines use the scalar code: none that old runs long sequences. SVE vectors have
@@ -42,10 +43,10 @@ HWY_AFTER_NAMESPACE();
 namespace annulus::cpu {
 namespace {
 
-#define ANNULUS_IMPLEMENTATION(space, label)                                      \
-  {                                                                               \
-    label, false, false, &space::forward<space::MultiplyF32>,                     \
-        &space::backward<space::MultiplyF32>, &space::dot_rows, &space::store_row \
+#define ANNULUS_IMPLEMENTATION(space, label)                                                 \
+  {                                                                                          \
+    label, false, &space::forward<space::MultiplyF32>, &space::backward<space::MultiplyF32>, \
+        &space::dot_rows, &space::store_row                                                  \
   }
 
 std::string complaint(std::int64_t target) {

@@ -6,14 +6,6 @@
 
 namespace annulus::cpu::ANNULUS_ISA {
 
-// Rows with a log-sum-exp beyond this (in units of log 2) get their exponents S - L settled: fp32
-// has rounded L by up to 2^-24 of it, which is an error of so much in every weight. What forward
-// saw is lost, but scores that large mostly leave a row one key with weight 1, which is known.
-constexpr float kLargeLse = 2048.0F;
-// By how much L of such a row may be off, per unit: rounded in the caller's tensor, in forward's
-// sum, and in some steps of a ring.
-constexpr double kLseError = 0x1p-22;
-
 template <class M, int kLd, int kFd>
 class Backward {
   using Element = typename M::Element;
@@ -258,10 +250,7 @@ class Backward {
     }
   }
 
-  // S - L of rows with a large L. A weight never exceeds 1. Where it is 1 but for what L may be
-  // off, the row has no other key that counts, and it is 1; unless other branches may have the same
-  // pair, which halves it, and L is not even known to that. Lane by lane, whatever its neighbours
-  // are.
+  // S - L of rows with a large L, lane by lane, whatever its neighbours are.
   template <bool kRepeats>
   HWY_NOINLINE void settle_scores(int block, int p) const {
     const Reach& r = reach_[p];
@@ -269,15 +258,11 @@ class Backward {
     for (int i = 0; i < r.end * kRows; ++i) {
       float* s = s_ + i * kPanel;
       for (int j = i < r.first_end * kRows ? 0 : kLanes; j < kPanel; ++j) {
-        double highest = 0;  // of the exponent
-        if constexpr (kRepeats)
-          highest = -std::log2(double{repeats_[key_repeats_[block + i] + p * kPanel + j]});
-        double x = s[j] * double{score_factor_} - lse[j];
-        const double error = std::abs(lse[j]) * kLseError;
-        const double known = task_.only_branch || error < 0.25 ? error : 0;
-        x = x >= highest - known ? highest : x;  // NaN stays
-        x = x < -200 ? -200 : x;                 // 2^x is 0 all the same
-        s[j] = lse[j] != 0 ? static_cast<float>(x / score_factor_) : s[j];
+        if (lse[j] == 0) continue;
+        const double repeats = kRepeats ? repeats_[key_repeats_[block + i] + p * kPanel + j] : 1.0F;
+        s[j] = static_cast<float>(
+            settled_exponent(s[j] * double{score_factor_}, lse[j], repeats, task_.only_branch) /
+            score_factor_);
       }
     }
   }

@@ -118,8 +118,7 @@ struct BackwardTask {
 struct Kernels {
   const char* name;  // "amx_bf16", "avx512_bf16", "avx512", "avx2", "neon", "scalar"
   // True if 16-bit brain floats are multiplied as such instead of being widened first.
-  bool native_bf16;           // in forward
-  bool native_bf16_backward;  // and in backward
+  bool native_bf16;
   void (*forward)(const Problem&, const ForwardTask&, std::span<std::byte> scratch);
   void (*backward)(const Problem&, const BackwardTask&, std::span<std::byte> scratch);
   // delta[i] = rowsum(dO * O) for one row of `head_dim` elements each; both of `dtype`.

@@ -28,6 +28,24 @@ HWY_INLINE __mmask32 not_finite(__m512i words) {
   return _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponent), exponent);
 }
 
+// Side B of products over dims, of one chunk: [D / 32][2 tiles of 16 rows]; row i of a tile has
+// dims 2i and 2i + 1 of its rows.
+inline void pack_columns(const RowStream::Ref* refs, int channel, int dims, int head_dim,
+                         std::byte* to) {
+  for (int half = 0; half < 2; ++half) {
+    for (int d = 0; d < dims; ++d) {
+      __m512 r[16];
+      ANNULUS_UNROLL(16)
+      for (int i = 0; i < 16; ++i)
+        r[i] = _mm512_castsi512_ps(row_words(refs[half * 16 + i], channel, d * 32, head_dim));
+      transpose_words(r);
+      std::byte* const tile = to + d * kPairBytes + half * kTileBytes;
+      ANNULUS_UNROLL(16)
+      for (int i = 0; i < 16; ++i) _mm512_store_ps(tile + i * kTileRowBytes, r[i]);
+    }
+  }
+}
+
 // What a chunk has.
 struct PackedChunk {
   std::int32_t min_index;  // kMaskedIndex: no row at all
@@ -75,7 +93,7 @@ class PackedBlocks {
         facts.max_index = std::max(facts.max_index, to[i]);
       }
       if (facts.min_index == kMaskedIndex) continue;  // nobody looks at it
-      pack_keys(rows, keys(block) + c * dims_ * kPairBytes);
+      pack_columns(rows, kKey, dims_, head_dim_, keys(block) + c * dims_ * kPairBytes);
       facts.poisoned = !pack_values(rows, values(block) + c * kPairBytes);
     }
   }
@@ -83,21 +101,6 @@ class PackedBlocks {
  private:
   [[nodiscard]] std::int64_t side() const {
     return static_cast<std::int64_t>(kChunks) * dims_ * kPairBytes;
-  }
-
-  void pack_keys(const RowStream::Ref* refs, std::byte* to) const {
-    for (int half = 0; half < 2; ++half) {
-      for (int d = 0; d < dims_; ++d) {
-        __m512 r[16];
-        ANNULUS_UNROLL(16)
-        for (int i = 0; i < 16; ++i)
-          r[i] = _mm512_castsi512_ps(row_words(refs[half * 16 + i], kKey, d * 32, head_dim_));
-        transpose_words(r);
-        std::byte* const tile = to + d * kPairBytes + half * kTileBytes;
-        ANNULUS_UNROLL(16)
-        for (int i = 0; i < 16; ++i) _mm512_store_ps(tile + i * kTileRowBytes, r[i]);
-      }
-    }
   }
 
   // Returns whether all are finite.

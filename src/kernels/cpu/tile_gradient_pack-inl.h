@@ -1,0 +1,62 @@
+// Rows of one chunk as tiles for backward, each a list of pairs of tiles: what is 32 wide is cut
+// into two tiles of 16. Behind tile_pack-inl.h; empty places are zeros. None of them takes out what
+// is not finite: see multiply_visible.
+
+namespace annulus::cpu::ANNULUS_ISA {
+
+// Side A of products over dims: [D / 32][2 tiles of 16 rows]. Returns whether all are finite.
+inline bool pack_rows(const RowStream::Ref* refs, int channel, int dims, int head_dim,
+                      std::byte* to) {
+  __mmask32 poison = 0;
+  for (int i = 0; i < kChunk; ++i) {
+    for (int d = 0; d < dims; ++d) {
+      const __m512i words = row_words(refs[i], channel, d * 32, head_dim);
+      poison |= not_finite(words);
+      _mm512_store_si512(to + d * kPairBytes + i * kTileRowBytes, words);
+    }
+  }
+  return poison == 0;
+}
+
+// Words 0, 32, 1, 33, ... of two rows behind each other.
+HWY_INLINE __m512i low_pairs() {
+  const __m512i i = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_or_si512(i, _mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(32)), 16));
+}
+// The same from 16 on.
+HWY_INLINE __m512i high_pairs() { return _mm512_add_epi16(low_pairs(), _mm512_set1_epi16(16)); }
+
+// Side B of products over rows: [D / 32][2 tiles of 16 dims], `step` bytes from 32 dims to the
+// next; row i of a tile has rows 2i and 2i + 1 of the chunk. Returns whether all are finite.
+inline bool pack_pairs(const RowStream::Ref* refs, int channel, int dims, int head_dim,
+                       std::int64_t step, std::byte* to) {
+  const __m512i low = low_pairs();
+  const __m512i high = high_pairs();
+  __mmask32 poison = 0;
+  for (int i = 0; i < kChunk; i += 2) {
+    for (int d = 0; d < dims; ++d) {
+      const __m512i x = row_words(refs[i], channel, d * 32, head_dim);
+      const __m512i y = row_words(refs[i + 1], channel, d * 32, head_dim);
+      poison |= not_finite(x) | not_finite(y);
+      std::byte* const at = to + d * step + i / 2 * kTileRowBytes;
+      _mm512_store_si512(at, _mm512_permutex2var_epi16(x, low, y));
+      _mm512_store_si512(at + kTileBytes, _mm512_permutex2var_epi16(x, high, y));
+    }
+  }
+  return poison == 0;
+}
+
+// Side A of products over rows: row i of a tile has dim i of all rows of the chunk. [D / 32][2
+// tiles of 16 dims], `step` bytes from 32 dims to the next.
+inline void pack_transposed(const RowStream::Ref* refs, int channel, int dims, int head_dim,
+                            std::int64_t step, std::byte* to) {
+  pack_pairs(refs, channel, dims, head_dim, step, to);
+  for (int d = 0; d < dims; ++d) {
+    for (int half = 0; half < 2; ++half) {
+      auto* const tile = reinterpret_cast<float*>(to + d * step + half * kTileBytes);
+      transpose_block(tile, kLanes, tile, kLanes);
+    }
+  }
+}
+
+}  // namespace annulus::cpu::ANNULUS_ISA

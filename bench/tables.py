@@ -229,7 +229,7 @@ def tiles_longnet(rows):
         [
             [
                 r["head_dim"],
-                KIND[r["causal"]],
+                KIND[r["causal"]] + (", and backward" if r.get("backward") else ""),
                 f"{r['annulus']['median']:.3f}",
                 f"{r['pytorch']['median']:.3f}",
                 f"**{r['ratio']:.2f}x**",

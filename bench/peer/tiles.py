@@ -8,6 +8,7 @@ PyTorch. A run counts where PyTorch reaches 2.0 (D 64) and 2.7 TFLOP/s (D 128) w
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -24,6 +25,7 @@ from versus_pytorch import (
     commit,
     cpu_name,
     longnet_pytorch,
+    longnet_pytorch_backward,
     make,
     pairs,
     relative_rms,
@@ -148,25 +150,35 @@ def finish(direction, tokens, dim, causal, threads, flops, a, b, found):
     return row
 
 
-def longnet_case(tokens, dim, causal, threads, seconds):
+def longnet_case(tokens, dim, causal, backward, threads, seconds):
     shape = (1, tokens, HEADS, dim)
-    q, k, v = make(shape, "bf16", 3)
+    q, k, v, dout = make(shape, "bf16", 4)
     o, lse = torch.empty_like(q), torch.empty(shape[:3])
+    grads = [torch.empty_like(q) for _ in range(3)]
     torch.set_num_threads(threads)
     branches = list(zip(SEGMENTS, DILATIONS))
-    ring = Annulus(shape, "bf16", causal, branches=branches, threads=threads, backward=False)
-    ring.forward(q, k, v, o, lse)
+    ring = Annulus(shape, "bf16", causal, branches=branches, threads=threads, backward=backward)
+
+    def ours():
+        ring.forward(q, k, v, o, lse)
+        if backward:
+            ring.backward(q, k, v, o, lse, dout, *grads)
 
     def theirs():
-        return longnet_pytorch(q, k, v, causal, HEADS)
+        out, total = longnet_pytorch(q, k, v, causal, HEADS)
+        if not backward:
+            return [out]
+        return longnet_pytorch_backward(q, k, v, out, total, dout, causal, HEADS)
 
-    expected, _ = theirs()
-    difference = relative_rms(o, expected)
-    a, b = alternate([lambda: ring.forward(q, k, v, o, lse), theirs], seconds)
+    ours()
+    found = grads if backward else [o]
+    difference = max(relative_rms(x, expected) for x, expected in zip(found, theirs()))
+    a, b = alternate([ours, theirs], seconds)
     row = {
         "tokens": tokens,
         "head_dim": dim,
         "causal": causal,
+        "backward": backward,
         "threads": threads,
         "annulus": summary(a),
         "pytorch": summary(b),
@@ -174,8 +186,9 @@ def longnet_case(tokens, dim, causal, threads, seconds):
         "relative_difference": difference,
     }
     print(
-        f"longnet  s={tokens} D={dim} {'causal' if causal else 'full'}: {row['annulus']['median']:.3f} s, PyTorch "
-        f"{row['pytorch']['median']:.3f} s: {row['ratio']:.2f}x, differ by {difference:.1e}",
+        f"longnet  s={tokens} D={dim} {'causal' if causal else 'full'}{', and backward' if backward else ''}: "
+        f"{row['annulus']['median']:.3f} s, PyTorch {row['pytorch']['median']:.3f} s: {row['ratio']:.2f}x, "
+        f"differ by {difference:.1e}",
         flush=True,
     )
     return row
@@ -241,9 +254,8 @@ def main():
         ],
         "dilated": [lambda d=d: dilated_case(d, args.threads, args.seconds) for d in (64, 128)],
         "longnet": [
-            lambda d=d, causal=causal: longnet_case(131072, d, causal, args.threads, args.seconds)
-            for d in (64, 128)
-            for causal in (False, True)
+            lambda c=c: longnet_case(131072, *c, args.threads, args.seconds)
+            for c in itertools.product((64, 128), (False, True), (False, True))
         ],
     }
     for suite in args.suite:

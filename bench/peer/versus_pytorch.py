@@ -341,6 +341,28 @@ def longnet_pytorch(q, k, v, causal, heads):
     return out.to(q.dtype), total
 
 
+def longnet_pytorch_backward(q, k, v, out, lse, dout, causal, heads):
+    """Its gradients, as one writes them: flash attention's per branch and offset, with the merged output and log-sum-exp. One batch
+    entry."""
+    _, tokens, _, dim = q.shape
+    sums = [torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)]
+    for w, r in zip(SEGMENTS, DILATIONS):
+        per = -(-heads // r)
+        for offset in range(-(-heads // per)):
+            h = slice(offset * per, min(heads, (offset + 1) * per))
+            parts = [
+                t[:, offset::r, h].reshape(tokens // w, w // r, -1, dim).transpose(1, 2)
+                for t in (dout, q, k, v, out)
+            ]
+            l_s = lse[:, offset::r, h].reshape(tokens // w, w // r, -1).transpose(1, 2)
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *parts, l_s, 0.0, causal
+            )
+            for total, part in zip(sums, grads):
+                total[:, offset::r, h] += part.transpose(1, 2).reshape(1, tokens // r, -1, dim)
+    return [total.to(q.dtype) for total in sums]
+
+
 def suite_longnet(args):
     rows = []
     for dtype in args.dtypes:

@@ -1,4 +1,4 @@
-"""Draws docs/images/*.svg from the results of bench/peer/versus_pytorch.py or bench/cuda/gpu_bench.py:
+"""Draws docs/images/*.svg from the results of bench/peer/versus_pytorch.py, bench/cuda/gpu_bench.py or bench/simulator.py:
 
 .venv/bin/python bench/plot.py bench/results/FILE.json
 """
@@ -93,12 +93,57 @@ def draw_gpu(result, images):
     figure.savefig(images / "h200.svg", metadata={"Date": None})
 
 
+def draw_sweep(result, images):
+    """Time of a pass and how much of it is hidden over the number of ranks, by placement and schedule."""
+    rows = result["sweep"]["rows"]
+    colours = {"contiguous": "#c9a227", "zigzag": OURS, "striped": "#8b3a62"}
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.9), layout="constrained")
+    for placement, colour in colours.items():
+        for schedule, style in (("ring", "-"), ("gather", ":")):
+            line = [r for r in rows if r["placement"] == placement and r["schedule"] == schedule]
+            ranks = [r["ranks"] for r in line]
+            label = f"{placement}, {schedule}"
+            total = [r["forward"]["seconds"] + r["backward"]["seconds"] for r in line]
+            axes[0].plot(ranks, total, style, color=colour, marker="o", markersize=3, label=label)
+            overlap = [100 * r["backward"]["overlap"] for r in line]
+            axes[1].plot(ranks, overlap, style, color=colour, marker="o", markersize=3)
+            memory = [r["memory"]["total_bytes"] / 1e9 for r in line]
+            axes[2].plot(ranks, memory, style, color=colour, marker="o", markersize=3)
+    first = [r for r in rows if r["placement"] == "zigzag" and r["schedule"] == "ring"]
+    ideal = [
+        sum(first[0][p]["compute_seconds"] for p in ("forward", "backward")) * first[0]["ranks"] / r["ranks"] for r in first
+    ]
+    axes[0].plot([r["ranks"] for r in first], ideal, color=ROOF, linewidth=1, linestyle="--", label="compute, shared evenly")
+    titles = ("forward and backward, seconds", "backward: hidden of the shorter part, %", "memory of a rank, GB")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([r["ranks"] for r in first], [r["ranks"] for r in first], fontsize=8)
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_xlabel("ranks", fontsize=8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[0].set_yscale("log")
+    axes[1].set_ylim(0, 105)
+    axes[2].set_yscale("log")
+    axes[0].legend(fontsize=7, frameon=False)
+    figure.suptitle(
+        f"Simulated: dense causal attention over 1M tokens, 16 heads of 128, bf16, on '{result['sweep']['cluster']['name']}'",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    figure.savefig(images / "simulated_sweep.svg", metadata={"Date": None})
+
+
 def main():
     result = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))
     images = ROOT / "docs/images"
     images.mkdir(parents=True, exist_ok=True)
     if "cases" in result:
         draw_gpu(result, images)
+        return
+    if "sweep" in result:
+        draw_sweep(result, images)
         return
     for direction in ("forward", "backward"):
         rows = result["suites"].get(direction)

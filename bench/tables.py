@@ -153,6 +153,46 @@ def planning(rows):
     )
 
 
+def simulator(rows):
+    """One line per ring and pass, a column per speed of the links."""
+    speeds = sorted({r["link_over_step"] for r in rows})
+    found = {}
+    for r in rows:
+        key = (r["pattern"], r["ranks"], r["schedule"], r["pass"])
+        found.setdefault(key, {})[r["link_over_step"]] = (
+            f"{1e3 * r['measured_seconds']:.0f} / {1e3 * r['predicted_seconds']:.0f}: {100 * (r['ratio'] - 1):+.1f} %"
+        )
+    names = [f"{speed:g} of a step" if speed else "no limit" for speed in speeds]
+    return table(
+        ["pattern", "ranks", "schedule", "pass", *names],
+        [[*key, *(line[speed] for speed in speeds)] for key, line in found.items()],
+    )
+
+
+def simulated(rows):
+    def seconds(value):
+        return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
+
+    return table(
+        ["plan", "steps", "forward", "overlap", "backward", "overlap", "memory GB", "busiest link of backward", "CPU s", "MB"],
+        [
+            [
+                r["case"],
+                f"{r['steps']:,}",
+                seconds(r["forward"]["seconds"]),
+                f"{100 * r['forward']['overlap']:.1f} %",
+                seconds(r["backward"]["seconds"]),
+                f"{100 * r['backward']['overlap']:.1f} %",
+                f"{r['memory']['total_bytes'] / 1e9:.1f}",
+                f"{r['backward']['busiest_link']}, {100 * r['backward']['busiest_link_seconds'] / r['backward']['seconds']:.0f} %",
+                f"{r['cpu_seconds']:.1f}",
+                f"{r['peak_bytes'] / 1e6:.0f}",
+            ]
+            for r in rows
+        ],
+    )
+
+
 def gpu(rows):
     return table(
         ["case", "ours ms", "peer ms", "peer", "ours / peer", "TFLOP/s"],
@@ -262,6 +302,8 @@ TABLES = {
     "ring": ring,
     "scaling": scaling,
     "planning": planning,
+    "simulator": simulator,
+    "simulated": simulated,
 }
 
 

@@ -29,6 +29,7 @@ using Action = std::function<int()>;
 void add_run(CLI::App& tool, Action& chosen);
 void add_verify(CLI::App& tool, Action& chosen);
 void add_plan(CLI::App& tool, Action& chosen);
+void add_simulate(CLI::App& tool, Action& chosen);
 void add_bench(CLI::App& tool, Action& chosen);
 void add_doctor(CLI::App& tool, Action& chosen);
 

@@ -24,6 +24,7 @@ constexpr const char* kFooter = R"(Start here:
   annulus run               attention over a ring of four ranks, forward and backward
   annulus verify            many small configurations against an fp64 oracle
   annulus plan --svg p.svg  a picture of who computes and sends what
+  annulus simulate          how long that takes on a cluster that you describe
   annulus COMMAND --help    flags and examples
 
 Environment: ANNULUS_ISA forces an instruction set, ANNULUS_THREADS the number of threads,
@@ -63,6 +64,7 @@ int main_in_namespace(int argc, char** argv) {
     add_run(tool, chosen);
     add_verify(tool, chosen);
     add_plan(tool, chosen);
+    add_simulate(tool, chosen);
     add_bench(tool, chosen);
     add_doctor(tool, chosen);
     if (argc == 1) {
@@ -88,7 +90,7 @@ int main_in_namespace(int argc, char** argv) {
       const std::string help = command.starts_with('-') ? "annulus" : "annulus " + command;
       return refuse(std::string(error.what()) + "; see '" + help + " --help'", json);
     }
-    if (launch.size > 1 && (command == "plan" || command == "bench")) {
+    if (launch.size > 1 && (command == "plan" || command == "simulate" || command == "bench")) {
       return refuse(
           fmt::format("'annulus {}' is for one process, found {}: start it without mpirun", command,
                       launch.size),

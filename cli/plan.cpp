@@ -18,6 +18,7 @@
 #include "plan/traffic.h"
 #include "ring/agreement.h"
 #include "ring/option_check.h"
+#include "ring/plans.h"
 #include "ring/schedule.h"
 
 namespace annulus::cli {
@@ -43,24 +44,6 @@ struct PlanFlags {
   bool json = false;
 };
 
-// Bytes that a row costs in a message, per head that travels. A K/V pair in forward; in backward
-// also what comes back: fp32 dK and dV, or fp32 dQ for Q, dO, log-sum-exp and deltas.
-struct RowBytes {
-  std::int64_t there = 0;
-  std::int64_t back = 0;
-};
-
-RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
-  const auto row =
-      options.batch * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
-  const std::int64_t wide = options.batch * options.head_dim * 4;
-  if (travel == Travel::keys) return {2 * row, gradients ? 2 * wide : 0};
-  Computation computation;
-  computation.pattern = &options.pattern;
-  computation.mix_gradient = options.mix_gradient;
-  return {2 * row + options.batch * 4 * computation.statistics_width(), wide};
-}
-
 // The plan that RingAttention would make, schedule `auto` resolved by the same rule.
 Plan make_plan(const RingOptions& options, Travel travel, int rank) {
   const auto make = [&](Schedule schedule, Travel side) {
@@ -72,7 +55,7 @@ Plan make_plan(const RingOptions& options, Travel travel, int rank) {
   if (schedule != Schedule::automatic) return make(schedule, travel);
   const Plan keys = make(Schedule::ring, Travel::keys);
   const Schedule chosen =
-      ring::choose_schedule(keys, options, row_bytes(options, Travel::keys, false).there);
+      ring::choose_schedule(keys, options, ring::row_bytes(options, Travel::keys, false).there);
   return travel == Travel::keys ? keys.with_schedule(chosen) : make(chosen, travel);
 }
 
@@ -90,13 +73,13 @@ std::int64_t bytes_of(std::int64_t unit_rows, std::int64_t row) {
 // Sent by all ranks, with the records by which they agree on the call: what a transport would
 // count.
 std::int64_t forward_bytes(const RingOptions& options, const Plan& plan) {
-  return bytes_of(plan.total_unit_rows(), row_bytes(options, Travel::keys, false).there) +
+  return bytes_of(plan.total_unit_rows(), ring::row_bytes(options, Travel::keys, false).there) +
          plan.ranks() * ring::agreement_bytes(plan.ranks());
 }
 
 std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
   const std::int64_t agreement = plan.ranks() * ring::agreement_bytes(plan.ranks());
-  const RowBytes bytes = row_bytes(options, plan.options().travel, true);
+  const ring::RowBytes bytes = ring::row_bytes(options, plan.options().travel, true);
   if (!options.reproducible)
     return bytes_of(plan.total_unit_rows(), bytes.there + bytes.back) + agreement;
   // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
@@ -105,7 +88,7 @@ std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
     const Plan side({options.pattern, options.placement, options.placement, options.kv_heads,
                      Schedule::gather, travel},
                     plan.rank());
-    sum += bytes_of(side.total_unit_rows(), row_bytes(options, travel, true).there);
+    sum += bytes_of(side.total_unit_rows(), ring::row_bytes(options, travel, true).there);
   }
   return sum;
 }

@@ -33,6 +33,7 @@ PUBLIC_HEADERS = {
     "mpi.h": "transport",
     "ring_check.h": "transport",
     "ring_attention.h": "ring",
+    "simulate.h": "simulate",
 }
 
 SUFFIXES = {".h", ".hpp", ".cpp", ".cc", ".cu", ".cuh"}

@@ -273,7 +273,7 @@ TEST_F(Cli, OutOfMemoryHasItsOwnExitCode) {
 // --- the other commands --------------------------------------------------------------------------
 
 TEST_F(Cli, HelpTeachesByExamples) {
-  for (const char* command : {"run", "verify", "plan", "bench", "doctor"}) {
+  for (const char* command : {"run", "verify", "plan", "simulate", "bench", "doctor"}) {
     const Outcome outcome = annulus({command, "--help"});
     EXPECT_EQ(outcome.code, 0);
     EXPECT_NE(outcome.out.find(std::string("Examples:\n  annulus ") + command), std::string::npos);

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -125,7 +126,10 @@ class Traffic;
 class Plan {
  public:
   Plan(PlanOptions options, int rank);
-  // Every rank's view; parcels are built once. For pictures and tests: all together they are large.
+  // Every rank's view, one after the other; parcels are built once. A view ends with its visit.
+  static void for_each_rank(const PlanOptions& options,
+                            const std::function<void(const Plan&)>& visit);
+  // The same all at once. For pictures and tests: together they are large.
   [[nodiscard]] static std::vector<Plan> of_all_ranks(const PlanOptions& options);
   // The same parcels under another schedule; shares them.
   [[nodiscard]] Plan with_schedule(Schedule schedule) const;

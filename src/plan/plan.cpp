@@ -146,13 +146,13 @@ Plan::Plan(PlanOptions options, int rank, std::shared_ptr<const Parts> parts)
   make_hops();
 }
 
-std::vector<Plan> Plan::of_all_ranks(const PlanOptions& options) {
+void Plan::for_each_rank(const PlanOptions& options,
+                         const std::function<void(const Plan&)>& visit) {
   check(options, 0);
   const std::vector<HeadClass> classes = head_classes(options);
   BuiltParcels built = build_parcels(options, classes, kEveryRank);
   const auto traffic = std::make_shared<const Traffic>(std::move(built.sets),
                                                        std::move(built.flows), built.parcel_count);
-  std::vector<Plan> views;
   for (int rank = 0; rank < options.queries.ranks(); ++rank) {
     auto parts = std::make_shared<Parts>();
     parts->classes = classes;
@@ -160,8 +160,13 @@ std::vector<Plan> Plan::of_all_ranks(const PlanOptions& options) {
     std::copy_if(
         built.parcels.begin(), built.parcels.end(), std::back_inserter(parts->parcels),
         [&](const Parcel& parcel) { return traffic->rank_sets().contains(parcel.rank_set, rank); });
-    views.push_back(Plan(options, rank, std::move(parts)));
+    visit(Plan(options, rank, std::move(parts)));
   }
+}
+
+std::vector<Plan> Plan::of_all_ranks(const PlanOptions& options) {
+  std::vector<Plan> views;
+  for_each_rank(options, [&](const Plan& view) { views.push_back(view); });
   return views;
 }
 

@@ -28,7 +28,7 @@ int Traffic::steps(Schedule schedule) const {
   return schedule == Schedule::ring ? longest_ : std::min(longest_, 1);
 }
 
-void Traffic::for_each_ring_step(bool downwards, Visit visit) const {
+void Traffic::for_each_ring_hop_list(bool downwards, VisitHops visit) const {
   struct Traveller {
     int rank;  // where it is
     const Flow* flow;
@@ -36,24 +36,51 @@ void Traffic::for_each_ring_step(bool downwards, Visit visit) const {
   std::vector<Traveller> travellers;
   travellers.reserve(flows_.size());
   for (const Flow& flow : flows_) travellers.push_back({flow.owner, &flow});
-  std::vector<std::int64_t> received(static_cast<std::size_t>(sets_.ranks()));
-  std::vector<std::int64_t> sent(received.size());
+  std::vector<FlowHop> hops;
+  hops.reserve(flows_.size());
   for (int step = 1; step <= longest_; ++step) {
-    std::fill(received.begin(), received.end(), 0);
-    std::fill(sent.begin(), sent.end(), 0);
+    hops.clear();
     std::size_t kept = 0;
     for (const Traveller& traveller : travellers) {
       const Flow& flow = *traveller.flow;
       const int next = downwards ? sets_.previous(flow.rank_set, traveller.rank)
                                  : sets_.next(flow.rank_set, traveller.rank);
       if (next == flow.owner) continue;  // once round
-      sent[static_cast<std::size_t>(traveller.rank)] += flow.unit_rows;
-      received[static_cast<std::size_t>(next)] += flow.unit_rows;
+      hops.push_back({traveller.rank, next, flow.owner, flow.unit_rows});
       travellers[kept++] = {next, &flow};
     }
     travellers.resize(kept);
-    visit(received, sent);
+    visit(hops);
   }
+}
+
+void Traffic::for_each_ring_step(bool downwards, Visit visit) const {
+  std::vector<std::int64_t> received(static_cast<std::size_t>(sets_.ranks()));
+  std::vector<std::int64_t> sent(received.size());
+  for_each_ring_hop_list(downwards, [&](std::span<const FlowHop> hops) {
+    std::fill(received.begin(), received.end(), 0);
+    std::fill(sent.begin(), sent.end(), 0);
+    for (const FlowHop& hop : hops) {
+      sent[static_cast<std::size_t>(hop.from)] += hop.unit_rows;
+      received[static_cast<std::size_t>(hop.to)] += hop.unit_rows;
+    }
+    visit(received, sent);
+  });
+}
+
+void Traffic::for_each_hop_list(Schedule schedule, VisitHops visit) const {
+  if (schedule == Schedule::ring) {
+    for_each_ring_hop_list(downwards_, visit);
+    return;
+  }
+  if (longest_ == 0) return;
+  std::vector<FlowHop> hops;
+  for (const Flow& flow : flows_) {
+    for (const int rank : sets_.members(flow.rank_set)) {
+      if (rank != flow.owner) hops.push_back({flow.owner, rank, flow.owner, flow.unit_rows});
+    }
+  }
+  visit(hops);
 }
 
 void Traffic::for_each_step(Schedule schedule, Visit visit) const {

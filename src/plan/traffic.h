@@ -43,11 +43,23 @@ class Traffic {
   };
   [[nodiscard]] std::vector<RankSum> rank_sums(Schedule schedule) const;
 
+  // One flow on its way in one step.
+  struct FlowHop {
+    int from = 0;
+    int to = 0;
+    int owner = 0;
+    std::int64_t unit_rows = 0;
+  };
+  // visit(hops) for steps 1, 2, ...: everything that moves in that step, in no particular order.
+  using VisitHops = FunctionRef<void(std::span<const FlowHop>)>;
+  void for_each_hop_list(Schedule schedule, VisitHops visit) const;
+
   // visit(received, sent) for steps 1, 2, ...: rows x units of every rank in that step.
   using Visit = FunctionRef<void(std::span<const std::int64_t>, std::span<const std::int64_t>)>;
   void for_each_step(Schedule schedule, Visit visit) const;
 
  private:
+  void for_each_ring_hop_list(bool downwards, VisitHops visit) const;
   void for_each_ring_step(bool downwards, Visit visit) const;
   // Sums of a ring that runs one way, and what it waits for in lockstep: in each step the rank that
   // gets most.

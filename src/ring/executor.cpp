@@ -11,7 +11,7 @@
 #include "annulus/error.h"
 #include "ring/option_check.h"
 #include "ring/option_text.h"
-#include "ring/schedule.h"
+#include "ring/plans.h"
 
 namespace annulus {
 
@@ -133,46 +133,11 @@ void RingAttention::Impl::check_options() const {
 }
 
 void RingAttention::Impl::make_plans() {
-  const auto plan = [&](Schedule s, Travel t) {
-    return std::make_unique<Plan>(
-        PlanOptions{options.pattern, options.placement, options.placement, options.kv_heads, s, t},
-        rank);
-  };
-  const auto element = static_cast<std::int64_t>(size_of(options.dtype));
-  const std::int64_t key_bytes = options.batch * options.head_dim * 2 * element;
-  if (options.reproducible) {
-    schedule = Schedule::gather;
-    key_plan = plan(schedule, Travel::keys);
-  } else if (options.schedule != Schedule::automatic) {
-    schedule = options.schedule;
-    key_plan = plan(schedule, Travel::keys);
-  } else {
-    key_plan = plan(Schedule::ring, Travel::keys);
-    schedule = ring::choose_schedule(*key_plan, options, key_bytes);
-    if (schedule == Schedule::gather)
-      key_plan = std::make_unique<Plan>(key_plan->with_schedule(schedule));
-  }
-  if (!options.backward) return;
-  if (options.reproducible) {
-    query_plan = plan(schedule, Travel::queries);
-    return;
-  }
-  if (options.backward_travel == BackwardTravel::keys || transport->size() == 1) return;
-  // Per row and visit: K and V there, fp32 dK and dV back; or Q, dO and statistics there, fp32 dQ
-  // back.
-  query_plan = plan(schedule, Travel::queries);
-  const auto total = [&](const Plan& p, std::int64_t row) {
-    return static_cast<double>(p.total_unit_rows()) * static_cast<double>(row);
-  };
-  const double keys = total(*key_plan, 2 * options.head_dim * (element + 4));
-  const double queries =
-      total(*query_plan, 2 * options.head_dim * element + 4 * computation.statistics_width() +
-                             4 * options.head_dim);
-  if (options.backward_travel == BackwardTravel::queries || queries < keys) {
-    travel = Travel::queries;
-  } else {
-    query_plan.reset();
-  }
+  ring::Plans plans = ring::make_plans(options, rank);
+  schedule = plans.schedule;
+  travel = plans.travel;
+  key_plan = std::move(plans.keys);
+  query_plan = std::move(plans.queries);
 }
 
 void RingAttention::Impl::make_couriers() {

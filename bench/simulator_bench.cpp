@@ -1,0 +1,260 @@
+// The simulator against passes of in-process rings whose links are limited:
+//
+//   build/release/bench/simulator_bench [rounds] > measured.json
+//
+// One thread computes, whatever the number of ranks: they share it, and the described cluster says
+// so. Its FLOP/s are those of one rank with the same pattern, measured in every round between the
+// rings, so that a busy machine slows both sides alike.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "annulus/in_process.h"
+#include "annulus/ring_attention.h"
+#include "annulus/simulate.h"
+
+namespace annulus {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kHeads = 2;
+constexpr int kDim = 64;
+
+struct Seconds {
+  double forward = 0;
+  double backward = 0;
+};
+
+// An executor per rank, with tensors, on a ring of its own.
+class Runner {
+ public:
+  Runner(RingOptions options, double bytes_per_second)
+      : options_(std::move(options)),
+        ring_(make_in_process_ring(options_.placement.ranks(),
+                                   {.bytes_per_second = bytes_per_second})),
+        ranks_(ring_.size()) {}
+
+  // Ranks meet before every pass: it lasts from the last start to the last end.
+  Seconds run() {
+    run_in_process(ring_, [&](Transport& transport) {
+      Rank& rank = ranks_[static_cast<std::size_t>(transport.rank())];
+      if (rank.attention == nullptr) prepare(rank, transport);
+      const std::int64_t n = options_.placement.local_tokens(transport.rank());
+      const auto view = [&](std::vector<float>& data) {
+        return TensorView(data.data(), DType::f32, {1, n, kHeads, kDim});
+      };
+      const TensorView q = view(rank.q);
+      const TensorView lse(rank.lse.data(), DType::f32, {1, n, kHeads});
+      rank.times[0] = Clock::now();
+      rank.attention->forward(q, q, q, view(rank.o), lse);
+      rank.times[1] = Clock::now();
+      rank.attention->backward(q, q, q, view(rank.o), lse, q, view(rank.dq), view(rank.dk),
+                               view(rank.dv));
+      rank.times[2] = Clock::now();
+    });
+    const auto last = [&](int which) {
+      Clock::time_point time = ranks_[0].times[which];
+      for (const Rank& rank : ranks_) time = std::max(time, rank.times[which]);
+      return time;
+    };
+    const auto between = [&](int a, int b) {
+      return std::chrono::duration<double>(last(b) - last(a)).count();
+    };
+    return {between(0, 1), between(1, 2)};
+  }
+
+  [[nodiscard]] const RingOptions& options() const { return options_; }
+
+ private:
+  struct Rank {
+    std::unique_ptr<RingAttention> attention;
+    std::vector<float> q, o, lse, dq, dk, dv;
+    Clock::time_point times[3];
+  };
+
+  void prepare(Rank& rank, Transport& transport) {
+    rank.attention = std::make_unique<RingAttention>(options_, transport);
+    const std::int64_t n = options_.placement.local_tokens(transport.rank());
+    std::mt19937 random(static_cast<unsigned>(transport.rank()));
+    std::normal_distribution<float> normal;
+    rank.q.resize(static_cast<std::size_t>(n * kHeads * kDim));
+    for (float& x : rank.q) x = normal(random);
+    rank.o = rank.dq = rank.dk = rank.dv = rank.q;
+    rank.lse.resize(static_cast<std::size_t>(n * kHeads));
+  }
+
+  RingOptions options_;
+  std::vector<std::unique_ptr<Transport>> ring_;
+  std::vector<Rank> ranks_;
+};
+
+// Of copies, bytes that are read and written per second.
+double copy_rate() {
+  std::vector<char> from(std::size_t{1} << 25, 1);
+  std::vector<char> to(from.size(), 2);
+  double best = 1e9;
+  for (int i = 0; i < 5; ++i) {
+    const auto start = Clock::now();
+    std::memcpy(to.data(), from.data(), from.size());
+    best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count());
+    from[static_cast<std::size_t>(to[0])] = static_cast<char>(i);  // and nothing is left out
+  }
+  return 2 * static_cast<double>(from.size()) / best;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+struct Problem {
+  const char* name;
+  Pattern pattern;
+  std::int64_t tokens;
+  const char* placement;
+};
+
+RingOptions options_of(const Problem& problem, int ranks, Schedule schedule) {
+  RingOptions options{problem.pattern, Placement::named(problem.placement, problem.tokens, ranks)};
+  options.kv_heads = kHeads;
+  options.head_dim = kDim;
+  options.schedule = schedule;
+  options.threads = 1;
+  return options;
+}
+
+Cluster described(int ranks, double bytes_per_second, double copies, const Seconds& alone,
+                  const RingOptions& options_alone) {
+  Cluster cluster;
+  cluster.name = "one thread";
+  cluster.ranks_per_host = cluster.ranks_per_processor = ranks;
+  cluster.copy_bytes_per_second = copies;
+  cluster.inside = {"link", bytes_per_second, 0, false};
+  cluster.forward_flops_per_second = cluster.backward_flops_per_second = 1;  // until known
+  const Forecast one = simulate(options_alone, cluster_preset("h200"));
+  cluster.forward_flops_per_second = one.forward.computed_flops / alone.forward;
+  cluster.backward_flops_per_second = one.backward->computed_flops / alone.backward;
+  return cluster;
+}
+
+struct Setting {
+  int ranks;
+  Schedule schedule;
+  double factor;  // link time of a shard's rows over the compute of one step; 0: no limit
+  double bytes_per_second;
+  std::unique_ptr<Runner> runner;
+  std::vector<double> measured[2];  // forward, backward
+  std::vector<double> predicted[2];
+};
+
+std::string rows_of(const Problem& problem, int rounds, double copies) {
+  Runner alone(options_of(problem, 1, Schedule::ring), 0);
+  Seconds first = alone.run();
+  for (int i = 0; i < 2; ++i) {
+    const Seconds again = alone.run();
+    first = {std::min(first.forward, again.forward), std::min(first.backward, again.backward)};
+  }
+  std::vector<Setting> settings;
+  for (const int ranks : {2, 4, 8}) {
+    for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
+      for (const double factor : {0.0, 0.5, 3.0}) {
+        const double shard = static_cast<double>(problem.tokens) / ranks * kHeads * 2 * kDim * 4;
+        const double rate = factor > 0 ? shard / (factor * first.forward / ranks) : 0.0;
+        settings.push_back({ranks,
+                            schedule,
+                            factor,
+                            rate,
+                            std::make_unique<Runner>(options_of(problem, ranks, schedule), rate),
+                            {},
+                            {}});
+        (void)settings.back().runner->run();  // memory is touched, threads are there
+      }
+    }
+  }
+  for (int round = 0; round < rounds; ++round) {
+    Seconds before = alone.run();
+    for (Setting& setting : settings) {
+      const Seconds measured = setting.runner->run();
+      const Seconds after = alone.run();
+      const Seconds mean{(before.forward + after.forward) / 2,
+                         (before.backward + after.backward) / 2};
+      before = after;
+      const Forecast forecast = simulate(
+          setting.runner->options(),
+          described(setting.ranks, setting.bytes_per_second, copies, mean, alone.options()));
+      setting.measured[0].push_back(measured.forward);
+      setting.measured[1].push_back(measured.backward);
+      setting.predicted[0].push_back(forecast.forward.seconds);
+      setting.predicted[1].push_back(forecast.backward->seconds);
+    }
+    std::fprintf(stderr, "%s: round %d of %d\n", problem.name, round + 1, rounds);
+  }
+  std::string text;
+  for (const Setting& setting : settings) {
+    for (const int pass : {0, 1}) {
+      std::vector<double> ratios;
+      for (std::size_t i = 0; i < setting.measured[pass].size(); ++i)
+        ratios.push_back(setting.predicted[pass][i] / setting.measured[pass][i]);
+      const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
+      text += fmt::format(
+          "{}{{\"pattern\": \"{}\", \"tokens\": {}, \"placement\": \"{}\", \"ranks\": {}, "
+          "\"schedule\": \"{}\", \"pass\": \"{}\", \"link_over_step\": {}, "
+          "\"bytes_per_second\": {:.6g}, \"measured_seconds\": {:.6g}, "
+          "\"predicted_seconds\": {:.6g}, \"ratio\": {:.4f}, \"ratio_least\": {:.4f}, "
+          "\"ratio_most\": {:.4f}}}",
+          text.empty() ? "  " : ",\n  ", problem.name, problem.tokens, problem.placement,
+          setting.ranks, name_of(setting.schedule), pass == 0 ? "forward" : "backward",
+          setting.factor, setting.bytes_per_second, median(setting.measured[pass]),
+          median(setting.predicted[pass]), median(ratios), *least, *most);
+    }
+  }
+  return text;
+}
+
+int run(int rounds) {
+  const std::vector<std::int64_t> segments{1024, 8192};
+  const std::vector<std::int64_t> dilations{1, 4};
+  const std::vector<Problem> problems = {
+      {"dense", dense(kHeads), 3072, "contiguous"},
+      {"dense causal", dense(kHeads, true), 4096, "zigzag"},
+      {"LongNet", longnet(kHeads, segments, dilations), 8192, "contiguous"}};
+  const double copies = copy_rate();
+  std::string rows;
+  for (const Problem& problem : problems)
+    rows += (rows.empty() ? "" : ",\n") + rows_of(problem, rounds, copies);
+  fmt::print(
+      "{{\"rounds\": {}, \"heads\": {}, \"head_dim\": {}, \"copy_bytes_per_second\": {:.4g},"
+      "\n \"rows\": [\n{}\n ]}}\n",
+      rounds, kHeads, kDim, copies, rows);
+  return 0;
+}
+
+}  // namespace
+}  // namespace annulus
+
+int main(int argc, char** argv) {
+  try {
+    const int rounds = argc > 1 ? std::atoi(argv[1]) : 7;
+    if (rounds < 1) {
+      std::fprintf(stderr, "simulator_bench: rounds is %s, expected 1 or more\n", argv[1]);
+      return 2;
+    }
+    return annulus::run(rounds);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "simulator_bench: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,174 @@
+#include "simulate/step_work.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <numeric>
+#include <span>
+#include <utility>
+
+#include "pattern/shared_pairs.h"
+#include "plan/pair_counts.h"
+#include "plan/traffic.h"
+
+namespace annulus::simulation {
+namespace {
+
+// By branch and head: the segment length within which another branch computes the pairs; 0: none.
+using HostSegments = std::vector<std::vector<std::int64_t>>;
+
+HostSegments host_segments(const Plan& plan, bool share) {
+  const Pattern& pattern = plan.pattern();
+  HostSegments segments(pattern.branches.size(),
+                        std::vector<std::int64_t>(static_cast<std::size_t>(pattern.heads), 0));
+  if (!share) return segments;
+  const PairSpace space{plan.query_placement().tokens(), pattern.mask(), plan.self_attention()};
+  for (int head = 0; head < pattern.heads; ++head) {
+    const std::vector<PairSharing> sharing = share_pairs(pattern, space, head);
+    for (std::size_t b = 0; b < sharing.size(); ++b) {
+      if (sharing[b].host < 0) continue;
+      const Branch& host = pattern.branches[static_cast<std::size_t>(sharing[b].host)];
+      segments[b][static_cast<std::size_t>(head)] = std::min(host.segment_length, space.tokens);
+    }
+  }
+  return segments;
+}
+
+// The pairs that branches leave to others, as a pattern of its own: a guest's rows within segments
+// of its host. Its segment begins at a multiple of its dilation there, so that offsets stay.
+Pattern left_out(const Pattern& pattern, const HostSegments& segments) {
+  Pattern out = pattern;
+  out.branches.clear();
+  for (std::size_t b = 0; b < segments.size(); ++b) {
+    std::map<std::int64_t, Branch> by_segment;
+    for (std::size_t head = 0; head < segments[b].size(); ++head) {
+      if (segments[b][head] == 0) continue;
+      Branch& branch = by_segment[segments[b][head]];
+      branch.segment_length = segments[b][head];
+      branch.dilation = pattern.branches[b].dilation;
+      branch.offset.resize(static_cast<std::size_t>(pattern.heads), -1);
+      branch.offset[head] = pattern.branches[b].offset[head];
+    }
+    for (auto& [segment, branch] : by_segment) out.branches.push_back(std::move(branch));
+  }
+  return out;
+}
+
+// Pairs of a tile whose two rows lie in the same segment of that length.
+double pairs_within(const Mask& mask, const RowSet& queries, const RowSet& keys,
+                    std::int64_t segment) {
+  const std::int64_t first = std::max(queries.first, keys.first) / segment;
+  const std::int64_t last = std::min(queries.last(), keys.last()) / segment;
+  double pairs = 0.0;
+  for (std::int64_t s = first; s <= last; ++s) {
+    const std::int64_t begin = s * segment;
+    const RowSet q = clip(queries, begin, begin + segment);
+    const RowSet k = clip(keys, begin, begin + segment);
+    if (q.count > 0 && k.count > 0) pairs += allowed_pairs(mask, q, k);
+  }
+  return pairs;
+}
+
+// Which members of a selection leave pairs out, by the segment of their host.
+std::vector<std::pair<std::int64_t, double>> guests_of(const Selection& selection,
+                                                       const HostSegments& segments) {
+  std::map<std::int64_t, double> heads;
+  for (const Selection::Member& member : selection.members) {
+    const std::int64_t segment = segments[static_cast<std::size_t>(selection.branch)]
+                                         [static_cast<std::size_t>(member.q_head)];
+    if (segment > 0) heads[segment] += 1.0;
+  }
+  return {heads.begin(), heads.end()};
+}
+
+}  // namespace
+
+StepWork::StepWork(const Plan& plan, bool share, double most_row_sets) : steps_(plan.steps()) {
+  const auto ranks = static_cast<std::size_t>(plan.ranks());
+  pairs_.assign(ranks * (static_cast<std::size_t>(steps_) + 1), 0.0);
+  const HostSegments segments = host_segments(plan, share);
+  const Pattern omitted = left_out(plan.pattern(), segments);
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    const auto pairs = [&](const Pattern& pattern) {
+      return shard_pairs(pattern, plan.query_placement(), plan.key_placement(), rank,
+                         plan.options().travel);
+    };
+    pairs_[index(rank, 0)] = pairs(plan.pattern()) - pairs(omitted);
+  }
+  if (steps_ == 0) return;
+  const double row_sets = std::accumulate(
+      plan.parcels().begin(), plan.parcels().end(), 0.0,
+      [](double sum, const Parcel& p) { return sum + static_cast<double>(p.rows.size()); });
+  counted_ = row_sets * static_cast<double>(ranks) <= most_row_sets;
+  if (counted_) {
+    count(plan, share);
+  } else {
+    estimate(plan);
+  }
+}
+
+// Received rows meet local ones; what is left of a rank's pairs has both rows there.
+void StepWork::count(const Plan& plan, bool share) {
+  const HostSegments segments = host_segments(plan, share);
+  const bool keys_travel = plan.options().travel == Travel::keys;
+  std::vector<std::vector<std::vector<std::pair<std::int64_t, double>>>> guests;
+  for (const HeadClass& head_class : plan.classes()) {
+    guests.emplace_back();
+    for (const Selection& selection : head_class.selections)
+      guests.back().push_back(guests_of(selection, segments));
+  }
+  Plan::for_each_rank(plan.options(), [&](const Plan& view) {
+    const int rank = view.rank();
+    for (const TileGroup& group : view.tile_groups(1, steps_)) {
+      const auto c = static_cast<std::size_t>(group.head_class);
+      const auto s = static_cast<std::size_t>(group.selection);
+      const auto members = static_cast<double>(view.classes()[c].selections[s].members.size());
+      for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
+        double pairs = 0.0;
+        for (const PlacedRows& host : keys_travel ? group.queries : group.keys) {
+          const RowSet& queries = keys_travel ? host.rows : guest.rows;
+          const RowSet& keys = keys_travel ? guest.rows : host.rows;
+          pairs += members * allowed_pairs(group.mask, queries, keys);
+          for (const auto& [segment, heads] : guests[c][s])
+            pairs -= heads * pairs_within(group.mask, queries, keys, segment);
+        }
+        pairs_[index(rank, view.arrival(guest.parcel))] += pairs;
+        pairs_[index(rank, 0)] -= pairs;
+      }
+    }
+    // Sums of large numbers in another order: next to nothing may be left with either sign.
+    pairs_[index(rank, 0)] = std::max(0.0, pairs_[index(rank, 0)]);
+  });
+}
+
+void StepWork::estimate(const Plan& plan) {
+  const bool keys_travel = plan.options().travel == Travel::keys;
+  const int units = keys_travel ? plan.options().kv_heads : plan.pattern().heads;
+  // Rows take the place of pairs first.
+  std::vector<double> work;
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    const std::int64_t own = plan.travelling_placement().local_tokens(rank) * units;
+    work.push_back(std::exchange(pairs_[index(rank, 0)], static_cast<double>(own)));
+  }
+  int step = 0;
+  const auto add_step = [&](std::span<const std::int64_t> received, auto) {
+    ++step;
+    for (std::size_t rank = 0; rank < received.size(); ++rank)
+      pairs_[index(static_cast<int>(rank), step)] = static_cast<double>(received[rank]);
+  };
+  traffic_of(plan).for_each_step(plan.options().schedule, add_step);
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    const double rows = pairs(rank);
+    const double per_row = rows > 0 ? work[static_cast<std::size_t>(rank)] / rows : 0.0;
+    for (int s = 0; s <= steps_; ++s) pairs_[index(rank, s)] *= per_row;
+  }
+}
+
+double StepWork::pairs(int rank) const {
+  const auto first = pairs_.begin() + static_cast<std::ptrdiff_t>(index(rank, 0));
+  return std::accumulate(first, first + steps_ + 1, 0.0);
+}
+
+double StepWork::total() const { return std::accumulate(pairs_.begin(), pairs_.end(), 0.0); }
+
+}  // namespace annulus::simulation

@@ -57,7 +57,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", default="build/release/annulus")
     parser.add_argument("--bench", default="build/release/bench/simulator_bench")
-    parser.add_argument("--measured", help="what the bench has printed, instead of running it")
+    parser.add_argument("--measured", nargs="+", help="files that the bench has printed, instead of running it")
     parser.add_argument("--measured-on", default=cpu_name(), help="... and the CPU that it ran on")
     parser.add_argument("--out", default="bench/results/simulator.json")
     parser.add_argument("--rounds", type=int, default=7)
@@ -66,7 +66,8 @@ def main():
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     load = os.getloadavg()[0]
     if args.measured:
-        measured = json.loads(pathlib.Path(args.measured).read_text(encoding="utf-8"))
+        parts = [json.loads(pathlib.Path(file).read_text(encoding="utf-8")) for file in args.measured]
+        measured = {**parts[0], "rows": [row for part in parts for row in part["rows"]]}
     else:
         measured = json.loads(subprocess.run([args.bench, str(args.rounds)], capture_output=True, check=True).stdout)
     rows = [large(args.tool, what, arguments) for what, arguments in LARGE]

@@ -1,10 +1,14 @@
 // The simulator against passes of in-process rings whose links are limited:
 //
-//   build/release/bench/simulator_bench [rounds] > measured.json
+//   build/release/bench/simulator_bench [rounds [problem [ranks]]] > measured.json
+//
+// Problems count from 0; without them, or ranks, all are measured one after the other. On a machine
+// with cores to spare several may run at once.
 //
 // One thread computes, whatever the number of ranks: they share it, and the described cluster says
-// so. Its FLOP/s are those of one rank with the same pattern, measured in every round between the
-// rings, so that a busy machine slows both sides alike.
+// so. Its FLOP/s are those of the same ring without a limit, measured before and after every pass,
+// so that a busy machine slows both sides alike, and short tiles and changing threads are not the
+// simulator's errors.
 
 #include <fmt/format.h>
 
@@ -136,71 +140,57 @@ RingOptions options_of(const Problem& problem, int ranks, Schedule schedule) {
   return options;
 }
 
-Cluster described(int ranks, double bytes_per_second, double copies, const Seconds& alone,
-                  const RingOptions& options_alone) {
+// The cluster on which the ring without a limit takes what it took.
+Cluster described(const RingOptions& options, double bytes_per_second, double copies,
+                  const Seconds& free) {
   Cluster cluster;
   cluster.name = "one thread";
-  cluster.ranks_per_host = cluster.ranks_per_processor = ranks;
+  cluster.ranks_per_host = cluster.ranks_per_processor = options.placement.ranks();
   cluster.copy_bytes_per_second = copies;
   cluster.inside = {"link", bytes_per_second, 0, false};
-  cluster.forward_flops_per_second = cluster.backward_flops_per_second = 1;  // until known
-  const Forecast one = simulate(options_alone, cluster_preset("h200"));
-  cluster.forward_flops_per_second = one.forward.computed_flops / alone.forward;
-  cluster.backward_flops_per_second = one.backward->computed_flops / alone.backward;
+  cluster.forward_flops_per_second = cluster.backward_flops_per_second = 1e9;
+  const Forecast slow = simulate(options, cluster);
+  cluster.forward_flops_per_second = slow.forward.computed_flops / free.forward;
+  cluster.backward_flops_per_second = slow.backward->computed_flops / free.backward;
   return cluster;
 }
 
 struct Setting {
-  int ranks;
-  Schedule schedule;
-  double factor;  // link time of a shard's rows over the compute of one step; 0: no limit
+  double factor;  // link time of a shard's rows over the compute of one step
   double bytes_per_second;
   std::unique_ptr<Runner> runner;
   std::vector<double> measured[2];  // forward, backward
   std::vector<double> predicted[2];
 };
 
-std::string rows_of(const Problem& problem, int rounds, double copies) {
-  Runner alone(options_of(problem, 1, Schedule::ring), 0);
-  Seconds first = alone.run();
-  for (int i = 0; i < 2; ++i) {
-    const Seconds again = alone.run();
-    first = {std::min(first.forward, again.forward), std::min(first.backward, again.backward)};
-  }
+std::string rows_of(const Problem& problem, int ranks, Schedule schedule, int rounds,
+                    double copies) {
+  const RingOptions options = options_of(problem, ranks, schedule);
+  Runner free(options, 0);
+  (void)free.run();  // memory is touched, threads are there
+  const double step = std::min(free.run().forward, free.run().forward) / ranks;
+  const double shard = static_cast<double>(problem.tokens) / ranks * kHeads * 2 * kDim * 4;
   std::vector<Setting> settings;
-  for (const int ranks : {2, 4, 8}) {
-    for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
-      for (const double factor : {0.0, 0.5, 3.0}) {
-        const double shard = static_cast<double>(problem.tokens) / ranks * kHeads * 2 * kDim * 4;
-        const double rate = factor > 0 ? shard / (factor * first.forward / ranks) : 0.0;
-        settings.push_back({ranks,
-                            schedule,
-                            factor,
-                            rate,
-                            std::make_unique<Runner>(options_of(problem, ranks, schedule), rate),
-                            {},
-                            {}});
-        (void)settings.back().runner->run();  // memory is touched, threads are there
-      }
-    }
+  for (const double factor : {0.5, 1.0, 3.0}) {
+    const double rate = shard / (factor * step);
+    settings.push_back({factor, rate, std::make_unique<Runner>(options, rate), {}, {}});
+    (void)settings.back().runner->run();
   }
   for (int round = 0; round < rounds; ++round) {
-    Seconds before = alone.run();
+    Seconds before = free.run();
     for (Setting& setting : settings) {
       const Seconds measured = setting.runner->run();
-      const Seconds after = alone.run();
+      const Seconds after = free.run();
       const Seconds mean{(before.forward + after.forward) / 2,
                          (before.backward + after.backward) / 2};
       before = after;
-      const Forecast forecast = simulate(
-          setting.runner->options(),
-          described(setting.ranks, setting.bytes_per_second, copies, mean, alone.options()));
+      const Forecast forecast =
+          simulate(options, described(options, setting.bytes_per_second, copies, mean));
       setting.measured[0].push_back(measured.forward);
       setting.measured[1].push_back(measured.backward);
       setting.predicted[0].push_back(forecast.forward.seconds);
       setting.predicted[1].push_back(forecast.backward->seconds);
     }
-    std::fprintf(stderr, "%s: round %d of %d\n", problem.name, round + 1, rounds);
   }
   std::string text;
   for (const Setting& setting : settings) {
@@ -215,16 +205,16 @@ std::string rows_of(const Problem& problem, int rounds, double copies) {
           "\"bytes_per_second\": {:.6g}, \"measured_seconds\": {:.6g}, "
           "\"predicted_seconds\": {:.6g}, \"ratio\": {:.4f}, \"ratio_least\": {:.4f}, "
           "\"ratio_most\": {:.4f}}}",
-          text.empty() ? "  " : ",\n  ", problem.name, problem.tokens, problem.placement,
-          setting.ranks, name_of(setting.schedule), pass == 0 ? "forward" : "backward",
-          setting.factor, setting.bytes_per_second, median(setting.measured[pass]),
-          median(setting.predicted[pass]), median(ratios), *least, *most);
+          text.empty() ? "  " : ",\n  ", problem.name, problem.tokens, problem.placement, ranks,
+          name_of(schedule), pass == 0 ? "forward" : "backward", setting.factor,
+          setting.bytes_per_second, median(setting.measured[pass]), median(setting.predicted[pass]),
+          median(ratios), *least, *most);
     }
   }
   return text;
 }
 
-int run(int rounds) {
+int run(int rounds, int only_problem, int only_ranks) {
   const std::vector<std::int64_t> segments{1024, 8192};
   const std::vector<std::int64_t> dilations{1, 4};
   const std::vector<Problem> problems = {
@@ -233,8 +223,18 @@ int run(int rounds) {
       {"LongNet", longnet(kHeads, segments, dilations), 8192, "contiguous"}};
   const double copies = copy_rate();
   std::string rows;
-  for (const Problem& problem : problems)
-    rows += (rows.empty() ? "" : ",\n") + rows_of(problem, rounds, copies);
+  const std::vector<int> ring_sizes =
+      only_ranks > 0 ? std::vector<int>{only_ranks} : std::vector<int>{2, 4, 8};
+  for (int i = 0; i < static_cast<int>(problems.size()); ++i) {
+    if (only_problem >= 0 && i != only_problem) continue;
+    const Problem& problem = problems[static_cast<std::size_t>(i)];
+    for (const int ranks : ring_sizes) {
+      for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
+        rows += (rows.empty() ? "" : ",\n") + rows_of(problem, ranks, schedule, rounds, copies);
+        std::fprintf(stderr, "%s: %d ranks, %s\n", problem.name, ranks, name_of(schedule));
+      }
+    }
+  }
   fmt::print(
       "{{\"rounds\": {}, \"heads\": {}, \"head_dim\": {}, \"copy_bytes_per_second\": {:.4g},"
       "\n \"rows\": [\n{}\n ]}}\n",
@@ -252,7 +252,8 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "simulator_bench: rounds is %s, expected 1 or more\n", argv[1]);
       return 2;
     }
-    return annulus::run(rounds);
+    return annulus::run(rounds, argc > 2 ? std::atoi(argv[2]) : -1,
+                        argc > 3 ? std::atoi(argv[3]) : 0);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "simulator_bench: %s\n", error.what());
     return 1;

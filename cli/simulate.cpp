@@ -208,7 +208,7 @@ int simulate_command(const SimulateFlags& flags) {
   }
   Json json;
   json["command"] = "simulate";
-  json["cluster"] = to_json(cluster);
+  json["cluster"] = cli::to_json(cluster);
   if (flags.sweeps()) {
     json["sweep"] = Json::array();
     for (const Outcome& outcome : outcomes) json["sweep"].push_back(to_json(outcome, cluster));

@@ -313,6 +313,27 @@ TEST(StepWork, IsWhatEveryRankWalks) {
   }
 }
 
+TEST(StepWork, OfQueriesIsThatOfKeysWithoutAMask) {  // which simulate() makes use of
+  for (const auto& [name, options] : cases()) {
+    if (options.pattern.causal) continue;
+    const auto work = [&, &options = options](Travel travel) {
+      const Plan plan({options.pattern, options.placement, options.placement, options.pattern.heads,
+                       options.schedule, travel},
+                      0);
+      return simulation::StepWork(plan, true);
+    };
+    const simulation::StepWork keys = work(Travel::keys);
+    const simulation::StepWork queries = work(Travel::queries);
+    const Plan plan({options.pattern, options.placement, options.placement, options.pattern.heads,
+                     options.schedule, Travel::keys},
+                    0);
+    for (int rank = 0; rank < plan.ranks(); ++rank) {
+      for (int step = 0; step <= plan.steps(); ++step)
+        EXPECT_DOUBLE_EQ(keys.pairs(rank, step), queries.pairs(rank, step)) << name;
+    }
+  }
+}
+
 TEST(StepWork, CountsSharedPairsOnce) {
   // By definition: a guest leaves out what lies in one segment of its host. Two branches, the
   // finer one having every row.

@@ -107,10 +107,17 @@ class GuestRows {
     if (shard.segments().empty()) return;  // striped shards select all or nothing
     const Mask mask = plan.pattern().mask();
     const bool keys_travel = plan.options().travel == Travel::keys;
+    // Most rows of a large ring are here for coarse branches only: for others they are far away.
+    const std::int64_t begin = selected.segment_begin(shard.segments().front().segment);
+    const std::int64_t end = selected.segment_end(shard.segments().back().segment);
     std::vector<std::pair<std::size_t, PlacedRows>> found;
     for (const int p : parcels) {
       std::int64_t base_store = 0;
       for (const RowSet& base : plan.parcels()[static_cast<std::size_t>(p)].rows) {
+        if (base.last() < begin || base.first >= end) {
+          base_store += base.count;
+          continue;
+        }
         const Crossing crossing(base, selected);
         for (std::size_t i = shard.find(crossing.first_segment()); i + 1 < begin_.size(); ++i) {
           const ShardRows::Segment& here = shard.segments()[i];

@@ -86,13 +86,13 @@ class Simulator {
   }
 
   [[nodiscard]] PassForecast pass(std::vector<Journey> journeys) const {
-    const auto replay = [&](const Cluster& cluster) {
+    const auto run_on = [&](const Cluster& cluster) {
       Replay replay(cluster, ranks_, agreement_seconds(cluster, ranks_));
       for (const Journey& journey : journeys) replay.run(journey);
       return replay;
     };
     PassForecast out;
-    const Replay whole = replay(cluster_);
+    const Replay whole = run_on(cluster_);
     out.seconds = whole.seconds();
     out.waiting = out.seconds > 0 ? whole.waiting() / (out.seconds * ranks_) : 0.0;
     const Replay::Busy busiest = whole.busiest_link();
@@ -114,13 +114,13 @@ class Simulator {
     Cluster no_links = cluster_;
     for (Wire* wire : {&no_links.inside, &no_links.between})
       wire->bytes_per_second = wire->latency_seconds = 0;
-    out.compute_seconds = replay(no_links).seconds();
+    out.compute_seconds = run_on(no_links).seconds();
     for (Journey& journey : journeys) {
       for (std::vector<double>* part : {&journey.pack, &journey.compute})
         std::fill(part->begin(), part->end(), 0.0);
       journey.clear_per_byte = journey.add_per_byte = 0;
     }
-    out.transfer_seconds = replay(cluster_).seconds();
+    out.transfer_seconds = run_on(cluster_).seconds();
     const double shorter = std::min(out.compute_seconds, out.transfer_seconds);
     const double hidden = out.compute_seconds + out.transfer_seconds - out.seconds;
     out.overlap = shorter > 0 ? std::clamp(hidden / shorter, 0.0, 1.0) : 1.0;
@@ -174,10 +174,13 @@ Forecast simulate(const RingOptions& options, const Cluster& cluster) {
   std::optional<MessageTable> queries;
   std::optional<MessageTable> returns;
   if (options.backward) {
-    std::optional<StepWork> query_work;
+    std::optional<StepWork> counted_queries;
+    const StepWork* query_work = &key_work;
     if (plans.queries != nullptr) {
       queries = table(*plans.queries, MessageTable::Way::there, Travel::queries);
-      query_work.emplace(*plans.queries, share);
+      // Without a mask a query meets the keys that its own key is met by, on the same way round.
+      if (options.pattern.causal || options.kv_heads != options.pattern.heads)
+        query_work = &counted_queries.emplace(*plans.queries, share);
       forecast.counted = forecast.counted && query_work->counted();
     }
     std::vector<Journey> journeys;
@@ -186,13 +189,13 @@ Forecast simulate(const RingOptions& options, const Cluster& cluster) {
       journeys.push_back(
           simulator.journey(*plans.keys, keys, Travel::keys, {&key_work, kQueryGradient, rate}));
       journeys.push_back(simulator.journey(*plans.queries, *queries, Travel::queries,
-                                           {&*query_work, kKeyGradient, rate}));
+                                           {query_work, kKeyGradient, rate}));
     } else {
       const bool by_keys = plans.travel == Travel::keys;
       const Plan& plan = by_keys ? *plans.keys : *plans.queries;
       returns = table(plan, MessageTable::Way::back, plans.travel);
       journeys.push_back(simulator.journey(plan, by_keys ? keys : *queries, plans.travel,
-                                           {by_keys ? &key_work : &*query_work, kBackward, rate}));
+                                           {by_keys ? &key_work : query_work, kBackward, rate}));
       journeys.back().returns = &*returns;
       journeys.back().returns_together = plans.schedule == Schedule::ring;
     }

@@ -13,7 +13,7 @@ class StepWork {
  public:
   // Row sets of all ranks together beyond which their tiles are not walked: some 10 s. Long striped
   // sequences have as many row sets as segments.
-  static constexpr double kMostRowSets = 3.2e7;
+  static constexpr double kMostRowSets = 1.2e7;
 
   // The view of a rank that has about as many parcels as any other. `share`: branches share pairs,
   // as they do unless mixing is detached.

@@ -1,9 +1,12 @@
-"""The simulator against measurements, and what it says of large clusters:  python3 bench/simulator.py
+"""The simulator against measurements, and what it says of large clusters:
 
-Runs simulator_bench (in-process rings with limited links; or takes its output with --measured), the
-tool on a billion tokens, timed, and a sweep that bench/plot.py draws. Writes
-bench/results/simulator.json. Fails where a prediction is off by more than 10 % or a simulation
-takes more than 10 s of CPU time.
+python3 bench/simulator.py measured     # bench/results/simulator.json
+python3 bench/simulator.py simulated    # bench/results/simulated.json
+
+`measured` runs simulator_bench (in-process rings with limited links), or takes what several runs of it
+have printed, and fails where a prediction is off by more than 10 %. `simulated` runs the tool on a
+billion tokens, and fails where that takes more than 10 s of CPU time; its sweep is drawn by
+bench/plot.py.
 """
 
 import argparse
@@ -27,73 +30,100 @@ LARGE = [
     ("LongNet, causal, zigzag", f"{BILLION} {LONGNET} --causal --placement zigzag"),
     ("LongNet, w 2,048 to all tokens", f"{BILLION} {LONGER}"),
     ("dense", f"{BILLION} --pattern dense"),
-    ("dense, causal", f"{BILLION} --pattern dense --causal"),
     ("dense, causal, zigzag", f"{BILLION} --pattern dense --causal --placement zigzag"),
-    ("dense, causal, zigzag, one port", f"{BILLION} --pattern dense --causal --placement zigzag --cluster h200-one-port"),
 ]
 SWEEP = (
-    f"--tokens 1M {HEADS} --pattern dense --causal --sweep-ranks 8,16,32,64,128,256,512,1024 "
+    f"--tokens 1M {HEADS} --pattern dense --causal --sweep-ranks 8,16,32,64,128,256 "
     "--sweep-placements contiguous,zigzag,striped --sweep-schedules ring,gather"
 )
 MOST_SECONDS = 10
 MOST_ERROR = 0.10
 
 
+def facts(cpu):
+    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return {
+        "cpu": cpu,
+        "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
+        "command": " ".join(["python3", *sys.argv]),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def objects(text):
+    """The JSON objects of a text that has other lines, too."""
+    decoder = json.JSONDecoder()
+    at = text.find("{")
+    while at >= 0:
+        found, end = decoder.raw_decode(text, at)
+        yield found
+        at = text.find("{", end)
+
+
+def measured(args):
+    if args.printed:
+        text = pathlib.Path(args.printed).read_text(encoding="utf-8")
+    else:
+        command = [args.bench, str(args.rounds)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = list(objects(text))
+    rows = [row for part in parts for row in part["rows"]]
+    about = {key: value for key, value in parts[0].items() if key != "rows"}
+    result = {**facts(args.cpu), "bench": about, "suites": {"simulator": rows}}
+    return result, [
+        f"{r['pattern']}, {r['ranks']} ranks, {r['schedule']}, {r['pass']}, link {r['link_over_step']}: {r['ratio']:.3f}"
+        for r in rows
+        if abs(r["ratio"] - 1) > MOST_ERROR
+    ]
+
+
 def large(tool, what, arguments):
     command = [tool, "simulate", *arguments.split(), "--json"]
     seconds, peak, forecast, cpu_seconds = run(command)
     print(f"{what:<34} CPU {cpu_seconds:5.2f} s {peak / 1e6:7.1f} MB", flush=True)
+    keys = ("ranks", "steps", "counted", "forward", "backward", "memory")
     return {
         "case": what,
-        "command": " ".join(command),
+        "command": " ".join(["annulus", *command[1:]]),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "peak_bytes": peak,
-        **{key: forecast[key] for key in ("ranks", "steps", "counted", "forward", "backward", "memory")},
+        **{key: forecast[key] for key in keys},
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tool", default="build/release/annulus")
-    parser.add_argument("--bench", default="build/release/bench/simulator_bench")
-    parser.add_argument("--measured", nargs="+", help="files that the bench has printed, instead of running it")
-    parser.add_argument("--measured-on", default=cpu_name(), help="... and the CPU that it ran on")
-    parser.add_argument("--out", default="bench/results/simulator.json")
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    load = os.getloadavg()[0]
-    if args.measured:
-        parts = [json.loads(pathlib.Path(file).read_text(encoding="utf-8")) for file in args.measured]
-        measured = {**parts[0], "rows": [row for part in parts for row in part["rows"]]}
-    else:
-        measured = json.loads(subprocess.run([args.bench, str(args.rounds)], capture_output=True, check=True).stdout)
+def simulated(args):
+    result = facts(args.cpu)
+    sweep = run([args.tool, "simulate", *SWEEP.split(), "--json"])[2]
     rows = [large(args.tool, what, arguments) for what, arguments in LARGE]
-    sweep_command = [args.tool, "simulate", *SWEEP.split(), "--json"]
-    sweep = run(sweep_command)[2]
-    result = {
-        "cpu": args.measured_on,
-        "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
-        "command": " ".join(["python3", *sys.argv]),
-        "cores": os.cpu_count(),
-        "load_before": load,
-        "bench": {key: value for key, value in measured.items() if key != "rows"},
-        "suites": {"simulator": measured["rows"], "simulated": rows},
-        "sweep": {"command": " ".join(sweep_command), "cluster": sweep["cluster"], "rows": sweep["sweep"]},
+    result["suites"] = {"simulated": rows}
+    result["sweep"] = {
+        "command": f"annulus simulate {SWEEP} --json",
+        "cluster": sweep["cluster"],
+        "rows": sweep["sweep"],
     }
-    pathlib.Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    wrong = [
-        f"{r['pattern']}, {r['ranks']} ranks, {r['schedule']}, {r['pass']}, {r['link_over_step']}: {r['ratio']:.3f}"
-        for r in measured["rows"]
-        if abs(r["ratio"] - 1) > MOST_ERROR
-    ]
-    wrong += [
+    return result, [
         f"{r['case']}: {r['cpu_seconds']:.1f} s, expected {MOST_SECONDS} s"
         for r in rows
         if r["cpu_seconds"] > MOST_SECONDS
     ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["measured", "simulated"])
+    parser.add_argument("--tool", default="build/release/annulus")
+    parser.add_argument("--bench", default="build/release/bench/simulator_bench")
+    parser.add_argument("--printed", help="a file with what the bench has printed, instead of running it")
+    parser.add_argument("--cpu", default=cpu_name(), help="what it ran on (default: this machine's)")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+
+    result, wrong = measured(args) if args.what == "measured" else simulated(args)
+    name = "simulator.json" if args.what == "measured" else "simulated.json"
+    out = ROOT / "bench" / "results" / name
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if wrong:
         raise SystemExit("simulator: over the limit\n  " + "\n  ".join(wrong))
 

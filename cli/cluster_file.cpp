@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <sstream>
@@ -99,7 +100,7 @@ Cluster read_file(const std::string& file) {
   std::ifstream stream(file, std::ios::binary);
   std::ostringstream text;
   text << stream.rdbuf();
-  if (!stream || stream.fail()) {
+  if (!stream || std::filesystem::is_directory(file)) {
     throw ConfigError(
         fmt::format("--cluster is '{}', which is neither one of {} nor a file that can be read",
                     file, fmt::join(cluster_preset_names(), ", ")));

@@ -40,14 +40,14 @@ MOST_SECONDS = 10
 MOST_ERROR = 0.10
 
 
-def facts(cpu):
+def facts(args):
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return {
-        "cpu": cpu,
+        "cpu": args.cpu,
         "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
         "command": " ".join(["python3", *sys.argv]),
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
+        "cores": args.cores,
+        "load_before": args.load,
     }
 
 
@@ -70,7 +70,7 @@ def measured(args):
     parts = list(objects(text))
     rows = [row for part in parts for row in part["rows"]]
     about = {key: value for key, value in parts[0].items() if key != "rows"}
-    result = {**facts(args.cpu), "bench": about, "suites": {"simulator": rows}}
+    result = {**facts(args), "bench": about, "suites": {"simulator": rows}}
     return result, [
         f"{r['pattern']}, {r['ranks']} ranks, {r['schedule']}, {r['pass']}, link {r['link_over_step']}: {r['ratio']:.3f}"
         for r in rows
@@ -94,7 +94,7 @@ def large(tool, what, arguments):
 
 
 def simulated(args):
-    result = facts(args.cpu)
+    result = facts(args)
     sweep = run([args.tool, "simulate", *SWEEP.split(), "--json"])[2]
     rows = [large(args.tool, what, arguments) for what, arguments in LARGE]
     result["suites"] = {"simulated": rows}
@@ -117,6 +117,8 @@ def main():
     parser.add_argument("--bench", default="build/release/bench/simulator_bench")
     parser.add_argument("--printed", help="a file with what the bench has printed, instead of running it")
     parser.add_argument("--cpu", default=cpu_name(), help="what it ran on (default: this machine's)")
+    parser.add_argument("--cores", type=int, default=os.cpu_count())
+    parser.add_argument("--load", type=float, default=os.getloadavg()[0])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
 

@@ -83,7 +83,8 @@ Configuration random_configuration(std::uint64_t seed) {
 }
 
 // fp32 as everywhere. In a handful of 16-bit rows the rounding of one score is no statistic: a
-// looser bound, on all results.
+// looser bound, on all results. The log-sum-exp of a short row on AMX tiles is good to 3e-6, which
+// is what their exponentials are.
 void expect_right(const Configuration& c, const test::Results& results,
                   const test::Expected& expected) {
   if (c.problem.dtype == DType::f32) {
@@ -97,7 +98,7 @@ void expect_right(const Configuration& c, const test::Results& results,
   for (std::size_t m = 0; m < 5; ++m) {
     const double floor = m == 1 ? 1.0 : m == 0 ? 0.0 : gradients;
     EXPECT_LE(test::relative_rms(*test::members(results)[m], *test::members(expected)[m], floor),
-              m == 1 ? 2e-6 : 2 * unit)
+              m == 1 ? 4e-6 : 2 * unit)
         << test::kResultNames[m];
   }
 }

@@ -229,10 +229,10 @@ def bad_luck_is_everybodys() -> None:
 
     # The first call of all connects, which may take longer.
     refused(lambda: call(scale=-1 if rank == 1 else 1), ["scale is -1"], seconds=10.0)
-    # The environment is heard at the first executor of a process.
+    # The environment is heard at the first executor of a process, the instruction set first.
     for name, value, words in (
-        ("ANNULUS_THREADS", "0", ["ANNULUS_THREADS"]),
         ("ANNULUS_ISA", "abacus", ["abacus"]),
+        ("ANNULUS_THREADS", "0", ["ANNULUS_THREADS"]),
     ):
         before = os.environ.pop(name, None)
         if rank == 1:

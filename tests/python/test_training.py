@@ -90,6 +90,7 @@ def test_deepspeed_trains_as_one_process_does(alone: list[float]) -> None:
     assert_as_alone(run(4, WORKER, *cases), cases, alone)
 
 
+@pytest.mark.slow
 def test_example_goes_on_with_any_number_of_processes(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     text = tmp_path / "text"

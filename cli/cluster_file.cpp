@@ -51,9 +51,9 @@ class Reader {
   void read(const Json& json, const std::string& path, Struct& into) const {
     if (!json.is_object()) refuse(path, json, "an object");
     std::vector<std::string> known;
-    if constexpr (std::is_same_v<Struct, Cluster>) known.push_back("like");
+    if constexpr (std::is_same_v<Struct, Cluster>) known.emplace_back("like");
     for_each_member(into, [&](const char* name, auto& member) {
-      known.push_back(name);
+      known.emplace_back(name);
       if (json.contains(name)) take(json[name], path.empty() ? name : path + "." + name, member);
     });
     for (const auto& [name, value] : json.items()) {

@@ -225,7 +225,9 @@ TEST(Simulate, IsNeverFasterThanComputeOrItsBusiestLink) {
 }
 
 TEST(Simulate, IsNeverSlowerOnBetterMachines) {
-  for (const auto& [name, options] : cases()) {
+  for (const auto& one : cases()) {
+    const auto& name = one.name;
+    const auto& options = one.options;
     const Cluster cluster = balanced_cluster();
     const Forecast base = simulate(options, cluster);
     const auto expect_better = [&](const char* how, const Cluster& better, double slack) {

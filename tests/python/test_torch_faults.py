@@ -13,13 +13,13 @@ distributed = pytest.importorskip("test_torch_distributed", reason="PyTorch has 
 PROGRAM = pathlib.Path(__file__).parent / "faults.py"
 
 
-def inflict(*arguments: str, program: pathlib.Path = PROGRAM) -> None:
+def inflict(*arguments: str, program: pathlib.Path = PROGRAM, timeout: int = 240) -> None:
     # In a process of its own: ranks are forked from one that has no threads yet.
     run = subprocess.run(
         [sys.executable, str(program), *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
         env=distributed.ENVIRONMENT,
         check=False,
     )

@@ -129,6 +129,22 @@ def another_place(rank: int, say: Callable, ranks: int, port: int) -> None:
     go_on(say, group)
 
 
+def place_of_one_who_is_here(rank: int, say: Callable, ranks: int, port: int) -> None:
+    """Rank 0 is too busy to answer some when they come; they wait at rank 1's, and rank 1 itself at rank 0's."""
+    group = join(rank, ranks, port)
+    usual = _standby.Place.open
+    first = _standby.meeting_of(group).addresses[0]
+    busy_until = time.monotonic() + 1.0
+
+    def busy(self: _standby.Place) -> dist.Store | None:
+        busy = self._address == first and time.monotonic() < busy_until
+        return None if busy else usual(self)
+
+    if rank > 1:
+        _standby.Place.open = busy
+    go_on(say, group)
+
+
 def twice(rank: int, say: Callable, ranks: int, port: int) -> None:
     """With the group that was, as somebody does who always passes None."""
     group = join(rank, ranks, port)
@@ -183,6 +199,12 @@ CASES: dict[str, tuple[Callable, int, tuple, dict[int, list[list[int]]]]] = {
     "two_at_once": (two_at_once, 5, (), dict.fromkeys((0, 2, 4), [[0, 2, 4]])),
     "slandered": (slandered, 3, (), dict.fromkeys(range(3), [[0, 1, 2]])),
     "another_place": (another_place, 3, (), dict.fromkeys(range(3), [[0, 1, 2]])),
+    "place_of_one_who_is_here": (
+        place_of_one_who_is_here,
+        4,
+        (),
+        dict.fromkeys(range(4), [[0, 1, 2, 3]]),
+    ),
     "twice": (twice, 5, (), dict.fromkeys((0, 2, 3), [[0, 1, 2, 3], [0, 2, 3]])),
     "too_few_then_enough": (too_few_then_enough, 3, (), dict.fromkeys(range(3), [[0, 1, 2]])),
     "waits_for_a_checkpoint_1": (waits_for_a_checkpoint, 3, (1,), {0: [[1]]}),

@@ -5,8 +5,9 @@ says that it is there; the first to see all that are to come writes the decision
 outcome is good once all of them have it, and bad as soon as one is found to be gone. After a bad one comes the next round.
 Decision and outcome are written once, by compare-and-set, so that all see the same.
 
-Ranks may disagree about which store answers: one that was stopped or is very busy. So who waits looks at the
-places of missing ranks, and where somebody is, it moves everybody to: always to a higher rank's, so that nobody comes back.
+Ranks may disagree about which store answers: one that was stopped or is very busy. So who waits looks at its own
+place and those of missing ranks, and where somebody is, it moves everybody to: always to a higher rank's, so that nobody
+comes back.
 If the store is lost, all go to the next one.
 """
 
@@ -144,7 +145,9 @@ class Reunion:
         return json.loads(keys.get("decision"))
 
     def _look(self, keys: dist.Store, place: int, here: str, present: set[int]) -> None:
-        """For those that do not come. One rank looks, the lowest, for all."""
+        """For those that do not come: everybody at the place of its own, and one rank, the lowest, for all at the others."""
+        if place < self._me and self._move_to(self._me, keys, here):
+            return
         first = min(present)
         if first != self._me:
             if self._is_gone(first):
@@ -156,13 +159,16 @@ class Reunion:
             if time.monotonic() < stop:
                 self._is_gone(rank)
         # Who was given up may be where others meet, or have met.
-        elsewhere = [
-            r for r in self._places if r > place and r not in present and r not in self._silent
-        ]
-        for rank in elsewhere:
-            if time.monotonic() < stop and self._somebody_is_at(rank, here):
-                keys.compare_set("decision", "", json.dumps(rank))
+        for rank in [r for r in self._places if r > place and r not in present]:
+            if time.monotonic() < stop and self._move_to(rank, keys, here):
                 return
+
+    def _move_to(self, rank: int, keys: dist.Store, here: str) -> bool:
+        """All of those that are here, if others are at the place of that rank."""
+        if not self._somebody_is_at(rank, here):
+            return False
+        keys.compare_set("decision", "", json.dumps(rank))
+        return True
 
     def _is_gone(self, rank: int) -> bool:
         """Whether its process has ended. It is not waited for, then, and not heard."""
@@ -172,6 +178,8 @@ class Reunion:
         return rank in self._gone
 
     def _somebody_is_at(self, rank: int, here: str) -> bool:
+        if rank in self._silent or rank not in self._places:
+            return False
         if rank not in self._opened:
             store = self._places[rank].open()
             if store is None:

@@ -7,6 +7,10 @@ import types
 
 import pytest
 
+# PyTorch looks up the name of every address it connects to or hears from: where the name server's reply is lost, processes wait
+# for 5 s each time, unless told otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -23,7 +23,7 @@ import annulus.torch as at
 from annulus.torch import _reunion, _rings, _standby, _survivors
 
 PATIENCE = 40.0  # seconds: what takes that long has waited for somebody in vain
-QUICK = 15.0  # on a busy machine
+QUICK = 30.0  # on a busy machine, whose name server does not always answer
 
 
 def attend(group: dist.ProcessGroup, timeout: float = PATIENCE) -> None:

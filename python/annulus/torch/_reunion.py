@@ -32,6 +32,7 @@ _GRACE = 0.2
 _LOOK = 0.25  # seconds from one look for the missing to the next
 _LONGEST_LOOK = 1.0  # seconds, while others may come
 _ROUND = 2.0  # seconds at least for a round after the first: who is late by a moment is not to be left behind
+_SILENCE = 3.0  # seconds until a store that did not answer is asked again
 _SLACK = 2.0  # seconds that a store may take to answer, beside the waiting
 _TRIES = 5  # to make a group of ranks that are all there
 _NAP = 0.005
@@ -55,28 +56,44 @@ class Reunion:
         self._places, self._make = places, make
         self._missed = {lost}  # ranks that are not waited for
         self._gone: set[int] = set()  # and whose processes have ended
-        self._silent: set[int] = set()  # whose stores did not answer
+        self._silent: dict[int, float] = {}  # whose stores did not answer, and until when they are let be
         self._keys: dist.Store | None = None  # of the round that is being held
-        self._opened: dict[int, dist.Store] = {}
+        self._opened: dict[int, dist.Store] = {}  # places
         self._why = ""  # this rank could not make the last group
         self.at_fault = lost
 
     def hold(self, prefix: str) -> dist.ProcessGroup | str:
         """The new group, or why there is none."""
-        queue = sorted(self._places)
-        while queue:
-            place = queue.pop(0)
-            store = self._places[place].open()
+        # Not at the place of the one that is lost: if it is stopped, everybody would wait for it there.
+        queue = [rank for rank in sorted(self._places) if rank != self.at_fault]
+        if not queue:
+            queue = list(self._places)
+        while True:
+            for place in queue:
+                store = self._store_at(place)
+                if store is None:
+                    continue
+                try:
+                    result = self._hold_at(place, prefix, store)
+                except (RuntimeError, TimeoutError):  # who served this store is gone, too
+                    self._opened.pop(place, None)
+                    continue
+                if not isinstance(result, int):
+                    return result
+                queue = [rank for rank in sorted(self._places) if rank >= result]
+                break
+            else:
+                again = any(self._places[place].may_answer() for place in queue)
+                if not again or time.monotonic() >= self._until:
+                    return "nobody can be met"
+
+    def _store_at(self, rank: int) -> dist.Store | None:
+        if rank not in self._opened:
+            store = self._places[rank].open()
             if store is None:
-                continue
-            try:
-                result = self._hold_at(place, prefix, store)
-            except (RuntimeError, TimeoutError):  # who served this store is gone, too
-                continue
-            if not isinstance(result, int):
-                return result
-            queue = [rank for rank in sorted(self._places) if rank >= result]
-        return "nobody can be met"
+                return None
+            self._opened[rank] = store
+        return self._opened[rank]
 
     def _hold_at(self, place: int, prefix: str, store: dist.Store) -> dist.ProcessGroup | str | int:
         """Likewise; a number: the place that all have moved to."""
@@ -178,19 +195,16 @@ class Reunion:
         return rank in self._gone
 
     def _somebody_is_at(self, rank: int, here: str) -> bool:
-        if rank in self._silent or rank not in self._places:
+        if rank not in self._places or time.monotonic() < self._silent.get(rank, 0.0):
             return False
-        if rank not in self._opened:
-            store = self._places[rank].open()
-            if store is None:
-                self._silent.add(rank)
-                return False
-            self._opened[rank] = store
-        keys = dist.PrefixStore(here, self._opened[rank])
-        with contextlib.suppress(RuntimeError):
-            signs = ["decision"] + [f"here/{peer}" for peer in range(self._size)]
-            return any(keys.check([sign]) for sign in signs)
-        self._silent.add(rank)
+        store = self._store_at(rank)
+        if store is not None:
+            keys = dist.PrefixStore(here, store)
+            with contextlib.suppress(RuntimeError):
+                signs = ["decision"] + [f"here/{peer}" for peer in range(self._size)]
+                return any(keys.check([sign]) for sign in signs)
+            del self._opened[rank]
+        self._silent[rank] = time.monotonic() + _SILENCE
         return False
 
     def _become(

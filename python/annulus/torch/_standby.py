@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from annulus.torch._rendezvous import within
 
-# How long a rank may take to answer before it is not the one to meet at. One that is stopped never does.
+# How long a rank may take to answer before it is not the one to meet at. One that is stopped never does; others have another
+# try: PyTorch looks up the name of every address it connects to or hears from, and waits 5 s where the reply is lost.
 _ANSWER = 1.0  # seconds
+_REPLY = datetime.timedelta(seconds=20)  # to what is asked of a store that has answered once
 _REFUSAL = 0.2  # seconds: it comes from the machine, not from the process
 
 
@@ -79,9 +81,11 @@ class Place:
         try:
             host, port = self._connect(_ANSWER)
             limit = datetime.timedelta(seconds=_ANSWER)
-            return within(
+            store = within(
                 _ANSWER + 0.5, lambda: dist.TCPStore(host, port, timeout=limit), "connecting"
             )
+            store.set_timeout(_REPLY)
+            return store
         except (OSError, RuntimeError):  # also what took too long
             return None
 
@@ -96,6 +100,10 @@ class Place:
         except OSError:
             pass
         return False
+
+    def may_answer(self) -> bool:
+        """Whether it is worth another try."""
+        return self._own is None and not self.is_gone()
 
     def _connect(self, seconds: float) -> tuple[str, int]:
         # PyTorch's client would try again and again; a process that has ended refuses at once.

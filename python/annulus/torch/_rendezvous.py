@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-# What a store's `request/<rank>` held when rank 0 last answered it, by store prefix and rank.
-_answered: dict[tuple[str, int], bytes] = {}
-
+_ANSWERED = b"answered"  # in the place of a word
 
 class Missing(RuntimeError):
     """Ranks that did not come to make a ring."""
@@ -77,7 +75,7 @@ def new_name(store: dist.Store, prefix: str, rank: int, size: int, seconds: floa
     store.set(f"present/{rank}", "")
     try:
         if rank == 0:
-            return _give_name(store, prefix, size, until)
+            return _give_name(store, size, until)
         return _ask_name(store, rank, size, until, began)
     finally:
         store.set(f"present/{rank}", str(store.add("clock", 1)))
@@ -95,6 +93,7 @@ def _ask_name(store: dist.Store, rank: int, size: int, until: float, began: int)
     word = uuid.uuid4().hex
     store.set(f"request/{rank}", word)
     answer = value_of(store, f"answer/{word}", until)
+    store.delete_key(f"answer/{word}")
     if answer is None:
         store.delete_key(f"request/{rank}")
         absent = [p for p in range(size) if p != rank and not _came(store, p, began)]
@@ -104,30 +103,34 @@ def _ask_name(store: dist.Store, rank: int, size: int, until: float, began: int)
     return answer.decode()
 
 
-def _give_name(store: dist.Store, prefix: str, size: int, until: float) -> str:
+def _give_name(store: dist.Store, size: int, until: float) -> str:
     words = {}
     for peer in range(1, size):
-        word = _new_word(store, prefix, peer, until)
+        word = _new_word(store, peer, until)
         if word is None:
             # Those that are there, too, need not wait until they have waited as long.
             for other in range(1, size):
-                word = _new_word(store, prefix, other, 0)
+                word = _new_word(store, other, 0)
                 if word is not None:
-                    store.set(f"answer/{word.decode()}", f"!{peer}")
-                    _answered[prefix, other] = word
+                    _answer(store, other, word, f"!{peer}")
             raise Missing([peer])
         words[peer] = word
     name = uuid.uuid4().hex
     for peer, word in words.items():
-        _answered[prefix, peer] = word
-        store.set(f"answer/{word.decode()}", name)
+        _answer(store, peer, word, name)
     return name
 
 
-def _new_word(store: dist.Store, prefix: str, peer: int, until: float) -> bytes | None:
-    """The word by which a rank asks, once it is another than the one that was answered last."""
+def _answer(store: dist.Store, peer: int, word: bytes, answer: str) -> None:
+    # It may have given up, and ask by another word by now: that one stays.
+    store.compare_set(f"request/{peer}", word.decode(), _ANSWERED.decode())
+    store.set(f"answer/{word.decode()}", answer)
+
+
+def _new_word(store: dist.Store, peer: int, until: float) -> bytes | None:
+    """The word by which a rank asks, once it is one that was not answered."""
     word = value_of(store, f"request/{peer}", until)
-    while word is not None and _answered.get((prefix, peer)) == word:
+    while word == _ANSWERED:
         if time.monotonic() >= until:
             return None
         time.sleep(0.005)

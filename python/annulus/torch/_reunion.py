@@ -212,15 +212,23 @@ class Reunion:
     ) -> dist.ProcessGroup | None:
         """The group, once all have it; None: one of them is gone, and all know that the round came to nothing."""
         made: list[dist.ProcessGroup | None] = []
+        lock = threading.Lock()
+        over = False
 
         def make() -> None:
             # Its own connection to the store: it may wait there for somebody who never comes.
             store = self._places[place].open()
+            group = None
             try:
-                made.append(None if store is None else self._make(left, name, store))
+                group = None if store is None else self._make(left, name, store)
             except Exception as error:  # who waits for it is told
                 self._why = f"{type(error).__name__}: {error}"
-                made.append(None)
+            with lock:
+                if not over:
+                    made.append(group)
+                    return
+            if group is not None:  # nobody waits for it any more
+                dist.destroy_process_group(group)
 
         if not keys.check(["outcome"]):
             threading.Thread(target=make, name="annulus new group", daemon=True).start()
@@ -243,6 +251,8 @@ class Reunion:
                 keys.compare_set("outcome", "", "good")
             else:
                 time.sleep(_NAP)
+        with lock:
+            over = True
         if keys.get("outcome") == b"good" and made:
             return made[0]
         if made and made[0] is not None:

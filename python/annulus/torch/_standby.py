@@ -22,7 +22,7 @@ _REFUSAL = 0.2  # seconds: it comes from the machine, not from the process
 class Meeting(NamedTuple):
     """What the ranks of a group know of each other since they first had a ring."""
 
-    name: str  # of that ring: another than all others
+    name: str  # of that ring: another than all others, and the same on all
     addresses: list[str]  # of the stores that they serve, by rank; empty: it serves none
 
 
@@ -30,8 +30,20 @@ _NOWHERE = Meeting("", [])
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Meeting] = weakref.WeakKeyDictionary()
 
 
-def remember(group: dist.ProcessGroup, meeting: Meeting) -> None:
-    """Of a group's first ring: of later ones, some ranks may have made what others have not."""
+def card(group: dist.ProcessGroup, near: dist.Store) -> str:
+    """What a rank tells the others of a ring: the name by which it would meet them already, and its address."""
+    return f"{meeting_of(group).name} {address(near)}"
+
+
+def remember(group: dist.ProcessGroup, name: str, cards: list[bytes]) -> None:
+    """Of a ring that this rank has now, and the others may have or not. Who was in an earlier one has its name, and
+    whoever is in a later one has read that: so all have that of the first."""
+    names, addresses = zip(*(each.decode().split(" ", 1) for each in cards), strict=True)
+    first = next((earlier for earlier in names if earlier), name)
+    meet(group, Meeting(first, list(addresses)))
+
+
+def meet(group: dist.ProcessGroup, meeting: Meeting) -> None:
     _meetings.setdefault(group, meeting)
 
 

@@ -61,7 +61,7 @@ def survivors(
             store.set_timeout(datetime.timedelta(seconds=seconds))
         made = _new_group(whole, left, name, store, seconds)
         addresses = [meeting.addresses[rank] for rank in left] if meeting.addresses else []
-        _standby.remember(made, _standby.Meeting(name, addresses))
+        _standby.meet(made, _standby.Meeting(name, addresses))
         return made
 
     reunion = Reunion(me, size, lost, least, seconds, _standby.places(whole, meeting), make)

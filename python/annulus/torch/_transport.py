@@ -148,11 +148,10 @@ class ProcessGroupTransport(Transport):
         def connect() -> tuple[dist.Store, dist.ProcessGroupGloo]:
             name = new_name(base, prefix, rank, size, seconds)
             store = dist.PrefixStore(f"{prefix}/{name}", base)
-            store.set(f"standby/{rank}", _standby.address(base))
+            store.set(f"standby/{rank}", _standby.card(group, base))
             left = datetime.timedelta(seconds=max(1.0, until - time.monotonic()))
             gloo = dist.ProcessGroupGloo(store, rank, size, left)
-            addresses = [store.get(f"standby/{peer}").decode() for peer in range(size)]
-            _standby.remember(group, _standby.Meeting(name, addresses))
+            _standby.remember(group, name, [store.get(f"standby/{peer}") for peer in range(size)])
             return store, gloo
 
         try:

@@ -4,7 +4,8 @@
       --steps 40 --checkpoint-interval 5 --checkpoints runs/resilient
 
 Kill any process at any step (``kill -9``): torchrun starts all of them again, they go on after the newest whole
-checkpoint, and the last line, ``loss <number>``, is that of a run in which nothing happened, to the last bit. Started
+checkpoint, and the last line, ``loss <number>``, is that of a run in which nothing happened, to the last bit. So it is if
+one is stopped (``kill -STOP``): after two minutes the others give up waiting, and torchrun starts all of them again. Started
 again on another number of processes, or with plain ``python``, it goes on, too; its loss is then the same to rounding.
 
 What makes that so: the batch of a step depends on the step alone; the loss is the mean over all tokens, of which a rank
@@ -14,6 +15,7 @@ has its share (61 tokens on 4 ranks: 15 or 16 each); gradients are summed in one
 from __future__ import annotations
 
 import argparse
+import datetime
 import logging
 import os
 
@@ -26,6 +28,7 @@ from annulus.torch import Checkpoints, RingMultiheadDilatedAttention, cleanup, p
 
 TOKENS, VOCABULARY, WIDTH, HEADS, BATCH = 61, 16, 32, 2, 8
 PLACEMENT = "zigzag"
+TIMEOUT = datetime.timedelta(minutes=2)  # a step takes milliseconds; PyTorch's own is half an hour
 
 
 class Block(nn.Module):
@@ -134,7 +137,7 @@ def join() -> dist.ProcessGroup:
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         store = dist.PrefixStore(f"attempt{attempt}", dist.TCPStore(*address, is_master=False))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return dist.group.WORLD
 
 

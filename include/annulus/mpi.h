@@ -17,6 +17,9 @@ namespace annulus {
 
 struct MpiOptions {
   std::chrono::milliseconds deadline{60'000};
+  // A process that has not answered for this long is lost, whatever the deadline. Those that live
+  // answer while they compute, read or write.
+  std::chrono::milliseconds silence{60'000};
   // MPI_Comm_c2f() of the communicator whose processes are the ring, in its order. Absent:
   // MPI_COMM_WORLD.
   std::optional<int> communicator;
@@ -30,11 +33,11 @@ struct MpiOptions {
 // caller computes. ConfigError where that is not to be had; DeviceError without MPI.
 //
 // Faults: MPI ends the whole job when one of its processes dies. Where one only stops answering,
-// operations fail at their deadline with a TransportError that names it, and no memory of the
-// caller's is touched afterwards. MPI itself cannot go on without that process: MPI_Finalize would
-// wait for it, so call MPI_Abort, or save what is to be saved first. Where the transport
-// initialised MPI, a program that ends then leaves without MPI_Finalize, and mpirun ends the
-// others.
+// operations fail with a TransportError that names it, at their deadline or after its silence, and
+// no memory of the caller's is touched afterwards. MPI itself cannot go on without that process:
+// MPI_Finalize would wait for it, so call MPI_Abort, or save what is to be saved first. Where the
+// transport initialised MPI, a program that ends then leaves without MPI_Finalize, and mpirun ends
+// the others.
 [[nodiscard]] std::unique_ptr<Transport> make_mpi_transport(const MpiOptions& options = {});
 
 }  // namespace annulus

@@ -84,6 +84,7 @@ std::string mpi_complaint() { return ""; }
 
 std::unique_ptr<Transport> make_mpi_transport(const MpiOptions& options) {
   check_deadline(options.deadline, "MPI transport");
+  check_deadline(options.silence, "MPI transport");
   check_rate(options.bytes_per_second, "MPI transport");
   mpi::begin();
   const MPI_Comm parent =
@@ -92,9 +93,8 @@ std::unique_ptr<Transport> make_mpi_transport(const MpiOptions& options) {
     throw ConfigError("MPI transport: the communicator is MPI_COMM_NULL: this process has no rank");
   }
   const auto communicator = mpi::Communicator::copy_of(parent);
-  return std::make_unique<MpiTransport>(
-      Endpoint::make(communicator, communicator->rank(), options.bytes_per_second),
-      options.deadline);
+  return std::make_unique<MpiTransport>(Endpoint::make(communicator, communicator->rank(), options),
+                                        options.deadline);
 }
 
 std::vector<std::unique_ptr<Transport>> mpi::make_loopback_ring(int ranks,
@@ -103,8 +103,8 @@ std::vector<std::unique_ptr<Transport>> mpi::make_loopback_ring(int ranks,
   const auto communicator = Communicator::loopback(ranks);
   std::vector<std::unique_ptr<Transport>> ring;
   for (int rank = 0; rank < ranks; ++rank) {
-    ring.push_back(
-        std::make_unique<MpiTransport>(Endpoint::make(communicator, rank), options.deadline));
+    ring.push_back(std::make_unique<MpiTransport>(Endpoint::make(communicator, rank, options),
+                                                  options.deadline));
   }
   return ring;
 }

@@ -35,16 +35,17 @@ Transfer::Transfer(const Message& message, std::chrono::milliseconds length)
       deadline(Clock::now() + deadline_length),
       packets(std::max<std::size_t>(1, (bytes + kPacketBytes - 1) / kPacketBytes)) {}
 
-Endpoint::Endpoint(std::shared_ptr<Communicator> communicator, int rank, double bytes_per_second)
+Endpoint::Endpoint(std::shared_ptr<Communicator> communicator, int rank, const MpiOptions& options)
     : rank_(rank),
       size_(communicator->size()),
-      bytes_per_second_(bytes_per_second),
+      bytes_per_second_(options.bytes_per_second),
+      silence_(std::min(options.silence, kLongestDeadline)),
       mail_(std::move(communicator), rank),
       channels_(static_cast<std::size_t>(size_)) {}
 
 std::shared_ptr<Endpoint> Endpoint::make(std::shared_ptr<Communicator> communicator, int rank,
-                                         double bytes_per_second) {
-  std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(communicator), rank, bytes_per_second));
+                                         const MpiOptions& options) {
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(std::move(communicator), rank, options));
   attend_to(endpoint);
   try {
     std::thread([endpoint] { endpoint->run(); }).detach();
@@ -141,6 +142,7 @@ bool Endpoint::link_is_through(const Transfer& send, std::size_t bytes) {
 void Endpoint::on_note(const Header& header, std::string_view text) {
   if (header.source < 0 || header.source >= size_) return;
   Channel& from = channel(header.source);
+  from.asked.reset();
   const auto receive = receives_.find(header.id);
   switch (header.kind) {
     case Kind::ready: {
@@ -187,6 +189,10 @@ void Endpoint::on_note(const Header& header, std::string_view text) {
     case Kind::leave:
       from.leaves_after = header.value;
       break;
+    case Kind::asks:
+      mail_.send_note(header.source, {.kind = Kind::answers});
+      break;
+    case Kind::answers:  // as everything does
     case Kind::data:
       break;
   }
@@ -195,6 +201,7 @@ void Endpoint::on_note(const Header& header, std::string_view text) {
 void Endpoint::on_data(const Header& header, std::span<const std::byte> bytes) {
   if (header.source < 0 || header.source >= size_) return;
   ++channel(header.source).packets_received;
+  channel(header.source).asked.reset();
   const auto found = receives_.find(header.id);
   if (found == receives_.end()) return;  // called off
   Transfer& receive = *found->second;
@@ -282,6 +289,8 @@ void Endpoint::wait(Transfer& transfer) {
   microseconds nap = kShortestNap;
   auto last = Clock::now();
   auto awake = last;
+  Channel& with = channel(transfer.peer);
+  if (with.asked) with.asked = last;  // nobody has listened since
   for (;;) {
     const bool moved = transfer.open() && poll();
     // A process that was stopped finds its deadline over, and soon in its mail what it waited for,

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "annulus/error.h"
+#include "annulus/mpi.h"
 #include "annulus/transport.h"
 #include "transport/mpi_mail.h"
 
@@ -30,7 +31,8 @@
 //
 // Faults. A rank that waits for long says so: when a deadline is over, the one that nobody can say
 // for whom it waits is lost, not the one between. Deadlines of a ring end within milliseconds of
-// each other.
+// each other. Where they are long, who waits asks the other rank now and then whether it is there:
+// its thread answers, unless its process is stopped.
 //
 // Locks: one, which is held during polls and the copies that they make. Calling a transfer off
 // takes it, so nothing is copied afterwards.
@@ -46,6 +48,7 @@ enum class Outcome : std::uint8_t {
   size_mismatch,
   ended,  // the transport was aborted, or MPI failed
   peer_left,
+  silent,  // the other rank does not answer
   broken,  // an earlier message between the two ranks was lost, so order can no longer be kept
   cancelled,
 };
@@ -75,7 +78,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
  public:
   // Starts the thread, which keeps the endpoint until everybody has left.
   static std::shared_ptr<Endpoint> make(std::shared_ptr<Communicator> communicator, int rank,
-                                        double bytes_per_second = 0);
+                                        const MpiOptions& options);
 
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int size() const { return size_; }
@@ -105,13 +108,15 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
     std::string broken;           // not empty: nothing passes any more
     int culprit = -1;             // the rank because of which it is broken
     int waits_for = -1;           // as the other side has said; -1: for nobody, or not for long
+    std::optional<Clock::time_point> asked;  // and not heard of since
+    Clock::time_point next_question{};
     std::uint64_t packets_sent = 0;
     std::uint64_t packets_received = 0;
     std::optional<std::uint64_t> leaves_after;  // packets
     [[nodiscard]] bool left() const { return leaves_after && packets_received >= *leaves_after; }
   };
 
-  Endpoint(std::shared_ptr<Communicator> communicator, int rank, double bytes_per_second);
+  Endpoint(std::shared_ptr<Communicator> communicator, int rank, const MpiOptions& options);
   void run();
 
   // All of these want mutex_.
@@ -127,6 +132,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   void blame(int peer, int culprit);
   void tell_all(const Header& header, std::string_view text = {}) noexcept;
   [[nodiscard]] int awaited(int peer) const;
+  [[nodiscard]] bool is_silent(int peer, Clock::time_point now);
   void end(int rank, std::string_view text) noexcept;
   void end_by_exception() noexcept;  // the one that is being handled
   [[nodiscard]] bool link_is_through(const Transfer& send, std::size_t bytes);
@@ -142,11 +148,13 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   [[nodiscard]] Channel& channel(int peer) { return channels_[static_cast<std::size_t>(peer)]; }
   [[nodiscard]] std::string describe(const Transfer& transfer) const;
   [[nodiscard]] std::string describe_timeout(const Transfer& transfer) const;
+  [[nodiscard]] std::string describe_silence(int peer) const;
   [[nodiscard]] TransportError error(const Transfer& transfer);
 
   const int rank_;
   const int size_;
   const double bytes_per_second_;  // 0: no limit
+  const std::chrono::milliseconds silence_;
   std::mutex mutex_;
   std::condition_variable changed_;
   Mail mail_;

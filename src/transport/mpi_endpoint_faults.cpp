@@ -22,6 +22,10 @@ bool Endpoint::settle(Transfer& transfer, Clock::time_point now) {
   } else if (now >= transfer.deadline) {
     break_channel(transfer.peer, awaited(transfer.peer), describe_timeout(transfer));
     withdraw(transfer, Outcome::timed_out);
+  } else if (is_silent(transfer.peer, now)) {
+    break_channel(transfer.peer, transfer.peer,
+                  describe(transfer) + " failed: " + describe_silence(transfer.peer));
+    withdraw(transfer, Outcome::silent);
   } else {
     return false;
   }
@@ -37,6 +41,26 @@ int Endpoint::awaited(int peer) const {
     peer = next;
   }
   return peer;
+}
+
+// Whether a rank that is waited for has left a question unanswered for too long. Asks it.
+bool Endpoint::is_silent(int peer, Clock::time_point now) {
+  Channel& with = channel(peer);
+  if (peer == rank_ || now == Clock::time_point::min()) return false;  // that: nobody can say now
+  if (with.asked) return now - *with.asked >= silence_;
+  if (now >= with.next_question) {
+    const bool ask = with.next_question != Clock::time_point{};  // not at the first wait
+    with.next_question = now + silence_ / 4;
+    if (ask) {
+      with.asked = now;
+      try {
+        mail_.send_note(peer, {.kind = Kind::asks});
+      } catch (...) {
+        end_by_exception();
+      }
+    }
+  }
+  return false;
 }
 
 // Every other rank. One that cannot be told runs into its deadline.
@@ -122,6 +146,11 @@ std::string Endpoint::describe_timeout(const Transfer& transfer) const {
          std::to_string(transfer.deadline_length.count()) + " ms";
 }
 
+std::string Endpoint::describe_silence(int peer) const {
+  return "rank " + std::to_string(peer) + " has not answered for " +
+         std::to_string(silence_.count()) + " ms: is its process stopped?";
+}
+
 TransportError Endpoint::error(const Transfer& transfer) {
   const int peer = transfer.peer;
   const int culprit = culprit_of(peer);
@@ -136,6 +165,8 @@ TransportError Endpoint::error(const Transfer& transfer) {
                                 std::to_string(culprit) +
                                 " still running and making the same calls?",
                             culprit);
+    case Outcome::silent:
+      return TransportError(describe(transfer) + " failed: " + describe_silence(peer), peer);
     case Outcome::size_mismatch:
       return TransportError(describe(transfer) + " met a " + (transfer.sends ? "receive" : "send") +
                                 " of " + std::to_string(transfer.partner_bytes) +

@@ -32,6 +32,8 @@ enum class Kind : std::uint32_t {
   goes_on,  // what was waited for has come
   abort,    // by the rank that sends it because of rank `value`; the text says why
   leave,    // nothing comes after `value` packets of data
+  asks,     // whether the other process is there
+  answers,  // it is
   data,     // bytes from `value` on of the receive `id`
 };
 

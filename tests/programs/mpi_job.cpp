@@ -1,7 +1,8 @@
-// mpi_job stop|kill: rank 1 of an MPI job stops or dies, and the others say what they see of it. A
-// transport that has initialised MPI, in a program that just ends.
-// mpi_job attend: rank 1 stops while all compute; most of the others never wait for it themselves.
-// mpi_job single: the program has initialised MPI without threads, and later finalised it.
+// mpi_job stop|silent|kill: rank 1 of an MPI job stops or dies, and the others say what they see of
+// it; with "silent", nothing has a deadline. A transport that has initialised MPI, in a program
+// that just ends. mpi_job attend: rank 1 stops while all compute; most of the others never wait for
+// it themselves. mpi_job single: the program has initialised MPI without threads, and later
+// finalised it.
 
 #include <mpi.h>
 #include <unistd.h>
@@ -21,6 +22,9 @@
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Machines stop for a second or two: less than half of it, so that all know who waits for whom.
+constexpr std::chrono::seconds kPatience{4};
 
 void lose(int signal) {
   std::printf("process %d is lost\n", ::getpid());
@@ -82,9 +86,12 @@ int main(int argc, char** argv) {
     say_why_not();
     return 0;
   }
-  const auto transport = annulus::make_mpi_transport({.deadline = std::chrono::seconds(1)});
+  const auto transport = annulus::make_mpi_transport(
+      how == "silent"
+          ? annulus::MpiOptions{.deadline = std::chrono::hours(24), .silence = kPatience}
+          : annulus::MpiOptions{.deadline = kPatience});
   if (!annulus::check_ring(*transport).forward_ok) return 1;
-  if (transport->rank() == 1 && how != "attend") lose(how == "stop" ? SIGSTOP : SIGKILL);
+  if (transport->rank() == 1 && how != "attend") lose(how == "kill" ? SIGKILL : SIGSTOP);
   const auto start = Clock::now();
   try {
     (how == "attend" ? attend : exchange)(*transport);

@@ -185,8 +185,9 @@ TEST_P(Chaos, CutLinkEndsEveryRankWithATransportError) {
       first = std::min(first, outcome.seconds);
       last = std::max(last, outcome.seconds);
     }
-    // The last rank to notice waits for one deadline after the first one has ended, at most.
-    EXPECT_LT(last - first, deadline_seconds + 1.0 * test::slowness());
+    // The last rank to notice waits for one deadline after the first one has ended, at most. A busy
+    // machine stops for seconds; who waits in vain, for the whole of the test's time.
+    EXPECT_LT(last - first, deadline_seconds + 20.0 * test::slowness());
     if (HasFailure()) return;
   }
 }

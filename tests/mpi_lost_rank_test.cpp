@@ -4,6 +4,7 @@
 #include <mpi.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <thread>
@@ -15,7 +16,9 @@
 namespace annulus::test {
 namespace {
 
-milliseconds patience(double least) { return milliseconds(static_cast<int>(least * slowness())); }
+milliseconds patience(double least) {
+  return milliseconds(static_cast<int>(least * std::min(slowness(), 3.0)));
+}
 
 class MpiLostRank : public testing::Test {
  protected:
@@ -26,7 +29,7 @@ class MpiLostRank : public testing::Test {
 
 // Rank 0 is silent. Rank 1 waits for it, and everybody else for the rank before.
 TEST_F(MpiLostRank, IsTheOneForWhomTheOthersWaitInTheEnd) {
-  const auto transport = World::ring(patience(400));
+  const auto transport = World::ring(patience(4000));  // a machine may stop for a second or two
   const int rank = transport->rank();
   Bytes in(16);
   if (rank > 0) {
@@ -51,7 +54,7 @@ TEST_F(MpiLostRank, IsTheOneForWhomTheOthersWaitInTheEnd) {
 
 // What has come by then is there, however late it is: everybody else was in time.
 TEST_F(MpiLostRank, IsNotOneThatSentWhileTheWaitingProcessWasStopped) {
-  const auto transport = World::ring(2, patience(300));
+  const auto transport = World::ring(2, patience(2500));
   int process = ::getpid();
   MPI_Bcast(&process, 1, MPI_INT, 1, MPI_COMM_WORLD);
   World::meet();
@@ -60,7 +63,7 @@ TEST_F(MpiLostRank, IsNotOneThatSentWhileTheWaitingProcessWasStopped) {
     std::this_thread::sleep_for(patience(150));
     const Bytes out = block(16, 3);
     transport->send(1, 3, out)->wait();
-    std::this_thread::sleep_for(patience(400));
+    std::this_thread::sleep_for(patience(2500));
     ::kill(process, SIGCONT);
   } else if (World::rank() == 1) {
     std::thread stopping([] {

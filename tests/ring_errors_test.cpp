@@ -444,7 +444,7 @@ TEST(RingFailures, RankThatDiesDuringAPassIsATransportErrorOnTheOthers) {
           << rank << ": " << outcomes[rank].message;
       EXPECT_NE(outcomes[rank].message.find("rank failure for the test"), std::string::npos)
           << outcomes[rank].message;
-      EXPECT_LT(outcomes[rank].seconds, 1.0 * test::slowness());
+      EXPECT_LT(outcomes[rank].seconds, test::soon());
       if (rank != 2) {
         EXPECT_NE(outcomes[rank].message.find("rank 2"), std::string::npos)
             << outcomes[rank].message;

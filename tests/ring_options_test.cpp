@@ -147,7 +147,7 @@ TEST(RingOptions, BadLuckOfOneRankIsAnErrorOfAll) {
                                   {test::Luck::no_device, "on fire"}}) {
     const auto outcomes = run_ranks(kRanks, [&, bad = bad, text = text](Transport& transport) {
       test::FeignedLuck::of_this_thread = transport.rank() == 1 ? bad : test::Luck::good;
-      test::expect_refusal_within_a_second<DeviceError>(small_options(), transport, text);
+      test::expect_refusal_soon<DeviceError>(small_options(), transport, text);
     });
     expect_everywhere(outcomes, "", {});
   }

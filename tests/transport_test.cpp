@@ -98,29 +98,33 @@ TEST(Transport, TransferMayOutliveItsTransport) {
 }
 
 TEST(Transport, RateLimitSerialisesEachOutgoingLink) {
-  // 10 kB at 50 kB/s: 200 ms per message, 400 ms for two on one link.
-  auto ring = make_in_process_ring(3, {.bytes_per_second = 5e4});
-  const Bytes out = block(10'000, 1);
-  Bytes in1(10'000);
-  Bytes in2(10'000);
-  Bytes in0(10'000);
-  const auto start = Clock::now();
-  const auto send1 = ring[0]->send(1, 0, out);
-  const auto send2 = ring[0]->send(2, 0, out);
-  const auto other_link = ring[1]->send(0, 0, out);
-  const auto receive1 = ring[1]->receive(0, 0, in1);
-  const auto receive2 = ring[2]->receive(0, 0, in2);
-  const auto receive0 = ring[0]->receive(1, 0, in0);
-  EXPECT_LT(milliseconds_since(start), 150) << "posting must not block";
-  receive0->wait();
-  EXPECT_GE(milliseconds_since(start), 200);
-  EXPECT_LT(milliseconds_since(start), 380) << "links of two ranks must not share one limit";
-  receive1->wait();
-  EXPECT_LT(milliseconds_since(start), 380);
-  receive2->wait();
-  EXPECT_GE(milliseconds_since(start), 400);
-  EXPECT_LT(milliseconds_since(start), 1500);
-  EXPECT_EQ(in2, out);
+  // A machine that stops for a moment makes it later than it is: once in time is enough.
+  bool in_time = false;
+  for (int attempt = 0; attempt < 5 && !in_time; ++attempt) {
+    // 10 kB at 50 kB/s: 200 ms per message, 400 ms for two on one link.
+    auto ring = make_in_process_ring(3, {.bytes_per_second = 5e4});
+    const Bytes out = block(10'000, 1);
+    Bytes in1(10'000);
+    Bytes in2(10'000);
+    Bytes in0(10'000);
+    const auto start = Clock::now();
+    const auto send1 = ring[0]->send(1, 0, out);
+    const auto send2 = ring[0]->send(2, 0, out);
+    const auto other_link = ring[1]->send(0, 0, out);
+    const auto receive1 = ring[1]->receive(0, 0, in1);
+    const auto receive2 = ring[2]->receive(0, 0, in2);
+    const auto receive0 = ring[0]->receive(1, 0, in0);
+    const double posted = milliseconds_since(start);
+    receive0->wait();
+    EXPECT_GE(milliseconds_since(start), 200);
+    receive1->wait();
+    const double two_links = milliseconds_since(start);
+    receive2->wait();
+    EXPECT_GE(milliseconds_since(start), 400);
+    EXPECT_EQ(in2, out);
+    in_time = posted < 150 && two_links < 380 && milliseconds_since(start) < 1500;
+  }
+  EXPECT_TRUE(in_time) << "posting blocks, or links of two ranks share one limit";
 }
 
 TEST(Transport, AbortWakesThoseWhoWaitForASlowLink) {

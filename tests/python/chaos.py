@@ -97,16 +97,16 @@ def compute(
     faults.join(rank, ranks, port)
     group = torch.distributed.group.WORLD
     wanted = faults.expected(group, "short")
-    faults.both_ways(group, 30.0, "short")
+    faults.both_ways(group, 60.0, "short")
     if slow:
         for connection in connections():
             connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, SLOW_BYTES_PER_SECOND)
     say("ready")
     correct = all(
-        [faults.right(faults.both_ways(group, 30.0, "short"), wanted) for _ in range(passes)]
+        [faults.right(faults.both_ways(group, 60.0, "short"), wanted) for _ in range(passes)]
     )
     say("result", right=correct)
-    time.sleep(60)  # the parent ends it
+    time.sleep(2 * faults.PATIENCE)  # the parent ends it
 
 
 def connections() -> Iterator[socket.socket]:
@@ -175,7 +175,7 @@ def junk(choose: random.Random) -> bytes:
 
 def use_store(port: int) -> None:
     """A stranger who speaks the language, and has keys of its own in the ring's store."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 2 * faults.PATIENCE
     while time.monotonic() < until:
         with contextlib.suppress(RuntimeError):  # the store is not there yet, or no more
             store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
@@ -196,7 +196,7 @@ def undisturbed(fault: str, ranks: int, choose: random.Random) -> Outcome:
             stack.enter_context(faults.Ring(1, body))
             greeting = (lambda: b"") if fault == "stranger" else lambda: junk(choose)
             strangers = Strangers(ring, port, greeting)
-        ring.wait("result", list(range(ranks)), 60)
+        ring.wait("result", list(range(ranks)), faults.PATIENCE)
         if strangers is not None:
             strangers.leave()
         outcome = judge([], 0, [rank.last("result") for rank in ring.ranks], ring)
@@ -386,11 +386,11 @@ def lose_and_resume(fault: str, ranks: int, choose: random.Random) -> Outcome:
         folder = pathlib.Path(name)
         arguments = (ranks, faults.free_port(), folder, victim, last)
         with faults.Ring(ranks, train_with_survivors, *arguments) as ring:
-            ring.wait("ready", list(range(ranks)), 60)
+            ring.wait("ready", list(range(ranks)), faults.PATIENCE)
             time.sleep(choose.uniform(0, 0.3))
             begin = time.monotonic()
             getattr(ring, fault.removesuffix("_training"))(victim)
-            ring.wait("result", survivors, 90)
+            ring.wait("result", survivors, faults.PATIENCE)
             said, results = (
                 [ring.ranks[rank].last(what) for rank in survivors]
                 for what in ("detected", "result")
@@ -413,7 +413,7 @@ def checkpoint_fault(fault: str, ranks: int, choose: random.Random) -> Outcome:
         else:
             body, arguments = damage, (folder, fault, choose.randrange(10**6))
         ring = stack.enter_context(faults.Ring(ranks, body, ranks, faults.free_port(), *arguments))
-        ring.wait("result", everybody, 60)
+        ring.wait("result", everybody, faults.PATIENCE)
         said, results = (
             [rank.last(what) for rank in ring.ranks] for what in ("detected", "result")
         )
@@ -424,19 +424,19 @@ def killed_writing(folder: pathlib.Path, ranks: int, victim: int, choose: random
     """Then all are started again."""
     survivors = [rank for rank in range(ranks) if rank != victim]
     with faults.Ring(ranks, save_until_lost, ranks, faults.free_port(), folder, 10**6) as ring:
-        if not ring.wait("ready", list(range(ranks)), 60):
+        if not ring.wait("ready", list(range(ranks)), faults.PATIENCE):
             return judge([None], ranks - 1, [], ring)
         time.sleep(choose.uniform(0, 0.2))
         begin = time.monotonic()
         ring.kill(victim)
-        ring.wait("detected", survivors, 60)
+        ring.wait("detected", survivors, faults.PATIENCE)
         said = [ring.ranks[rank].last("detected") for rank in survivors]
         lost = judge(said_with_seconds(said, begin), ranks - 1, [], ring)
     reached = max((int(p.name[5:13]) for p in folder.glob("step-????????")), default=0)
     with faults.Ring(
         ranks, save_until_lost, ranks, faults.free_port(), folder, reached + 3
     ) as ring:
-        ring.wait("result", list(range(ranks)), 60)
+        ring.wait("result", list(range(ranks)), faults.PATIENCE)
         results = [rank.last("result") for rank in ring.ranks]
         outcome = judge(said_with_seconds(said, begin), ranks - 1, results, ring)
     outcome.complaints += lost.complaints

@@ -335,8 +335,11 @@ def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
     if dist.get_rank() == 1:
         writer._DigestingFile.write = lambda self, data: time.sleep(60)
     checkpoints.save(1, {"data": Data(1)})
+    over = folder / "lost" / "over"
     if dist.get_rank() == 1:
-        time.sleep(15)
+        until = time.monotonic() + 60
+        while not over.exists() and time.monotonic() < until:
+            time.sleep(0.1)
         os._exit(0)
     with pytest.raises(annulus.TransportError):
         at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=2.0)
@@ -347,6 +350,7 @@ def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
         checkpoints.resume({"data": Data()})
     assert time.monotonic() - begun < 20
     print("stopped_and_lost_by_the_ring done", flush=True)
+    over.touch()
     os._exit(0)  # what waits for rank 1 waits
 
 

@@ -35,6 +35,7 @@ import annulus.torch as at
 
 # Messages of a step: some KB, or some 100 KB, most of which are half through when something happens.
 SIZES = {"short": (360, 2, 32), "long": (2400, 4, 64)}  # tokens, heads, head dim
+PATIENCE = 180.0  # seconds for what takes one or two: the machine may be busy
 PATTERN = {"segment_lengths": [60, 180], "dilation_rates": [1, 3], "is_causal": True}
 
 
@@ -210,7 +211,7 @@ def compute_until_lost(
     obey(orders)
     group = dist.group.WORLD
     wanted = expected(group, size)
-    both_ways(group, 30.0, size)
+    both_ways(group, 60.0, size)
     say("ready")
     passes = 0
     begin = 0.0
@@ -231,9 +232,9 @@ def compute_until_lost(
         return
     say("reformed", left=dist.get_process_group_ranks(left))
     wanted = expected(left, size)
-    correct = all(right(both_ways(left, 30.0, size), wanted) for _ in range(3))
+    correct = all(right(both_ways(left, 60.0, size), wanted) for _ in range(3))
     say("result", right=correct)
-    time.sleep(60)  # the parent ends it: the others may not be done
+    time.sleep(2 * PATIENCE)  # the parent ends it: the others may not be done
 
 
 # ---- what happens to them
@@ -265,18 +266,18 @@ def inflict(fault: str, ranks: int, deadline: float, size: str, choose: random.R
     survivors = [rank for rank in range(ranks) if rank != victim]
     outcome = Outcome(fault, ranks, victim, {}, {}, None, False, suspects={victim})
     with Ring(ranks, compute_until_lost, ranks, free_port(), deadline, size) as ring:
-        if not ring.wait("ready", list(range(ranks)), 60):
+        if not ring.wait("ready", list(range(ranks)), PATIENCE):
             outcome.complaints.append(f"never began: {[r.said for r in ring.ranks]}")
             return outcome
         time.sleep(choose.uniform(0.0, 0.2))
         begin = time.monotonic()
         getattr(ring, fault)(victim)
-        ring.wait("lost", survivors, deadline + 20)
-        ring.wait("result", survivors, 60)
+        ring.wait("lost", survivors, deadline + PATIENCE)
+        ring.wait("result", survivors, PATIENCE)
         if fault == "stop":
             # It comes back: nobody waits for it, and it learns so.
             ring.resume(victim)
-            if not ring.wait("alone", [victim], deadline + 20):
+            if not ring.wait("alone", [victim], deadline + PATIENCE):
                 outcome.complaints.append(f"the victim goes on: {ring.ranks[victim].said}")
         if fault == "cut" and ring.ranks[victim].last("lost"):
             outcome.suspects.add(ring.ranks[victim].last("lost")["rank"])

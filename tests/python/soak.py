@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from faults import Ring, both_ways, expected, free_port, join, right
+from faults import PATIENCE, Ring, both_ways, expected, free_port, join, right
 
 import annulus
 import annulus.torch as at
@@ -93,12 +93,12 @@ def compute(rank: int, say: Callable, orders: int, ranks: int, port: int, steps:
         if step * samples // steps > (step - 1) * samples // steps:
             say("so far", step=step, **resources())
     say("done", seconds=time.monotonic() - begin)
-    time.sleep(60)  # the parent ends it: the others may not be done
+    time.sleep(PATIENCE)  # the parent ends it: the others may not be done
 
 
 def soak_steps(steps: int, ranks: int) -> bool:
     with Ring(ranks, compute, ranks, free_port(), steps) as ring:
-        if not ring.wait("done", list(range(ranks)), 60 + 0.1 * steps):
+        if not ring.wait("done", list(range(ranks)), PATIENCE + 0.1 * steps):
             print(f"steps: {[rank.said[-1:] for rank in ring.ranks]}")
             return False
         said = [[line for line in rank.said if line["what"] == "so far"] for rank in ring.ranks]
@@ -148,10 +148,10 @@ def soak_cycles(cycles: int, steps: int = 5) -> bool:
                 rank.said.clear()
                 os.write(rank.orders, f"{port}\n".encode())
             with Ring(1, come_and_go, port, steps) as third:
-                ready = third.wait("ready", [0], 120) and ring.wait("ready", [0, 1], 120)
+                ready = third.wait("ready", [0], PATIENCE) and ring.wait("ready", [0, 1], PATIENCE)
                 if ready:
                     third.kill(0)
-                if not ready or not ring.wait("done", [0, 1], 120):
+                if not ready or not ring.wait("done", [0, 1], PATIENCE):
                     print(f"cycle {number}: {[r.said for r in (*ring.ranks, *third.ranks)]}")
                     return False
             history.append([rank.last("done") for rank in ring.ranks])

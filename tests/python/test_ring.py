@@ -252,7 +252,7 @@ def test_results_that_one_rank_cannot_allocate_are_an_error_on_all() -> None:
 
     begin = time.monotonic()
     outcomes = on_ranks(transports, body)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     for rank, outcome in enumerate(outcomes):
         for error in outcome:
             assert isinstance(error, MemoryError if rank == 1 else annulus.ConfigError), outcomes
@@ -284,7 +284,7 @@ def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
 
     begin = time.monotonic()
     outcomes = on_ranks(transports, body)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     words = ["pattern is 'dense'", "placement is None", "state is 'dense'"]
     for rank, outcome in enumerate(outcomes):
         for error, text in zip(outcome, words):
@@ -423,7 +423,7 @@ def test_wrong_option_of_one_rank_is_an_error_of_all(wrong: dict[str, Any], word
     transports = annulus.make_in_process_ring(3, deadline=30)
     begin = time.monotonic()
     errors = on_ranks(transports, build)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert isinstance(errors[1], (annulus.ConfigError, TypeError)) and words in str(errors[1])
     for other in (errors[0], errors[2]):
         assert isinstance(other, annulus.ConfigError) and words in str(other), other

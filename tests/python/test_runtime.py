@@ -45,14 +45,19 @@ def test_other_threads_run_during_a_pass(how: str) -> None:
         annulus.attention(q, q, q) if how == "attention" else ring.forward(q, q, q)
         seconds = time.perf_counter() - begin
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    ticks = 0
-    while thread.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    # Without the GIL this thread wakes about every millisecond; with it, it would wake at most a few times.
-    assert seconds > 0.03 and ticks > 5 + 50 * seconds, (seconds, ticks)
+    found = []
+    for _ in range(5):  # others may have the cores
+        thread = threading.Thread(target=work)
+        thread.start()
+        ticks = 0
+        while thread.is_alive():
+            time.sleep(0.001)
+            ticks += 1
+        found.append((seconds, ticks))
+        # Without the GIL this thread wakes about every millisecond; with it, it would wake at most a few times.
+        if seconds > 0.03 and ticks > 5 + 50 * seconds:
+            return
+    raise AssertionError(found)
 
 
 INTERRUPT = """

@@ -31,7 +31,7 @@ def torchrun(processes: int, *arguments: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=ENVIRONMENT,
         check=False,
     )
@@ -120,7 +120,7 @@ def test_a_lost_rank_is_a_transport_error(how: str) -> None:
     ]
     try:
         for rank in (0, 2):
-            out, _ = ranks[rank].communicate(timeout=120)
+            out, _ = ranks[rank].communicate(timeout=300)
             assert f"rank {rank} lost rank 1" in out, out
             assert out.count(f"rank {rank} misses rank 1") == 2, out
     finally:

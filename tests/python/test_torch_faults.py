@@ -13,7 +13,7 @@ distributed = pytest.importorskip("test_torch_distributed", reason="PyTorch has 
 PROGRAM = pathlib.Path(__file__).parent / "faults.py"
 
 
-def inflict(*arguments: str, program: pathlib.Path = PROGRAM, timeout: int = 240) -> None:
+def inflict(*arguments: str, program: pathlib.Path = PROGRAM, timeout: int = 600) -> None:
     # In a process of its own: ranks are forked from one that has no threads yet.
     run = subprocess.run(
         [sys.executable, str(program), *arguments],
@@ -28,15 +28,15 @@ def inflict(*arguments: str, program: pathlib.Path = PROGRAM, timeout: int = 240
 
 @pytest.mark.parametrize("size", ["short", "long"])
 def test_survivors_of_a_kill_name_it_and_go_on(size: str) -> None:
-    inflict("--kill", "4", "--sizes", size)
+    inflict("--kill", "4", "--sizes", size, "--deadline", "20")
 
 
 def test_survivors_of_a_stop_name_it_at_the_deadline_and_go_on_without_it() -> None:
-    inflict("--stop", "2", "--deadline", "2")
+    inflict("--stop", "2", "--deadline", "5")
 
 
 def test_a_rank_that_is_cut_off_is_named_and_may_come_back() -> None:
-    inflict("--cut", "4")
+    inflict("--cut", "4", "--deadline", "20")
 
 
 def test_nothing_is_left_of_steps_and_of_rings_that_were_lost() -> None:

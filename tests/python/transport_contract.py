@@ -241,30 +241,29 @@ def passes_give_the_bits_of_the_built_in_transport(transport: Transport) -> None
 @check()
 def second_user_is_refused_and_ends_the_ring(transport: Transport) -> None:
     if transport.rank() != 0:
-        time.sleep(0.3)  # until then, rank 0 has two users
+        until = time.monotonic() + 30
+        while transport.health()["alive"] and time.monotonic() < until:
+            time.sleep(0.01)  # until rank 0 has had two users
         with transport_error() as caught:
             annulus.gather_records(transport, b"")
         assert caught[0].rank == 0 and "one call at a time" in str(caught[0]), caught
         return
     ended: list[BaseException] = []
 
-    def first() -> None:
+    def use() -> None:
         try:
-            annulus.gather_records(transport, b"first")
-        except annulus.TransportError as error:
+            annulus.gather_records(transport, b"of one of two")
+        except annulus.Error as error:
             ended.append(error)
 
-    thread = threading.Thread(target=first)
-    thread.start()
-    time.sleep(0.1)
-    try:
-        annulus.gather_records(transport, b"second")
-    except annulus.ConfigError as error:
-        assert "one call at a time" in str(error)
-    else:
-        raise AssertionError("two users at the same time")
-    thread.join()
-    assert ended and "one call at a time" in str(ended[0]), ended
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kinds = {type(error) for error in ended}
+    assert kinds == {annulus.ConfigError, annulus.TransportError}, ended
+    assert all("one call at a time" in str(error) for error in ended), ended
 
 
 # ---- errors reach those who wait
@@ -279,7 +278,7 @@ def dead_peer_raises_within_the_deadline(transport: Transport) -> None:
     start = time.monotonic()
     with transport_error() as caught:
         receive(transport, 1, 7, bytearray(4096)).wait()
-    assert 0.25 < time.monotonic() - start < 5
+    assert 0.25 < time.monotonic() - start < 20
     assert caught[0].rank == 1 and "rank 1" in str(caught[0]), caught
 
 
@@ -303,7 +302,7 @@ def abort_from_any_thread_wakes_everybody(transport: Transport) -> None:
     health = transport.health()
     assert not health["alive"] and health["lost_rank"] == 1, health
     assert "disk on fire" in health["reason"], health
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
 
 
 @check()
@@ -312,7 +311,7 @@ def health_tells_of_an_abort_elsewhere(transport: Transport) -> None:
     if transport.rank() == 0:
         time.sleep(0.2)  # the others are back from it
         transport.abort("enough")
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while transport.health()["alive"] and time.monotonic() < until:
         time.sleep(0.01)
     health = transport.health()

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <exception>
@@ -83,7 +84,7 @@ std::vector<RankOutcome> run_ranks(int ranks, const std::function<void(Transport
   // A rank that waits for another in vain does so for this long: tests notice, and need not wait a
   // minute.
   InProcessOptions options;
-  options.deadline = std::chrono::milliseconds(static_cast<int>(5000 * slowness()));
+  options.deadline = std::chrono::milliseconds(static_cast<int>(2000 * soon()));
   return run_ranks(make_in_process_ring(ranks, options), body);
 }
 
@@ -120,7 +121,7 @@ void expect_everywhere(const std::vector<RankOutcome>& outcomes, const std::stri
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     const RankOutcome& outcome = outcomes[rank];
     EXPECT_EQ(outcome.kind, kind) << "rank " << rank << ": " << outcome.message;
-    EXPECT_LT(outcome.seconds, 1.0 * slowness()) << "rank " << rank;
+    EXPECT_LT(outcome.seconds, soon()) << "rank " << rank;
     for (const std::string& text : texts) {
       EXPECT_NE(outcome.message.find(text), std::string::npos)
           << "rank " << rank << " says '" << outcome.message << "', without '" << text << "'";
@@ -161,6 +162,8 @@ Placement placement_of(const std::string& name, std::int64_t tokens, int ranks,
   }
   return Placement::named(name, tokens, ranks);
 }
+
+double soon() { return 10.0 * std::min(slowness(), 3.0); }
 
 double slowness() {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

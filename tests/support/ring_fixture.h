@@ -83,4 +83,8 @@ inline constexpr const char* kPlacementNames[] = {"contiguous", "aligned", "zigz
 // Sanitizers slow everything down: durations that tests insist on are multiplied by this.
 [[nodiscard]] double slowness();
 
+// Seconds that something may take which takes milliseconds: a busy machine may stop for a while.
+// Those who wait in vain in run_ranks do so for twice as long.
+[[nodiscard]] double soon();
+
 }  // namespace annulus::test

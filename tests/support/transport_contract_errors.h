@@ -115,14 +115,14 @@ TEST_P(TransportContract, SizeMismatchIsAnErrorOnBothSides) {
 }
 
 TEST_P(TransportContract, DeadPeerRaisesWithinTheDeadline) {
-  const Ring ring = make(8, milliseconds(10'000));
+  const Ring ring = make(8, milliseconds(static_cast<int>(10'000 * slowness())));
   ring[3]->set_deadline(milliseconds(150));
   Bytes buffer(4096);
   const auto start = std::chrono::steady_clock::now();
   const auto receive = ring[3]->receive(2, 7, buffer);
   const TransportError error = transport_error([&] { receive->wait(); });
   EXPECT_GE(milliseconds_since(start), 150);
-  EXPECT_LT(milliseconds_since(start), 1000 * slowness());
+  EXPECT_LT(milliseconds_since(start), 8000 * slowness());  // rank 2's own is 10,000
   expect_mentions(error.what(), {"[rank 3/8]", "rank 2", "150 ms"});
   EXPECT_EQ(error.rank(), 2);
   transport_error([&] { receive->wait(); });  // still failed
@@ -133,19 +133,26 @@ TEST_P(TransportContract, DeadPeerRaisesWithinTheDeadline) {
 }
 
 TEST_P(TransportContract, DeadlineCountsFromPosting) {
-  const Ring ring = make(2, milliseconds(200));
-  const auto send = ring[0]->send(1, 0, {});
-  std::this_thread::sleep_for(milliseconds(250));
-  const auto start = std::chrono::steady_clock::now();
-  expect_mentions(transport_error([&] { send->wait(); }).what(), {"rank 1", "200 ms"});
-  EXPECT_LT(milliseconds_since(start), 150);
+  // A machine that stops for a moment makes it later than it is: the quickest of some counts.
+  double quickest = 1e9;
+  for (int attempt = 0; attempt < 5 && quickest >= 150; ++attempt) {
+    const Ring ring = make(2, milliseconds(200));
+    const auto send = ring[0]->send(1, 0, {});
+    std::this_thread::sleep_for(milliseconds(250));
+    const auto start = std::chrono::steady_clock::now();
+    expect_mentions(transport_error([&] { send->wait(); }).what(), {"rank 1", "200 ms"});
+    quickest = std::min(quickest, milliseconds_since(start));
+  }
+  EXPECT_LT(quickest, 150);
 }
 
 TEST_P(TransportContract, FinishedBatchIsNoErrorAfterTheDeadline) {
-  const Ring ring = make(2, milliseconds(static_cast<int>(100 * slowness())));
+  // Long enough for a machine that stops for a moment between the two halves.
+  const int deadline = static_cast<int>(500 * std::min(slowness(), 3.0));
+  const Ring ring = make(2, milliseconds(deadline));
   const auto send = ring[0]->send(1, 0, {});
   const auto receive = ring[1]->receive(0, 0, {});
-  std::this_thread::sleep_for(milliseconds(static_cast<int>(130 * slowness())));
+  std::this_thread::sleep_for(milliseconds(deadline + 30));
   EXPECT_NO_THROW(send->wait());
   EXPECT_NO_THROW(receive->wait());
 }

@@ -139,6 +139,31 @@ Tables whole(const Pattern& pattern, std::int64_t tokens, int tile) {
                      tile, false);
 }
 
+// Heads lie side by side in memory: blocks that run at the same time should be at the same tokens.
+TEST(CudaTables, ForwardsItemsOfASegmentAreNeighboursWhateverTheirHead) {
+  const std::vector<std::int64_t> segments{64, 128};
+  const Pattern pattern = longnet(4, segments, std::vector<std::int64_t>{1, 4});
+  WholeSequence all(pattern, 1024);
+  all.computation.batch = 3;
+  const Tables tables = make_tables({Stage::Kind::forward, &all.plan, 0, 0}, all.computation,
+                                    Side::queries, 16, false);
+  ASSERT_EQ(tables.launches.size(), 2U);
+  for (const Launch& launch : tables.launches) {
+    const std::int64_t segment = segments[static_cast<std::size_t>(launch.branch)];
+    std::pair<std::int64_t, std::int64_t> before{-1, -1};  // batch, segment
+    std::int64_t changes = 0;
+    for (std::int32_t i = 0; i < launch.items; ++i) {
+      const Item& item = tables.items[static_cast<std::size_t>(launch.first_item + i)];
+      const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
+      const std::pair<std::int64_t, std::int64_t> here{
+          item.batch, rows_of(tables, group.queries)[0].at / segment};
+      changes += here == before ? 0 : 1;
+      before = here;
+    }
+    EXPECT_EQ(changes, all.computation.batch * 1024 / segment);
+  }
+}
+
 TEST(CudaTables, ArrangedItemsAreTheSameAndLoadBlocksEvenly) {
   constexpr int kBlocks = 12;
   constexpr int kTile = 64;

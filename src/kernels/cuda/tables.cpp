@@ -141,8 +141,10 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   std::vector<std::vector<std::vector<Item>>> items(computation.pattern->branches.size());
   using Rows = std::tuple<std::int64_t, std::int64_t, int>;  // segment, offset, K/V head
   std::map<std::pair<int, Rows>, std::vector<std::pair<int, int>>> users;
+  std::vector<std::int64_t> segments;  // by group
   for (const WorkGroup& from : work.all()) {
     const std::int32_t g = maker.add_group(from);
+    segments.push_back(from.segment);
     const Group& group = maker.tables.groups.back();
     std::vector<Selection::Member> members = from.members;
     std::stable_sort(members.begin(), members.end(),
@@ -185,10 +187,21 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
     };
     return dilation(a) > dilation(b);
   });
+  // Work comes head by head, each with all its segments. The rows of all heads at a token are
+  // neighbours in memory: forward takes the items of a segment one after the other, so that blocks
+  // that run side by side are near each other (the kernels alone, 1M tokens, LongNet, causal: 0.79
+  // of cuDNN's time; head by head 0.84). Backward took as long either way.
+  const auto place = [&](const Item& item) {
+    return std::pair(item.batch, segments[static_cast<std::size_t>(item.group)]);
+  };
   Tables& tables = maker.tables;
   for (const int branch : order) {
     for (std::vector<Item>& wave : items[static_cast<std::size_t>(branch)]) {
       if (wave.empty()) continue;
+      if (stage.kind == Stage::Kind::forward) {
+        std::stable_sort(wave.begin(), wave.end(),
+                         [&](const Item& a, const Item& b) { return place(a) < place(b); });
+      }
       tables.launches.push_back({branch, static_cast<std::int32_t>(tables.items.size()),
                                  static_cast<std::int32_t>(wave.size())});
       tables.items.insert(tables.items.end(), wave.begin(), wave.end());

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/cuda/launch_traits.h"
+#include "kernels/cuda/most_indices.h"
 #include "support/random_tables.h"
 
 namespace annulus::cuda {
@@ -202,6 +203,27 @@ TEST(CudaTables, LongestItemsComeFirstAmongHeadsThatFitTheCache) {
     }
     EXPECT_TRUE(seen.insert({item.member, item.begin}).second);
   }
+}
+
+TEST(CudaTables, MostIndicesBoundThoseOfEveryList) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    test::Random random(seed);
+    const Case c = random_case(random);
+    const std::int64_t most = most_indices(c.pattern, c.placement.tokens());
+    for (int rank = 0; rank < c.placement.ranks(); ++rank) {
+      const Plan plan(plan_options(c), rank);
+      const Tables tables = make_tables({Stage::Kind::gradients, &plan, 0, plan.steps()},
+                                        computation_of(c, rank), Side::keys, 64, false);
+      for (const auto& run : tables.runs)
+        EXPECT_LT(run.index + std::int64_t{run.count - 1} * run.index_stride, most);
+    }
+  }
+  // As many as a causal mask over a ring's whole sequence may have, and more than kernels count.
+  EXPECT_EQ(most_indices(dense(1, true), std::int64_t{1} << 30), std::int64_t{1} << 30);
+  EXPECT_EQ(
+      most_indices(
+          longnet(2, std::vector<std::int64_t>{100, 4096}, std::vector<std::int64_t>{3, 2}), 1001),
+      501);
 }
 
 TEST(CudaTables, TraitsSayWhatKernelsAreChosenBy) {

@@ -11,6 +11,7 @@
 #include "annulus/error.h"
 #include "kernels/cuda/engine.h"
 #include "kernels/cuda/families.h"
+#include "kernels/cuda/most_indices.h"
 #include "kernels/cuda/portable_tiles.h"
 #include "kernels/cuda/runtime.h"
 #include "kernels/cuda/sharing.h"
@@ -123,8 +124,12 @@ class CudaBackend final : public Backend {
   [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
                                                 std::span<const Stage> forward,
                                                 std::span<const Stage> backward) override {
-    return std::make_unique<CudaEngine>(computation, forward, backward,
-                                        choose_families(computation, device_), device_);
+    const Plan& plan = *forward.front().plan;
+    const std::int64_t tokens =
+        std::max(plan.query_placement().tokens(), plan.key_placement().tokens());
+    const Families families =
+        choose_families(computation, most_indices(*computation.pattern, tokens), device_);
+    return std::make_unique<CudaEngine>(computation, forward, backward, families, device_);
   }
   [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
                                                      std::vector<ParcelCopy> copies) override {

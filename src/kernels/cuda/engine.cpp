@@ -21,10 +21,11 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
     forward_launches_ += static_cast<int>(forward_.back().tables.launches.size());
   }
   if (families_.forward.later) put_finest_first();
-  for (const CompiledStage& stage : forward_) {
-    if (stage.tables.launches.empty()) continue;
-    covers_first_ = covers(stage.tables, stage.tables.launches.front(), computation_.query_rows());
-    break;
+  while (first_stage_ < forward_.size() && forward_[first_stage_].tables.launches.empty())
+    ++first_stage_;
+  if (first_stage_ < forward_.size()) {
+    const Tables& first = forward_[first_stage_].tables;
+    covers_first_ = covers(first, first.launches.front(), computation_.query_rows());
   }
   if (!forward_.empty() && !forward_.back().tables.launches.empty()) {
     const Tables& last = forward_.back().tables;
@@ -255,7 +256,7 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
   params.state = state_rows(call);
   if (call.branches.o != nullptr) {
     const ForwardKept kept{kept_, branch_sums(call.branches), call.branches.lse};
-    params.load_state = stage != 0;
+    params.load_state = static_cast<std::size_t>(stage) > first_stage_;
     for (const Launch& launch : compiled.tables.launches) {
       if (call.stop->load(std::memory_order_relaxed)) return;
       params.first_item = launch.first_item;
@@ -268,7 +269,7 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
   const bool fitting = fits(call);
   const bool by_row = ends_rows(call);
   params.later = by_row ? compiled.later : nullptr;
-  bool first = stage == 0;
+  bool first = static_cast<std::size_t>(stage) == first_stage_;
   for (std::size_t i = 0; i < compiled.tables.launches.size(); ++i) {
     const Launch& launch = compiled.tables.launches[i];
     if (call.stop->load(std::memory_order_relaxed)) return;

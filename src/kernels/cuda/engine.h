@@ -91,9 +91,10 @@ class CudaEngine final : public Engine {
   BackwardStages awkward_;
   std::atomic<std::int64_t> list_bytes_ = 0;  // grows when awkward_ is made
   int forward_launches_ = 0;
-  bool covers_first_ = false;  // the first launch has every query row
-  bool covers_last_ = false;   // the last one
-  bool finest_first_ = false;  // see put_finest_first
+  std::size_t first_stage_ = 0;  // that has launches
+  bool covers_first_ = false;    // the first launch has every query row
+  bool covers_last_ = false;     // the last one
+  bool finest_first_ = false;    // see put_finest_first
 
   Parcels keys_;
   Parcels queries_;

@@ -13,6 +13,11 @@
 namespace annulus::cuda {
 namespace {
 
+// What the kernels can count: see most_indices. Forward adds two indices, masks of backward compare
+// 16 times an index and have two words for rows that are not there.
+constexpr std::int64_t kForwardSm90Indices = std::int64_t{1} << 30;
+constexpr std::int64_t kBackwardSm90Indices = (std::int64_t{1} << 27) - 1;
+
 bool anything_fits(const KernelShape&) { return true; }
 
 ForwardFamily portable_forward_family(const KernelShape& shape) {
@@ -103,19 +108,22 @@ BackwardFamily portable_backward_family() {
           portable_query_gradient};
 }
 
-Families choose_families(const Computation& computation, int device) {
+Families choose_families(const Computation& computation, std::int64_t indices, int device) {
   const KernelShape shape = shape_of(computation);
   Families out{portable_forward_family(shape), portable_backward_family()};
   const std::string forced = forced_family();
   if (forced == "portable") return out;
-  const std::string complaint = sm90_complaint(computation, device);
-  if (complaint.empty()) {
-    out.forward = sm90_forward_family(computation);
-    out.backward = sm90_backward_family(computation);
-  } else if (forced == "sm90") {
-    throw ConfigError(forced_complaint(computation, device));
-  }
-  return out;
+  const bool can = sm90_complaint(computation, device).empty();
+  const bool forward = can && indices <= kForwardSm90Indices;
+  const bool backward = can && indices <= kBackwardSm90Indices;
+  if (forward) out.forward = sm90_forward_family(computation);
+  if (backward) out.backward = sm90_backward_family(computation);
+  if (forced != "sm90" || (forward && (backward || !computation.backward))) return out;
+  if (!can) throw ConfigError(forced_complaint(computation, device));
+  throw ConfigError(
+      fmt::format("ANNULUS_CUDA_KERNELS is sm90: a segment has up to {} rows of a branch, expected "
+                  "at most {}",
+                  indices, computation.backward ? kBackwardSm90Indices : kForwardSm90Indices));
 }
 
 std::string forced_complaint(const Computation& computation, int device) {

@@ -55,9 +55,11 @@ struct Families {
   BackwardFamily backward;
 };
 
-// For what a device is and what is computed. The environment variable ANNULUS_CUDA_KERNELS,
-// portable or sm90, takes the choice away: ConfigError where that one cannot do it.
-[[nodiscard]] Families choose_families(const Computation& computation, int device);
+// For what a device is and what is computed; `indices`: see most_indices. The environment variable
+// ANNULUS_CUDA_KERNELS, portable or sm90, takes the choice away: ConfigError where that one cannot
+// do it.
+[[nodiscard]] Families choose_families(const Computation& computation, std::int64_t indices,
+                                       int device);
 // Why the family that the environment asks for cannot do it; empty: it can, or none is asked for.
 [[nodiscard]] std::string forced_complaint(const Computation& computation, int device);
 [[nodiscard]] BackwardFamily portable_backward_family();

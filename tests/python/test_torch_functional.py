@@ -178,7 +178,7 @@ def test_detached_keeps_selected_rows_only(dtype: torch.dtype, branches: dict) -
         with pytest.MonkeyPatch.context() as patch:
             attend = torch.ops.annulus.attend
             patch.setattr(torch.ops.annulus, "attend", lambda *x: calls.append(x) or attend(*x))
-            patch.setattr(at._functional, "_nobody_looks", lambda *x: False)
+            patch.setattr(at._plain_calls, "nobody_looks", lambda *x: False)
             at.ring_attention(q, k, v, mix_gradient="detached", **branches)
         pattern = at._config.pattern_of(at._config.config_of(calls[0][3]), 4)
         selected = sum(
@@ -533,9 +533,48 @@ def test_float64_has_the_layout_that_compilers_expect(mix: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         attend = torch.ops.annulus.attend
         patch.setattr(torch.ops.annulus, "attend", lambda *x: calls.append(x) or attend(*x))
-        patch.setattr(at._functional, "_nobody_looks", lambda *x: False)
+        patch.setattr(at._plain_calls, "nobody_looks", lambda *x: False)
         at.ring_attention(q.requires_grad_(), k, v, mix_gradient=mix, **LONGNET)
     torch.library.opcheck(attend, calls[0])
+
+
+def test_a_right_call_excuses_no_wrong_one_that_looks_like_it() -> None:
+    q, k, v, _ = tensors(grad=False)
+    right = dict(segment_lengths=[16, 32], dilation_rates=[1, 2], is_causal=True, scale=1)
+    for _ in range(2):
+        at.ring_attention(q, k, v, **right)
+    for wrong in (
+        dict(is_causal=1),
+        dict(segment_lengths=[16.0, 32]),
+        dict(segment_lengths=[16, 32, 64]),
+        dict(dilation_rates=[True, 2]),
+        dict(scale=True),
+        dict(n_global=7),
+        dict(schedule=["ring"]),
+    ):
+        for _ in range(2):
+            with pytest.raises(ConfigError):
+                at.ring_attention(q, k, v, **right | wrong)
+    for x in (v.double(), v[:, :-1], v[:, :, :, :8], v.to_sparse()):
+        with pytest.raises(ConfigError):
+            at.ring_attention(q, k, x, **right)
+
+
+def test_calls_that_look_alike_may_be_different_ones() -> None:
+    q, k, v, _ = tensors(grad=False)
+    scale = torch.tensor(1.0)
+    first = at.ring_attention(q, k, v, scale=scale)
+    scale.fill_(0.25)  # the same object still
+    assert torch.equal(at.ring_attention(q, k, v, scale=scale), at.ring_attention(q, k, v, scale=0.25))
+    assert not torch.equal(at.ring_attention(q, k, v, scale=scale), first)
+    for _ in range(2):
+        assert at.ring_attention(q, k, v).grad_fn is None
+        assert at.ring_attention(q.requires_grad_(), k, v).grad_fn is not None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert at.ring_attention(q, k, v).dtype == torch.bfloat16
+        q.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert at.ring_attention(q, k, v).dtype == torch.bfloat16
 
 
 def test_workspaces_are_bounded_and_can_be_dropped() -> None:

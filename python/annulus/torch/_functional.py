@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import annulus
 from annulus import ConfigError
-from annulus.torch import _rings
+from annulus.torch import _plain_calls, _rings
 from annulus.torch._config import (
     DEFAULTS,
     Config,
@@ -100,7 +100,10 @@ def _forward(
 def _forward_here(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, tokens, heads, _ = q.shape
+    o = _result_like(q)
+    # Half of what new_empty(q.shape[:3]) takes.
+    lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device=q.device)
     states: tuple[torch.Tensor, ...] = ()
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
@@ -231,32 +234,13 @@ def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     q, k, v, o, lse, *states = ctx.saved_tensors
     states = states or _states(q, 0)
     backward = torch.ops.annulus.attend_backward
-    if not torch.is_grad_enabled() and _nobody_looks(q, k, v, grad):
+    if not torch.is_grad_enabled() and _plain_calls.nobody_looks(q, k, v, grad):
         backward = _attend_backward_now
     dq, dk, dv = backward(q, k, v, o, lse, *states, grad, ctx.config)
     return dq, dk, dv, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
-
-
-# What PyTorch does around a registered operator takes longer than the attention of a few thousand tokens on a
-# GPU. Where nobody would see the difference, what the operators do is called straight away.
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _nobody_looks(*tensors: torch.Tensor) -> bool:
-    """Whether nothing but autograd takes part in a call: no compiler, tracer, profiler or mode, no tensors of
-    another kind."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch.autograd._profiler_enabled()
-        and all(type(x) in _PLAIN for x in tensors)
-    )
 
 
 class _Attention(torch.autograd.Function):
@@ -368,8 +352,8 @@ def _call(
     dilation_rates: Sequence[int] | None,
     *others: object,
     options: dict[str, object],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse), given the fields of Config in their order, up to the options."""
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """(o, lse) and the configuration, given the fields of Config in their order, up to the options."""
     if (
         isinstance(q, torch.Tensor)
         and q.device.type in _DEVICES
@@ -393,12 +377,20 @@ def _call(
     text = _text_of(names, values, needs_gradient, group, pattern, segments, rates, *others)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
-    if not _nobody_looks(q, k, v):
+    if not _plain_calls.nobody_looks(q, k, v):
         o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
-    elif needs_gradient:
-        o, lse = _Attention.apply(q, k, v, text)
     else:
-        o, lse, _ = _forward(q, k, v, config_of(text))
+        o, lse = _plain_call(q, k, v, text)
+    return o, lse, text
+
+
+def _plain_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    config = config_of(text)
+    if config.backward:
+        return _Attention.apply(q, k, v, text)
+    o, lse, _ = _forward(q, k, v, config)
     return o, lse
 
 
@@ -479,5 +471,13 @@ def ring_attention(
         raise ConfigError(f"ring_attention: {complaint}")
     call = (_rings.group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
     call += (group_scale, placement, n_global, timeout, has_mask)
-    o, lse = _call(q, k, v, *call, options=options)
+    plain = not torch.compiler.is_compiling()
+    looks = _plain_calls.looks_of(q, k, v, call, options) if plain else None
+    text = None if looks is None else _plain_calls.text_of(looks)
+    if text is not None:
+        o, lse = _plain_call(q, k, v, text)
+    else:
+        o, lse, text = _call(q, k, v, *call, options=options)
+        if looks is not None:
+            _plain_calls.remember(looks, text)
     return (o, lse) if return_lse else o

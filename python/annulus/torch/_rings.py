@@ -70,7 +70,7 @@ class _LocalRings:
         body: Callable[[RingAttention], T],
     ) -> T | None:
         shape = q.shape
-        if 0 in shape[:2]:
+        if shape[0] == 0 or shape[1] == 0:
             return None
         looks = (config.executors, shape, k.shape[2], q.dtype, q.device)
         key = self._keys.get(looks)
@@ -438,8 +438,10 @@ def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def group_name(group: dist.ProcessGroup | None) -> str | None:
+    if group is None:
+        return None
     group_size_and_rank(group)
-    return None if group is None else group.group_name
+    return group.group_name
 
 
 def clear_cache() -> None:

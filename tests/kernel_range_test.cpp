@@ -375,5 +375,23 @@ TEST_P(KernelRangeTest, RowsWithNothingButMinusInfinityAreEmpty) {
   }
 }
 
+// ... and no output either, whatever the values of these keys are: nobody clears it afterwards
+// where every row has keys.
+TEST_P(KernelRangeTest, RowsWithNothingButMinusInfinityAreZeroWhateverTheValues) {
+  for (const DType dtype : kDTypes) {
+    TaskData data = random_task(18, dtype, 8, false, progression(0, 1, 35), progression(0, 1, 140));
+    for (double& x : data.q) x = std::abs(x) + 1;
+    for (std::size_t j = 0; j < data.k.size(); j += 8) data.k[j] = -kInf;
+    data.v[5] = kNaN;
+    data.v[130 * 8 + 2] = kInf;
+    TaskRun run;
+    run.out_dtype = dtype;
+    TaskResult got;
+    test::run_forward(kernels(), data, run, got);
+    for (const float x : got.lse) EXPECT_EQ(x, -kInf);
+    for (const float x : got.o) EXPECT_EQ(x, 0.0F) << name_of(dtype);
+  }
+}
+
 }  // namespace
 }  // namespace annulus

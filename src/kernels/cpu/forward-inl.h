@@ -514,16 +514,19 @@ class Forward {
       const std::size_t out_bytes = static_cast<std::size_t>(head_dim()) * size_of(task_.out_dtype);
       for (int i = first; i < first + count; ++i)
         prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
+      float* o = o_ + first * padded_dim_;
       HWY_ALIGN float inverse[kPanel];
       for (int i = 0; i < kPanel; ++i) {
         const float sum = sum_[first + i];
         inverse[i] = sum == 0.0F ? 0.0F : 1.0F / sum;
         if (i >= count) continue;
+        if (HWY_UNLIKELY(sum == 0.0F)) {  // nothing comes out, whatever Inf the values had
+          for (int d = 0; d < head_dim(); ++d) o[d * kPanel + i] = 0.0F;
+        }
         const float log_sum = std::log2(sum) - minus_reference_[first + i];
         *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) =
             sum == 0.0F ? -INFINITY : log_sum * kLn2;
       }
-      float* o = o_ + first * padded_dim_;
       for (int d = 0; d < head_dim(); ++d) {
         for (int j = 0; j < kPanel; j += kLanes) {
           float* at = o + d * kPanel + j;

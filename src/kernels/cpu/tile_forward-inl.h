@@ -137,11 +137,7 @@ class TileForward {
     const float lse = exists && task_.load_state
                           ? *reinterpret_cast<const float*>(query_refs_[row].at(kLse))
                           : -INFINITY;
-    if (lse == -INFINITY) {  // what the state holds is not even initialised
-      for (int d = 0; d < dims_ * 32; d += kLanes)
-        _mm512_store_ps(output(row, d), _mm512_setzero_ps());
-      return;
-    }
+    if (lse == -INFINITY) return clear_output(row);  // the state is not even initialised
     panel.fresh &= ~bit;
     const float own = -lse * kLog2E;
     float weight = 1.0F;
@@ -158,6 +154,11 @@ class TileForward {
       _mm512_store_ps(output(row, d), _mm512_mul_ps(_mm512_set1_ps(weight),
                                                     _mm512_maskz_loadu_ps(keep, state + d)));
     }
+  }
+
+  void clear_output(int row) const {
+    for (int d = 0; d < dims_ * 32; d += kLanes)
+      _mm512_store_ps(output(row, d), _mm512_setzero_ps());
   }
 
   // Calls use(blocks, first block, number of blocks) for all keys, kRoundBlocks blocks at a time:
@@ -352,6 +353,8 @@ class TileForward {
           prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
       }
       const float sum = total(row);
+      // Nothing comes out, whatever Inf the values had.
+      if (HWY_UNLIKELY(sum == 0.0F)) clear_output(row);
       const float log_sum = std::log2(sum) - minus_reference_[row];
       *reinterpret_cast<float*>(query_refs_[row].at(kLse)) =
           sum == 0.0F ? -INFINITY : log_sum * kLn2;

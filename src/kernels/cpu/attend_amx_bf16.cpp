@@ -30,18 +30,8 @@
 #define ANNULUS_ISA n_amx_bf16
 #define ANNULUS_BF16_DOT 0
 #define ANNULUS_AMX_TILES 1
-
-HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
-#include "kernels/cpu/simd-inl.h"
-#include "kernels/cpu/pack-inl.h"
-#include "kernels/cpu/tiles-inl.h"
-#include "kernels/cpu/tile_pack-inl.h"
-#include "kernels/cpu/tile_pipeline-inl.h"
-#include "kernels/cpu/tile_forward-inl.h"
-#include "kernels/cpu/tile_gradient_pack-inl.h"
-#include "kernels/cpu/tile_products-inl.h"
-#include "kernels/cpu/tile_backward-inl.h"
-HWY_POP_ATTRIBUTES
+#define ANNULUS_TILE_TARGET HWY_TARGET_STR ",avx512bf16"
+#include "kernels/cpu/tile_kernels-inl.h"
 
 namespace annulus::cpu {
 namespace {
@@ -70,35 +60,10 @@ std::string tile_complaint() {
          std::strerror(errno) + ")";
 }
 
-const Kernels* g_others = nullptr;
-
-void forward_by_dtype(const Problem& problem, const ForwardTask& task,
-                      std::span<std::byte> scratch) {
-  return problem.dtype == DType::bf16 ? n_amx_bf16::tile_forward(problem, task, scratch)
-                                      : g_others->forward(problem, task, scratch);
-}
-
-void backward_by_dtype(const Problem& problem, const BackwardTask& task,
-                       std::span<std::byte> scratch) {
-  return problem.dtype == DType::bf16 ? n_amx_bf16::tile_backward(problem, task, scratch)
-                                      : g_others->backward(problem, task, scratch);
-}
-
-std::int64_t packed_bytes(const Problem& problem, std::int64_t rows) {
-  return problem.dtype == DType::bf16 ? n_amx_bf16::packed_bytes(problem, rows) : 0;
-}
-
 }  // namespace
 
 std::vector<Implementation> amx_bf16_implementations(const Kernels& others) {
-  g_others = &others;
-  static Kernels kernels = others;
-  kernels.name = "amx_bf16";
-  kernels.native_bf16 = true;
-  kernels.forward = &forward_by_dtype;
-  kernels.backward = &backward_by_dtype;
-  kernels.packed_bytes = &packed_bytes;
-  kernels.pack_keys = &n_amx_bf16::pack_tiles;
+  static const Kernels kernels = n_amx_bf16::tile_kernels("amx_bf16", others);
   return {{&kernels, tile_complaint(), &n_amx_bf16::tile_rate}};
 }
 

@@ -18,14 +18,6 @@ inline bool pack_rows(const RowStream::Ref* refs, int channel, int dims, int hea
   return poison == 0;
 }
 
-// Words 0, 32, 1, 33, ... of two rows behind each other.
-HWY_INLINE __m512i low_pairs() {
-  const __m512i i = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  return _mm512_or_si512(i, _mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(32)), 16));
-}
-// The same from 16 on.
-HWY_INLINE __m512i high_pairs() { return _mm512_add_epi16(low_pairs(), _mm512_set1_epi16(16)); }
-
 // Side B of products over rows: [D / 32][2 tiles of 16 dims], `step` bytes from 32 dims to the
 // next; row i of a tile has rows 2i and 2i + 1 of the chunk. Returns whether all are finite.
 inline bool pack_pairs(const RowStream::Ref* refs, int channel, int dims, int head_dim,

@@ -28,6 +28,14 @@ HWY_INLINE __mmask32 not_finite(__m512i words) {
   return _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponent), exponent);
 }
 
+// Words 0, 32, 1, 33, ... of two rows behind each other.
+HWY_INLINE __m512i low_pairs() {
+  const __m512i i = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_or_si512(i, _mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(32)), 16));
+}
+// The same from 16 on.
+HWY_INLINE __m512i high_pairs() { return _mm512_add_epi16(low_pairs(), _mm512_set1_epi16(16)); }
+
 // Side B of products over dims, of one chunk: [D / 32][2 tiles of 16 rows]; row i of a tile has
 // dims 2i and 2i + 1 of its rows.
 inline void pack_columns(const RowStream::Ref* refs, int channel, int dims, int head_dim,
@@ -105,9 +113,8 @@ class PackedBlocks {
 
   // Returns whether all are finite.
   bool pack_values(const RowStream::Ref* refs, std::byte* to) const {
-    // Words 0, 32, 1, 33, ... of two rows behind each other, and the same from 16 on.
-    const __m512i low = _mm512_add_epi32(_mm512_set1_epi32(32 << 16), twice_counted());
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i low = low_pairs();
+    const __m512i high = high_pairs();
     __mmask32 poison = 0;
     for (int i = 0; i < kChunk; i += 2) {
       for (int d = 0; d < dims_; ++d) {
@@ -126,22 +133,12 @@ class PackedBlocks {
     return poison == 0;
   }
 
-  // Word pairs (i, i) for i = 0..15.
-  static HWY_INLINE __m512i twice_counted() {
-    const __m512i i = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_or_si512(i, _mm512_slli_epi32(i, 16));
-  }
-
   int head_dim_;
   int dims_;  // in steps of 32
   std::byte* memory_;
   std::int32_t* index_;
   PackedChunk* chunks_;
 };
-
-inline std::int64_t packed_bytes(const Problem& problem, std::int64_t rows) {
-  return PackedBlocks::bytes(rows, problem.head_dim);
-}
 
 inline void pack_tiles(const Problem& problem, const PackTask& task) {
   const KeyPlaces places(task.keys, task.canonical);

@@ -1,0 +1,51 @@
+// A set of kernels that has bf16 on tiles: all its parts, and what makes a set of them. Included
+// once per instruction set, behind Highway. ANNULUS_TILE_TARGET names the instructions it needs,
+// ANNULUS_AMX_TILES says whether tiles are real.
+
+HWY_PUSH_ATTRIBUTES(ANNULUS_TILE_TARGET)
+#include "kernels/cpu/simd-inl.h"
+#include "kernels/cpu/pack-inl.h"
+#include "kernels/cpu/tiles-inl.h"
+#include "kernels/cpu/tile_pack-inl.h"
+#include "kernels/cpu/tile_pipeline-inl.h"
+#include "kernels/cpu/tile_forward-inl.h"
+#include "kernels/cpu/tile_gradient_pack-inl.h"
+#include "kernels/cpu/tile_products-inl.h"
+#include "kernels/cpu/tile_backward-inl.h"
+HWY_POP_ATTRIBUTES
+
+// From here on for any CPU: the table is made, and asked for its name, where it cannot run.
+namespace annulus::cpu::ANNULUS_ISA {
+
+inline const Kernels* other_dtypes = nullptr;
+
+inline void forward_by_dtype(const Problem& problem, const ForwardTask& task,
+                             std::span<std::byte> scratch) {
+  return problem.dtype == DType::bf16 ? tile_forward(problem, task, scratch)
+                                      : other_dtypes->forward(problem, task, scratch);
+}
+
+inline void backward_by_dtype(const Problem& problem, const BackwardTask& task,
+                              std::span<std::byte> scratch) {
+  return problem.dtype == DType::bf16 ? tile_backward(problem, task, scratch)
+                                      : other_dtypes->backward(problem, task, scratch);
+}
+
+inline std::int64_t packed_bytes_by_dtype(const Problem& problem, std::int64_t rows) {
+  return problem.dtype == DType::bf16 ? PackedBlocks::bytes(rows, problem.head_dim) : 0;
+}
+
+// `others` with bf16 on tiles.
+inline Kernels tile_kernels(const char* name, const Kernels& others) {
+  other_dtypes = &others;
+  Kernels kernels = others;
+  kernels.name = name;
+  kernels.native_bf16 = true;
+  kernels.forward = &forward_by_dtype;
+  kernels.backward = &backward_by_dtype;
+  kernels.packed_bytes = &packed_bytes_by_dtype;
+  kernels.pack_keys = &pack_tiles;
+  return kernels;
+}
+
+}  // namespace annulus::cpu::ANNULUS_ISA

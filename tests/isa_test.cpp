@@ -7,11 +7,22 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#endif
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <climits>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -57,8 +68,34 @@ std::string run_child(const std::string& setting) {
              : "exit status " + std::to_string(status) + ", " + answer;
 }
 
+#if defined(__x86_64__) && defined(__linux__)
+// From here on the system refuses tiles, as containers and hypervisors may: asking for them is an
+// error, everything else goes on.
+bool refuse_tiles() {
+  constexpr std::uint32_t kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_arch_prctl, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, kRequestPermission, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{std::size(program), program};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0 &&
+         syscall(SYS_arch_prctl, kRequestPermission, 18) == -1 && errno == EPERM;
+}
+#else
+bool refuse_tiles() { return false; }
+#endif
+
 // Runs a small ring and says on stdout which kernels did it, and whether they were right.
 TEST(IsaChild, DISABLED_RunsARing) {
+  if (std::getenv("ANNULUS_TEST_REFUSE_TILES") != nullptr && !refuse_tiles()) {
+    std::printf("isa=cannot refuse\n");
+    return;
+  }
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     const std::vector<std::int64_t> segments = {16, 64};
     const std::vector<std::int64_t> dilations = {1, 2};
@@ -125,6 +162,25 @@ TEST(Isa, TilesThatCannotBeUsedAreRefusedInWords) {
               std::string::npos)
         << answer;
   }
+}
+#endif
+
+#if defined(__x86_64__) && defined(__linux__)
+TEST(Isa, NextSetRunsWhereTheSystemRefusesTiles) {
+  const std::string chosen = run_child("env -u ANNULUS_ISA ANNULUS_TEST_REFUSE_TILES=1");
+  if (chosen == "isa=cannot refuse") GTEST_SKIP() << "no seccomp here";
+  std::vector<std::string> usable = available_names();
+  std::erase(usable, "amx_bf16");
+  const std::vector<std::string_view> rest(usable.begin(), usable.end());
+  std::vector<std::string_view> by_width;  // as choose_isa wants them
+  for (const char* name : {"avx512_bf16", "avx512", "avx2", "scalar"})
+    if (std::find(rest.begin(), rest.end(), name) != rest.end()) by_width.emplace_back(name);
+  EXPECT_EQ(chosen, "isa=" + std::string(cpu::choose_isa(cpu_identity(), by_width).name));
+  const std::string forced = run_child("ANNULUS_ISA=amx_bf16 ANNULUS_TEST_REFUSE_TILES=1");
+  EXPECT_TRUE(forced.starts_with("ConfigError=")) << forced;
+  EXPECT_NE(forced.find(cpu_has_tiles() ? "the system does not let" : "this CPU has no AMX"),
+            std::string::npos)
+      << forced;
 }
 #endif
 
@@ -270,12 +326,44 @@ TEST(Isa, EmulatedTilesComputeTheSameBits) {
   if (std::find(usable.begin(), usable.end(), "amx_bf16") == usable.end())
     GTEST_SKIP() << "there are no tiles to compare with";
   for (const int dim : {40, 64, 128}) {
-    const test::TaskData data = test::random_task(
-        2, DType::bf16, dim, true, test::progression(0, 1, 100), test::progression(0, 1, 100));
-    const test::TaskResult tiles = test::run_task(cpu::kernels_by_name("amx_bf16"), data);
-    const test::TaskResult plain = test::run_task(cpu::kernels_by_name("amx_bf16_emulated"), data);
-    for (std::size_t m = 0; m < 5; ++m)
-      EXPECT_EQ(*tiles.members()[m], *plain.members()[m]) << test::kResultNames[m] << " " << dim;
+    for (const double size :
+         {1.0, 1e-37, 1e30}) {  // outputs that are subnormal, sums that overflow
+      test::TaskData data = test::random_task(
+          2, DType::bf16, dim, true, test::progression(0, 1, 100), test::progression(0, 1, 100));
+      for (double& x : data.v) x = test::as_stored(DType::bf16, x * size);
+      test::TaskRun run;
+      run.out_dtype = DType::bf16;
+      const test::TaskResult tiles = test::run_task(cpu::kernels_by_name("amx_bf16"), data, run);
+      const test::TaskResult plain =
+          test::run_task(cpu::kernels_by_name("amx_bf16_emulated"), data, run);
+      for (std::size_t m = 0; m < 5; ++m) {
+        const std::vector<float>& a = *tiles.members()[m];
+        const std::vector<float>& b = *plain.members()[m];
+        ASSERT_EQ(a.size(), b.size());
+        EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * sizeof(float)), 0)
+            << test::kResultNames[m] << " " << dim << " " << size;
+      }
+    }
+  }
+}
+
+// The instruction that rounds to bf16 beside tiles takes subnormal numbers for zero, always: so
+// does whatever stands in for it.
+TEST(Isa, TilesRoundSubnormalOutputsToZero) {
+  for (const std::string& name : available_names()) {
+    if (!name.starts_with("amx_bf16")) continue;
+    test::TaskData data = test::random_task(3, DType::bf16, 8, false, test::progression(0, 1, 5),
+                                            test::progression(0, 1, 2));
+    std::fill(data.k.begin(), data.k.end(), 0.0);  // both keys have weight 1/2
+    for (std::size_t i = 0; i < data.v.size(); ++i) data.v[i] = i < 8 ? -0x1p-126 : 0;
+    test::TaskRun run;
+    run.out_dtype = DType::bf16;
+    test::TaskResult result;
+    test::run_forward(cpu::kernels_by_name(name), data, run, result);
+    for (const float x : result.o) EXPECT_EQ(x, 0.0F) << name;
+    for (double& x : data.v) x *= 4;  // now it is a normal number
+    test::run_forward(cpu::kernels_by_name(name), data, run, result);
+    for (const float x : result.o) EXPECT_EQ(x, -0x1p-125F) << name;
   }
 }
 

@@ -126,7 +126,12 @@ void Tiles::multiply_add() {
 
 #if !ANNULUS_AMX_TILES
 HWY_INLINE __m256i round_to_bf16(__m512 x) {
-  const __m512i bits = _mm512_castps_si512(x);
+  // The instruction takes subnormal numbers for zero, whatever the flags.
+  constexpr int kZeroOrSubnormal = 0x26;
+  const __mmask16 tiny = _mm512_fpclass_ps_mask(x, kZeroOrSubnormal);
+  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000U));
+  __m512i bits = _mm512_castps_si512(x);
+  bits = _mm512_mask_and_epi32(bits, tiny, bits, sign);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));  // a NaN stays one

@@ -36,11 +36,9 @@ HEADS = 16
 
 
 def alternate(bodies, seconds, least=3):
-    """As versus_pytorch.alternate, for so long. Short calls run in bursts, as they do in a model, of which the first one, which
-    wakes the threads, does not count: after a pause that takes as long as they do."""
+    """As versus_pytorch.alternate, for so long; bodies have run once. Short calls run in bursts, as they do in a model, of which the
+    first one, which wakes the threads, does not count: after a pause that takes as long as they do."""
     spent = [[] for _ in bodies]
-    for body in bodies:
-        body()
     start = time.perf_counter()
     bodies[0]()
     calls = 8 if time.perf_counter() - start < 5e-3 else 1
@@ -204,7 +202,10 @@ def dilated_case(dim, threads, seconds):
         Annulus(shape, "bf16", False, branches=[(2048 * r * r, r)], threads=threads, backward=False)
         for r in (1, 4)
     ]
-    a, b = alternate([lambda ring=r: ring.forward(q, k, v, o, lse) for r in rings], seconds)
+    bodies = [lambda ring=r: ring.forward(q, k, v, o, lse) for r in rings]
+    for body in bodies:
+        body()
+    a, b = alternate(bodies, seconds)
     ratio = statistics.median(b) / statistics.median(a)
     print(f"dilated  D={dim}: dilation 4 takes {ratio:.3f} of the time of dilation 1", flush=True)
     return {"head_dim": dim, "threads": threads, "time_over_dilation_1": ratio}
@@ -221,7 +222,11 @@ def main():
     )
     parser.add_argument("--suite", nargs="+", default=["forward", "backward", "longnet", "dilated"])
     parser.add_argument("--commit", help="of the library, where there is no repository")
-    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="JSON; suites that it has of the same machine and commit stay",
+    )
     args = parser.parse_args()
     Annulus.load(args.lib)
     # Virtual machines hide the name of the CPU, but not its model.
@@ -237,6 +242,11 @@ def main():
         "suites": {},
     }
     print(result, flush=True)
+    if args.out and args.out.exists():
+        before = json.loads(args.out.read_text(encoding="utf-8"))
+        suites = before.pop("suites")
+        if all(before.get(key) == result[key] for key in result if key != "suites"):
+            result["suites"] = suites
     grid = [
         (tokens, dim, causal, threads)
         for threads in (args.threads, 1, 2)

@@ -443,6 +443,45 @@ std::vector<float> awkward_floats() {
   return out;
 }
 
+// Whoever packs keys, the bits are the same: an engine packs those that several tasks share, and
+// with other numbers of threads others share them. NaN and Inf, too.
+TEST(KernelPacks, PackedKeysGiveTheSameBits) {
+  for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+    if (kernels->pack_keys == nullptr) continue;
+    for (int round = 0; round < 24; ++round) {
+      SCOPED_TRACE(std::string(kernels->name) + ", seed " + std::to_string(round));
+      test::Random random(static_cast<std::uint64_t>(round));
+      const std::int64_t keys = random.between(1, round % 4 == 0 ? 1500 : 300);
+      TaskRun run;
+      run.canonical_keys = random.coin();
+      const std::int64_t stride = run.canonical_keys ? 1 : random.between(1, 3);
+      TaskData data = random_task(
+          static_cast<std::uint64_t>(round), DType::bf16, random.one_of<int>({8, 40, 64, 128}),
+          random.coin(), progression(static_cast<std::int32_t>(random.between(0, 200)), 1, 70),
+          progression(0, static_cast<std::int32_t>(stride), keys));
+      if (random.coin()) {
+        for (std::vector<double>* const x : {&data.k, &data.v}) {
+          const std::int64_t at = random.between(0, std::ssize(*x) - 1);
+          (*x)[static_cast<std::size_t>(at)] = random.one_of<double>({NAN, INFINITY, -INFINITY});
+        }
+      }
+      if (!run.canonical_keys && keys > 3)
+        run.key_cuts = {{keys / 2, 1, keys - keys / 2}, {0, 1, keys / 2}};
+      TaskResult own;
+      TaskResult packed;
+      test::run_forward(*kernels, data, run, own);
+      run.packed = true;
+      test::run_forward(*kernels, data, run, packed);
+      const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+        return a.size() == b.size() &&
+               std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+      };
+      EXPECT_TRUE(same(own.o, packed.o));
+      EXPECT_TRUE(same(own.lse, packed.lse));
+    }
+  }
+}
+
 TEST_P(KernelTest, StoreRowRoundsToNearestEven) {
   const std::vector<float> values = awkward_floats();
   for (const DType dtype : kDTypes) {

@@ -299,6 +299,7 @@ struct TaskRun {
   bool query_grad = true;
   bool key_grad = true;
   bool only_branch = true;
+  bool packed = false;  // forward gets keys packed beforehand, of sets that can
   DType out_dtype = DType::f32;
   std::size_t scratch_bytes = ThreadPool::kScratchBytes;
   // Forward continues from this state where it is given.
@@ -341,6 +342,36 @@ inline std::int64_t count_of(const std::vector<cpu::RowRun>& runs) {
                          [](std::int64_t sum, const cpu::RowRun& run) { return sum + run.count; });
 }
 
+// Keys packed in pieces, in memory of exactly the bytes that the set asks for.
+class PackedMemory {
+ public:
+  PackedMemory(const cpu::Kernels& kernels, const cpu::Problem& problem,
+               const std::vector<cpu::RowRun>& runs, const TaskRun& run) {
+    if (!run.packed) return;
+    for (const cpu::RowRun& r : runs) {
+      const std::int64_t last = r.index + std::int64_t{r.count - 1} * r.index_stride;
+      keys_.rows = run.canonical_keys ? std::max(keys_.rows, last + 1) : keys_.rows + r.count;
+    }
+    const auto bytes = static_cast<std::size_t>(kernels.packed_bytes(problem, keys_.rows));
+    memory_.reset(static_cast<std::byte*>(std::aligned_alloc(64, bytes)));
+    std::memset(memory_.get(), 0xff, bytes);  // NaN: nobody may rely on zeros
+    keys_.memory = memory_.get();
+    constexpr std::int64_t kPiece = 2 * cpu::kKeyBlock;
+    for (std::int64_t begin = 0; begin < keys_.rows; begin += kPiece) {
+      const std::int64_t end = std::min(keys_.rows, begin + kPiece);
+      kernels.pack_keys(problem, {runs, run.canonical_keys, keys_, begin, end});
+    }
+  }
+  [[nodiscard]] const cpu::PackedKeys& keys() const { return keys_; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const { std::free(p); }
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+  cpu::PackedKeys keys_;
+};
+
 // Forward of all queries of the runs, in tasks of kQueryBlock.
 inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run,
                         TaskResult& result) {
@@ -360,8 +391,10 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
               {{cpu::kQuery, &q}, {cpu::kLse, &lse}, {cpu::kState, &state}, {cpu::kOut, &out}});
   const auto keys = runs_of(data.k_index, run.key_cuts, {{cpu::kKey, &k}, {cpu::kValue, &v}});
   const std::int64_t rows = count_of(queries);
+  const PackedMemory packed(kernels, problem_of(data), keys, run);
   for (std::int64_t begin = 0; begin < rows; begin += cpu::kQueryBlock) {
     cpu::ForwardTask task;
+    task.packed = packed.keys();
     task.mask = {data.causal, data.shift};
     task.queries = queries;
     task.query_begin = begin;

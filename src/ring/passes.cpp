@@ -51,22 +51,25 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
   }
 }
 
+// What travels goes out first: the links are busy while sums are cleared.
 void RingAttention::Impl::forward(const ForwardCall& call) {
-  engine->begin_forward(call, *queue);
   const TensorRows sections[] = {call.k, call.v};
-  run_steps(*key_courier, sections, key_plan->steps(),
-            [&](int stage) { engine->forward(stage, call, *queue); });
+  run_steps(*key_courier, sections, key_plan->steps(), [&](int stage) {
+    if (stage == 0) engine->begin_forward(call, *queue);
+    engine->forward(stage, call, *queue);
+  });
   engine->finish_forward(call, *queue);
 }
 
 void RingAttention::Impl::backward(const BackwardCall& call) {
-  engine->begin_backward(call, *queue);
   const GradientSums sums = engine->sums(call);
   const TensorRows key_sections[] = {call.k, call.v};
   const TensorRows query_sections[] = {call.q, call.dout, engine->statistics()};
   if (options.reproducible) {
-    run_steps(*key_courier, key_sections, key_plan->steps(),
-              [&](int) { engine->backward(0, call, *queue); });
+    run_steps(*key_courier, key_sections, key_plan->steps(), [&](int) {
+      engine->begin_backward(call, *queue);
+      engine->backward(0, call, *queue);
+    });
     run_steps(*query_courier, query_sections, query_plan->steps(),
               [&](int) { engine->backward(1, call, *queue); });
   } else {
@@ -75,7 +78,9 @@ void RingAttention::Impl::backward(const BackwardCall& call) {
     const bool by_keys = travel == Travel::keys;
     const auto gradients = by_keys ? std::span<const TensorRows>(key_gradients)
                                    : std::span<const TensorRows>(query_gradients);
+    if (!by_keys) engine->begin_backward(call, *queue);  // the rows' statistics travel, too
     const auto step = [&](int s) {
+      if (s == 0 && by_keys) engine->begin_backward(call, *queue);
       if (s > 0) returns->clear(s);
       engine->backward(s, call, *queue);
       if (s == 0) return;

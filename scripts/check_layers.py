@@ -18,6 +18,7 @@ from pathlib import Path
 PUBLIC_HEADERS = {
     "error.h": "core",
     "device.h": "core",
+    "events.h": "core",
     "tensor.h": "core",
     "half.h": "core",
     "mask.h": "pattern",

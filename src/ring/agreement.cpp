@@ -8,6 +8,8 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "annulus/events.h"
+#include "ring/message_events.h"
 #include "ring/tags.h"
 #include "transport/rank_prefix.h"
 
@@ -101,7 +103,9 @@ void exchange(Transport& transport, Record& mine) {
     const Message messages[] = {
         {Way::receive, (rank + size - distance) % size, kTagAgree, &in_region, 0, in_region.bytes},
         {Way::send, (rank + distance) % size, kTagAgree, &out_region, 0, out_region.bytes}};
+    const std::int64_t begin = event_stream().on() ? EventStream::now_ns() : 0;
     transport.post(messages, Event())->wait();
+    if (begin != 0) record_messages(transport, messages, "agreement", -1, begin);
     mine.merge(theirs);
   }
 }
@@ -178,6 +182,7 @@ void agree(Transport& transport, const char* where, const std::string& complaint
     if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);
     return;
   }
+  const EventScope waiting(EventKind::wait, "agreement", transport.rank());
   Vote vote;
   vote.digest = digest;
   vote.rank = transport.rank();

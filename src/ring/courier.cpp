@@ -62,6 +62,8 @@ void Courier::allocate() {
   staging_ = link_->make_mailbox(staging_bytes_, "forwarded rows");
   for (int s = 1; s <= plan_->steps(); ++s) {
     Step& step = steps_[static_cast<std::size_t>(s - 1)];
+    step.batch.what = "rows";
+    step.batch.step = s;
     for (const Envelope& envelope : step.in) {
       step.batch.add(Way::receive, envelope.peer, kTagParcels, slots_.of_step(s), envelope.offset,
                      envelope.bytes);
@@ -88,17 +90,17 @@ void Courier::prepare(int step) {
 }
 
 void Courier::post() {
-  ticket_ = link_->post(steps_[static_cast<std::size_t>(current_ - 1)].batch, ready_);
+  posted_ = link_->post(steps_[static_cast<std::size_t>(current_ - 1)].batch, ready_);
 }
 
 void Courier::finish() {
   if (current_ == 0) return;
-  link_->wait(steps_[static_cast<std::size_t>(current_ - 1)].batch, ticket_);
+  link_->wait(steps_[static_cast<std::size_t>(current_ - 1)].batch, posted_);
   current_ = 0;
 }
 
 void Courier::cancel() {
-  ticket_.reset();
+  posted_.reset();
   current_ = 0;
 }
 

@@ -71,7 +71,7 @@ class Courier {
   Mailbox staging_;
   int current_ = 0;  // step prepared and not finished
   Event ready_;      // of its messages
-  std::unique_ptr<Ticket> ticket_;
+  Posted posted_;
 };
 
 }  // namespace annulus::ring

@@ -41,9 +41,11 @@ struct RingAttention::Impl {
   void check_interrupt() const;
   // Waits for the device, whatever has become of its work.
   void finish_enqueued() noexcept;
-  // Step s+1 travels while step s computes. `compute` is called for every stage.
+  // Step s+1 travels while step s computes. `work` is called for every stage.
   void run_steps(ring::Courier& courier, std::span<const TensorRows> sections, int steps,
-                 FunctionRef<void(int stage)> compute);
+                 FunctionRef<void(int stage)> work);
+  // Arithmetic, or what enqueues it, and an event of it.
+  void compute(const char* what, int step, FunctionRef<void()> work) const;
 
   // ---- executor.cpp: construction, in order; whatever one of them throws becomes every rank's
   void check_options() const;

@@ -7,7 +7,9 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "annulus/events.h"
 #include "ring/agreement.h"
+#include "ring/message_events.h"
 
 namespace annulus::ring {
 
@@ -74,9 +76,10 @@ Mailbox Link::make_mailbox(std::int64_t bytes, const char* what) {
   return box;
 }
 
-std::unique_ptr<Ticket> Link::post(const Batch& batch, const Event& after) {
-  if (batch.messages.empty()) return nullptr;
-  if (!staged_) return carrier().post(batch.messages, after);
+Posted Link::post(const Batch& batch, const Event& after) {
+  if (batch.messages.empty()) return {};
+  const std::int64_t begin = event_stream().on() ? EventStream::now_ns() : 0;
+  if (!staged_) return {carrier().post(batch.messages, after), begin};
   copies_->wait(after);
   for (std::size_t i = 0; i < batch.messages.size(); ++i) {
     const Message& message = batch.messages[i];
@@ -84,25 +87,35 @@ std::unique_ptr<Ticket> Link::post(const Batch& batch, const Event& after) {
     if (message.way == Way::receive || message.bytes == 0) continue;
     copies_->copy(box.staging.data() + message.offset, box.data() + message.offset, message.bytes);
   }
-  return transport_->post(batch.messages, copies_->record());
+  // The host waits for the device before it lets the messages go.
+  const EventScope waiting(EventKind::wait, "device", transport_->rank(), batch.step);
+  return {transport_->post(batch.messages, copies_->record()), begin};
 }
 
-void Link::wait(const Batch& batch, std::unique_ptr<Ticket>& ticket) {
-  if (ticket == nullptr) return;
-  if (!staged_) {
-    ticket->wait(*queue_);
-  } else {
-    ticket->wait();
-    for (std::size_t i = 0; i < batch.messages.size(); ++i) {
-      const Message& message = batch.messages[i];
-      const Mailbox& box = *batch.boxes[i];
-      if (message.way == Way::send || message.bytes == 0) continue;
-      copies_->copy(box.data() + message.offset, box.staging.data() + message.offset,
-                    message.bytes);
-    }
-    queue_->wait(copies_->record());
+void Link::wait(const Batch& batch, Posted& posted) {
+  if (posted.ticket == nullptr) return;
+  {
+    const EventScope waiting(EventKind::wait, batch.what, transport_->rank(), batch.step);
+    wait_for(batch, *posted.ticket);
   }
-  ticket.reset();
+  posted.reset();
+  if (posted.begin_ns != 0)
+    record_messages(*transport_, batch.messages, batch.what, batch.step, posted.begin_ns);
+}
+
+void Link::wait_for(const Batch& batch, Ticket& ticket) {
+  if (!staged_) {
+    ticket.wait(*queue_);
+    return;
+  }
+  ticket.wait();
+  for (std::size_t i = 0; i < batch.messages.size(); ++i) {
+    const Message& message = batch.messages[i];
+    const Mailbox& box = *batch.boxes[i];
+    if (message.way == Way::send || message.bytes == 0) continue;
+    copies_->copy(box.data() + message.offset, box.staging.data() + message.offset, message.bytes);
+  }
+  queue_->wait(copies_->record());
 }
 
 void Link::use_queue(std::shared_ptr<Queue> queue) {

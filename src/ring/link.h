@@ -23,11 +23,21 @@ struct Mailbox {
 
 // Some messages of a pass, fixed when memory is allocated.
 struct Batch {
+  const char* what = "";  // for events: "rows", "gradients"
+  int step = -1;
   std::vector<Message> messages;
   std::vector<const Mailbox*> boxes;  // of each message
 
   void add(Way way, int peer, std::uint32_t tag, const Mailbox& box, std::int64_t offset,
            std::int64_t bytes);
+};
+
+// A batch under way; empty: none.
+struct Posted {
+  std::unique_ptr<Ticket> ticket;
+  std::int64_t begin_ns = 0;  // for events; 0: nobody asks
+
+  void reset() { ticket.reset(); }
 };
 
 // Between the queue that computes and the transport: orders messages after the work before them and
@@ -57,9 +67,9 @@ class Link {
 
   // Messages are sent, and received bytes may overwrite what was there, once `after` has happened:
   // an event of the queue.
-  [[nodiscard]] std::unique_ptr<Ticket> post(const Batch& batch, const Event& after);
+  [[nodiscard]] Posted post(const Batch& batch, const Event& after);
   // What is enqueued from now on finds the batch's bytes.
-  void wait(const Batch& batch, std::unique_ptr<Ticket>& ticket);
+  void wait(const Batch& batch, Posted& posted);
 
   // Waits for everything that the device was given: its memory is touched no more. DeviceError.
   void finish();
@@ -73,6 +83,7 @@ class Link {
   [[nodiscard]] Backend& backend() { return *backend_; }
 
  private:
+  void wait_for(const Batch& batch, Ticket& ticket);
   [[nodiscard]] Transport& carrier() const { return shared_ != nullptr ? *shared_ : *transport_; }
 
   Transport* transport_;

@@ -1,4 +1,5 @@
 #include "annulus/error.h"
+#include "annulus/events.h"
 #include "ring/executor.h"
 
 namespace annulus {
@@ -22,14 +23,20 @@ void RingAttention::Impl::check_interrupt() const {
     throw Interrupted(ring::prefix(*transport, "RingAttention") + "interrupted");
 }
 
+void RingAttention::Impl::compute(const char* what, int step, FunctionRef<void()> work) const {
+  const EventScope computing(EventKind::compute, what, rank, step);
+  work();
+}
+
 void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const TensorRows> sections,
-                                    int steps, FunctionRef<void(int stage)> compute) {
+                                    int steps, FunctionRef<void(int stage)> work) {
   const auto run = [&](int stage) {
-    compute(stage);
+    work(stage);
     check_interrupt();
   };
-  if (steps > 0) courier.pack(sections);
+  if (steps > 0) compute("pack", -1, [&] { courier.pack(sections); });
   if (options.reproducible) {  // everything has to be here: one stage in canonical order
+    const EventScope whole(EventKind::step, "step", rank, 0);
     if (steps > 0) {
       courier.prepare(1);
       courier.post();
@@ -39,6 +46,7 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
     return;
   }
   for (int step = 0; step <= steps; ++step) {
+    const EventScope whole(EventKind::step, "step", rank, step);
     courier.finish();
     if (step < steps) courier.prepare(step + 1);
     // Posting may have to wait for the device, which then has something to do meanwhile.
@@ -55,34 +63,39 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
 void RingAttention::Impl::forward(const ForwardCall& call) {
   const TensorRows sections[] = {call.k, call.v};
   run_steps(*key_courier, sections, key_plan->steps(), [&](int stage) {
-    if (stage == 0) engine->begin_forward(call, *queue);
-    engine->forward(stage, call, *queue);
+    if (stage == 0) compute("begin", -1, [&] { engine->begin_forward(call, *queue); });
+    compute("forward", stage, [&] { engine->forward(stage, call, *queue); });
   });
-  engine->finish_forward(call, *queue);
+  compute("finish", -1, [&] { engine->finish_forward(call, *queue); });
 }
 
 void RingAttention::Impl::backward(const BackwardCall& call) {
   const GradientSums sums = engine->sums(call);
   const TensorRows key_sections[] = {call.k, call.v};
   const TensorRows query_sections[] = {call.q, call.dout, engine->statistics()};
+  const auto begin = [&] {
+    compute("begin", -1, [&] { engine->begin_backward(call, *queue); });
+  };
+  const auto stage = [&](int s) {
+    compute("backward", s, [&] { engine->backward(s, call, *queue); });
+  };
   if (options.reproducible) {
     run_steps(*key_courier, key_sections, key_plan->steps(), [&](int) {
-      engine->begin_backward(call, *queue);
-      engine->backward(0, call, *queue);
+      begin();
+      stage(0);
     });
-    run_steps(*query_courier, query_sections, query_plan->steps(),
-              [&](int) { engine->backward(1, call, *queue); });
+    run_steps(*query_courier, query_sections, query_plan->steps(), [&](int) { stage(1); });
   } else {
     const TensorRows key_gradients[] = {sums.dk, sums.dv};
     const TensorRows query_gradients[] = {sums.dq};
     const bool by_keys = travel == Travel::keys;
     const auto gradients = by_keys ? std::span<const TensorRows>(key_gradients)
                                    : std::span<const TensorRows>(query_gradients);
-    if (!by_keys) engine->begin_backward(call, *queue);  // the rows' statistics travel, too
+    if (!by_keys) begin();  // the rows' statistics travel, too
     const auto step = [&](int s) {
-      if (s == 0 && by_keys) engine->begin_backward(call, *queue);
+      if (s == 0 && by_keys) begin();
       if (s > 0) returns->clear(s);
-      engine->backward(s, call, *queue);
+      stage(s);
       if (s == 0) return;
       returns->finish(gradients);  // of step s-1: they had this step's compute to arrive
       returns->begin(s);
@@ -95,7 +108,7 @@ void RingAttention::Impl::backward(const BackwardCall& call) {
     }
     returns->finish(gradients);
   }
-  engine->finish_backward(call, *queue);
+  compute("finish", -1, [&] { engine->finish_backward(call, *queue); });
 }
 
 }  // namespace annulus

@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "annulus/events.h"
 #include "ring/tags.h"
 
 namespace annulus::ring {
@@ -80,7 +81,11 @@ void ReturnCourier::allocate() {
   inbox_ = link_->make_mailbox(inbox_bytes_, "returning gradients");
   for (int s = 1; s <= plan_->steps(); ++s) {
     Step& step = steps_[static_cast<std::size_t>(s - 1)];
+    step.batch.what = "gradients";
+    step.batch.step = s;
     for (Incoming& incoming : step.in) {
+      incoming.batch.what = step.batch.what;
+      incoming.batch.step = s;
       incoming.add = link_->backend().compile(layout_, std::move(incoming.copies));
       Batch& batch = together_ ? step.batch : incoming.batch;
       batch.add(Way::receive, incoming.envelope.peer, kTagReturns, inbox_, incoming.envelope.offset,
@@ -110,28 +115,31 @@ void ReturnCourier::begin(int step) {
     post_receive(0);
     post_receive(1);
   }
-  ticket_ = link_->post(steps_[static_cast<std::size_t>(step - 1)].batch, link_->queue().record());
+  posted_ = link_->post(steps_[static_cast<std::size_t>(step - 1)].batch, link_->queue().record());
 }
 
 void ReturnCourier::finish(std::span<const TensorRows> sections) {
   if (current_ == 0) return;
   const Step& step = steps_[static_cast<std::size_t>(current_ - 1)];
-  if (together_) link_->wait(step.batch, ticket_);
+  if (together_) link_->wait(step.batch, posted_);
   for (std::size_t i = 0; i < step.in.size(); ++i) {
     const Incoming& incoming = step.in[i];
     if (!together_) link_->wait(incoming.batch, receives_[i % 2]);
-    link_->backend().add(*incoming.add, inbox_.data() + incoming.envelope.offset, sections,
-                         link_->queue());
+    {
+      const EventScope adding(EventKind::compute, "add", plan_->rank(), current_);
+      link_->backend().add(*incoming.add, inbox_.data() + incoming.envelope.offset, sections,
+                           link_->queue());
+    }
     if (!together_) post_receive(i + 2);
   }
-  if (!together_) link_->wait(step.batch, ticket_);
+  if (!together_) link_->wait(step.batch, posted_);
   current_ = 0;
 }
 
 void ReturnCourier::cancel() {
   current_ = 0;
-  ticket_.reset();
-  for (auto& ticket : receives_) ticket.reset();
+  posted_.reset();
+  for (Posted& receive : receives_) receive.reset();
 }
 
 std::int64_t ReturnCourier::list_bytes() const {

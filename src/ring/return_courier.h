@@ -60,8 +60,8 @@ class ReturnCourier {
   Slots slots_;  // of gradients
   Mailbox inbox_;
   int current_ = 0;  // step begun and not finished
-  std::unique_ptr<Ticket> ticket_;
-  std::unique_ptr<Ticket> receives_[2];
+  Posted posted_;
+  Posted receives_[2];
 };
 
 }  // namespace annulus::ring

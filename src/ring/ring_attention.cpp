@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "annulus/events.h"
 #include "ring/executor.h"
 
 namespace annulus {
@@ -159,6 +160,8 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             BranchState* state) {
   const char* where = "RingAttention::forward";
   const Transport::Use use(*impl_->transport, where);
+  EventScope pass(EventKind::pass, "forward", impl_->rank);
+  if (event_stream().on()) pass.set_bytes(predicted_forward_bytes());
   const OverOnError over(*impl_);
   const bool keep = impl_->kept != nullptr && state != nullptr && state->data_ != nullptr;
   const Impl::CallClaims& claims = impl_->forward_claims[keep ? 1 : 0];
@@ -192,6 +195,8 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                              const BranchState* state) {
   const char* where = "RingAttention::backward";
   const Transport::Use use(*impl_->transport, where);
+  EventScope pass(EventKind::pass, "backward", impl_->rank);
+  if (event_stream().on()) pass.set_bytes(predicted_backward_bytes());
   const OverOnError over(*impl_);
   const bool detached = impl_->options.mix_gradient == MixGradient::detached;
   const bool have_state = state != nullptr && state->data_ != nullptr;
@@ -230,6 +235,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
 
 void RingAttention::synchronize() {
   impl_->guard([&] {
+    const EventScope waiting(EventKind::wait, "device", impl_->rank);
     impl_->queue->record().wait();
     impl_->link->check();
     impl_->check_interrupt();

@@ -3,7 +3,7 @@
     python docs/make_api.py            # writes docs/API.md
     python docs/make_api.py --check    # exit status 1 if docs/API.md is not what it would write
 
-Only names in ``__all__`` of annulus and annulus.torch are shown, of classes only what they define themselves:
+Only names in ``__all__`` of annulus, annulus.monitor and annulus.torch are shown, of classes only what they define themselves:
 nothing of PyTorch's own classes, of this machine or of this version of Python gets into the text.
 """
 
@@ -38,6 +38,35 @@ GROUPS = {
         "Runtime": ["isa", "threads", "cache_info", "clear_cache", "__version__"],
         "CUDA": ["cuda_built", "cuda_complaint", "cuda_devices"],
     },
+    "annulus.monitor": {
+        "annulus.monitor: events": [
+            "start",
+            "stop",
+            "running",
+            "capacity",
+            "clear",
+            "read",
+            "totals",
+            "summary",
+            "record",
+            "span",
+            "Event",
+            "EventTotal",
+            "KINDS",
+        ],
+        "annulus.monitor: exporters": [
+            "JsonLines",
+            "write_chrome_trace",
+            "PrometheusExporter",
+            "WandbExporter",
+            "LogExporter",
+            "set_log_level",
+            "flush_log",
+            "logger",
+            "profile_memory",
+            "MemorySample",
+        ],
+    },
     "annulus.torch": {
         "annulus.torch: attention": [
             "ring_attention",
@@ -66,13 +95,16 @@ GROUPS = {
 INTRODUCTION = f"""\
 # API reference
 
-What `help()` shows, on one page: the public names of `annulus`, which needs NumPy only, and of `annulus.torch`.
+What `help()` shows, on one page: the public names of `annulus` and `annulus.monitor`, which need NumPy only, and of `annulus.torch`.
 Made from the docstrings by `{COMMAND}`: change those, not this page. `ArrayT` is the type of the arrays that came in:
 NumPy's, PyTorch's or any other with DLPack. [PLACEMENTS.md](PLACEMENTS.md) explains placements and positions.
 """
 
-# Strings cannot have docstrings.
-CONSTANTS = {"__version__": "The version of the package, a string such as `'1.2.3'`."}
+# Strings and tuples cannot have docstrings.
+CONSTANTS = {
+    "__version__": "The version of the package, a string such as `'1.2.3'`.",
+    "KINDS": "The kinds of events: pass, step, compute, send, receive, wait, cache and recovery.",
+}
 
 # Plumbing of nn.Module that a class overrides but nobody calls.
 HIDDEN = {"extra_repr"}
@@ -359,9 +391,10 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 def make() -> str:
     """The text of docs/API.md. Needs PyTorch for annulus.torch."""
     import annulus
+    import annulus.monitor
     import annulus.torch
 
-    return Writer([annulus, annulus.torch]).page()
+    return Writer([annulus, annulus.monitor, annulus.torch]).page()
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ namespace nb = nanobind;
 
 // One function per file of this folder, in the order in which the module calls them.
 void bind_errors(nb::module_& module);
+void bind_events(nb::module_& module);
 void bind_pattern(nb::module_& module);
 void bind_placement(nb::module_& module);
 void bind_plan(nb::module_& module);

@@ -182,7 +182,10 @@ void agree(Transport& transport, const char* where, const std::string& complaint
     if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);
     return;
   }
-  const EventScope waiting(EventKind::wait, "agreement", transport.rank());
+  // Within a pass, or while executors are made: where() has no function then.
+  const bool in_pass = std::strchr(where, ':') != nullptr;
+  const EventScope waiting(EventKind::wait, in_pass ? "agreement" : "construction",
+                           transport.rank());
   Vote vote;
   vote.digest = digest;
   vote.rank = transport.rank();

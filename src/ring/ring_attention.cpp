@@ -235,8 +235,10 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
 
 void RingAttention::synchronize() {
   impl_->guard([&] {
-    const EventScope waiting(EventKind::wait, "device", impl_->rank);
-    impl_->queue->record().wait();
+    if (!impl_->backend->immediate()) {
+      const EventScope waiting(EventKind::wait, "synchronize", impl_->rank);
+      impl_->queue->record().wait();
+    }
     impl_->link->check();
     impl_->check_interrupt();
   });

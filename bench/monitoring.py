@@ -1,0 +1,135 @@
+"""What monitoring costs:  python bench/monitoring.py
+
+A ring of threads runs forward and backward over 16,384 tokens, with the stream of events off and on in turns (and with an
+exporter that writes every event to a file, "exported"), in one process. Prints the CPU time of the process and the wall
+time of a round, on over off: medians over rounds, each of neighbours, with the quartiles of the ratio. A busy machine
+disturbs both; so beside them stands what cannot be disturbed by as much: the number of events of a round times what one
+costs, which is measured alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import statistics
+import tempfile
+import time
+
+import numpy as np
+
+import annulus
+from annulus import _core, monitor
+
+
+class Ring:
+    def __init__(self, ranks: int, tokens: int, heads: int, dim: int):
+        transports = annulus.make_in_process_ring(ranks)
+        pattern = annulus.Pattern.longnet(heads, [2048, 4096, 16384], [1, 2, 4])
+        placement = annulus.Placement.contiguous(tokens, ranks)
+        self.pool = concurrent.futures.ThreadPoolExecutor(ranks)
+        rng = np.random.default_rng(0)
+        shape = (1, tokens // ranks, heads, dim)
+        self.inputs = [
+            [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)] for _ in range(ranks)
+        ]
+        self.rings = list(
+            self.pool.map(
+                lambda transport: annulus.RingAttention(
+                    pattern, placement, transport=transport, head_dim=dim, schedule="ring"
+                ),
+                transports,
+            )
+        )
+
+    def round(self) -> tuple[float, float]:
+        """Seconds of wall and of CPU."""
+
+        def one(rank: int) -> None:
+            q, k, v, do = self.inputs[rank]
+            o, lse = self.rings[rank].forward(q, k, v)
+            self.rings[rank].backward(q, k, v, o, lse, do)
+
+        begin, cpu = time.perf_counter(), time.process_time()
+        list(self.pool.map(one, range(len(self.rings))))
+        return time.perf_counter() - begin, time.process_time() - cpu
+
+
+def cost_of_an_event(count: int = 200_000) -> float:
+    """Seconds, the call from Python included: the cheapest of some stretches."""
+    best = float("inf")
+    for _ in range(10):
+        begin = time.perf_counter()
+        for _ in range(count // 10):
+            _core.events_record("compute", "forward", 0, 1, -1, 0, 1, 2, False)
+        best = min(best, (time.perf_counter() - begin) / (count // 10))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+
+    ring = Ring(options.ranks, options.tokens, options.heads, options.head_dim)
+    ring.round()  # caches, threads, pages
+    times: dict[str, list[tuple[float, float]]] = {"off": [], "on": [], "exported": []}
+    with tempfile.NamedTemporaryFile() as file:
+        for number in range(options.rounds):
+            # In turns, and not always in the same order.
+            for state in list(times)[:: 1 if number % 2 else -1]:
+                exporter = None
+                if state == "off":
+                    monitor.stop()
+                elif state == "on":
+                    monitor.start()
+                else:
+                    exporter = monitor.JsonLines(file.name, interval=0.25)
+                times[state].append(ring.round())
+                if exporter is not None:
+                    exporter.close()
+    monitor.start()
+    _, place, _ = monitor.read(_core.events_next())
+    ring.round()
+    events = len(monitor.read(place)[0])
+    each = cost_of_an_event()
+    monitor.stop()
+
+    result: dict[str, object] = {
+        "tokens": options.tokens,
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "events_per_round": events,
+        "seconds_per_event": each,
+        "off_wall_seconds": statistics.median(wall for wall, _ in times["off"]),
+        "off_cpu_seconds": statistics.median(cpu for _, cpu in times["off"]),
+    }
+    result["bound"] = events * each / result["off_cpu_seconds"]
+    for state in ("on", "exported"):
+        for which, name in enumerate(("wall", "cpu")):
+            ratios = [a[which] / b[which] for a, b in zip(times[state], times["off"])]
+            result[f"{state}_{name}_ratio"] = statistics.quantiles(ratios, n=4)
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(
+        f"{options.tokens} tokens, {options.ranks} ranks of threads, forward and backward: "
+        f"{result['off_wall_seconds']:.3f} s, {result['off_cpu_seconds']:.3f} s of CPU; "
+        f"medians of {options.rounds} rounds (quartiles)"
+    )
+    for state in ("on", "exported"):
+        for name in ("cpu", "wall"):
+            low, middle, high = result[f"{state}_{name}_ratio"]
+            print(f"  {state:9} {name:5} {100 * (middle - 1):+.2f} %  ({100 * (low - 1):+.2f} to {100 * (high - 1):+.2f})")
+    print(
+        f"  {events} events a round, {1e9 * each:.0f} ns each: {100 * result['bound']:.4f} % of the CPU time"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The stream of events: on and off, reading, and events of one's own."""
+
+import contextlib
+import time
+
+from annulus import _core
+
+# Waits that are in no pass: while an executor is made, and for the device when a program asks for that.
+_OUTSIDE = ("construction", "synchronize")
+
+KINDS = ("pass", "step", "compute", "send", "receive", "wait", "cache", "recovery")
+
+
+def start(capacity: int | None = None) -> None:
+    """Turns monitoring on, if it is not yet.
+
+    `capacity`: how many events are kept, 72 bytes each (65,536 unless told). Where nobody reads in time the oldest ones
+    are overwritten; `read` says how many. Another capacity than before keeps the latest events.
+    """
+    _core.events_start(capacity if capacity is not None else _core.events_capacity() or 65536)
+
+
+def stop() -> None:
+    """Turns monitoring off. What was recorded can still be read."""
+    _core.events_stop()
+
+
+def running() -> bool:
+    """Whether events are recorded."""
+    return _core.events_on()
+
+
+def capacity() -> int:
+    """How many events the stream keeps; 0 before the first `start`."""
+    return _core.events_capacity()
+
+
+def clear() -> None:
+    """Forgets all events and totals. Places of readers stay valid."""
+    _core.events_clear()
+
+
+def read(place: int = 0) -> tuple[list[_core.Event], int, int]:
+    """(events, next place, dropped): what was recorded since `place`, where to read on, and how many were overwritten."""
+    return _core.events_read(place)
+
+
+def totals() -> list[_core.EventTotal]:
+    """Sums per kind, name, rank and (of messages) peer since `clear`, over dropped events, too."""
+    return _core.events_totals()
+
+
+def record(
+    kind: str,
+    name: str,
+    *,
+    rank: int = -1,
+    step: int = -1,
+    peer: int = -1,
+    bytes: int = 0,
+    begin_ns: int | None = None,
+    end_ns: int | None = None,
+    failed: bool = False,
+) -> None:
+    """Adds an event of one's own; nothing while monitoring is off.
+
+    Times are of `time.monotonic_ns()`; without them the event happened now and took no time.
+    """
+    if kind not in KINDS:
+        raise _core.ConfigError(
+            f"annulus.monitor.record: kind is {kind!r}, expected one of {', '.join(KINDS)}"
+        )
+    if not _core.events_on():
+        return
+    end_ns = time.monotonic_ns() if end_ns is None else end_ns
+    begin_ns = end_ns if begin_ns is None else begin_ns
+    _core.events_record(kind, name, rank, step, peer, bytes, begin_ns, end_ns, failed)
+
+
+@contextlib.contextmanager
+def span(kind: str, name: str, *, rank: int = -1, step: int = -1, bytes: int = 0):
+    """An event that lasts as long as the block; failed, if an exception ends it."""
+    begin = time.monotonic_ns()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        record(kind, name, rank=rank, step=step, bytes=bytes, begin_ns=begin, failed=failed)
+
+
+def waited(row: dict[str, float]) -> float:
+    """The share of the passes' time."""
+    return row["wait_seconds"] / row["pass_seconds"] if row["pass_seconds"] > 0 else 0.0
+
+
+def summary() -> dict[int, dict[str, float]]:
+    """Per rank of this process: passes, seconds in passes, computing and waiting (in passes), the share waited, and bytes."""
+    ranks: dict[int, dict[str, float]] = {}
+    for total in totals():
+        if total.rank < 0:
+            continue
+        row = ranks.setdefault(
+            total.rank,
+            {
+                "passes": 0,
+                "failed_passes": 0,
+                "pass_seconds": 0.0,
+                "compute_seconds": 0.0,
+                "wait_seconds": 0.0,
+                "bytes_sent": 0,
+                "bytes_received": 0,
+                "recoveries": 0,
+            },
+        )
+        if total.kind == "pass":
+            row["passes"] += total.count
+            row["failed_passes"] += total.failures
+            row["pass_seconds"] += total.seconds
+        elif total.kind == "compute" or (total.kind == "wait" and total.name not in _OUTSIDE):
+            row[f"{total.kind}_seconds"] += total.seconds
+        elif total.kind == "send":
+            row["bytes_sent"] += total.bytes
+        elif total.kind == "receive":
+            row["bytes_received"] += total.bytes
+        elif total.kind == "recovery":
+            row["recoveries"] += total.count
+    for row in ranks.values():
+        row["waited"] = waited(row)
+    return dict(sorted(ranks.items()))

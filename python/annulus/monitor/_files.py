@@ -1,0 +1,133 @@
+"""Events as files: JSON lines while a program runs, and a trace for chrome://tracing or ui.perfetto.dev."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+
+from annulus import _core
+from annulus.monitor import _events
+from annulus.monitor._readers import Reader
+
+
+class JsonLines(Reader):
+    """Appends every event to a file, one JSON object a line, every `interval` seconds and at `close`.
+
+    `time` is the beginning in seconds since 1970; where events were overwritten before they were read, a line says
+    {"dropped": how many}.
+    """
+
+    def __init__(self, path: str | os.PathLike, interval: float = 1.0):
+        self._file = open(path, "a", encoding="utf-8")
+        try:
+            super().__init__(interval)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _write(self, events: list[_core.Event], dropped: int) -> None:
+        lines = [json.dumps({"dropped": dropped})] if dropped else []
+        since_1970 = time.time_ns() - time.monotonic_ns()
+        for event in events:
+            line = {
+                "time": (event.begin_ns + since_1970) / 1e9,
+                "seconds": event.seconds,
+                "kind": event.kind,
+                "name": event.name,
+                "rank": event.rank,
+            }
+            # Absent where there is none: most events have no peer.
+            line |= {
+                key: value
+                for key in ("step", "peer")
+                if (value := getattr(event, key)) >= 0
+            }
+            if event.bytes:
+                line["bytes"] = event.bytes
+            if event.failed:
+                line["failed"] = True
+            lines.append(json.dumps(line))
+        self._file.write("".join(line + "\n" for line in lines))
+        self._file.flush()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._file.close()
+
+
+def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | None = None) -> None:
+    """Writes events (all that the stream has, unless given) for chrome://tracing and ui.perfetto.dev.
+
+    A process per rank and a track per kind; steps lie within their passes, and messages that are under way together
+    have tracks of their own, so that nothing overlaps. The file appears whole or not at all.
+    """
+    dropped = 0
+    if events is None:
+        events, _, dropped = _events.read()
+    events = list(events)
+    origin = min((event.begin_ns for event in events), default=0)
+    tracks: dict[tuple[int, int], str] = {}
+    rows = []
+    for event, lane in zip(events, _core.event_lanes(events)):
+        kind = "pass" if event.kind == "step" else event.kind
+        track = _events.KINDS.index(kind) * 10_000 + lane
+        tracks[event.rank, track] = kind if lane == 0 else f"{kind} {lane + 1}"
+        details = {key: value for key in ("step", "peer") if (value := getattr(event, key)) >= 0}
+        if event.bytes:
+            details["bytes"] = event.bytes
+        if event.failed:
+            details["failed"] = True
+        rows.append(
+            {
+                "ph": "X",
+                "name": f"step {event.step}" if event.kind == "step" else event.name,
+                "cat": event.kind,
+                "pid": event.rank,
+                "tid": track,
+                "ts": (event.begin_ns - origin) / 1e3,
+                "dur": (event.end_ns - event.begin_ns) / 1e3,
+                "args": details,
+            }
+        )
+
+    def about(what: str, rank: int, track: int, **value) -> dict:
+        return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": value}
+
+    names = []
+    for rank in sorted({rank for rank, _ in tracks}):
+        names.append(about("process_name", rank, 0, name=f"rank {rank}" if rank >= 0 else "process"))
+        names.append(about("process_sort_index", rank, 0, sort_index=rank))
+    for (rank, track), name in sorted(tracks.items()):
+        names.append(about("thread_name", rank, track, name=name))
+        names.append(about("thread_sort_index", rank, track, sort_index=track))
+    trace = {
+        "traceEvents": names + rows,
+        "displayTimeUnit": "ms",
+        "otherData": {"dropped_events": dropped},
+    }
+    _write_whole(os.fspath(path), json.dumps(trace) + "\n")
+
+
+def _write_whole(path: str, text: str) -> None:
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device: a rename would destroy it
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    path = os.path.realpath(path)
+    mode = os.stat(path).st_mode & 0o7777 if os.path.exists(path) else None
+    descriptor, temporary = tempfile.mkstemp(prefix=".annulus-", dir=os.path.dirname(path))
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            if mode is None:  # mkstemp lets nobody else read
+                mask = os.umask(0)
+                os.umask(mask)
+                mode = 0o666 & ~mask
+            os.fchmod(file.fileno(), mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,92 @@
+"""Metrics for Prometheus, made from the stream's totals when somebody asks."""
+
+from annulus import _core
+from annulus.monitor import _events
+from annulus.monitor._readers import optional
+
+
+class PrometheusExporter:
+    """Answers scrapes at http://address:port/metrics until `close`. Needs the package prometheus-client.
+
+    Metrics are made from `totals` at each scrape: exact also where the stream has overwritten events, and of bounded
+    size. `port` 0 takes a free one (see the attribute `port`). `registry`: one of prometheus_client, where the metrics
+    then stand beside the program's own; without a registry there is a new one.
+    """
+
+    def __init__(self, port: int = 0, address: str = "127.0.0.1", registry=None):
+        client = optional("prometheus_client", "prometheus-client", type(self).__name__)
+        _events.start()
+        self.registry = client.CollectorRegistry() if registry is None else registry
+        self._collector = _Collector()
+        self.registry.register(self._collector)
+        try:
+            self._server, self._thread = client.start_http_server(
+                port, addr=address, registry=self.registry
+            )
+        except BaseException:
+            self.registry.unregister(self._collector)
+            raise
+        self.port: int = self._server.server_port
+        self.url = f"http://{address}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Ends the server and takes the metrics out of the registry. Idempotent."""
+        if self._server is None:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._server = None
+        self.registry.unregister(self._collector)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+class _Collector:
+    def collect(self):
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        labels = ("rank", "kind", "name")
+        count = CounterMetricFamily("annulus_events", "What happened, how often", labels=labels)
+        failures = CounterMetricFamily(
+            "annulus_event_failures", "What of it ended with an exception", labels=labels
+        )
+        seconds = CounterMetricFamily(
+            "annulus_event_seconds", "How long it took, as the host saw it", labels=labels
+        )
+        sent = CounterMetricFamily(
+            "annulus_sent_bytes", "Bytes of messages, by link", labels=("rank", "peer")
+        )
+        received = CounterMetricFamily(
+            "annulus_received_bytes", "Bytes of messages, by link", labels=("rank", "peer")
+        )
+        sums: dict[tuple, list] = {}  # messages have a total per peer
+        links: dict[tuple, int] = {}
+        for total in _events.totals():
+            row = sums.setdefault((str(total.rank), total.kind, total.name), [0, 0, 0.0])
+            row[0] += total.count
+            row[1] += total.failures
+            row[2] += total.seconds
+            if total.kind in ("send", "receive"):
+                link = (total.kind, str(total.rank), str(total.peer))
+                links[link] = links.get(link, 0) + total.bytes
+        for key, (n, failed, time) in sums.items():
+            count.add_metric(key, n)
+            failures.add_metric(key, failed)
+            seconds.add_metric(key, time)
+        for (kind, rank, peer), value in links.items():
+            (sent if kind == "send" else received).add_metric((rank, peer), value)
+        waited = GaugeMetricFamily(
+            "annulus_waited_ratio", "Share of the passes' time that was waited", labels=("rank",)
+        )
+        for rank, row in _events.summary().items():
+            waited.add_metric((str(rank),), row["waited"])
+        cached = GaugeMetricFamily(
+            "annulus_cached_bytes", "What executors hold that annulus.attention keeps between calls"
+        )
+        cached.add_metric((), _core.cache_info()["bytes"])
+        yield from (count, failures, seconds, sent, received, waited, cached)

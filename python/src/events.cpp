@@ -1,0 +1,116 @@
+#include "annulus/events.h"
+
+#include <fmt/format.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bindings.h"
+
+namespace annulus::python {
+namespace {
+
+// Names may come from C++ callers: what is no UTF-8 must not make an exporter fail.
+nb::str text_of(const EventRecord& record) {
+  const std::string_view name = record.name();
+  return nb::steal<nb::str>(
+      PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "replace"));
+}
+
+}  // namespace
+
+void bind_events(nb::module_& module) {
+  nb::class_<EventRecord>(module, "Event",
+                          R"(What happened on one rank, as its host saw it.
+
+`kind` is pass, step, compute, send, receive, wait, cache or recovery. `begin_ns` and `end_ns` are of
+`time.monotonic_ns()`. `rank`, `step` and `peer` are -1 where there is none. `bytes` is what a message moved, a pass
+sent, or a cache or recovery was about. On a CUDA device `compute` is the time that it took to enqueue the work.)")
+      .def_prop_ro(
+          "kind", [](const EventRecord& self) { return name_of(self.kind); }, "One of KINDS.")
+      .def_prop_ro("name", text_of, nb::sig("def name(self) -> str"),
+                   "What of that kind: 'forward', 'rows', 'agreement', ...; at most 25 bytes.")
+      .def_ro("sequence", &EventRecord::sequence, "Events are numbered in the order of their ends.")
+      .def_ro("begin_ns", &EventRecord::begin_ns, "Of time.monotonic_ns().")
+      .def_ro("end_ns", &EventRecord::end_ns, "Of time.monotonic_ns().")
+      .def_prop_ro("seconds", &EventRecord::seconds, "How long it took.")
+      .def_ro("rank", &EventRecord::rank, "Whose it is; -1: nobody's in particular.")
+      .def_ro("step", &EventRecord::step, "Of the pass; -1: none.")
+      .def_ro("peer", &EventRecord::peer, "Of a message: the other rank; -1: none.")
+      .def_ro("bytes", &EventRecord::bytes, "Moved, sent by a pass, or held.")
+      .def_ro("failed", &EventRecord::failed, "It ended with an exception.")
+      .def("__repr__", [](const EventRecord& self) {
+        return fmt::format("<Event {} '{}' rank {} step {} peer {}: {} bytes, {:.6f} s{}>",
+                           name_of(self.kind), nb::cast<std::string>(text_of(self)), self.rank,
+                           self.step, self.peer, self.bytes, self.seconds(),
+                           self.failed ? ", failed" : "");
+      });
+  nb::class_<EventTotal>(
+      module, "EventTotal",
+      "Sums over all events of one kind, name, rank and (of messages) peer since the last clear().")
+      .def_prop_ro(
+          "kind", [](const EventTotal& self) { return name_of(self.like.kind); }, "One of KINDS.")
+      .def_prop_ro(
+          "name", [](const EventTotal& self) { return text_of(self.like); },
+          nb::sig("def name(self) -> str"), "As that of the events.")
+      .def_prop_ro(
+          "rank", [](const EventTotal& self) { return self.like.rank; }, "As that of the events.")
+      .def_prop_ro(
+          "peer", [](const EventTotal& self) { return self.like.peer; }, "Of messages, else -1.")
+      .def_ro("count", &EventTotal::count, "How many there were.")
+      .def_ro("failures", &EventTotal::failures, "How many of them failed.")
+      .def_prop_ro(
+          "seconds",
+          [](const EventTotal& self) { return 1e-9 * static_cast<double>(self.nanoseconds); },
+          "How long they took together.")
+      .def_ro("bytes", &EventTotal::bytes, "Of all of them.");
+
+  module.def(
+      "events_start", [](std::size_t capacity) { event_stream().start(capacity); },
+      nb::arg("capacity") = EventStream::kCapacity);
+  module.def("events_stop", [] { event_stream().stop(); });
+  module.def("events_on", [] { return event_stream().on(); });
+  module.def("events_clear", [] { event_stream().clear(); });
+  module.def("events_next", [] { return event_stream().next(); });
+  module.def("events_capacity", [] { return event_stream().capacity(); });
+  module.def(
+      "events_read",
+      [](std::uint64_t from) {
+        EventStream::Batch batch;
+        {
+          const nb::gil_scoped_release release;
+          batch = event_stream().read(from);
+        }
+        return nb::make_tuple(batch.events, batch.next, batch.dropped);
+      },
+      nb::arg("from_"), nb::sig("def events_read(from_: int) -> tuple[list[Event], int, int]"));
+  module.def("events_totals", [] { return event_stream().totals(); });
+  module.def(
+      "events_record",
+      [](const std::string& kind, const std::string& name, int rank, int step, int peer,
+         std::int64_t bytes, std::int64_t begin_ns, std::int64_t end_ns, bool failed) {
+        EventRecord record;
+        record.kind = event_kind_from_name(kind);
+        record.set_name(name);
+        record.rank = rank;
+        record.step = step;
+        record.peer = peer;
+        record.bytes = bytes;
+        record.begin_ns = begin_ns;
+        record.end_ns = end_ns;
+        record.failed = failed;
+        event_stream().add(record);
+      },
+      nb::arg("kind"), nb::arg("name"), nb::arg("rank"), nb::arg("step"), nb::arg("peer"),
+      nb::arg("bytes"), nb::arg("begin_ns"), nb::arg("end_ns"), nb::arg("failed"));
+  module.def(
+      "event_lanes", [](const std::vector<EventRecord>& events) { return event_lanes(events); },
+      nb::arg("events"));
+}
+
+}  // namespace annulus::python

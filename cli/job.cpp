@@ -173,6 +173,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
         ring.forward(t.q, t.k, t.v, t.o, t.lse, kept);
       }));
       forward_seconds = seconds_of(mine.forward.back());
+      if (settings.after_pass) settings.after_pass(rank);
       if (!options.backward) continue;
       // 10 D operations per pair against 4 D.
       announce("backward", i, backward_seconds > 0.0 ? backward_seconds : 2.5 * forward_seconds);
@@ -182,6 +183,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
         ring.backward(t.q, t.k, t.v, t.o, t.lse, t.dout, t.dq, t.dk, t.dv, kept);
       }));
       backward_seconds = seconds_of(mine.backward.back());
+      if (settings.after_pass) settings.after_pass(rank);
     }
     on_device.download();
     const MemoryInfo memory = ring.memory_info();

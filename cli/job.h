@@ -45,6 +45,8 @@ struct JobSettings {
   std::function<void(int rank, ThreadPool& pool)> prepare;
   // Of an MPI job: the ring is its processes. Null: threads.
   World* world = nullptr;
+  // On every rank's thread, after each pass.
+  std::function<void(int rank)> after_pass;
   // On the thread of rank 0: what begins now, and how long it took before (0: unknown).
   std::function<void(const std::string& phase, double expected_seconds)> on_phase;
 };

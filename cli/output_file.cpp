@@ -198,6 +198,14 @@ void OutputFile::fail(const char* problem, int code) const {
   fail(std::string(problem) + ": " + error_text(code));
 }
 
+void check_output_file(const char* kind, const std::string& path) {
+  struct stat status {};
+  // A device or a pipe is opened once, when there is something to write.
+  const bool exists = ::stat(path.c_str(), &status) == 0;
+  if (exists && !S_ISREG(status.st_mode) && !S_ISDIR(status.st_mode)) return;
+  const OutputFile attempt(kind, path);
+}
+
 void commit_together(std::vector<OutputFile>& files, std::span<const fs::path> stale) {
   for (std::size_t i = 0; i < files.size(); ++i) {
     // By links, two names may be one file, of which only the last content would be left.

@@ -46,6 +46,9 @@ class OutputFile {
   int descriptor_ = -1;
 };
 
+// For a file that is written when all work is done: ConfigError if that is bound to fail.
+void check_output_file(const char* kind, const std::string& path);
+
 // Puts all files in place and removes `stale` plain files, or leaves everything as it was.
 void commit_together(std::vector<OutputFile>& files, std::span<const std::filesystem::path> stale);
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "annulus/error.h"
@@ -15,9 +16,13 @@
 #include "cli/job.h"
 #include "cli/limits.h"
 #include "cli/options.h"
+#include "cli/output_file.h"
+#include "cli/recording.h"
+#include "cli/report.h"
 #include "cli/sample_check.h"
 #include "cli/shard_exchange.h"
 #include "cli/tensor_files.h"
+#include "cli/trace.h"
 #include "cli/world.h"
 #include "plan/plan_text.h"
 
@@ -37,6 +42,8 @@ constexpr const char* kExamples = R"(Examples:
       on a GPU: all ranks share it, and tensors are copied there before and back afterwards
   mpirun -n 4 annulus run --input data --output results
       the ring is four processes: rank 0 reads, writes and prints
+  annulus run --tokens 64k --trace trace.json --report report.html
+      what every rank did when: for ui.perfetto.dev, and as a page for any browser
   annulus run --tokens 64k --reproducible --json | jq .forward_gflops
       one JSON object for scripts
 
@@ -48,6 +55,9 @@ struct RunFlags {
   ProblemFlags problem;
   std::string input;
   std::string output;
+  std::string trace;
+  std::string report;
+  std::string log_level = "off";
   bool json = false;
   bool progress = false;
   int repeat = 1;
@@ -67,14 +77,15 @@ std::string error_text(const std::optional<SampledError>& error) {
   return error ? fmt::format("{:.1e}", error->found) : "-";
 }
 
-void print_table(const RunFlags& flags, const Result& result) {
+// What was run, in words: {name, text} in the order in which people read them.
+std::vector<std::pair<std::string, std::string>> facts_of(const RunFlags& flags,
+                                                          const Result& result) {
   const RingOptions& options = result.options;
   const Placement& placement = options.placement;
   const JobReport& job = result.job;
-  const bool backward = options.backward;
-  std::string text = "\n";
-  const auto fact = [&](const char* name, const std::string& value) {
-    text += fmt::format("  {:<9} {}\n", name, value);
+  std::vector<std::pair<std::string, std::string>> facts;
+  const auto fact = [&](const char* name, std::string value) {
+    facts.emplace_back(name, std::move(value));
   };
   fact("pattern", describe(options.pattern));
   fact("tensors",
@@ -92,7 +103,7 @@ void print_table(const RunFlags& flags, const Result& result) {
                    placement.ranks() == 1 ? "" : "s", result.transport == "mpi" ? " over MPI" : "",
                    placement.name(), name_of(job.schedule),
                    options.reproducible ? ", reproducible" : "",
-                   backward && placement.ranks() > 1
+                   options.backward && placement.ranks() > 1
                        ? fmt::format(", {} travel in backward", name_of(job.backward_travel))
                        : ""));
   fact("kernels",
@@ -103,6 +114,16 @@ void print_table(const RunFlags& flags, const Result& result) {
        fmt::format("per rank {} elements of q, k, v and {} of messages,\n            {}",
                    compact(static_cast<double>(options.limits.qkv_elements)),
                    format_bytes(options.limits.communication_bytes), result.limits.origin));
+  return facts;
+}
+
+void print_table(const RunFlags& flags, const Result& result) {
+  const RingOptions& options = result.options;
+  const JobReport& job = result.job;
+  const bool backward = options.backward;
+  std::string text = "\n";
+  for (const auto& [name, value] : facts_of(flags, result))
+    text += fmt::format("  {:<9} {}\n", name, value);
 
   const auto row = [&](const char* name, const std::string& forward, const std::string& back,
                        const std::string& note = "") {
@@ -141,6 +162,8 @@ void print_table(const RunFlags& flags, const Result& result) {
     text += fmt::format("  {:<9} o, lse{} in {}\n", "written", backward ? ", dq, dk, dv" : "",
                         flags.output);
   }
+  if (!flags.trace.empty()) text += fmt::format("  {:<9} {}\n", "trace", flags.trace);
+  if (!flags.report.empty()) text += fmt::format("  {:<9} {}\n", "report", flags.report);
   if (!result.removed.empty()) {
     text += fmt::format("  {:<9} {}, which an earlier run left there\n", "removed",
                         fmt::join(result.removed, ", "));
@@ -190,8 +213,46 @@ Json to_json(const RunFlags& flags, const Result& result) {
   json["parameters"] = parameters_json(flags.problem, result.options);
   json["input"] = flags.input.empty() ? Json() : Json(flags.input);
   json["output"] = flags.output.empty() ? Json() : Json(flags.output);
+  json["trace"] = flags.trace.empty() ? Json() : Json(flags.trace);
+  json["report"] = flags.report.empty() ? Json() : Json(flags.report);
   json["removed"] = result.removed;
   return json;
+}
+
+// What the trace and the report say of the run beside its events.
+Json facts_json(const RunFlags& flags, const Result& result) {
+  const JobReport& job = result.job;
+  Json facts;
+  facts["lines"] = Json::object();
+  for (const auto& [name, value] : facts_of(flags, result)) facts["lines"][name] = value;
+  facts["tiles"] = Json::object();
+  const auto pass = [&](const char* name, const PassReport& report) {
+    facts["tiles"][fmt::format("{}, {}", name, format_flops(report.gflops()))] =
+        format_seconds(report.median_seconds());
+  };
+  pass("forward", job.forward);
+  if (result.options.backward) pass("backward", job.backward);
+  facts["footer"] = fmt::format(
+      "annulus {}. Times are those of the hosts. {} Messages last from posting until the host knew "
+      "that they had arrived.",
+      ANNULUS_VERSION,
+      result.device.on_cpu()
+          ? "Ranks that are threads of one process share its cores: they compute in turns."
+          : "The device computes later than shown: what is drawn is the time that enqueuing took.");
+  return facts;
+}
+
+void write_recording(const RunFlags& flags, const Result& result, const Recording& recording) {
+  const Json facts = facts_json(flags, result);
+  std::vector<OutputFile> files;
+  const auto write = [&](const char* kind, const std::string& path, const std::string& text) {
+    files.emplace_back(kind, path);
+    files.back().write(text);
+  };
+  if (!flags.trace.empty()) write("trace", flags.trace, chrome_trace(recording, facts));
+  if (!flags.report.empty())
+    write("report", flags.report, report_page(recording, result.job, facts));
+  commit_together(files, {});
 }
 
 // What rank 0 learns from files and its machine, and all ranks have to know.
@@ -209,6 +270,8 @@ Setup set_up(World& world, const RunFlags& flags) {
   const std::string shared = world.share([&] {
     if (!flags.input.empty()) setup.files = inspect_inputs(flags.input, backward, flags.problem);
     if (!flags.output.empty()) check_output_folder(flags.output, backward);
+    if (!flags.trace.empty()) check_output_file("trace", flags.trace);
+    if (!flags.report.empty()) check_output_file("report", flags.report);
     const Shape shape = setup.files ? setup.files->shape : shape_from(flags.problem);
     const DType dtype = setup.files && !flags.problem.has("dtype") ? setup.files->dtype
                                                                    : flags.problem.options.dtype;
@@ -244,6 +307,8 @@ int run(World& world, const RunFlags& flags) {
   RingOptions& options = result.options;
   options.limits = setup.limits.limits;
 
+  const bool recorded = !flags.trace.empty() || !flags.report.empty();
+  Recording recording(recorded, log_level_from_name(flags.log_level), options.placement.ranks());
   Progress progress(flags.progress && world.leads());
   JobTensors tensors(options);
   if (from_files) {
@@ -263,7 +328,9 @@ int run(World& world, const RunFlags& flags) {
   settings.on_phase = [&](const std::string& phase, double expected) {
     progress.phase(phase, expected);
   };
+  settings.after_pass = [&](int rank) { recording.log(rank); };
   result.job = run_job(options, tensors, settings);
+  if (recorded) recording.collect(world);
   if (!world.leads()) return kOk;
   for (int rank = 1; world.is_mpi() && !from_files && rank < options.placement.ranks(); ++rank) {
     fill_synthetic(tensors, rank, flags.problem.seed, *ThreadPool::of(options.threads));
@@ -291,6 +358,10 @@ int run(World& world, const RunFlags& flags) {
   if (!flags.output.empty()) {
     progress.phase("writing " + flags.output);
     result.removed = write_outputs(flags.output, tensors);
+  }
+  if (recorded) {
+    progress.phase("writing what was recorded");
+    write_recording(flags, result, recording);
   }
   progress.finish();
   if (flags.json) {
@@ -322,6 +393,23 @@ void add_run(CLI::App& tool, Action& chosen) {
                    "Repetitions; times are medians (default 1; use 5 to compare speeds)")
       ->check(whole_number(1, 1000000))
       ->type_name("R");
+  command
+      ->add_option("--trace", flags->trace,
+                   "Write what every rank did when, for ui.perfetto.dev or chrome://tracing")
+      ->check(not_empty("a file"))
+      ->type_name("FILE");
+  command
+      ->add_option(
+          "--report", flags->report,
+          "Write a page with timeline, balance, bytes per link and memory, for any browser")
+      ->check(not_empty("a file"))
+      ->type_name("FILE.html");
+  command
+      ->add_option("--log-level", flags->log_level,
+                   "Say on standard error what each rank did: off (default), warning (recoveries), "
+                   "info (passes, too), debug (everything)")
+      ->check(CLI::IsMember({"off", "warning", "info", "debug"}))
+      ->type_name("LEVEL");
   command->add_flag("--progress", flags->progress,
                     "Say on standard error what is going on even if it is no terminal");
   add_execution_flags(*command, flags->problem);

@@ -4,7 +4,13 @@ file(GLOB cli_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/cli/*.cpp")
 set(cli_main "${PROJECT_SOURCE_DIR}/cli/main.cpp")
 list(REMOVE_ITEM cli_sources "${cli_main}")
 
-add_library(annulus_cli STATIC ${cli_sources})
+# The report's page is a file that people can open and edit; the tool has it inside.
+set(report_html "${PROJECT_SOURCE_DIR}/cli/report.html")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${report_html}")
+file(READ "${report_html}" ANNULUS_REPORT_HTML)
+configure_file("${PROJECT_SOURCE_DIR}/cli/report_page.cpp.in" "${PROJECT_BINARY_DIR}/report_page.cpp" @ONLY)
+
+add_library(annulus_cli STATIC ${cli_sources} "${PROJECT_BINARY_DIR}/report_page.cpp")
 target_include_directories(annulus_cli PUBLIC "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/src")
 target_compile_definitions(annulus_cli PUBLIC ANNULUS_VERSION="${PROJECT_VERSION}")
 target_link_libraries(annulus_cli PUBLIC

@@ -51,6 +51,29 @@ class MpiCli : public Cli {
   }
 };
 
+TEST_F(MpiCli, TracesReportsAndLogsHaveAllRanks) {
+  const fs::path trace = folder_ / "trace.json";
+  const fs::path report = folder_ / "report.html";
+  const Outcome outcome = on_ranks(3, kSmall + Words{"--trace", trace.string(), "--report",
+                                                     report.string(), "--log-level", "info"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  std::map<int, std::pair<double, double>> forward;  // by rank: begin and end
+  const Json json = Json::parse(read_text(trace));
+  for (const Json& event : json["traceEvents"]) {
+    if (event["name"] != "forward" || event["cat"] != "pass") continue;
+    const auto begin = event["ts"].get<double>();
+    forward[event["pid"].get<int>()] = {begin, begin + event["dur"].get<double>()};
+  }
+  ASSERT_EQ(forward.size(), 3U);
+  // On one clock: nobody ends before everybody has begun.
+  for (const auto& [rank, one] : forward) {
+    for (const auto& [other_rank, other] : forward) EXPECT_LT(one.first, other.second);
+  }
+  EXPECT_NE(read_text(report).find("\"links\":[[0,1,"), std::string::npos);
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_EQ(count(outcome.err, "annulus: [rank " + std::to_string(rank) + "/3] "), 2U);
+}
+
 TEST_F(MpiCli, FilesHaveTheBitsOfARingOfThreads) {
   // Results of another problem will do as inputs.
   const fs::path made = folder_ / "made";

@@ -94,7 +94,7 @@ void RingAttention::Impl::backward(const BackwardCall& call) {
     if (!by_keys) begin();  // the rows' statistics travel, too
     const auto step = [&](int s) {
       if (s == 0 && by_keys) begin();
-      if (s > 0) returns->clear(s);
+      if (s > 0) compute("clear", s, [&] { returns->clear(s); });
       stage(s);
       if (s == 0) return;
       returns->finish(gradients);  // of step s-1: they had this step's compute to arrive

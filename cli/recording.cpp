@@ -68,7 +68,7 @@ LogLevel level_of(EventKind kind) {
 }
 
 std::string log_line(const EventRecord& event, int ranks) {
-  std::string line = fmt::format("[rank {}/{}] ", event.rank, ranks);
+  std::string line = event.rank >= 0 ? fmt::format("[rank {}/{}] ", event.rank, ranks) : "";
   if (event.kind != EventKind::pass) line += fmt::format("{} ", name_of(event.kind));
   if (event.kind != EventKind::step) line += event.name();
   if (event.step >= 0)
@@ -82,8 +82,11 @@ std::string log_line(const EventRecord& event, int ranks) {
   return line + (event.failed ? ", failed" : "");
 }
 
-Recording::Recording(bool wanted, LogLevel level, int ranks)
-    : level_(level), ranks_(ranks), told_(static_cast<std::size_t>(ranks)) {
+Recording::Recording(const World& world, bool wanted, LogLevel level, int ranks)
+    : level_(level),
+      ranks_(ranks),
+      first_rank_(world.rank()),
+      told_(static_cast<std::size_t>(ranks)) {
   if (!wanted && level == LogLevel::off) return;
   begin_ = event_stream().next();
   std::fill(told_.begin(), told_.end(), begin_);
@@ -99,7 +102,8 @@ void Recording::log(int rank) {
   told = batch.next;
   std::string text;
   for (const EventRecord& event : batch.events) {
-    if (event.rank == rank && level_of(event.kind) <= level_)
+    const bool mine = event.rank == rank || (event.rank < 0 && rank == first_rank_);
+    if (mine && level_of(event.kind) <= level_)
       text += "annulus: " + log_line(event, ranks_) + "\n";
   }
   // Whole: ranks do not write into each other's lines.

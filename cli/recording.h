@@ -23,7 +23,7 @@ enum class LogLevel : std::uint8_t { off, warning, info, debug };
 class Recording {
  public:
   // The stream of the process is on as long as this lives, if `wanted` or the level asks for it.
-  Recording(bool wanted, LogLevel level, int ranks);
+  Recording(const World& world, bool wanted, LogLevel level, int ranks);
   ~Recording();
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
@@ -40,6 +40,7 @@ class Recording {
  private:
   const LogLevel level_;
   const int ranks_;
+  const int first_rank_;     // of this process: it also tells of what is nobody's in particular
   std::uint64_t begin_ = 0;  // of this recording in the stream
   std::mutex mutex_;         // of the log
   std::vector<std::uint64_t> told_;

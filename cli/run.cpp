@@ -308,7 +308,8 @@ int run(World& world, const RunFlags& flags) {
   options.limits = setup.limits.limits;
 
   const bool recorded = !flags.trace.empty() || !flags.report.empty();
-  Recording recording(recorded, log_level_from_name(flags.log_level), options.placement.ranks());
+  Recording recording(world, recorded, log_level_from_name(flags.log_level),
+                      options.placement.ranks());
   Progress progress(flags.progress && world.leads());
   JobTensors tensors(options);
   if (from_files) {

@@ -46,7 +46,8 @@ std::string chrome_trace(const Recording& recording, const Json& facts) {
     tracks.emplace(events[i].rank, track_of(i));
   }
   for (const int rank : ranks) {
-    list.push_back(metadata("process_name", rank, 0, "name", fmt::format("rank {}", rank)));
+    list.push_back(metadata("process_name", rank, 0, "name",
+                            rank < 0 ? "process" : fmt::format("rank {}", rank)));
     list.push_back(metadata("process_sort_index", rank, 0, "sort_index", rank));
   }
   for (const auto& [rank, track] : tracks) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <string>
 
 #include "annulus/error.h"
@@ -130,8 +131,9 @@ std::int64_t EventStream::now_ns() noexcept {
 }
 
 EventStream& event_stream() noexcept {
-  // Never destroyed: threads may still write while the process ends.
-  static auto* const stream = new EventStream;
+  // Never destroyed: threads may still write while the process ends. In place: nothing can fail.
+  alignas(EventStream) static std::byte place[sizeof(EventStream)];
+  static auto* const stream = ::new (place) EventStream;
   return *stream;
 }
 

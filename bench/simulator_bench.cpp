@@ -8,7 +8,9 @@
 // One thread computes, whatever the number of ranks: they share it, and the described cluster says
 // so. Its FLOP/s are those of the same ring without a limit, measured before and after every pass,
 // so that a busy machine slows both sides alike, and short tiles and changing threads are not the
-// simulator's errors.
+// simulator's errors. The latency of its links is what a message of the limited ring takes beyond
+// its bytes, measured before every pass: threads that slept on it wake up, milliseconds later where
+// a virtual machine's host is shared.
 
 #include <fmt/format.h>
 
@@ -46,6 +48,7 @@ class Runner {
  public:
   Runner(RingOptions options, double bytes_per_second)
       : options_(std::move(options)),
+        bytes_per_second_(bytes_per_second),
         ring_(make_in_process_ring(options_.placement.ranks(),
                                    {.bytes_per_second = bytes_per_second})),
         ranks_(ring_.size()) {}
@@ -68,15 +71,32 @@ class Runner {
                                view(rank.dv));
       rank.times[2] = Clock::now();
     });
-    const auto last = [&](int which) {
-      Clock::time_point time = ranks_[0].times[which];
-      for (const Rank& rank : ranks_) time = std::max(time, rank.times[which]);
-      return time;
-    };
-    const auto between = [&](int a, int b) {
-      return std::chrono::duration<double>(last(b) - last(a)).count();
-    };
     return {between(0, 1), between(1, 2)};
+  }
+
+  // Seconds of a message from rank to rank beyond those of its bytes: a ring waits for the one that
+  // wakes up last, step after step.
+  double latency() {
+    constexpr int kMessages = 8;
+    constexpr double kOnLink = 4e-3;
+    const auto bytes = static_cast<std::size_t>(kOnLink * bytes_per_second_);
+    run_in_process(ring_, [&](Transport& transport) {
+      Rank& rank = ranks_[static_cast<std::size_t>(transport.rank())];
+      const std::vector<std::byte> out(bytes);
+      std::vector<std::byte> in(bytes);
+      const int size = transport.size();
+      for (int i = 0; i <= kMessages; ++i) {  // in the first one ranks meet
+        if (i == 1) rank.times[0] = Clock::now();
+        const auto tag = static_cast<std::uint32_t>(i);
+        const auto received = transport.receive((transport.rank() + size - 1) % size, tag, in);
+        const auto sent = transport.send((transport.rank() + 1) % size, tag, out);
+        received->wait();
+        sent->wait();
+      }
+      rank.times[1] = Clock::now();
+    });
+    const double bytes_seconds = static_cast<double>(bytes) / bytes_per_second_;
+    return std::max(0.0, between(0, 1) / kMessages - bytes_seconds);
   }
 
   [[nodiscard]] const RingOptions& options() const { return options_; }
@@ -87,6 +107,16 @@ class Runner {
     std::vector<float> q, o, lse, dq, dk, dv;
     Clock::time_point times[3];
   };
+
+  // From the last rank's time a to the last one's time b.
+  [[nodiscard]] double between(int a, int b) const {
+    const auto last = [&](int which) {
+      Clock::time_point time = ranks_[0].times[which];
+      for (const Rank& rank : ranks_) time = std::max(time, rank.times[which]);
+      return time;
+    };
+    return std::chrono::duration<double>(last(b) - last(a)).count();
+  }
 
   void prepare(Rank& rank, Transport& transport) {
     rank.attention = std::make_unique<RingAttention>(options_, transport);
@@ -100,6 +130,7 @@ class Runner {
   }
 
   RingOptions options_;
+  double bytes_per_second_;
   std::vector<std::unique_ptr<Transport>> ring_;
   std::vector<Rank> ranks_;
 };
@@ -141,8 +172,8 @@ RingOptions options_of(const Problem& problem, int ranks, Schedule schedule) {
 }
 
 // The cluster on which the ring without a limit takes what it took.
-Cluster described(const RingOptions& options, double bytes_per_second, double copies,
-                  const Seconds& free) {
+Cluster described(const RingOptions& options, double bytes_per_second, double latency,
+                  double copies, const Seconds& free) {
   Cluster cluster;
   cluster.name = "one thread";
   cluster.ranks_per_host = cluster.ranks_per_processor = options.placement.ranks();
@@ -152,6 +183,7 @@ Cluster described(const RingOptions& options, double bytes_per_second, double co
   const Forecast slow = simulate(options, cluster);
   cluster.forward_flops_per_second = slow.forward.computed_flops / free.forward;
   cluster.backward_flops_per_second = slow.backward->computed_flops / free.backward;
+  cluster.inside.latency_seconds = latency;
   return cluster;
 }
 
@@ -159,6 +191,7 @@ struct Setting {
   double factor;  // link time of a shard's rows over the compute of one step
   double bytes_per_second;
   std::unique_ptr<Runner> runner;
+  std::vector<double> latency;
   std::vector<double> measured[2];  // forward, backward
   std::vector<double> predicted[2];
 };
@@ -173,19 +206,21 @@ std::string rows_of(const Problem& problem, int ranks, Schedule schedule, int ro
   std::vector<Setting> settings;
   for (const double factor : {0.5, 1.0, 3.0}) {
     const double rate = shard / (factor * step);
-    settings.push_back({factor, rate, std::make_unique<Runner>(options, rate), {}, {}});
+    settings.push_back({factor, rate, std::make_unique<Runner>(options, rate), {}, {}, {}});
     (void)settings.back().runner->run();
   }
   for (int round = 0; round < rounds; ++round) {
     Seconds before = free.run();
     for (Setting& setting : settings) {
+      const double latency = setting.runner->latency();
+      setting.latency.push_back(latency);
       const Seconds measured = setting.runner->run();
       const Seconds after = free.run();
       const Seconds mean{(before.forward + after.forward) / 2,
                          (before.backward + after.backward) / 2};
       before = after;
       const Forecast forecast =
-          simulate(options, described(options, setting.bytes_per_second, copies, mean));
+          simulate(options, described(options, setting.bytes_per_second, latency, copies, mean));
       setting.measured[0].push_back(measured.forward);
       setting.measured[1].push_back(measured.backward);
       setting.predicted[0].push_back(forecast.forward.seconds);
@@ -202,13 +237,14 @@ std::string rows_of(const Problem& problem, int ranks, Schedule schedule, int ro
       text += fmt::format(
           "{}{{\"pattern\": \"{}\", \"tokens\": {}, \"placement\": \"{}\", \"ranks\": {}, "
           "\"schedule\": \"{}\", \"pass\": \"{}\", \"link_over_step\": {}, "
-          "\"bytes_per_second\": {:.6g}, \"measured_seconds\": {:.6g}, "
+          "\"bytes_per_second\": {:.6g}, \"latency_seconds\": {:.3g}, \"measured_seconds\": "
+          "{:.6g}, "
           "\"predicted_seconds\": {:.6g}, \"ratio\": {:.4f}, \"ratio_least\": {:.4f}, "
           "\"ratio_most\": {:.4f}}}",
           text.empty() ? "  " : ",\n  ", problem.name, problem.tokens, problem.placement, ranks,
           name_of(schedule), pass == 0 ? "forward" : "backward", setting.factor,
-          setting.bytes_per_second, median(setting.measured[pass]), median(setting.predicted[pass]),
-          median(ratios), *least, *most);
+          setting.bytes_per_second, median(setting.latency), median(setting.measured[pass]),
+          median(setting.predicted[pass]), median(ratios), *least, *most);
     }
   }
   return text;

@@ -55,7 +55,7 @@ TEST(RingOptions, EveryMemberIsInTheList) {
   const RingOptions options = small_options();
   const auto& [pattern, placement, batch, kv_heads, head_dim, dtype, scale, mix_gradient, schedule,
                min_tokens_for_ring, reproducible, deterministic, backward, backward_travel,
-               blocking, limits, rates, device, threads] = options;
+               blocking, recover, limits, rates, device, threads] = options;
   const auto& [communication_bytes, qkv_elements] = limits;
   const auto& [flops_per_second, bytes_per_second] = rates;
   std::set<const void*> listed;
@@ -75,6 +75,7 @@ TEST(RingOptions, EveryMemberIsInTheList) {
                                          &backward,
                                          &backward_travel,
                                          &blocking,
+                                         &recover,
                                          &communication_bytes,
                                          &qkv_elements,
                                          &flops_per_second,
@@ -147,7 +148,11 @@ TEST(RingOptions, BadLuckOfOneRankIsAnErrorOfAll) {
                                   {test::Luck::no_device, "on fire"}}) {
     const auto outcomes = run_ranks(kRanks, [&, bad = bad, text = text](Transport& transport) {
       test::FeignedLuck::of_this_thread = transport.rank() == 1 ? bad : test::Luck::good;
-      test::expect_refusal_soon<DeviceError>(small_options(), transport, text);
+      if (bad == test::Luck::no_memory) {
+        test::expect_refusal_soon<OutOfMemory>(small_options(), transport, text);
+      } else {
+        test::expect_refusal_soon<DeviceError>(small_options(), transport, text);
+      }
     });
     expect_everywhere(outcomes, "", {});
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -34,6 +35,25 @@ class TransportError : public Error {
 class DeviceError : public Error {
  public:
   using Error::Error;
+};
+
+// Bytes; -1: not known.
+struct Shortage {
+  std::int64_t asked = -1;   // what could not be had, at once
+  std::int64_t needed = -1;  // everything that was to be allocated, at the least
+  std::int64_t free = -1;    // of the device, as it said then
+};
+
+// Memory ran out on this rank or another one of the ring, and what could be done about it
+// (RingOptions::recover) has been done.
+class OutOfMemory : public DeviceError {
+ public:
+  explicit OutOfMemory(const std::string& message, const Shortage& shortage = {})
+      : DeviceError(message), shortage_(shortage) {}
+  [[nodiscard]] const Shortage& shortage() const noexcept { return shortage_; }
+
+ private:
+  Shortage shortage_;
 };
 
 // RingAttention::interrupt() ended a pass on this rank.

@@ -52,6 +52,10 @@ struct RingOptions {
   BackwardTravel backward_travel = BackwardTravel::automatic;  // automatic: fewer bytes
   bool blocking =
       false;  // debugging: wait for each transfer where it is posted instead of overlapping it
+  // When memory runs out on any rank while an executor is made, all ranks try again: without what
+  // is cached, then sequence by sequence, head by head, then by the ring schedule. The results are
+  // the same; RingAttention::recovery says what it came to. false: the first failure is the error.
+  bool recover = true;
   Limits limits;
   Rates rates;
   Device device;    // of all tensors
@@ -87,8 +91,10 @@ class BranchState {
 
 // Exact attention over one rank's shard of a sequence. Construction is collective: it plans,
 // allocates everything and compares its options with every other rank; a mismatch, or whatever one
-// rank alone finds wrong, is a ConfigError on every rank. forward and backward are collective,
-// allocate nothing and accept any strides whose last axis is contiguous. Executors with transports
+// rank alone finds wrong, is a ConfigError on every rank, and lack of memory that nothing helps
+// against an OutOfMemory on every rank. forward and backward are collective, allocate nothing
+// (unless memory ran out and heads differ: then every pass makes the pieces anew) and accept any
+// strides whose last axis is contiguous. Executors with transports
 // of their own may run at once in different threads; an executor or a transport serves one caller
 // at a time. A second one gets a ConfigError and, in a ring of several ranks, ends the transport:
 // another rank may have taken the two calls in the other order.
@@ -154,6 +160,9 @@ class RingAttention {
   // "shared device memory" (between processes of one host), or "staged through host memory (why)".
   // Empty for a rank alone.
   [[nodiscard]] std::string transfers() const;
+  // What was done because memory ran out: "caches dropped", or "1 of 4 sequences at a time"; empty:
+  // nothing. Then plan(), schedule() and kernels() are of one piece.
+  [[nodiscard]] const std::string& recovery() const;
   // Bytes that this rank will send in one forward or backward: equals what the transport counts.
   // Includes the 24 bytes per doubling of the ranks with which they agree on the call; the rest is
   // rows.
@@ -163,18 +172,24 @@ class RingAttention {
 
  private:
   struct Impl;
+  struct Pieces;
+  [[nodiscard]] const Impl& impl() const;
   std::unique_ptr<Impl> impl_;
+  std::unique_ptr<Pieces> pieces_;  // instead, where memory ran out
+  std::string recovery_;
 };
 
-// Executors for changing shapes: least recently used ones are dropped beyond `capacity`. Collective
-// like the executors themselves: every rank asks for the same options in the same order.
+// Executors for changing shapes. The least recently used ones are dropped beyond `capacity`, or
+// when they hold more than a share of the memory: an eighth, a quarter while more than half of it
+// is free, a thirty-second (and a quarter of `capacity`) while less than a tenth is. Collective
+// like the executors themselves: every rank asks for the same options in the same order. What one
+// rank has dropped is made anew on all.
 class RingAttentionCache {
  public:
   explicit RingAttentionCache(Transport& transport, std::size_t capacity = 20);
   ~RingAttentionCache();
 
-  // The executor for these options; stays valid until 'capacity' other options have been asked for
-  // or clear_cache().
+  // The executor for these options, which lives for as long as it is held or kept here.
   [[nodiscard]] std::shared_ptr<RingAttention> get(const RingOptions& options);
   void clear_cache();  // idempotent
   [[nodiscard]] std::size_t size() const;

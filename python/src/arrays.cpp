@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "annulus/error.h"
+#include "core/caches.h"
+#include "core/memory.h"
 #include "errors.h"
 #include "values.h"
 
@@ -337,6 +339,20 @@ nb::object numpy_empty(const nb::tuple& shape, nb::handle dtype) {
   return nb::module_::import_("numpy").attr("empty")(shape, dtype);
 }
 
+// What a framework makes, which may be told only now that memory is short: as MemoryError, or as
+// PyTorch does.
+template <typename Make>
+nb::object with_room(const Make& make) {
+  try {
+    return make();
+  } catch (const OutOfMemory&) {
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_MemoryError) && !error.matches(PyExc_RuntimeError)) throw;
+  }
+  drop_caches();
+  return make();
+}
+
 nb::object own_memory(const ConstTensorView& shape_of, DType dtype, int axes) {
   std::vector<std::size_t> shape;
   std::size_t bytes = size_of(dtype);
@@ -345,8 +361,9 @@ nb::object own_memory(const ConstTensorView& shape_of, DType dtype, int axes) {
     bytes *= shape.back();
   }
   bytes = (bytes + kAlignment) / kAlignment * kAlignment;
+  admit(static_cast<std::int64_t>(bytes), "results");
   void* data = std::aligned_alloc(kAlignment, bytes);
-  if (data == nullptr) throw std::bad_alloc();
+  if (data == nullptr) throw out_of_memory(static_cast<std::int64_t>(bytes), "results", Device{});
   const nb::capsule owner(data, [](void* pointer) noexcept { std::free(pointer); });
   const auto floats = static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float);
   const nb::dlpack::dtype type =
@@ -372,21 +389,22 @@ Result::Result(nb::object given, nb::handle like, const ConstTensorView& shape_o
   const nb::tuple shape(extents);
   const bool same_dtype = shape_of.rank > 0 && shape_of.dtype == dtype;
   if (nb::hasattr(like, "new_empty")) {  // PyTorch, which is loaded, since here is a tensor of it
-    writable_ = same_dtype
-                    ? like.attr("new_empty")(shape)
-                    : like.attr("new_empty")(
-                          shape, nb::arg("dtype") =
-                                     nb::module_::import_("torch").attr(python_name_of(dtype)));
+    writable_ = with_room([&]() -> nb::object {
+      if (same_dtype) return like.attr("new_empty")(shape);
+      return like.attr("new_empty")(
+          shape, nb::arg("dtype") = nb::module_::import_("torch").attr(python_name_of(dtype)));
+    });
   } else if (shape_of.device.kind == Device::Kind::cuda) {
     throw ConfigError(fmt::format(
         "a {} on {} came in, and results on CUDA devices are made for PyTorch only: pass arrays "
         "for all of them (RingAttention.forward and backward take them)",
         type_text(like), name_of(shape_of.device)));
   } else if (nb::isinstance(like, nb::module_::import_("numpy").attr("ndarray"))) {
-    writable_ = numpy_empty(shape, same_dtype ? nb::object(like.attr("dtype"))
-                                              : nb::object(nb::str(python_name_of(dtype))));
+    const nb::object type =
+        same_dtype ? nb::object(like.attr("dtype")) : nb::object(nb::str(python_name_of(dtype)));
+    writable_ = with_room([&] { return numpy_empty(shape, type); });
   } else if (nb::hasattr(like, "__array_namespace__")) {
-    writable_ = own_memory(shape_of, dtype, axes);
+    writable_ = with_room([&] { return own_memory(shape_of, dtype, axes); });
     convert_ = like.attr("__array_namespace__")().attr("from_dlpack");
   } else {
     if (dtype == DType::bf16) {
@@ -394,7 +412,7 @@ Result::Result(nb::object given, nb::handle like, const ConstTensorView& shape_o
                         " of bfloat16 came in, and NumPy has no such dtype: pass arrays for the "
                         "results");
     }
-    writable_ = numpy_empty(shape, nb::str(python_name_of(dtype)));
+    writable_ = with_room([&] { return numpy_empty(shape, nb::str(python_name_of(dtype))); });
   }
 }
 

@@ -29,8 +29,7 @@ using LocalRings = LeasePool<std::unique_ptr<LocalRing>>;
 // Never destroyed: at exit other threads may still be in a call.
 LocalRings& local_rings() {
   constexpr std::size_t kMostRings = 20;
-  constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;
-  static auto* rings = new LocalRings(kMostRings, kMostBytes);
+  static auto* rings = new LocalRings(kMostRings);
   return *rings;
 }
 
@@ -97,7 +96,7 @@ class Lease {
     options.kv_heads = static_cast<int>(std::min<std::int64_t>(k.shape[2], 1 << 20));
     options.head_dim = static_cast<int>(std::min<std::int64_t>(q.shape[3], 1 << 20));
     options.dtype = q.dtype;
-    options.device = q.device;
+    options.device = device_ = q.device;
     options.scale = request.scale;
     options.schedule = schedule;
     options.reproducible = request.reproducible;
@@ -149,11 +148,12 @@ class Lease {
         },
         [&] { ring_->interrupt(); });
     const std::int64_t bytes = ring_->bytes();
-    local_rings().give_back(std::move(key_), std::move(ring_), bytes);
+    local_rings().give_back(std::move(key_), std::move(ring_), bytes, device_);
   }
 
  private:
   std::string key_;
+  Device device_;
   std::unique_ptr<LocalRing> ring_;
 };
 

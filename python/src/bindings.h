@@ -2,13 +2,25 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+
+#include "annulus/device.h"
+
 namespace annulus::python {
 
 namespace nb = nanobind;
 
+// What an executor holds, and where. Needs the GIL.
+struct Footprint {
+  std::int64_t bytes = 0;
+  Device device;
+};
+[[nodiscard]] Footprint footprint_of(nb::handle executor);
+
 // One function per file of this folder, in the order in which the module calls them.
 void bind_errors(nb::module_& module);
 void bind_events(nb::module_& module);
+void bind_memory(nb::module_& module);
 void bind_pattern(nb::module_& module);
 void bind_placement(nb::module_& module);
 void bind_plan(nb::module_& module);

@@ -18,6 +18,7 @@ struct Classes {
   PyObject* config = nullptr;
   PyObject* transport = nullptr;
   PyObject* device = nullptr;
+  PyObject* memory = nullptr;
   PyObject* interrupted = nullptr;
 };
 Classes classes;
@@ -52,6 +53,12 @@ void translate(const std::exception_ptr& pointer, void*) {
     PyErr_SetObject(classes.transport, object.ptr());
   } catch (const ConfigError& error) {
     set_error(classes.config, error);
+  } catch (const OutOfMemory& error) {
+    const nb::object object = nb::borrow(classes.memory)(python_text(error.what()));
+    object.attr("asked_bytes") = error.shortage().asked;
+    object.attr("needed_bytes") = error.shortage().needed;
+    object.attr("free_bytes") = error.shortage().free;
+    PyErr_SetObject(classes.memory, object.ptr());
   } catch (const DeviceError& error) {
     set_error(classes.device, error);
   } catch (const Interrupted& error) {
@@ -143,6 +150,17 @@ void bind_errors(nb::module_& module) {
       make_class(module, "DeviceError",
                  "The device cannot do it: out of memory, a missing instruction set, CUDA.",
                  nb::make_tuple(base, builtin(PyExc_RuntimeError)));
+  nb::dict bytes;
+  for (const char* name : {"asked_bytes", "needed_bytes", "free_bytes"}) bytes[name] = -1;
+  classes.memory = make_class(
+      module, "OutOfMemory",
+      "Memory ran out, on this rank or another one of the ring, and what could be done about it "
+      "has "
+      "been done: see the option `recover`. Raised on every rank. The message says what would fit; "
+      "`asked_bytes` could not be had, where `free_bytes` were free and `needed_bytes` were needed "
+      "in "
+      "all (-1: not known).",
+      nb::make_tuple(nb::borrow(classes.device)), bytes);
   classes.interrupted = make_class(module, "Interrupted",
                                    ":meth:`RingAttention.interrupt` ended a pass on this rank.",
                                    nb::make_tuple(base));

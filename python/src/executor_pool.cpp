@@ -2,24 +2,37 @@
 #include <nanobind/stl/string.h>
 
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
 #include "core/lease_pool.h"
+#include "errors.h"
 
 namespace annulus::python {
 namespace {
 
+// A reference that may be dropped by any thread: that is where memory runs out.
+class Held {
+ public:
+  explicit Held(nb::object object) : pointer_(object.release().ptr(), release_anywhere) {}
+  [[nodiscard]] nb::handle get() const { return pointer_.get(); }
+
+ private:
+  std::unique_ptr<PyObject, void (*)(PyObject*) noexcept> pointer_;
+};
+
 // Executors between calls, for callers that lend them out themselves.
 struct Pool {
   explicit Pool(std::size_t capacity) : core(capacity) {}
-  LeasePool<nb::object> core;
+  LeasePool<Held> core;
 
   [[nodiscard]] std::vector<nb::object> executors() const {
     std::vector<nb::object> kept;
-    core.for_each([&](const nb::object& executor) { kept.push_back(executor); });
+    core.for_each([&](const Held& executor) { kept.push_back(nb::borrow(executor.get())); });
     return kept;
   }
 };
@@ -30,8 +43,8 @@ int traverse_pool(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
   int result = 0;
-  nb::inst_ptr<Pool>(self)->core.for_each([&](const nb::object& executor) {
-    if (result == 0) result = visit(executor.ptr(), arg);
+  nb::inst_ptr<Pool>(self)->core.for_each([&](const Held& executor) {
+    if (result == 0) result = visit(executor.get().ptr(), arg);
   });
   return result;
 }
@@ -51,12 +64,15 @@ void bind_executor_pool(nb::module_& module) {
                    R"(Executors between calls, by what they are for.
 
 One is taken out while it runs, so that a caller on another thread makes its own instead of waiting.
-At most `capacity` are kept; the least recently used one is dropped first.)")
+At most `capacity` are kept, and no more bytes than the memory of their device has room for (see
+:class:`RingAttentionCache`); the least recently used one is dropped first, all of them when memory runs
+out.)")
       .def(nb::init<std::size_t>(), nb::arg("capacity") = 20)
       .def(
           "take",
           [](Pool& self, const std::string& key) {
-            return self.core.take(key).value_or(nb::none());
+            const std::optional<Held> held = self.core.take(key);
+            return held ? nb::borrow(held->get()) : nb::object(nb::none());
           },
           nb::arg("key"), nb::sig("def take(self, key: str) -> RingAttention | None"),
           "One that was given back under this key, which is then the caller's; None: there is "
@@ -68,7 +84,9 @@ At most `capacity` are kept; the least recently used one is dropped first.)")
       .def(
           "give_back",
           [](Pool& self, std::string key, nb::object executor) {
-            self.core.give_back(std::move(key), std::move(executor));
+            const Footprint footprint = footprint_of(executor);
+            self.core.give_back(std::move(key), Held(std::move(executor)), footprint.bytes,
+                                footprint.device);
           },
           nb::arg("key"), nb::arg("executor"),
           nb::sig("def give_back(self, key: str, executor: RingAttention) -> None"),

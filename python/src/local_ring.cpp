@@ -9,6 +9,7 @@
 #include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/in_process.h"
+#include "core/caches.h"
 #include "core/machine.h"
 #include "kernels/backend.h"
 #include "ring/limits.h"
@@ -81,8 +82,10 @@ std::byte* LocalRing::memory(int rank, std::size_t slot, std::size_t bytes) {
   Copies& copies = copies_[static_cast<std::size_t>(rank)];
   if (copies.size() <= slot) copies.resize(slot + 1);
   if (copies[slot].bytes() < static_cast<std::int64_t>(bytes)) {
-    copies[slot] = backend_of(options_.device, options_.threads)
-                       ->allocate(static_cast<std::int64_t>(bytes), "copies of shards");
+    copies[slot] = with_caches_dropped([&] {
+      return backend_of(options_.device, options_.threads)
+          ->allocate(static_cast<std::int64_t>(bytes), "copies of shards");
+    });
   }
   return copies[slot].data();
 }

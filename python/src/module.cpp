@@ -28,6 +28,7 @@ NB_MODULE(_core, module) {
   find_main_thread();
   bind_errors(module);
   bind_events(module);
+  bind_memory(module);
   bind_pattern(module);
   bind_placement(module);
   bind_plan(module);

@@ -34,6 +34,7 @@ struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
   double flops = 0;  // of forward
+  std::int64_t bytes = 0;
   // The caller's stream that the executor was last told of, and its queue: others that share the
   // executor may have told it of another one since.
   std::uintptr_t stream = 0;
@@ -43,6 +44,7 @@ struct Ring {
       : transport(std::move(link)), core(std::move(executor)) {
     const auto& ends = nb::cast<const Transport&>(transport);
     const RingOptions& options = core->options();
+    bytes = core->memory_info().workspace_bytes;
     flops = 4.0 * allowed_pairs(options.pattern, options.placement.tokens()) *
             static_cast<double>(options.batch) * options.head_dim / ends.size();
   }
@@ -264,6 +266,9 @@ Args:
         or 'auto'.
     reproducible: the same bits for every ring size and placement.
     backward: False refuses backward and saves its memory.
+    recover: when memory runs out on any rank, all try again with less: without what is cached, some
+        sequences, then some heads at a time, then by schedule 'ring'. The results are the same, and
+        :attr:`recovery` says what was done. False: the first failure is the :class:`OutOfMemory`.
     backward_travel: which rows travel in backward; 'auto': fewer bytes.
     min_tokens_for_ring: shorter sequences gather when the schedule is 'auto'.
     max_qkv_elements: limit on the elements of q, k and v of one rank.
@@ -391,6 +396,11 @@ called.)")
           "Which kernels run: the CPU's instruction set (:func:`isa`), or on CUDA devices 'sm90', "
           "'portable' or which of them for which pass.")
       .def_prop_ro(
+          "recovery", [](const Ring& self) { return self.core->recovery(); },
+          "What was done because memory ran out when it was made: 'caches dropped', or for "
+          "instance "
+          "'1 of 4 sequences at a time'; empty: nothing.")
+      .def_prop_ro(
           "transport", [](const Ring& self) { return self.transport; },
           nb::sig("def transport(self) -> Transport"), "What carries the rows.")
       .def_prop_ro(
@@ -426,7 +436,9 @@ Collective like the executors: every rank asks for the same options in the same 
 
 Args:
     transport: of all executors; kept alive by the cache.
-    capacity: executors kept; beyond it the least recently used ones are dropped.)");
+    capacity: executors kept; beyond it the least recently used ones are dropped. They also are when
+        all of them hold more than an eighth of the device's memory: a quarter while more than half of
+        it is free, a thirty-second while less than a tenth is.)");
   cache.def(
       "__init__",
       [](Cache* self, nb::object transport, std::size_t capacity) {
@@ -476,6 +488,11 @@ nb::list gather_records(Transport& transport, const nb::bytes& record) {
 }
 
 }  // namespace
+
+Footprint footprint_of(nb::handle executor) {
+  const auto& ring = nb::cast<const Ring&>(executor);
+  return {ring.bytes, ring.core->options().device};
+}
 
 void bind_ring(nb::module_& module) {
   module.def("ring_options", &listed_options,

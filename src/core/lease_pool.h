@@ -4,74 +4,92 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <limits>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "annulus/device.h"
+#include "annulus/events.h"
+#include "core/caches.h"
+#include "core/memory_state.h"
+
 namespace annulus {
 
 // What is expensive to make, between uses. An item is taken out while it is used, so that a caller
-// on another thread makes its own instead of waiting; there may be several of one key. Bounded: at
-// most `capacity` items, and at most `most_bytes` beside the latest one; the least recently used
-// ones are dropped first, after the lock is gone.
+// on another thread makes its own instead of waiting; there may be several of one key. Bounded:
+// beside the latest item, on each device what idle_allowance() says for this capacity, of items and
+// bytes. The least recently used ones are dropped first, after the lock is gone; all of them where
+// memory runs out (drop_caches).
 template <typename T>
 class LeasePool {
  public:
-  explicit LeasePool(std::size_t capacity,
-                     std::int64_t most_bytes = std::numeric_limits<std::int64_t>::max())
-      : capacity_(capacity), most_bytes_(most_bytes) {}
+  explicit LeasePool(std::size_t capacity, std::int64_t most_bytes = kShareOfMemory)
+      : state_(std::make_shared<State>()), capacity_(capacity), most_bytes_(most_bytes) {
+    register_cache(state_);
+  }
 
   [[nodiscard]] std::optional<T> take(const std::string& key) {
-    const std::lock_guard lock(mutex_);
-    const auto found = std::find_if(entries_.begin(), entries_.end(),
+    const std::lock_guard lock(state_->mutex);
+    Entries& entries = state_->entries;
+    const auto found = std::find_if(entries.begin(), entries.end(),
                                     [&](const Entry& entry) { return entry.key == key; });
-    if (found == entries_.end()) return std::nullopt;
+    if (found == entries.end()) {
+      record_event(EventKind::cache, "miss", -1);
+      return std::nullopt;
+    }
+    record_event(EventKind::cache, "hit", -1, found->bytes);
     std::optional<T> item(std::move(found->item));
-    entries_.erase(found);
+    entries.erase(found);
     return item;
   }
 
   // For one more: what will be dropped for it is gone before it asks for memory of its own.
   void make_room() {
     Entries dropped;
-    const std::lock_guard lock(mutex_);
-    while (!entries_.empty() && entries_.size() >= capacity_) drop_last(dropped);
+    const std::lock_guard lock(state_->mutex);
+    while (!state_->entries.empty() && state_->entries.size() >= capacity_)
+      drop_one(dropped, std::prev(state_->entries.end()));
   }
 
-  void give_back(std::string key, T item, std::int64_t bytes = 0) {
+  void give_back(std::string key, T item, std::int64_t bytes = 0, const Device& device = {}) {
+    const Allowance most = idle_allowance(capacity_, most_bytes_, recent_memory_state(device));
     Entries dropped;
-    const std::lock_guard lock(mutex_);
-    entries_.push_front({std::move(key), std::move(item), bytes});
-    while (entries_.size() > capacity_ ||
-           (entries_.size() > 1 && sum_of_bytes() - bytes > most_bytes_)) {
-      drop_last(dropped);
+    const std::lock_guard lock(state_->mutex);
+    Entries& entries = state_->entries;
+    entries.push_front({std::move(key), std::move(item), bytes, device});
+    while (entries.size() > capacity_) drop_one(dropped, std::prev(entries.end()));
+    // Of this device alone: what others keep does not help it.
+    std::size_t items = 1;
+    std::int64_t sum = 0;
+    for (auto entry = std::next(entries.begin()); entry != entries.end();) {
+      const auto here = entry++;
+      if (here->device != device) continue;
+      ++items;
+      sum += here->bytes;
+      if (items > most.items || sum > most.bytes) drop_one(dropped, here);
     }
   }
 
-  void clear() {
-    Entries dropped;
-    const std::lock_guard lock(mutex_);
-    dropped.swap(entries_);
-  }
+  void clear() { (void)state_->drop(); }
 
   [[nodiscard]] std::size_t size() const {
-    const std::lock_guard lock(mutex_);
-    return entries_.size();
+    const std::lock_guard lock(state_->mutex);
+    return state_->entries.size();
   }
 
   [[nodiscard]] std::int64_t bytes() const {
-    const std::lock_guard lock(mutex_);
-    return sum_of_bytes();
+    const std::lock_guard lock(state_->mutex);
+    return sum_of_bytes(state_->entries);
   }
 
   // Of those that are not taken.
   template <typename Body>
   void for_each(const Body& body) const {
-    const std::lock_guard lock(mutex_);
-    for (const Entry& entry : entries_) body(entry.item);
+    const std::lock_guard lock(state_->mutex);
+    for (const Entry& entry : state_->entries) body(entry.item);
   }
 
  private:
@@ -79,22 +97,38 @@ class LeasePool {
     std::string key;
     T item;
     std::int64_t bytes;
+    Device device;
   };
   using Entries = std::list<Entry>;
 
-  [[nodiscard]] std::int64_t sum_of_bytes() const {
+  [[nodiscard]] static std::int64_t sum_of_bytes(const Entries& entries) {
     std::int64_t sum = 0;
-    for (const Entry& entry : entries_) sum += entry.bytes;
+    for (const Entry& entry : entries) sum += entry.bytes;
     return sum;
   }
-  void drop_last(Entries& dropped) {
-    dropped.splice(dropped.end(), entries_, std::prev(entries_.end()));
+  void drop_one(Entries& dropped, typename Entries::iterator entry) {
+    record_event(EventKind::cache, "evict", -1, entry->bytes);
+    dropped.splice(dropped.end(), state_->entries, entry);
   }
 
+  struct State final : Cache {
+    mutable std::mutex mutex;
+    Entries entries;  // most recently used first
+
+    Dropped drop() override {
+      Entries dropped;
+      {
+        const std::lock_guard lock(mutex);
+        dropped.swap(entries);
+      }
+      if (!dropped.empty()) record_event(EventKind::cache, "clear", -1, sum_of_bytes(dropped));
+      return {std::ssize(dropped), sum_of_bytes(dropped)};
+    }
+  };
+
+  std::shared_ptr<State> state_;
   std::size_t capacity_;
   std::int64_t most_bytes_;
-  mutable std::mutex mutex_;
-  Entries entries_;  // most recently used first
 };
 
 }  // namespace annulus

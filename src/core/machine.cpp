@@ -168,6 +168,13 @@ std::optional<std::int64_t> available_memory_bytes() {
   return machine ? machine : group;
 }
 
+std::optional<std::int64_t> usable_memory_bytes() {
+  const std::optional<std::int64_t> machine = total_memory_bytes();
+  const std::optional<std::int64_t> group = read_integer("/sys/fs/cgroup/memory.max");
+  if (machine && group) return std::min(*machine, *group);
+  return machine ? machine : group;
+}
+
 std::optional<int> control_group_cpus(const std::filesystem::path& root) {
   std::optional<int> least;
   const auto limit = [&](const std::filesystem::path& group) {

@@ -30,6 +30,9 @@ struct CpuIdentity {
 // allows less.
 [[nodiscard]] std::optional<std::int64_t> available_memory_bytes();
 
+// What this process may use at all: the machine's, or less where a control group allows less.
+[[nodiscard]] std::optional<std::int64_t> usable_memory_bytes();
+
 // How many threads can compute at the same time: the hardware threads, fewer where this thread's
 // affinity mask (taskset, a batch system) or a control group (a container) allows fewer. At least
 // 1.

@@ -1,5 +1,6 @@
 #include "core/memory.h"
 
+#include <atomic>
 #include <cstdlib>
 
 #include <fmt/format.h>
@@ -8,24 +9,56 @@
 #include <sys/mman.h>
 #endif
 
-#include "annulus/error.h"
+#include "core/memory_state.h"
 
 namespace annulus {
+namespace {
 
 // Rows of many heads touch one page each: large pages save the TLB misses of every strided pass.
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
+// From here on it is worth 50 us to ask whether memory is there before it is promised.
+constexpr std::int64_t kLarge = std::int64_t{64} << 20;
+
+std::atomic<AllocationHook> allocation_hook{nullptr};
+std::atomic<std::int64_t> bytes_in_use{0};
+
+}  // namespace
+
+void count_memory(std::int64_t bytes) noexcept {
+  bytes_in_use.fetch_add(bytes, std::memory_order_relaxed);
+}
+
+std::int64_t memory_in_use() noexcept { return bytes_in_use.load(); }
+
+AllocationHook set_allocation_hook(AllocationHook hook) { return allocation_hook.exchange(hook); }
+
+void admit(std::int64_t bytes, const char* what, const Device& device) {
+  const AllocationHook hook = allocation_hook.load(std::memory_order_relaxed);
+  if (hook != nullptr && !hook(bytes, what)) throw out_of_memory(bytes, what, device);
+}
+
+OutOfMemory out_of_memory(std::int64_t bytes, const char* what, const Device& device) {
+  std::string text =
+      fmt::format("{}: out of memory: {} bytes for {}", name_of(device), bytes, what);
+  Shortage numbers{.asked = bytes};
+  if (const std::optional<MemoryState> state = memory_state(device)) {
+    text += fmt::format(", {} of {} are free", state->free, state->total);
+    numbers.free = state->free;
+  }
+  return OutOfMemory(text, numbers);
+}
 
 Memory allocate_host(std::int64_t bytes, const char* what) {
   if (bytes <= 0) return {};
+  admit(bytes, what);
+  if (bytes >= kLarge) {
+    const std::optional<MemoryState> state = memory_state(Device{});
+    if (state && state->free < bytes) throw out_of_memory(bytes, what, Device{});
+  }
   const std::size_t align = static_cast<std::size_t>(bytes) >= kHugePage ? kHugePage : 64;
   const std::size_t size = (static_cast<std::size_t>(bytes) + align - 1) / align * align;
   auto* data = static_cast<std::byte*>(std::aligned_alloc(align, size));
-  if (data == nullptr) {
-    throw DeviceError(
-        fmt::format("RingAttention: out of memory allocating {} bytes for {}: use more ranks, a "
-                    "shorter sequence or a 16-bit dtype",
-                    bytes, what));
-  }
+  if (data == nullptr) throw out_of_memory(bytes, what, Device{});
 #if defined(__linux__)
   if (align == kHugePage) madvise(data, size, MADV_HUGEPAGE);
 #endif

@@ -126,10 +126,11 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  virtual void allocate(const ReceivedRows& received) = 0;     // once; DeviceError
-  [[nodiscard]] virtual std::string kernels() const = 0;       // which ones run, for people
-  [[nodiscard]] virtual std::int64_t state_bytes() const = 0;  // accumulators and row statistics
-  [[nodiscard]] virtual std::int64_t list_bytes() const = 0;   // what the stages became
+  virtual void allocate(const ReceivedRows& received) = 0;  // once; OutOfMemory
+  [[nodiscard]] virtual std::string kernels() const = 0;    // which ones run, for people
+  // Accumulators and row statistics: what allocate() takes or has taken.
+  [[nodiscard]] virtual std::int64_t state_bytes() const = 0;
+  [[nodiscard]] virtual std::int64_t list_bytes() const = 0;  // what the stages became
 
   // No row has attended to anything yet.
   virtual void begin_forward(const ForwardCall& call, Queue& queue) = 0;

@@ -25,7 +25,8 @@ struct Vote {
   std::int32_t rank = kNobody;         // whose digest it is
   std::int32_t differing = kNobody;    // a rank that has another one
   std::int32_t complaining = kNobody;  // the lowest rank that has a complaint
-  std::int32_t unused = 0;
+  std::uint16_t kinds = 0;             // of the complaints
+  std::uint16_t flags = 0;
 
   void merge(const Vote& other) {
     std::int32_t differs = std::min(differing, other.differing);
@@ -36,8 +37,12 @@ struct Vote {
     }
     differing = differs;
     complaining = std::min(complaining, other.complaining);
+    kinds |= other.kinds;
+    flags |= other.flags;
   }
 };
+constexpr std::uint16_t kOfMemory = 1;
+constexpr std::uint16_t kOfSomethingElse = 2;
 
 // Of fixed size: ranks that disagree may disagree about how much there is to say.
 template <std::size_t kSize>
@@ -63,12 +68,14 @@ struct Report {
   };
   std::int32_t complaining = kNobody;
   Text<480> complaint;
+  Shortage shortage;
   std::array<Entry, kMostClaims> entries;
 
   void merge(const Report& other_report) {
     if (other_report.complaining < complaining) {
       complaining = other_report.complaining;
       complaint = other_report.complaint;
+      shortage = other_report.shortage;
     }
     for (std::size_t i = 0; i < kMostClaims; ++i) {
       const Entry mine = entries[i];
@@ -111,13 +118,14 @@ void exchange(Transport& transport, Record& mine) {
 }
 
 // Collective among ranks that know that something is wrong.
-[[noreturn]] void explain(Transport& transport, const char* where, const std::string& complaint,
-                          std::span<const Claim> claims) {
+[[noreturn]] void explain(Transport& transport, const char* where, const Complaint& complaint,
+                          std::span<const Claim> claims, bool only_memory) {
   Report report;
   const int rank = transport.rank();
   if (!complaint.empty()) {
     report.complaining = rank;
-    report.complaint.set(complaint);
+    report.complaint.set(complaint.text);
+    if (complaint.shortage) report.shortage = *complaint.shortage;
   }
   if (claims.size() > Report::kMostClaims)
     throw ConfigError(prefix(transport, where) + "too many claims to compare");
@@ -127,11 +135,14 @@ void exchange(Transport& transport, Record& mine) {
   }
   exchange(transport, report);
 
-  if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);
   if (report.complaining != kNobody) {
-    throw ConfigError(prefix(transport, where) + fmt::format("rank {} refused: {}",
-                                                             report.complaining,
-                                                             report.complaint.get()));
+    const std::string text =
+        prefix(transport, where) +
+        (complaint.empty()
+             ? fmt::format("rank {} refused: {}", report.complaining, report.complaint.get())
+             : complaint.text);
+    if (only_memory) throw SharedShortage(text, report.shortage, report.complaining);
+    throw ConfigError(text);
   }
   for (std::size_t i = 0; i < claims.size(); ++i) {
     const Report::Entry& entry = report.entries[i];
@@ -171,16 +182,19 @@ std::string prefix(const Transport& transport, const char* where) {
   return rank_prefix(transport.rank(), transport.size()) + where + ": ";
 }
 
-void agree(Transport& transport, const char* where, const std::string& complaint,
-           std::span<const Claim> claims) {
-  agree(transport, where, complaint, claims, digest_of(claims));
+std::uint16_t agree(Transport& transport, const char* where, const Complaint& complaint,
+                    std::span<const Claim> claims, std::uint16_t flags) {
+  return agree_on_digest(transport, where, complaint, claims, digest_of(claims), flags);
 }
 
-void agree(Transport& transport, const char* where, const std::string& complaint,
-           std::span<const Claim> claims, std::uint64_t digest) {
+std::uint16_t agree_on_digest(Transport& transport, const char* where, const Complaint& complaint,
+                              std::span<const Claim> claims, std::uint64_t digest,
+                              std::uint16_t flags) {
   if (transport.size() == 1) {
-    if (!complaint.empty()) throw ConfigError(prefix(transport, where) + complaint);
-    return;
+    if (complaint.empty()) return flags;
+    const std::string text = prefix(transport, where) + complaint.text;
+    if (complaint.shortage) throw SharedShortage(text, *complaint.shortage, transport.rank());
+    throw ConfigError(text);
   }
   // Within a pass, or while executors are made: where() has no function then.
   const bool in_pass = std::strchr(where, ':') != nullptr;
@@ -189,12 +203,18 @@ void agree(Transport& transport, const char* where, const std::string& complaint
   Vote vote;
   vote.digest = digest;
   vote.rank = transport.rank();
-  if (!complaint.empty()) vote.complaining = transport.rank();
+  vote.flags = flags;
+  if (!complaint.empty()) {
+    vote.complaining = transport.rank();
+    vote.kinds = complaint.shortage ? kOfMemory : kOfSomethingElse;
+  }
   try {
     exchange(transport, vote);
-    if (vote.complaining == kNobody && vote.differing == kNobody) return;
-    explain(transport, where, complaint, claims);
+    if (vote.complaining == kNobody && vote.differing == kNobody) return vote.flags;
+    explain(transport, where, complaint, claims, vote.kinds == kOfMemory);
   } catch (const ConfigError&) {
+    throw;
+  } catch (const SharedShortage&) {
     throw;
   } catch (const std::exception& error) {
     transport.abort(error.what());  // the others would wait for this rank's record

@@ -1,10 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "annulus/error.h"
 #include "annulus/transport.h"
 
 namespace annulus::ring {
@@ -20,15 +23,42 @@ struct Claim {
 // would compare unlike things.
 inline constexpr const char* kTheCall = "the call";
 
+// An OutOfMemory that every rank gets: all of them may try something else.
+class SharedShortage final : public OutOfMemory {
+ public:
+  SharedShortage(const std::string& message, const Shortage& bytes, int rank)
+      : OutOfMemory(message, bytes), rank_(rank) {}
+  [[nodiscard]] int rank() const noexcept { return rank_; }  // the lowest that has run out
+
+ private:
+  int rank_;
+};
+
+// What a rank has to say against a call; empty: nothing.
+struct Complaint {
+  Complaint() = default;
+  Complaint(std::string about) : text(std::move(about)) {}  // NOLINT(google-explicit-constructor)
+
+  std::string text;
+  // Memory is all that it lacks. Where that goes for every rank that complains, the error is a
+  // SharedShortage.
+  std::optional<Shortage> shortage;
+
+  [[nodiscard]] bool empty() const { return text.empty(); }
+};
+
 // Collective: returns if every rank came with an empty `complaint` and equal claims; else a
 // ConfigError on every rank, which is the rank's own complaint, or names the rank that complained
 // or differs and in what. `where` starts messages: "RingAttention::forward". Costs
 // ceil(log2(size)) messages of a few bytes, and as many again to say what is wrong.
-void agree(Transport& transport, const char* where, const std::string& complaint,
-           std::span<const Claim> claims);
+//
+// Returns what any rank came with: the bits of all `flags`.
+std::uint16_t agree(Transport& transport, const char* where, const Complaint& complaint,
+                    std::span<const Claim> claims, std::uint16_t flags = 0);
 // The same about claims whose digest is known.
-void agree(Transport& transport, const char* where, const std::string& complaint,
-           std::span<const Claim> claims, std::uint64_t digest);
+std::uint16_t agree_on_digest(Transport& transport, const char* where, const Complaint& complaint,
+                              std::span<const Claim> claims, std::uint64_t digest,
+                              std::uint16_t flags = 0);
 [[nodiscard]] std::uint64_t digest_of(std::span<const Claim> claims);
 
 // Bytes that a rank sends in one agreement that ends well.

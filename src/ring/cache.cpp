@@ -10,7 +10,7 @@ namespace annulus {
 struct RingAttentionCache::Impl {
   Impl(Transport& link, std::size_t capacity) : transport(&link), pool(capacity) {}
   Transport* transport;
-  LeasePool<std::shared_ptr<RingAttention>> pool;
+  LeasePool<std::shared_ptr<RingAttention>> pool;  // idle or not: callers share what is in it
 };
 
 RingAttentionCache::RingAttentionCache(Transport& transport, std::size_t capacity) {
@@ -23,12 +23,22 @@ RingAttentionCache::~RingAttentionCache() = default;
 std::shared_ptr<RingAttention> RingAttentionCache::get(const RingOptions& options) {
   const std::string key = ring::options_key(options);
   auto kept = impl_->pool.take(key);
+  // Each rank drops what its own memory makes it drop.
+  constexpr std::uint16_t kMissing = 1;
+  {
+    const Transport::Use use(*impl_->transport, "RingAttentionCache::get");
+    const ring::Claim claim{ring::kTheCall, "asking a cache for an executor"};
+    if (ring::agree(*impl_->transport, "RingAttentionCache::get", {}, std::span(&claim, 1),
+                    kept.has_value() ? 0 : kMissing) == kMissing)
+      kept.reset();
+  }
   if (!kept.has_value()) {
     impl_->pool.make_room();
     kept = std::make_shared<RingAttention>(options, *impl_->transport);
   }
   // At once, and shared with the caller: the next one on this rank is meant to get the same.
-  impl_->pool.give_back(key, *kept);
+  const MemoryInfo info = (*kept)->memory_info();
+  impl_->pool.give_back(key, *kept, info.workspace_bytes, info.device);
   return *kept;
 }
 

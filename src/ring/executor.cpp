@@ -19,23 +19,29 @@ using ring::Claim;
 using ring::Courier;
 using ring::ReturnCourier;
 
-RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
+RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole)
     : options(std::move(options_in)), transport(&transport_in), rank(transport_in.rank()) {
   const char* where = "RingAttention";
   // What only one rank may fail at (memory, its environment) is everybody's error, too.
   std::exception_ptr failure;
-  std::string complaint;
+  ring::Complaint complaint;
   const auto attempt = [&](FunctionRef<void()> part) {
     try {
       part();
     } catch (const std::bad_alloc&) {
-      complaint = "out of memory while planning: use more ranks or a shorter sequence";
-      failure = std::make_exception_ptr(DeviceError(ring::prefix(*transport, where) + complaint));
+      complaint.text = "out of memory while planning";
+      complaint.shortage.emplace();
+    } catch (const OutOfMemory& error) {
+      complaint.text = error.what();
+      complaint.shortage = error.shortage();
+      if (engine == nullptr) return;
+      complaint.shortage->needed = communication_bytes() + engine->state_bytes();
+      complaint.text += fmt::format("; {} in all", complaint.shortage->needed);
     } catch (const ConfigError& error) {
-      complaint = error.what();
+      complaint.text = error.what();
     } catch (const std::exception& error) {
       failure = std::current_exception();
-      complaint = error.what();
+      complaint.text = error.what();
     }
   };
   const auto agree = [&](std::span<const Claim> claims) {
@@ -49,6 +55,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
 
   std::vector<Claim> claims{{ring::kTheCall, "construction of an executor"}};
   attempt([&] {
+    admit(0, "plans");
     check_options();
     backend = backend_of(options.device, options.threads);
     computation = ring::computation_of(options, *backend, local_tokens());
@@ -56,7 +63,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in)
       kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
       computation.kept = kept.get();
     }
-    make_plans();
+    make_plans(whole);
     link = std::make_unique<ring::Link>(*transport, *backend, queue = backend->make_queue());
     make_couriers();
     for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
@@ -132,8 +139,29 @@ void RingAttention::Impl::check_options() const {
   }
 }
 
-void RingAttention::Impl::make_plans() {
-  ring::Plans plans = ring::make_plans(options, rank);
+std::unique_ptr<RingAttention::Impl> RingAttention::Impl::make(RingOptions options,
+                                                               Transport& transport,
+                                                               const RingOptions* whole) {
+  const Transport::Use use(transport, "RingAttention");
+  try {
+    return std::make_unique<Impl>(std::move(options), transport, whole);
+  } catch (const Error&) {
+    throw;  // every rank has heard of it, or the transport has ended
+  } catch (const std::exception& error) {
+    transport.abort(error.what());  // out of memory at the wrong moment: others would wait
+    throw;
+  }
+}
+
+void RingAttention::Impl::make_plans(const RingOptions* whole) {
+  RingOptions wanted = options;
+  if (whole != nullptr) {
+    const ring::Plans of_whole = ring::make_plans(*whole, rank);
+    wanted.schedule = of_whole.schedule;
+    wanted.backward_travel =
+        of_whole.travel == Travel::keys ? BackwardTravel::keys : BackwardTravel::queries;
+  }
+  ring::Plans plans = ring::make_plans(wanted, rank);
   schedule = plans.schedule;
   travel = plans.travel;
   key_plan = std::move(plans.keys);

@@ -14,6 +14,7 @@
 #include "ring/courier.h"
 #include "ring/link.h"
 #include "ring/return_courier.h"
+#include "ring/tensor_check.h"
 
 namespace annulus {
 
@@ -30,8 +31,21 @@ struct BranchState::Data {
 // What one rank's executor holds: the plan's order of things, and whose memory is where. How to
 // compute is the engine's business.
 struct RingAttention::Impl {
-  Impl(RingOptions options_in, Transport& transport_in);
+  // `whole`: what this is a piece of, whose choices (schedule, which side travels) are kept.
+  Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole = nullptr);
   ~Impl();
+  // The same, as the only caller of the transport.
+  [[nodiscard]] static std::unique_ptr<Impl> make(RingOptions options, Transport& transport,
+                                                  const RingOptions* whole = nullptr);
+
+  // ---- calls.cpp: one call, as the only caller of the transport
+  void run(const ring::ForwardTensors& tensors, BranchState::Data* state);
+  void run(const ring::BackwardTensors& tensors, const BranchState::Data* state);
+  void synchronize();
+  void use_queue(std::shared_ptr<Queue> other);
+  [[nodiscard]] std::int64_t predicted_forward_bytes() const;
+  [[nodiscard]] std::int64_t predicted_backward_bytes() const;
+  [[nodiscard]] MemoryInfo memory_info() const;
 
   // ---- passes.cpp
   void forward(const ForwardCall& call);
@@ -49,18 +63,15 @@ struct RingAttention::Impl {
 
   // ---- executor.cpp: construction, in order; whatever one of them throws becomes every rank's
   void check_options() const;
-  void make_plans();
+  void make_plans(const RingOptions* whole);
   void make_couriers();
   void check_limits() const;
   void make_engine();
   void allocate();
   void make_call_claims(std::span<const ring::Claim> claims);
 
-  // ---- ring_attention.cpp: what is wrong with an argument; empty: nothing
-  [[nodiscard]] std::string check_tensor(const char* name, const ConstTensorView& view,
-                                         bool heads_of_keys) const;
-  [[nodiscard]] std::string check_lse(const ConstTensorView& view) const;
-  [[nodiscard]] std::string check_state(const BranchState::Data& state) const;
+  [[nodiscard]] static std::string check_state(const BranchState::Data& state,
+                                               std::int64_t output_bytes, std::int64_t rows);
 
   [[nodiscard]] std::int64_t local_tokens() const { return options.placement.local_tokens(rank); }
   [[nodiscard]] std::int64_t branch_rows() const { return kept != nullptr ? kept->rows() : 0; }

@@ -79,6 +79,9 @@ void for_each_option(Options& options, const Visit& visit) {
                    "Refuse jobs whose q, k and v have more elements together", "COUNT"},
         options.limits.qkv_elements);
   visit(OptionInfo{"backward", same, execution, "Forward only"}, options.backward);
+  visit(OptionInfo{"recover", same, execution,
+                   "Out of memory is an error at once: nothing is split, no cache is dropped"},
+        options.recover);
   visit(OptionInfo{"blocking", own, execution,
                    "For debugging: wait for each transfer where it is posted"},
         options.blocking);

@@ -73,9 +73,7 @@ void RingAttention::Impl::backward(const BackwardCall& call) {
   const GradientSums sums = engine->sums(call);
   const TensorRows key_sections[] = {call.k, call.v};
   const TensorRows query_sections[] = {call.q, call.dout, engine->statistics()};
-  const auto begin = [&] {
-    compute("begin", -1, [&] { engine->begin_backward(call, *queue); });
-  };
+  const auto begin = [&] { compute("begin", -1, [&] { engine->begin_backward(call, *queue); }); };
   const auto stage = [&](int s) {
     compute("backward", s, [&] { engine->backward(s, call, *queue); });
   };

@@ -50,6 +50,7 @@ def torchrun(processes: int, *arguments: str) -> str:
             [
                 "bad_luck_is_everybodys",  # first: an instruction set is chosen once
                 "equals_one_process",
+                "memory_is_everybodys",
                 "compiled_equals_eager",
                 "arguments_are_everybodys",
                 "two_threads",
@@ -70,6 +71,7 @@ def torchrun(processes: int, *arguments: str) -> str:
                 "lengths_that_change",
                 "nothing_gives_nothing",
                 "errors_are_everybodys",
+                "memory_is_everybodys",
                 "arguments_are_everybodys",
                 "what_nobody_thought_of_ends_the_ring",
                 "messages_are_few",

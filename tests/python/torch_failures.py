@@ -232,6 +232,45 @@ def arguments_are_everybodys() -> None:
     assert torch.equal(a.grad, torch.full_like(q, dist.get_world_size()))
 
 
+def memory_is_everybodys() -> None:
+    """Memory that runs out on one rank: all do with less, or all raise an OutOfMemory."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    q = torch.randn(1, 8, 2, 16)
+
+    def call(unlucky_plans: int, **options) -> torch.Tensor:
+        """With as many attempts of rank 1 that find no memory."""
+        at.clear_cache()
+        left = [unlucky_plans if rank == 1 else 0]
+
+        def admit(size: int, what: str) -> bool:
+            left[0] -= what == "plans"
+            return what != "plans" or left[0] < 0
+
+        annulus._core.set_allocation_hook(admit)
+        try:
+            return at.ring_attention(q, q, q, group=group, **options)
+        finally:
+            annulus._core.set_allocation_hook(None)
+
+    expected = call(0)
+    # As asked, without caches, by heads, by the ring schedule.
+    attempts = 4
+    for plans in range(1, attempts):
+        error = (call(plans) - expected).abs().max()
+        assert error == 0 if plans < attempts - 1 else error < 1e-6, (plans, error)
+        assert at.get_memory_info()["recovered_workspaces"] == 1
+    try:
+        call(attempts)
+    except annulus.OutOfMemory as error:
+        assert all(w in str(error) for w in ("tried in vain", "more ranks")), error
+        assert rank == 1 or "rank 1 refused" in str(error), error
+    else:
+        raise AssertionError(f"rank {rank} has noticed nothing")
+    half = call(attempts, allow_half=True)
+    assert half.dtype == torch.float32 and 0 < (half - expected).abs().max() < 0.05
+    assert torch.equal(call(0), expected)
+
+
 def bad_luck_is_everybodys() -> None:
     """What goes wrong on one rank without anybody's doing: the environment, memory."""
     rank = dist.get_rank()

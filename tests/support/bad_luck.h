@@ -7,6 +7,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "annulus/error.h"
@@ -39,7 +40,7 @@ class FeignedLuck {
 };
 
 // On every rank, where rank 1 alone cannot make an executor: `Own` is the kind of its error, a
-// ConfigError tells the others, and nobody waits for anybody.
+// ConfigError tells the others (OutOfMemory is everybody's), and nobody waits for anybody.
 template <typename Own>
 void expect_refusal_soon(const RingOptions& options, Transport& transport,
                          const std::string& text) {
@@ -49,8 +50,8 @@ void expect_refusal_soon(const RingOptions& options, Transport& transport,
     ADD_FAILURE() << "rank " << transport.rank() << " has noticed nothing";
   } catch (const Error& error) {
     EXPECT_LT(milliseconds_since(start), 1000 * soon()) << "rank " << transport.rank();
-    const bool expected = transport.rank() == 1
-                              ? dynamic_cast<const Own*>(&error) != nullptr
+    const bool own = transport.rank() == 1 || std::is_same_v<Own, OutOfMemory>;
+    const bool expected = own ? dynamic_cast<const Own*>(&error) != nullptr
                               : dynamic_cast<const ConfigError*>(&error) != nullptr;
     EXPECT_TRUE(expected) << "rank " << transport.rank() << ": " << error.what();
     expect_mentions(error.what(), {text});

@@ -36,7 +36,18 @@ NO_ARGUMENTS = {
     "backward": "autograd",
 }
 # All others, as the library lists them: their names, defaults and what is valid come from there.
-OPTIONS = {o["name"]: o for o in ring_options() if o["name"] not in NO_ARGUMENTS}
+_OF_EXECUTORS = {o["name"]: o for o in ring_options() if o["name"] not in NO_ARGUMENTS}
+# And what is done here, where tensors can be converted.
+_OF_CALLS = {
+    "allow_half": {
+        "kind": "flag",
+        "default": False,
+        "annotation": "bool",
+        "shared": "same",
+        "help": "Compute float32 in bfloat16 rather than fail for want of memory",
+    }
+}
+OPTIONS = _OF_EXECUTORS | _OF_CALLS
 DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
 # Of one rank alone: how long it waits, what it calls the group, how much memory it has.
 _OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
@@ -164,12 +175,13 @@ class _Call:
     @functools.cached_property
     def executors(self) -> str:
         """Its text as far as executors depend on it."""
-        return dataclasses.replace(self, timeout=None).text()
+        calls = {name: o["default"] for name, o in _OF_CALLS.items()}
+        return dataclasses.replace(self, timeout=None, **calls).text()
 
     @functools.cached_property
     def options(self) -> dict[str, object]:
         """What it says about the executor, by the executor's names."""
-        return {name: getattr(self, name) for name in (*OPTIONS, "backward")}
+        return {name: getattr(self, name) for name in (*_OF_EXECUTORS, "backward")}
 
     @functools.cached_property
     def claims(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import annulus
-from annulus import ConfigError
+from annulus import ConfigError, OutOfMemory, monitor
 from annulus.torch import _plain_calls, _rings
 from annulus.torch._config import (
     DEFAULTS,
@@ -23,6 +23,7 @@ from annulus.torch._config import (
     text_of,
     with_options,
 )
+from annulus.torch._memory import LOG, with_room
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # An argument of ring_attention for the module that makes columns of q and k of a mask: all ranks must.
@@ -31,7 +32,7 @@ HAS_MASK = "_has_key_padding_mask"
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """x itself wherever the kernels can read it: any strides, as long as the last axis is dense."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else with_room(x.contiguous)
 
 
 def _result_like(x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +40,19 @@ def _result_like(x: torch.Tensor) -> torch.Tensor:
     if x.stride(-1) == 1:
         return torch.empty_like(x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _gradients_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(map(_result_like, tensors))
+
+
+def _results_like(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for o and lse."""
+    batch, tokens, heads, _ = q.shape
+    # Half of what new_empty(q.shape[:3]) takes.
+    return _result_like(q), torch.empty(
+        batch, tokens, heads, dtype=torch.float32, device=q.device
+    )
 
 
 # Two operators with plain tensors in and out: torch.compile, checkpointing and autograd take them as
@@ -87,23 +101,44 @@ _attend = torch.library.custom_op(
 )
 
 
+def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if c.group is None else _rings.errors_of_all(c.group, c.timeout)
+
+
+def _in_half(c: Config, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The last resort, on all ranks or none: memory that ran out is everybody's error."""
+    monitor.record("recovery", "half precision")
+    LOG.warning("ring_attention: memory ran out: float32 is computed in bfloat16, as allow_half says")
+    with _errors_of_all(c):
+        return [with_room(x.to, torch.bfloat16) for x in tensors]
+
+
+def _may_halve(x: torch.Tensor, c: Config) -> bool:
+    return c.allow_half and x.dtype == torch.float32
+
+
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     """o, lse and the two states, if there are any."""
-    if c.group is None:
-        return _forward_here(q, k, v, c)
-    with _rings.errors_of_all(c.group, c.timeout):
-        return _forward_here(q, k, v, c)
+    try:
+        if c.group is None:
+            return _forward_here(q, k, v, c)
+        with _errors_of_all(c):
+            return _forward_here(q, k, v, c)
+    except OutOfMemory:
+        if not _may_halve(q, c):
+            raise
+    half = _in_half(c, q, k, v)
+    with _errors_of_all(c):
+        o, lse, states = _forward_here(*half, c)
+    return o.to(q.dtype), lse, tuple(x.to(torch.float32) for x in states)
 
 
 def _forward_here(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    batch, tokens, heads, _ = q.shape
-    o = _result_like(q)
-    # Half of what new_empty(q.shape[:3]) takes.
-    lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device=q.device)
+    o, lse = with_room(_results_like, q)
     states: tuple[torch.Tensor, ...] = ()
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
@@ -118,7 +153,7 @@ def _forward_here(
         nonlocal states
         state = None
         if _keeps_branches(q, c):
-            states = _states(q, executor.branch_state_rows)
+            states = with_room(_states, q, executor.branch_state_rows)
             state = executor.make_branch_state(o=states[0], lse=states[1])
         executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
 
@@ -151,10 +186,18 @@ def _attend_backward_now(
     config: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
-    if c.group is None:
-        return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
-    with _rings.errors_of_all(c.group, c.timeout):
-        return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
+    try:
+        if c.group is None:
+            return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
+        with _errors_of_all(c):
+            return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
+    except OutOfMemory:
+        if not _may_halve(q, c):
+            raise
+    *half, state_o, grad = _in_half(c, q, k, v, o, state_o, grad)
+    with _errors_of_all(c):
+        grads = _backward(*half, lse, state_o, state_lse, grad, c)
+    return tuple(x.to(q.dtype) for x in grads)
 
 
 _attend_backward = torch.library.custom_op(
@@ -173,7 +216,7 @@ def _backward(
     grad: torch.Tensor,
     c: Config,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = _result_like(q), _result_like(k), _result_like(v)
+    grads = with_room(_gradients_like, q, k, v)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             arrays = [x.cpu().numpy() for x in (q, k, v, grad)]
@@ -219,7 +262,7 @@ def _save(ctx, inputs: tuple, output: tuple) -> None:
 
 
 def _refuse_gradient(grad: torch.Tensor, c: Config) -> NoReturn:
-    with _rings.errors_of_all(c.group, c.timeout) if c.group else contextlib.nullcontext():
+    with _errors_of_all(c):
         raise ConfigError(
             f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
         )
@@ -453,6 +496,11 @@ def ring_attention(
         reproducible: the same bits for every number of ranks and every placement; slower.
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
         max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
+        recover: when memory runs out on any rank, all try again with less: without what is cached, some
+            sequences, then some heads at a time, then by schedule "ring". The results are the same; the logger
+            "annulus" says what was done. False: the first failure is the error.
+        allow_half: when all that is not enough for float32, compute in bfloat16. The result is float32 with
+            bfloat16's precision.
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
         return_lse: also return the log-sum-exp of every row, [batch, local tokens, heads], without
             gradient.
@@ -461,6 +509,7 @@ def ring_attention(
         ConfigError: wrong arguments, on every rank, whichever rank they are wrong on; the ranks' calls
             differ; two threads call on one group at a time.
         TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
+        OutOfMemory: on every rank, whichever of them has no memory left; says what was tried and would fit.
     """
     has_mask = options.pop(HAS_MASK, False)
     for name in options:

@@ -1,13 +1,40 @@
-"""Memory of CUDA devices from PyTorch's allocator: it then counts our workspaces, and uses their memory again."""
+"""Memory of CUDA devices from PyTorch's allocator: it then counts our workspaces, and uses their memory again. And
+what to do when there is none left for results."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 import annulus
-from annulus._core import use_cuda_allocator
+from annulus._core import drop_caches, use_cuda_allocator
+
+T = TypeVar("T")
+LOG = logging.getLogger("annulus")
+
+
+def _is_shortage(error: Exception) -> bool:
+    # Of the CPU's allocator there is nothing but the text.
+    return (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or "can't allocate memory" in str(error)
+        or "not enough memory" in str(error)
+    )
+
+
+def with_room(make: Callable[..., T], *args: object) -> T:
+    """make(*args), and once more without our caches if memory runs out."""
+    try:
+        return make(*args)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_shortage(error):
+            raise
+    LOG.info("memory ran out for tensors: %d bytes of workspaces were dropped", drop_caches())
+    return make(*args)
 
 
 def _allocate(device: int, size: int) -> int:

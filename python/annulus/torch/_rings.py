@@ -19,6 +19,7 @@ from annulus import ConfigError, Pattern, Placement, RingAttention, TransportErr
 from annulus._core import ExecutorPool
 from annulus.torch._config import Config, pattern_of, placement_of_lengths
 from annulus.torch._records import CALL, claims_of, compare
+from annulus.torch._memory import LOG
 from annulus.torch._transport import ProcessGroupTransport, sendable, timeout_of
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def _make_executor(
     q: torch.Tensor,
     k: torch.Tensor,
 ) -> RingAttention:
-    return RingAttention(
+    executor = RingAttention(
         pattern,
         placement,
         transport=transport,
@@ -51,6 +52,10 @@ def _make_executor(
         max_qkv_elements=_NO_LIMIT,
         **config.options,
     )
+    if executor.recovery:
+        here = f"[rank {transport.rank()}/{transport.size()}] " if transport.size() > 1 else ""
+        LOG.warning("%sring_attention: memory ran out: %s", here, executor.recovery)
+    return executor
 
 
 class _LocalRings:
@@ -481,7 +486,8 @@ def get_memory_info() -> dict[str, object]:
     The keys are those of :attr:`annulus.RingAttention.memory_info` and always present; bytes are sums over
     all rings, except scratch_bytes, which they share. 'device' names all devices, if there are several.
     'device_utilization' is the share of a GPU's memory that is in use, by whomever, of the fullest of these
-    devices; None where no ring is on a GPU.
+    devices; None where no ring is on a GPU. 'recovered_workspaces' counts those that were made when memory had
+    run out (see ``recover``): they go on in pieces until :func:`clear_cache`.
     """
     executors = [e for ring in (_local, *_groups.values()) for e in ring.pool.executors()]
     total: dict[str, object] = {
@@ -503,6 +509,7 @@ def get_memory_info() -> dict[str, object]:
     total["device"] = ", ".join(sorted(devices)) or "cpu"
     total["device_utilization"] = max(map(_used_share, devices - {"cpu"}), default=None)
     total["cached_workspaces"] = len(executors)
+    total["recovered_workspaces"] = sum(e.recovery != "" for e in executors)
     return total
 
 

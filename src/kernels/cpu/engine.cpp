@@ -39,6 +39,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
   }
   // A scaled 16-bit output would be rounded twice.
   direct_output_ = passes <= 1 && (is_fp32() || computation.pattern->output_scale == 1.0);
+  state_bytes_ = needed_state();
   runs_.resize(static_cast<std::size_t>(pool_->threads()));
   for (Runs& runs : runs_) {
     runs.queries.reserve(longest);
@@ -62,27 +63,34 @@ void CpuEngine::compile(std::vector<Work>& works, std::span<const Stage> stages)
   }
 }
 
-void CpuEngine::allocate(const ReceivedRows& received) {
-  received_ = received;
+CpuEngine::StateBytes CpuEngine::needed_state() const {
+  StateBytes bytes;
   if (!is_fp32()) {
     // Forward and backward take turns: the larger one's needs will do.
     const auto [dq, dk, dv] = sum_bytes();
-    std::int64_t bytes = computation_.backward ? dq + dk + dv : direct_output_ ? 0 : dq;
-    if (computation_.kept != nullptr)
-      bytes = std::max(bytes, computation_.kept->rows() * computation_.head_dim * 4);
-    accumulators_ = allocate_host(bytes, "fp32 accumulators");
+    bytes.accumulators = computation_.backward ? dq + dk + dv : direct_output_ ? 0 : dq;
+    if (computation_.kept != nullptr) {
+      bytes.accumulators =
+          std::max(bytes.accumulators, computation_.kept->rows() * computation_.head_dim * 4);
+    }
   }
-  std::int64_t packed = 0;
   for (const Work& work : forward_)
-    for (const Phase& phase : work.phases()) packed = std::max(packed, phase.packed_bytes);
-  packed_ = allocate_host(packed, "packed keys");
-  if (!computation_.backward) return;
-  statistics_ = allocate_host(computation_.query_rows() * computation_.statistics_width() * 4,
-                              "row statistics");
+    for (const Phase& phase : work.phases())
+      bytes.packed = std::max(bytes.packed, phase.packed_bytes);
+  if (computation_.backward)
+    bytes.statistics = computation_.query_rows() * computation_.statistics_width() * 4;
+  return bytes;
+}
+
+void CpuEngine::allocate(const ReceivedRows& received) {
+  received_ = received;
+  accumulators_ = allocate_host(state_bytes_.accumulators, "fp32 accumulators");
+  packed_ = allocate_host(state_bytes_.packed, "packed keys");
+  statistics_ = allocate_host(state_bytes_.statistics, "row statistics");
 }
 
 std::int64_t CpuEngine::state_bytes() const {
-  return accumulators_.bytes() + packed_.bytes() + statistics_.bytes();
+  return state_bytes_.accumulators + state_bytes_.packed + state_bytes_.statistics;
 }
 
 std::array<std::int64_t, 3> CpuEngine::sum_bytes() const {

@@ -42,7 +42,13 @@ class CpuEngine final : public Engine {
   [[nodiscard]] TensorRows statistics() const override;
 
  private:
+  struct StateBytes {
+    std::int64_t accumulators = 0;
+    std::int64_t packed = 0;
+    std::int64_t statistics = 0;
+  };
   void compile(std::vector<Work>& works, std::span<const Stage> stages);
+  [[nodiscard]] StateBytes needed_state() const;
   [[nodiscard]] bool is_fp32() const { return computation_.dtype == DType::f32; }
   // fp32 rows of a workspace [batch][token][heads][width].
   [[nodiscard]] static TensorRows rows_of(const float* base, std::int64_t tokens, int heads,
@@ -75,6 +81,7 @@ class CpuEngine final : public Engine {
   std::unique_ptr<Turns> turns_;
   PackCounters pack_counters_;
   std::int64_t list_bytes_ = 0;
+  StateBytes state_bytes_;
   bool every_row_attends_ = false;  // no row of the output can be empty
   bool direct_output_ = false;      // every row is written once: no fp32 state is needed
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -180,6 +181,8 @@ std::shared_ptr<Backend> make_backend(int device) {
         fmt::format("cuda:{} ({}) has compute capability {}.{}, expected 8.0 or newer", device,
                     properties.name, properties.major, properties.minor));
   }
+  static std::once_flag once;
+  std::call_once(once, [] { set_memory_probe(Device::Kind::cuda, &device_memory_state); });
   return std::make_shared<CudaBackend>(device);
 }
 

@@ -117,18 +117,10 @@ void CudaEngine::allocate(const ReceivedRows& received) {
     for (BackwardStage& stage : backward_.stages) stage.keys.find_rows(received, row_bytes);
   }
   if (computation_.kept != nullptr) upload_kept();
-  if (!is_fp32()) {
-    // Forward and backward take turns: the larger one's needs will do.
-    const bool one_launch = forward_launches_ <= 1 && covers_last_;
-    std::int64_t bytes = one_launch ? 0 : sum_bytes(computation_.query_rows());
-    if (computation_.backward)
-      bytes = sum_bytes(computation_.query_rows()) + 2 * sum_bytes(computation_.key_rows());
-    if (computation_.kept != nullptr) bytes = std::max(bytes, sum_bytes(computation_.kept->rows()));
-    accumulators_ = allocate_device(device_, bytes, "fp32 accumulators");
-  }
+  if (!is_fp32())
+    accumulators_ = allocate_device(device_, accumulator_bytes(), "fp32 accumulators");
   if (!computation_.backward) return;
-  statistics_ = allocate_device(
-      device_, computation_.query_rows() * computation_.statistics_width() * 4, "row statistics");
+  statistics_ = allocate_device(device_, statistics_bytes(), "row statistics");
   // What fills a row up to 16 bytes is sent along, and nobody writes it.
   check(cudaMemset(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes())),
         "clearing row statistics");
@@ -168,7 +160,23 @@ std::string CudaEngine::kernels() const {
   return forward + " forward, " + backward + " backward";
 }
 
-std::int64_t CudaEngine::state_bytes() const { return accumulators_.bytes() + statistics_.bytes(); }
+std::int64_t CudaEngine::state_bytes() const { return accumulator_bytes() + statistics_bytes(); }
+
+std::int64_t CudaEngine::accumulator_bytes() const {
+  if (is_fp32()) return 0;
+  // Forward and backward take turns: the larger one's needs will do.
+  const bool one_launch = forward_launches_ <= 1 && covers_last_;
+  std::int64_t bytes = one_launch ? 0 : sum_bytes(computation_.query_rows());
+  if (computation_.backward)
+    bytes = sum_bytes(computation_.query_rows()) + 2 * sum_bytes(computation_.key_rows());
+  if (computation_.kept != nullptr) bytes = std::max(bytes, sum_bytes(computation_.kept->rows()));
+  return bytes;
+}
+
+std::int64_t CudaEngine::statistics_bytes() const {
+  return computation_.backward ? computation_.query_rows() * computation_.statistics_width() * 4
+                               : 0;
+}
 
 RowSpace CudaEngine::query_space() const {
   return {computation_.batch, computation_.query_tokens, computation_.heads()};

@@ -80,6 +80,8 @@ class CudaEngine final : public Engine {
   [[nodiscard]] float* branch_sums(const BranchOutputs& branches) const;
   void upload_kept();
   [[nodiscard]] std::int64_t sum_bytes(std::int64_t rows) const;
+  [[nodiscard]] std::int64_t accumulator_bytes() const;
+  [[nodiscard]] std::int64_t statistics_bytes() const;
   [[nodiscard]] KernelShape shape(std::span<const TensorRows> rows) const;
 
   const Computation computation_;

@@ -183,12 +183,29 @@ std::shared_ptr<Queue> borrow_stream(int device, cudaStream_t stream) {
 
 cudaStream_t stream_of(Queue& queue) { return dynamic_cast<StreamQueue&>(queue).stream(); }
 
+std::optional<MemoryState> device_memory_state(const Device& device) {
+  // Asked while a graph is being captured, too: it is no part of it.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return std::nullopt;
+  std::size_t free = 0;
+  std::size_t total = 0;
+  cudaError_t error = cudaSuccess;
+  {
+    const DeviceScope scope(device.index);
+    error = cudaMemGetInfo(&free, &total);
+  }
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+  if (error != cudaSuccess) return std::nullopt;
+  return MemoryState{static_cast<std::int64_t>(total), static_cast<std::int64_t>(free)};
+}
+
 namespace {
 
 Memory allocate_by(const CudaAllocator& allocator, int device, std::int64_t bytes,
                    const char* what) {
   const Device where{Device::Kind::cuda, device};
   if (bytes == 0) return {nullptr, 0, where, {}};
+  admit(bytes, what, where);
   const DeviceScope scope(device);
   void* memory = nullptr;
   cudaError_t error = cudaSuccess;
@@ -199,11 +216,7 @@ Memory allocate_by(const CudaAllocator& allocator, int device, std::int64_t byte
   }
   if (error == cudaErrorMemoryAllocation || (error == cudaSuccess && memory == nullptr)) {
     static_cast<void>(cudaGetLastError());
-    std::size_t free = 0;
-    std::size_t total = 0;
-    static_cast<void>(cudaMemGetInfo(&free, &total));
-    throw DeviceError(fmt::format("cuda:{}: out of memory: {} bytes for {}, {} of {} are free",
-                                  device, bytes, what, free, total));
+    throw out_of_memory(bytes, what, where);
   }
   check(error, fmt::format("allocating {} bytes for {}", bytes, what));
   if (allocator.free) {
@@ -231,10 +244,15 @@ Memory allocate_plain(int device, std::int64_t bytes, const char* what) {
 
 Memory allocate_pinned(int device, std::int64_t bytes, const char* what) {
   if (bytes == 0) return {nullptr, 0, {}, {}};
+  admit(bytes, what);
   const DeviceScope scope(device);
   void* memory = nullptr;
   const cudaError_t error =
       cudaHostAlloc(&memory, static_cast<std::size_t>(bytes), cudaHostAllocPortable);
+  if (error == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    throw out_of_memory(bytes, what, Device{});
+  }
   check(error, fmt::format("allocating {} bytes of pinned host memory for {}", bytes, what));
   return {static_cast<std::byte*>(memory), bytes, {}, [](std::byte* data) {
             static_cast<void>(cudaFreeHost(data));

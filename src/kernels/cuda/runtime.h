@@ -3,10 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "annulus/device.h"
 #include "core/memory.h"
+#include "core/memory_state.h"
 
 // The CUDA runtime as the rest of the backend wants it: errors are exceptions, streams are queues.
 namespace annulus::cuda {
@@ -35,6 +37,8 @@ class DeviceScope {
 [[nodiscard]] cudaStream_t stream_of(Queue& queue);
 
 [[nodiscard]] Memory allocate_device(int device, std::int64_t bytes, const char* what);
+// What the device has; nothing where it does not tell.
+[[nodiscard]] std::optional<MemoryState> device_memory_state(const Device& device);
 // CUDA's own, whatever allocator is in use.
 [[nodiscard]] Memory allocate_plain(int device, std::int64_t bytes, const char* what);
 // Host memory that the device copies from and to without stopping.

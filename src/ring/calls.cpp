@@ -1,0 +1,148 @@
+#include <exception>
+#include <utility>
+
+#include "annulus/error.h"
+#include "annulus/events.h"
+#include "ring/executor.h"
+
+namespace annulus {
+namespace {
+
+TensorRows rows_of(const ConstTensorView& view) {
+  const auto size = static_cast<std::int64_t>(size_of(view.dtype));
+  // Kernels write through the same type they read through; what is const stays unwritten by
+  // construction.
+  auto* base = static_cast<std::byte*>(const_cast<void*>(view.data));
+  return {base, view.stride[0] * size, view.stride[2] * size, view.stride[1] * size};
+}
+
+// A call that fails is over: what it and those before it have enqueued touches the caller's tensors
+// no more, and the caller may free them.
+template <typename Executor>
+class OverOnError {
+ public:
+  explicit OverOnError(Executor& executor) : executor_(executor) {}
+  ~OverOnError() {
+    if (std::uncaught_exceptions() > before_) executor_.finish_enqueued();
+  }
+  OverOnError(const OverOnError&) = delete;
+  OverOnError& operator=(const OverOnError&) = delete;
+
+ private:
+  Executor& executor_;
+  const int before_ = std::uncaught_exceptions();
+};
+
+}  // namespace
+
+std::string RingAttention::Impl::check_state(const BranchState::Data& state,
+                                             std::int64_t output_bytes, std::int64_t rows) {
+  if (state.o.bytes() == output_bytes && state.lse.bytes() == rows * 4) return "";
+  return "the branch state was made by an executor of another shape: make it with this one's "
+         "make_branch_state()";
+}
+
+void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::Data* state) {
+  const char* where = "RingAttention::forward";
+  const Transport::Use use(*transport, where);
+  EventScope pass(EventKind::pass, "forward", rank);
+  if (event_stream().on()) pass.set_bytes(predicted_forward_bytes());
+  const OverOnError over(*this);
+  const bool keep = kept != nullptr && state != nullptr;
+  const CallClaims& claims = forward_claims[keep ? 1 : 0];
+  std::string complaint = ring::complaint_about(tensors, options, rank);
+  if (complaint.empty() && keep)
+    complaint = check_state(*state, branch_output_bytes(), branch_rows());
+  ring::agree_on_digest(*transport, where, complaint, claims.claims, claims.digest);
+  ForwardCall call;
+  call.q = rows_of(tensors.q);
+  call.k = rows_of(tensors.k);
+  call.v = rows_of(tensors.v);
+  call.o = rows_of(tensors.o);
+  call.lse = rows_of(tensors.lse);
+  call.stop = &interrupted;
+  if (keep) {
+    state->filled = false;
+    call.branches = state->outputs();
+  }
+  guard([&] { forward(call); });
+  if (keep) state->filled = true;
+}
+
+void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
+                              const BranchState::Data* state) {
+  const char* where = "RingAttention::backward";
+  const Transport::Use use(*transport, where);
+  EventScope pass(EventKind::pass, "backward", rank);
+  if (event_stream().on()) pass.set_bytes(predicted_backward_bytes());
+  const OverOnError over(*this);
+  const bool detached = options.mix_gradient == MixGradient::detached;
+  std::string complaint = ring::complaint_about(tensors, options, rank);
+  if (complaint.empty() && detached) {
+    complaint = state == nullptr || !state->filled
+                    ? "mix_gradient detached needs the branch state of forward: make it with "
+                      "make_branch_state() and pass it to forward and backward"
+                    : check_state(*state, branch_output_bytes(), branch_rows());
+  }
+  ring::agree_on_digest(*transport, where, complaint, backward_claims.claims,
+                        backward_claims.digest);
+  BackwardCall call;
+  call.q = rows_of(tensors.q);
+  call.k = rows_of(tensors.k);
+  call.v = rows_of(tensors.v);
+  call.o = rows_of(tensors.o);
+  call.lse = rows_of(tensors.lse);
+  call.dout = rows_of(tensors.dout);
+  call.dq = rows_of(tensors.dq);
+  call.dk = rows_of(tensors.dk);
+  call.dv = rows_of(tensors.dv);
+  if (detached) call.branches = state->outputs();
+  call.stop = &interrupted;
+  guard([&] { backward(call); });
+}
+
+void RingAttention::Impl::synchronize() {
+  guard([&] {
+    if (!backend->immediate()) {
+      const EventScope waiting(EventKind::wait, "synchronize", rank);
+      queue->record().wait();
+    }
+    link->check();
+    check_interrupt();
+  });
+}
+
+void RingAttention::Impl::use_queue(std::shared_ptr<Queue> other) {
+  link->use_queue(other);
+  queue = std::move(other);
+}
+
+std::int64_t RingAttention::Impl::predicted_forward_bytes() const {
+  return key_courier->bytes_sent() + ring::agreement_bytes(transport->size());
+}
+
+std::int64_t RingAttention::Impl::predicted_backward_bytes() const {
+  if (!options.backward) return 0;
+  std::int64_t bytes = ring::agreement_bytes(transport->size());
+  if (options.reproducible || travel == Travel::keys) bytes += key_courier->bytes_sent();
+  if (query_courier != nullptr) bytes += query_courier->bytes_sent();
+  if (returns != nullptr) bytes += returns->bytes_sent();
+  return bytes;
+}
+
+MemoryInfo RingAttention::Impl::memory_info() const {
+  MemoryInfo info;
+  info.complexity =
+      schedule == Schedule::ring
+          ? "O(n/P): fp32 accumulators of the own rows and two slots of travelling rows"
+          : "O(n/P + rows needed): fp32 accumulators of the own rows and every needed row of other "
+            "ranks";
+  info.device = options.device;
+  info.communication_bytes = communication_bytes();
+  info.state_bytes = engine->state_bytes();
+  info.workspace_bytes = info.communication_bytes + info.state_bytes + list_bytes();
+  info.scratch_bytes = backend->scratch_bytes();
+  return info;
+}
+
+}  // namespace annulus

@@ -1,0 +1,198 @@
+#include "ring/pieces.h"
+
+#include <type_traits>
+#include <utility>
+
+#include "annulus/error.h"
+#include "core/caches.h"
+#include "ring/option_text.h"
+
+namespace annulus {
+namespace {
+
+// Where a piece lies in the tensors of a call.
+struct Part {
+  std::int64_t first_sequence, sequences;
+  std::int64_t first_kv_head, kv_heads;
+  std::int64_t group;  // query heads of a K/V head
+
+  template <typename View>
+  [[nodiscard]] View of(View view, bool heads_of_keys) const {
+    const std::int64_t heads = heads_of_keys ? 1 : group;
+    const std::int64_t offset =
+        first_sequence * view.stride[0] + first_kv_head * heads * view.stride[2];
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>,
+                                    const std::byte, std::byte>;
+    if (view.data != nullptr) {
+      view.data =
+          static_cast<Byte*>(view.data) + offset * static_cast<std::int64_t>(size_of(view.dtype));
+    }
+    view.shape[0] = sequences;
+    view.shape[2] = kv_heads * heads;
+    return view;
+  }
+  [[nodiscard]] ring::ForwardTensors of(const ring::ForwardTensors& t) const {
+    return {of(t.q, false), of(t.k, true), of(t.v, true), of(t.o, false), of(t.lse, false)};
+  }
+  [[nodiscard]] ring::BackwardTensors of(const ring::BackwardTensors& t) const {
+    return {of(t.q, false),    of(t.k, true),   of(t.v, true),  of(t.o, false), of(t.lse, false),
+            of(t.dout, false), of(t.dq, false), of(t.dk, true), of(t.dv, true)};
+  }
+};
+
+// The rows of some sequences, which lie one after the other (KeptRows). `Data` is
+// BranchState::Data.
+template <typename Data>
+Data part_of(const Data& state, std::int64_t piece, std::int64_t pieces) {
+  const auto cut = [&](const Memory& memory) {
+    const std::int64_t bytes = memory.bytes() / pieces;
+    return Memory(memory.data() == nullptr ? nullptr : memory.data() + piece * bytes, bytes,
+                  memory.device(), nullptr);
+  };
+  Data part;
+  part.o = cut(state.o);
+  part.lse = cut(state.lse);
+  part.filled = state.filled;
+  return part;
+}
+
+}  // namespace
+
+RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strategy,
+                              Transport& transport)
+    : options_(std::move(options)), transport_(&transport) {
+  const std::int64_t sequences = strategy.sequences > 0 ? strategy.sequences : options_.batch;
+  const int kv_heads = strategy.kv_heads > 0 ? strategy.kv_heads : options_.kv_heads;
+  const int group = options_.pattern.heads / options_.kv_heads;
+  batch_pieces_ = options_.batch / sequences;
+  for (int first = 0; first < options_.kv_heads; first += kv_heads) {
+    RingOptions piece = options_;
+    piece.batch = sequences;
+    piece.kv_heads = kv_heads;
+    piece.pattern = ring::pattern_of_heads(options_.pattern, first * group, kv_heads * group);
+    std::string key = ring::options_key(piece);
+    kinds_.push_back({std::move(piece), std::move(key)});
+  }
+  // Passes begin with the executor of the last piece and end with it.
+  const auto sent = [&] { return transport_->counters().bytes_sent; };
+  const Impl& last = executor_of(kinds_.size() - 1);
+  queue_ = last.queue;
+  backend_ = last.backend;
+  branch_rows_ = batch_pieces_ * last.branch_rows();
+  for (std::size_t i = 0; i < kinds_.size(); ++i) {
+    const std::int64_t before = sent();
+    const Impl& executor = executor_of(i);
+    const std::int64_t making = sent() - before;
+    forward_bytes_ += making + batch_pieces_ * executor.predicted_forward_bytes();
+    backward_bytes_ += making + batch_pieces_ * executor.predicted_backward_bytes();
+    MemoryInfo info = executor.memory_info();
+    if (info.workspace_bytes > info_.workspace_bytes) info_ = std::move(info);
+  }
+  if (!options_.backward) backward_bytes_ = 0;
+}
+
+RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t head_piece) {
+  const Kind& kind = kinds_[head_piece];
+  if (executor_ != nullptr && key_ == kind.key) return *executor_;
+  std::unique_ptr<Impl> next;
+  {
+    const std::lock_guard lock(mutex_);
+    next = std::move(executor_);
+    key_.clear();
+  }
+  next.reset();  // its memory is what the next one gets
+  next = Impl::make(kind.options, *transport_, &options_);
+  if (queue_ != nullptr) next->use_queue(queue_);
+  const std::lock_guard lock(mutex_);
+  if (interrupted_) next->interrupted = true;
+  executor_ = std::move(next);
+  key_ = kind.key;
+  return *executor_;
+}
+
+RingAttention::Impl& RingAttention::Pieces::executor_again(std::size_t head_piece) {
+  ring::Trials trials(options_);
+  try {
+    return executor_of(head_piece);
+  } catch (const ring::SharedShortage& shortage) {
+    trials.add(shortage);
+  }
+  drop_caches();
+  try {
+    return executor_of(head_piece);
+  } catch (const ring::SharedShortage& shortage) {
+    trials.add(shortage, ring::strategies(options_).front());
+  }
+  throw trials.error();
+}
+
+std::string RingAttention::Pieces::check_state(const BranchState::Data& state) const {
+  const auto row = options_.head_dim * static_cast<std::int64_t>(size_of(options_.dtype));
+  return Impl::check_state(state, branch_rows_ * row, branch_rows_);
+}
+
+template <typename Tensors, typename State>
+void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, State* state,
+                                    std::string complaint) {
+  if (!complaint.empty()) {
+    // The others are about to agree on their first piece, or to make its executor.
+    const Transport::Use use(*transport_, where);
+    const ring::Claim claim{ring::kTheCall, where};
+    ring::agree(*transport_, where, std::move(complaint), std::span(&claim, 1));
+  }
+  const std::int64_t sequences = options_.batch / batch_pieces_;
+  const std::int64_t kv_heads = options_.kv_heads / std::ssize(kinds_);
+  for (std::size_t h = 0; h < kinds_.size(); ++h) {
+    Impl& executor = executor_again(h);
+    for (std::int64_t b = 0; b < batch_pieces_; ++b) {
+      const Part part{b * sequences, sequences, static_cast<std::int64_t>(h) * kv_heads, kv_heads,
+                      options_.pattern.heads / options_.kv_heads};
+      if (state == nullptr) {
+        executor.run(part.of(tensors), nullptr);
+      } else {
+        BranchState::Data mine = part_of(*state, b, batch_pieces_);
+        executor.run(part.of(tensors), &mine);
+      }
+    }
+  }
+}
+
+void RingAttention::Pieces::run(const ring::ForwardTensors& tensors, BranchState::Data* state) {
+  if (options_.mix_gradient != MixGradient::detached) state = nullptr;
+  std::string complaint = ring::complaint_about(tensors, options_, transport_->rank());
+  if (complaint.empty() && state != nullptr) complaint = check_state(*state);
+  if (state != nullptr) state->filled = false;
+  run_all("RingAttention::forward", tensors, state, std::move(complaint));
+  if (state != nullptr) state->filled = true;
+}
+
+void RingAttention::Pieces::run(const ring::BackwardTensors& tensors,
+                                const BranchState::Data* state) {
+  if (options_.mix_gradient != MixGradient::detached) state = nullptr;
+  std::string complaint = ring::complaint_about(tensors, options_, transport_->rank());
+  if (complaint.empty() && state != nullptr) complaint = check_state(*state);
+  run_all("RingAttention::backward", tensors, state, std::move(complaint));
+}
+
+const RingAttention::Impl& RingAttention::Pieces::current() const {
+  if (executor_ != nullptr) return *executor_;
+  throw DeviceError(ring::prefix(*transport_, "RingAttention") +
+                    "memory ran out in the last pass, and there is no executor until the next one");
+}
+
+void RingAttention::Pieces::synchronize() {
+  if (executor_ != nullptr) executor_->synchronize();  // whoever is gone has waited
+}
+
+void RingAttention::Pieces::use_queue(std::shared_ptr<Queue> queue) {
+  if (executor_ != nullptr) executor_->use_queue(queue);
+  queue_ = std::move(queue);
+}
+
+void RingAttention::Pieces::interrupt() noexcept {
+  const std::lock_guard lock(mutex_);
+  interrupted_ = true;
+  if (executor_ != nullptr) executor_->interrupted.store(true, std::memory_order_relaxed);
+}
+
+}  // namespace annulus

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <string>
+
+#include "annulus/ring_attention.h"
+#include "annulus/tensor.h"
+
+namespace annulus::ring {
+
+struct ForwardTensors {
+  ConstTensorView q, k, v;
+  TensorView o, lse;
+};
+
+struct BackwardTensors {
+  ConstTensorView q, k, v, o, lse, dout;
+  TensorView dq, dk, dv;
+};
+
+// What is wrong with the tensors of a call on this rank; empty: nothing.
+[[nodiscard]] std::string complaint_about(const ForwardTensors& tensors, const RingOptions& options,
+                                          int rank);
+[[nodiscard]] std::string complaint_about(const BackwardTensors& tensors,
+                                          const RingOptions& options, int rank);
+
+}  // namespace annulus::ring

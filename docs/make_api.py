@@ -79,6 +79,7 @@ GROUPS = {
             "ring_attention",
             "RingDilatedAttention",
             "RingMultiheadDilatedAttention",
+            "RingAdvancedDistributedDilatedAttention",
         ],
         "annulus.torch: models and training": [
             "LongNet",
@@ -86,6 +87,7 @@ GROUPS = {
             "rotary_table",
             "token_mean",
             "data_parallel",
+            "Training",
         ],
         "annulus.torch: tokens and ranks": ["shard", "unshard", "reshard", "positions"],
         "annulus.torch: checkpoints": ["Checkpoints", "Resumed", "CheckpointError"],

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from annulus.torch import _memory
+from annulus.torch._advanced import RingAdvancedDistributedDilatedAttention
 from annulus.torch._checkpoints import CheckpointError, Checkpoints, Resumed
 from annulus.torch._functional import ring_attention
 from annulus.torch._gradients import data_parallel, token_mean
@@ -27,6 +28,7 @@ from annulus.torch._rings import cleanup, clear_cache, get_memory_info
 from annulus.torch._rotary import rotary_table
 from annulus.torch._sharding import positions, shard, unshard
 from annulus.torch._survivors import survivors
+from annulus.torch._training import Training
 from annulus.torch._transport import ProcessGroupTransport
 
 _memory.install()
@@ -38,8 +40,10 @@ __all__ = [
     "LongNetLM",
     "ProcessGroupTransport",
     "Resumed",
+    "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
+    "Training",
     "cleanup",
     "clear_cache",
     "data_parallel",

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from annulus import ConfigError
 from annulus.torch import _rings
+from annulus.torch._config import flag_complaint
 
 
 def token_mean(
@@ -66,6 +67,7 @@ def data_parallel(
     group: dist.ProcessGroup | None = None,
     *,
     bucket_size: float = 25.0,
+    overlap_comm: bool = True,
     **options: object,
 ) -> nn.Module:
     """``DistributedDataParallel`` for a model whose ranks hold parts of one sequence.
@@ -77,19 +79,52 @@ def data_parallel(
         module: with the same parameters on every rank; those of rank 0 are sent to the others.
         group: the ranks; None: this process alone, and the module is returned as it is.
         bucket_size: of one message, in MB (2**20 bytes). What is ready first goes in a smaller one of 1 MB.
+        overlap_comm: False: no bucket leaves before backward has come to its end, so that gradients and the rows of
+            the ring's backward are not on the same links at the same time. The same gradients.
         options: of ``DistributedDataParallel``.
     """
     if type(bucket_size) not in (int, float) or not 0 < bucket_size < math.inf:
         raise ConfigError(
             f"data_parallel: bucket_size is {bucket_size!r}: a number of MB above 0 was expected"
         )
+    wrong = flag_complaint("overlap_comm", overlap_comm)
+    if wrong is not None:
+        raise ConfigError(f"data_parallel: {wrong}")
     _rings.group_size_and_rank(group)  # refuses what is no group
     if group is None:
         return module
     # Gradients are views of the buckets: nothing is copied back.
-    return DistributedDataParallel(
+    parallel = DistributedDataParallel(
         module,
         process_group=group,
         bucket_cap_mb=bucket_size,
         **{"gradient_as_bucket_view": True, **options},
     )
+    if not overlap_comm:
+        parallel.register_comm_hook(_Held(group), _send_when_all_are_full)
+    return parallel
+
+
+class _Held:
+    """Buckets of a backward that is not done."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.buckets: list[tuple[torch.Tensor, torch.futures.Future]] = []
+
+
+# Not annotated: DDP compares annotations with types, and here they are texts.
+def _send_when_all_are_full(held, bucket):
+    """A hook of DDP, which calls it in the order of the buckets: the last one is full when backward is done."""
+    if bucket.index() == 0:  # of a backward that has failed there may be some left
+        held.buckets.clear()
+    buffer = bucket.buffer()
+    arrived = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    held.buckets.append((buffer, arrived))
+    if bucket.is_last():
+        sent = [dist.all_reduce(b, group=held.group, async_op=True) for b, _ in held.buckets]
+        for work, (b, future) in zip(sent, held.buckets):
+            work.wait()
+            future.set_result(b.div_(dist.get_world_size(held.group)))
+        held.buckets.clear()
+    return arrived

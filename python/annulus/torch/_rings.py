@@ -458,6 +458,14 @@ def clear_cache() -> None:
         ring.pool.clear()
 
 
+def clear_cache_of(group: dist.ProcessGroup | None) -> None:
+    """As clear_cache, but of one group's ring alone; None: of those of one process."""
+    name = group_name(group)
+    ring = _local if name is None else _groups.get(name)
+    if ring is not None:
+        ring.pool.clear()
+
+
 def cleanup() -> None:
     """Drops all workspaces and closes the connections of all rings. CUDA graphs that were captured before must
     not be replayed any more.

@@ -1,0 +1,266 @@
+"""Multihead attention over a ring, with the services around a training."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import annulus
+from annulus import ConfigError
+from annulus.torch import _rings
+from annulus.torch._config import flag_complaint
+from annulus.torch._modules import RingMultiheadDilatedAttention
+from annulus.torch._services import Services
+from annulus.torch._training import Training
+
+# With the module that made them: what its cleanup() closes. Not in the module, which can be copied and stored.
+_trainings: weakref.WeakKeyDictionary[Training, weakref.ref] = weakref.WeakKeyDictionary()
+
+
+class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
+    """:class:`RingMultiheadDilatedAttention` and the services around a training: DeepSpeed, gradient buckets,
+    checkpoints, going on without a rank that was lost.
+
+    Parameters, state dict and :meth:`forward` are those of :class:`RingMultiheadDilatedAttention`. The services serve a
+    model that has such modules in it, or consists of one: :meth:`prepare` makes a :class:`Training` of it. An argument
+    that is out of place is a :class:`ConfigError`, and so is one that would do nothing.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            :class:`RingMultiheadDilatedAttention`, and so are all that are not below: segment_lengths, dilation_rates,
+            layer_norm, gamma_init, is_causal, group, placement, min_tokens_for_ring and so on.
+        use_gradient_checkpointing: keeps the inputs only, and computes everything again for backward.
+        use_deepspeed: the model trains under DeepSpeed, which :meth:`prepare` needs (``pip install deepspeed``). False:
+            under :func:`data_parallel`.
+        zero_stage: DeepSpeed shards the optimizer's state (1), gradients, too (2), and parameters (3); None: 3.
+        cpu_offload: DeepSpeed keeps the optimizer's state in host memory, at stage 3 parameters, too.
+        nvme_offload: DeepSpeed keeps the optimizer's state and parameters on a local disk; with cpu_offload, parameters
+            in host memory. Stage 3 only; its async_io needs libaio.
+        nvme_path: the folder for that.
+        overlap_comm: gradients are sent while backward computes. False: after it.
+        bucket_size: of a message of gradients, in MB (2**20 bytes).
+        enable_fault_tolerance: checkpoints, and with :meth:`Training.run` going on without a rank that is lost. False:
+            its loss is a :class:`TransportError`.
+        checkpoint_folder: for the checkpoints; all ranks see it.
+        checkpoint_interval: steps from one to the next; None: 100.
+        auto_resume: go on from the newest checkpoint there; None: True. False: the folder has to be free of them.
+        max_recoveries: how often to go on without a lost rank; None: 3. Not with DeepSpeed, which cannot: there
+            ``torchrun --max-restarts`` starts all ranks again, and they go on from the newest checkpoint.
+        attention: further arguments of :class:`RingMultiheadDilatedAttention`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        use_gradient_checkpointing: bool = False,
+        use_deepspeed: bool = False,
+        zero_stage: int | None = None,
+        cpu_offload: bool = False,
+        nvme_offload: bool = False,
+        nvme_path: str | os.PathLike | None = None,
+        overlap_comm: bool = True,
+        bucket_size: float = 25.0,
+        enable_fault_tolerance: bool = False,
+        checkpoint_folder: str | os.PathLike | None = None,
+        checkpoint_interval: int | None = None,
+        auto_resume: bool | None = None,
+        max_recoveries: int | None = None,
+        **attention: object,
+    ):
+        services = Services(
+            use_deepspeed=use_deepspeed,
+            zero_stage=zero_stage,
+            cpu_offload=cpu_offload,
+            nvme_offload=nvme_offload,
+            nvme_path=nvme_path,
+            overlap_comm=overlap_comm,
+            bucket_size=bucket_size,
+            enable_fault_tolerance=enable_fault_tolerance,
+            checkpoint_folder=checkpoint_folder,
+            checkpoint_interval=checkpoint_interval,
+            auto_resume=auto_resume,
+            max_recoveries=max_recoveries,
+        )
+        wrong = services.complaint() or flag_complaint(
+            "use_gradient_checkpointing", use_gradient_checkpointing
+        )
+        if wrong is not None:
+            raise ConfigError(f"{type(self).__name__}: {wrong}")
+        super().__init__(
+            *(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim),
+            *(batch_first, device, dtype),
+            **attention,
+        )
+        self.use_gradient_checkpointing = use_gradient_checkpointing
+        self._services = services
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As :meth:`RingMultiheadDilatedAttention.forward`."""
+        if not (self.use_gradient_checkpointing and torch.is_grad_enabled()):
+            return super().forward(query, key, value, *args, **kwargs)
+        attend = super().forward
+        # Self-attention is told by identity, which an input does not keep where it is stored elsewhere meanwhile.
+        inputs = (query,) if query is key and key is value else (query, key, value)
+
+        def again(*kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return attend(*(kept if len(kept) == 3 else kept * 3), *args, **kwargs)
+
+        # Nothing is random: there is no state of generators to keep.
+        return checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    @property
+    def deepspeed_config(self) -> dict[str, object] | None:
+        """What ``deepspeed.initialize(config=...)`` takes, for those who call it themselves; None without use_deepspeed.
+
+        Buckets are in elements of the parameters' dtype, as DeepSpeed counts them, gradients are not clipped, and
+        optimizers are yours.
+        """
+        return self._services.deepspeed_config(self)
+
+    @_rings.errors_reach_all(lambda self, *_, **given: (self._ranks_of(given), None))
+    def prepare(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        state: Mapping[str, object] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Training:
+        """A training of a model with the services of this module. Collective.
+
+        With fault tolerance the newest checkpoint is loaded: see :attr:`Training.done`.
+
+        Args:
+            model: which this module is part of; None: it is the model. If others of its kind are in it, they were made
+                with the same services.
+            optimizer: of the model's parameters; None: AdamW with PyTorch's own settings.
+            state: what else belongs into a checkpoint, as in :class:`Checkpoints`: schedulers, the position in the data.
+            group: the ranks over whose gradients the mean is taken: all, where there are several rings; None: those of
+                the ring. DeepSpeed always takes all.
+        """
+        model = self if model is None else model
+        state = {} if state is None else dict(state)
+        ranks = self._ranks_of({"group": group})
+        wrong = self._complaint(model, state, group)
+        if wrong is not None:
+            raise ConfigError(f"{type(self).__name__}: prepare: {wrong}")
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(model.parameters())
+        if ranks is not None:
+            claims = self._services.claims()
+            _rings.lengths_of_all("prepare", _rings.group_name(ranks), claims, 0)
+        training = Training(self._services, model, optimizer, state, ranks)
+        _trainings[training] = weakref.ref(self)
+        return training
+
+    def _ranks_of(self, given: Mapping[str, object]) -> dist.ProcessGroup | None:
+        """Those who train together, given the arguments of prepare."""
+        if self._services.use_deepspeed:
+            return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        group = given.get("group")
+        return self.attention.group if group is None else group
+
+    def _complaint(self, model: nn.Module, state: dict, group: object) -> str | None:
+        kind = RingAdvancedDistributedDilatedAttention
+        layers = [layer for layer in model.modules() if isinstance(layer, kind)]
+        if not any(layer is self for layer in layers):
+            return "this module is no part of the model"
+        for layer in layers:
+            for field in dataclasses.fields(Services):
+                mine, other = (getattr(x._services, field.name) for x in (self, layer))
+                if mine != other:
+                    return f"the model's modules differ in {field.name}: {mine!r} and {other!r}"
+        if any(hasattr(p, "to_local") for p in model.parameters()):
+            return (
+                "the model is sharded by FSDP, which averages gradients itself: this would do it once more. Train it as it "
+                "is, with Checkpoints"
+            )
+        for name in ("model", "optimizer"):
+            if name in state:
+                return f"state has a {name!r} of its own"
+        services = self._services
+        apart = self._ranks_of({"group": group}) is None and dist.is_initialized()
+        if services.enable_fault_tolerance and apart and dist.get_world_size() > 1:
+            return (
+                "without a group the ranks train apart, but their checkpoints are one: pass group"
+            )
+        if services.use_deepspeed and group is not None:
+            size, _ = _rings.group_size_and_rank(group)
+            if size != dist.get_world_size():
+                return (
+                    f"group has {size} of {dist.get_world_size()} ranks, but DeepSpeed takes the mean over all: pass no "
+                    "group"
+                )
+        return None
+
+    def get_memory_info(self) -> dict[str, object]:
+        """:func:`get_memory_info` of this process, and of this module: 'ring_size', and 'parameter_bytes' and
+        'gradient_bytes' that this rank holds, its shards where they are sharded."""
+        parameters = list(self.parameters())
+        size, _ = _rings.group_size_and_rank(self.attention.group)
+        return {
+            **_rings.get_memory_info(),
+            "ring_size": size,
+            "parameter_bytes": sum(map(_held_bytes, parameters)),
+            "gradient_bytes": sum(_held_bytes(p.grad) for p in parameters if p.grad is not None),
+        }
+
+    def clear_cache(self, force: bool = False) -> None:
+        """Drops the workspaces of this module's ring, which calls over the same group share. Harmless at any time.
+
+        Args:
+            force: those of all rings of this process, too, what :func:`annulus.attention` keeps, and what PyTorch's
+                allocators keep of CUDA devices.
+        """
+        wrong = flag_complaint("force", force)
+        if wrong is not None:
+            raise ConfigError(f"{type(self).__name__}: clear_cache: {wrong}")
+        if not force:
+            _rings.clear_cache_of(self.attention.group)
+            return
+        _rings.clear_cache()
+        annulus.clear_cache()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def cleanup(self) -> None:
+        """Ends the trainings that this module has prepared, waits for their checkpoints, and closes the rings of this
+        process, as :func:`cleanup` does. Call it before ``torch.distributed.destroy_process_group``. Idempotent; the
+        module can still be called."""
+        for training, maker in list(_trainings.items()):
+            if maker() is self:
+                training.close()
+                del _trainings[training]
+        _rings.cleanup()
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    """That this rank holds of it."""
+    held = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's shard of a parameter
+    held = held.to_local() if hasattr(held, "to_local") else held  # FSDP's
+    return held.numel() * held.element_size()

@@ -1,0 +1,86 @@
+"""A training under DeepSpeed: its engine, and its own checkpoints, because nobody else can put ZeRO's shards together."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import shutil
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from annulus import ConfigError
+from annulus.torch._checkpoint_ranks import CheckpointError
+from annulus.torch._services import Services
+
+_KEEP = 2
+_OURS = "annulus"  # of what DeepSpeed keeps for others, beside its own names
+
+
+def start(services: Services, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """DeepSpeed's engine around a model."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ModuleNotFoundError(
+            "use_deepspeed needs DeepSpeed (pip install deepspeed)", name="deepspeed"
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            "use_deepspeed: torch.distributed is not initialised: start with torchrun, and call init_process_group"
+        )
+    import deepspeed
+
+    if services.nvme_offload:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible():
+            raise ConfigError(
+                "nvme_offload: DeepSpeed cannot build its async_io here, which needs libaio: install libaio-dev (or "
+                "libaio-devel), or set CFLAGS and LDFLAGS to where it is"
+            )
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=services.deepspeed_config(model)
+    )
+    return engine
+
+
+class EngineCheckpoints:
+    """DeepSpeed's checkpoints, every few steps: the part of :class:`Checkpoints` that a training needs.
+
+    They are in DeepSpeed's format, and for the number of ranks that wrote them. DeepSpeed names the newest one in a file
+    once all of it is written, so that a job that is killed before goes on from the one before.
+    """
+
+    def __init__(self, services: Services, engine: nn.Module):
+        self._folder = pathlib.Path(services.checkpoint_folder).absolute() / "deepspeed"
+        self._interval, self._resumes, self._engine = services.interval, services.resumes, engine
+        if not self._resumes and (self._folder / "latest").exists():
+            raise CheckpointError(
+                f"{self._folder} has checkpoints and auto_resume is False: choose another checkpoint_folder"
+            )
+
+    def resume(self, state: Mapping[str, object]) -> int:
+        """The step after which training goes on."""
+        if not self._resumes or not (self._folder / "latest").exists():
+            return 0
+        path, kept = self._engine.load_checkpoint(str(self._folder))
+        if path is None:
+            raise CheckpointError(f"{self._folder}: DeepSpeed could not load its newest checkpoint")
+        for name, thing in state.items():
+            thing.load_state_dict(kept[_OURS]["state"][name])
+        return kept[_OURS]["step"]
+
+    def step(self, step: int, state: Mapping[str, object]) -> None:
+        if step % self._interval != 0:
+            return
+        kept = {"step": step, "state": {name: thing.state_dict() for name, thing in state.items()}}
+        self._engine.save_checkpoint(
+            str(self._folder), tag=f"step-{step:08d}", client_state={_OURS: kept}
+        )
+        if dist.get_rank() == 0:
+            for old in sorted(self._folder.glob("step-*"))[:-_KEEP]:
+                shutil.rmtree(old)
+
+    def close(self) -> None:
+        """What was saved is on disk already."""

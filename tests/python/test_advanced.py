@@ -1,0 +1,338 @@
+"""RingAdvancedDistributedDilatedAttention: every argument acts, or is refused. What ranks do is in advanced_worker.py."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import pathlib
+import pickle
+import threading
+
+import pytest
+
+training = pytest.importorskip("test_training", reason="PyTorch is not installed, or has no Gloo")
+
+import torch  # noqa: E402
+
+import annulus  # noqa: E402
+import annulus.torch as at  # noqa: E402
+
+Advanced = at.RingAdvancedDistributedDilatedAttention
+WORKER = pathlib.Path(__file__).parent / "advanced_worker.py"
+LONGNET = {"segment_lengths": [16, 64], "dilation_rates": [1, 2]}
+needs_safetensors = pytest.mark.skipif(
+    importlib.util.find_spec("safetensors") is None, reason="safetensors is not installed"
+)
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed (.venv/bin/pip install deepspeed)",
+)
+
+
+def make(**arguments: object) -> Advanced:
+    torch.manual_seed(0)
+    return Advanced(32, 2, batch_first=True, **{**LONGNET, **arguments})
+
+
+def loss_of(made: at.Training, step: int) -> torch.Tensor:
+    x = torch.randn(2, 50, 32, generator=torch.Generator().manual_seed(step))
+    return (made.model(x, x, x, need_weights=False)[0] - x).square().mean()
+
+
+def run(made: at.Training, steps: int) -> dict[int, float]:
+    losses: dict[int, float] = {}
+    made.run(steps, lambda step: loss_of(made, step), losses.__setitem__)
+    return losses
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"zero_stage": 2}, "use_deepspeed=True"),
+        ({"cpu_offload": True}, "use_deepspeed=True"),
+        ({"nvme_offload": True}, "use_deepspeed=True"),
+        ({"nvme_path": "/tmp"}, "use_deepspeed=True"),
+        ({"use_deepspeed": 1}, "True or False"),
+        ({"use_deepspeed": True, "zero_stage": 0}, "1, 2 or 3"),
+        ({"use_deepspeed": True, "zero_stage": True}, "1, 2 or 3"),
+        ({"use_deepspeed": True, "zero_stage": 2, "nvme_offload": True}, "zero_stage 3"),
+        ({"use_deepspeed": True, "nvme_offload": True}, "go together"),
+        ({"use_deepspeed": True, "nvme_path": "/tmp"}, "go together"),
+        ({"use_deepspeed": True, "nvme_offload": True, "nvme_path": "/none"}, "written to"),
+        ({"bucket_size": 0}, "MB above 0"),
+        ({"bucket_size": "25"}, "MB above 0"),
+        ({"overlap_comm": "yes"}, "True or False"),
+        ({"enable_fault_tolerance": True}, "checkpoint_folder"),
+        ({"checkpoint_folder": "x"}, "enable_fault_tolerance=True"),
+        ({"checkpoint_interval": 10}, "enable_fault_tolerance=True"),
+        ({"auto_resume": True}, "enable_fault_tolerance=True"),
+        ({"max_recoveries": 1}, "enable_fault_tolerance=True"),
+        (
+            {"enable_fault_tolerance": True, "checkpoint_folder": "x", "checkpoint_interval": 0},
+            "1 or",
+        ),
+        ({"enable_fault_tolerance": True, "checkpoint_folder": "x", "auto_resume": 1}, "True or"),
+        ({"enable_fault_tolerance": True, "checkpoint_folder": "x", "max_recoveries": -1}, "0 on"),
+        ({"use_deepspeed": True, "max_recoveries": 1}, "max-restarts"),
+        ({"use_gradient_checkpointing": None}, "True or False"),
+        ({"dropout": 0.1}, "not supported"),
+    ],
+)
+def test_what_would_do_nothing_or_cannot_be_done_is_refused(arguments: dict, words: str) -> None:
+    with pytest.raises(annulus.ConfigError, match=words):
+        make(**arguments)
+
+
+def test_a_word_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(TypeError, match="zero_step"):
+        make(zero_step=3)
+
+
+def test_services_of_a_model_are_of_one_mind() -> None:
+    layers = torch.nn.ModuleList([make(), make(bucket_size=10)])
+    with pytest.raises(annulus.ConfigError, match=r"bucket_size: 25\.0 and 10"):
+        layers[0].prepare(layers)
+    with pytest.raises(annulus.ConfigError, match="no part of the model"):
+        make().prepare(layers[1])
+    with pytest.raises(annulus.ConfigError, match="'model' of its own"):
+        layers[0].prepare(state={"model": layers[1]})
+
+
+def test_deepspeed_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make(use_deepspeed=True)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install deepspeed"):
+        layer.prepare()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found("torch"))
+    with pytest.raises(annulus.ConfigError, match="torchrun"):
+        layer.prepare()
+
+
+# ---- what acts in one process
+
+
+def test_it_is_the_multihead_module() -> None:
+    plain = at.RingMultiheadDilatedAttention(32, 2, batch_first=True, **LONGNET)
+    theirs = torch.nn.MultiheadAttention(32, 2, batch_first=True)
+    layer = make(use_gradient_checkpointing=True)
+    for other in (theirs, plain):
+        layer.load_state_dict(other.state_dict())
+        other.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 50, 32)
+    padding = torch.arange(50)[None] > torch.tensor([[49], [30]])
+    for again in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        for mask in (None, padding):
+            found, _ = again(x, x, x, key_padding_mask=mask, need_weights=False)
+            expected, _ = plain(x, x, x, key_padding_mask=mask, need_weights=False)
+            assert torch.equal(found, expected)
+    encoder = torch.nn.TransformerEncoderLayer(32, 2, batch_first=True)
+    encoder.self_attn = layer
+    encoder(x, src_key_padding_mask=padding).sum().backward()
+    assert layer.in_proj_weight.grad is not None
+
+
+def test_gradient_checkpointing_keeps_inputs_only() -> None:
+    x = torch.randn(2, 50, 32, requires_grad=True)
+    kept, grads = [], []
+    for use_gradient_checkpointing in (False, True):
+        layer = make(use_gradient_checkpointing=use_gradient_checkpointing)
+        saved: list[torch.Tensor] = []
+
+        def keep(t: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(t)
+            return t.clone()  # as those do who store it elsewhere
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out, _ = layer(x, x, x, need_weights=False)
+        kept.append(saved)
+        grads.append(torch.autograd.grad(out.sum(), [x, *layer.parameters()]))
+    assert len(kept[0]) > 4
+    assert len(kept[1]) == 1 and torch.equal(kept[1][0], x)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@needs_safetensors
+def test_checkpoints_come_at_the_interval_and_are_resumed(tmp_path: pathlib.Path) -> None:
+    whole = run(make().prepare(), 7)
+    services = {"enable_fault_tolerance": True, "checkpoint_folder": tmp_path / "run"}
+    layer = make(checkpoint_interval=3, **services)
+    counter = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)
+    made = layer.prepare(state={"counter": counter})
+    assert (made.done, made.recoveries, made.group) == (0, 0, None)
+    found = run(made, 5)
+    counter.last_epoch = 42
+    found |= run(made, 6)
+    with pytest.raises(at.CheckpointError, match="already"):  # it is still open
+        make(checkpoint_interval=3, **services).prepare(state={"counter": counter})
+    layer.cleanup()
+    layer.cleanup()
+    assert {p.name for p in (tmp_path / "run").glob("step-*")} == {"step-00000003", "step-00000006"}
+
+    counter.last_epoch = 0
+    again = make(checkpoint_interval=3, **services)
+    resumed = again.prepare(state={"counter": counter})
+    assert (resumed.done, counter.last_epoch) == (6, 42)
+    assert found | run(resumed, 7) == whole  # to the last bit
+    again.cleanup()
+    with pytest.raises(at.CheckpointError, match="auto_resume is False"):
+        make(auto_resume=False, **services).prepare()
+    fresh = make(auto_resume=False, **services | {"checkpoint_folder": tmp_path / "fresh"})
+    assert fresh.prepare().done == 0
+    fresh.cleanup()
+
+
+def test_deepspeed_config_says_what_the_arguments_say(tmp_path: pathlib.Path) -> None:
+    assert make().deepspeed_config is None
+    config = make(use_deepspeed=True).deepspeed_config
+    zero = config["zero_optimization"]
+    assert zero == {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": 25 * 2**20 // 4,
+        "stage3_prefetch_bucket_size": 25 * 2**20 // 4,
+    }
+    assert config["gradient_clipping"] == 0.0 and not config["bf16"]["enabled"]
+
+    config = make(
+        use_deepspeed=True,
+        zero_stage=1,
+        bucket_size=8,
+        overlap_comm=False,
+        cpu_offload=True,
+        dtype=torch.bfloat16,
+    ).deepspeed_config
+    assert config["bf16"]["enabled"] and not config["fp16"]["enabled"]
+    assert config["zero_optimization"] == {
+        "stage": 1,
+        "overlap_comm": False,
+        "reduce_bucket_size": 4 * 2**20,  # two bytes each
+        "allgather_bucket_size": 4 * 2**20,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
+    for cpu_offload, place in ((False, "nvme"), (True, "cpu")):
+        zero = make(
+            use_deepspeed=True, cpu_offload=cpu_offload, nvme_offload=True, nvme_path=tmp_path
+        ).deepspeed_config["zero_optimization"]
+        assert zero["offload_param"]["device"] == place
+        assert zero["offload_optimizer"]["device"] == "nvme"
+        assert zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
+
+
+def test_memory_info_and_caches() -> None:
+    at.cleanup()
+    layer = make()
+    info = layer.get_memory_info()
+    assert info.keys() > at.get_memory_info().keys()
+    size = 4 * sum(p.numel() for p in layer.parameters())
+    assert (info["parameter_bytes"], info["gradient_bytes"], info["ring_size"]) == (size, 0, 1)
+    x = torch.randn(2, 50, 32)
+    layer(x, x, x, need_weights=False)[0].sum().backward()
+    info = layer.get_memory_info()
+    assert info["gradient_bytes"] == size
+    assert info["workspace_bytes"] > 0 and info["cached_workspaces"] > 0
+    q = x.unflatten(-1, (2, -1)).numpy()
+    annulus.attention(q, q, q)
+    layer.clear_cache()
+    assert layer.get_memory_info()["cached_workspaces"] == 0 < annulus.cache_info()["size"]
+    layer.clear_cache(force=True)
+    assert annulus.cache_info()["size"] == 0
+    with pytest.raises(annulus.ConfigError, match="True or False"):
+        layer.clear_cache("yes")
+
+
+@needs_safetensors
+def test_nothing_is_left_of_trainings(tmp_path: pathlib.Path) -> None:
+    counts = []
+    for number in range(6):
+        services = {"enable_fault_tolerance": True, "checkpoint_folder": tmp_path / str(number)}
+        layer = make(checkpoint_interval=1, **services)
+        run(layer.prepare(), 2)
+        layer.cleanup()
+        for thread in threading.enumerate():  # has written, and may be on its way out
+            if thread.name == "annulus checkpoint":
+                thread.join(60)
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert counts[-1] == counts[1], counts
+
+
+# ---- what acts between processes
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """Losses of 20 steps in one process."""
+    losses = training.losses_of(training.run(0, WORKER, "trains:alone"))
+    assert len(losses) == 20 and losses[-1] < 0.9 * losses[0]
+    return losses
+
+
+def test_ranks(alone: list[float]) -> None:
+    cases = [
+        "buckets_leave_when_they_are_told_to",
+        "min_tokens_for_ring_decides",
+        "caches_of_a_ring_are_its_own",
+        "ranks_that_disagree_are_told",
+        "fsdp_is_refused_and_held_bytes_are_the_shards",
+    ]
+    trained = ["trains:ddp", "trains:ddp+after+checkpointing"]
+    out = training.run(4, WORKER, *cases, *trained)
+    assert out.count("done") == 4 * len(cases + trained), out
+    training.assert_as_alone(out, trained, alone)
+
+
+@needs_safetensors
+def test_a_rank_that_dies_is_an_error_or_is_survived() -> None:
+    """While gradients are on their way, which PyTorch's own error tells; in forward, our own does."""
+    training.run(0, WORKER, "survive:gradients", "raises:forward")
+
+
+@pytest.mark.slow
+@needs_safetensors
+def test_ranks_that_die_one_after_the_other_are_survived_as_often_as_is_allowed() -> None:
+    places = ["survive:forward", "survive:twice", "survive:recovering"]
+    training.run(0, WORKER, *places, "raises:forward:none")
+
+
+@needs_deepspeed
+def test_deepspeed_trains_as_one_process_does(alone: list[float]) -> None:
+    """Every stage, offloaded to the host or not, with and without overlap and gradient checkpointing."""
+    cases = [
+        "trains:zero1",
+        "trains:zero1+cpu",
+        "trains:zero2+after",
+        "trains:zero2+cpu",
+        "trains:zero3",
+        "trains:zero3+cpu+checkpointing",
+    ]
+    training.assert_as_alone(training.run(4, WORKER, *cases), cases, alone)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_goes_on_from_its_checkpoint(
+    stage: int, alone: list[float], tmp_path: pathlib.Path
+) -> None:
+    first = training.losses_of(training.run(2, WORKER, f"trains:zero{stage}:7:{tmp_path}"))
+    assert first == pytest.approx(alone[:7], rel=0, abs=1e-5)
+    names = {p.name for p in (tmp_path / "deepspeed").glob("step-*")}
+    assert names == {"step-00000004", "step-00000006"}
+    rest = training.losses_of(training.run(2, WORKER, f"trains:zero{stage}:20:{tmp_path}"))
+    assert rest == pytest.approx(alone[6:], rel=0, abs=1e-5)
+
+
+@needs_deepspeed
+def test_nvme_is_used_or_refused_with_the_reason(
+    alone: list[float], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is libaio, DeepSpeed compiles its async_io at first, for minutes."""
+    monkeypatch.setitem(training.ENVIRONMENT, "NVME_PATH", str(tmp_path))
+    out = training.run(2, WORKER, "nvme", timeout=3000)
+    if "refused" in out:
+        assert out.count("libaio-dev") == 2, out
+    else:
+        training.assert_as_alone(out, ["nvme"], alone)

@@ -23,6 +23,7 @@ from training_worker import BRANCHES, TOKENS, VOCABULARY, assert_same, batch, gr
 
 import annulus
 import annulus.torch as at
+from annulus import monitor
 
 WORLD = None
 WIDTH, STEPS = 32, 20
@@ -269,6 +270,8 @@ def train_until_lost(
     except (annulus.TransportError, RuntimeError) as error:
         say("raised", text=f"{type(error).__name__}: {error}", recoveries=training.recoveries)
         return
+    lost = [event for event in monitor.read()[0] if event.name == "lost rank"]
+    assert len(lost) == training.recoveries, lost
     training.close()
     left = dist.get_process_group_ranks(training.group)
     say("done", left=left, recoveries=training.recoveries)
@@ -284,7 +287,7 @@ def survive(place: str) -> None:
     left = [rank for rank in range(ranks) if rank not in lost]
     with tempfile.TemporaryDirectory() as folder:
         services = {"enable_fault_tolerance": True, "checkpoint_folder": folder}
-        services["checkpoint_interval"] = 2
+        services |= {"checkpoint_interval": 2, "enable_monitoring": True}
         arguments = (ranks, faults.free_port(), place, services)
         with faults.Ring(ranks, train_until_lost, *arguments) as ring:
             ring.wait("done", left, 120)

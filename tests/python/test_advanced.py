@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import os
 import pathlib
 import pickle
+import re
 import threading
+import time
 
 import pytest
 
@@ -17,6 +20,7 @@ import torch  # noqa: E402
 
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
+from annulus import monitor  # noqa: E402
 
 Advanced = at.RingAdvancedDistributedDilatedAttention
 WORKER = pathlib.Path(__file__).parent / "advanced_worker.py"
@@ -78,6 +82,10 @@ def run(made: at.Training, steps: int) -> dict[int, float]:
         ({"enable_fault_tolerance": True, "checkpoint_folder": "x", "auto_resume": 1}, "True or"),
         ({"enable_fault_tolerance": True, "checkpoint_folder": "x", "max_recoveries": -1}, "0 on"),
         ({"use_deepspeed": True, "max_recoveries": 1}, "max-restarts"),
+        ({"enable_monitoring": 1}, "True or False"),
+        ({"profile_memory": "yes"}, "True or False"),
+        ({"log_level": "loud"}, "'debug', 'info'"),
+        ({"log_level": 10}, "'debug', 'info'"),
         ({"use_gradient_checkpointing": None}, "True or False"),
         ({"dropout": 0.1}, "not supported"),
     ],
@@ -245,11 +253,73 @@ def test_memory_info_and_caches() -> None:
         layer.clear_cache("yes")
 
 
+def test_monitoring_records_while_a_training_goes_on() -> None:
+    monitor.clear()
+    layer = make()
+    run(layer.prepare(), 2)
+    assert monitor.summary() == {}
+    watched = make(enable_monitoring=True)
+    made = watched.prepare()
+    run(made, 2)
+    assert monitor.running() and monitor.summary()[0]["passes"] == 4  # forward and backward
+    watched.cleanup()
+    assert not monitor.running()
+    monitor.start()  # who has done so himself finds it on
+    run(watched.prepare(), 1)
+    watched.cleanup()
+    assert monitor.running()
+    monitor.stop()
+    monitor.clear()
+
+
+def test_the_log_has_its_level_while_a_training_goes_on() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("annulus")
+    log.addHandler(handler)
+    level = log.level
+    try:
+        for log_level, passes in (("INFO", 2), ("debug", 2), ("warning", 0), ("off", 0)):
+            lines.clear()
+            layer = make(log_level=log_level)
+            run(layer.prepare(), 1)
+            layer.cleanup()
+            told = [line for line in lines if re.match(r"\[rank 0/1\] (forward|backward)", line)]
+            assert len(told) == passes, (log_level, lines)
+            assert any("compute" in line for line in lines) == (log_level == "debug"), lines
+            assert (log.level, monitor.running()) == (level, False)
+    finally:
+        log.removeHandler(handler)
+
+
+def test_memory_is_profiled_while_a_training_goes_on() -> None:
+    layer = make()
+    assert layer.prepare().memory_report() is None
+    profiled = make(profile_memory=True).prepare()
+    x = torch.zeros(1, 1, 32)
+
+    def loss(step: int) -> torch.Tensor:
+        held = torch.ones(2**25)  # 128 MB, until it has been seen
+        before = profiled.memory_report()["samples"]
+        while profiled.memory_report()["samples"] < before + 2:
+            time.sleep(0.01)
+        assert held[-1] == 1
+        return profiled.model(x, x, x, need_weights=False)[0].sum()
+
+    profiled.run(1, loss)
+    profiled.close()
+    report = profiled.memory_report()
+    assert report["samples"] >= 2
+    assert report["peak_bytes"] - report["begin_bytes"] > 100 * 2**20
+
+
 @needs_safetensors
 def test_nothing_is_left_of_trainings(tmp_path: pathlib.Path) -> None:
     counts = []
     for number in range(6):
         services = {"enable_fault_tolerance": True, "checkpoint_folder": tmp_path / str(number)}
+        services |= {"enable_monitoring": True, "log_level": "error", "profile_memory": True}
         layer = make(checkpoint_interval=1, **services)
         run(layer.prepare(), 2)
         layer.cleanup()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import weakref
 from collections.abc import Mapping
 
 import torch
@@ -18,15 +17,12 @@ from annulus.torch import _rings
 from annulus.torch._config import flag_complaint
 from annulus.torch._modules import RingMultiheadDilatedAttention
 from annulus.torch._services import Services
-from annulus.torch._training import Training
-
-# With the module that made them: what its cleanup() closes. Not in the module, which can be copied and stored.
-_trainings: weakref.WeakKeyDictionary[Training, weakref.ref] = weakref.WeakKeyDictionary()
+from annulus.torch._training import Training, close_those_of
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     """:class:`RingMultiheadDilatedAttention` and the services around a training: DeepSpeed, gradient buckets,
-    checkpoints, going on without a rank that was lost.
+    checkpoints, going on without a rank that was lost, monitoring.
 
     Parameters, state dict and :meth:`forward` are those of :class:`RingMultiheadDilatedAttention`. The services serve a
     model that has such modules in it, or consists of one: :meth:`prepare` makes a :class:`Training` of it. An argument
@@ -47,12 +43,17 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         overlap_comm: gradients are sent while backward computes. False: after it.
         bucket_size: of a message of gradients, in MB (2**20 bytes).
         enable_fault_tolerance: checkpoints, and with :meth:`Training.run` going on without a rank that is lost. False:
-            its loss is a :class:`TransportError`.
+            its loss is an error.
         checkpoint_folder: for the checkpoints; all ranks see it.
         checkpoint_interval: steps from one to the next; None: 100.
         auto_resume: go on from the newest checkpoint there; None: True. False: the folder has to be free of them.
         max_recoveries: how often to go on without a lost rank; None: 3. Not with DeepSpeed, which cannot: there
             ``torchrun --max-restarts`` starts all ranks again, and they go on from the newest checkpoint.
+        enable_monitoring: records what ranks do in the stream of ``annulus.monitor``, from which exporters take it,
+            while a training goes on.
+        log_level: "debug", "info", "warning", "error" or "off", in capitals or not: what the logger ``annulus`` says of
+            this rank, as :func:`annulus.monitor.set_log_level` does; None: as it is.
+        profile_memory: samples what the process holds while a training goes on: :meth:`Training.memory_report`.
         attention: further arguments of :class:`RingMultiheadDilatedAttention`.
     """
 
@@ -83,6 +84,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         checkpoint_interval: int | None = None,
         auto_resume: bool | None = None,
         max_recoveries: int | None = None,
+        enable_monitoring: bool = False,
+        log_level: str | None = None,
+        profile_memory: bool = False,
         **attention: object,
     ):
         services = Services(
@@ -98,6 +102,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             checkpoint_interval=checkpoint_interval,
             auto_resume=auto_resume,
             max_recoveries=max_recoveries,
+            enable_monitoring=enable_monitoring,
+            log_level=log_level,
+            profile_memory=profile_memory,
         )
         wrong = services.complaint() or flag_complaint(
             "use_gradient_checkpointing", use_gradient_checkpointing
@@ -174,9 +181,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         if ranks is not None:
             claims = self._services.claims()
             _rings.lengths_of_all("prepare", _rings.group_name(ranks), claims, 0)
-        training = Training(self._services, model, optimizer, state, ranks)
-        _trainings[training] = weakref.ref(self)
-        return training
+        return Training(self._services, model, optimizer, state, ranks, self)
 
     def _ranks_of(self, given: Mapping[str, object]) -> dist.ProcessGroup | None:
         """Those who train together, given the arguments of prepare."""
@@ -252,10 +257,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         """Ends the trainings that this module has prepared, waits for their checkpoints, and closes the rings of this
         process, as :func:`cleanup` does. Call it before ``torch.distributed.destroy_process_group``. Idempotent; the
         module can still be called."""
-        for training, maker in list(_trainings.items()):
-            if maker() is self:
-                training.close()
-                del _trainings[training]
+        close_those_of(self)
         _rings.cleanup()
 
 

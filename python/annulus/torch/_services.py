@@ -1,4 +1,4 @@
-"""What a training asks of the services around attention: DeepSpeed, gradient buckets, checkpoints, survival."""
+"""What a training asks of the services around attention: DeepSpeed, gradient buckets, checkpoints, survival, a watch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ import pathlib
 import torch
 from torch import nn
 
-from annulus.torch._config import flag_complaint
+from annulus.monitor._logging import LEVELS
+from annulus.torch._config import flag_complaint, name_complaint
 
 _MB = 2**20
+# A folder may be called differently here and there, and one rank may be looked at more closely.
+_OF_ONE_RANK = (
+    "nvme_path",
+    "checkpoint_folder",
+    "enable_monitoring",
+    "log_level",
+    "profile_memory",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +43,9 @@ class Services:
     checkpoint_interval: int | None
     auto_resume: bool | None
     max_recoveries: int | None
+    enable_monitoring: bool
+    log_level: str | None
+    profile_memory: bool
 
     def complaint(self) -> str | None:
         """What is wrong with them."""
@@ -45,8 +57,12 @@ class Services:
                 "nvme_offload",
                 "overlap_comm",
                 "enable_fault_tolerance",
+                "enable_monitoring",
+                "profile_memory",
             )
         ]
+        if self.log_level is not None:
+            complaints.append(name_complaint("log_level", self.level, tuple(LEVELS)))
         if type(self.bucket_size) not in (int, float) or not 0 < self.bucket_size < math.inf:
             complaints.append(
                 f"bucket_size is {self.bucket_size!r}: a number of MB above 0 was expected"
@@ -110,9 +126,9 @@ class Services:
         return None
 
     def claims(self) -> dict[str, object]:
-        """What all ranks have to say alike, by name. A folder may be called differently here and there."""
+        """What all ranks have to say alike, by name."""
         every = dataclasses.asdict(self)
-        return {n: v for n, v in every.items() if n not in ("nvme_path", "checkpoint_folder")}
+        return {name: value for name, value in every.items() if name not in _OF_ONE_RANK}
 
     @property
     def stage(self) -> int:
@@ -127,6 +143,11 @@ class Services:
     @property
     def resumes(self) -> bool:
         return self.auto_resume is not False
+
+    @property
+    def level(self) -> object:
+        """Of the log, as annulus.monitor writes it."""
+        return self.log_level.lower() if isinstance(self.log_level, str) else self.log_level
 
     @property
     def recoveries(self) -> int:

@@ -1,16 +1,18 @@
-"""A training with its services: gradients of all ranks, checkpoints, and life after the loss of a rank."""
+"""A training with its services: gradients of all ranks, checkpoints, a watch, and life after the loss of a rank."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from annulus import TransportError
-from annulus.torch import _engine
+from annulus import TransportError, monitor
+from annulus.torch import _engine, _rings
 from annulus.torch._checkpoints import Checkpoints
 from annulus.torch._gradients import data_parallel
 from annulus.torch._modules import RingDilatedAttention
@@ -18,6 +20,9 @@ from annulus.torch._services import Services
 from annulus.torch._survivors import survivors
 
 _log = logging.getLogger("annulus.training")
+
+# That have something to end, also where their owner has forgotten them.
+_open: set[Training] = set()
 
 
 class Training:
@@ -43,24 +48,27 @@ class Training:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, object],
         group: dist.ProcessGroup | None,
+        maker: nn.Module,
     ):
         self._services, self._module, self._optimizer = services, model, optimizer
+        self._maker = weakref.ref(maker)
         self._extra = dict(state)
         self._group = group
         self._done = self._recoveries = 0
         self._checkpoints: Checkpoints | _engine.EngineCheckpoints | None = None
         self._model = model
-        if services.use_deepspeed:
-            self._model = _engine.start(services, model, optimizer)
-            if services.enable_fault_tolerance:
-                self._checkpoints = _engine.EngineCheckpoints(services, self._model)
-                self._done = self._checkpoints.resume(self._extra)
-            return
+        self._watch = _Watch(services, model, group)
         try:
-            self._start(services.resumes)
+            if services.use_deepspeed:
+                self._start_engine()
+            else:
+                self._start(services.resumes)
         except BaseException:
             self._end()
+            self._watch.close()
             raise
+        if self._checkpoints is not None or self._watch.looks_on:
+            _open.add(self)
 
     @property
     def model(self) -> nn.Module:
@@ -84,6 +92,14 @@ class Training:
 
     def _state(self) -> dict[str, object]:
         return {"model": self._module, "optimizer": self._optimizer, **self._extra}
+
+    def _start_engine(self) -> None:
+        services = self._services
+        self._model = _engine.start(services, self._module, self._optimizer)
+        if services.enable_fault_tolerance:
+            checkpoints = _engine.EngineCheckpoints(services, self._model)
+            self._done = checkpoints.resume(self._extra)
+            self._checkpoints = checkpoints
 
     def _start(self, resumes: bool) -> None:
         """With the group as it is now."""
@@ -142,7 +158,7 @@ class Training:
             report: is told a step and its loss, after it.
 
         Raises:
-            TransportError: a rank is lost, and it cannot go on.
+            TransportError: a rank is lost, and it cannot go on. Where PyTorch has noticed it first, its own error.
         """
         while self._done < steps:
             reason = self._attempt(loss_of, report)
@@ -190,13 +206,14 @@ class Training:
             if layer.group is old:
                 layer.group = self._group
         self._recoveries += 1
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         try:
-            self._start(True)
+            with monitor.span("recovery", "lost rank", rank=rank):
+                self._start(True)
         except Exception as error:
             if not self._can_recover(error):
                 raise
             return f"{type(error).__name__}: {error}"
-        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         _log.warning(
             "[rank %d/%d] went on after step %d with %d of %d ranks: %s",
             *(rank, ranks, self._done, ranks, before, reason),
@@ -209,11 +226,58 @@ class Training:
         if checkpoints is not None:
             checkpoints.__exit__(TransportError, None, None)
 
+    def memory_report(self) -> dict[str, float] | None:
+        """What the process has held so far, in the words of :class:`annulus.monitor.profile_memory`: 'peak_bytes' and so
+        on; None without profile_memory."""
+        return self._watch.memory_report()
+
     def close(self) -> None:
-        """Waits for the last checkpoint. Call it before ``torch.distributed.destroy_process_group``. Idempotent."""
+        """Waits for the last checkpoint, and ends what looks on. Call it before
+        ``torch.distributed.destroy_process_group``. Idempotent."""
+        _open.discard(self)
         checkpoints, self._checkpoints = self._checkpoints, None
-        if checkpoints is not None:
-            checkpoints.close()
+        try:
+            if checkpoints is not None:
+                checkpoints.close()
+        finally:
+            self._watch.close()
+
+
+def close_those_of(maker: nn.Module) -> None:
+    """Ends the trainings that a module has prepared."""
+    for training in [training for training in _open if training._maker() is maker]:
+        training.close()
+
+
+class _Watch:
+    """What looks on while a training goes on. It leaves everything as it was."""
+
+    def __init__(self, services: Services, model: nn.Module, group: dist.ProcessGroup | None):
+        self._ends = contextlib.ExitStack()
+        self._profile: monitor.profile_memory | None = None
+        # What turned it on last is turned off first: the log tells what is left, then the stream ends.
+        if (services.enable_monitoring or services.log_level) and not monitor.running():
+            self._ends.callback(monitor.stop)
+        if services.enable_monitoring:
+            monitor.start()
+        if services.log_level is not None:
+            log = logging.getLogger("annulus")
+            self._ends.callback(log.setLevel, log.level)
+            self._ends.callback(monitor.set_log_level, "off")
+            ranks, rank = _rings.group_size_and_rank(group)
+            monitor.set_log_level(services.level, rank=rank, ranks=ranks)
+        if services.profile_memory:
+            device = next((p.device for p in model.parameters() if p.is_cuda), None)
+            self._profile = monitor.profile_memory(device=device).start()
+            self._ends.callback(self._profile.stop)
+
+        self.looks_on = services.enable_monitoring or services.log_level or services.profile_memory
+
+    def memory_report(self) -> dict[str, float] | None:
+        return None if self._profile is None else self._profile.report()
+
+    def close(self) -> None:
+        self._ends.close()
 
 
 def _layers(model: nn.Module) -> list[RingDilatedAttention]:

@@ -52,3 +52,15 @@ def test_four_processes_learn_to_copy_as_one_does() -> None:
     # Sums over ranks round differently, and training amplifies that.
     assert four == pytest.approx(one, rel=1e-3)
     assert one[0] > 2 and one[-1] < 0.05
+
+
+def test_two_processes_train_with_services_as_one_does() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    small = [str(EXAMPLES / "train_advanced.py"), "--steps", "6"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    one, two = (
+        [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+        for out in (run(*small), run(*torchrun, *small, "--gradient-checkpointing"))
+    )
+    assert len(one) == 6 and one[-1] < one[0]
+    assert two == pytest.approx(one, rel=0, abs=1e-5)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import faulthandler
@@ -81,6 +82,8 @@ class Ring:
             os.write(reports, json.dumps(line).encode() + b"\n")
 
         try:
+            with contextlib.suppress(AttributeError):  # PR_SET_PDEATHSIG: not to outlive a parent that is killed
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             for other in self.ranks:  # whose ends only the parent is to have
                 os.close(other.reports)
                 os.close(other.orders)

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "annulus/ring_attention.h"
+#include "cli/device_facts.h"
+#include "cli/job.h"
+#include "cli/limits.h"
+#include "cli/options.h"
+#include "cli/recording.h"
+#include "cli/sample_check.h"
+
+namespace annulus::cli {
+
+// What 'annulus run' was asked for, what it found, and how that is told.
+
+struct RunFlags {
+  ProblemFlags problem;
+  std::string input;
+  std::string output;
+  std::string trace;
+  std::string report;
+  std::string log_level = "off";
+  bool json = false;
+  bool progress = false;
+  int repeat = 1;
+};
+
+struct RunResult {
+  RingOptions options;
+  ChosenLimits limits;
+  DeviceFacts device;
+  std::string transport;
+  JobReport job;
+  SampledErrors errors;
+  std::vector<std::string> removed;  // files of an earlier run
+};
+
+void print_table(const RunFlags& flags, const RunResult& result);
+[[nodiscard]] Json to_json(const RunFlags& flags, const RunResult& result);
+// The files of --trace and --report, both or neither.
+void write_recording(const RunFlags& flags, const RunResult& result, const Recording& recording);
+
+}  // namespace annulus::cli

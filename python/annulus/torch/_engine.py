@@ -32,17 +32,35 @@ def start(services: Services, model: nn.Module, optimizer: torch.optim.Optimizer
     import deepspeed
 
     if services.nvme_offload:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        if not AsyncIOBuilder().is_compatible():
-            raise ConfigError(
-                "nvme_offload: DeepSpeed cannot build its async_io here, which needs libaio: install libaio-dev (or "
-                "libaio-devel), or set CFLAGS and LDFLAGS to where it is"
-            )
+        wrong = _nvme_complaint(services, model)
+        if wrong is not None:
+            raise ConfigError(f"nvme_offload: {wrong}")
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=services.deepspeed_config(model)
     )
     return engine
+
+
+def _nvme_complaint(services: Services, model: nn.Module) -> str | None:
+    """Why DeepSpeed could not do it here."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        return (
+            "DeepSpeed cannot build its async_io here, which needs libaio: install libaio-dev (or libaio-devel), or set "
+            "CFLAGS and LDFLAGS to where it is"
+        )
+    # Found in DeepSpeed 0.19: its swapper of parameters takes them for bfloat16 there.
+    accelerator = get_accelerator()
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if services.cpu_offload or accelerator.is_fp16_supported() or dtypes == {torch.bfloat16}:
+        return None
+    return (
+        f"on a {accelerator._name} DeepSpeed keeps parameters on disk in bfloat16 only, and these are "
+        f"{', '.join(sorted(map(str, dtypes)))}: make the model in bfloat16, or leave parameters in host memory with "
+        "cpu_offload=True"
+    )
 
 
 class EngineCheckpoints:

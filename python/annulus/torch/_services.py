@@ -182,9 +182,11 @@ class Services:
             disk = {"device": "nvme", "nvme_path": str(pathlib.Path(self.nvme_path).absolute())}
             zero["offload_optimizer"] = disk | {"pin_memory": pinned}
             if not self.cpu_offload:
-                # DeepSpeed's own size of a buffer is 10**8 elements, and there are five.
+                # DeepSpeed's own size of a buffer is 10**8 elements, and there are five; and it keeps 10**9 elements in
+                # host memory all the same.
                 largest = max((_whole_size(p) for p in parameters), default=1)
-                zero["offload_param"] = disk | {"pin_memory": pinned, "buffer_size": largest}
+                zero["offload_param"] = disk | {"buffer_size": largest, "max_in_cpu": 0}
+                zero["offload_param"]["pin_memory"] = pinned
         return {
             # A rank's tokens are part of the same sequences: there is nothing that could be counted here, and DeepSpeed
             # asks for a number.

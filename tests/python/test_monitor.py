@@ -119,6 +119,21 @@ def test_unknown_kinds_are_refused_also_while_off() -> None:
         monitor.record("snack", "crisps")
 
 
+def test_wrong_spans_are_refused_before_their_block() -> None:
+    monitor.start()
+    for wrong in ({"kind": "snack"}, {"kind": "cache", "bytes": -1}):
+        with pytest.raises(annulus.ConfigError), monitor.span(**wrong, name="crisps"):
+            raise AssertionError("the block was entered")
+
+
+@pytest.mark.parametrize("wrong", [{"bytes": -1}, {"begin_ns": 2, "end_ns": 1}])
+def test_sums_never_fall(wrong: dict[str, int]) -> None:
+    monitor.start()
+    with pytest.raises(annulus.ConfigError, match="expected at"):
+        monitor.record("cache", "evict", **wrong)
+    assert monitor.totals() == []
+
+
 def test_names_may_be_anything() -> None:
     monitor.start()
     for name in ("ü" * 30, "", 'a"b\\c\n', "漢字" * 10):
@@ -173,8 +188,82 @@ def test_an_exporter_that_fails_ends_and_harms_nobody(caplog: pytest.LogCaptureF
             run_ring()
             time.sleep(0.01)
     assert "JsonLines stops" in caplog.text and "No space left" in caplog.text
-    lines._file.detach()  # what it could not write would fail again
+    lines.close()  # it has been told; the program's end is no place to fail
     run_ring()
+    with monitor.JsonLines("/dev/full", interval=1000) as lines:
+        run_ring()
+        with pytest.raises(OSError, match="No space left"):
+            lines.flush()  # whoever asks is answered
+
+
+def in_a_process(program: str, *arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+
+
+def test_programs_that_just_end_have_told_everything(tmp_path: pathlib.Path) -> None:
+    program = """
+        import sys
+        from annulus import monitor
+        monitor.set_log_level("info", ranks=4)
+        lines = monitor.JsonLines(sys.argv[1], interval=float("inf"))
+        full = monitor.JsonLines("/dev/full" if sys.argv[2] == "full" else sys.argv[1] + "2", interval=1000)
+        monitor.record("cache", "evict", rank=2, bytes=7)
+    """
+    full = "full" if os.path.exists("/dev/full") else "none"
+    ended = in_a_process(program, tmp_path / "lines", full)
+    assert "annulus: [rank 2/4] cache evict: 0.00 ms, 7 bytes" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    (line,) = (tmp_path / "lines").read_text().splitlines()
+    assert json.loads(line)["name"] == "evict"
+
+
+def test_processes_may_append_to_one_file(tmp_path: pathlib.Path) -> None:
+    program = """
+        import sys
+        from annulus import monitor
+        with monitor.JsonLines(sys.argv[1], interval=1000) as lines:
+            for _ in range(20):
+                for i in range(1000):
+                    monitor.record("cache", "evict", rank=int(sys.argv[2]), bytes=i + 1)
+                lines.flush()
+    """
+    path = tmp_path / "events.jsonl"
+    command = [sys.executable, "-c", textwrap.dedent(program), str(path)]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for rank in range(2):
+        assert [row["bytes"] for row in rows if row["rank"] == rank] == list(range(1, 1001)) * 20
+
+
+def test_forked_children_leave_exporters_to_their_parent(tmp_path: pathlib.Path) -> None:
+    program = """
+        import contextlib, os, sys
+        from annulus import monitor
+        with contextlib.ExitStack() as stack:
+            if sys.argv[2] == "prometheus":
+                stack.enter_context(monitor.PrometheusExporter())
+            stack.enter_context(monitor.JsonLines(sys.argv[1], interval=1000))
+            monitor.record("cache", "hit")
+            child = os.fork()
+            if child == 0:
+                sys.exit(3)  # through the end of the block
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    """
+    try:
+        import prometheus_client  # noqa: F401
+
+        with_server = "prometheus"
+    except ImportError:
+        with_server = "without"
+    in_a_process(program, tmp_path / "lines", with_server)
+    assert len((tmp_path / "lines").read_text().splitlines()) == 1
 
 
 def tracks_of(trace: dict) -> dict[tuple[int, int], list[tuple[int, int, str]]]:
@@ -228,6 +317,23 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_tracks_are_told_apart_as_perfetto_does(tmp_path: pathlib.Path) -> None:
+    """It takes a negative pid for 0, and names threads by their tid, whatever their process."""
+    monitor.start()
+    for rank in (-1, 0, 1):
+        monitor.record("pass", "forward", rank=rank)
+        monitor.record("cache", "evict", rank=rank)
+    monitor.write_chrome_trace(os.fsencode(tmp_path / "trace.json"))
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    pids = {row["args"]["name"]: row["pid"] for row in rows if row["name"] == "process_name"}
+    assert (pids["rank 0"], pids["rank 1"]) == (0, 1) and pids["process"] > 1
+    tids = [row["tid"] for row in rows if row["name"] == "thread_name"]
+    assert len(set(tids)) == 6 and not set(tids) & set(pids.values())
+    assert {row["tid"] for row in rows if row["ph"] == "X"} == set(tids)
+    with pytest.raises(annulus.ConfigError, match="the name is empty"):
+        monitor.write_chrome_trace("")
 
 
 def test_threads_that_call_at_once_do_not_overlap_in_a_trace(tmp_path: pathlib.Path) -> None:

@@ -50,6 +50,15 @@ def totals() -> list[_core.EventTotal]:
     return _core.events_totals()
 
 
+def _check(where: str, kind: str, bytes: int) -> None:
+    if kind not in KINDS:
+        raise _core.ConfigError(
+            f"annulus.monitor.{where}: kind is {kind!r}, expected one of {', '.join(KINDS)}"
+        )
+    if bytes < 0:  # sums are counters, which never fall
+        raise _core.ConfigError(f"annulus.monitor.{where}: bytes is {bytes}, expected at least 0")
+
+
 def record(
     kind: str,
     name: str,
@@ -66,20 +75,22 @@ def record(
 
     Times are of `time.monotonic_ns()`; without them the event happened now and took no time.
     """
-    if kind not in KINDS:
-        raise _core.ConfigError(
-            f"annulus.monitor.record: kind is {kind!r}, expected one of {', '.join(KINDS)}"
-        )
+    _check("record", kind, bytes)
     if not _core.events_on():
         return
     end_ns = time.monotonic_ns() if end_ns is None else end_ns
     begin_ns = end_ns if begin_ns is None else begin_ns
+    if begin_ns > end_ns:
+        raise _core.ConfigError(
+            f"annulus.monitor.record: begin_ns is {begin_ns}, expected at most end_ns, {end_ns}"
+        )
     _core.events_record(kind, name, rank, step, peer, bytes, begin_ns, end_ns, failed)
 
 
 @contextlib.contextmanager
 def span(kind: str, name: str, *, rank: int = -1, step: int = -1, bytes: int = 0):
     """An event that lasts as long as the block; failed, if an exception ends it."""
+    _check("span", kind, bytes)  # before the block: afterwards it would hide what the block raised
     begin = time.monotonic_ns()
     failed = True
     try:

@@ -11,6 +11,11 @@ from annulus.monitor import _events
 from annulus.monitor._readers import Reader
 
 
+# In traces. Beyond all ranks; and not -1, which Perfetto takes for 0.
+_NOBODY = 999_999
+_FIRST_TRACK = 1_000_000
+
+
 class JsonLines(Reader):
     """Appends every event to a file, one JSON object a line, every `interval` seconds and at `close`.
 
@@ -19,7 +24,9 @@ class JsonLines(Reader):
     """
 
     def __init__(self, path: str | os.PathLike, interval: float = 1.0):
-        self._file = open(path, "a", encoding="utf-8")
+        # Unbuffered: lines of processes that append to one file stay whole, and nothing that could
+        # not be written is left for close().
+        self._file = open(path, "ab", buffering=0)
         try:
             super().__init__(interval)
         except BaseException:
@@ -48,8 +55,9 @@ class JsonLines(Reader):
             if event.failed:
                 line["failed"] = True
             lines.append(json.dumps(line))
-        self._file.write("".join(line + "\n" for line in lines))
-        self._file.flush()
+        rest = memoryview("".join(line + "\n" for line in lines).encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         try:
@@ -58,23 +66,32 @@ class JsonLines(Reader):
             self._file.close()
 
 
+def _process(rank: int) -> int:
+    return rank if rank >= 0 else _NOBODY
+
+
 def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | None = None) -> None:
     """Writes events (all that the stream has, unless given) for chrome://tracing and ui.perfetto.dev.
 
-    A process per rank and a track per kind; steps lie within their passes, and messages that are under way together
+    A process per rank (what is no rank's has its own) and a track per kind; steps lie within their passes, and messages that are under way together
     have tracks of their own, so that nothing overlaps. The file appears whole or not at all.
     """
+    path = os.fsdecode(path)
+    if not path:
+        raise _core.ConfigError("write_chrome_trace: the name is empty, expected that of a file")
     dropped = 0
     if events is None:
         events, _, dropped = _events.read()
     events = list(events)
     origin = min((event.begin_ns for event in events), default=0)
-    tracks: dict[tuple[int, int], str] = {}
-    rows = []
+    places = []  # rank, kind and lane of each event
     for event, lane in zip(events, _core.event_lanes(events)):
         kind = "pass" if event.kind == "step" else event.kind
-        track = _events.KINDS.index(kind) * 10_000 + lane
-        tracks[event.rank, track] = kind if lane == 0 else f"{kind} {lane + 1}"
+        places.append((event.rank, _events.KINDS.index(kind), lane))
+    # Of all processes together: Perfetto names threads by their tid alone.
+    tracks = {place: _FIRST_TRACK + i for i, place in enumerate(sorted(set(places)))}
+    rows = []
+    for event, place in zip(events, places):
         details = {key: value for key in ("step", "peer") if (value := getattr(event, key)) >= 0}
         if event.bytes:
             details["bytes"] = event.bytes
@@ -85,8 +102,8 @@ def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | 
                 "ph": "X",
                 "name": f"step {event.step}" if event.kind == "step" else event.name,
                 "cat": event.kind,
-                "pid": event.rank,
-                "tid": track,
+                "pid": _process(event.rank),
+                "tid": tracks[place],
                 "ts": (event.begin_ns - origin) / 1e3,
                 "dur": (event.end_ns - event.begin_ns) / 1e3,
                 "args": details,
@@ -94,21 +111,23 @@ def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | 
         )
 
     def about(what: str, rank: int, track: int, **value) -> dict:
-        return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": value}
+        return {"ph": "M", "name": what, "pid": _process(rank), "tid": track, "args": value}
 
     names = []
-    for rank in sorted({rank for rank, _ in tracks}):
-        names.append(about("process_name", rank, 0, name=f"rank {rank}" if rank >= 0 else "process"))
-        names.append(about("process_sort_index", rank, 0, sort_index=rank))
-    for (rank, track), name in sorted(tracks.items()):
-        names.append(about("thread_name", rank, track, name=name))
+    for rank in sorted({rank for rank, _, _ in tracks}):
+        own = _process(rank)
+        names.append(about("process_name", rank, own, name=f"rank {rank}" if rank >= 0 else "process"))
+        names.append(about("process_sort_index", rank, own, sort_index=rank))
+    for (rank, number, lane), track in tracks.items():
+        kind = _events.KINDS[number]
+        names.append(about("thread_name", rank, track, name=kind if lane == 0 else f"{kind} {lane + 1}"))
         names.append(about("thread_sort_index", rank, track, sort_index=track))
     trace = {
         "traceEvents": names + rows,
         "displayTimeUnit": "ms",
         "otherData": {"dropped_events": dropped},
     }
-    _write_whole(os.fspath(path), json.dumps(trace) + "\n")
+    _write_whole(path, json.dumps(trace) + "\n")
 
 
 def _write_whole(path: str, text: str) -> None:

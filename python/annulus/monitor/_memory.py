@@ -96,7 +96,7 @@ class profile_memory:  # noqa: N801: a context manager that reads like a functio
         return self
 
     def _run(self) -> None:
-        while not self._stop.wait(self.interval):
+        while not self._stop.wait(min(self.interval, threading.TIMEOUT_MAX)):
             self._sample()
 
     def stop(self) -> None:

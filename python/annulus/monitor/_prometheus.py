@@ -1,5 +1,7 @@
 """Metrics for Prometheus, made from the stream's totals when somebody asks."""
 
+import os
+
 from annulus import _core
 from annulus.monitor import _events
 from annulus.monitor._readers import optional
@@ -26,12 +28,17 @@ class PrometheusExporter:
         except BaseException:
             self.registry.unregister(self._collector)
             raise
+        self._process = os.getpid()
         self.port: int = self._server.server_port
         self.url = f"http://{address}:{self.port}/metrics"
 
     def close(self) -> None:
         """Ends the server and takes the metrics out of the registry. Idempotent."""
         if self._server is None:
+            return
+        if os.getpid() != self._process:  # a forked child has no thread that shutdown() could wait for
+            self._server.socket.close()
+            self._server = None
             return
         self._server.shutdown()
         self._server.server_close()

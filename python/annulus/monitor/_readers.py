@@ -1,7 +1,9 @@
 """What exporters share: a thread that reads the stream from time to time, and packages that may be missing."""
 
+import atexit
 import importlib
 import logging
+import os
 import threading
 import types
 import weakref
@@ -20,10 +22,14 @@ def optional(module: str, package: str, who: str) -> types.ModuleType:
         ) from error
 
 
+_open: "weakref.WeakSet[Reader]" = weakref.WeakSet()
+
+
 class Reader:
-    """Gives `_write(events, dropped)` what was recorded, every `interval` seconds and at the end.
+    """Gives `_write(events, dropped)` what was recorded, every `interval` seconds and at the end, also that of the program.
 
     Starts the stream. What fails on the thread is told once by the logger annulus, and ends the reading: training goes on.
+    A forked child has no such thread, and does not write what its parent writes.
     """
 
     def __init__(self, interval: float):
@@ -32,23 +38,27 @@ class Reader:
                 f"{type(self).__name__}: interval is {interval}, expected seconds above 0"
             )
         _events.start()
+        self._process = os.getpid()
         self._place = _core.events_next()
         self._lock = threading.Lock()  # of _place and of what _write writes to
         self._stop = threading.Event()
         # The thread must not keep its exporter alive.
         self._thread = threading.Thread(
             target=_read_until_stopped,
-            args=(weakref.ref(self), self._stop, interval),
+            args=(weakref.ref(self), self._stop, min(interval, threading.TIMEOUT_MAX)),
             name=f"annulus {type(self).__name__}",
             daemon=True,
         )
         self._thread.start()
+        _open.add(self)
 
     def _write(self, events: list[_core.Event], dropped: int) -> None:
         raise NotImplementedError
 
     def flush(self) -> None:
         """Writes what was recorded so far."""
+        if os.getpid() != self._process:
+            return  # the lock may be held by a thread that was not inherited
         with self._lock:
             if self._stop.is_set():
                 return
@@ -58,7 +68,7 @@ class Reader:
 
     def close(self) -> None:
         """Writes the rest and ends the thread. Monitoring stays on: others may read."""
-        if self._stop.is_set():
+        if self._stop.is_set() or os.getpid() != self._process:
             return
         try:
             self.flush()
@@ -86,3 +96,13 @@ def _read_until_stopped(reader: weakref.ref, stop: threading.Event, interval: fl
                 "%s stops: %s", type(living).__name__, error, exc_info=error
             )
         del living
+
+
+@atexit.register
+def _close_all() -> None:
+    """Nobody closes what set_log_level has made, and programs forget the rest."""
+    for reader in list(_open):
+        try:
+            reader.close()
+        except Exception as error:  # noqa: BLE001: the other ones have something to write, too
+            logging.getLogger("annulus").warning("%s: %s", type(reader).__name__, error)

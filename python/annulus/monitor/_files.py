@@ -73,8 +73,8 @@ def _process(rank: int) -> int:
 def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | None = None) -> None:
     """Writes events (all that the stream has, unless given) for chrome://tracing and ui.perfetto.dev.
 
-    A process per rank (what is no rank's has its own) and a track per kind; steps lie within their passes, and messages that are under way together
-    have tracks of their own, so that nothing overlaps. The file appears whole or not at all.
+    A process per rank (what is no rank's has its own) and a track per kind; steps lie within their passes, and messages
+    that are under way together have tracks of their own, so that nothing overlaps. The file appears whole or not at all.
     """
     path = os.fsdecode(path)
     if not path:

@@ -94,6 +94,10 @@ OutputFile::OutputFile(std::string kind, fs::path path)
     if (fs::is_symlink(fs::symlink_status(path_, error))) {
       fail("is a symbolic link that leads nowhere", ENOENT);
     }
+    // However it is spelled: see commit_together.
+    const fs::path folder =
+        fs::canonical(path_.has_parent_path() ? path_.parent_path() : ".", error);
+    if (!error) target_ = folder / path_.filename();
     create_temporary(0);
     return;
   }
@@ -198,12 +202,12 @@ void OutputFile::fail(const char* problem, int code) const {
   fail(std::string(problem) + ": " + error_text(code));
 }
 
-void check_output_file(const char* kind, const std::string& path) {
+fs::path check_output_file(const char* kind, const std::string& path) {
   struct stat status {};
   // A device or a pipe is opened once, when there is something to write.
   const bool exists = ::stat(path.c_str(), &status) == 0;
-  if (exists && !S_ISREG(status.st_mode) && !S_ISDIR(status.st_mode)) return;
-  const OutputFile attempt(kind, path);
+  if (exists && !S_ISREG(status.st_mode) && !S_ISDIR(status.st_mode)) return {};
+  return OutputFile(kind, path).target();
 }
 
 void commit_together(std::vector<OutputFile>& files, std::span<const fs::path> stale) {

@@ -28,6 +28,10 @@ class OutputFile {
   void write(std::string_view text) { write(text.data(), text.size()); }
   // Puts the file in its place.
   void commit();
+  // What commit() replaces; empty: the file is written through.
+  [[nodiscard]] std::filesystem::path target() const {
+    return temporary_.empty() ? std::filesystem::path() : target_;
+  }
 
  private:
   friend void commit_together(std::vector<OutputFile>& files,
@@ -46,8 +50,9 @@ class OutputFile {
   int descriptor_ = -1;
 };
 
-// For a file that is written when all work is done: ConfigError if that is bound to fail.
-void check_output_file(const char* kind, const std::string& path);
+// For a file that is written when all work is done: ConfigError if that is bound to fail. What will
+// be replaced, with links followed; empty: it will be written through.
+[[nodiscard]] std::filesystem::path check_output_file(const char* kind, const std::string& path);
 
 // Puts all files in place and removes `stale` plain files, or leaves everything as it was.
 void commit_together(std::vector<OutputFile>& files, std::span<const std::filesystem::path> stale);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <new>
 #include <utility>
 
 namespace annulus::cli {
@@ -86,6 +87,7 @@ Recording::Recording(const World& world, bool wanted, LogLevel level, int ranks)
     : level_(level),
       ranks_(ranks),
       first_rank_(world.rank()),
+      end_rank_(world.is_mpi() ? first_rank_ + 1 : ranks),
       told_(static_cast<std::size_t>(ranks)) {
   if (!wanted && level == LogLevel::off) return;
   begin_ = event_stream().next();
@@ -93,7 +95,14 @@ Recording::Recording(const World& world, bool wanted, LogLevel level, int ranks)
   event_stream().start(kCapacity);
 }
 
-Recording::~Recording() { event_stream().stop(); }
+Recording::~Recording() {
+  event_stream().stop();
+  try {
+    for (int rank = first_rank_; rank < end_rank_; ++rank) log(rank);
+  } catch (const std::bad_alloc&) {
+    // Why the run has failed is said elsewhere.
+  }
+}
 
 void Recording::log(int rank) {
   if (level_ == LogLevel::off) return;
@@ -101,6 +110,11 @@ void Recording::log(int rank) {
   const EventStream::Batch batch = event_stream().read(told);
   told = batch.next;
   std::string text;
+  if (batch.dropped > 0) {
+    text += fmt::format(
+        "annulus: [rank {}/{}] {} events were overwritten before this rank's were told\n", rank,
+        ranks_, batch.dropped);
+  }
   for (const EventRecord& event : batch.events) {
     const bool mine = event.rank == rank || (event.rank < 0 && rank == first_rank_);
     if (mine && level_of(event.kind) <= level_)

@@ -24,7 +24,7 @@ class Recording {
  public:
   // The stream of the process is on as long as this lives, if `wanted` or the level asks for it.
   Recording(const World& world, bool wanted, LogLevel level, int ranks);
-  ~Recording();
+  ~Recording();  // says what was not said yet: passes that have failed
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
@@ -41,6 +41,7 @@ class Recording {
   const LogLevel level_;
   const int ranks_;
   const int first_rank_;     // of this process: it also tells of what is nobody's in particular
+  const int end_rank_;       // of this process, beyond the last one
   std::uint64_t begin_ = 0;  // of this recording in the stream
   std::mutex mutex_;         // of the log
   std::vector<std::uint64_t> told_;

@@ -12,7 +12,6 @@
 #include "cli/job.h"
 #include "cli/limits.h"
 #include "cli/options.h"
-#include "cli/output_file.h"
 #include "cli/recording.h"
 #include "cli/run_output.h"
 #include "cli/sample_check.h"
@@ -60,8 +59,7 @@ Setup set_up(World& world, const RunFlags& flags) {
   const std::string shared = world.share([&] {
     if (!flags.input.empty()) setup.files = inspect_inputs(flags.input, backward, flags.problem);
     if (!flags.output.empty()) check_output_folder(flags.output, backward);
-    if (!flags.trace.empty()) check_output_file("trace", flags.trace);
-    if (!flags.report.empty()) check_output_file("report", flags.report);
+    check_recording_files(flags);
     const Shape shape = setup.files ? setup.files->shape : shape_from(flags.problem);
     const DType dtype = setup.files && !flags.problem.has("dtype") ? setup.files->dtype
                                                                    : flags.problem.options.dtype;
@@ -93,7 +91,8 @@ int run(World& world, const RunFlags& flags) {
                    .transport = world.name(),
                    .job = {},
                    .errors = {},
-                   .removed = {}};
+                   .removed = {},
+                   .dropped = 0};
   RingOptions& options = result.options;
   options.limits = setup.limits.limits;
 
@@ -122,6 +121,7 @@ int run(World& world, const RunFlags& flags) {
   settings.after_pass = [&](int rank) { recording.log(rank); };
   result.job = run_job(options, tensors, settings);
   if (recorded) recording.collect(world);
+  result.dropped = recording.dropped();
   if (!world.leads()) return kOk;
   for (int rank = 1; world.is_mpi() && !from_files && rank < options.placement.ranks(); ++rank) {
     fill_synthetic(tensors, rank, flags.problem.seed, *ThreadPool::of(options.threads));

@@ -4,9 +4,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <utility>
 
+#include "annulus/error.h"
 #include "cli/console.h"
 #include "cli/output_file.h"
 #include "cli/report.h"
@@ -130,8 +133,12 @@ void print_table(const RunFlags& flags, const RunResult& result) {
     text += fmt::format("  {:<9} o, lse{} in {}\n", "written", backward ? ", dq, dk, dv" : "",
                         flags.output);
   }
-  if (!flags.trace.empty()) text += fmt::format("  {:<9} {}\n", "trace", flags.trace);
-  if (!flags.report.empty()) text += fmt::format("  {:<9} {}\n", "report", flags.report);
+  const std::string lost =
+      result.dropped == 0 ? ""
+                          : fmt::format(", without the oldest {} events",
+                                        with_commas(static_cast<std::int64_t>(result.dropped)));
+  if (!flags.trace.empty()) text += fmt::format("  {:<9} {}{}\n", "trace", flags.trace, lost);
+  if (!flags.report.empty()) text += fmt::format("  {:<9} {}{}\n", "report", flags.report, lost);
   if (!result.removed.empty()) {
     text += fmt::format("  {:<9} {}, which an earlier run left there\n", "removed",
                         fmt::join(result.removed, ", "));
@@ -183,8 +190,20 @@ Json to_json(const RunFlags& flags, const RunResult& result) {
   json["output"] = flags.output.empty() ? Json() : Json(flags.output);
   json["trace"] = flags.trace.empty() ? Json() : Json(flags.trace);
   json["report"] = flags.report.empty() ? Json() : Json(flags.report);
+  json["dropped_events"] = result.dropped;
   json["removed"] = result.removed;
   return json;
+}
+
+void check_recording_files(const RunFlags& flags) {
+  std::filesystem::path trace;
+  if (!flags.trace.empty()) trace = check_output_file("trace", flags.trace);
+  if (flags.report.empty()) return;
+  const std::filesystem::path report = check_output_file("report", flags.report);
+  if (!report.empty() && report == trace) {
+    throw ConfigError(
+        fmt::format("report '{}': is the same file as trace '{}'", flags.report, flags.trace));
+  }
 }
 
 void write_recording(const RunFlags& flags, const RunResult& result, const Recording& recording) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -35,11 +36,14 @@ struct RunResult {
   JobReport job;
   SampledErrors errors;
   std::vector<std::string> removed;  // files of an earlier run
+  std::uint64_t dropped = 0;         // events that trace and report do not have
 };
 
 void print_table(const RunFlags& flags, const RunResult& result);
 [[nodiscard]] Json to_json(const RunFlags& flags, const RunResult& result);
-// The files of --trace and --report, both or neither.
+// Before any work: ConfigError if the files of --trace and --report cannot be written, or are one.
+void check_recording_files(const RunFlags& flags);
+// Both or neither.
 void write_recording(const RunFlags& flags, const RunResult& result, const Recording& recording);
 
 }  // namespace annulus::cli

@@ -3,14 +3,28 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <compare>
 #include <limits>
+#include <map>
 #include <set>
 #include <utility>
 
 namespace annulus::cli {
 namespace {
 
-constexpr int kMostLanes = 10'000;  // of a kind: more than there are ranks to talk to
+// Beyond all ranks, so that no number stands for two things. Not -1 for what is no rank's: Perfetto
+// takes that for 0.
+constexpr int kNobody = 999'999;
+constexpr int kFirstTrack = 1'000'000;
+
+struct Track {
+  int rank = -1;
+  EventKind kind = EventKind::pass;
+  int lane = 0;
+  auto operator<=>(const Track&) const = default;
+};
+
+int process_of(int rank) { return rank < 0 ? kNobody : rank; }
 
 // Steps are on the track of passes.
 EventKind track_kind(const EventRecord& event) {
@@ -22,7 +36,7 @@ double microseconds(std::int64_t nanoseconds) { return static_cast<double>(nanos
 Json metadata(const char* what, int rank, int track, const char* key, Json value) {
   return {{"ph", "M"},
           {"name", what},
-          {"pid", rank},
+          {"pid", process_of(rank)},
           {"tid", track},
           {"args", {{key, std::move(value)}}}};
 }
@@ -35,27 +49,29 @@ std::string chrome_trace(const Recording& recording, const Json& facts) {
   std::int64_t origin = std::numeric_limits<std::int64_t>::max();
   for (const EventRecord& event : events) origin = std::min(origin, event.begin_ns);
 
-  std::set<int> ranks;
-  std::set<std::pair<int, int>> tracks;  // rank and number
-  Json list = Json::array();
   const auto track_of = [&](std::size_t i) {
-    return static_cast<int>(track_kind(events[i])) * kMostLanes + lanes[i];
+    return Track{events[i].rank, track_kind(events[i]), lanes[i]};
   };
-  for (std::size_t i = 0; i < events.size(); ++i) {
-    ranks.insert(events[i].rank);
-    tracks.emplace(events[i].rank, track_of(i));
-  }
+  // Numbered over all ranks: Perfetto names threads by their number, whatever their process.
+  std::map<Track, int> tracks;
+  for (std::size_t i = 0; i < events.size(); ++i) tracks.emplace(track_of(i), 0);
+  int next = kFirstTrack;
+  for (auto& [track, number] : tracks) number = next++;
+
+  Json list = Json::array();
+  std::set<int> ranks;
+  for (const auto& [track, number] : tracks) ranks.insert(track.rank);
   for (const int rank : ranks) {
-    list.push_back(metadata("process_name", rank, 0, "name",
+    list.push_back(metadata("process_name", rank, process_of(rank), "name",
                             rank < 0 ? "process" : fmt::format("rank {}", rank)));
-    list.push_back(metadata("process_sort_index", rank, 0, "sort_index", rank));
+    list.push_back(metadata("process_sort_index", rank, process_of(rank), "sort_index", rank));
   }
-  for (const auto& [rank, track] : tracks) {
-    const int lane = track % kMostLanes;
-    const char* kind = name_of(static_cast<EventKind>(track / kMostLanes));
-    list.push_back(metadata("thread_name", rank, track, "name",
-                            lane == 0 ? std::string(kind) : fmt::format("{} {}", kind, lane + 1)));
-    list.push_back(metadata("thread_sort_index", rank, track, "sort_index", track));
+  for (const auto& [track, number] : tracks) {
+    const char* kind = name_of(track.kind);
+    list.push_back(
+        metadata("thread_name", track.rank, number, "name",
+                 track.lane == 0 ? std::string(kind) : fmt::format("{} {}", kind, track.lane + 1)));
+    list.push_back(metadata("thread_sort_index", track.rank, number, "sort_index", number));
   }
   for (std::size_t i = 0; i < events.size(); ++i) {
     const EventRecord& event = events[i];
@@ -68,8 +84,8 @@ std::string chrome_trace(const Recording& recording, const Json& facts) {
                     {"name", event.kind == EventKind::step ? fmt::format("step {}", event.step)
                                                            : std::string(event.name())},
                     {"cat", name_of(event.kind)},
-                    {"pid", event.rank},
-                    {"tid", track_of(i)},
+                    {"pid", process_of(event.rank)},
+                    {"tid", tracks.at(track_of(i))},
                     {"ts", microseconds(event.begin_ns - origin)},
                     {"dur", microseconds(event.end_ns - event.begin_ns)},
                     {"args", std::move(arguments)}});

@@ -198,6 +198,10 @@ TEST_F(Cli, FilesThatCannotBeWrittenAreRefusedBeforeAnyWork) {
       annulus({"run", "--tokens", "100M", "--report", (folder_ / "no" / "where.html").string()}),
       "cannot be created");
   expect_refused(annulus(kSmall + Words{"--report", ""}), "a file");
+  // However it is spelled.
+  expect_refused(annulus({"run", "--tokens", "100M", "--trace", (folder_ / "one").string(),
+                          "--report", (folder_ / "." / "one").string()}),
+                 "is the same file as");
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 

@@ -3,7 +3,11 @@
 #include "annulus/events.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -182,6 +186,37 @@ TEST(Events, ThreadsWriteWhileOthersRead) {
   for (const EventTotal& total : stream.totals()) count += total.count;
   EXPECT_EQ(count, static_cast<std::uint64_t>(kThreads) * kEach);
 }
+
+#if defined(__linux__) && !defined(__SANITIZE_THREAD__)  // TSan does not follow into such a child
+TEST(EventStream, AForkedChildBeginsWithOneOfItsOwn) {
+  event_stream().start();
+  record_event(EventKind::cache, "hit", 0);
+  const std::uint64_t next = event_stream().next();
+  // Somebody else is always writing when the process is forked: the lock is mostly held.
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    while (!done) record_event(EventKind::cache, "hit", 1);
+  });
+  for (int i = 0; i < 20; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);  // a hang is a failure
+      const bool empty = !event_stream().on() && event_stream().read().events.empty();
+      event_stream().start(8);
+      record_event(EventKind::cache, "evict", 0);
+      _exit(empty && event_stream().totals().size() == 1 ? 0 : 1);
+    }
+    int status = -1;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+  }
+  done = true;
+  writer.join();
+  EXPECT_GT(event_stream().next(), next);
+  event_stream().stop();
+  event_stream().clear();
+}
+#endif
 
 TEST(EventLanes, StepsLieWithinPassesAndMessagesBesideEachOther) {
   const std::vector<EventRecord> events = {

@@ -96,7 +96,7 @@ class EventStream {
   std::map<Key, EventTotal> totals_;
 };
 
-// The process's: everything in the library writes here.
+// The process's: everything in the library writes here. A forked child has its own, which is off.
 [[nodiscard]] EventStream& event_stream() noexcept;
 
 // An event that lasts as long as this object; failed, if an exception ends it.

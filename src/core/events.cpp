@@ -1,5 +1,7 @@
 #include "annulus/events.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <new>
@@ -133,7 +135,14 @@ std::int64_t EventStream::now_ns() noexcept {
 EventStream& event_stream() noexcept {
   // Never destroyed: threads may still write while the process ends. In place: nothing can fail.
   alignas(EventStream) static std::byte place[sizeof(EventStream)];
-  static auto* const stream = ::new (place) EventStream;
+  static auto* const stream = [] {
+#if defined(__linux__)
+    // A forked child begins with a stream of its own, off and empty: what it has inherited is its
+    // parent's, and a thread that is gone may have left it locked.
+    pthread_atfork(nullptr, nullptr, [] { ::new (place) EventStream; });
+#endif
+    return ::new (place) EventStream;
+  }();
   return *stream;
 }
 

@@ -17,7 +17,7 @@ _FIRST_TRACK = 1_000_000
 
 
 class JsonLines(Reader):
-    """Appends every event to a file, one JSON object a line, every `interval` seconds and at `close`.
+    """Appends every event to a file, one JSON object a line, every `interval` seconds, at `close` and at exit.
 
     `time` is the beginning in seconds since 1970; where events were overwritten before they were read, a line says
     {"dropped": how many}.

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -168,6 +169,26 @@ TEST(Recovery, DoesNotHideWhatElseIsWrong) {
   test::expect_everywhere(outcomes, "ConfigError", {});
 }
 
+// Ranks whose options differ would not try the same things: a rank that has no memory before it can
+// compare them must not leave the others behind in an attempt of their own.
+TEST(Recovery, IsNotBegunByRanksThatDiffer) {
+  const auto forbid = [](RingOptions& options) { options.recover = false; };
+  const auto cut_batch = [](RingOptions& options) { options.batch = 1; };
+  for (const std::function<void(RingOptions&)>& change :
+       {std::function(forbid), std::function(cut_batch)}) {
+    for (const int unlucky : {0, 1}) {
+      const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+        RingOptions options = small_options(2);
+        if (transport.rank() == 1) change(options);
+        const FailingMemory failing(transport.rank() == unlucky ? BadMemory{.plans = 1}
+                                                                : BadMemory{});
+        const RingAttention ring(options, transport);
+      });
+      test::expect_everywhere(outcomes, "ConfigError", {"disagree"});
+    }
+  }
+}
+
 // In pieces everything still is what it says: bytes, memory, wrong tensors, two calls in a row.
 TEST(Recovery, PiecesKeepTheirPromises) {
   for (const std::int64_t plans : {2, 4, 5}) {
@@ -207,6 +228,38 @@ TEST(Recovery, PiecesKeepTheirPromises) {
     });
     test::expect_everywhere(outcomes, "", {});
     test::expect_matches(problem, results, test::reference_of(problem, inputs));
+  }
+}
+
+// Where a head is enough work to be shared out among threads, how it is cut follows the number of
+// heads at a time, and with it the order in which gradients are summed, unless it is to be the
+// same.
+TEST(Recovery, PiecesGiveTheBitsOfTheWhole) {
+  for (const bool reproducible : {false, true}) {
+    Problem problem = make_problem("bits", dense(4), 4, 1100, 16, 2);
+    RingOptions options = ring_options(problem, Placement::contiguous(1100, 2));
+    options.reproducible = reproducible;
+    options.threads = 2;
+    const test::Inputs inputs = test::random_inputs(problem, 3);
+    test::Results results[2] = {test::empty_results(options), test::empty_results(options)};
+    for (const bool in_pieces : {false, true}) {
+      const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+        const FailingMemory failing(BadMemory{.plans = in_pieces ? 4 : 0});
+        RingAttention ring(options, transport);
+        EXPECT_EQ(ring.recovery(), in_pieces ? "1 of 4 K/V heads of one sequence at a time" : "");
+        Shard shard(options, transport.rank());
+        shard.load(inputs);
+        shard.forward(ring);
+        shard.backward(ring);
+        shard.collect(results[in_pieces ? 1 : 0]);
+      });
+      test::expect_everywhere(outcomes, "", {});
+    }
+    if (!reproducible) {
+      test::expect_matches(problem, results[1], test::reference_of(problem, inputs));
+      for (test::Results& each : results) each.dq = each.dk = each.dv = {};
+    }
+    EXPECT_EQ(test::first_difference(results[1], results[0]), "") << reproducible;
   }
 }
 

@@ -54,7 +54,8 @@ struct RingOptions {
       false;  // debugging: wait for each transfer where it is posted instead of overlapping it
   // When memory runs out on any rank while an executor is made, all ranks try again: without what
   // is cached, then sequence by sequence, head by head, then by the ring schedule. The results are
-  // the same; RingAttention::recovery says what it came to. false: the first failure is the error.
+  // the same (gradients, and all results by the ring schedule, to rounding, unless reproducible);
+  // RingAttention::recovery says what it came to. false: the first failure is the error.
   bool recover = true;
   Limits limits;
   Rates rates;

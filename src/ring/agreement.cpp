@@ -135,7 +135,10 @@ void exchange(Transport& transport, Record& mine) {
   }
   exchange(transport, report);
 
-  if (report.complaining != kNobody) {
+  // Ranks that try again go by their options: with others they would part.
+  const bool differ = std::any_of(report.entries.begin(), report.entries.end(),
+                                  [](const auto& entry) { return entry.differing != kNobody; });
+  if (report.complaining != kNobody && !(only_memory && differ)) {
     const std::string text =
         prefix(transport, where) +
         (complaint.empty()

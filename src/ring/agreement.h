@@ -40,8 +40,8 @@ struct Complaint {
   Complaint(std::string about) : text(std::move(about)) {}  // NOLINT(google-explicit-constructor)
 
   std::string text;
-  // Memory is all that it lacks. Where that goes for every rank that complains, the error is a
-  // SharedShortage.
+  // Memory is all that it lacks. Where that goes for every rank that complains, and all claim the
+  // same, the error is a SharedShortage.
   std::optional<Shortage> shortage;
 
   [[nodiscard]] bool empty() const { return text.empty(); }

@@ -55,6 +55,8 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
 
   std::vector<Claim> claims{{ring::kTheCall, "construction of an executor"}};
   attempt([&] {
+    // First: a rank that runs out of memory here must not hide that its options are others.
+    for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
     admit(0, "plans");
     check_options();
     backend = backend_of(options.device, options.threads);
@@ -66,7 +68,6 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     make_plans(whole);
     link = std::make_unique<ring::Link>(*transport, *backend, queue = backend->make_queue());
     make_couriers();
-    for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
     claims.push_back(
         {"the kind of device", options.device.kind == Device::Kind::cpu ? "cpu" : "cuda"});
     claims.push_back({"the schedule as chosen (by limits and rates)", name_of(schedule)});

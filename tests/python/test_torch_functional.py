@@ -653,3 +653,16 @@ def test_positions_and_shards_of_one_process() -> None:
             at.positions(**{"n_global": 24} | wrong)
     with pytest.raises(ConfigError, match="rank is 1"):
         at.positions(24, rank=1)
+
+
+def test_a_tensor_whose_memory_has_the_other_sign() -> None:
+    """As the imaginary part of a conjugate, which is no copy."""
+    x, grad = torch.randn(2, 1, 32, 2, 16).unbind()
+    q, k, v = x.requires_grad_(), torch.randn(1, 32, 2, 16), torch.randn(1, 32, 2, 16)
+    assert torch.equal(at.ring_attention(torch._neg_view(q), k, v), at.ring_attention(-q, k, v))
+    assert torch.equal(at.ring_attention(q, k, torch._neg_view(v)), at.ring_attention(q, k, -v))
+    o = at.ring_attention(q, k, v)
+    found, expected = (
+        torch.autograd.grad(o, q, g, retain_graph=True)[0] for g in (torch._neg_view(grad), -grad)
+    )
+    assert torch.equal(found, expected)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
+import logging
 import os
 import pathlib
 import signal
@@ -203,6 +205,55 @@ def fsdp_is_refused_and_held_bytes_are_the_shards() -> None:
         assert "FSDP" in str(error), error
     else:
         raise AssertionError("gradients would be averaged twice")
+
+
+def rings_of_some_ranks_are_logged() -> None:
+    """Where a training has several rings, a process is another rank of its own."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("annulus").addHandler(handler)
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    layer = at.RingAdvancedDistributedDilatedAttention(
+        WIDTH, 2, batch_first=True, group=pairs[dist.get_rank() // 2], log_level="info"
+    )
+    training = layer.prepare(group=WORLD)
+    x = torch.randn(1, 50, WIDTH)
+    training.step(training.model(x, x, x, need_weights=False)[0].square().mean())
+    training.close()
+    logging.getLogger("annulus").removeHandler(handler)
+    tag = f"[rank {dist.get_rank() % 2}/2] "
+    passes = [line for line in lines if line.startswith((tag + "forward", tag + "backward"))]
+    assert len(passes) == 2, lines
+    at.cleanup()
+
+
+def ddp_is_refused() -> None:
+    layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD)
+    try:
+        layer.prepare(at.data_parallel(layer, WORLD))
+    except annulus.ConfigError as error:
+        assert "DistributedDataParallel already" in str(error), error
+    else:
+        raise AssertionError("gradients would be averaged twice")
+
+
+def deepspeed_that_one_rank_misses_is_everybodys_error() -> None:
+    layer = at.RingAdvancedDistributedDilatedAttention(
+        WIDTH, 2, group=WORLD, use_deepspeed=True, zero_stage=1
+    )
+    found, missed = importlib.util.find_spec, dist.get_rank() == 1
+    importlib.util.find_spec = lambda name: None if missed else found("torch")
+    begin = time.monotonic()
+    try:
+        layer.prepare()
+    except annulus.ConfigError as error:
+        assert "pip install deepspeed" in str(error), error
+    else:
+        raise AssertionError("rank 1 has no DeepSpeed")
+    finally:
+        importlib.util.find_spec = found
+    assert time.monotonic() - begin < 20  # not for want of rank 1
 
 
 def buckets_leave_when_they_are_told_to() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import logging
 import os
 import pathlib
@@ -12,6 +13,7 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 
 training = pytest.importorskip("test_training", reason="PyTorch is not installed, or has no Gloo")
@@ -57,6 +59,7 @@ def run(made: at.Training, steps: int) -> dict[int, float]:
     ("arguments", "words"),
     [
         ({"zero_stage": 2}, "use_deepspeed=True"),
+        ({"zero_stage": 0}, "use_deepspeed=True"),
         ({"cpu_offload": True}, "use_deepspeed=True"),
         ({"nvme_offload": True}, "use_deepspeed=True"),
         ({"nvme_path": "/tmp"}, "use_deepspeed=True"),
@@ -67,10 +70,12 @@ def run(made: at.Training, steps: int) -> dict[int, float]:
         ({"use_deepspeed": True, "nvme_offload": True}, "go together"),
         ({"use_deepspeed": True, "nvme_path": "/tmp"}, "go together"),
         ({"use_deepspeed": True, "nvme_offload": True, "nvme_path": "/none"}, "written to"),
+        ({"use_deepspeed": True, "nvme_offload": True, "nvme_path": 5}, "path of a folder"),
         ({"bucket_size": 0}, "MB above 0"),
         ({"bucket_size": "25"}, "MB above 0"),
         ({"overlap_comm": "yes"}, "True or False"),
         ({"enable_fault_tolerance": True}, "checkpoint_folder"),
+        ({"enable_fault_tolerance": True, "checkpoint_folder": 5}, "path of a folder"),
         ({"checkpoint_folder": "x"}, "enable_fault_tolerance=True"),
         ({"checkpoint_interval": 10}, "enable_fault_tolerance=True"),
         ({"auto_resume": True}, "enable_fault_tolerance=True"),
@@ -108,6 +113,28 @@ def test_services_of_a_model_are_of_one_mind() -> None:
         make().prepare(layers[1])
     with pytest.raises(annulus.ConfigError, match="'model' of its own"):
         layers[0].prepare(state={"model": layers[1]})
+
+
+def test_a_training_is_of_a_model_and_its_optimizer() -> None:
+    layer, other = make(), make()
+    with pytest.raises(annulus.ConfigError, match="model is a str"):
+        layer.prepare("layer")
+    with pytest.raises(annulus.ConfigError, match="optimizer is a function"):
+        layer.prepare(optimizer=torch.optim.AdamW.__init__)
+    with pytest.raises(annulus.ConfigError, match="none of the model's"):
+        layer.prepare(optimizer=torch.optim.SGD(other.parameters()))
+    with pytest.raises(annulus.ConfigError, match="a dict as 'data'"):  # not after 100 steps
+        make(use_deepspeed=True).prepare(state={"data": {}})
+
+
+def test_no_step_follows_the_end() -> None:
+    """It would be in no checkpoint."""
+    made = make().prepare()
+    run(made, 1)
+    made.close()
+    with pytest.raises(annulus.ConfigError, match="closed"):
+        run(made, 2)
+    assert made.done == 1
 
 
 def test_deepspeed_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,13 +234,14 @@ def test_deepspeed_config_says_what_the_arguments_say(tmp_path: pathlib.Path) ->
     assert config["gradient_clipping"] == 0.0 and not config["bf16"]["enabled"]
 
     config = make(
-        use_deepspeed=True,
+        use_deepspeed=np.bool_(True),
         zero_stage=1,
         bucket_size=8,
-        overlap_comm=False,
+        overlap_comm=np.bool_(False),
         cpu_offload=True,
         dtype=torch.bfloat16,
     ).deepspeed_config
+    assert config == json.loads(json.dumps(config))
     assert config["bf16"]["enabled"] and not config["fp16"]["enabled"]
     assert config["zero_optimization"] == {
         "stage": 1,
@@ -293,6 +321,43 @@ def test_the_log_has_its_level_while_a_training_goes_on() -> None:
         log.removeHandler(handler)
 
 
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_trainings_at_once_watch_until_the_last_one_ends(first_ends_first: bool) -> None:
+    log = logging.getLogger("annulus")
+    level = log.level
+    one = make(enable_monitoring=True, log_level="info").prepare()
+    two = make(enable_monitoring=True, log_level="debug").prepare()
+    first, second = (one, two) if first_ends_first else (two, one)
+    first.close()
+    assert monitor.running()
+    assert log.level == (logging.DEBUG if first_ends_first else logging.INFO)
+    second.close()
+    assert (log.level, monitor.running()) == (level, False)
+
+
+def test_a_log_that_was_there_before_a_training_goes_on() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("annulus")
+    level = log.level
+    log.addHandler(handler)
+    try:
+        monitor.set_log_level("info", ranks=7)
+        made = make(log_level="off").prepare()
+        run(made, 1)
+        made.close()
+        assert lines == []
+        run(make().prepare(), 1)
+        monitor.flush_log()
+        assert sum(line.startswith("[rank 0/7] forward") for line in lines) == 1, lines
+    finally:
+        monitor.set_log_level("off")
+        monitor.stop()
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
 def test_memory_is_profiled_while_a_training_goes_on() -> None:
     layer = make()
     assert layer.prepare().memory_report() is None
@@ -347,6 +412,9 @@ def test_ranks(alone: list[float]) -> None:
         "min_tokens_for_ring_decides",
         "caches_of_a_ring_are_its_own",
         "ranks_that_disagree_are_told",
+        "rings_of_some_ranks_are_logged",
+        "deepspeed_that_one_rank_misses_is_everybodys_error",
+        "ddp_is_refused",
         "fsdp_is_refused_and_held_bytes_are_the_shards",
     ]
     trained = ["trains:ddp", "trains:ddp+after+checkpointing"]

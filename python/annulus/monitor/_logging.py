@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 
 from annulus import _core
 from annulus.monitor._readers import Reader
@@ -96,6 +97,24 @@ def set_log_level(level: str, *, rank: int | None = None, ranks: int | None = No
             handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
             target.addHandler(handler)
         _current = LogExporter(rank, ranks)
+
+
+def log_as_it_is() -> Callable[[], None]:
+    """What makes the log again as it is now."""
+    target = logging.getLogger("annulus")
+    level, exporter = target.level, _current
+
+    def restore() -> None:
+        global _current
+        with _lock:
+            if _current is exporter and target.level == level:
+                return
+            if _current is not None:
+                _current.close()
+            target.setLevel(level)
+            _current = None if exporter is None else LogExporter(exporter._rank, exporter._ranks)
+
+    return restore
 
 
 def flush_log() -> None:

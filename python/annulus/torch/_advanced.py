@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import annulus
 from annulus import ConfigError
-from annulus.torch import _rings
+from annulus.torch import _engine, _rings
 from annulus.torch._config import flag_complaint
 from annulus.torch._modules import RingMultiheadDilatedAttention
 from annulus.torch._services import Services
@@ -173,11 +173,13 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         model = self if model is None else model
         state = {} if state is None else dict(state)
         ranks = self._ranks_of({"group": group})
-        wrong = self._complaint(model, state, group)
+        wrong = self._complaint(model, optimizer, state, group)
         if wrong is not None:
             raise ConfigError(f"{type(self).__name__}: prepare: {wrong}")
         if optimizer is None:
             optimizer = torch.optim.AdamW(model.parameters())
+        if self._services.use_deepspeed:
+            _engine.check()
         if ranks is not None:
             claims = self._services.claims()
             _rings.lengths_of_all("prepare", _rings.group_name(ranks), claims, 0)
@@ -190,7 +192,13 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         group = given.get("group")
         return self.attention.group if group is None else group
 
-    def _complaint(self, model: nn.Module, state: dict, group: object) -> str | None:
+    def _complaint(
+        self, model: nn.Module, optimizer: object, state: dict, group: object
+    ) -> str | None:
+        if not isinstance(model, nn.Module):
+            return f"model is a {type(model).__name__}: a torch.nn.Module was expected"
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            return f"optimizer is a {type(optimizer).__name__}: a torch.optim.Optimizer was expected"
         kind = RingAdvancedDistributedDilatedAttention
         layers = [layer for layer in model.modules() if isinstance(layer, kind)]
         if not any(layer is self for layer in layers):
@@ -205,10 +213,19 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
                 "the model is sharded by FSDP, which averages gradients itself: this would do it once more. Train it as it "
                 "is, with Checkpoints"
             )
+        if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
+            return "the model is in a DistributedDataParallel already: pass its module"
+        if optimizer is not None:
+            known = set(model.parameters())
+            if not all(p in known for g in optimizer.param_groups for p in g["params"]):
+                return "the optimizer has parameters that are none of the model's: nobody would average their gradients"
         for name in ("model", "optimizer"):
             if name in state:
                 return f"state has a {name!r} of its own"
         services = self._services
+        for name, thing in state.items() if services.use_deepspeed else ():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                return f"state has a {type(thing).__name__} as {name!r}: state_dict and load_state_dict were expected"
         apart = self._ranks_of({"group": group}) is None and dist.is_initialized()
         if services.enable_fault_tolerance and apart and dist.get_world_size() > 1:
             return (

@@ -19,8 +19,8 @@ _KEEP = 2
 _OURS = "annulus"  # of what DeepSpeed keeps for others, beside its own names
 
 
-def start(services: Services, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """DeepSpeed's engine around a model."""
+def check() -> None:
+    """Raises where there is no DeepSpeed for this process, before others wait for it."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ModuleNotFoundError(
             "use_deepspeed needs DeepSpeed (pip install deepspeed)", name="deepspeed"
@@ -29,6 +29,10 @@ def start(services: Services, model: nn.Module, optimizer: torch.optim.Optimizer
         raise ConfigError(
             "use_deepspeed: torch.distributed is not initialised: start with torchrun, and call init_process_group"
         )
+
+
+def start(services: Services, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """DeepSpeed's engine around a model."""
     import deepspeed
 
     if services.nvme_offload:

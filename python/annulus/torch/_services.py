@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,6 +48,11 @@ class Services:
     log_level: str | None
     profile_memory: bool
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if isinstance(getattr(self, field.name), np.bool_):  # which JSON does not know
+                object.__setattr__(self, field.name, bool(getattr(self, field.name)))
+
     def complaint(self) -> str | None:
         """What is wrong with them."""
         complaints = [
@@ -67,13 +73,19 @@ class Services:
             complaints.append(
                 f"bucket_size is {self.bucket_size!r}: a number of MB above 0 was expected"
             )
+        for name in ("nvme_path", "checkpoint_folder"):
+            if not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
+                complaints.append(f"{name} is {getattr(self, name)!r}: the path of a folder was expected")
+        wrong = next((text for text in complaints if text is not None), None)
+        if wrong is not None:  # what follows takes them for what they should be
+            return wrong
         complaints += [self._deepspeed_complaint(), self._fault_tolerance_complaint()]
         return next((text for text in complaints if text is not None), None)
 
     def _deepspeed_complaint(self) -> str | None:
         if not self.use_deepspeed:
             for name in ("zero_stage", "cpu_offload", "nvme_offload", "nvme_path"):
-                if getattr(self, name) not in (None, False):
+                if getattr(self, name) is not None and getattr(self, name) is not False:
                     return (
                         f"{name} is {getattr(self, name)!r}, which DeepSpeed would do: it needs "
                         "use_deepspeed=True"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from annulus import TransportError, monitor
+from annulus import ConfigError, TransportError, monitor
+from annulus.monitor._logging import log_as_it_is
 from annulus.torch import _engine, _rings
 from annulus.torch._checkpoints import Checkpoints
 from annulus.torch._gradients import data_parallel
@@ -57,7 +57,8 @@ class Training:
         self._done = self._recoveries = 0
         self._checkpoints: Checkpoints | _engine.EngineCheckpoints | None = None
         self._model = model
-        self._watch = _Watch(services, model, group)
+        self._closed = False
+        self._watch = _Watch(services, model, _ring_of(model))
         try:
             if services.use_deepspeed:
                 self._start_engine()
@@ -127,6 +128,8 @@ class Training:
         Args:
             loss: of this step, the mean over the tokens of all ranks: from :func:`token_mean`.
         """
+        if self._closed:
+            raise ConfigError("Training.step: it is closed, and would make no checkpoints any more")
         if self._services.use_deepspeed:
             self._model.backward(loss)
             self._model.step()
@@ -210,6 +213,7 @@ class Training:
         try:
             with monitor.span("recovery", "lost rank", rank=rank):
                 self._start(True)
+            self._watch.go_on(_ring_of(self._module))
         except Exception as error:
             if not self._can_recover(error):
                 raise
@@ -232,9 +236,10 @@ class Training:
         return self._watch.memory_report()
 
     def close(self) -> None:
-        """Waits for the last checkpoint, and ends what looks on. Call it before
+        """Waits for the last checkpoint, and ends what looks on; no step follows. Call it before
         ``torch.distributed.destroy_process_group``. Idempotent."""
         _open.discard(self)
+        self._closed = True
         checkpoints, self._checkpoints = self._checkpoints, None
         try:
             if checkpoints is not None:
@@ -249,39 +254,67 @@ def close_those_of(maker: nn.Module) -> None:
         training.close()
 
 
-class _Watch:
-    """What looks on while a training goes on. It leaves everything as it was."""
+# Of those that watch the stream or the log, the oldest first; and how both were before the first one.
+_watching: list[_Watch] = []
+_unwatched: tuple[bool, Callable[[], None]] = (False, lambda: None)
 
-    def __init__(self, services: Services, model: nn.Module, group: dist.ProcessGroup | None):
-        self._ends = contextlib.ExitStack()
+
+class _Watch:
+    """What looks on while a training goes on. The stream of events and the log are the process's: trainings share them,
+    and they are as they were when the last one has ended."""
+
+    def __init__(self, services: Services, model: nn.Module, ring: dist.ProcessGroup | None):
+        global _unwatched
+        self._monitors, self._level = services.enable_monitoring, services.level
+        self._ranks, _ = _rings.group_size_and_rank(ring)
         self._profile: monitor.profile_memory | None = None
-        # What turned it on last is turned off first: the log tells what is left, then the stream ends.
-        if (services.enable_monitoring or services.log_level) and not monitor.running():
-            self._ends.callback(monitor.stop)
-        if services.enable_monitoring:
-            monitor.start()
-        if services.log_level is not None:
-            log = logging.getLogger("annulus")
-            self._ends.callback(log.setLevel, log.level)
-            self._ends.callback(monitor.set_log_level, "off")
-            ranks, rank = _rings.group_size_and_rank(group)
-            monitor.set_log_level(services.level, rank=rank, ranks=ranks)
+        self.looks_on = self._monitors or self._level is not None or services.profile_memory
         if services.profile_memory:
             device = next((p.device for p in model.parameters() if p.is_cuda), None)
             self._profile = monitor.profile_memory(device=device).start()
-            self._ends.callback(self._profile.stop)
+        if not self._monitors and self._level is None:
+            return
+        if not _watching:
+            _unwatched = monitor.running(), log_as_it_is()
+        _watching.append(self)
+        if self._monitors:
+            monitor.start()
+        self._tell()
 
-        self.looks_on = services.enable_monitoring or services.log_level or services.profile_memory
+    def _tell(self) -> None:
+        # Of whatever rank: a process is another one of its ring than of all, and once one is lost.
+        if self._level is not None:
+            monitor.set_log_level(self._level, ranks=self._ranks)
+
+    def go_on(self, ring: dist.ProcessGroup | None) -> None:
+        """Without a rank that was lost."""
+        self._ranks, _ = _rings.group_size_and_rank(ring)
+        self._tell()
 
     def memory_report(self) -> dict[str, float] | None:
         return None if self._profile is None else self._profile.report()
 
     def close(self) -> None:
-        self._ends.close()
+        if self._profile is not None:
+            self._profile.stop()
+        if self not in _watching:
+            return
+        _watching.remove(self)
+        was_running, restore_log = _unwatched
+        if self._level is not None:  # first: it tells what is left
+            told = [watch for watch in _watching if watch._level is not None]
+            told[-1]._tell() if told else restore_log()
+        if not _watching and not was_running:
+            monitor.stop()
 
 
 def _layers(model: nn.Module) -> list[RingDilatedAttention]:
     return [layer for layer in model.modules() if isinstance(layer, RingDilatedAttention)]
+
+
+def _ring_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """That of the first of its layers: trainings log for one."""
+    return next((layer.group for layer in _layers(model)), None)
 
 
 def _is_loss(error: Exception) -> bool:

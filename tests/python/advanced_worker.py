@@ -410,6 +410,7 @@ def main() -> None:
         globals()[function](*arguments)
         print(f"{case} done", flush=True)
     if WORLD is not None:
+        dist.barrier()  # who closes ends what others still wait for
         at.cleanup()
         dist.destroy_process_group()
 

@@ -225,7 +225,7 @@ def test_a_group_that_comes_about_after_its_round_is_nobodys(monkeypatch: pytest
     monkeypatch.setattr(_reunion.dist, "destroy_process_group", dropped.put)
     store = dist.HashStore()
     names: list[str] = []
-    next_round = threading.Event()
+    began, next_round = threading.Event(), threading.Event()
 
     def make(rank: int, left: list[int], name: str) -> tuple[list[int], str]:
         if name not in names:
@@ -233,8 +233,10 @@ def test_a_group_that_comes_about_after_its_round_is_nobodys(monkeypatch: pytest
         if name != names[0]:
             next_round.set()
         elif rank == 0:
+            began.wait(60)
             raise RuntimeError("Connection refused")
         else:
+            began.set()
             next_round.wait(60)
         return left, name
 

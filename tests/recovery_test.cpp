@@ -236,8 +236,8 @@ TEST(Recovery, PiecesKeepTheirPromises) {
 // same.
 TEST(Recovery, PiecesGiveTheBitsOfTheWhole) {
   for (const bool reproducible : {false, true}) {
-    Problem problem = make_problem("bits", dense(4), 4, 1100, 16, 2);
-    RingOptions options = ring_options(problem, Placement::contiguous(1100, 2));
+    Problem problem = make_problem("bits", dense(4), 4, 640, 16, 2);
+    RingOptions options = ring_options(problem, Placement::contiguous(640, 2));
     options.reproducible = reproducible;
     options.threads = 2;
     const test::Inputs inputs = test::random_inputs(problem, 3);
@@ -256,8 +256,12 @@ TEST(Recovery, PiecesGiveTheBitsOfTheWhole) {
       test::expect_everywhere(outcomes, "", {});
     }
     if (!reproducible) {
-      test::expect_matches(problem, results[1], test::reference_of(problem, inputs));
-      for (test::Results& each : results) each.dq = each.dk = each.dv = {};
+      for (std::vector<float> test::Results::*const member :
+           {&test::Results::dq, &test::Results::dk, &test::Results::dv}) {
+        for (std::size_t i = 0; i < (results[0].*member).size(); ++i)
+          ASSERT_NEAR((results[1].*member)[i], (results[0].*member)[i], 1e-6);
+        for (test::Results& each : results) (each.*member).clear();
+      }
     }
     EXPECT_EQ(test::first_difference(results[1], results[0]), "") << reproducible;
   }

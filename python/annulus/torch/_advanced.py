@@ -179,7 +179,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         if optimizer is None:
             optimizer = torch.optim.AdamW(model.parameters())
         if self._services.use_deepspeed:
-            _engine.check()
+            _engine.check(self._services, model)
         if ranks is not None:
             claims = self._services.claims()
             _rings.lengths_of_all("prepare", _rings.group_name(ranks), claims, 0)
@@ -198,7 +198,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         if not isinstance(model, nn.Module):
             return f"model is a {type(model).__name__}: a torch.nn.Module was expected"
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            return f"optimizer is a {type(optimizer).__name__}: a torch.optim.Optimizer was expected"
+            return (
+                f"optimizer is a {type(optimizer).__name__}: a torch.optim.Optimizer was expected"
+            )
         kind = RingAdvancedDistributedDilatedAttention
         layers = [layer for layer in model.modules() if isinstance(layer, kind)]
         if not any(layer is self for layer in layers):

@@ -19,8 +19,8 @@ _KEEP = 2
 _OURS = "annulus"  # of what DeepSpeed keeps for others, beside its own names
 
 
-def check() -> None:
-    """Raises where there is no DeepSpeed for this process, before others wait for it."""
+def check(services: Services, model: nn.Module) -> None:
+    """Raises where DeepSpeed cannot do it in this process, before others wait for it."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ModuleNotFoundError(
             "use_deepspeed needs DeepSpeed (pip install deepspeed)", name="deepspeed"
@@ -29,16 +29,15 @@ def check() -> None:
         raise ConfigError(
             "use_deepspeed: torch.distributed is not initialised: start with torchrun, and call init_process_group"
         )
+    wrong = _nvme_complaint(services, model) if services.nvme_offload else None
+    if wrong is not None:
+        raise ConfigError(f"nvme_offload: {wrong}")
 
 
 def start(services: Services, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """DeepSpeed's engine around a model."""
     import deepspeed
 
-    if services.nvme_offload:
-        wrong = _nvme_complaint(services, model)
-        if wrong is not None:
-            raise ConfigError(f"nvme_offload: {wrong}")
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=services.deepspeed_config(model)
     )

@@ -75,7 +75,9 @@ class Services:
             )
         for name in ("nvme_path", "checkpoint_folder"):
             if not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
-                complaints.append(f"{name} is {getattr(self, name)!r}: the path of a folder was expected")
+                complaints.append(
+                    f"{name} is {getattr(self, name)!r}: the path of a folder was expected"
+                )
         wrong = next((text for text in complaints if text is not None), None)
         if wrong is not None:  # what follows takes them for what they should be
             return wrong

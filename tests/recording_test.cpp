@@ -36,7 +36,9 @@ TEST(Trace, ProcessesAndTracksHaveNumbersOfTheirOwn) {
     const int track = event["tid"].get<int>();
     if (event["name"] == "process_name")
       processes[event["args"]["name"].get<std::string>()] = event["pid"].get<int>();
-    if (event["name"] == "thread_name") EXPECT_TRUE(named.insert(track).second) << track;
+    if (event["name"] == "thread_name") {
+      EXPECT_TRUE(named.insert(track).second) << track;
+    }
     if (event["ph"] == "X") drawn.insert(track);
   }
   EXPECT_EQ(processes["rank 0"], 0);

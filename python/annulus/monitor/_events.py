@@ -35,9 +35,19 @@ def capacity() -> int:
     return _core.events_capacity()
 
 
+_clears = 0
+
+
+def clears() -> int:
+    """How often `clear` was called: totals of different times are not those of one sum."""
+    return _clears
+
+
 def clear() -> None:
     """Forgets all events and totals. Places of readers stay valid."""
+    global _clears
     _core.events_clear()
+    _clears += 1
 
 
 def read(place: int = 0) -> tuple[list[_core.Event], int, int]:

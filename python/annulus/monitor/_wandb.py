@@ -24,15 +24,16 @@ class WandbExporter:
         _events.start()
         self.run = run
         self._before: dict[int, dict[str, float]] = _events.summary()
+        self._clears = _events.clears()
 
     def log(self, step: int | None = None, **more) -> dict[str, float]:
         """Logs, and returns, annulus/rank0/compute_seconds, .../waited and the like, and `more` beside them."""
         metrics: dict[str, float] = {}
+        if self._clears != _events.clears():
+            self._before, self._clears = {}, _events.clears()
         now = _events.summary()
         for rank, row in now.items():
             before = self._before.get(rank, {})
-            if any(row[key] < before.get(key, 0) for key in row if key != "waited"):
-                before = {}  # the totals were cleared meanwhile
             change = {key: value - before.get(key, 0) for key, value in row.items() if key != "waited"}
             change["waited"] = _events.waited(change)
             metrics |= {f"annulus/rank{rank}/{key}": value for key, value in change.items()}

@@ -61,7 +61,7 @@ class EventStream {
   static constexpr std::size_t kCapacity = 65'536;    // 4.5 MiB
   static constexpr std::size_t kMostTotals = 16'384;  // further ones are summed as "other"
 
-  // Off: a relaxed load is all that an event costs.
+  // Asked before anything else is done for an event.
   [[nodiscard]] bool on() const noexcept { return on_.load(std::memory_order_relaxed); }
   // Started again with another capacity it keeps the latest events. ConfigError for 0.
   void start(std::size_t capacity = kCapacity);

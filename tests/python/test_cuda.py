@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,6 +170,25 @@ def test_results_are_the_references(
     expected = results(ring_attention, *(x.double() for x in inputs), **PATTERNS[name])
     for a, b in zip(found, expected):
         assert relative_rms(a, b) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["dense", "causal", "longnet"])
+def test_rows_with_nothing_but_minus_infinity_are_zero_whatever_the_values(
+    cuda: types.ModuleType, name: str, dim: int, dtype: str
+) -> None:
+    from annulus.torch import ring_attention
+
+    q, k, v, _ = (x.to(getattr(cuda, dtype)) for x in tensors(cuda, 331, dim=dim))
+    q = q.abs() + 1
+    k[:, :, 0, 0] = -math.inf
+    v[:, 5, 0, 3] = math.nan
+    v[:, 300, 0, 7] = math.inf
+    o, lse = ring_attention(q, k, v, return_lse=True, **PATTERNS[name])
+    assert (lse[:, :, 0] == -math.inf).all()
+    assert (o[:, :, 0] == 0).all()
+    assert o[:, :, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

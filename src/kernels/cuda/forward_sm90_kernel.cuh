@@ -550,6 +550,13 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   const auto write = [&](int slot_at, float factor0, float factor1) {
     const Slot& slot = control.slots[slot_at];
     const auto [lane, c, row] = place();
+    // An empty row may have met NaN or infinities in V, at scores of -inf: 0 times these is NaN.
+    if (__any_sync(~0U, factor0 == 0.0F || factor1 == 0.0F)) {
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) {
+        if (((i & 2) == 0 ? factor0 : factor1) == 0.0F) o[i] = 0.0F;
+      }
+    }
     // In place, before any of it is stored: registers that are used again wait for their store. At
     // head dim 64 that is O itself.
     constexpr bool kInPlace = kDim == 128;

@@ -317,11 +317,11 @@ __global__ void __launch_bounds__(kThreads)
       const float total = quad_sum(sum[m][half]);
       if (shared.queries.index[row] == kAbsent) continue;
       const bool empty = highest[m][half] == -INFINITY && total == 0;  // not: a NaN
-      if (empty && !p.for_good) continue;
-      if (lane % 4 == 0 && !empty) {
+      if (lane % 4 == 0) {  // an empty one's, too: nobody else may have
         *reinterpret_cast<float*>(shared.queries.at[1][row]) =
-            (highest[m][half] + log2f(total)) * kLn2;
+            empty ? -INFINITY : (highest[m][half] + log2f(total)) * kLn2;
       }
+      if (empty && !p.for_good) continue;
       const float factor = empty ? 0.0F : p.out_factor / total;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kThreads)
         if (column >= head_dim) continue;
         float a = empty ? 0.0F : o[m][n][2 * half] * factor;
         float b = empty ? 0.0F : o[m][n][2 * half + 1] * factor;
-        if (shared.poison.any != 0) {
+        if (shared.poison.any != 0 && !empty) {
           a = shared.poison.apply(row, column, a);
           b = shared.poison.apply(row, column + 1, b);
         }

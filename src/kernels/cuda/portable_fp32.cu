@@ -234,9 +234,11 @@ __global__ void __launch_bounds__(kThreads)
     const int row = ty + 16 * i;
     if (shared.queries.index[row] == kAbsent) continue;
     const bool empty = highest[i] == -INFINITY && sum[i] == 0;  // not: a NaN
+    if (tx == 0) {  // an empty one's, too: nobody else may have
+      *reinterpret_cast<float*>(shared.queries.at[1][row]) =
+          empty ? -INFINITY : (highest[i] + log2f(sum[i])) * kLn2;
+    }
     if (empty && !p.for_good) continue;
-    if (tx == 0 && !empty)
-      *reinterpret_cast<float*>(shared.queries.at[1][row]) = (highest[i] + log2f(sum[i])) * kLn2;
     const float factor = empty ? 0.0F : p.out_factor / sum[i];
     auto* to = reinterpret_cast<float*>(shared.queries.at[3][row]);
 #pragma unroll

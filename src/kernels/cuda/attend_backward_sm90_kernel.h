@@ -119,8 +119,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   };
   const auto announce_dq = [&](int step) {
     fence_shared_for_async();
-    __syncwarp();
-    if (leader) barrier_arrive(shared + Memory::staged(group, step & 1));
+    barrier_arrive(shared + Memory::staged(group, step & 1));
   };
   const auto stage_dq = [&] {
     if constexpr (!kBf16) {
@@ -381,9 +380,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       barrier_init(shared + Memory::ds_empty(i), 8);
       barrier_init(shared + Memory::k_full(i), 1);
       barrier_init(shared + Memory::k_empty(i), 8);
-      barrier_init(shared + Memory::staged(i, 0), 4);
-      barrier_init(shared + Memory::staged(i, 1), 4);
-      barrier_init(shared + Memory::staging_empty(i), 1);
+      // Every lane that stages, and every one that has read it.
+      barrier_init(shared + Memory::staged(i, 0), 128);
+      barrier_init(shared + Memory::staged(i, 1), 128);
+      barrier_init(shared + Memory::staging_empty(i), 32);
       barrier_init(shared + Memory::drawn(i), 1);
     }
     barrier_init(shared + Memory::v_full(), 33);  // rows; a warp's words

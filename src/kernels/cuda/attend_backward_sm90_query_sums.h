@@ -67,8 +67,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared + Memory::staging_empty(half));
+    barrier_arrive(shared + Memory::staging_empty(half));
     if (ordered && turn.item >= 0) {
       if ((first.x & (kBox | kNothing)) == 0) {
         fence_gpu();  // every lane has added

@@ -151,7 +151,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   __syncwarp();
   if (lane == 0) slot.end = plan.end;
   if (plan.end != 0) {
-    if (lane == 0) barrier_arrive(known);
+    barrier_arrive(known);
     return at;
   }
   const Group& group = tables.groups[plan.group];
@@ -227,8 +227,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
     slot.state = state;
     slot.lse = lses;
   }
-  __syncwarp();
-  if (lane == 0) barrier_arrive(known);
+  barrier_arrive(known);
   // Consumers will read the state as they take up the item.
   if (prefetch) {
     for (int r = lane; r < kTile; r += 32) {

@@ -598,9 +598,16 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     if (first_lane) barrier_arrive(shared_address(&control.slots_free[0]) + 8 * slot_at);
   };
 
-  const std::uint32_t queries_full = shared_address(&control.queries_full);
-  barrier_wait(queries_full, 0);
-  query_parity ^= 1;
+  // The item's rows, and its queries. An odd number of slots: how often they have been gone through
+  // is odd where one of the item's number and its slot is.
+  const auto wait_for_item = [&] {
+    static_assert(kSlots % 2 == 1);
+    barrier_wait(shared_address(&control.rows_known[0]) + 8 * slot_at,
+                 query_parity ^ (slot_at & 1));
+    barrier_wait(shared_address(&control.queries_full), query_parity);
+    query_parity ^= 1;
+  };
+  wait_for_item();
   if (control.slots[0].end != 0) return;
   take_queries();
   take_state(control.slots[0]);
@@ -630,10 +637,9 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       last = finish_tile(control.slots[slot_at]);
     }
     // The next item's first scores go with this one's last values.
-    barrier_wait(queries_full, query_parity);
-    query_parity ^= 1;
     const int written = slot_at;
     slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
+    wait_for_item();
     const Slot& next = control.slots[slot_at];
     if (next.end != 0) {
       slot_at = written;
@@ -727,8 +733,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&control.queries_empty), kConsumerWarps);
     barrier_init(shared_address(&control.values_landed), 1);
     for (int i = 0; i < kSlots; ++i) {
-      barrier_init(shared_address(&control.rows_known[i]), 1);
-      barrier_init(shared_address(&control.slots_free[i]), kConsumerWarps + 2);  // both teams
+      // Every lane that writes rows; every warp that reads them, and both teams.
+      barrier_init(shared_address(&control.rows_known[i]), 32);
+      barrier_init(shared_address(&control.slots_free[i]), kConsumerWarps + 2);
     }
     barrier_init(shared_address(&control.state_full), 1);
     barrier_init(shared_address(&control.state_empty), kConsumerWarps);

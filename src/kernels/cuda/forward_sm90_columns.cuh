@@ -3,10 +3,25 @@
 #include <cstdint>
 
 #include "kernels/cuda/forward_sm90_shared.cuh"
+#include "kernels/cuda/sm90_instructions.h"
 
 // Columns of a tile, as products deal them to the lanes of a warp, in the forward kernel on Hopper:
 // of each 8 in a row, the 4 lanes that share it have 2 each.
 namespace annulus::cuda::sm90 {
+
+inline constexpr float kLog2E = 1.4426950408889634F;
+
+// Rows `row` and row + 8 are this thread's; of 8 columns, 2c and 2c + 1.
+struct Place {
+  int lane, c, row;
+};
+
+// Where something is done once an item it asks anew: the compiler would keep what follows from it
+// in local memory, and tensor cores would wait until it is back.
+__device__ __forceinline__ Place place_anew() {
+  const auto thread = static_cast<int>(thread_anew());
+  return Place{thread & 31, thread & 3, (thread >> 5) * 16 + ((thread >> 2) & 7)};
+}
 
 // Transposes 4 x 4 values over the 4 lanes that share a row.
 __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int lane) {

@@ -2,8 +2,9 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/forward_sm90_columns.cuh"
 #include "kernels/cuda/forward_sm90_load.cuh"
+#include "kernels/cuda/forward_sm90_output.cuh"
+#include "kernels/cuda/forward_sm90_scores.cuh"
 #include "kernels/cuda/sm90_instructions.h"
 
 // The forward kernel for Hopper. One block per SM walks the items of a launch: two warp groups of
@@ -22,7 +23,6 @@
 // piece (forward_sm90_state.cuh).
 namespace annulus::cuda::sm90 {
 
-inline constexpr float kLog2E = 1.4426950408889634F;
 inline constexpr float kLn2 = 0.6931471805599453F;
 // Sums of a tile's P above which exponents are lessened by more: float16 has P up to 65504.
 inline constexpr float kHighSum = 16384.0F;
@@ -44,16 +44,6 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // See attempt_weights.
   constexpr bool kAttempt = kWeights != PairWeights::general;
   const ForwardParams& p = a.params;
-  // Rows `row` and row + 8 are this thread's; of 8 columns, 2c and 2c + 1. Where something is done
-  // once an item it asks anew: the compiler would keep what follows from it in local memory, and
-  // tensor cores would wait until it is back.
-  struct Place {
-    int lane, c, row;
-  };
-  const auto place = [] {
-    const auto thread = static_cast<int>(thread_anew());
-    return Place{thread & 31, thread & 3, (thread >> 5) * 16 + ((thread >> 2) & 7)};
-  };
   const bool first_lane = (threadIdx.x & 31) == 0;
   const float scale_log2 = a.scale_log2;
 
@@ -125,32 +115,9 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       key_parity ^= 1;
     }
   };
-  // Rows that see a key whose value is not finite get NaN, by way of what multiplies them next; P
-  // of that tile is still there. This and the mask are hardly ever run, but stand in the loop: they
-  // are kept small for the instruction cache.
+  // By way of what multiplies rows next; P of that tile is still there.
   const auto see_sick = [&](float& factor0, float& factor1) {
-    const auto [lane, c, row] = place();
-    const ValueStage& stage = control.values[value_stage];
-    std::uint32_t found[kTile / 16][4];
-#pragma unroll
-    for (int i = 0; i < kTile / 4; ++i) found[i / 4][i % 4] = weights[i / 4][i % 4];
-    bool seen0 = false;
-    bool seen1 = false;
-#pragma unroll 1
-    for (int k = 0; k < kTile / 16; ++k) {
-      const std::uint32_t keys = stage.keys[k / 2] >> (16 * (k % 2) + 2 * c);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const std::uint32_t pair = keys >> (8 * half);
-        const std::uint32_t with =
-            ((pair & 1U) != 0 ? 0xFFFFU : 0U) | ((pair & 2U) != 0 ? 0xFFFF0000U : 0U);
-        seen0 = seen0 || (found[k][2 * half] & with) != 0;
-        seen1 = seen1 || (found[k][2 * half + 1] & with) != 0;
-      }
-    }
-    const std::uint32_t quad = 0xFU << (lane & 28);
-    if ((__ballot_sync(~0U, seen0) & quad) != 0) factor0 = NAN;
-    if ((__ballot_sync(~0U, seen1) & quad) != 0) factor1 = NAN;
+    spoil_rows(weights, control.values[value_stage], factor0, factor1);
   };
   const auto release_values = [&] {
     if constexpr (kCausal) __syncwarp();
@@ -174,17 +141,9 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     __syncwarp();
     if (first_lane) barrier_arrive(shared_address(&control.queries_empty));
   };
-  const auto scale_output = [&](float factor0, float factor1) {
-#pragma unroll
-    for (int j = 0; j < kDim / 8; ++j) {
-      o[4 * j] *= factor0;
-      o[4 * j + 1] *= factor0;
-      o[4 * j + 2] *= factor1;
-      o[4 * j + 3] *= factor1;
-    }
-  };
+  const auto scale_output = [&](float factor0, float factor1) { scale_rows(o, factor0, factor1); };
   const auto look_up_weights = [&](const Slot& slot) {
-    const auto [lane, c, row] = place();
+    const auto [lane, c, row] = place_anew();
 #pragma unroll
     for (int e = 0; e < kAddends; ++e) {
       const int key = 2 * c + (e & 1) + 4 * (e & 2);
@@ -206,7 +165,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   // Where the sums of a row start.
   const auto take_state = [&](const Slot& slot) {
-    const auto [lane, c, row] = place();
+    const auto [lane, c, row] = place_anew();
     look_up_weights(slot);
     const float lse0 = slot.old_lse[row];
     const float lse1 = slot.old_lse[row + 8];
@@ -215,22 +174,6 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
     sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
     if constexpr (kInPieces) pieces_left = slot.pieces;
-  };
-  const auto read_state = [&](const Slot& slot, auto& to) {
-    const auto [lane, c, row] = place();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bool has = slot.old_lse[row + 8 * half] != -INFINITY;
-      const auto* from = reinterpret_cast<const float2*>(slot.state + slot.token[row + 8 * half] *
-                                                                          p.state.row_step) +
-                         c;
-#pragma unroll
-      for (int j = 0; j < kDim / 8; ++j) {
-        const float2 x = has ? __ldcg(from + 4 * j) : make_float2(0.0F, 0.0F);
-        to[4 * j + 2 * half] = x.x;
-        to[4 * j + 2 * half + 1] = x.y;
-      }
-    }
   };
   const auto clear_output = [&] {
 #pragma unroll
@@ -241,7 +184,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   const auto take_output = [&](const Slot& slot) {
     if (has_state(slot)) {
-      read_state(slot, o);
+      read_state<kDim>(p, slot, o);
       scale_output(keep0, keep1);
     } else {
       clear_output();
@@ -249,7 +192,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   // The same in two parts.
   const auto ask_for_output = [&](const Slot& slot, auto& to) {
-    if (has_state(slot)) read_state(slot, to);
+    if (has_state(slot)) read_state<kDim>(p, slot, to);
   };
   const auto take_asked = [&](const Slot& slot, const auto& from) {
     if (has_state(slot)) {
@@ -264,110 +207,27 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       clear_output();
     }
   };
-  // A piece of the old O, weighed as the sums are by now.
   const auto add_piece = [&](const Slot& slot) {
-    const auto [lane, c, row] = place();
     --pieces_left;
     barrier_wait(shared_address(&control.state_full), state_parity);
     state_parity ^= 1;
-    const float lse0 = slot.old_lse[row];
-    const float lse1 = slot.old_lse[row + 8];
-    // O of rows that have attended to nothing was never written. No branches: they would take what
-    // is the same in a warp out of its registers.
-    const bool has0 = lse0 != -INFINITY;
-    const bool has1 = lse1 != -INFINITY;
-    const float old0 = exp2_approx(lse0 * kLog2E - less0);
-    const float old1 = exp2_approx(lse1 * kLog2E - less1);
-    const float weight0 = has0 ? old0 : 0.0F;
-    const float weight1 = has1 ? old1 : 0.0F;
-    const std::uint32_t from = tiles + L::kState + swizzled(row, c >> 1) + 8 * (c & 1);
-#pragma unroll
-    for (int piece = 0; piece < kPieces<kDim>; ++piece) {
-      if (pieces_left == piece) {
-#pragma unroll
-        for (int j = 0; j < kPieceColumns / 8; ++j) {
-          float x[4];
-          load_pair(from ^ (32 * j), x[0], x[1]);
-          load_pair((from ^ (32 * j)) + 8 * 128, x[2], x[3]);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& sum = o[piece * (kPieceColumns / 2) + 4 * j + e];
-            sum = fmaf((e < 2 ? has0 : has1) ? x[e] : 0.0F, e < 2 ? weight0 : weight1, sum);
-          }
-        }
-      }
-    }
+    add_state_piece<kDim>(o, tiles + L::kState, slot, pieces_left, less0, less1);
     __syncwarp();
     if (first_lane) barrier_arrive(shared_address(&control.state_empty));
   };
-  // Scores of keys that are not seen become -inf. Returns whether this was the item's last tile.
+  // Returns whether this was the item's last tile.
   const auto mask = [&](const Slot& slot) {
-    const KeyStage& stage = control.keys[key_stage];
     const int flags = key_flags;
-    if ((flags & kMasked) != 0) {
-      const auto [lane, c, row] = place();
-      if constexpr (kCausal) {
-        const int index0 = slot.index[row];
-        const int index1 = slot.index[row + 8];
-        std::uint32_t seen0 = 0;  // bit 2j + e: column 8j + 2c + e
-        std::uint32_t seen1 = 0;
-        if ((flags & kTable) != 0) {
-#pragma unroll 1
-          for (int j = kTile / 8 - 1; j >= 0; --j) {
-            const int2 key = *reinterpret_cast<const int2*>(&stage.index[8 * j + 2 * c]);
-            seen0 = 4 * seen0 + (key.x <= index0 ? 1U : 0U) + (key.y <= index0 ? 2U : 0U);
-            seen1 = 4 * seen1 + (key.x <= index1 ? 1U : 0U) + (key.y <= index1 ? 2U : 0U);
-          }
-        } else {
-          int end0 = stage.rows;
-          int end1 = end0;
-          if ((flags & kCompare) != 0) {
-            end0 = min(end0, multiples_until(index0 - stage.first, stage.stride));
-            end1 = min(end1, multiples_until(index1 - stage.first, stage.stride));
-          }
-          seen0 = columns_before(end0 - 2 * c);
-          seen1 = columns_before(end1 - 2 * c);
-        }
-#pragma unroll
-        for (int j = 0; j < kTile / 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if ((seen0 & 1U << (2 * j + e)) == 0) s[4 * j + e] = -INFINITY;
-            if ((seen1 & 1U << (2 * j + e)) == 0) s[4 * j + 2 + e] = -INFINITY;
-          }
-        }
-      } else {
-        const int end = stage.rows - 2 * c;
-#pragma unroll
-        for (int j = 0; j < kTile / 8; ++j) {
-          if (8 * j >= end) s[4 * j] = s[4 * j + 2] = -INFINITY;
-          if (8 * j + 1 >= end) s[4 * j + 1] = s[4 * j + 3] = -INFINITY;
-        }
-      }
-    }
+    if ((flags & kMasked) != 0) hide_scores<kCausal>(s, control.keys[key_stage], flags, slot);
     if constexpr (kWeights != PairWeights::general) release_keys();
     return (flags & kLast) != 0;
-  };
-  // The highest scores of both rows.
-  const auto highest = [&](float& top0, float& top1) {
-    top0 = fmaxf(s[0], s[1]);
-    top1 = fmaxf(s[2], s[3]);
-#pragma unroll
-    for (int j = 1; j < kTile / 8; ++j) {
-      top0 = fmaxf(fmaxf(top0, s[4 * j]), s[4 * j + 1]);
-      top1 = fmaxf(fmaxf(top1, s[4 * j + 2]), s[4 * j + 3]);
-    }
-    top0 = fmaxf(top0, __shfl_xor_sync(~0U, top0, 1));
-    top1 = fmaxf(top1, __shfl_xor_sync(~0U, top1, 1));
-    top0 = fmaxf(top0, __shfl_xor_sync(~0U, top0, 2));
-    top1 = fmaxf(top1, __shfl_xor_sync(~0U, top1, 2));
   };
   // S becomes P, before rounding. The maximum is that of the plain scores, so P is at most 5. What
   // look_up_weights finds has just been found.
   const auto softmax = [&](const Slot& slot) {
     float top0;
     float top1;
-    highest(top0, top1);
+    highest_scores(s, top0, top1);
     top0 = fmaxf(less0, scale_log2 * top0);
     top1 = fmaxf(less1, scale_log2 * top1);
     // A row that has seen nothing yet: -inf - -inf would be NaN.
@@ -380,47 +240,12 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     lessen_addends(by0, by1);
     float add0 = 0.0F;
     float add1 = 0.0F;
-    if constexpr (kWeights == PairWeights::periodic) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {  // one kind of columns after the other
-#pragma unroll
-        for (int j = (e >> 1) & 1; j < kTile / 8; j += 2) {
-          float& x = s[4 * j + 2 * (e >> 2) + (e & 1)];
-          x = exp2_approx(fmaf(x, scale_log2, addend[e]));
-          (e < 4 ? add0 : add1) += x;
-        }
-      }
-    } else if constexpr (kWeights == PairWeights::general) {
-      const KeyStage& stage = control.keys[key_stage];
-      const auto [lane, c, row] = place();
-      const std::uint32_t repeats0 = slot.repeats[row];
-      const std::uint32_t repeats1 = slot.repeats[row + 8];
-#pragma unroll
-      for (int j = 0; j < kTile / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const std::uint32_t with = stage.repeats[8 * j + 2 * c + e];
-          s[4 * j + e] = exp2_approx(
-              fmaf(s[4 * j + e], scale_log2, control.log2_weight[repeats0 & with] - by0));
-          s[4 * j + 2 + e] = exp2_approx(
-              fmaf(s[4 * j + 2 + e], scale_log2, control.log2_weight[repeats1 & with] - by1));
-          add0 += s[4 * j + e];
-          add1 += s[4 * j + 2 + e];
-        }
-      }
+    if constexpr (kWeights == PairWeights::general) {
+      weigh_scores(s, control.keys[key_stage], slot, control.log2_weight, scale_log2, by0, by1,
+                   add0, add1);
       release_keys();
     } else {
-#pragma unroll
-      for (int j = 0; j < kTile / 8; ++j) {
-        s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, addend[0]));
-        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, addend[0]));
-        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, addend[1]));
-        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, addend[1]));
-        add0 += s[4 * j];
-        add0 += s[4 * j + 1];
-        add1 += s[4 * j + 2];
-        add1 += s[4 * j + 3];
-      }
+      weigh_scores<kWeights>(s, addend, scale_log2, add0, add1);
     }
     mark_empty_rows();
     sum0 = fmaf(sum0, keep0, add0);
@@ -445,7 +270,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     failed1 = (__ballot_sync(~0U, failed1) & quad) != 0;
     float top0;
     float top1;
-    highest(top0, top1);
+    highest_scores(s, top0, top1);
     top0 = failed0 ? fmaxf(less0, scale_log2 * top0) : less0;
     top1 = failed1 ? fmaxf(less1, scale_log2 * top1) : less1;
     const float by0 = top0 == -INFINITY ? 0.0F : top0;
@@ -531,7 +356,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   // What is left of a row's sums as an item ends: L, which is written, and what O is multiplied by.
   const auto end_sums = [&](const Slot& slot, float& factor0, float& factor1) {
-    const auto [lane, c, row] = place();
+    const auto [lane, c, row] = place_anew();
     sum0 += __shfl_xor_sync(~0U, sum0, 1);
     sum1 += __shfl_xor_sync(~0U, sum1, 1);
     sum0 += __shfl_xor_sync(~0U, sum0, 2);
@@ -548,52 +373,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     }
   };
   const auto write = [&](int slot_at, float factor0, float factor1) {
-    const Slot& slot = control.slots[slot_at];
-    const auto [lane, c, row] = place();
-    // An empty row may have met NaN or infinities in V, at scores of -inf: 0 times these is NaN.
-    if (__any_sync(~0U, factor0 == 0.0F || factor1 == 0.0F)) {
-#pragma unroll
-      for (int i = 0; i < kDim / 2; ++i) {
-        if (((i & 2) == 0 ? factor0 : factor1) == 0.0F) o[i] = 0.0F;
-      }
-    }
-    // In place, before any of it is stored: registers that are used again wait for their store. At
-    // head dim 64 that is O itself.
-    constexpr bool kInPlace = kDim == 128;
-    if constexpr (kInPlace) scale_output(factor0, factor1);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = half == 0 ? factor0 : factor1;
-      const auto scaled = [&](int i) { return kInPlace ? o[i] : o[i] * factor; };
-      const std::int64_t token = slot.token[row + 8 * half];
-      const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;  // launches for the row
-      // No branches that differ from lane to lane: they would take what is the same in a warp out
-      // of its registers.
-      if (slot.later != 0) {
-        // 16 bytes a lane, after a shuffle, gained nothing.
-        const bool store = more && token >= 0 && factor != 0.0F;  // 0: the row is empty
-        std::byte* const to = slot.state + token * p.state.row_step + 8 * c;
-#pragma unroll
-        for (int j = 0; j < kDim / 8; ++j) {
-          store_if(store, to + 32 * j, scaled(4 * j + 2 * half), scaled(4 * j + 2 * half + 1));
-        }
-      }
-      if (slot.later != ~0U) {
-        const bool store = !more && token >= 0;
-        std::byte* const to = slot.out + token * p.out.row_step + 16 * c;
-#pragma unroll
-        for (int i = 0; i < kDim / 32; ++i) {  // of 4 chunks of 8 columns each lane gets one
-          std::uint32_t x[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            x[j] =
-                pack<T>(scaled(4 * (4 * i + j) + 2 * half), scaled(4 * (4 * i + j) + 2 * half + 1));
-          }
-          transpose_quad(x, lane);
-          store_if(store, to + 64 * i, x);
-        }
-      }
-    }
+    write_rows<T, kDim>(p, control.slots[slot_at], o, factor0, factor1);
     __syncwarp();
     if (first_lane) barrier_arrive(shared_address(&control.slots_free[0]) + 8 * slot_at);
   };

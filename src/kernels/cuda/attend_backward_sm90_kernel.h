@@ -175,7 +175,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     pin(dp);
     // With V, the words and weights of its keys may be overwritten.
     const bool special = (flags & kSpecial) != 0;
-    const bool leave = (flags & kLastOfTile) != 0 && leader;
+    const bool leave = (flags & kLastOfTile) != 0;
     if (leave && !special) barrier_arrive(shared + Memory::v_empty());
     // Masks and weights.
     const auto weigh = [&] {
@@ -244,7 +244,6 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     };
     if (__builtin_expect(special, 0)) {
       weigh();
-      __syncwarp();
       if (leave) barrier_arrive(shared + Memory::v_empty());
       finish(std::true_type{});
     } else {
@@ -318,7 +317,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       pin(ds);
       pin(dv);
       pin(dk);
-      if (leader) barrier_arrive(shared + Memory::q_empty(stage));
+      barrier_arrive(shared + Memory::q_empty(stage));
       // Memory takes its time: meanwhile the other group may have the tensor cores.
       named_arrive(kToken + 1 - group, kPassing);
       if ((flags & kNothing) != 0) {
@@ -346,7 +345,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     pin(ds);
     pin(dv);
     pin(dk);
-    if (leader && !last) barrier_arrive(shared + Memory::q_empty(stage));
+    if (!last) barrier_arrive(shared + Memory::q_empty(stage));
     if (last && !ended) barrier_wait(shared + Memory::v_full(), tile & 1);
     if (!ended) barrier_wait(shared + Memory::dout_full(stage ^ 1), ((step + 1) >> 1) & 1);
     queue_dp(stage ^ 1);
@@ -375,7 +374,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared + Memory::q_full(i), 33);  // rows; a warp's statistics and words
       barrier_init(shared + Memory::dout_full(i), 1);
-      barrier_init(shared + Memory::q_empty(i), 8);
+      // Every lane that has read statistics and words, here and for v_empty.
+      barrier_init(shared + Memory::q_empty(i), 256);
       barrier_init(shared + Memory::ds_full(i), 8);
       barrier_init(shared + Memory::ds_empty(i), 8);
       barrier_init(shared + Memory::k_full(i), 1);
@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       barrier_init(shared + Memory::drawn(i), 1);
     }
     barrier_init(shared + Memory::v_full(), 33);  // rows; a warp's words
-    barrier_init(shared + Memory::v_empty(), 8);
+    barrier_init(shared + Memory::v_empty(), 256);
     barrier_init(shared + Memory::draw(), 1);
     barrier_init_fence();
   }

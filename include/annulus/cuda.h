@@ -39,10 +39,12 @@ struct CudaDevice {
 
 // From where executors that are made from now on take device memory: a framework's allocator, so
 // that it is counted and used again there. allocate(device, bytes) returns null where there is no
-// memory. Empty functions: CUDA's own again.
+// memory; spare(device), which may be empty, the bytes that it keeps from the device and could
+// give: to it they are in use. Empty functions: CUDA's own again.
 struct CudaAllocator {
   std::function<void*(int device, std::int64_t bytes)> allocate;
   std::function<void(int device, void* memory)> free;
+  std::function<std::int64_t(int device)> spare = {};
 };
 void use_cuda_allocator(CudaAllocator allocator);
 

@@ -16,6 +16,7 @@ namespace {
 struct PythonAllocator {
   PyObject* allocate;
   PyObject* free;
+  PyObject* spare;
 };
 
 // Set when Python begins to end: what is freed afterwards goes with the process.
@@ -42,6 +43,19 @@ void free(const PythonAllocator& from, int device, void* memory) noexcept {
     error.discard_as_unraisable("annulus: freeing memory of a CUDA device");
   } catch (const std::exception&) {  // nothing can be done about it, and nothing may leave
   }
+}
+
+std::int64_t spare(const PythonAllocator& from, int device) noexcept {
+  if (python_ends || !Py_IsInitialized()) return 0;
+  const nb::gil_scoped_acquire gil;
+  const nb::error_scope scope;
+  try {
+    return nb::cast<std::int64_t>(nb::handle(from.spare)(device));
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("annulus: asking for spare memory of a CUDA device");
+  } catch (const std::exception&) {  // not a number
+  }
+  return 0;
 }
 
 nb::list devices() {
@@ -81,22 +95,25 @@ void bind_cuda(nb::module_& module) {
 'complaint' (why the device cannot be used, else empty). No devices: :func:`cuda_complaint` says why.)");
   module.def(
       "use_cuda_allocator",
-      [](nb::object allocate_with, nb::object free_with) {
+      [](nb::object allocate_with, nb::object free_with, nb::object spare_by) {
         if (!cuda_built()) return;
-        const PythonAllocator from{allocate_with.release().ptr(), free_with.release().ptr()};
+        const PythonAllocator from{allocate_with.release().ptr(), free_with.release().ptr(),
+                                   spare_by.release().ptr()};
         use_cuda_allocator(
             {.allocate = [from](int device,
                                 std::int64_t bytes) { return allocate(from, device, bytes); },
-             .free = [from](int device, void* memory) { free(from, device, memory); }});
+             .free = [from](int device, void* memory) { free(from, device, memory); },
+             .spare = [from](int device) { return spare(from, device); }});
       },
-      nb::arg("allocate"), nb::arg("free"),
+      nb::arg("allocate"), nb::arg("free"), nb::arg("spare"),
       nb::sig("def use_cuda_allocator(allocate: collections.abc.Callable[[int, int], int], free: "
-              "collections.abc.Callable[[int, "
-              "int], None]) -> None"),
+              "collections.abc.Callable[[int, int], None], spare: collections.abc.Callable[[int], "
+              "int]) -> None"),
       R"(From where executors that are made from now on take memory of CUDA devices.
 
 allocate(device, bytes) returns an address that any stream may use at once, or 0 where there is no
-memory; free(device, address) takes it back when all work with it is done.)");
+memory; free(device, address) takes it back when all work with it is done; spare(device) is the number
+of bytes that it keeps from the device and could give.)");
   // Functions of atexit run before Python takes itself apart.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { python_ends = true; }));
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -417,6 +418,23 @@ def test_memory_info_is_what_was_allocated(cuda: types.ModuleType, dtype: str, r
     counted = sum(ring.memory_info["workspace_bytes"] for ring in rings)
     # Each of a few dozen pieces may begin at a multiple of 256 bytes; what the host keeps is counted, too.
     assert abs(held - counted) <= 0.01 * counted + 20_000 * ranks
+
+
+def test_what_pytorch_keeps_for_later_is_no_shortage(cuda: types.ModuleType) -> None:
+    from annulus.torch import _rings, clear_cache, ring_attention
+
+    clear_cache()
+    cuda.cuda.empty_cache()
+    most = cuda.empty(int(0.95 * cuda.cuda.mem_get_info()[0]), dtype=cuda.uint8, device="cuda")
+    del most  # PyTorch keeps it
+    time.sleep(0.2)  # what is known of the device is up to a tenth of a second old
+    assert cuda.cuda.mem_get_info()[0] < 0.1 * cuda.cuda.mem_get_info()[1]
+    lengths = range(64, 64 + 8)
+    for tokens in lengths:
+        q, k, v, _ = tensors(cuda, tokens)
+        ring_attention(q, k, v)
+    assert len(_rings._local.pool.executors()) == len(lengths)
+    cuda.cuda.empty_cache()
 
 
 def test_too_much_memory_is_a_device_error_that_says_for_what(cuda: types.ModuleType) -> None:

@@ -64,7 +64,12 @@ def _free(device: int, address: int) -> None:
     torch.cuda.caching_allocator_delete(address)
 
 
+def _spare(device: int) -> int:
+    """What PyTorch has taken from the device and nobody uses: nothing is short while there is some."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def install() -> None:
     """Touches no device: a process that has only imported this may still be forked."""
     if annulus.cuda_built() and torch.version.cuda is not None:
-        use_cuda_allocator(_allocate, _free)
+        use_cuda_allocator(_allocate, _free, _spare)

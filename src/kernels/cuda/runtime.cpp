@@ -21,6 +21,10 @@ Allocators& allocators() {
   static auto* all = new Allocators;  // memory may be freed while the process ends
   return *all;
 }
+CudaAllocator current_allocator() {
+  const std::lock_guard guard(allocators().lock);
+  return allocators().current;
+}
 
 // Events are used again: making one costs more than recording it. They are never destroyed, so that
 // nothing depends on the order in which a process ends.
@@ -196,7 +200,9 @@ std::optional<MemoryState> device_memory_state(const Device& device) {
   }
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
   if (error != cudaSuccess) return std::nullopt;
-  return MemoryState{static_cast<std::int64_t>(total), static_cast<std::int64_t>(free)};
+  const CudaAllocator allocator = current_allocator();
+  const std::int64_t spare = allocator.spare ? allocator.spare(device.index) : 0;
+  return MemoryState{static_cast<std::int64_t>(total), static_cast<std::int64_t>(free) + spare};
 }
 
 namespace {
@@ -230,12 +236,7 @@ Memory allocate_by(const CudaAllocator& allocator, int device, std::int64_t byte
 }  // namespace
 
 Memory allocate_device(int device, std::int64_t bytes, const char* what) {
-  CudaAllocator allocator;
-  {
-    const std::lock_guard guard(allocators().lock);
-    allocator = allocators().current;
-  }
-  return allocate_by(allocator, device, bytes, what);
+  return allocate_by(current_allocator(), device, bytes, what);
 }
 
 Memory allocate_plain(int device, std::int64_t bytes, const char* what) {

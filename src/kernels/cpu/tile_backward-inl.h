@@ -207,12 +207,11 @@ class TileBackward {
 
   // P^T and dS^T of a chunk, number `c` of its block.
   HWY_NOINLINE void score_gradients(Tiles& tiles, int chunk, int c, int p) {
-    alignas(64) static constexpr float kZeros[kChunk] = {};
     const int dims = kSteps != 0 ? kSteps : dims_;
-    multiply_from(tiles, kZeros, k_ + chunk * side_bytes(), q_columns_ + p * side_bytes(), dims,
-                  plain(s_));
-    multiply_from(tiles, minus_delta_ + p * kChunk, v_ + chunk * side_bytes(),
-                  do_columns_ + p * side_bytes(), dims, plain(dp_));
+    multiply_tiles(tiles, FromRow{kZeroRow}, k_ + chunk * side_bytes(),
+                   q_columns_ + p * side_bytes(), InOrder{}, dims, plain(s_));
+    multiply_tiles(tiles, FromRow{minus_delta_ + p * kChunk}, v_ + chunk * side_bytes(),
+                   do_columns_ + p * side_bytes(), InOrder{}, dims, plain(dp_));
     if (HWY_UNLIKELY(large_[p])) settle_scores(chunk, p);
     const bool hidden = masked(chunk, p);
     if (task_.repeats.empty()) {
@@ -306,7 +305,7 @@ class TileBackward {
         } visible{key_number_ + block * kChunk, query_number_ + p * kChunk};
         multiply_visible(k, ds_pairs_, list, count, sum, visible);
       } else {
-        multiply_listed(tiles, k, ds_pairs_, list, count, sum);
+        multiply_tiles(tiles, FromSum{}, k, ds_pairs_, Listed{list}, count, sum);
       }
     }
   }
@@ -331,7 +330,7 @@ class TileBackward {
         } visible{key_number_ + chunk * kChunk, query_number_};
         multiply_visible(weights, rows, list, count, sum, visible);
       } else {
-        multiply_listed(tiles, weights, rows, list, count, sum);
+        multiply_tiles(tiles, FromSum{}, weights, rows, Listed{list}, count, sum);
       }
     }
   }

@@ -7,10 +7,10 @@ HWY_PUSH_ATTRIBUTES(ANNULUS_TILE_TARGET)
 #include "kernels/cpu/pack-inl.h"
 #include "kernels/cpu/tiles-inl.h"
 #include "kernels/cpu/tile_pack-inl.h"
+#include "kernels/cpu/tile_products-inl.h"
 #include "kernels/cpu/tile_pipeline-inl.h"
 #include "kernels/cpu/tile_forward-inl.h"
 #include "kernels/cpu/tile_gradient_pack-inl.h"
-#include "kernels/cpu/tile_products-inl.h"
 #include "kernels/cpu/tile_backward-inl.h"
 HWY_POP_ATTRIBUTES
 

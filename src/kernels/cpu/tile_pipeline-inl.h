@@ -148,58 +148,10 @@ HWY_NOINLINE void weigh_masked_rows(const TilePanel& panel, const TileChunk& chu
   }
 }
 
-// sum (2 x 2 tiles: two of queries `down` apart, two `right` apart, rows `stride` apart) = A x B,
-// or
-// += with kAdd, over `steps` pairs of tiles on either side. `beside` has other work: some after
-// every product, and what has to be done before sums are stored. Two sums at a time: see
-// tiles-inl.h.
-template <bool kAdd, class Beside>
-HWY_INLINE void multiply_pairs(Tiles& tiles, const std::byte* a, const std::byte* b, int steps,
-                               std::byte* sum, std::int64_t down, std::int64_t right,
-                               std::int64_t stride, Beside& beside) {
-  for (int half = 0; half < 2; ++half, sum += right, b += kTileBytes) {
-    if constexpr (kAdd) {
-      tiles.load<0>(sum, stride);
-      tiles.load<1>(sum + down, stride);
-    } else {
-      tiles.zero<0>();
-      tiles.zero<1>();
-    }
-    const std::byte* from_a = a;
-    const std::byte* from_b = b;
-    for (int s = 0; s < steps; ++s, from_a += kPairBytes, from_b += kPairBytes) {
-      tiles.load<3>(from_b);
-      tiles.load<2>(from_a);
-      tiles.multiply_add<0, 2, 3>();
-      beside.some();
-      tiles.load<2>(from_a + kTileBytes);
-      tiles.multiply_add<1, 2, 3>();
-      beside.some();
-    }
-    if constexpr (!kAdd) beside.make_room();
-    tiles.store<0>(sum, stride);
-    tiles.store<1>(sum + down, stride);
-  }
-}
-
-// The 32 x 32 scores of a chunk.
-template <class Beside>
-HWY_INLINE void multiply_scores(Tiles& tiles, const std::byte* q, const std::byte* k, int dims,
-                                float* scores, Beside& beside) {
-  constexpr std::int64_t kRowBytes = kChunk * sizeof(float);
-  multiply_pairs<false>(tiles, q, k, dims, reinterpret_cast<std::byte*>(scores),
-                        kTileRows * kRowBytes, kTileRowBytes, kRowBytes, beside);
-}
-
-struct NothingBeside {
-  void some() const {}
-  void make_room() const {}
-};
 // Scores of one chunk, to the first of work.scores.
 inline HWY_NOINLINE void score_chunk(Tiles& tiles, const TileWork& work, const std::byte* q,
                                      const std::byte* k) {
-  NothingBeside nothing;
-  multiply_scores(tiles, q, k, work.dims, work.scores, nothing);
+  multiply_tiles(tiles, FromRow{kZeroRow}, q, k, InOrder{}, work.dims, plain(work.scores));
 }
 
 // A chunk whose scores are there.
@@ -317,18 +269,18 @@ HWY_NOINLINE void run_tile_pipeline(Tiles& tiles, const TileWork& work, const Ti
     for (int c = 0; c < chunks; ++c) {
       if (now != nullptr) {
         float* const scores = work.scores + weigher.scored() % 2 * kChunk * kChunk;
-        multiply_scores(tiles, now->panel->q, now->k + (now->first_chunk + c) * dims * kPairBytes,
-                        dims, scores, weigher);
+        multiply_tiles(tiles, FromRow{kZeroRow}, now->panel->q,
+                       now->k + (now->first_chunk + c) * dims * kPairBytes, InOrder{}, dims,
+                       plain(scores), weigher);
         weigher.push({now->panel, &now->chunk[c], scores, now_weights + c * kChunk * kChunk});
       }
       if (before == nullptr) continue;
       // The outputs of the item before, a share after each chunk of this one.
       for (const int end = dims * (c + 1) / chunks; dim < end; ++dim) {
         if (dim == 0) weigher.finish(scored_before);
-        multiply_pairs<true>(tiles, before_weights,
-                             before->v + (dim * kChunks + before->first_chunk) * kPairBytes,
-                             before->chunks, before->panel->o + dim * 2 * kPairBytes, kPairBytes,
-                             kTileBytes, kTileRowBytes, weigher);
+        multiply_tiles(tiles, FromSum{}, before_weights,
+                       before->v + (dim * kChunks + before->first_chunk) * kPairBytes, InOrder{},
+                       before->chunks, listed(before->panel->o + dim * 2 * kPairBytes), weigher);
       }
     }
   }

@@ -1,5 +1,4 @@
-// Products of lists of pairs of tiles, for backward, whose tiles and vectors take turns. Behind
-// tile_pack-inl.h.
+// Products of lists of pairs of tiles. Behind tile_pack-inl.h.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -19,49 +18,73 @@ HWY_INLINE TileSum plain(float* at) {
   return {reinterpret_cast<std::byte*>(at), kTileRows * kRowBytes, kTileRowBytes, kRowBytes};
 }
 
-// sum = A x B over `steps` pairs of tiles on either side, every row on top of the 32 floats at
-// `start`. Two sums at a time: see tiles-inl.h.
-HWY_INLINE void multiply_from(Tiles& tiles, const float* start, const std::byte* a,
-                              const std::byte* b, int steps, TileSum sum) {
-  for (int half = 0; half < 2; ++half) {
-    tiles.load<0>(start + half * kLanes, 0);
-    tiles.load<1>(start + half * kLanes, 0);
-    const std::byte* from_a = a;
-    const std::byte* from_b = b + half * kTileBytes;
-    for (int s = 0; s < steps; ++s, from_a += kPairBytes, from_b += kPairBytes) {
-      tiles.load<3>(from_b);
-      tiles.load<2>(from_a);
-      tiles.multiply_add<0, 2, 3>();
-      tiles.load<2>(from_a + kTileBytes);
-      tiles.multiply_add<1, 2, 3>();
-    }
-    tiles.store<0>(sum.at + half * sum.right, sum.stride);
-    tiles.store<1>(sum.at + half * sum.right + sum.down, sum.stride);
+// What sums start from: every row from the 32 floats at `row` ...
+struct FromRow {
+  static constexpr bool kReadsSum = false;
+  const float* row;
+  HWY_INLINE void load(Tiles& tiles, const TileSum&, int half) const {
+    tiles.load<0>(row + half * kLanes, 0);
+    tiles.load<1>(row + half * kLanes, 0);
   }
-}
-
-// sum += A x B over the steps in `list`.
-HWY_INLINE void multiply_listed(Tiles& tiles, const std::byte* a, const std::byte* b,
-                                const int* list, int steps, TileSum sum) {
-  for (int half = 0; half < 2; ++half) {
+};
+// ... or from what is there.
+struct FromSum {
+  static constexpr bool kReadsSum = true;
+  HWY_INLINE void load(Tiles& tiles, const TileSum& sum, int half) const {
     tiles.load<0>(sum.at + half * sum.right, sum.stride);
     tiles.load<1>(sum.at + half * sum.right + sum.down, sum.stride);
+  }
+};
+alignas(64) inline constexpr float kZeroRow[kChunk] = {};
+
+// Which pairs of tiles are multiplied: all, or those in a list.
+struct InOrder {
+  HWY_INLINE std::int64_t operator()(int step) const { return step; }
+};
+struct Listed {
+  const int* list;
+  HWY_INLINE std::int64_t operator()(int step) const { return list[step]; }
+};
+
+// Other work: some after every product, and what has to be done before sums that were not read are
+// overwritten.
+struct NothingBeside {
+  HWY_INLINE void some() const {}
+  HWY_INLINE void make_room() const {}
+};
+
+// sum = start + A x B over `steps` pairs of tiles on either side. Two sums at a time: see
+// tiles-inl.h.
+template <class Start, class Order, class Beside>
+HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, const std::byte* b,
+                               Order order, int steps, TileSum sum, Beside& beside) {
+  for (int half = 0; half < 2; ++half) {
+    start.load(tiles, sum, half);
     for (int s = 0; s < steps; ++s) {
-      const std::byte* const from_a = a + list[s] * kPairBytes;
-      tiles.load<3>(b + half * kTileBytes + list[s] * kPairBytes);
+      const std::byte* const from_a = a + order(s) * kPairBytes;
+      tiles.load<3>(b + order(s) * kPairBytes + half * kTileBytes);
       tiles.load<2>(from_a);
       tiles.multiply_add<0, 2, 3>();
+      beside.some();
       tiles.load<2>(from_a + kTileBytes);
       tiles.multiply_add<1, 2, 3>();
+      beside.some();
     }
+    if constexpr (!Start::kReadsSum) beside.make_room();
     tiles.store<0>(sum.at + half * sum.right, sum.stride);
     tiles.store<1>(sum.at + half * sum.right + sum.down, sum.stride);
   }
 }
+template <class Start, class Order>
+HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, const std::byte* b,
+                               Order order, int steps, TileSum sum) {
+  NothingBeside nothing;
+  multiply_tiles(tiles, start, a, b, order, steps, sum, nothing);
+}
 
-// The same where Inf or NaN meets pairs that are not allowed: their weights are 0, and 0 times that
-// is none. Slow; what nothing poisons gets the bits of tiles. visible(step, row, d, half): columns
-// of that half for which term d of a row counts.
+// sum += A x B over the listed steps where Inf or NaN meets pairs that are not allowed: their
+// weights are 0, and 0 times that is none. Slow; what nothing poisons gets the bits of tiles.
+// visible(step, row, d, half): columns of that half for which term d of a row counts.
 template <class Visible>
 HWY_NOINLINE void multiply_visible(const std::byte* a, const std::byte* b, const int* list,
                                    int steps, TileSum sum, const Visible& visible) {

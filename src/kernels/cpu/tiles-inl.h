@@ -7,7 +7,7 @@
 //   one 16. Tiles and AVX-512 share their ports: weaving them hides latency and no work.
 // - where the core's other hyperthread is busy, the number of tiles in use decides: 25.8 ns a
 //   product with all eight, 12.4 with four. So kernels take two sums, one A and one B.
-// - clearing a tile right before a product costs 50 cycles, loading zeros none: see `zero`.
+// - clearing a tile right before a product costs 50 cycles, loading zeros none.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -37,11 +37,6 @@ class Tiles {
   HWY_INLINE void load(const void* from, std::int64_t stride = kTileRowBytes);
   template <int kTile>
   HWY_INLINE void store(void* to, std::int64_t stride = kTileRowBytes) const;
-  template <int kTile>
-  HWY_INLINE void zero() {
-    alignas(64) static constexpr std::byte kZeros[kTileRowBytes] = {};
-    load<kTile>(kZeros, 0);
-  }
   // sum[i][j] (fp32) += sum over d of a[i][d] * b[d][j], 32 bf16 a row of `a`; row d / 2 of `b` has
   // the pairs (b[d][j], b[d + 1][j]) of its 16 columns. Even and odd d are summed by themselves
   // from zero, then added up and to `sum`.

@@ -20,7 +20,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
   std::size_t counters = 0;
   for (const Work& work : forward_) {
     passes += work.phases().size();
-    for (const Phase& phase : work.phases()) pack_counters_.reserve(phase);
+    for (const Phase& phase : work.phases()) share_runner_.reserve(phase);
     longest = std::max(longest, work.longest_run_list());
   }
   for (const Work& work : backward_) {
@@ -28,7 +28,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
     counters = std::max(counters, work.turn_counters());
   }
   turns_ = std::make_unique<Turns>(counters);
-  list_bytes_ += static_cast<std::int64_t>(counters * sizeof(std::int32_t));
+  list_bytes_ += static_cast<std::int64_t>(counters * sizeof(std::int32_t)) + share_runner_.bytes();
   const std::vector<Branch>& branches = computation.pattern->branches;
   every_row_attends_ = true;
   for (std::size_t h = 0; h < static_cast<std::size_t>(computation.heads()); ++h) {

@@ -79,7 +79,7 @@ class CpuEngine final : public Engine {
   std::vector<Work> forward_;   // per stage
   std::vector<Work> backward_;  // per stage
   std::unique_ptr<Turns> turns_;
-  PackCounters pack_counters_;
+  ShareRunner share_runner_;
   std::int64_t list_bytes_ = 0;
   StateBytes state_bytes_;
   bool every_row_attends_ = false;  // no row of the output can be empty

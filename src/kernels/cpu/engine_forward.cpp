@@ -49,7 +49,9 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
 
   bool first_phase = stage == 0;
   for (const Phase& phase : work.phases()) {
+    const auto stopped = [&] { return call.stop->load(std::memory_order_relaxed); };
     const auto attend = [&](const WorkItem& item, const KeyList* list, int slot) {
+      if (stopped()) return;
       const int head = work.member(item).q_head;
       const WorkGroup& group = work.group(item);
       const int branch = group.branch;
@@ -82,39 +84,25 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       task.out_dtype = per_branch ? DType::f32 : state_dtype;
       kernels_.forward(problem_, task, pool_->scratch(slot));
     };
-    const auto pack = [&](const PackStep& step, const KeyList& list, int slot) {
+    const auto pack = [&](const KeyList& list, std::int64_t begin, int slot) {
+      if (stopped()) return;
       Runs& runs = runs_[static_cast<std::size_t>(slot)];
       work.expand(list, keys, work.q_head(list) / ratio, runs.keys);
       PackTask task;
       task.keys = runs.keys;
       task.canonical = computation_.reproducible;
       task.to = packed_keys(list);
-      task.begin = step.begin;
-      task.end = std::min(list.rows, step.begin + kPackRows);
+      task.begin = begin;
+      task.end = std::min(list.rows, begin + kPackRows);
       kernels_.pack_keys(problem_, task);
     };
-    const auto stopped = [&] { return call.stop->load(std::memory_order_relaxed); };
-    if (phase.steps.empty()) {
+    if (phase.shares.empty()) {
       pool_->run_parallel(static_cast<std::int64_t>(phase.items.size()),
                           [&](std::int64_t index, int slot) {
-                            if (stopped()) return;
                             attend(phase.items[static_cast<std::size_t>(index)], nullptr, slot);
                           });
     } else {
-      pack_counters_.begin(phase);
-      pool_->run_parallel(
-          static_cast<std::int64_t>(phase.steps.size()), [&](std::int64_t index, int slot) {
-            const PackStep& step = phase.steps[static_cast<std::size_t>(index)];
-            const KeyList* const list =
-                step.list < 0 ? nullptr : &phase.lists[static_cast<std::size_t>(step.list)];
-            const PackCounters::Step turn(pack_counters_, phase, step);
-            if (stopped()) return;
-            if (step.item < 0) {
-              pack(step, *list, slot);
-            } else {
-              attend(phase.items[static_cast<std::size_t>(step.item)], list, slot);
-            }
-          });
+      share_runner_.run(*pool_, phase, pack, attend);
     }
     if (stopped()) return;
     first_phase = false;

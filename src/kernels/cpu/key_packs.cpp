@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <thread>
 #include <tuple>
+#include <utility>
 
 #include "kernels/cpu/work.h"
 
@@ -66,63 +68,150 @@ void assign_packs(Phase& phase, const WorkGroups& groups, int head_ratio, bool c
   for (KeyList& list : phase.lists) list.offset += list.wave % 2 == 0 ? 0 : half[0];
   phase.packed_bytes = half[0] + half[1];
 
-  // Items by waves, otherwise in their order; those without a list as they come. A list's pieces
-  // are ahead of its first item.
-  std::vector<std::vector<PackStep>> waves(wave_bytes.size());
-  std::vector<bool> packed(phase.lists.size(), false);
-  std::size_t wave = 0;
+  // Items of a list go where the first of them is: waves stay in order.
+  std::vector<std::size_t> first_of(phase.lists.size(), phase.items.size());
+  std::vector<std::size_t> place(phase.items.size());
   phase.wave_items.assign(wave_bytes.size(), 0);
-  for (std::size_t i = 0; i < phase.items.size(); ++i) {
-    const std::int32_t id = list_of[i];
-    if (id >= 0) {
-      const KeyList& list = phase.lists[static_cast<std::size_t>(id)];
-      wave = static_cast<std::size_t>(list.wave);
-      if (!packed[static_cast<std::size_t>(id)]) {
-        packed[static_cast<std::size_t>(id)] = true;
-        for (std::int64_t begin = 0; begin < list.rows; begin += kPackRows)
-          waves[wave].push_back({id, -1, begin});
-      }
-      ++phase.wave_items[wave];
-    }
-    waves[wave].push_back({id, static_cast<std::int32_t>(i), 0});
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    place[i] = i;
+    if (list_of[i] < 0) continue;
+    const auto id = static_cast<std::size_t>(list_of[i]);
+    place[i] = first_of[id] = std::min(first_of[id], i);
+    ++phase.wave_items[static_cast<std::size_t>(phase.lists[id].wave)];
   }
-  for (const std::vector<PackStep>& steps : waves)
-    phase.steps.insert(phase.steps.end(), steps.begin(), steps.end());
+  std::vector<std::size_t> order(place.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return place[a] < place[b]; });
+  std::vector<WorkItem> items;
+  items.reserve(order.size());
+  for (const std::size_t i : order) {
+    const auto at = static_cast<std::int32_t>(items.size());
+    if (place[i] == i) phase.shares.push_back({list_of[i], at, at});
+    ++phase.shares.back().end;
+    items.push_back(phase.items[i]);
+  }
+  phase.items = std::move(items);
+  phase.shares.shrink_to_fit();
 }
 
-void PackCounters::reserve(const Phase& phase) {
-  if (phase.lists.size() <= size_) return;  // there are at most as many waves
-  size_ = phase.lists.size();
-  pieces_ = std::make_unique<std::atomic<std::int32_t>[]>(size_);
-  items_ = std::make_unique<std::atomic<std::int32_t>[]>(size_);
+void ShareRunner::reserve(const Phase& phase) {
+  if (phase.shares.size() <= size_) return;  // there are at most as many waves
+  size_ = phase.shares.size();
+  shares_ = std::make_unique<Counters[]>(size_);
+  wave_items_ = std::make_unique<std::atomic<std::int32_t>[]>(size_);
 }
 
-void PackCounters::begin(const Phase& phase) {
-  for (std::size_t i = 0; i < phase.lists.size(); ++i)
-    pieces_[i].store(pieces(phase.lists[i]), std::memory_order_relaxed);
-  for (std::size_t i = 0; i < phase.wave_items.size(); ++i)
-    items_[i].store(phase.wave_items[i], std::memory_order_relaxed);
-}
+// A thread's visit to a share: it does what nobody has taken yet. However it ends, all that others
+// might wait for has been done, or is being done by somebody else, or never will be.
+class ShareRunner::Visit {
+ public:
+  Visit(ShareRunner& runner, const Phase& phase, std::size_t index)
+      : share_(phase.shares[index]), counters_(runner.shares_[index]) {
+    if (share_.list < 0) return;
+    list_ = &phase.lists[static_cast<std::size_t>(share_.list)];
+    const auto wave = static_cast<std::size_t>(list_->wave);
+    if (wave >= 2) wait(runner.wave_items_[wave - 2]);  // whose memory this one takes
+    wave_items_ = &runner.wave_items_[wave];
+  }
+  ~Visit() {
+    while (take_piece() >= 0) finish_piece();
+    while (take_item() >= 0) finish_item();
+  }
+  Visit(const Visit&) = delete;
+  Visit& operator=(const Visit&) = delete;
 
-PackCounters::Step::Step(PackCounters& counters, const Phase& phase, const PackStep& step) {
-  if (step.list < 0) return;
-  const auto list = static_cast<std::size_t>(step.list);
-  const auto wave = static_cast<std::size_t>(phase.lists[list].wave);
-  const auto wait = [](const std::atomic<std::int32_t>& left) {
+  void run(const Phase& phase, int slot, Pack pack, Attend attend) {
+    for (std::int64_t piece = take_piece(); piece >= 0; piece = take_piece()) {
+      const Done done([this] { finish_piece(); });
+      pack(*list_, piece * kPackRows, slot);
+    }
+    if (list_ != nullptr) wait(counters_.pieces_left);
+    for (std::int32_t item = take_item(); item >= 0; item = take_item()) {
+      const Done done([this] { finish_item(); });
+      attend(phase.items[static_cast<std::size_t>(item)], list_, slot);
+    }
+  }
+
+ private:
+  template <typename Finish>
+  struct Done {
+    explicit Done(Finish f) : finish(f) {}
+    ~Done() { finish(); }
+    Done(const Done&) = delete;
+    Done& operator=(const Done&) = delete;
+    Finish finish;
+  };
+
+  static void wait(const std::atomic<std::int32_t>& left) {
     for (int spins = 0; left.load(std::memory_order_acquire) != 0; ++spins)
       if (spins > 1000) std::this_thread::yield();
-  };
-  if (step.item < 0) {
-    if (wave >= 2) wait(counters.items_[wave - 2]);
-    done_ = &counters.pieces_[list];
-  } else {
-    wait(counters.pieces_[list]);
-    done_ = &counters.items_[wave];
   }
+  // The next one that nobody has; -1: there is none. Whoever finds none stops asking, so that the
+  // counters pass their ends by as many threads at most.
+  std::int32_t take_piece() {
+    if (list_ == nullptr) return -1;
+    const std::int32_t piece = counters_.pieces_taken.fetch_add(1, std::memory_order_relaxed);
+    return piece < pieces(*list_) ? piece : -1;
+  }
+  std::int32_t take_item() {
+    const std::int32_t item =
+        share_.begin + counters_.items_taken.fetch_add(1, std::memory_order_relaxed);
+    return item < share_.end ? item : -1;
+  }
+  void finish_piece() { counters_.pieces_left.fetch_sub(1, std::memory_order_release); }
+  void finish_item() {
+    if (wave_items_ != nullptr) wave_items_->fetch_sub(1, std::memory_order_release);
+  }
+
+  const KeyShare& share_;
+  Counters& counters_;
+  const KeyList* list_ = nullptr;
+  std::atomic<std::int32_t>* wave_items_ = nullptr;
+};
+
+// The share with most items that nobody has taken, from `first` on; none left: the number of
+// shares.
+std::size_t ShareRunner::most_to_do(const Phase& phase, std::size_t first) const {
+  const std::size_t count = phase.shares.size();
+  std::size_t best = count;
+  std::int32_t most = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t at = (first + i) % count;
+    const KeyShare& share = phase.shares[at];
+    const std::int32_t left =
+        share.end - share.begin - shares_[at].items_taken.load(std::memory_order_relaxed);
+    if (left <= most) continue;
+    most = left;
+    best = at;
+  }
+  return best;
 }
 
-PackCounters::Step::~Step() {
-  if (done_ != nullptr) done_->fetch_sub(1, std::memory_order_release);
+void ShareRunner::run(ThreadPool& pool, const Phase& phase, Pack pack, Attend attend) {
+  for (std::size_t i = 0; i < phase.shares.size(); ++i) {
+    const std::int32_t list = phase.shares[i].list;
+    const std::int32_t left = list < 0 ? 0 : pieces(phase.lists[static_cast<std::size_t>(list)]);
+    shares_[i].pieces_taken.store(0, std::memory_order_relaxed);
+    shares_[i].pieces_left.store(left, std::memory_order_relaxed);
+    shares_[i].items_taken.store(0, std::memory_order_relaxed);
+  }
+  for (std::size_t i = 0; i < phase.wave_items.size(); ++i)
+    wave_items_[i].store(phase.wave_items[i], std::memory_order_relaxed);
+  // An index waits for smaller ones only: shares that have begun, and earlier waves.
+  const std::size_t shares = phase.shares.size();
+  const std::int64_t helpers =
+      std::min<std::int64_t>(pool.threads(), std::ssize(phase.items) - std::ssize(phase.shares));
+  const auto body = [&](std::int64_t index, int slot) {
+    const auto own = static_cast<std::size_t>(index);
+    if (own < shares) return Visit(*this, phase, own).run(phase, slot, pack, attend);
+    for (;;) {
+      const std::size_t other = most_to_do(phase, own % shares);
+      if (other == shares) return;
+      Visit(*this, phase, other).run(phase, slot, pack, attend);
+    }
+  };
+  pool.run_parallel(std::ssize(phase.shares) + helpers, body);
 }
 
 }  // namespace annulus::cpu

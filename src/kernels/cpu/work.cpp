@@ -184,7 +184,7 @@ std::int64_t Work::bytes(bool with_phases) const {
   for (const Phase& phase : *phases_) {
     if (!with_phases) continue;
     bytes += sizeof(Phase) + phase.items.capacity() * sizeof(WorkItem) +
-             phase.lists.capacity() * sizeof(KeyList) + phase.steps.capacity() * sizeof(PackStep) +
+             phase.lists.capacity() * sizeof(KeyList) + phase.shares.capacity() * sizeof(KeyShare) +
              phase.wave_items.capacity() * sizeof(std::int32_t);
   }
   return static_cast<std::int64_t>(bytes) + groups_.bytes();

@@ -48,9 +48,9 @@ struct WorkItem {
 struct Phase {
   std::vector<WorkItem> items;
   std::size_t turn_counters = 0;
-  // Where keys are packed (key_packs.h): in which order that and the items are done. Else empty.
+  // Where keys are packed (key_packs.h): for which items. Else empty.
   std::vector<KeyList> lists;
-  std::vector<PackStep> steps;
+  std::vector<KeyShare> shares;
   std::vector<std::int32_t> wave_items;  // of each wave, those that want a list
   std::int64_t packed_bytes = 0;
 

@@ -54,11 +54,11 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
   const auto close = [&] {
     if (in_phase.empty()) return;
     Phase phase;
-    add_items(phase, in_phase, computation, threads);
+    const bool packs = kind_ == Stage::Kind::forward && packed_bytes;
+    add_items(phase, in_phase, computation, threads, packs);
     if (kind_ == Stage::Kind::gradients || kind_ == Stage::Kind::key_gradient)
       assign_turns(phase, groups_, stage, computation.kv_heads, threads);
-    if (kind_ == Stage::Kind::forward && packed_bytes)
-      assign_packs(phase, groups_, ratio, computation.reproducible, packed_bytes);
+    if (packs) assign_packs(phase, groups_, ratio, computation.reproducible, packed_bytes);
     if (!phase.items.empty()) phases.push_back(std::move(phase));
     in_phase.clear();
     used.clear();
@@ -85,10 +85,11 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
 }
 
 void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
-                     int threads) const {
+                     int threads, bool packs) const {
   const std::int64_t batch = computation.batch;
-  // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better.
-  const std::int64_t wanted = 4 * static_cast<std::int64_t>(threads);
+  // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better,
+  // where those are not packed for all items anyway.
+  const std::int64_t wanted = (packs ? 8 : 4) * static_cast<std::int64_t>(threads);
   std::int64_t heads = 0;
   for (int g : groups) {
     const WorkGroup& group = groups_[g];

@@ -94,7 +94,7 @@ class Work {
               int unit, std::span<const ChannelSource> channels, int local_head,
               std::vector<RowRun>& runs) const;
   void add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
-                 int threads) const;
+                 int threads, bool packs) const;
 
   Stage::Kind kind_;
   WorkGroups groups_;

@@ -4,10 +4,12 @@
     ANNULUS_ISA=avx512 .venv/bin/python bench/peer/tiles.py                  the same with other kernels
 
 16 heads; GFLOP/s at 4 D (forward) and 10 D (backward) a pair. Errors are relative RMS against fp64 on some rows, beside those of
-PyTorch. A run counts where PyTorch reaches 2.0 (D 64) and 2.7 TFLOP/s (D 128) with all threads: hosts are shared.
+PyTorch. Hosts are shared: a forward of all keys by all threads counts where PyTorch reaches 2.0 (D 64) and 2.7 TFLOP/s (D 128). It is
+run up to three times for that, and the run in which PyTorch was fastest is kept.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -33,11 +35,12 @@ from versus_pytorch import (
 )
 
 HEADS = 16
+QUIET_GFLOPS = {64: 2000, 128: 2700}  # of PyTorch, where nobody else is busy
 
 
 def alternate(bodies, seconds, least=3):
-    """As versus_pytorch.alternate, for so long; bodies have run once. Short calls run in bursts, as they do in a model, of which the
-    first one, which wakes the threads, does not count: after a pause that takes as long as they do."""
+    """As versus_pytorch.alternate, for so long and for at least so many rounds; bodies have run once. Short calls run in bursts, as
+    they do in a model, of which the first one, which wakes the threads, does not count: after a pause that takes as long as they do."""
     spent = [[] for _ in bodies]
     start = time.perf_counter()
     bodies[0]()
@@ -148,9 +151,23 @@ def finish(direction, tokens, dim, causal, threads, flops, a, b, found):
     return row
 
 
+def quiet_forward_case(tokens, dim, causal, threads, most_threads, seconds):
+    rows = []
+    for _ in range(3 if threads == most_threads and not causal else 1):
+        rows.append(forward_case(tokens, dim, causal, threads, seconds))
+        if rows[-1]["pytorch_gflops"] >= QUIET_GFLOPS[dim]:
+            break
+    return max(rows, key=lambda row: row["pytorch_gflops"])
+
+
+@functools.cache
+def longnet_rows(shape):
+    return make(shape, "bf16", 4)
+
+
 def longnet_case(tokens, dim, causal, backward, threads, seconds):
     shape = (1, tokens, HEADS, dim)
-    q, k, v, dout = make(shape, "bf16", 4)
+    q, k, v, dout = longnet_rows(shape)
     o, lse = torch.empty_like(q), torch.empty(shape[:3])
     grads = [torch.empty_like(q) for _ in range(3)]
     torch.set_num_threads(threads)
@@ -171,7 +188,7 @@ def longnet_case(tokens, dim, causal, backward, threads, seconds):
     ours()
     found = grads if backward else [o]
     difference = max(relative_rms(x, expected) for x, expected in zip(found, theirs()))
-    a, b = alternate([ours, theirs], seconds)
+    a, b = alternate([ours, theirs], seconds, least=2)  # seconds each
     row = {
         "tokens": tokens,
         "head_dim": dim,
@@ -220,7 +237,7 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="of a case (at least three rounds)"
     )
-    parser.add_argument("--suite", nargs="+", default=["forward", "backward", "longnet", "dilated"])
+    parser.add_argument("--suite", nargs="+", default=["forward", "backward", "dilated", "longnet"])
     parser.add_argument("--commit", help="of the library, where there is no repository")
     parser.add_argument(
         "--out",
@@ -256,7 +273,7 @@ def main():
         if threads == args.threads or (tokens == 4096 and not causal)
     ]
     cases = {
-        "forward": [lambda c=c: forward_case(*c, args.seconds) for c in grid],
+        "forward": [lambda c=c: quiet_forward_case(*c, args.threads, args.seconds) for c in grid],
         "backward": [
             lambda c=c: backward_case(*c, args.seconds)
             for c in grid
@@ -264,8 +281,8 @@ def main():
         ],
         "dilated": [lambda d=d: dilated_case(d, args.threads, args.seconds) for d in (64, 128)],
         "longnet": [
-            lambda c=c: longnet_case(131072, *c, args.threads, args.seconds)
-            for c in itertools.product((64, 128), (False, True), (False, True))
+            lambda c=c: longnet_case(131072, 64, *c, args.threads, args.seconds)
+            for c in itertools.product((False, True), (False, True))
         ],
     }
     for suite in args.suite:

@@ -18,6 +18,7 @@
 #include <array>
 #include <cerrno>
 #include <climits>
+#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -86,14 +87,28 @@ bool refuse_tiles() {
          prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0 &&
          syscall(SYS_arch_prctl, kRequestPermission, 18) == -1 && errno == EPERM;
 }
+
+// This thread takes signals on a stack that has room for all registers but tiles.
+bool take_signals_on_a_small_stack() {
+  static std::array<char, 4096> memory;
+  stack_t stack{};
+  stack.ss_sp = memory.data();
+  stack.ss_size = memory.size();
+  return sigaltstack(&stack, nullptr) == 0;
+}
 #else
 bool refuse_tiles() { return false; }
+bool take_signals_on_a_small_stack() { return false; }
 #endif
 
 // Runs a small ring and says on stdout which kernels did it, and whether they were right.
 TEST(IsaChild, DISABLED_RunsARing) {
   if (std::getenv("ANNULUS_TEST_REFUSE_TILES") != nullptr && !refuse_tiles()) {
     std::printf("isa=cannot refuse\n");
+    return;
+  }
+  if (std::getenv("ANNULUS_TEST_SMALL_STACK") != nullptr && !take_signals_on_a_small_stack()) {
+    std::printf("isa=no small stack\n");
     return;
   }
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
@@ -181,6 +196,20 @@ TEST(Isa, NextSetRunsWhereTheSystemRefusesTiles) {
   EXPECT_NE(forced.find(cpu_has_tiles() ? "the system does not let" : "this CPU has no AMX"),
             std::string::npos)
       << forced;
+}
+#endif
+
+#if defined(__x86_64__) && defined(__linux__)
+// "No space left on device", says Linux.
+TEST(Isa, SignalStackThatIsTooSmallForTilesIsNamed) {
+  const std::vector<std::string> usable = available_names();
+  if (std::find(usable.begin(), usable.end(), "amx_bf16") == usable.end())
+    GTEST_SKIP() << "there are no tiles to refuse";
+  const std::string forced = run_child("ANNULUS_ISA=amx_bf16 ANNULUS_TEST_SMALL_STACK=1");
+  EXPECT_TRUE(forced.starts_with("ConfigError=")) << forced;
+  EXPECT_NE(forced.find("alternate signal stack"), std::string::npos) << forced;
+  const std::string chosen = run_child("env -u ANNULUS_ISA ANNULUS_TEST_SMALL_STACK=1");
+  EXPECT_TRUE(chosen.starts_with("isa=avx512")) << chosen;
 }
 #endif
 

@@ -55,9 +55,12 @@ std::string tile_complaint() {
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;
   if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
-  return std::string(
-             "this CPU has AMX tiles, but the system does not let this process use them (") +
-         std::strerror(errno) + ")";
+  // Linux wants room for the tiles on all of them, and says ENOSPC.
+  const std::string reason = errno == ENOSPC
+                                 ? "a thread has an alternate signal stack that is too small"
+                                 : std::strerror(errno);
+  return "this CPU has AMX tiles, but the system does not let this process use them (" + reason +
+         ")";
 }
 
 }  // namespace

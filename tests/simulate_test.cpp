@@ -119,6 +119,23 @@ TEST(Simulate, RanksOfOneProcessorTakeTurns) {
   EXPECT_DOUBLE_EQ(simulate(dense_ring(2, Schedule::ring), cluster).forward.seconds, 5.0 + 2.0);
 }
 
+TEST(Simulate, CopiesOfRanksOfOneProcessorTakeTurnsWithTiles) {
+  Cluster cluster = one_second_cluster(0.25);
+  cluster.ranks_per_host = cluster.ranks_per_processor = 2;
+  cluster.inside = cluster.between;
+  cluster.copy_bytes_per_second = static_cast<double>(kLocal * 2 * 8 * 4) * 10;
+  const Forecast f = simulate(dense_ring(2, Schedule::ring), cluster);
+  // Rank 1 packs behind rank 0, from 0.2 to 0.4, and four steps follow.
+  EXPECT_NEAR(f.forward.seconds, 2 * 0.2 + 4.0, 1e-12);
+  // Rank 0 clears from 2.4 to 2.5, behind rank 1's first step, and rank 1 behind that; the last
+  // gradients go out at 4.6 and arrive at 4.85, to be added one rank after the other.
+  EXPECT_NEAR(f.backward->seconds, 2 * 0.2 + 2.0 + 2 * 0.1 + 2.0 + 0.25 + 2 * 0.3, 1e-12);
+  // Rows that leave late because of another rank's packing arrive late: at 0.4 + 3.
+  cluster.inside.bytes_per_second /= 12;
+  EXPECT_NEAR(simulate(dense_ring(2, Schedule::ring), cluster).forward.seconds, 0.4 + 3.0 + 2.0,
+              1e-12);
+}
+
 TEST(Simulate, HostsAreReachedThroughTheirPorts) {
   // Four ranks on two hosts, three steps. Inside takes no time, and one rank of each host sends to
   // the other host in every step.

@@ -24,8 +24,8 @@ struct Cluster {
   std::string name;
   std::string source;  // where the figures come from, for people
   int ranks_per_host = 1;
-  // Ranks that share a processor take turns, one step's tiles at a time: threads of one core, or
-  // virtual ranks of one GPU.
+  // Ranks that share a processor take turns, by one step's tiles or one copy at a time: threads of
+  // one core, or virtual ranks of one GPU.
   int ranks_per_processor = 1;
   // Of a processor, over the pairs that it computes (what branches share is computed once): 4 x
   // head_dim per pair in forward, 10 x head_dim in backward.

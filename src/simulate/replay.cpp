@@ -22,6 +22,7 @@ constexpr int kNothing = -1;
 
 // Where a rank goes on. Names say what has just been done.
 enum class At : std::uint8_t {
+  entered,         // the journey: its rows are still to be packed
   begun,           // a step; its rows are still to come
   arrived,         // rows of the step
   posted,          // rows of the next one, which have come if transfers block
@@ -36,7 +37,7 @@ enum class At : std::uint8_t {
 };
 
 struct Rank {
-  At at = At::begun;
+  At at = At::entered;
   At after_returns = At::added;  // where to go on once returned gradients are added
   int step = 0;
   int returning = 0;  // step whose gradients are under way; 0: none
@@ -73,8 +74,7 @@ class Replay::Run {
 
   void run() {
     for (int r = 0; r < replay_.ranks_; ++r)
-      push(now_of(r) + (steps_ > 0 ? journey_.pack[static_cast<std::size_t>(r)] : 0.0), Event::rank,
-           static_cast<std::uint32_t>(r));
+      push(now_of(r), Event::rank, static_cast<std::uint32_t>(r));
     while (!events_.empty()) {
       const Event event = events_.top();
       events_.pop();
@@ -112,17 +112,20 @@ class Replay::Run {
     if (batch.open == 0) push(batch.ready, Event::rank, static_cast<std::uint32_t>(r));
     return false;
   }
-  bool compute(int r, At next) {
-    const auto at = static_cast<std::size_t>(r);
-    const double seconds = journey_.compute_last
-                               ? journey_.compute[at]
-                               : journey_.compute[at * (static_cast<std::size_t>(steps_) + 1) +
-                                                  static_cast<std::size_t>(of(r).step)];
+  // The same on the processor, behind what the ranks that share it have asked for before.
+  bool process(int r, double seconds, At next) {
     if (seconds <= 0) return take(r, 0, next);
     double& free =
-        replay_.processors_[at / static_cast<std::size_t>(replay_.cluster_->ranks_per_processor)];
+        replay_.processors_[static_cast<std::size_t>(r) /
+                            static_cast<std::size_t>(replay_.cluster_->ranks_per_processor)];
     free = std::max(free, now_) + seconds;
     return take(r, free - now_, next);
+  }
+  [[nodiscard]] double compute_seconds(int r) {
+    const auto at = static_cast<std::size_t>(r);
+    if (journey_.compute_last) return journey_.compute[at];
+    return journey_.compute[at * (static_cast<std::size_t>(steps_) + 1) +
+                            static_cast<std::size_t>(of(r).step)];
   }
 
   // Everything up to the next point at which time passes.
@@ -142,6 +145,8 @@ class Replay::Run {
     Rank& rank = of(r);
     const bool returns = journey_.returns != nullptr && rank.step > 0;
     switch (rank.at) {
+      case At::entered:
+        return process(r, steps_ > 0 ? journey_.pack[static_cast<std::size_t>(r)] : 0.0, At::begun);
       case At::begun:
         return rank.step == 0 ? take(r, 0, At::arrived) : wait(r, kRows, At::arrived);
       case At::arrived:
@@ -155,10 +160,10 @@ class Replay::Run {
         }
         return take(r, 0, At::posted);
       case At::posted:
-        return take(r, returns ? journey_.clear_per_byte * sent_back(r, rank.step) : 0.0,
-                    At::cleared);
+        return process(r, returns ? journey_.clear_per_byte * sent_back(r, rank.step) : 0.0,
+                       At::cleared);
       case At::cleared:
-        return compute(r, At::computed);
+        return process(r, compute_seconds(r), At::computed);
       case At::computed:
         if (!returns) return next_step(r);
         rank.after_returns = At::added;
@@ -173,7 +178,7 @@ class Replay::Run {
       case At::returned:
         return take_added(r, added_bytes(r, rank.returning));
       case At::inbox_returned:
-        return take(r, journey_.add_per_byte * inbox_bytes(r), At::inbox_added);
+        return process(r, journey_.add_per_byte * inbox_bytes(r), At::inbox_added);
       case At::inbox_added:
         post_inbox(r, rank.inbox + 2);
         ++rank.inbox;
@@ -220,11 +225,11 @@ class Replay::Run {
     if (rank.after_returns == At::begun) {  // blocking: the step is over
       if (rank.step < steps_) {
         ++rank.step;
-        return take(r, journey_.add_per_byte * bytes, At::begun);
+        return process(r, journey_.add_per_byte * bytes, At::begun);
       }
       rank.after_returns = At::done;
     }
-    if (!take(r, journey_.add_per_byte * bytes, rank.after_returns)) return false;
+    if (!process(r, journey_.add_per_byte * bytes, rank.after_returns)) return false;
     return rank.at != At::done;
   }
   double added_bytes(int r, int step) const { return journey_.returns->received(r, step); }

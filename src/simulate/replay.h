@@ -35,8 +35,8 @@ struct Journey {
 // receiver's, each of which takes one message after the other. The sender's takes the first come
 // whose receiver's port is free, and of those that come at the same time the first in the table;
 // the receiver's begins when the sender's does. Messages that share links in truth take turns here,
-// and no link stands idle that has something to do. Tiles of ranks that share a processor take
-// turns likewise.
+// and no link stands idle that has something to do. Tiles and copies of ranks that share a
+// processor take turns likewise, the first come first.
 class Replay {
  public:
   Replay(const Cluster& cluster, int ranks, double start_seconds);

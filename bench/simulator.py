@@ -3,16 +3,19 @@
 python3 bench/simulator.py measured     # bench/results/simulator.json
 python3 bench/simulator.py simulated    # bench/results/simulated.json
 
-`measured` runs simulator_bench (in-process rings with limited links), or takes what several runs of it
-have printed, and fails where a prediction is off by more than 10 %. `simulated` runs the tool on a
-billion tokens, and fails where that takes more than 10 s of CPU time; its sweep is drawn by
-bench/plot.py.
+`measured` runs simulator_bench (in-process rings with limited links), with --cpus several of its parts at
+once, with --pattern one pattern (the others' rows are kept), and fails where a prediction is off by more
+than 10 %. `simulated` runs the tool on a billion tokens, and fails where that takes more than 10 s of CPU
+time; its sweep is drawn by bench/plot.py.
 """
 
 import argparse
+import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
+import queue
 import subprocess
 import sys
 
@@ -36,43 +39,66 @@ SWEEP = (
     f"--tokens 1M {HEADS} --pattern dense --causal --sweep-ranks 8,16,32,64,128,256 "
     "--sweep-placements contiguous,zigzag,striped --sweep-schedules ring,gather"
 )
+PATTERNS = ["dense", "dense causal", "LongNet"]  # the problems of simulator_bench
+RESULTS = {
+    "measured": ROOT / "bench" / "results" / "simulator.json",
+    "simulated": ROOT / "bench" / "results" / "simulated.json",
+}
 MOST_SECONDS = 10
 MOST_ERROR = 0.10
 
 
 def facts(args):
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return {
-        "cpu": args.cpu,
-        "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
+        "cpu": cpu_name(),
+        "commit": args.commit or commit(),
         "command": " ".join(["python3", *sys.argv]),
-        "cores": args.cores,
+        "cores": os.cpu_count(),
         "load_before": args.load,
     }
 
 
-def objects(text):
-    """The JSON objects of a text that has other lines, too."""
-    decoder = json.JSONDecoder()
-    at = text.find("{")
-    while at >= 0:
-        found, end = decoder.raw_decode(text, at)
-        yield found
-        at = text.find("{", end)
+def commit():
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def kept(about, patterns):
+    """Rows of other patterns, which the same machine has measured at the same commit."""
+    if len(patterns) == len(PATTERNS) or not RESULTS["measured"].exists():
+        return []
+    old = json.loads(RESULTS["measured"].read_text(encoding="utf-8"))
+    for key in ("cpu", "cores", "commit"):
+        if old[key] != about[key]:
+            raise SystemExit(f"simulator: {RESULTS['measured']} has {key} {old[key]}, not {about[key]}: remove it")
+    return [row for row in old["suites"]["simulator"] if row["pattern"] not in patterns]
 
 
 def measured(args):
-    if args.printed:
-        text = pathlib.Path(args.printed).read_text(encoding="utf-8")
-    else:
-        command = [args.bench, str(args.rounds)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    parts = list(objects(text))
-    rows = [row for part in parts for row in part["rows"]]
-    about = {key: value for key, value in parts[0].items() if key != "rows"}
-    result = {**facts(args), "bench": about, "suites": {"simulator": rows}}
-    return result, [
-        f"{r['pattern']}, {r['ranks']} ranks, {r['schedule']}, {r['pass']}, link {r['link_over_step']}: {r['ratio']:.3f}"
+    patterns = [args.pattern] if args.pattern else PATTERNS
+    about = facts(args)
+    rows = kept(about, patterns)
+    shares = queue.SimpleQueue()
+    for share in args.cpus or [sorted(os.sched_getaffinity(0))]:
+        shares.put(share)
+    jobs = shares.qsize()
+
+    def run_part(part):
+        command = [args.bench, str(args.seconds), *map(str, part)]
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+    # A thread's CPUs are those of the processes that it starts.
+    problems = [PATTERNS.index(pattern) for pattern in patterns]
+    with concurrent.futures.ThreadPoolExecutor(
+        jobs, initializer=lambda: os.sched_setaffinity(0, shares.get())
+    ) as pool:
+        parts = list(pool.map(run_part, itertools.product(problems, (2, 4, 8), ("ring", "gather"))))
+    rows += [row for part in parts for row in part["rows"]]
+    rows.sort(key=lambda row: PATTERNS.index(row["pattern"]))
+    bench = {key: value for key, value in parts[0].items() if key != "rows"}
+    return {**about, "bench": bench, "suites": {"simulator": rows}}, [
+        f"{r['pattern']}, {r['ranks']} ranks, {r['schedule']}, {r['pass']}, "
+        f"transfers {r['transfer_over_compute']:g} of compute: {r['ratio']:.3f}"
         for r in rows
         if abs(r["ratio"] - 1) > MOST_ERROR
     ]
@@ -115,17 +141,22 @@ def main():
     parser.add_argument("what", choices=["measured", "simulated"])
     parser.add_argument("--tool", default="build/release/annulus")
     parser.add_argument("--bench", default="build/release/bench/simulator_bench")
-    parser.add_argument("--printed", help="a file with what the bench has printed, instead of running it")
-    parser.add_argument("--cpu", default=cpu_name(), help="what it ran on (default: this machine's)")
-    parser.add_argument("--cores", type=int, default=os.cpu_count())
-    parser.add_argument("--load", type=float, default=os.getloadavg()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--commit", help="of what is measured (default: that of the checkout)")
+    parser.add_argument("--seconds", type=float, default=20, help="for which each ring is measured (default: 20)")
+    parser.add_argument("--pattern", choices=PATTERNS, help="measure rings of this one (default: all)")
+    # A ring computes with one thread, and the other ranks see to their messages meanwhile: both
+    # hardware threads of a core are a good share. Rings on two threads of one core slow each other.
+    parser.add_argument(
+        "--cpus",
+        nargs="+",
+        type=lambda text: [int(cpu) for cpu in text.split(",")],
+        help="measure several rings at once, each on CPUs of its own: '--cpus 0,8 1,9' (default: one, on all)",
+    )
     args = parser.parse_args()
+    args.load = os.getloadavg()[0]
 
     result, wrong = measured(args) if args.what == "measured" else simulated(args)
-    name = "simulator.json" if args.what == "measured" else "simulated.json"
-    out = ROOT / "bench" / "results" / name
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    RESULTS[args.what].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if wrong:
         raise SystemExit("simulator: over the limit\n  " + "\n  ".join(wrong))
 

@@ -1,18 +1,20 @@
 // The simulator against passes of in-process rings whose links are limited:
 //
-//   build/release/bench/simulator_bench [rounds [problem [ranks]]] > measured.json
+//   build/release/bench/simulator_bench [seconds [problem [ranks [schedule]]]] > measured.json
 //
-// Problems count from 0; without them, or ranks, all are measured one after the other. On a machine
-// with cores to spare several may run at once.
+// Every ring is measured for so many seconds, and at least three rounds. Problems count from 0;
+// without them, ranks or a schedule all are measured one after the other. On a machine with cores
+// to spare several may run at once (bench/simulator.py --cpus).
 //
 // One thread computes, whatever the number of ranks: they share it, and the described cluster says
-// so. Its FLOP/s are those of the same ring without a limit, measured before and after every pass,
+// so. Its FLOP/s are those of the same ring without a limit, measured before and after every round,
 // so that a busy machine slows both sides alike, and short tiles and changing threads are not the
 // simulator's errors. The latency of its links is what a message of the limited ring takes beyond
 // its bytes, measured before every pass: threads that slept on it wake up, milliseconds later where
 // a virtual machine's host is shared.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <chrono>
@@ -172,109 +174,132 @@ RingOptions options_of(const Problem& problem, int ranks, Schedule schedule) {
 }
 
 // The cluster on which the ring without a limit takes what it took.
-Cluster described(const RingOptions& options, double bytes_per_second, double latency,
-                  double copies, const Seconds& free) {
+Cluster described(const RingOptions& options, double copies, const Seconds& free) {
   Cluster cluster;
   cluster.name = "one thread";
   cluster.ranks_per_host = cluster.ranks_per_processor = options.placement.ranks();
   cluster.copy_bytes_per_second = copies;
-  cluster.inside = {"link", bytes_per_second, 0, false};
-  cluster.forward_flops_per_second = cluster.backward_flops_per_second = 1e9;
-  const Forecast slow = simulate(options, cluster);
-  cluster.forward_flops_per_second = slow.forward.computed_flops / free.forward;
-  cluster.backward_flops_per_second = slow.backward->computed_flops / free.backward;
-  cluster.inside.latency_seconds = latency;
+  cluster.inside = {"link", 0, 0, false};
+  cluster.forward_flops_per_second = cluster.backward_flops_per_second = 1e30;
+  const Forecast copying = simulate(options, cluster);
+  cluster.forward_flops_per_second =
+      copying.forward.computed_flops / (free.forward - copying.forward.seconds);
+  cluster.backward_flops_per_second =
+      copying.backward->computed_flops / (free.backward - copying.backward->seconds);
   return cluster;
 }
 
+// Bytes per second at which the transfers of a forward pass, alone, take so many seconds.
+double rate_of(const RingOptions& options, double seconds) {
+  constexpr double kAny = 1e9;
+  Cluster cluster = described(options, 0, {1, 1});
+  cluster.inside.bytes_per_second = kAny;
+  return kAny * simulate(options, cluster).forward.transfer_seconds / seconds;
+}
+
 struct Setting {
-  double factor;  // link time of a shard's rows over the compute of one step
+  double factor;  // transfers alone over compute alone, in forward
   double bytes_per_second;
   std::unique_ptr<Runner> runner;
   std::vector<double> latency;
-  std::vector<double> measured[2];  // forward, backward
-  std::vector<double> predicted[2];
+  std::vector<Seconds> measured;
+  std::vector<Seconds> predicted;
 };
 
-std::string rows_of(const Problem& problem, int ranks, Schedule schedule, int rounds,
-                    double copies) {
+std::string row_of(const Problem& problem, const RingOptions& options, const Setting& setting,
+                   const char* pass, double Seconds::*seconds) {
+  std::vector<double> measured;
+  std::vector<double> predicted;
+  std::vector<double> ratios;
+  for (std::size_t i = 0; i < setting.measured.size(); ++i) {
+    measured.push_back(setting.measured[i].*seconds);
+    predicted.push_back(setting.predicted[i].*seconds);
+    ratios.push_back(predicted.back() / measured.back());
+  }
+  const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
+  return fmt::format(
+      "  {{\"pattern\": \"{}\", \"tokens\": {}, \"placement\": \"{}\", \"ranks\": {}, "
+      "\"schedule\": \"{}\", \"pass\": \"{}\", \"transfer_over_compute\": {}, "
+      "\"bytes_per_second\": {:.6g}, \"latency_seconds\": {:.3g}, \"measured_seconds\": {:.6g}, "
+      "\"predicted_seconds\": {:.6g}, \"rounds\": {}, \"ratio\": {:.4f}, \"ratio_least\": {:.4f}, "
+      "\"ratio_most\": {:.4f}}}",
+      problem.name, problem.tokens, problem.placement, options.placement.ranks(),
+      name_of(options.schedule), pass, setting.factor, setting.bytes_per_second,
+      median(setting.latency), median(measured), median(predicted), ratios.size(), median(ratios),
+      *least, *most);
+}
+
+void add_rows(const Problem& problem, int ranks, Schedule schedule, double seconds, double copies,
+              std::vector<std::string>& rows) {
   const RingOptions options = options_of(problem, ranks, schedule);
   Runner free(options, 0);
   (void)free.run();  // memory is touched, threads are there
-  const double step = std::min(free.run().forward, free.run().forward) / ranks;
-  const double shard = static_cast<double>(problem.tokens) / ranks * kHeads * 2 * kDim * 4;
+  Seconds before = free.run();
   std::vector<Setting> settings;
-  for (const double factor : {0.5, 1.0, 3.0}) {
-    const double rate = shard / (factor * step);
+  for (const double factor : {0.5, 1.0, 2.0}) {
+    const double rate = rate_of(options, factor * before.forward);
     settings.push_back({factor, rate, std::make_unique<Runner>(options, rate), {}, {}, {}});
     (void)settings.back().runner->run();
   }
-  for (int round = 0; round < rounds; ++round) {
-    Seconds before = free.run();
+  before = free.run();
+  constexpr std::size_t kLeastRounds = 3;
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  while (settings[0].measured.size() < kLeastRounds || Clock::now() < end) {
     for (Setting& setting : settings) {
-      const double latency = setting.runner->latency();
-      setting.latency.push_back(latency);
-      const Seconds measured = setting.runner->run();
-      const Seconds after = free.run();
-      const Seconds mean{(before.forward + after.forward) / 2,
-                         (before.backward + after.backward) / 2};
-      before = after;
-      const Forecast forecast =
-          simulate(options, described(options, setting.bytes_per_second, latency, copies, mean));
-      setting.measured[0].push_back(measured.forward);
-      setting.measured[1].push_back(measured.backward);
-      setting.predicted[0].push_back(forecast.forward.seconds);
-      setting.predicted[1].push_back(forecast.backward->seconds);
+      setting.latency.push_back(setting.runner->latency());
+      setting.measured.push_back(setting.runner->run());
+    }
+    const Seconds after = free.run();
+    const Seconds mean{(before.forward + after.forward) / 2,
+                       (before.backward + after.backward) / 2};
+    before = after;
+    Cluster cluster = described(options, copies, mean);
+    for (Setting& setting : settings) {
+      cluster.inside.bytes_per_second = setting.bytes_per_second;
+      cluster.inside.latency_seconds = setting.latency.back();
+      const Forecast forecast = simulate(options, cluster);
+      setting.predicted.push_back({forecast.forward.seconds, forecast.backward->seconds});
     }
   }
-  std::string text;
   for (const Setting& setting : settings) {
-    for (const int pass : {0, 1}) {
-      std::vector<double> ratios;
-      for (std::size_t i = 0; i < setting.measured[pass].size(); ++i)
-        ratios.push_back(setting.predicted[pass][i] / setting.measured[pass][i]);
-      const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
-      text += fmt::format(
-          "{}{{\"pattern\": \"{}\", \"tokens\": {}, \"placement\": \"{}\", \"ranks\": {}, "
-          "\"schedule\": \"{}\", \"pass\": \"{}\", \"link_over_step\": {}, "
-          "\"bytes_per_second\": {:.6g}, \"latency_seconds\": {:.3g}, \"measured_seconds\": "
-          "{:.6g}, "
-          "\"predicted_seconds\": {:.6g}, \"ratio\": {:.4f}, \"ratio_least\": {:.4f}, "
-          "\"ratio_most\": {:.4f}}}",
-          text.empty() ? "  " : ",\n  ", problem.name, problem.tokens, problem.placement, ranks,
-          name_of(schedule), pass == 0 ? "forward" : "backward", setting.factor,
-          setting.bytes_per_second, median(setting.latency), median(setting.measured[pass]),
-          median(setting.predicted[pass]), median(ratios), *least, *most);
-    }
+    rows.push_back(row_of(problem, options, setting, "forward", &Seconds::forward));
+    rows.push_back(row_of(problem, options, setting, "backward", &Seconds::backward));
   }
-  return text;
 }
 
-int run(int rounds, int only_problem, int only_ranks) {
-  const std::vector<std::int64_t> segments{1024, 8192};
+// Of several, or all of them.
+struct Arguments {
+  double seconds = 20;
+  int problem = -1;
+  int ranks = 0;
+  std::string schedule;
+};
+
+int run(const Arguments& wanted) {
+  const std::vector<std::int64_t> segments{1024, 16384};
   const std::vector<std::int64_t> dilations{1, 4};
   const std::vector<Problem> problems = {
-      {"dense", dense(kHeads), 3072, "contiguous"},
-      {"dense causal", dense(kHeads, true), 4096, "zigzag"},
-      {"LongNet", longnet(kHeads, segments, dilations), 8192, "contiguous"}};
+      {"dense", dense(kHeads), 6144, "contiguous"},
+      {"dense causal", dense(kHeads, true), 8192, "zigzag"},
+      {"LongNet", longnet(kHeads, segments, dilations), 16384, "contiguous"}};
   const double copies = copy_rate();
-  std::string rows;
-  const std::vector<int> ring_sizes =
-      only_ranks > 0 ? std::vector<int>{only_ranks} : std::vector<int>{2, 4, 8};
+  std::vector<std::string> rows;
   for (int i = 0; i < static_cast<int>(problems.size()); ++i) {
-    if (only_problem >= 0 && i != only_problem) continue;
+    if (wanted.problem >= 0 && i != wanted.problem) continue;
     const Problem& problem = problems[static_cast<std::size_t>(i)];
-    for (const int ranks : ring_sizes) {
+    for (const int ranks : {2, 4, 8}) {
+      if (wanted.ranks > 0 && ranks != wanted.ranks) continue;
       for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
-        rows += (rows.empty() ? "" : ",\n") + rows_of(problem, ranks, schedule, rounds, copies);
+        if (!wanted.schedule.empty() && wanted.schedule != name_of(schedule)) continue;
+        add_rows(problem, ranks, schedule, wanted.seconds, copies, rows);
         std::fprintf(stderr, "%s: %d ranks, %s\n", problem.name, ranks, name_of(schedule));
       }
     }
   }
   fmt::print(
-      "{{\"rounds\": {}, \"heads\": {}, \"head_dim\": {}, \"copy_bytes_per_second\": {:.4g},"
+      "{{\"seconds\": {}, \"heads\": {}, \"head_dim\": {}, \"copy_bytes_per_second\": {:.4g},"
       "\n \"rows\": [\n{}\n ]}}\n",
-      rounds, kHeads, kDim, copies, rows);
+      wanted.seconds, kHeads, kDim, copies, fmt::join(rows, ",\n"));
   return 0;
 }
 
@@ -283,13 +308,16 @@ int run(int rounds, int only_problem, int only_ranks) {
 
 int main(int argc, char** argv) {
   try {
-    const int rounds = argc > 1 ? std::atoi(argv[1]) : 7;
-    if (rounds < 1) {
-      std::fprintf(stderr, "simulator_bench: rounds is %s, expected 1 or more\n", argv[1]);
+    annulus::Arguments wanted;
+    if (argc > 1) wanted.seconds = std::atof(argv[1]);
+    if (argc > 2) wanted.problem = std::atoi(argv[2]);
+    if (argc > 3) wanted.ranks = std::atoi(argv[3]);
+    if (argc > 4) wanted.schedule = argv[4];
+    if (!(wanted.seconds > 0)) {
+      std::fprintf(stderr, "simulator_bench: seconds is %s, expected above 0\n", argv[1]);
       return 2;
     }
-    return annulus::run(rounds, argc > 2 ? std::atoi(argv[2]) : -1,
-                        argc > 3 ? std::atoi(argv[3]) : 0);
+    return annulus::run(wanted);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "simulator_bench: %s\n", error.what());
     return 1;

@@ -155,16 +155,15 @@ def planning(rows):
 
 def simulator(rows):
     """One line per ring and pass, a column per speed of the links."""
-    speeds = sorted({r["link_over_step"] for r in rows})
+    speeds = sorted({r["transfer_over_compute"] for r in rows})
     found = {}
     for r in rows:
         key = (r["pattern"], r["ranks"], r["schedule"], r["pass"])
-        found.setdefault(key, {})[r["link_over_step"]] = (
+        found.setdefault(key, {})[r["transfer_over_compute"]] = (
             f"{1e3 * r['measured_seconds']:.0f} / {1e3 * r['predicted_seconds']:.0f}: {100 * (r['ratio'] - 1):+.1f} %"
         )
-    names = [f"{speed:g} of a step" if speed else "no limit" for speed in speeds]
     return table(
-        ["pattern", "ranks", "schedule", "pass", *names],
+        ["pattern", "ranks", "schedule", "pass", *(f"links {speed:g} x compute" for speed in speeds)],
         [[*key, *(line[speed] for speed in speeds)] for key, line in found.items()],
     )
 

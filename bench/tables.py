@@ -163,7 +163,7 @@ def simulator(rows):
             f"{1e3 * r['measured_seconds']:.0f} / {1e3 * r['predicted_seconds']:.0f}: {100 * (r['ratio'] - 1):+.1f} %"
         )
     return table(
-        ["pattern", "ranks", "schedule", "pass", *(f"links {speed:g} x compute" for speed in speeds)],
+        ["pattern", "ranks", "schedule", "pass", *(f"transfers {speed:g} x compute" for speed in speeds)],
         [[*key, *(line[speed] for speed in speeds)] for key, line in found.items()],
     )
 

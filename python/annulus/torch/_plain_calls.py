@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Texts of the calls so far that nothing was wrong with, by all that it depends on. They are few; should they not be,
@@ -24,12 +25,19 @@ def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
+def _a_function_mode_looks() -> bool:
+    """Other than that of a default device, which concerns tensors that are made without saying where."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
 def nobody_looks(*tensors: torch.Tensor) -> bool:
     """Whether nothing but autograd takes part in a call: no compiler, tracer, profiler or mode, no tensors of
     another kind."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
+        and (torch._C._len_torch_function_stack() == 0 or not _a_function_mode_looks())
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
         and not torch.autograd._profiler_enabled()

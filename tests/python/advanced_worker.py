@@ -11,7 +11,6 @@ import logging
 import os
 import pathlib
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import faults
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_cases import run_cases
 from torch import nn
 from training_worker import BRANCHES, TOKENS, VOCABULARY, assert_same, batch, gradients
 
@@ -399,21 +399,5 @@ def raises(place: str, *more: str) -> None:
                 assert "TransportError" in raised["text"] and "rank 1" in raised["text"], raised
 
 
-def main() -> None:
-    global WORLD
-    torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-        WORLD = dist.group.WORLD
-    for case in sys.argv[1:]:
-        function, *arguments = case.split(":")
-        globals()[function](*arguments)
-        print(f"{case} done", flush=True)
-    if WORLD is not None:
-        dist.barrier()  # who closes ends what others still wait for
-        at.cleanup()
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals())

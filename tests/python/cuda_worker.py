@@ -6,11 +6,11 @@ import datetime
 import itertools
 import os
 import signal
-import sys
 import time
 
 import torch
 import torch.distributed as dist
+from rank_cases import run_cases
 from reference import relative_rms
 
 import annulus
@@ -216,20 +216,5 @@ def killed() -> None:
     os._exit(0)
 
 
-def main() -> None:
-    global WORLD
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-    WORLD = dist.group.WORLD
-    for case in sys.argv[1:]:
-        function, *arguments = case.split(":")
-        begin = time.monotonic()
-        globals()[function](*arguments)
-        print(f"rank {dist.get_rank()}: {case} done in {time.monotonic() - begin:.1f} s", flush=True)
-    dist.barrier()
-    at.cleanup()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals(), patience=30)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import os
-import sys
 import tempfile
 
 import torch
 import torch.distributed as dist
 import torch_failures
 import transport_contract
+from rank_cases import run_cases
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -370,18 +369,5 @@ def contract(name: str) -> None:
     transport.close()
 
 
-def main() -> None:
-    global WORLD
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    WORLD = dist.group.WORLD
-    for case in sys.argv[1:]:
-        function, *arguments = case.split(":")
-        (globals().get(function) or getattr(torch_failures, function))(*arguments)
-        print(f"rank {dist.get_rank()}: {case} done", flush=True)
-    at.cleanup()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals(), vars(torch_failures))

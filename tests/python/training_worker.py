@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import datetime
-import os
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_cases import run_cases
 from torch import nn
 
 import annulus
@@ -243,21 +241,5 @@ def trains_with_deepspeed(model: nn.Module, stage: int) -> None:
     steps_of(engine, step)
 
 
-def main() -> None:
-    global WORLD
-    torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-        WORLD = dist.group.WORLD
-    for case in sys.argv[1:]:
-        function, *arguments = case.split(":")
-        globals()[function](*arguments)
-        print(f"{case} done", flush=True)
-    if WORLD is not None:
-        dist.barrier()  # who closes ends what others still wait for
-        at.cleanup()
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals())

@@ -1,0 +1,40 @@
+"""What a rank of a test does: worker.py <case>[:<argument>...]..., under torchrun, or alone in one process."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+import annulus.torch as at
+
+
+def run_cases(
+    worker: dict[str, object], more: Mapping[str, object] | None = None, patience: float = 60
+) -> None:
+    """Calls those functions of a worker's globals() that the program's arguments name, or of `more`.
+
+    Its WORLD is the group of all ranks then; None: it is alone.
+    """
+    torch.set_num_threads(1)
+    world = None
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=patience))
+        world = dist.group.WORLD
+    worker["WORLD"] = world
+    functions = {**(more or {}), **worker}
+    for case in sys.argv[1:]:
+        name, *arguments = case.split(":")
+        begin = time.monotonic()
+        functions[name](*arguments)
+        rank = "" if world is None else f"rank {dist.get_rank()}: "
+        print(f"{rank}{case} done in {time.monotonic() - begin:.1f} s", flush=True)
+    if world is not None:
+        dist.barrier()  # who closes ends what others still wait for
+        at.cleanup()
+        dist.destroy_process_group()

@@ -53,7 +53,7 @@ DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
 _OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
 # How the ranks call a mask; what else they would find different follows from it.
 MASKED = "whether there is a key_padding_mask"
-_MOST_SCALE = 3.4e38  # what fp32 holds
+MOST_NUMBER = 3.4e38  # what fp32 holds
 _MOST_SECONDS = 1e9  # what a clock counts
 _MOST_WHOLE = 2**63 - 1  # what C++ holds
 
@@ -81,7 +81,7 @@ def _is_finite(x: object) -> bool:
         return False
 
 
-def _plain(x: object) -> bool | int | float:
+def plain(x: object) -> bool | int | float:
     """A valid option of another library's type, or a Fraction, as JSON has it."""
     if isinstance(x, np.bool_):
         return bool(x)
@@ -91,7 +91,7 @@ def _plain(x: object) -> bool | int | float:
         return float(x)
 
 
-def _number_complaint(name: str, value: object, most: float) -> str | None:
+def number_complaint(name: str, value: object, most: float) -> str | None:
     if getattr(value, "requires_grad", False):
         instead = " or multiply q by it" if name == "scale" else ""
         return f"{name} requires a gradient, which it would not get: pass {name}.item(){instead}"
@@ -100,16 +100,29 @@ def _number_complaint(name: str, value: object, most: float) -> str | None:
     return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
 
 
-def whole_complaint(name: str, value: object, most: int = _MOST_WHOLE) -> str | None:
-    if _is_whole(value, 0, most):
+def whole_complaint(
+    name: str, value: object, most: int = _MOST_WHOLE, *, least: int = 0
+) -> str | None:
+    if _is_whole(value, least, most):
         return None
-    return f"{name} is {value!r}: a whole number from 0 to {'2**63 - 1' if most == _MOST_WHOLE else most} was expected"
+    last = "2**63 - 1" if most == _MOST_WHOLE else most
+    return f"{name} is {value!r}: a whole number from {least} to {last} was expected"
 
 
 def flag_complaint(name: str, value: object) -> str | None:
     if isinstance(value, (bool, np.bool_)):
         return None
     return f"{name} is {value!r}: True or False was expected"
+
+
+# In MB: a byte, and more than any device holds. DeepSpeed allocates buckets, and DDP counts their bytes in 64 bits.
+_LEAST_BUCKET, _MOST_BUCKET = 2.0**-20, 2.0**20
+
+
+def bucket_complaint(value: object) -> str | None:
+    if _is_finite(value) and _LEAST_BUCKET <= float(value) <= _MOST_BUCKET:
+        return None
+    return f"bucket_size is {value!r}: a number of MB above 0 (a byte, 2**-20, at least) and up to 2**20 was expected"
 
 
 def name_complaint(name: str, value: object, names: tuple[str, ...]) -> str | None:
@@ -129,7 +142,7 @@ def _option_complaint(name: str, value: object) -> str | None:
         return whole_complaint(name, value, OPTIONS[name]["most"])
     if kind == "number or none" and value is None:
         return None
-    return _number_complaint(name, value, _MOST_SCALE)
+    return number_complaint(name, value, MOST_NUMBER)
 
 
 class _Call:
@@ -144,7 +157,7 @@ class _Call:
         if self.n_global is not None:
             complaints.append(whole_complaint("n_global", self.n_global))
         if self.timeout is not None:
-            complaints.append(_number_complaint("timeout", self.timeout, _MOST_SECONDS))
+            complaints.append(number_complaint("timeout", self.timeout, _MOST_SECONDS))
         return next((c for c in complaints if c is not None), None) or self._branch_complaint()
 
     def _branch_complaint(self) -> str | None:
@@ -170,7 +183,7 @@ class _Call:
     def text(self) -> str:
         # Numbers of NumPy's and tensors of one element are fine, too. Not dataclasses.astuple, which copies what it finds.
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return json.dumps(fields, default=_plain)
+        return json.dumps(fields, default=plain)
 
     @functools.cached_property
     def executors(self) -> str:

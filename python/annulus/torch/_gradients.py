@@ -8,8 +8,6 @@ never are where a hook of ours could weigh them.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from annulus import ConfigError
 from annulus.torch import _rings
-from annulus.torch._config import flag_complaint
+from annulus.torch._config import bucket_complaint, flag_complaint
 
 
 def token_mean(
@@ -83,11 +81,7 @@ def data_parallel(
             the ring's backward are not on the same links at the same time. The same gradients.
         options: of ``DistributedDataParallel``.
     """
-    if type(bucket_size) not in (int, float) or not 0 < bucket_size < math.inf:
-        raise ConfigError(
-            f"data_parallel: bucket_size is {bucket_size!r}: a number of MB above 0 was expected"
-        )
-    wrong = flag_complaint("overlap_comm", overlap_comm)
+    wrong = bucket_complaint(bucket_size) or flag_complaint("overlap_comm", overlap_comm)
     if wrong is not None:
         raise ConfigError(f"data_parallel: {wrong}")
     _rings.group_size_and_rank(group)  # refuses what is no group
@@ -97,7 +91,7 @@ def data_parallel(
     parallel = DistributedDataParallel(
         module,
         process_group=group,
-        bucket_cap_mb=bucket_size,
+        bucket_cap_mb=float(bucket_size),
         **{"gradient_as_bucket_view": True, **options},
     )
     if not overlap_comm:

@@ -13,7 +13,15 @@ from torch import nn
 
 from annulus import ConfigError
 from annulus.torch import _rings
-from annulus.torch._config import DEFAULTS, branch_numbers, with_options
+from annulus.torch._config import (
+    DEFAULTS,
+    MOST_NUMBER,
+    branch_numbers,
+    flag_complaint,
+    number_complaint,
+    whole_complaint,
+    with_options,
+)
 from annulus.torch._functional import HAS_MASK, ring_attention
 from annulus.torch._rotary import rotate
 
@@ -201,7 +209,14 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         ):
             if value:
                 raise ConfigError(f"{here}: {name} = {value} is not supported")
-        if num_heads <= 0 or embed_dim % num_heads != 0:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads}
+        sizes |= {n: x for n, x in (("kdim", kdim), ("vdim", vdim)) if x is not None}
+        flags = {"bias": bias, "batch_first": batch_first, "layer_norm": layer_norm}
+        numbers = {"layer_norm_eps": layer_norm_eps}
+        if gamma_init is not None:
+            numbers["gamma_init"] = gamma_init
+        self._check_arguments(sizes, flags, numbers)
+        if embed_dim % num_heads != 0:
             raise ConfigError(
                 f"{here}: embed_dim {embed_dim} does not divide by num_heads {num_heads}"
             )
@@ -242,6 +257,17 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         )
         if gamma_init is not None:
             self._init_magneto(gamma_init)
+
+    def _check_arguments(self, sizes: dict, flags: dict, numbers: dict) -> None:
+        """Before PyTorch takes them for something else, or fails in words of its own."""
+        complaints = [
+            *(whole_complaint(n, x, 2**31 - 1, least=1) for n, x in sizes.items()),
+            *(flag_complaint(n, x) for n, x in flags.items()),
+            *(number_complaint(n, x, MOST_NUMBER) for n, x in numbers.items()),
+        ]
+        for complaint in complaints:
+            if complaint is not None:
+                self._refuse(complaint)
 
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._packed:

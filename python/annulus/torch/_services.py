@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 
@@ -12,7 +11,12 @@ import torch
 from torch import nn
 
 from annulus.monitor._logging import LEVELS
-from annulus.torch._config import flag_complaint, name_complaint
+from annulus.torch._config import (
+    bucket_complaint,
+    flag_complaint,
+    name_complaint,
+    whole_complaint,
+)
 
 _MB = 2**20
 # A folder may be called differently here and there, and one rank may be looked at more closely.
@@ -49,9 +53,11 @@ class Services:
     profile_memory: bool
 
     def __post_init__(self) -> None:
+        # Numbers and flags of NumPy's are fine, too, but JSON does not know them.
         for field in dataclasses.fields(self):
-            if isinstance(getattr(self, field.name), np.bool_):  # which JSON does not know
-                object.__setattr__(self, field.name, bool(getattr(self, field.name)))
+            value = getattr(self, field.name)
+            if isinstance(value, (np.bool_, np.number)):
+                object.__setattr__(self, field.name, value.item())
 
     def complaint(self) -> str | None:
         """What is wrong with them."""
@@ -69,10 +75,7 @@ class Services:
         ]
         if self.log_level is not None:
             complaints.append(name_complaint("log_level", self.level, tuple(LEVELS)))
-        if type(self.bucket_size) not in (int, float) or not 0 < self.bucket_size < math.inf:
-            complaints.append(
-                f"bucket_size is {self.bucket_size!r}: a number of MB above 0 was expected"
-            )
+        complaints.append(bucket_complaint(self.bucket_size))
         for name in ("nvme_path", "checkpoint_folder"):
             if not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
                 complaints.append(
@@ -129,15 +132,12 @@ class Services:
             return None
         if self.checkpoint_folder is None:
             return "enable_fault_tolerance needs a checkpoint_folder that all ranks see"
-        if self.interval < 1:
-            return f"checkpoint_interval is {self.checkpoint_interval!r}: 1 or more steps were expected"
-        if self.auto_resume is not None:
-            wrong = flag_complaint("auto_resume", self.auto_resume)
-            if wrong is not None:
-                return wrong
-        if type(self.recoveries) is not int or self.recoveries < 0:
-            return f"max_recoveries is {self.max_recoveries!r}: a number from 0 on was expected"
-        return None
+        complaints = (
+            whole_complaint("checkpoint_interval", self.interval, least=1),
+            None if self.auto_resume is None else flag_complaint("auto_resume", self.auto_resume),
+            whole_complaint("max_recoveries", self.recoveries),
+        )
+        return next((text for text in complaints if text is not None), None)
 
     def claims(self) -> dict[str, object]:
         """What all ranks have to say alike, by name."""
@@ -150,9 +150,7 @@ class Services:
 
     @property
     def interval(self) -> int:
-        # What is no whole number of steps is refused as 0 is.
-        said = 100 if self.checkpoint_interval is None else self.checkpoint_interval
-        return said if type(said) is int else 0
+        return 100 if self.checkpoint_interval is None else self.checkpoint_interval
 
     @property
     def resumes(self) -> bool:

@@ -14,6 +14,7 @@ from annulus import ConfigError, TransportError, monitor
 from annulus.monitor._logging import log_as_it_is
 from annulus.torch import _engine, _rings
 from annulus.torch._checkpoints import Checkpoints
+from annulus.torch._config import whole_complaint
 from annulus.torch._gradients import data_parallel
 from annulus.torch._modules import RingDilatedAttention
 from annulus.torch._services import Services
@@ -163,6 +164,9 @@ class Training:
         Raises:
             TransportError: a rank is lost, and it cannot go on. Where PyTorch has noticed it first, its own error.
         """
+        wrong = whole_complaint("steps", steps)
+        if wrong is not None:
+            raise ConfigError(f"Training.run: {wrong}")
         while self._done < steps:
             reason = self._attempt(loss_of, report)
             while reason is not None:

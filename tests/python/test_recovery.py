@@ -13,7 +13,7 @@ import pytest
 from support import make_ring, on_ranks, problem
 
 import annulus
-from annulus import _core
+from annulus import _core, monitor
 
 LONGNET = {"segment_lengths": [16, 64], "dilation_rates": [1, 4], "is_causal": True}
 
@@ -131,6 +131,85 @@ def test_one_rank_without_memory_moves_all(failing: Failing) -> None:
         np.testing.assert_array_equal(o, theirs)
 
 
+# ---- what the stream of events says of it
+
+
+@pytest.fixture
+def stream() -> Iterator[Callable[[str], list[monitor.Event]]]:
+    """The events of a kind so far."""
+    monitor.clear()
+    monitor.start()
+    yield lambda kind: [event for event in monitor.read()[0] if event.kind == kind]
+    monitor.stop()
+    monitor.clear()
+
+
+def test_attempts_are_in_the_stream(failing: Failing, stream: Callable) -> None:
+    """Of every rank, in their order, those that were in vain as failed; and what all of it was for."""
+    for plans, attempts in (
+        (1, ["drop caches"]),
+        (2, ["drop caches", "split batch"]),
+        (3, ["drop caches", "split batch", "split heads"]),
+        (4, ["drop caches", "split batch", "split heads", "smaller working set"]),
+        (5, ["drop caches", "split batch", "split heads", "smaller working set", "gave up"]),
+    ):
+        monitor.clear()
+        asked = threading.local()
+
+        def fails(number: int, size: int, what: str, plans: int = plans, asked=asked) -> bool:
+            asked.plans = getattr(asked, "plans", 0) + (what == "plans")
+            return what == "plans" and asked.plans <= plans
+
+        def body(transport: annulus.Transport) -> str:
+            ring = annulus.RingAttention(
+                annulus.Pattern.dense(2),
+                annulus.Placement.contiguous(64, 2),
+                transport=transport,
+                batch=2,
+                head_dim=16,
+                schedule="gather",
+            )
+            return ring.recovery
+
+        failing.begin(fails)
+        outcomes = on_ranks(annulus.make_in_process_ring(2), body)
+        given_up = attempts[-1] == "gave up"
+        for rank, outcome in enumerate(outcomes):
+            assert isinstance(outcome, annulus.OutOfMemory if given_up else str), outcome
+            mine = [event for event in stream("recovery") if event.rank == rank]
+            assert [event.name for event in mine] == attempts
+            failed = len(attempts) - 1
+            assert [event.failed for event in mine] == [True] * failed + [False]
+            assert monitor.summary()[rank]["recoveries"] == len(attempts)
+
+
+def test_caches_are_in_the_stream(failing: Failing, stream: Callable) -> None:
+    q, k, v, _ = problem()
+    told = lambda: [(event.name, event.bytes > 0) for event in stream("cache")]  # noqa: E731
+    for _ in range(2):
+        annulus.attention(q, k, v)
+    assert told() == [("miss", False), ("hit", True)]
+    annulus.clear_cache()
+    assert told()[2:] == [("clear", True)]
+    capacity = 20
+    for tokens in range(1, capacity + 3):
+        annulus.attention(q[:, :tokens], k[:, :tokens], v[:, :tokens])
+    assert annulus.cache_info()["size"] == capacity
+    assert told()[3:].count(("evict", True)) == 2
+    # What memory that ran out has cost.
+    monitor.clear()
+    failing.begin(lambda number, size, what: number == 0)
+    annulus.attention(q, k, v, ranks=2)
+    assert ("clear", True) in told() and stream("recovery")
+
+
+def test_every_kind_of_event_is_seen(failing: Failing, stream: Callable) -> None:
+    failing.begin(lambda number, size, what: number == 0)
+    both(*problem(tokens=66), ranks=3, schedule="ring", **LONGNET)
+    for kind in monitor.KINDS:
+        assert stream(kind), kind
+
+
 class TestTorch:
     @pytest.fixture
     def at(self, torch: types.ModuleType) -> Iterator[types.ModuleType]:
@@ -181,7 +260,7 @@ class TestTorch:
         self,
         torch: types.ModuleType,
         at: types.ModuleType,
-        failing: Failing,
+        stream: Callable,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         for mix in ("full", "detached"):
@@ -202,6 +281,9 @@ class TestTorch:
                 with caplog.at_level(logging.WARNING, "annulus"):
                     results = self.gradients(torch, at, mix_gradient=mix, allow_half=True)
                 assert "computed in bfloat16" in caplog.text
+                told = [(event.kind, event.name, event.rank) for event in stream("recovery")]
+                assert told == [("recovery", "half precision", 0)] * 2  # forward and backward
+                monitor.clear()
                 for mine, theirs in zip(results, expected):
                     assert mine.dtype == torch.float32
                     error = (mine - theirs).norm() / theirs.norm()

@@ -107,7 +107,7 @@ def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
 
 def _in_half(c: Config, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """The last resort, on all ranks or none: memory that ran out is everybody's error."""
-    monitor.record("recovery", "half precision")
+    monitor.record("recovery", "half precision", rank=_rings.rank_in(c.group))
     LOG.warning("ring_attention: memory ran out: float32 is computed in bfloat16, as allow_half says")
     with _errors_of_all(c):
         return [with_room(x.to, torch.bfloat16) for x in tensors]

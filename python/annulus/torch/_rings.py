@@ -285,7 +285,7 @@ def ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
     """
     turn = _turns.setdefault(name, _Turn())
     if not turn.take():
-        rank = dist.get_rank(dist.distributed_c10d._resolve_process_group(name))
+        rank = rank_in(name)
         ring = _groups.get(name)
         if ring is not None:
             ring.transport.abort(_TWO_THREADS.format(rank))
@@ -440,6 +440,11 @@ def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError("group is not a process group that this process is in")
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+def rank_in(name: str | None) -> int:
+    """This process's place in a ring, given the name of its group."""
+    return 0 if name is None else dist.get_rank(dist.distributed_c10d._resolve_process_group(name))
 
 
 def group_name(group: dist.ProcessGroup | None) -> str | None:

@@ -13,6 +13,7 @@
 #include "cli/console.h"
 #include "cli/output_file.h"
 #include "cli/report.h"
+#include "cli/tensor_files.h"
 #include "cli/trace.h"
 #include "plan/plan_text.h"
 
@@ -196,14 +197,20 @@ Json to_json(const RunFlags& flags, const RunResult& result) {
 }
 
 void check_recording_files(const RunFlags& flags) {
-  std::filesystem::path trace;
-  if (!flags.trace.empty()) trace = check_output_file("trace", flags.trace);
-  if (flags.report.empty()) return;
-  const std::filesystem::path report = check_output_file("report", flags.report);
-  if (!report.empty() && report == trace) {
-    throw ConfigError(
-        fmt::format("report '{}': is the same file as trace '{}'", flags.report, flags.trace));
-  }
+  std::vector<std::filesystem::path> taken = tensor_files(flags.input, flags.output);
+  const auto check = [&](const char* kind, const std::string& path) {
+    if (path.empty()) return;
+    const std::filesystem::path target = check_output_file(kind, path);
+    if (target.empty()) return;  // written through
+    if (std::find(taken.begin(), taken.end(), target) != taken.end()) {
+      throw ConfigError(fmt::format(
+          "{} '{}': is the same file as '{}', which this run reads or writes: choose another name",
+          kind, path, target.string()));
+    }
+    taken.push_back(target);
+  };
+  check("trace", flags.trace);
+  check("report", flags.report);
 }
 
 void write_recording(const RunFlags& flags, const RunResult& result, const Recording& recording) {

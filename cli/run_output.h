@@ -41,7 +41,8 @@ struct RunResult {
 
 void print_table(const RunFlags& flags, const RunResult& result);
 [[nodiscard]] Json to_json(const RunFlags& flags, const RunResult& result);
-// Before any work: ConfigError if the files of --trace and --report cannot be written, or are one.
+// Before any work: ConfigError if the files of --trace and --report cannot be written, are one, or
+// are among the inputs or results.
 void check_recording_files(const RunFlags& flags);
 // Both or neither.
 void write_recording(const RunFlags& flags, const RunResult& result, const Recording& recording);

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <span>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -83,6 +84,7 @@ fs::path normalised(const fs::path& folder) {
   throw ConfigError("output folder '" + folder.string() + "': " + problem);
 }
 
+constexpr const char* kInputs[] = {"q.npy", "k.npy", "v.npy", "do.npy"};
 constexpr const char* kForwardResults[] = {"o.npy", "lse.npy"};
 constexpr const char* kGradients[] = {"dq.npy", "dk.npy", "dv.npy"};
 
@@ -135,7 +137,7 @@ InputFiles inspect_inputs(const fs::path& folder, bool backward, const ProblemFl
   InputFiles files{.folder = folder, .shape = {}, .dtype = DType::f32};
   std::vector<std::int64_t> q;
   std::vector<std::int64_t> k;
-  for (const std::string name : {"q.npy", "k.npy", "v.npy", "do.npy"}) {
+  for (const std::string name : kInputs) {
     if (name == "do.npy" && !backward) continue;
     if (name == "do.npy" && !fs::exists(folder / name)) {
       throw ConfigError(
@@ -243,6 +245,24 @@ void check_output_folder(const fs::path& folder, bool backward) {
   for (const char* name : kForwardResults) check_name(name);
   for (const char* name : kGradients) check_name(name);
   if (!backward) (void)stale_gradients(folder);
+}
+
+std::vector<fs::path> tensor_files(const fs::path& input, const fs::path& output) {
+  std::vector<fs::path> files;
+  const auto add = [&](const fs::path& folder, std::span<const char* const> names) {
+    if (folder.empty()) return;
+    for (const char* name : names) files.push_back(folder / name);
+  };
+  add(input, kInputs);
+  add(output, kForwardResults);
+  add(output, kGradients);
+  if (!output.empty()) files.push_back(normalised(output));  // where there is none yet
+  for (fs::path& file : files) {
+    std::error_code error;
+    const fs::path found = fs::weakly_canonical(fs::absolute(file), error);
+    if (!error) file = found;
+  }
+  return files;
 }
 
 std::vector<std::string> write_outputs(const fs::path& folder, const JobTensors& tensors) {

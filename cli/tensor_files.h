@@ -27,6 +27,11 @@ void read_inputs(const InputFiles& files, JobTensors& tensors);
 // work.
 void check_output_folder(const std::filesystem::path& folder, bool backward);
 
+// What a run reads and writes, the output folder included, with links followed: nothing else may be
+// written there. Either folder may be empty: there is none.
+[[nodiscard]] std::vector<std::filesystem::path> tensor_files(const std::filesystem::path& input,
+                                                              const std::filesystem::path& output);
+
 // o.npy, lse.npy and, with backward, dq.npy, dk.npy, dv.npy in the order of the sequence; float16
 // if the job ran in fp16, else float32. All plain files appear or none (see OutputFile for what is
 // not one). Without backward, gradients of an earlier run are removed: they belong to another o.

@@ -205,6 +205,42 @@ TEST_F(Cli, FilesThatCannotBeWrittenAreRefusedBeforeAnyWork) {
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
+// The trace would replace a tensor, or the other way round, and nobody would be told.
+TEST_F(Cli, TracesAndReportsAreNotPutWhereTensorsAre) {
+  const fs::path data = folder_ / "data";
+  ASSERT_EQ(annulus(kSmall + Words{"--output", data.string()}).code, 0);
+  for (const auto& [from, to] : {std::pair("o.npy", "q.npy"),
+                                 {"dq.npy", "k.npy"},
+                                 {"dk.npy", "v.npy"},
+                                 {"dv.npy", "do.npy"}})
+    fs::rename(data / from, data / to);
+  const fs::path out = folder_ / "out";
+  fs::create_directory(out);
+  fs::create_symlink("out", folder_ / "link");
+  write_text(folder_ / "elsewhere", "old");
+  fs::create_symlink("../elsewhere", out / "lse.npy");
+  const std::string q = read_text(data / "q.npy");
+  const Words files{"run", "--input", data.string(), "--output", out.string()};
+  for (const char* flag : {"--trace", "--report"}) {
+    for (const fs::path& taken : {out / "o.npy", out / "dv.npy", folder_ / "link" / "o.npy",
+                                  folder_ / "elsewhere", data / "q.npy", data / "." / "do.npy"})
+      expect_refused(annulus(files + Words{flag, taken.string()}), "is the same file as");
+    // Where the folder is yet to be made.
+    expect_refused(annulus({"run", "--tokens", "100M", "--output", (folder_ / "new/").string(),
+                            flag, (folder_ / "new").string()}),
+                   "is the same file as");
+  }
+  // Gradients of an earlier run are removed, and so would be the trace by the next one.
+  expect_refused(annulus(files + Words{"--no-backward", "--trace", (out / "dq.npy").string()}),
+                 "is the same file as");
+  EXPECT_EQ(read_text(data / "q.npy"), q);
+  EXPECT_EQ(read_text(folder_ / "elsewhere"), "old");
+  EXPECT_FALSE(fs::exists(out / "o.npy") || fs::exists(folder_ / "new"));
+  const Outcome beside = annulus(
+      files + Words{"--trace", (out / "q.npy").string(), "--report", (data / "o.npy").string()});
+  EXPECT_EQ(beside.code, 0) << beside.err;
+}
+
 TEST_F(Cli, LogLevelsSayWhatEachRankDid) {
   const auto lines_of = [&](const char* level) {
     const Outcome outcome = annulus(kSmall + Words{"--ranks", "3", "--log-level", level});

@@ -158,6 +158,57 @@ TEST(Recovery, CanBeForbidden) {
   }
 }
 
+// Messages of the ring schedule may be more than the caller's limit where those of the schedule
+// that was asked for are not: it is then tried in vain like anything else, whichever ranks it
+// concerns, and the error is still that memory ran out.
+TEST(Recovery, GoesOnWhereTheRingScheduleExceedsTheLimit) {
+  constexpr int kRanks = 6;
+  // Segments lie across shards: rows that a rank hands on are more than those that it needs.
+  RingOptions options{longnet(1, List{32}, List{1}, true), Placement::zigzag(144, kRanks)};
+  options.head_dim = 16;
+  options.schedule = Schedule::gather;
+  std::vector<std::int64_t> bytes(kRanks);
+  auto outcomes = test::run_ranks(kRanks, [&](Transport& transport) {
+    const auto needed = [&](Schedule schedule) {
+      RingOptions other = options;
+      other.schedule = schedule;
+      return RingAttention(other, transport).memory_info().communication_bytes;
+    };
+    const std::int64_t gather = needed(Schedule::gather);
+    const std::int64_t ring = needed(Schedule::ring);
+    if (transport.rank() == 1) ASSERT_LT(gather, ring);
+    bytes[static_cast<std::size_t>(transport.rank())] = gather;
+  });
+  test::expect_everywhere(outcomes, "", {});
+  const auto limited = [&](int rank) {
+    RingOptions mine = options;
+    mine.limits.communication_bytes = bytes[static_cast<std::size_t>(rank)];
+    return mine;
+  };
+  for (const bool everywhere : {true, false}) {
+    outcomes = test::run_ranks(kRanks, [&](Transport& transport) {
+      const int rank = transport.rank();
+      const FailingMemory failing(rank == 3 ? BadMemory{.plans = 2} : BadMemory{});
+      const RingAttention ring(everywhere || rank == 1 ? limited(rank) : options, transport);
+    });
+    for (const test::RankOutcome& outcome : outcomes) {
+      EXPECT_EQ(outcome.kind, "DeviceError") << outcome.message;
+      for (const char* part : {"out of memory: 0 bytes for plans", "are free",
+                               "tried in vain: caches dropped; by the ring schedule, whose "
+                               "messages limits.communication_bytes forbids"})
+        EXPECT_NE(outcome.message.find(part), std::string::npos)
+            << part << " is missing in: " << outcome.message;
+    }
+  }
+  // Asked for by the caller, it is the caller's error.
+  outcomes = test::run_ranks(kRanks, [&](Transport& transport) {
+    RingOptions mine = limited(transport.rank());
+    mine.schedule = Schedule::ring;
+    const RingAttention ring(mine, transport);
+  });
+  test::expect_everywhere(outcomes, "ConfigError", {"limits.communication_bytes"});
+}
+
 // One rank has no memory, another one has wrong options: nothing to recover from.
 TEST(Recovery, DoesNotHideWhatElseIsWrong) {
   const auto outcomes = test::run_ranks(3, [&](Transport& transport) {

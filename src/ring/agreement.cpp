@@ -43,6 +43,12 @@ struct Vote {
 };
 constexpr std::uint16_t kOfMemory = 1;
 constexpr std::uint16_t kOfSomethingElse = 2;
+constexpr std::uint16_t kOfLimits = 4;
+
+std::uint16_t kind_of(const Complaint& complaint) {
+  if (!complaint.shortage) return kOfSomethingElse;
+  return complaint.over_limit ? kOfLimits : kOfMemory;
+}
 
 // Of fixed size: ranks that disagree may disagree about how much there is to say.
 template <std::size_t kSize>
@@ -119,7 +125,8 @@ void exchange(Transport& transport, Record& mine) {
 
 // Collective among ranks that know that something is wrong.
 [[noreturn]] void explain(Transport& transport, const char* where, const Complaint& complaint,
-                          std::span<const Claim> claims, bool only_memory) {
+                          std::span<const Claim> claims, std::uint16_t kinds) {
+  const bool only_memory = kinds != 0 && (kinds & kOfSomethingElse) == 0;
   Report report;
   const int rank = transport.rank();
   if (!complaint.empty()) {
@@ -144,7 +151,8 @@ void exchange(Transport& transport, Record& mine) {
         (complaint.empty()
              ? fmt::format("rank {} refused: {}", report.complaining, report.complaint.get())
              : complaint.text);
-    if (only_memory) throw SharedShortage(text, report.shortage, report.complaining);
+    if (only_memory)
+      throw SharedShortage(text, report.shortage, report.complaining, kinds == kOfLimits);
     throw ConfigError(text);
   }
   for (std::size_t i = 0; i < claims.size(); ++i) {
@@ -196,7 +204,8 @@ std::uint16_t agree_on_digest(Transport& transport, const char* where, const Com
   if (transport.size() == 1) {
     if (complaint.empty()) return flags;
     const std::string text = prefix(transport, where) + complaint.text;
-    if (complaint.shortage) throw SharedShortage(text, *complaint.shortage, transport.rank());
+    if (complaint.shortage)
+      throw SharedShortage(text, *complaint.shortage, transport.rank(), complaint.over_limit);
     throw ConfigError(text);
   }
   // Within a pass, or while executors are made: where() has no function then.
@@ -209,12 +218,12 @@ std::uint16_t agree_on_digest(Transport& transport, const char* where, const Com
   vote.flags = flags;
   if (!complaint.empty()) {
     vote.complaining = transport.rank();
-    vote.kinds = complaint.shortage ? kOfMemory : kOfSomethingElse;
+    vote.kinds = kind_of(complaint);
   }
   try {
     exchange(transport, vote);
     if (vote.complaining == kNobody && vote.differing == kNobody) return vote.flags;
-    explain(transport, where, complaint, claims, vote.kinds == kOfMemory);
+    explain(transport, where, complaint, claims, vote.kinds);
   } catch (const ConfigError&) {
     throw;
   } catch (const SharedShortage&) {

@@ -26,12 +26,15 @@ inline constexpr const char* kTheCall = "the call";
 // An OutOfMemory that every rank gets: all of them may try something else.
 class SharedShortage final : public OutOfMemory {
  public:
-  SharedShortage(const std::string& message, const Shortage& bytes, int rank)
-      : OutOfMemory(message, bytes), rank_(rank) {}
+  SharedShortage(const std::string& message, const Shortage& bytes, int rank,
+                 bool over_limit = false)
+      : OutOfMemory(message, bytes), rank_(rank), over_limit_(over_limit) {}
   [[nodiscard]] int rank() const noexcept { return rank_; }  // the lowest that has run out
+  [[nodiscard]] bool over_limit() const noexcept { return over_limit_; }  // see Complaint
 
  private:
   int rank_;
+  bool over_limit_;
 };
 
 // What a rank has to say against a call; empty: nothing.
@@ -43,6 +46,7 @@ struct Complaint {
   // Memory is all that it lacks. Where that goes for every rank that complains, and all claim the
   // same, the error is a SharedShortage.
   std::optional<Shortage> shortage;
+  bool over_limit = false;  // it is not the memory that is too small, but what the caller allows
 
   [[nodiscard]] bool empty() const { return text.empty(); }
 };

@@ -19,7 +19,8 @@ using ring::Claim;
 using ring::Courier;
 using ring::ReturnCourier;
 
-RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole)
+RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole,
+                          bool by_ring)
     : options(std::move(options_in)), transport(&transport_in), rank(transport_in.rank()) {
   const char* where = "RingAttention";
   // What only one rank may fail at (memory, its environment) is everybody's error, too.
@@ -77,8 +78,13 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
   });
   agree(claims);
   link->connect();
+  attempt([&] { check_limits(); });
+  if (by_ring && !complaint.empty()) {
+    complaint.shortage.emplace();
+    complaint.over_limit = true;
+  }
   attempt([&] {
-    check_limits();
+    if (!complaint.empty()) return;
     make_engine();
     allocate();
     make_call_claims(claims);
@@ -142,10 +148,11 @@ void RingAttention::Impl::check_options() const {
 
 std::unique_ptr<RingAttention::Impl> RingAttention::Impl::make(RingOptions options,
                                                                Transport& transport,
-                                                               const RingOptions* whole) {
+                                                               const RingOptions* whole,
+                                                               bool by_ring) {
   const Transport::Use use(transport, "RingAttention");
   try {
-    return std::make_unique<Impl>(std::move(options), transport, whole);
+    return std::make_unique<Impl>(std::move(options), transport, whole, by_ring);
   } catch (const Error&) {
     throw;  // every rank has heard of it, or the transport has ended
   } catch (const std::exception& error) {

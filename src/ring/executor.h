@@ -32,11 +32,15 @@ struct BranchState::Data {
 // compute is the engine's business.
 struct RingAttention::Impl {
   // `whole`: what this is a piece of, whose choices (schedule, which side travels) are kept.
-  Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole = nullptr);
+  // `by_ring`: instead of a schedule that the caller has chosen, or that was better. That its
+  // messages exceed the limit is then no error of the caller but one more shortage.
+  Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole = nullptr,
+       bool by_ring = false);
   ~Impl();
   // The same, as the only caller of the transport.
   [[nodiscard]] static std::unique_ptr<Impl> make(RingOptions options, Transport& transport,
-                                                  const RingOptions* whole = nullptr);
+                                                  const RingOptions* whole = nullptr,
+                                                  bool by_ring = false);
 
   // ---- calls.cpp: one call, as the only caller of the transport
   void run(const ring::ForwardTensors& tensors, BranchState::Data* state);

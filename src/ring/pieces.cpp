@@ -60,7 +60,7 @@ Data part_of(const Data& state, std::int64_t piece, std::int64_t pieces) {
 
 RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strategy,
                               Transport& transport)
-    : options_(std::move(options)), transport_(&transport) {
+    : options_(std::move(options)), by_ring_(strategy.by_ring), transport_(&transport) {
   const std::int64_t sequences = strategy.sequences > 0 ? strategy.sequences : options_.batch;
   const int kv_heads = strategy.kv_heads > 0 ? strategy.kv_heads : options_.kv_heads;
   const int group = options_.pattern.heads / options_.kv_heads;
@@ -101,7 +101,7 @@ RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t head_piece) 
     key_.clear();
   }
   next.reset();  // its memory is what the next one gets
-  next = Impl::make(kind.options, *transport_, &options_);
+  next = Impl::make(kind.options, *transport_, &options_, by_ring_);
   if (queue_ != nullptr) next->use_queue(queue_);
   const std::lock_guard lock(mutex_);
   if (interrupted_) next->interrupted = true;

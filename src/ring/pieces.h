@@ -53,6 +53,7 @@ struct RingAttention::Pieces {
   [[nodiscard]] std::string check_state(const BranchState::Data& state) const;
 
   const RingOptions options_;
+  const bool by_ring_;  // instead of what was asked for
   Transport* const transport_;
   std::int64_t batch_pieces_ = 1;
   std::vector<Kind> kinds_;  // by piece of the heads

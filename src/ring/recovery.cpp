@@ -81,8 +81,11 @@ Pattern pattern_of_heads(const Pattern& pattern, int first, int count) {
 }
 
 void Trials::add(const SharedShortage& shortage, const Strategy& strategy) {
-  last_ = shortage;
-  tried_.push_back(strategy.what);
+  // Where it says nothing in numbers, those of the attempt before it still are the least.
+  if (shortage.shortage().needed >= 0 || shortage.shortage().free >= 0) last_ = shortage;
+  tried_.push_back(strategy.what + (shortage.over_limit()
+                                        ? ", whose messages limits.communication_bytes forbids"
+                                        : ""));
 }
 
 OutOfMemory Trials::error() const {

@@ -27,7 +27,7 @@ Memory borrow(std::span<std::byte> bytes, const Device& device) {
 RingAttention::RingAttention(RingOptions options, Transport& transport) {
   const auto make = [&](const ring::Strategy& strategy) {
     if (strategy.whole()) {
-      impl_ = Impl::make(strategy.applied_to(options), transport);
+      impl_ = Impl::make(strategy.applied_to(options), transport, nullptr, strategy.by_ring);
     } else {
       pieces_ = std::make_unique<Pieces>(strategy.applied_to(options), strategy, transport);
     }

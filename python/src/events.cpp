@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "bindings.h"
@@ -22,15 +24,76 @@ nb::str text_of(const EventRecord& record) {
       PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "replace"));
 }
 
+// What pickle and copy keep of an event. The name as bytes, since it may be no UTF-8.
+using EventTuple = std::tuple<std::string, nb::bytes, std::uint64_t, std::int64_t, std::int64_t,
+                              std::int64_t, std::int32_t, std::int32_t, std::int32_t, bool>;
+
+EventTuple state_of(const EventRecord& record) {
+  const std::string_view name = record.name();
+  return {name_of(record.kind), nb::bytes(name.data(), name.size()),
+          record.sequence,      record.begin_ns,
+          record.end_ns,        record.bytes,
+          record.rank,          record.step,
+          record.peer,          record.failed};
+}
+
+EventRecord from_state(const EventTuple& state) {
+  EventRecord record;
+  const auto& [kind, name, sequence, begin_ns, end_ns, bytes, rank, step, peer, failed] = state;
+  record.kind = event_kind_from_name(kind);
+  record.set_name({name.c_str(), name.size()});
+  record.sequence = sequence;
+  record.begin_ns = begin_ns;
+  record.end_ns = end_ns;
+  record.bytes = bytes;
+  record.rank = rank;
+  record.step = step;
+  record.peer = peer;
+  record.failed = failed;
+  return record;
+}
+
+using TotalTuple = std::tuple<EventTuple, std::uint64_t, std::uint64_t, std::int64_t, std::int64_t>;
+
+TotalTuple state_of(const EventTotal& total) {
+  return {state_of(total.like), total.count, total.failures, total.nanoseconds, total.bytes};
+}
+
+EventTotal from_state(const TotalTuple& state) {
+  const auto& [like, count, failures, nanoseconds, bytes] = state;
+  return {from_state(like), count, failures, nanoseconds, bytes};
+}
+
+// Events go through queues to other processes, and into sets.
+template <typename T, typename State>
+void bind_value(nb::class_<T>& type) {
+  const auto tuple_of = [](const T& value) { return nb::cast(state_of(value)); };
+  type.def(
+          "__eq__",
+          [tuple_of](const T& self, nb::handle other) -> nb::object {
+            if (!nb::isinstance<T>(other)) return nb::borrow(Py_NotImplemented);
+            return nb::bool_(tuple_of(self).equal(tuple_of(nb::cast<const T&>(other))));
+          },
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
+      .def("__hash__",
+           [tuple_of](const T& self) {
+             return static_cast<std::int64_t>(PyObject_Hash(tuple_of(self).ptr()));
+           })
+      .def("__getstate__", [](const T& self) { return state_of(self); })
+      .def("__setstate__", [](T& self, const State& state) { new (&self) T(from_state(state)); });
+}
+
 }  // namespace
 
 void bind_events(nb::module_& module) {
-  nb::class_<EventRecord>(module, "Event",
-                          R"(What happened on one rank, as its host saw it.
+  nb::class_<EventRecord> event(module, "Event", R"(What happened on one rank, as its host saw it.
 
 `kind` is pass, step, compute, send, receive, wait, cache or recovery. `begin_ns` and `end_ns` are of
 `time.monotonic_ns()`. `rank`, `step` and `peer` are -1 where there is none. `bytes` is what a message moved, a pass
-sent, or a cache or recovery was about. On a CUDA device `compute` is the time that it took to enqueue the work.)")
+sent, or a cache or recovery was about. On a CUDA device `compute` is the time that it took to enqueue the work.
+
+A value: comparable, hashable and picklable.)");
+  event
       .def_prop_ro(
           "kind", [](const EventRecord& self) { return name_of(self.kind); }, "One of KINDS.")
       .def_prop_ro("name", text_of, nb::sig("def name(self) -> str"),
@@ -50,9 +113,12 @@ sent, or a cache or recovery was about. On a CUDA device `compute` is the time t
                            self.step, self.peer, self.bytes, self.seconds(),
                            self.failed ? ", failed" : "");
       });
-  nb::class_<EventTotal>(
+  bind_value<EventRecord, EventTuple>(event);
+  nb::class_<EventTotal> total(
       module, "EventTotal",
-      "Sums over all events of one kind, name, rank and (of messages) peer since the last clear().")
+      "Sums over all events of one kind, name, rank and (of messages) peer since the last clear(). "
+      "A value, as Event is.");
+  total
       .def_prop_ro(
           "kind", [](const EventTotal& self) { return name_of(self.like.kind); }, "One of KINDS.")
       .def_prop_ro(
@@ -69,6 +135,7 @@ sent, or a cache or recovery was about. On a CUDA device `compute` is the time t
           [](const EventTotal& self) { return 1e-9 * static_cast<double>(self.nanoseconds); },
           "How long they took together.")
       .def_ro("bytes", &EventTotal::bytes, "Of all of them.");
+  bind_value<EventTotal, TotalTuple>(total);
 
   module.def(
       "events_start", [](std::size_t capacity) { event_stream().start(capacity); },

@@ -1,6 +1,8 @@
 """The stream of events: on and off, reading, and events of one's own."""
 
 import contextlib
+import math
+import operator
 import time
 
 from annulus import _core
@@ -8,16 +10,20 @@ from annulus import _core
 # Waits that are in no pass: while an executor is made, and for the device when a program asks for that.
 _OUTSIDE = ("construction", "synchronize")
 
+_MOST_EVENTS = 2**24  # 1.2 GB
+
 KINDS = ("pass", "step", "compute", "send", "receive", "wait", "cache", "recovery")
 
 
 def start(capacity: int | None = None) -> None:
     """Turns monitoring on, if it is not yet.
 
-    `capacity`: how many events are kept, 72 bytes each (65,536 unless told). Where nobody reads in time the oldest ones
-    are overwritten; `read` says how many. Another capacity than before keeps the latest events.
+    `capacity`: how many events are kept, 72 bytes each (65,536 unless told, at most 16,777,216). Where nobody reads in
+    time the oldest ones are overwritten; `read` says how many. Another capacity than before keeps the latest events.
     """
-    _core.events_start(capacity if capacity is not None else _core.events_capacity() or 65536)
+    if capacity is None:
+        capacity = _core.events_capacity() or 65536
+    _core.events_start(check_whole("start", "capacity", capacity, 1, _MOST_EVENTS))
 
 
 def stop() -> None:
@@ -60,6 +66,32 @@ def totals() -> list[_core.EventTotal]:
     return _core.events_totals()
 
 
+def check_whole(where: str, name: str, value: object, least: int, most: int) -> int:
+    """The number; ConfigError, if it is none of those."""
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or not least <= found <= most:
+        raise _core.ConfigError(
+            f"annulus.monitor.{where}: {name} is {value!r}, expected a whole number from {least} to {most}"
+        )
+    return found
+
+
+def check_seconds(where: str, value: object) -> float:
+    """The interval; ConfigError, if it is none."""
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if isinstance(value, str) or not found > 0:
+        raise _core.ConfigError(
+            f"annulus.monitor.{where}: interval is {value!r}, expected seconds above 0"
+        )
+    return found
+
+
 def _check(where: str, kind: str, bytes: int) -> None:
     if kind not in KINDS:
         raise _core.ConfigError(
@@ -90,9 +122,9 @@ def record(
         return
     end_ns = time.monotonic_ns() if end_ns is None else end_ns
     begin_ns = end_ns if begin_ns is None else begin_ns
-    if begin_ns > end_ns:
+    if not 0 <= begin_ns <= end_ns:
         raise _core.ConfigError(
-            f"annulus.monitor.record: begin_ns is {begin_ns}, expected at most end_ns, {end_ns}"
+            f"annulus.monitor.record: begin_ns is {begin_ns}, expected at least 0 and at most end_ns, {end_ns}"
         )
     _core.events_record(kind, name, rank, step, peer, bytes, begin_ns, end_ns, failed)
 

@@ -80,7 +80,7 @@ def set_log_level(level: str, *, rank: int | None = None, ranks: int | None = No
     by "error" and "off". Lines go where the program has told logging to put them, else to standard error.
     """
     global _current
-    if level not in LEVELS:
+    if not isinstance(level, str) or level not in LEVELS:
         raise _core.ConfigError(
             f"annulus.monitor.set_log_level: level is {level!r}, expected one of {', '.join(LEVELS)}"
         )

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from annulus import _core
+from annulus.monitor import _events
 
 _MOST_SAMPLES = 4096
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -47,11 +48,7 @@ class profile_memory:  # noqa: N801: a context manager that reads like a functio
     """
 
     def __init__(self, interval: float = 0.01, device=None):
-        if not interval > 0:
-            raise _core.ConfigError(
-                f"profile_memory: interval is {interval}, expected seconds above 0"
-            )
-        self.interval = interval
+        self.interval = _events.check_seconds("profile_memory", interval)
         self.samples: list[MemorySample] = []
         self._cuda = None
         if device is not None:

@@ -17,7 +17,7 @@ class PrometheusExporter:
 
     def __init__(self, port: int = 0, address: str = "127.0.0.1", registry=None):
         client = optional("prometheus_client", "prometheus-client", type(self).__name__)
-        _events.start()
+        port = _events.check_whole(type(self).__name__, "port", port, 0, 65535)
         self.registry = client.CollectorRegistry() if registry is None else registry
         self._collector = _Collector()
         self.registry.register(self._collector)
@@ -28,9 +28,11 @@ class PrometheusExporter:
         except BaseException:
             self.registry.unregister(self._collector)
             raise
+        _events.start()  # not where the port is taken
         self._process = os.getpid()
         self.port: int = self._server.server_port
-        self.url = f"http://{address}:{self.port}/metrics"
+        host = f"[{address}]" if ":" in address else address
+        self.url = f"http://{host}:{self.port}/metrics"
 
     def close(self) -> None:
         """Ends the server and takes the metrics out of the registry. Idempotent."""

@@ -33,10 +33,7 @@ class Reader:
     """
 
     def __init__(self, interval: float):
-        if not interval > 0:
-            raise _core.ConfigError(
-                f"{type(self).__name__}: interval is {interval}, expected seconds above 0"
-            )
+        interval = _events.check_seconds(type(self).__name__, interval)
         _events.start()
         self._process = os.getpid()
         self._place = _core.events_next()

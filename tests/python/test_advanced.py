@@ -71,10 +71,13 @@ def run(made: at.Training, steps: int) -> dict[int, float]:
         ({"use_deepspeed": True, "nvme_offload": True}, "go together"),
         ({"use_deepspeed": True, "nvme_path": "/tmp"}, "go together"),
         ({"use_deepspeed": True, "nvme_offload": True, "nvme_path": "/none"}, "written to"),
+        ({"use_deepspeed": True, "nvme_offload": True, "nvme_path": __file__}, "written to"),
+        ({"use_deepspeed": True, "nvme_offload": True, "nvme_path": "a\0b"}, "written to"),
         ({"use_deepspeed": True, "nvme_offload": True, "nvme_path": 5}, "path of a folder"),
         ({"overlap_comm": "yes"}, "True or False"),
         ({"enable_fault_tolerance": True}, "checkpoint_folder"),
         ({"enable_fault_tolerance": True, "checkpoint_folder": 5}, "path of a folder"),
+        ({"enable_fault_tolerance": True, "checkpoint_folder": ""}, "path of a folder"),
         ({"checkpoint_folder": "x"}, "enable_fault_tolerance=True"),
         ({"checkpoint_interval": 10}, "enable_fault_tolerance=True"),
         ({"auto_resume": True}, "enable_fault_tolerance=True"),
@@ -164,6 +167,10 @@ def test_a_training_is_of_a_model_and_its_optimizer() -> None:
         layer.prepare(optimizer=torch.optim.AdamW.__init__)
     with pytest.raises(annulus.ConfigError, match="none of the model's"):
         layer.prepare(optimizer=torch.optim.SGD(other.parameters()))
+    with pytest.raises(annulus.ConfigError, match="state is a list"):
+        layer.prepare(state=[other])
+    with pytest.raises(annulus.ConfigError, match="1 as a name"):
+        layer.prepare(state={1: other})
     with pytest.raises(annulus.ConfigError, match="a dict as 'data'"):  # not after 100 steps
         make(use_deepspeed=True).prepare(state={"data": {}})
 

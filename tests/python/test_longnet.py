@@ -175,6 +175,13 @@ def test_bf16_is_close_to_fp32() -> None:
         (lambda: at.rotary_table(torch.arange(3), 15), "15"),
         (lambda: at.rotary_table(torch.arange(3), 16, base=0.0), "base"),
         (lambda: at.token_mean(torch.zeros(3), weights=torch.ones(2)), "weights"),
+        (lambda: at.token_mean([1.0, 2.0]), "losses is a list"),
+        (lambda: at.token_mean(torch.tensor([1, 2])), "losses is torch.int64"),
+        (lambda: at.token_mean(torch.ones(2), weights=[1, 1]), "weights is a list"),
+        (
+            lambda: at.token_mean(torch.ones(2), weights=torch.ones(2, requires_grad=True)),
+            "weights requires a gradient",
+        ),
         (lambda: at.data_parallel(torch.nn.Linear(1, 1), bucket_size=0), "bucket_size is 0"),
         (lambda: at.data_parallel(torch.nn.Linear(1, 1), bucket_size=True), "bucket_size is True"),
         (lambda: at.data_parallel(torch.nn.Linear(1, 1), group="all"), "ProcessGroup"),
@@ -206,6 +213,18 @@ def test_token_mean_is_the_mean_of_what_counts() -> None:
     torch.testing.assert_close(losses.grad, torch.tensor([[1.0, 1.0], [0.0, 1.0]]) / 3)
     assert at.token_mean(torch.tensor([1.0, 4.0])).item() == 2.5
     assert at.token_mean(torch.zeros(0)).isnan()
+    assert at.token_mean(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_token_mean_of_16_bits_is_summed_in_more(dtype: torch.dtype) -> None:
+    """100,000 losses of 1.5 are 150,000, which float16 does not hold, and bfloat16 takes for 149,504."""
+    losses = torch.full((100_000,), 1.5, dtype=dtype, requires_grad=True)
+    for weights in (None, torch.ones(100_000, dtype=dtype), torch.ones(100_000) > 0):
+        mean = at.token_mean(losses, weights=weights)
+        assert mean.dtype == torch.float32 and mean.item() == 1.5
+        (grad,) = torch.autograd.grad(mean, losses)
+        assert torch.equal(grad, torch.full_like(losses, 1e-5))
 
 
 def test_one_process_needs_no_wrapper() -> None:

@@ -171,6 +171,10 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
                 the ring. DeepSpeed always takes all.
         """
         model = self if model is None else model
+        if state is not None and not isinstance(state, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__}: prepare: state is a {type(state).__name__}: a dict was expected"
+            )
         state = {} if state is None else dict(state)
         ranks = self._ranks_of({"group": group})
         wrong = self._complaint(model, optimizer, state, group)
@@ -224,6 +228,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         for name in ("model", "optimizer"):
             if name in state:
                 return f"state has a {name!r} of its own"
+        for name in state:
+            if not isinstance(name, str):
+                return f"state has {name!r} as a name: a string was expected"
         services = self._services
         for name, thing in state.items() if services.use_deepspeed else ():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):

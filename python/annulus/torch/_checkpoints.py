@@ -156,6 +156,8 @@ class Checkpoints:
         try:
             if not in_time:
                 raise ConfigError(f"Checkpoints: timeout is {timeout!r}: seconds, or None")
+            if os.fspath(folder) == "":  # which pathlib takes for where the program was started
+                raise ValueError("an empty path")
             self._open(pathlib.Path(folder))
         except (ConfigError, CheckpointError) as failure:
             error = failure

@@ -31,26 +31,26 @@ def token_mean(
     message.
 
     Args:
-        losses: of this rank's tokens, any shape: ``cross_entropy(..., reduction="none")``.
+        losses: of this rank's tokens, any shape, floating point: ``cross_entropy(..., reduction="none")``.
         weights: how much each loss counts, like losses; None: 1. ``labels != -100``, where some are ignored.
         group: the ranks over whose gradients the mean is taken: the ring, or all, where there are several rings; None:
             this process alone.
 
     Returns:
-        a scalar; NaN where nothing counts.
+        a scalar, float32 at least; NaN where nothing counts.
     """
     ranks, _ = _rings.group_size_and_rank(group)
+    wrong = _losses_complaint(losses, weights)
+    if wrong is not None:
+        raise ConfigError(f"token_mean: {wrong}")
+    # Sums in 16 bits have three digits, and in float16 they end at 65,504.
+    wide = torch.promote_types(losses.dtype, torch.float32)
     if weights is None:
-        own, count = losses.sum(), torch.tensor(losses.numel())
+        own, count = losses.sum(dtype=wide), torch.tensor(losses.numel())
     else:
-        if weights.shape != losses.shape:
-            raise ConfigError(
-                f"token_mean: weights is {list(weights.shape)}, losses is {list(losses.shape)}: equal shapes were "
-                "expected"
-            )
         # Not a product alone: what does not count may be infinite or NaN.
         counted = torch.where(weights == 0, 0, losses)
-        own, count = (counted * weights).sum(), weights.sum()
+        own, count = (counted.to(wide) * weights).sum(), weights.sum(dtype=torch.float64)
     # In float64: float32 counts up to 16.8 million tokens.
     whole = torch.stack([own.detach().double(), count.to(own.device, torch.float64)])
     if ranks > 1:
@@ -58,6 +58,23 @@ def token_mean(
     share = own * (ranks / whole[1]).to(own.dtype)
     # The value of one, the gradient of the other.
     return share + ((whole[0] / whole[1]).to(own.dtype) - share).detach()
+
+
+def _losses_complaint(losses: object, weights: object) -> str | None:
+    for name, x in (("losses", losses), ("weights", weights)):
+        if not isinstance(x, torch.Tensor) and (x is not None or name == "losses"):
+            return f"{name} is a {type(x).__name__}: a torch.Tensor was expected"
+    if not losses.is_floating_point():
+        return f"losses is {losses.dtype}: floating point was expected"
+    if weights is None:
+        return None
+    if weights.requires_grad:
+        return "weights requires a gradient, which it would not get: pass weights.detach()"
+    if weights.is_complex():
+        return f"weights is {weights.dtype}: real numbers or torch.bool were expected"
+    if weights.shape != losses.shape:
+        return f"weights is {list(weights.shape)}, losses is {list(losses.shape)}: equal shapes were expected"
+    return None
 
 
 def data_parallel(

@@ -77,10 +77,12 @@ class Services:
             complaints.append(name_complaint("log_level", self.level, tuple(LEVELS)))
         complaints.append(bucket_complaint(self.bucket_size))
         for name in ("nvme_path", "checkpoint_folder"):
-            if not isinstance(getattr(self, name), (str, os.PathLike, type(None))):
-                complaints.append(
-                    f"{name} is {getattr(self, name)!r}: the path of a folder was expected"
-                )
+            path = getattr(self, name)
+            # An empty one would be where the program was started.
+            if path is not None and (
+                not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", b"")
+            ):
+                complaints.append(f"{name} is {path!r}: the path of a folder was expected")
         wrong = next((text for text in complaints if text is not None), None)
         if wrong is not None:  # what follows takes them for what they should be
             return wrong
@@ -107,7 +109,7 @@ class Services:
             return f"nvme_offload needs zero_stage 3, and it is {self.stage}: DeepSpeed's others cannot do it"
         if self.nvme_offload != (self.nvme_path is not None):
             return "nvme_offload and nvme_path go together: the folder of a local disk in which every process may write"
-        if self.nvme_offload and not os.access(self.nvme_path, os.W_OK | os.X_OK):
+        if self.nvme_offload and not _can_be_written_to(self.nvme_path):
             return f"nvme_path is {str(self.nvme_path)!r}: a folder that can be written to was expected"
         if self.max_recoveries is not None:
             return (
@@ -212,6 +214,13 @@ class Services:
             "fp16": {"enabled": dtype == torch.float16},
             "zero_optimization": zero,
         }
+
+
+def _can_be_written_to(folder: str | os.PathLike) -> bool:
+    try:
+        return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    except ValueError:  # a zero byte
+        return False
 
 
 def _whole_size(parameter: nn.Parameter) -> int:

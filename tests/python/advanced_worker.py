@@ -175,6 +175,31 @@ def ranks_that_disagree_are_told() -> None:
             assert name in str(error) and repr(other) in str(error), error
         else:
             raise AssertionError(f"{name} went unnoticed")
+    for what, other in (
+        ("the model's parameters", {"dtype": torch.bfloat16}),  # Gloo would abort
+        ("the model's parameters", {"bias": False}),
+        ("use_gradient_checkpointing", {"use_gradient_checkpointing": True}),
+        ("the optimizer", {"optimizer": torch.optim.SGD}),
+        ("the names in state", {"state": {"more": nn.Linear(1, 1)}}),
+    ):
+        others = other if dist.get_rank() == 1 else {}
+        prepare = {name: others.pop(name) for name in ("optimizer", "state") if name in others}
+        layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **others)
+        if "optimizer" in prepare:
+            prepare["optimizer"] = prepare["optimizer"](layer.parameters())
+        try:
+            layer.prepare(**prepare)
+        except annulus.ConfigError as error:
+            assert f"disagree about {what} (rank" in str(error), error
+        else:
+            raise AssertionError(f"{what} went unnoticed")
+    training = make_training(WORLD)
+    try:
+        training.run(0.5 if dist.get_rank() == 1 else 2, lambda step: loss_of(training, step))
+    except annulus.ConfigError as error:
+        assert "Training.run: steps is 0.5" in str(error), error
+    else:
+        raise AssertionError("half a step went unnoticed")
     layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD)
     try:  # what is wrong on one rank alone
         layer.prepare(nn.Linear(1, 1) if dist.get_rank() == 2 else None)
@@ -238,22 +263,25 @@ def ddp_is_refused() -> None:
         raise AssertionError("gradients would be averaged twice")
 
 
-def deepspeed_that_one_rank_misses_is_everybodys_error() -> None:
-    layer = at.RingAdvancedDistributedDilatedAttention(
-        WIDTH, 2, group=WORLD, use_deepspeed=True, zero_stage=1
-    )
-    found, missed = importlib.util.find_spec, dist.get_rank() == 1
-    importlib.util.find_spec = lambda name: None if missed else found("torch")
-    begin = time.monotonic()
-    try:
-        layer.prepare()
-    except annulus.ConfigError as error:
-        assert "pip install deepspeed" in str(error), error
-    else:
-        raise AssertionError("rank 1 has no DeepSpeed")
-    finally:
-        importlib.util.find_spec = found
-    assert time.monotonic() - begin < 20  # not for want of rank 1
+def a_package_that_one_rank_misses_is_everybodys_error() -> None:
+    tolerant = {"enable_fault_tolerance": True, "checkpoint_folder": "never made"}
+    for package, services in (
+        ("deepspeed", {"use_deepspeed": True, "zero_stage": 1}),
+        ("safetensors", tolerant),
+    ):
+        layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **services)
+        found, missed = importlib.util.find_spec, dist.get_rank() == 1
+        importlib.util.find_spec = lambda name: None if missed else found("torch")
+        begin = time.monotonic()
+        try:
+            layer.prepare()
+        except annulus.ConfigError as error:
+            assert f"pip install {package}" in str(error), error
+        else:
+            raise AssertionError(f"rank 1 has no {package}")
+        finally:
+            importlib.util.find_spec = found
+        assert time.monotonic() - begin < 20  # not for want of rank 1
 
 
 def buckets_leave_when_they_are_told_to() -> None:

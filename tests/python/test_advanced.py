@@ -461,7 +461,7 @@ def test_ranks(alone: list[float]) -> None:
         "caches_of_a_ring_are_its_own",
         "ranks_that_disagree_are_told",
         "rings_of_some_ranks_are_logged",
-        "deepspeed_that_one_rank_misses_is_everybodys_error",
+        "a_package_that_one_rank_misses_is_everybodys_error",
         "ddp_is_refused",
         "fsdp_is_refused_and_held_bytes_are_the_shards",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Mapping
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import annulus
 from annulus import ConfigError
 from annulus.torch import _engine, _rings
+from annulus.torch._checkpoints import check_installed
 from annulus.torch._config import flag_complaint
 from annulus.torch._modules import RingMultiheadDilatedAttention
 from annulus.torch._services import Services
@@ -184,8 +186,10 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             optimizer = torch.optim.AdamW(model.parameters())
         if self._services.use_deepspeed:
             _engine.check(self._services, model)
+        elif self._services.enable_fault_tolerance:
+            check_installed()
         if ranks is not None:
-            claims = self._services.claims()
+            claims = self._services.claims() | _claims_of(model, optimizer, state)
             _rings.lengths_of_all("prepare", _rings.group_name(ranks), claims, 0)
         return Training(self._services, model, optimizer, state, ranks, self)
 
@@ -285,6 +289,24 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         module can still be called."""
         close_those_of(self)
         _rings.cleanup()
+
+
+def _claims_of(model: nn.Module, optimizer: object, state: dict) -> dict[str, object]:
+    """What all ranks have to bring along alike: with other shapes or dtypes Gloo ends the process of whoever has less."""
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    every = [(n, list(t.shape), str(t.dtype), t.requires_grad) for n, t in parameters + buffers]
+    digest = hashlib.sha256(repr(every).encode()).hexdigest()[:8]
+    dtypes = " and ".join(sorted({str(t.dtype).removeprefix("torch.") for _, t in parameters}))
+    elements = sum(t.numel() for _, t in parameters)
+    kind = RingAdvancedDistributedDilatedAttention
+    return {
+        "the model's parameters": f"{len(parameters)} of {elements} {dtypes} ({digest})",
+        "the optimizer": type(optimizer).__name__,
+        "the names in state": sorted(state),
+        "use_gradient_checkpointing": [
+            bool(x.use_gradient_checkpointing) for x in model.modules() if isinstance(x, kind)
+        ],
+    }
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:

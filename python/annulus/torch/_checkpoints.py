@@ -44,6 +44,15 @@ def _finish_all() -> None:
         _unfinished[future].join()
 
 
+def check_installed() -> None:
+    """Raises where there are no safetensors."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise ModuleNotFoundError(
+            "annulus.torch.Checkpoints needs safetensors (pip install safetensors)",
+            name="safetensors",
+        )
+
+
 def _in_background(function: Callable, *arguments: object) -> concurrent.futures.Future:
     """On a daemon thread: one that waits for a rank in vain is not to keep a process from ending."""
     future: concurrent.futures.Future = concurrent.futures.Future()
@@ -130,11 +139,7 @@ class Checkpoints:
         timeout: float | None = None,
         group: dist.ProcessGroup | None = None,
     ):
-        if importlib.util.find_spec("safetensors") is None:
-            raise ModuleNotFoundError(
-                "annulus.torch.Checkpoints needs safetensors (pip install safetensors)",
-                name="safetensors",
-            )
+        check_installed()
         # The rest of the package does without: importing it takes a second.
         from annulus.torch import _checkpoint_state, _checkpoint_writer
 

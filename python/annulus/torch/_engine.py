@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import pathlib
 import shutil
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from annulus import ConfigError
 from annulus.torch._checkpoint_ranks import CheckpointError
 from annulus.torch._services import Services
 
+_log = logging.getLogger("annulus.training")
 _KEEP = 2
 _OURS = "annulus"  # of what DeepSpeed keeps for others, beside its own names
 
@@ -83,7 +85,10 @@ class EngineCheckpoints:
 
     def resume(self, state: Mapping[str, object]) -> int:
         """The step after which training goes on."""
-        if not self._resumes or not (self._folder / "latest").exists():
+        # What rank 0 sees is what counts: loading is collective, and folders come late over networks.
+        seen = [(self._folder / "latest").exists()]
+        dist.broadcast_object_list(seen)
+        if not self._resumes or not seen[0]:
             return 0
         path, kept = self._engine.load_checkpoint(str(self._folder))
         if path is None:
@@ -101,7 +106,10 @@ class EngineCheckpoints:
         )
         if dist.get_rank() == 0:
             for old in sorted(self._folder.glob("step-*"))[:-_KEEP]:
-                shutil.rmtree(old)
+                try:
+                    shutil.rmtree(old)
+                except OSError as error:  # the others train on
+                    _log.warning("%s is not removed: %s", old, error)
 
     def close(self) -> None:
         """What was saved is on disk already."""

@@ -164,13 +164,18 @@ class Training:
         Raises:
             TransportError: a rank is lost, and it cannot go on. Where PyTorch has noticed it first, its own error.
         """
-        wrong = whole_complaint("steps", steps)
-        if wrong is not None:
-            raise ConfigError(f"Training.run: {wrong}")
+        self._check_steps(steps)
         while self._done < steps:
             reason = self._attempt(loss_of, report)
             while reason is not None:
                 reason = self._recover(reason)
+
+    # The others wait in the ring of the first layer.
+    @_rings.errors_reach_all(lambda self, *_: (_ring_of(self._module), None))
+    def _check_steps(self, steps: object) -> None:
+        wrong = whole_complaint("steps", steps)
+        if wrong is not None:
+            raise ConfigError(f"Training.run: {wrong}")
 
     def _attempt(
         self,

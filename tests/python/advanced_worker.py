@@ -284,6 +284,23 @@ def a_package_that_one_rank_misses_is_everybodys_error() -> None:
         assert time.monotonic() - begin < 20  # not for want of rank 1
 
 
+def deepspeed_takes_one_dtype() -> None:
+    """It would cast the others, whatever the layers expect."""
+    layer = at.RingAdvancedDistributedDilatedAttention(
+        WIDTH, 2, group=WORLD, use_deepspeed=True, dtype=torch.bfloat16
+    )
+    found = importlib.util.find_spec
+    importlib.util.find_spec = lambda name: found("torch")  # before it is asked for anything
+    try:
+        layer.prepare(nn.ModuleList([layer, nn.Linear(1, 1)]))
+    except annulus.ConfigError as error:
+        assert "torch.bfloat16 and torch.float32" in str(error), error
+    else:
+        raise AssertionError("two dtypes went unnoticed")
+    finally:
+        importlib.util.find_spec = found
+
+
 def buckets_leave_when_they_are_told_to() -> None:
     """bucket_size and overlap_comm: how many messages there are, and when they leave. The same gradients."""
     expected = None

@@ -462,6 +462,7 @@ def test_ranks(alone: list[float]) -> None:
         "ranks_that_disagree_are_told",
         "rings_of_some_ranks_are_logged",
         "a_package_that_one_rank_misses_is_everybodys_error",
+        "deepspeed_takes_one_dtype",
         "ddp_is_refused",
         "fsdp_is_refused_and_held_bytes_are_the_shards",
     ]

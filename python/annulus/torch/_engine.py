@@ -31,6 +31,12 @@ def check(services: Services, model: nn.Module) -> None:
         raise ConfigError(
             "use_deepspeed: torch.distributed is not initialised: start with torchrun, and call init_process_group"
         )
+    dtypes = sorted({str(p.dtype) for p in model.parameters()})
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"use_deepspeed: the model's parameters are {' and '.join(dtypes)}: DeepSpeed would make one dtype of them "
+            "without a word, so that layers get what they do not expect. Make the model in one"
+        )
     wrong = _nvme_complaint(services, model) if services.nvme_offload else None
     if wrong is not None:
         raise ConfigError(f"nvme_offload: {wrong}")

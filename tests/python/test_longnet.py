@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import types
 
 import pytest
@@ -169,6 +170,15 @@ def test_bf16_is_close_to_fp32() -> None:
         (lambda: at.LongNet(0, 32, 2), "layers is 0"),
         (lambda: at.LongNetLM(0, 1, 32, 2), "vocabulary is 0"),
         (lambda: at.LongNet(1, 30, 2), "multiple of 8"),
+        (lambda: at.LongNet(True, 32, 2), "layers is True"),
+        (lambda: at.LongNet(2.5, 32, 2), "layers is 2.5"),
+        (lambda: at.LongNet(1, "32", 2), "width is '32'"),
+        (lambda: at.LongNet(1, 32, 2, mlp_width=0), "mlp_width is 0"),
+        (lambda: at.LongNet(1, 32, 2, rotary_base=math.nan), "rotary_base is nan"),
+        (lambda: at.LongNet(1, 32, 2, use_gradient_checkpointing=1), "checkpointing is 1"),
+        (lambda: at.LongNetLM(2**60, 1, 32, 2), "vocabulary is 1152921504606846976"),
+        (lambda: at.LongNetLM(9, 1, None, 2), "width is None"),
+        (lambda: at.LongNetLM(9, 1, 32, 2, tie_embeddings="no"), "tie_embeddings is 'no'"),
         (lambda: at.LongNet(1, 32, 2)(torch.zeros(5, 32)), "2 axes"),
         (lambda: at.LongNet(1, 32, 2)(torch.zeros(1, 5, 32), n_global=7), "7"),
         (lambda: at.rotary_table(torch.zeros(3, 2), 16), "where"),

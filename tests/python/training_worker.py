@@ -147,6 +147,12 @@ def ranks_that_disagree_are_told() -> None:
             pass
         else:
             raise AssertionError(f"{wrong} went unnoticed")
+    try:  # a token that there is none of, on one rank alone
+        model(tokens + VOCABULARY if rank == 1 else tokens)
+    except annulus.ConfigError as error:
+        assert "IndexError" in str(error), error
+    else:
+        raise AssertionError("tokens beyond the vocabulary went unnoticed")
     model(tokens, n_global=TOKENS)  # the ring works on
 
 

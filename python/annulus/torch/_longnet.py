@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from annulus import ConfigError
 from annulus.torch import _rings
+from annulus.torch._config import MOST_NUMBER, flag_complaint, number_complaint, whole_complaint
 from annulus.torch._modules import RingMultiheadDilatedAttention
 from annulus.torch._rotary import Table, own_positions, rotary_table
 
@@ -24,6 +25,16 @@ _BASE = {
 }
 # Of embeddings, as in GPT-2: logits of tied ones then begin near 0, and the loss at the logarithm of the vocabulary.
 _STD = 0.02
+
+
+def _size_complaint(name: str, value: object) -> str | None:
+    return whole_complaint(name, value, 2**31 - 1, least=1)
+
+
+def _check(where: str, *complaints: str | None) -> None:
+    for complaint in complaints:
+        if complaint is not None:
+            raise ConfigError(f"{where}: {complaint}")
 
 
 class _Block(nn.Module):
@@ -91,14 +102,21 @@ class LongNet(nn.Module):
         **attention: object,
     ):
         super().__init__()
-        if layers < 1:
-            raise ConfigError(f"LongNet: layers is {layers!r}: one or more was expected")
+        _check(
+            "LongNet",
+            _size_complaint("layers", layers),
+            _size_complaint("width", width),
+            None if mlp_width is None else _size_complaint("mlp_width", mlp_width),
+            number_complaint("rotary_base", rotary_base, MOST_NUMBER),
+            flag_complaint("use_gradient_checkpointing", use_gradient_checkpointing),
+        )
         attention |= {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
         attention |= {"is_causal": is_causal}
         self.rotary_base = rotary_base
         self.use_gradient_checkpointing = use_gradient_checkpointing
         self.blocks = nn.ModuleList(
-            _Block(width, heads, mlp_width or 4 * width, layers, **attention) for _ in range(layers)
+            _Block(width, heads, 4 * width if mlp_width is None else mlp_width, layers, **attention)
+            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(
             width, device=attention.get("device"), dtype=attention.get("dtype")
@@ -126,9 +144,11 @@ class LongNet(nn.Module):
         """Which rank holds which tokens."""
         return self.blocks[0].attention.attention.placement
 
-    @_rings.errors_reach_all(
-        lambda self, *_, **__: (self.group, self.blocks[0].attention.attention.timeout)
-    )
+    @property
+    def _timeout(self) -> float | None:
+        return self.blocks[0].attention.attention.timeout
+
+    @_rings.errors_reach_all(lambda self, *_, **__: (self.group, self._timeout))
     def forward(
         self,
         x: torch.Tensor,
@@ -180,8 +200,12 @@ class LongNetLM(nn.Module):
         **longnet: object,
     ):
         super().__init__()
-        if vocabulary < 1:
-            raise ConfigError(f"LongNetLM: vocabulary is {vocabulary!r}: one or more was expected")
+        _check(
+            "LongNetLM",
+            _size_complaint("vocabulary", vocabulary),
+            _size_complaint("width", width),
+            flag_complaint("tie_embeddings", tie_embeddings),
+        )
         where = {"device": longnet.get("device"), "dtype": longnet.get("dtype")}
         self.tokens = nn.Embedding(vocabulary, width, **where)
         self.longnet = LongNet(layers, width, heads, **{"is_causal": True, **longnet})
@@ -196,6 +220,7 @@ class LongNetLM(nn.Module):
         """:meth:`LongNet.base` as a language model. `changes` are arguments of the constructor."""
         return cls(vocabulary, **{**_BASE, **changes})
 
+    @_rings.errors_reach_all(lambda self, *_, **__: (self.longnet.group, self.longnet._timeout))
     def forward(self, tokens: torch.Tensor, n_global: int | None = None) -> torch.Tensor:
         """Logits of the token after each of this rank's tokens, [batch, local tokens, vocabulary].
 

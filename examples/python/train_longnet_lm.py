@@ -135,6 +135,13 @@ def train(a: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.
         checkpoints.close()
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: 1 or more was expected")
+    return number
+
+
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -144,22 +151,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--stop-after", type=int, metavar="STEP", help="and go on another time")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=255, help="of a sequence")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--stop-after", type=positive, metavar="STEP", help="and go on another time")
+    parser.add_argument("--batch", type=positive, default=8)
+    parser.add_argument("--tokens", type=positive, default=255, help="of a sequence")
+    parser.add_argument("--layers", type=positive, default=2)
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--heads", type=positive, default=4)
     parser.add_argument("--segments", type=numbers, default=[64, 256], metavar="N,N")
     parser.add_argument("--dilations", type=numbers, default=[1, 2], metavar="N,N")
     parser.add_argument("--base", action="store_true", help="the published base model instead")
     parser.add_argument("--placement", default="zigzag")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--bucket-size", type=float, default=25, metavar="MB")
-    parser.add_argument("--log-interval", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--log-interval", type=positive, default=10, metavar="STEPS")
     parser.add_argument("--checkpoints", metavar="DIR")
-    parser.add_argument("--checkpoint-interval", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--checkpoint-interval", type=positive, default=50, metavar="STEPS")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)

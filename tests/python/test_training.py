@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -107,6 +108,16 @@ def test_example_goes_on_with_any_number_of_processes(tmp_path: pathlib.Path) ->
         assert "tokens/s" in out and " MB" in out
         found += losses_of(out)
     assert found == pytest.approx(whole, rel=0, abs=1e-4)
+
+
+@pytest.mark.parametrize("flag", ["--batch", "--tokens", "--log-interval", "--stop-after"])
+def test_example_refuses_what_it_cannot_train_on(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), flag, "0"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert f"argument {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

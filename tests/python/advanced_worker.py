@@ -126,6 +126,16 @@ def trains(how: str, steps: str = str(STEPS), folder: str = "") -> None:
     training.close()
 
 
+def cannot_go_on(how: str, folder: str, words: str) -> None:
+    """From a checkpoint of others, which DeepSpeed cannot load."""
+    try:
+        trains(how, folder=folder)
+    except at.CheckpointError as error:
+        assert f"was made with {words}, and DeepSpeed cannot load it" in str(error), error
+    else:
+        raise AssertionError(f"it went on from {folder}")
+
+
 def nvme() -> None:
     """Trains with the optimizer's state on disk, and parameters, too, where DeepSpeed can; or says why not."""
     avoid_compiling()

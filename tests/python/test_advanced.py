@@ -508,6 +508,9 @@ def test_deepspeed_goes_on_from_its_checkpoint(
     assert first == pytest.approx(alone[:7], rel=0, abs=1e-5)
     names = {p.name for p in (tmp_path / "deepspeed").glob("step-*")}
     assert names == {"step-00000004", "step-00000006"}
+    refused = training.run(3, WORKER, f"cannot_go_on:zero{stage}:{tmp_path}:ranks = 2")
+    refused += training.run(2, WORKER, f"cannot_go_on:zero2:{tmp_path}:zero_stage = {stage}")
+    assert refused.count("done") == 5, refused
     rest = training.losses_of(training.run(2, WORKER, f"trains:zero{stage}:20:{tmp_path}"))
     assert rest == pytest.approx(alone[6:], rel=0, abs=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import pathlib
 import shutil
@@ -18,6 +19,7 @@ from annulus.torch._services import Services
 
 _log = logging.getLogger("annulus.training")
 _KEEP = 2
+_MADE_BY = "annulus.json"  # which DeepSpeed's own files do not say in words
 _OURS = "annulus"  # of what DeepSpeed keeps for others, beside its own names
 
 
@@ -84,6 +86,7 @@ class EngineCheckpoints:
     def __init__(self, services: Services, engine: nn.Module):
         self._folder = pathlib.Path(services.checkpoint_folder).absolute() / "deepspeed"
         self._interval, self._resumes, self._engine = services.interval, services.resumes, engine
+        self._made_by = {"ranks": dist.get_world_size(), "zero_stage": services.stage}
         if not self._resumes and (self._folder / "latest").exists():
             raise CheckpointError(
                 f"{self._folder} has checkpoints and auto_resume is False: choose another checkpoint_folder"
@@ -92,10 +95,16 @@ class EngineCheckpoints:
     def resume(self, state: Mapping[str, object]) -> int:
         """The step after which training goes on."""
         # What rank 0 sees is what counts: loading is collective, and folders come late over networks.
-        seen = [(self._folder / "latest").exists()]
+        seen: list[dict[str, int] | None] = [self._newest() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(seen)
-        if not self._resumes or not seen[0]:
+        if not self._resumes or seen[0] is None:
             return 0
+        for name, number in self._made_by.items():
+            if seen[0].get(name, number) != number:
+                raise CheckpointError(
+                    f"{self._folder}: the newest checkpoint was made with {name} = {seen[0][name]}, and DeepSpeed "
+                    f"cannot load it with {number}"
+                )
         path, kept = self._engine.load_checkpoint(str(self._folder))
         if path is None:
             raise CheckpointError(f"{self._folder}: DeepSpeed could not load its newest checkpoint")
@@ -103,9 +112,24 @@ class EngineCheckpoints:
             thing.load_state_dict(kept[_OURS]["state"][name])
         return kept[_OURS]["step"]
 
+    def _newest(self) -> dict[str, int] | None:
+        """By whom the newest one was made, as far as it says; None: there is none."""
+        try:
+            tag = (self._folder / "latest").read_text().strip()
+        except FileNotFoundError:
+            return None
+        try:
+            return json.loads((self._folder / tag / _MADE_BY).read_text())
+        except (OSError, ValueError):  # DeepSpeed will say what is wrong with the rest
+            return {}
+
     def step(self, step: int, state: Mapping[str, object]) -> None:
         if step % self._interval != 0:
             return
+        if dist.get_rank() == 0:  # first: once DeepSpeed is done, the checkpoint is the newest one
+            folder = self._folder / f"step-{step:08d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _MADE_BY).write_text(json.dumps(self._made_by))
         kept = {"step": step, "state": {name: thing.state_dict() for name, thing in state.items()}}
         self._engine.save_checkpoint(
             str(self._folder), tag=f"step-{step:08d}", client_state={_OURS: kept}

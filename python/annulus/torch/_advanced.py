@@ -35,18 +35,19 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             :class:`RingMultiheadDilatedAttention`, and so are all that are not below: segment_lengths, dilation_rates,
             layer_norm, gamma_init, is_causal, group, placement, min_tokens_for_ring and so on.
         use_gradient_checkpointing: keeps the inputs only, and computes everything again for backward.
-        use_deepspeed: the model trains under DeepSpeed, which :meth:`prepare` needs (``pip install deepspeed``). False:
-            under :func:`data_parallel`.
+        use_deepspeed: the model, whose parameters have one dtype, trains under DeepSpeed, which :meth:`prepare` needs
+            (``pip install deepspeed``). False: under :func:`data_parallel`.
         zero_stage: DeepSpeed shards the optimizer's state (1), gradients, too (2), and parameters (3); None: 3.
         cpu_offload: DeepSpeed keeps the optimizer's state in host memory, at stage 3 parameters, too.
         nvme_offload: DeepSpeed keeps the optimizer's state and parameters on a local disk; with cpu_offload, parameters
             in host memory. Stage 3 only; its async_io needs libaio.
         nvme_path: the folder for that.
         overlap_comm: gradients are sent while backward computes. False: after it.
-        bucket_size: of a message of gradients, in MB (2**20 bytes).
+        bucket_size: of a message of gradients, in MB (2**20 bytes); up to 2**20.
         enable_fault_tolerance: checkpoints, and with :meth:`Training.run` going on without a rank that is lost. False:
             its loss is an error.
-        checkpoint_folder: for the checkpoints; all ranks see it.
+        checkpoint_folder: for the checkpoints; all ranks see it. DeepSpeed's can be loaded by as many ranks at the
+            same stage only.
         checkpoint_interval: steps from one to the next; None: 100.
         auto_resume: go on from the newest checkpoint there; None: True. False: the folder has to be free of them.
         max_recoveries: how often to go on without a lost rank; None: 3. Not with DeepSpeed, which cannot: there
@@ -160,7 +161,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         state: Mapping[str, object] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Training:
-        """A training of a model with the services of this module. Collective.
+        """A training of a model with the services of this module. Collective: models, optimizers and states have to be
+        alike on all ranks.
 
         With fault tolerance the newest checkpoint is loaded: see :attr:`Training.done`.
 

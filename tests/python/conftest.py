@@ -4,6 +4,7 @@ import os
 import pathlib
 import sysconfig
 import types
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +18,24 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 @pytest.fixture
 def torch() -> types.ModuleType:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+@pytest.fixture
+def cuda(torch: types.ModuleType) -> Iterator[types.ModuleType]:
+    """PyTorch, with a CUDA device that both can use."""
+    import annulus
+
+    if annulus.cuda_complaint():
+        pytest.skip(annulus.cuda_complaint())
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    import annulus.torch
+
+    torch.manual_seed(7)
+    yield torch
+    torch.cuda.synchronize()
+    annulus.torch.clear_cache()
+    annulus.clear_cache()
 
 
 @pytest.fixture

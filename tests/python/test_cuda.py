@@ -6,11 +6,11 @@ import concurrent.futures
 import math
 import time
 import types
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda_support import LIMITS, PATTERNS, results, tensors
 from reference import relative_rms
 from support import make_ring
 
@@ -103,58 +103,6 @@ def test_mixed_devices_name_the_array_and_both_devices() -> None:
 
 
 # ---- with one
-
-
-@pytest.fixture
-def cuda(torch: types.ModuleType) -> Iterator[types.ModuleType]:
-    """PyTorch, with a CUDA device that both can use."""
-    if COMPLAINT:
-        pytest.skip(COMPLAINT)
-    if not torch.cuda.is_available():
-        pytest.skip("this PyTorch has no CUDA")
-    import annulus.torch
-
-    torch.manual_seed(7)
-    yield torch
-    torch.cuda.synchronize()
-    annulus.torch.clear_cache()
-    annulus.clear_cache()
-
-
-PATTERNS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "causal": {"is_causal": True},
-    "longnet": {"segment_lengths": [64, 160], "dilation_rates": [1, 2]},
-    "longnet_causal": {
-        "segment_lengths": [64, 160],
-        "dilation_rates": [1, 2],
-        "is_causal": True,
-        "offsets": "interleaved",
-    },
-    "head_groups": {
-        "segment_lengths": [64, 160],
-        "dilation_rates": [1, 2],
-        "pattern": "head_groups",
-        "group_scale": True,
-    },
-}
-# Relative errors of outputs and gradients in one piece; twice that is too much.
-LIMITS = {"float32": 2e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
-
-
-def tensors(torch: Any, tokens: int, heads: int = 4, kv_heads: int = 4, dim: int = 64) -> list[Any]:
-    """q, k, v and the gradient of the output, float32."""
-    make = torch.Generator("cuda").manual_seed(3)
-    shapes = [(2, tokens, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(s, device="cuda", generator=make) for s in shapes]
-
-
-def results(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any, **options: Any) -> list[Any]:
-    """The output and the three gradients."""
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    o = attend(*leaves, **options)
-    o.backward(do.to(o.dtype))
-    return [o, *(x.grad for x in leaves)]
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -289,87 +237,6 @@ def test_tensors_of_two_devices_are_refused(cuda: types.ModuleType) -> None:
     with pytest.raises(annulus.ConfigError, match="lse is on cpu, expected cuda:0"):
         ring.forward(q, k, v, None, cuda.empty(2, 32, 4))
     ring.forward(q, k, v)  # nothing is broken by it
-
-
-@pytest.mark.parametrize("passes", ["forward", "both"])
-def test_work_goes_to_the_current_stream(cuda: types.ModuleType, passes: str) -> None:
-    """Inputs that are made late and results that are used at once, on streams that nobody waits for."""
-    from annulus.torch import ring_attention
-
-    inputs = tensors(cuda, 700)
-    expected = results(ring_attention, *inputs)
-    streams = [cuda.cuda.Stream() for _ in range(3)]
-    cuda.cuda.synchronize()
-    found = []
-    for stream in (*streams, *streams):
-        with cuda.cuda.stream(stream):
-            copies = [cuda.full_like(x, float("nan")) for x in inputs]
-            cuda.cuda._sleep(20_000_000)  # about 10 ms
-            for copy, x in zip(copies, inputs):
-                copy.copy_(x)
-            if passes == "both":
-                found.append([x * 1.0 for x in results(ring_attention, *copies)])
-            else:
-                found.append([ring_attention(*copies[:3]) * 1.0])
-            del copies  # their memory may be used again on this stream
-    cuda.cuda.synchronize()
-    for each in found:
-        assert all(relative_rms(a, b) < 2e-5 for a, b in zip(each, expected))
-
-
-def test_calls_do_not_wait(cuda: types.ModuleType) -> None:
-    from annulus.torch import ring_attention
-
-    q, k, v, _ = tensors(cuda, 256)
-    ring_attention(q, k, v)
-    cuda.cuda.synchronize()
-    cuda.cuda._sleep(400_000_000)  # about 0.2 s
-    ring_attention(q, k, v)
-    assert not cuda.cuda.current_stream().query()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["dense", "longnet_causal"])
-def test_a_graph_can_be_captured(cuda: types.ModuleType, name: str, dtype: str) -> None:
-    import annulus.torch
-    from annulus.torch import ring_attention
-
-    inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 512)]
-    static = [x.clone().requires_grad_() for x in inputs[:3]]
-    grad = inputs[3].clone()
-
-    def step() -> tuple[Any, ...]:
-        o = ring_attention(*static, **PATTERNS[name])
-        return o, *cuda.autograd.grad(o, static, grad)
-
-    side = cuda.cuda.Stream()
-    side.wait_stream(cuda.cuda.current_stream())
-    with cuda.cuda.stream(side):
-        step()
-    cuda.cuda.current_stream().wait_stream(side)
-    graph = cuda.cuda.CUDAGraph()
-    with cuda.cuda.graph(graph):
-        captured = step()
-    annulus.torch.clear_cache()  # its workspace is not among what is dropped
-    for scale in (1.0, 0.5):
-        with cuda.no_grad():
-            for x, y in zip((*static, grad), inputs):
-                x.copy_(y * scale)
-        graph.replay()
-        expected = results(ring_attention, *(x * scale for x in inputs), **PATTERNS[name])
-        for a, b in zip(captured, expected):
-            assert relative_rms(a, b) < LIMITS[dtype]
-
-
-def test_capturing_a_first_call_is_refused(cuda: types.ModuleType) -> None:
-    from annulus.torch import ring_attention
-
-    q, k, v, _ = tensors(cuda, 77)
-    graph = cuda.cuda.CUDAGraph()
-    with pytest.raises(annulus.ConfigError, match="make it once before capturing"):
-        with cuda.cuda.graph(graph):
-            cuda.zeros(1, device="cuda")
-            ring_attention(q, k, v)
 
 
 def test_pytorch_counts_the_workspace(cuda: types.ModuleType) -> None:

@@ -8,21 +8,11 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "kernels/cuda/driver_function.h"
 #include "kernels/cuda/runtime.h"
 
 namespace annulus::cuda {
 namespace {
-
-// From the driver that is there: nothing links against it. Null where it is too old.
-template <typename Function>
-Function driver_function(const char* name, unsigned version) {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found);
-  return reinterpret_cast<Function>(
-      error == cudaSuccess && found == cudaDriverEntryPointSuccess ? entry : nullptr);
-}
 
 struct Driver {
   PFN_cuStreamWaitValue32_v11070 wait =

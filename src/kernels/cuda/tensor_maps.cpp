@@ -5,19 +5,16 @@
 #include <array>
 #include <cstddef>
 
+#include "kernels/cuda/driver_function.h"
+
 namespace annulus::cuda {
 namespace {
 
-// From the driver that is there: nothing links against it. Null where it is too old.
+// Null where the driver is too old.
 PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
-  static void* const encoder = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
-                                                               12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? entry : nullptr;
-  }();
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encoder);
+  static const auto encoder =
+      driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
+  return encoder;
 }
 
 CUtensorMapDataType map_type(DType dtype) {

@@ -91,3 +91,18 @@ def test_capturing_a_first_call_is_refused(cuda: types.ModuleType) -> None:
         with cuda.cuda.graph(graph):
             cuda.zeros(1, device="cuda")
             ring_attention(q, k, v)
+
+
+def test_first_calls_on_a_side_stream_find_their_tables(cuda: types.ModuleType) -> None:
+    """Forward alone, with tables of some megabytes that have just been made."""
+    side = cuda.cuda.Stream()
+    for tokens in range(60_000, 60_008):
+        q, k, v = (cuda.randn(1, tokens, 4, 8, device="cuda") for _ in range(3))
+        options = {"segment_lengths": [8, 24], "dilation_rates": [1, 3]}
+        cuda.cuda.synchronize()
+        with cuda.cuda.stream(side):
+            first = annulus.attention(q, k, v, **options)
+            again = annulus.attention(q, k, v, **options)
+        side.synchronize()
+        assert cuda.equal(first, again)
+        annulus.clear_cache()

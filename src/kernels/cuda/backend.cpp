@@ -71,12 +71,7 @@ class CudaCopies final : public CopyProgram {
     for (int s = 0; s < params_.sections; ++s) params_.section_bytes[s] = layout.section_bytes(s);
     const auto bytes = static_cast<std::int64_t>(items.size() * sizeof(CopyItem));
     memory_ = allocate_device(device, bytes, "the table of copies");
-    if (bytes > 0) {
-      const DeviceScope scope(device);
-      check(cudaMemcpy(memory_.data(), items.data(), static_cast<std::size_t>(bytes),
-                       cudaMemcpyHostToDevice),
-            "copying the table of copies");
-    }
+    copy_to_device(device, memory_.data(), items.data(), bytes, "the table of copies");
     params_.items = reinterpret_cast<const CopyItem*>(memory_.data());
   }
 

@@ -139,11 +139,10 @@ void CudaEngine::upload_kept() {
   kept_memory_ = allocate_device(device_, words + heads, "the table of kept rows");
   list_bytes_ += kept_memory_.bytes();
   const auto copy = [&](std::byte* to, const void* from, std::int64_t bytes) {
-    check(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice),
-          "copying the table of kept rows");
+    copy_to_device(device_, to, from, bytes, "the table of kept rows");
   };
-  if (words > 0) copy(kept_memory_.data(), kept.words().data(), words);
-  if (heads > 0) copy(kept_memory_.data() + words, kept.heads().data(), heads);
+  copy(kept_memory_.data(), kept.words().data(), words);
+  copy(kept_memory_.data() + words, kept.heads().data(), heads);
   kept_.words = reinterpret_cast<const KeptRows::Word*>(kept_memory_.data());
   kept_.heads = reinterpret_cast<const KeptRows::Head*>(kept_memory_.data() + words);
   kept_.batch_rows = kept.batch_rows();

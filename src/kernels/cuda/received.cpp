@@ -28,9 +28,8 @@ Parcels upload_parcels(const ParcelRows& parcels, int device) {
   }
   out.table = allocate_device(device, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
                               "the table of parcels");
-  check(cudaMemcpy(out.table.data(), sources.data(), sources.size() * sizeof(Source),
-                   cudaMemcpyHostToDevice),
-        "copying the table of parcels");
+  copy_to_device(device, out.table.data(), sources.data(), out.table.bytes(),
+                 "the table of parcels");
   return out;
 }
 

@@ -260,6 +260,17 @@ Memory allocate_pinned(int device, std::int64_t bytes, const char* what) {
           }};
 }
 
+void copy_to_device(int device, std::byte* to, const void* from, std::int64_t bytes,
+                    const char* what) {
+  if (bytes == 0) return;
+  const DeviceScope scope(device);
+  cudaError_t error = cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice);
+  // From pageable memory that may return while the last of it is on its way, and streams of calls
+  // do not wait for the default one.
+  if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
+  if (error != cudaSuccess) check(error, fmt::format("copying {}", what));
+}
+
 }  // namespace annulus::cuda
 
 namespace annulus {

@@ -44,4 +44,8 @@ class DeviceScope {
 // Host memory that the device copies from and to without stopping.
 [[nodiscard]] Memory allocate_pinned(int device, std::int64_t bytes, const char* what);
 
+// Copies tables: when it returns, they are there for every stream.
+void copy_to_device(int device, std::byte* to, const void* from, std::int64_t bytes,
+                    const char* what);
+
 }  // namespace annulus::cuda

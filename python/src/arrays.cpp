@@ -91,6 +91,12 @@ bool is_bfloat16_numpy(nb::handle array) {
          nb::str(dtype.attr("name")).equal(nb::str("bfloat16"));
 }
 
+// A tensor of PyTorch's whose memory has the other sign, of which its DLPack says nothing.
+bool is_negated(nb::handle array) {
+  const nb::object asked = nb::getattr(array, "is_neg", nb::none());
+  return PyCallable_Check(asked.ptr()) != 0 && asked().is(Py_True);
+}
+
 // Python's own words for why an array cannot be exported.
 std::string export_problem(nb::handle array) {
   try {
@@ -157,6 +163,10 @@ bool Arrays::find(nb::handle array, const char* name, std::vector<Array>& held, 
   if (std::string_view(Py_TYPE(array.ptr())->tp_name) == "MaskedArray") {  // of numpy.ma
     complain(
         fmt::format("{} is a masked array, expected a plain one: its mask would be lost", name));
+    return false;
+  }
+  if (is_negated(array)) {
+    complain(fmt::format("{} is the negative of its memory, expected x.resolve_neg()", name));
     return false;
   }
   if (says_cuda(array)) {

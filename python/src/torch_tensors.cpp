@@ -23,6 +23,7 @@ struct Torch {
   PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
   PyObject* is_cuda = PyUnicode_InternFromString("is_cuda");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
 };
 
 // Null: PyTorch has not been imported, or not to the end.
@@ -92,6 +93,7 @@ bool find(const Torch& names, nb::handle array, Found& found) {
     return false;
   }
   if (!get(array, names.layout).is(names.strided)) return false;
+  if (!call(array, names.is_neg).is(Py_False)) return false;  // memory has the other sign
   found.device = {};
   if (!get(array, names.is_cpu).is(Py_True)) {
     if (!get(array, names.is_cuda).is(Py_True)) return false;

@@ -250,6 +250,18 @@ def test_masked_arrays_are_refused() -> None:
     annulus.attention(X, masked.filled(0), X)
 
 
+def test_tensors_whose_memory_has_the_other_sign_are_refused(torch: types.ModuleType) -> None:
+    x = torch.from_numpy(X)
+    negative = torch._neg_view(x)
+    ring = make_ring(12, 2, 16)
+    with pytest.raises(annulus.ConfigError, match="v is the negative of its memory"):
+        annulus.attention(x, x, negative)
+    with pytest.raises(annulus.ConfigError, match="o is the negative of its memory"):
+        ring.forward(x, x, x, torch._neg_view(torch.empty_like(x)))
+    expected = annulus.attention(x, x, -x)
+    assert torch.equal(annulus.attention(x, x, negative.resolve_neg()), expected)
+
+
 def test_results_need_memory_of_their_own() -> None:
     ring = make_ring(12, 2, 16)
     out = np.empty_like(X)

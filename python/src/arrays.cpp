@@ -387,7 +387,7 @@ nb::object own_memory(const ConstTensorView& shape_of, DType dtype, int axes) {
 }  // namespace
 
 Result::Result(nb::object given, nb::handle like, const ConstTensorView& shape_of, DType dtype,
-               int axes) {
+               int axes, std::optional<std::uintptr_t> stream) {
   if (!given.is_none()) {
     writable_ = std::move(given);
     return;
@@ -399,6 +399,9 @@ Result::Result(nb::object given, nb::handle like, const ConstTensorView& shape_o
   const nb::tuple shape(extents);
   const bool same_dtype = shape_of.rank > 0 && shape_of.dtype == dtype;
   if (nb::hasattr(like, "new_empty")) {  // PyTorch, which is loaded, since here is a tensor of it
+    std::optional<TorchStreamScope> scope;
+    if (stream && shape_of.device.kind == Device::Kind::cuda)
+      scope.emplace(shape_of.device.index, *stream);
     writable_ = with_room([&]() -> nb::object {
       if (same_dtype) return like.attr("new_empty")(shape);
       return like.attr("new_empty")(

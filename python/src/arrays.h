@@ -27,7 +27,7 @@ class Arrays {
   // on which work with CUDA arrays is to be enqueued.
   explicit Arrays(std::optional<Device> device = std::nullopt,
                   std::optional<std::uintptr_t> stream = std::nullopt)
-      : device_(device), stream_(stream) {}
+      : device_(device), stream_(stream), is_given_(stream.has_value()) {}
 
   // `axes` is 4, or 3 for a log-sum-exp.
   [[nodiscard]] ConstTensorView input(nb::handle array, const char* name, int axes = 4);
@@ -45,6 +45,9 @@ class Arrays {
   [[nodiscard]] std::optional<std::uintptr_t> stream() const {
     return on_cuda_ ? stream_ : std::nullopt;
   }
+  // It is a stream that the caller has named, and may destroy once its work is done: nobody holds
+  // it after the call.
+  [[nodiscard]] bool is_given() const { return is_given_ && on_cuda_; }
   // Nobody else knows of that stream: the call has to wait for it.
   [[nodiscard]] bool waits() const { return waits_; }
 
@@ -66,6 +69,7 @@ class Arrays {
   std::optional<Device> device_;
   const char* first_ = nullptr;  // the name of the array that said so
   std::optional<std::uintptr_t> stream_;
+  bool is_given_;
   bool on_cuda_ = false;
   bool waits_ = false;
   std::vector<nb::object> tensors_;  // PyTorch's
@@ -84,8 +88,10 @@ class Arrays {
 // alone is asked for memory: ConfigError for the others.
 class Result {
  public:
-  // `given`: an array of the caller's, or None.
-  Result(nb::object given, nb::handle like, const ConstTensorView& shape_of, DType dtype, int axes);
+  // `given`: an array of the caller's, or None. `stream`: on which it will be written, for memory
+  // of CUDA devices.
+  Result(nb::object given, nb::handle like, const ConstTensorView& shape_of, DType dtype, int axes,
+         std::optional<std::uintptr_t> stream);
 
   [[nodiscard]] nb::handle writable() const { return writable_; }
   [[nodiscard]] nb::object finish() const;

@@ -145,6 +145,7 @@ class Lease {
           if (enqueues) ring_->use_stream(*arrays.stream());
           pass(*ring_);
           if (arrays.waits()) ring_->synchronize();
+          if (arrays.is_given()) ring_->leave_stream();
         },
         [&] { ring_->interrupt(); });
     const std::int64_t bytes = ring_->bytes();
@@ -171,14 +172,14 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
   arrays.check(where);
   expect_shape(where, "k", k_view, q_view, "q", false);
   expect_shape(where, "v", v_view, k_view, "k", true);
-  const Result o(std::move(out), q, q_view, q_view.dtype, 4);
+  const Result o(std::move(out), q, q_view, q_view.dtype, 4, arrays.stream());
   const TensorView o_view = arrays.output(o.writable(), "out");
   arrays.check(where);
   expect_shape(where, "out", o_view, q_view, "q", true);
   std::optional<Result> lse;
   TensorView lse_view;
   if (return_lse) {
-    lse.emplace(nb::none(), q, q_view, DType::f32, 3);
+    lse.emplace(nb::none(), q, q_view, DType::f32, 3, arrays.stream());
     lse_view = arrays.output(lse->writable(), "lse", 3);
     arrays.check(where);
   }
@@ -213,9 +214,9 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   expect_shape(where, "o", o_view, q_view, "q", true);
   expect_shape(where, "lse", lse_view, q_view, "q", true);
   expect_shape(where, "do", dout_view, q_view, "q", true);
-  const Result dq(nb::none(), q, q_view, q_view.dtype, 4);
-  const Result dk(nb::none(), k, k_view, q_view.dtype, 4);
-  const Result dv(nb::none(), v, v_view, q_view.dtype, 4);
+  const Result dq(nb::none(), q, q_view, q_view.dtype, 4, arrays.stream());
+  const Result dk(nb::none(), k, k_view, q_view.dtype, 4, arrays.stream());
+  const Result dv(nb::none(), v, v_view, q_view.dtype, 4, arrays.stream());
   const TensorView dq_view = arrays.output(dq.writable(), "dq");
   const TensorView dk_view = arrays.output(dk.writable(), "dk");
   const TensorView dv_view = arrays.output(dv.writable(), "dv");
@@ -276,8 +277,9 @@ Args:
     reproducible: the same bits for every number of ranks and placement.
     out: array for the result; None: a new one of q's framework.
     return_lse: also return the log-sum-exp, float32 [batch, tokens, heads].
-    stream: CUDA: on which the work is enqueued, as a number (a cudaStream_t). None: PyTorch's current one
-        for its tensors; for arrays of others the call waits until the work is done.
+    stream: CUDA: on which the work is enqueued, as a number (a cudaStream_t), and for which PyTorch makes
+        the results. None: PyTorch's current one for its tensors; for arrays of others the call waits until
+        the work is done.
 
 Returns:
     The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.

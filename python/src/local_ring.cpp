@@ -172,10 +172,22 @@ void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
 
 void LocalRing::use_stream(std::uintptr_t stream) {
   if (stream_ == stream) return;
+  constexpr std::uintptr_t kPerThread = 2;  // CUDA's number for whichever thread asks
+  if (stream == kPerThread && executors_.size() > 1) {
+    throw ConfigError(
+        "stream is 2, every thread's own one, and the ranks are threads: expected another stream, "
+        "or one rank");
+  }
   // One queue for all of them: ranks of one device take turns in any case.
   const std::shared_ptr<Queue> queue = cuda_queue(options_.device, reinterpret_cast<void*>(stream));
   for (const auto& executor : executors_) executor->use_queue(queue);
   stream_ = stream;
+}
+
+void LocalRing::leave_stream() {
+  if (own_ == nullptr) own_ = backend_of(options_.device, options_.threads)->make_queue();
+  for (const auto& executor : executors_) executor->use_queue(own_);
+  stream_.reset();
 }
 
 void LocalRing::synchronize() {

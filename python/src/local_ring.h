@@ -28,6 +28,8 @@ class LocalRing {
 
   // CUDA: all ranks' passes are enqueued on this stream of the caller's from now on.
   void use_stream(std::uintptr_t stream);
+  // It is not known here any more: the next passes come after what was enqueued there.
+  void leave_stream();
   void synchronize();
 
   // From another thread: the pass that runs ends soon, by an exception.
@@ -57,6 +59,7 @@ class LocalRing {
   std::vector<Copies> copies_;  // per rank
   std::vector<std::unique_ptr<RingAttention>> executors_;
   std::optional<std::uintptr_t> stream_;
+  std::shared_ptr<Queue> own_;  // between streams; null: none was left yet
 };
 
 // Limits for a process that has its arrays already and asks for results: what fits into the memory

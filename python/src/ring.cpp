@@ -21,6 +21,7 @@
 #include "errors.h"
 #include "flag.h"
 #include "interrupt.h"
+#include "kernels/backend.h"
 #include "ring/records.h"
 #include "ring_options.h"
 #include "transport.h"
@@ -39,6 +40,7 @@ struct Ring {
   // executor may have told it of another one since.
   std::uintptr_t stream = 0;
   std::shared_ptr<Queue> queue;
+  std::shared_ptr<Queue> own;  // between streams; null: none was left yet
 
   Ring(nb::object link, std::shared_ptr<RingAttention> executor)
       : transport(std::move(link)), core(std::move(executor)) {
@@ -55,6 +57,15 @@ struct Ring {
     queue = cuda_queue(core->options().device, reinterpret_cast<void*>(number));
     stream = number;
     core->use_queue(queue);
+  }
+  // A stream that its owner may destroy: the next passes come after what was enqueued there.
+  void leave_stream() {
+    if (own == nullptr) {
+      const RingOptions& options = core->options();
+      own = backend_of(options.device, options.threads)->make_queue();
+    }
+    core->use_queue(own);
+    queue = nullptr;
   }
 };
 
@@ -134,16 +145,30 @@ void follow_stream(Ring& ring, const Arrays& arrays) {
   if (arrays.stream() && arrays.complaint().empty()) ring.use_stream(*arrays.stream());
 }
 
+void leave_given(Ring& ring, const Arrays& arrays) {
+  if (!arrays.is_given() || ring.queue == nullptr) return;
+  try {
+    ring.leave_stream();
+  } catch (const Error&) {  // the device has failed, which the next call will say
+  }
+}
+
 // Runs a pass without the GIL. With a complaint about an array it is run all the same, to fail on
 // every rank: the array's view has no axes, and the executor tells the others before it throws.
-void run(const Ring& ring, const Arrays& arrays, const char* method, double flops,
+void run(Ring& ring, const Arrays& arrays, const char* method, double flops,
          const std::function<void()>& pass) {
   auto& transport = nb::cast<Transport&>(ring.transport);
   // What a device computes is only enqueued here, which takes no time.
   const bool computes = ring.core->options().device.kind == Device::Kind::cpu && flops >= kLongPass;
   const auto all = [&] {
-    pass();
-    if (arrays.waits()) ring.core->synchronize();
+    try {
+      pass();
+      if (arrays.waits()) ring.core->synchronize();
+    } catch (...) {
+      leave_given(ring, arrays);
+      throw;
+    }
+    leave_given(ring, arrays);
   };
   try {
     run_interruptibly((computes || waits_in_cpp(transport)) && on_main_thread(), all, [&] {
@@ -171,8 +196,8 @@ nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::obje
     k_view = arrays.input(k, "k");
     v_view = arrays.input(v, "v");
     const DType dtype = self.core->options().dtype;
-    o_result.emplace(std::move(o), q, q_view, dtype, 4);
-    lse_result.emplace(std::move(lse), q, q_view, DType::f32, 3);
+    o_result.emplace(std::move(o), q, q_view, dtype, 4, arrays.stream());
+    lse_result.emplace(std::move(lse), q, q_view, DType::f32, 3, arrays.stream());
     o_view = arrays.output(o_result->writable(), "o");
     lse_view = arrays.output(lse_result->writable(), "lse", 3);
     follow_stream(self, arrays);
@@ -199,9 +224,9 @@ nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::han
     lse_view = arrays.input(lse, "lse", 3);
     dout_view = arrays.input(dout, "do");
     const DType dtype = self.core->options().dtype;
-    dq_result.emplace(std::move(dq), q, q_view, dtype, 4);
-    dk_result.emplace(std::move(dk), k, k_view, dtype, 4);
-    dv_result.emplace(std::move(dv), v, v_view, dtype, 4);
+    dq_result.emplace(std::move(dq), q, q_view, dtype, 4, arrays.stream());
+    dk_result.emplace(std::move(dk), k, k_view, dtype, 4, arrays.stream());
+    dv_result.emplace(std::move(dv), v, v_view, dtype, 4, arrays.stream());
     dq_view = arrays.output(dq_result->writable(), "dq");
     dk_view = arrays.output(dk_result->writable(), "dk");
     dv_view = arrays.output(dv_result->writable(), "dv");

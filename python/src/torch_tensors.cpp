@@ -2,6 +2,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <utility>
+
 namespace annulus::python {
 namespace {
 
@@ -131,6 +133,29 @@ std::uintptr_t current_torch_stream(int device) {
     return nb::cast<std::uintptr_t>(nb::handle(names->current_stream)(device));
   const nb::object cuda = nb::module_::import_("torch.cuda");
   return nb::cast<std::uintptr_t>(cuda.attr("current_stream")(device).attr("cuda_stream"));
+}
+
+TorchStreamScope::TorchStreamScope(int device, std::uintptr_t stream) {
+  constexpr std::uintptr_t kLegacy = 1;  // another number of the default stream, which is 0
+  if (stream == kLegacy) stream = 0;
+  if (stream == current_torch_stream(device)) return;
+  const nb::object cuda = nb::module_::import_("torch.cuda");
+  const nb::object wanted = stream == 0
+                                ? cuda.attr("default_stream")(device)
+                                : cuda.attr("ExternalStream")(stream, nb::arg("device") = device);
+  nb::object scope = cuda.attr("stream")(wanted);
+  scope.attr("__enter__")();
+  scope_ = std::move(scope);
+}
+
+TorchStreamScope::~TorchStreamScope() {
+  if (!scope_.is_valid()) return;
+  const nb::error_scope saved;  // an exception may be on its way
+  try {
+    scope_.attr("__exit__")(nb::none(), nb::none(), nb::none());
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("annulus: leaving a stream of PyTorch's");
+  }
 }
 
 }  // namespace annulus::python

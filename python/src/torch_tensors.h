@@ -31,4 +31,17 @@ struct Found {
 // The stream on which PyTorch enqueues this thread's work for a device.
 [[nodiscard]] std::uintptr_t current_torch_stream(int device);
 
+// PyTorch makes tensors for work on this stream until the end of the scope: their memory was not
+// given back by work that is still under way on another one, and is not given out to such.
+class TorchStreamScope {
+ public:
+  TorchStreamScope(int device, std::uintptr_t stream);
+  ~TorchStreamScope();
+  TorchStreamScope(const TorchStreamScope&) = delete;
+  TorchStreamScope& operator=(const TorchStreamScope&) = delete;
+
+ private:
+  nb::object scope_;  // null: it is the current one
+};
+
 }  // namespace annulus::python

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import types
 from typing import Any
 
 import pytest
 from cuda_support import LIMITS, PATTERNS, results, tensors
 from reference import relative_rms
+from support import make_ring
 
 import annulus
 
@@ -91,6 +93,70 @@ def test_capturing_a_first_call_is_refused(cuda: types.ModuleType) -> None:
         with cuda.cuda.graph(graph):
             cuda.zeros(1, device="cuda")
             ring_attention(q, k, v)
+
+
+def a_stream_of_ones_own() -> tuple[Any, int]:
+    """CUDA's runtime, and a stream that is ours to destroy."""
+    for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
+        try:
+            runtime = ctypes.CDLL(name)
+        except OSError:
+            continue
+        stream = ctypes.c_void_p()
+        assert runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), 1) == 0
+        return runtime, stream.value
+    pytest.skip("there is no CUDA runtime to make a stream with")
+
+
+def test_a_stream_may_be_destroyed_after_a_call(cuda: types.ModuleType) -> None:
+    """The executor is kept, but not the stream."""
+    q, k, v, _ = (x.bfloat16() for x in tensors(cuda, 256))
+    expected = annulus.attention(q, k, v)
+    ring = make_ring(256, 4, 64, batch=2, dtype="bfloat16", device="cuda")
+    out, lse = cuda.empty_like(q), cuda.empty(2, 256, 4, device="cuda")
+    cuda.cuda.synchronize()
+    for call in (
+        lambda number: annulus.attention(q, k, v, out=out, stream=number),
+        lambda number: ring.forward(q, k, v, out, lse, stream=number),
+    ):
+        runtime, stream = a_stream_of_ones_own()
+        call(stream)
+        assert runtime.cudaStreamSynchronize(ctypes.c_void_p(stream)) == 0
+        assert runtime.cudaStreamDestroy(ctypes.c_void_p(stream)) == 0
+        assert cuda.equal(out, expected)
+        assert cuda.equal(annulus.attention(q, k, v), expected)
+        assert cuda.equal(ring.forward(q, k, v)[0], expected)
+
+
+def test_results_are_memory_of_the_stream_that_writes_them(cuda: types.ModuleType) -> None:
+    q, k, v, _ = (x.bfloat16() for x in tensors(cuda, 1024))
+    expected = annulus.attention(q, k, v)
+    side = cuda.cuda.Stream()
+    cuda.cuda.synchronize()
+    for _ in range(5):
+        late = cuda.full_like(q, 1.0)
+        cuda.cuda._sleep(20_000_000)
+        copy = late * 2.0  # reads it about 10 ms from now
+        del late  # whose memory is free again for this stream, and for no other
+        o = annulus.attention(q, k, v, stream=side.cuda_stream)
+        cuda.cuda.synchronize()
+        assert (copy == 2).all() and cuda.equal(o, expected)
+        with cuda.cuda.stream(side):
+            cuda.cuda._sleep(20_000_000)
+        o = annulus.attention(q, k, v, stream=side.cuda_stream)
+        del o  # before it is written
+        other = cuda.full_like(q, 3.0)
+        cuda.cuda.synchronize()
+        assert (other == 3).all()
+
+
+def test_every_threads_own_stream_is_not_the_ranks(cuda: types.ModuleType) -> None:
+    q, k, v, _ = tensors(cuda, 64)
+    expected = annulus.attention(q, k, v)
+    cuda.cuda.synchronize()
+    assert cuda.equal(annulus.attention(q, k, v, stream=2), expected)
+    with pytest.raises(annulus.ConfigError, match="stream is 2, every thread's own one"):
+        annulus.attention(q, k, v, ranks=2, stream=2)
 
 
 def test_first_calls_on_a_side_stream_find_their_tables(cuda: types.ModuleType) -> None:

@@ -34,6 +34,10 @@ struct CudaDevice {
 // outlives the queue.
 [[nodiscard]] std::shared_ptr<Queue> cuda_queue(const Device& device, void* stream);
 
+// Whether a CUDA graph is being captured from a stream (a cudaStream_t). An executor whose passes
+// are part of a graph outlives it: the graph uses its memory.
+[[nodiscard]] bool cuda_capturing(void* stream);
+
 // The stream of a queue of a CUDA device, for transports that enqueue there.
 [[nodiscard]] void* cuda_stream(Queue& queue);
 

@@ -5,11 +5,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "arrays.h"
 #include "bindings.h"
@@ -24,13 +27,21 @@ namespace {
 
 using Lengths = std::optional<std::vector<std::int64_t>>;
 
-using LocalRings = LeasePool<std::unique_ptr<LocalRing>>;
+using LocalRings = LeasePool<std::shared_ptr<LocalRing>>;
 
 // Never destroyed: at exit other threads may still be in a call.
 LocalRings& local_rings() {
   constexpr std::size_t kMostRings = 20;
   static auto* rings = new LocalRings(kMostRings);
   return *rings;
+}
+
+// Rings whose memory is part of CUDA graphs, which may be replayed whenever their owner likes.
+void keep_for_graphs(std::shared_ptr<LocalRing> ring) {
+  static auto* lock = new std::mutex;
+  static auto* captured = new std::set<std::shared_ptr<LocalRing>>;
+  const std::lock_guard guard(*lock);
+  captured->insert(std::move(ring));
 }
 
 // The arguments of attention and attention_backward but for the arrays.
@@ -70,7 +81,7 @@ void expect_shape(const char* where, const char* name, const ConstTensorView& vi
 class Lease {
  public:
   Lease(const char* where, const Request& request, const ConstTensorView& q,
-        const ConstTensorView& k, bool backward) {
+        const ConstTensorView& k, bool backward, const Arrays& arrays) {
     const auto heads = static_cast<int>(std::min<std::int64_t>(q.shape[2], 1 << 20));
     Pattern pattern = parse_pattern(request.pattern, heads, request.segments, request.dilations,
                                     request.causal, request.offsets, request.group_scale);
@@ -97,6 +108,7 @@ class Lease {
     options.head_dim = static_cast<int>(std::min<std::int64_t>(q.shape[3], 1 << 20));
     options.dtype = q.dtype;
     options.device = device_ = q.device;
+    captures_ = arrays.stream() && cuda_capturing(reinterpret_cast<void*>(*arrays.stream()));
     options.scale = request.scale;
     options.schedule = schedule;
     options.reproducible = request.reproducible;
@@ -123,6 +135,12 @@ class Lease {
       ring_ = std::move(*kept);
       return;
     }
+    if (captures_) {
+      throw ConfigError(fmt::format(
+          "{}: a CUDA graph is being captured and this call has not been made before, so that its "
+          "workspace would have to be allocated: make it once before capturing",
+          where));
+    }
     if (named) {
       options.placement =
           Placement::named(nb::cast<std::string>(request.placement), q.shape[1], request.ranks);
@@ -130,7 +148,7 @@ class Lease {
     options.limits = local_limits(options);
     const nb::gil_scoped_release no_gil;
     local_rings().make_room();
-    ring_ = std::make_unique<LocalRing>(std::move(options));
+    ring_ = std::make_shared<LocalRing>(std::move(options));
   }
 
   // `cost`: operations, in multiples of forward's.
@@ -148,6 +166,7 @@ class Lease {
           if (arrays.is_given()) ring_->leave_stream();
         },
         [&] { ring_->interrupt(); });
+    if (captures_) keep_for_graphs(ring_);
     const std::int64_t bytes = ring_->bytes();
     local_rings().give_back(std::move(key_), std::move(ring_), bytes, device_);
   }
@@ -155,7 +174,8 @@ class Lease {
  private:
   std::string key_;
   Device device_;
-  std::unique_ptr<LocalRing> ring_;
+  bool captures_ = false;
+  std::shared_ptr<LocalRing> ring_;
 };
 
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
@@ -186,7 +206,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
   Lease lease(where,
               {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
                schedule, reproducible},
-              q_view, k_view, /*backward=*/false);
+              q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
   });
@@ -224,7 +244,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   Lease lease(where,
               {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
                schedule, reproducible},
-              q_view, k_view, /*backward=*/true);
+              q_view, k_view, /*backward=*/true, arrays);
   lease.run(arrays, 2.5, [&](LocalRing& ring) {
     ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view);
   });
@@ -337,7 +357,7 @@ Returns:
         local_rings().clear();
       },
       "Frees what attention and attention_backward keep between calls. Harmless at any time: what "
-      "a running call uses is not touched.");
+      "a running call or a CUDA graph uses is not touched.");
   module.def(
       "cache_info",
       [] {

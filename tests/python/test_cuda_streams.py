@@ -159,6 +159,47 @@ def test_every_threads_own_stream_is_not_the_ranks(cuda: types.ModuleType) -> No
         annulus.attention(q, k, v, ranks=2, stream=2)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_graph_keeps_the_workspace_of_attention(cuda: types.ModuleType, ranks: int) -> None:
+    q, k, v, _ = (x.bfloat16() for x in tensors(cuda, 333))
+    options = {**PATTERNS["longnet"], "ranks": ranks}
+    graph = cuda.cuda.CUDAGraph()
+    with pytest.raises(annulus.ConfigError, match="make it once before capturing"):
+        with cuda.cuda.graph(cuda.cuda.CUDAGraph()):
+            cuda.zeros(1, device="cuda")
+            annulus.attention(q, k, v, **options)
+    expected = annulus.attention(q, k, v, **options)
+    cuda.cuda.synchronize()
+    with cuda.cuda.graph(graph):
+        o = annulus.attention(q, k, v, **options)
+    annulus.clear_cache()
+    junk = [cuda.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]  # where it was
+    graph.replay()
+    cuda.cuda.synchronize()
+    assert relative_rms(o, expected) < LIMITS["bfloat16"]
+    del junk
+
+
+def test_executors_may_go_while_their_stream_is_captured(cuda: types.ModuleType) -> None:
+    q, k, v, _ = tensors(cuda, 128)
+    side = cuda.cuda.Stream()
+    cuda.cuda.synchronize()
+    with cuda.cuda.stream(side):
+        ring = make_ring(128, 4, 64, batch=2, device="cuda")
+        ring.forward(q, k, v)
+        annulus.attention(q, k, v)
+    x = cuda.ones(4, device="cuda")
+    graph = cuda.cuda.CUDAGraph()
+    with cuda.cuda.graph(graph, stream=side):
+        y = x + 1
+        del ring
+        annulus.clear_cache()
+        z = y + 1
+    graph.replay()
+    cuda.cuda.synchronize()
+    assert (z == 3).all()
+
+
 def test_first_calls_on_a_side_stream_find_their_tables(cuda: types.ModuleType) -> None:
     """Forward alone, with tables of some megabytes that have just been made."""
     side = cuda.cuda.Stream()

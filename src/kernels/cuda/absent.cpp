@@ -22,6 +22,7 @@ std::string cuda_complaint() {
 int cuda_device_count() { return 0; }
 CudaDevice cuda_device(int index) { refuse(index); }
 std::shared_ptr<Queue> cuda_queue(const Device& device, void*) { refuse(device.index); }
+bool cuda_capturing(void*) { return false; }
 void* cuda_stream(Queue& queue) { refuse(queue.device().index); }
 void use_cuda_allocator(CudaAllocator) { throw DeviceError(cuda_complaint()); }
 

@@ -61,27 +61,20 @@ class EventPool {
   std::vector<cudaEvent_t> free_;
 };
 
-class StreamEvent final : public Event::State {
+// While a graph is being captured, what this thread does in the scope is no part of it and allowed
+// all the same: executors come and go whenever garbage is collected.
+class OutsideOfGraphs {
  public:
-  StreamEvent(int device, cudaStream_t stream)
-      : device_(device), event_(EventPool::of(device).take()) {
-    const cudaError_t error = cudaEventRecord(event_, stream);
-    if (error != cudaSuccess) EventPool::of(device_).give(event_);
-    check(error, "recording an event");
+  OutsideOfGraphs() : entered_(cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {}
+  ~OutsideOfGraphs() {
+    if (entered_) static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
   }
-  ~StreamEvent() override { EventPool::of(device_).give(event_); }
-  StreamEvent(const StreamEvent&) = delete;
-  StreamEvent& operator=(const StreamEvent&) = delete;
-
-  void wait() override {
-    const DeviceScope scope(device_);
-    check(cudaEventSynchronize(event_), "waiting for the device");
-  }
-  [[nodiscard]] cudaEvent_t event() const { return event_; }
+  OutsideOfGraphs(const OutsideOfGraphs&) = delete;
+  OutsideOfGraphs& operator=(const OutsideOfGraphs&) = delete;
 
  private:
-  int device_;
-  cudaEvent_t event_;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the thread's own
+  bool entered_;
 };
 
 // Which graph is being captured from a stream; 0: none.
@@ -96,12 +89,42 @@ unsigned long long capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
+class StreamEvent final : public Event::State {
+ public:
+  StreamEvent(int device, cudaStream_t stream)
+      : device_(device), captured_(capture_of(stream) != 0), event_(EventPool::of(device).take()) {
+    const cudaError_t error = cudaEventRecord(event_, stream);
+    if (error != cudaSuccess) EventPool::of(device_).give(event_);
+    check(error, "recording an event");
+  }
+  ~StreamEvent() override { EventPool::of(device_).give(event_); }
+  StreamEvent(const StreamEvent&) = delete;
+  StreamEvent& operator=(const StreamEvent&) = delete;
+
+  void wait() override {
+    // CUDA's own error would be the end of the capture.
+    if (captured_)
+      throw DeviceError("cuda: waiting for the device: a graph is being captured, and not run");
+    const DeviceScope scope(device_);
+    const OutsideOfGraphs outside;
+    check(cudaEventSynchronize(event_), "waiting for the device");
+  }
+  [[nodiscard]] cudaEvent_t event() const { return event_; }
+
+ private:
+  int device_;
+  bool captured_;
+  cudaEvent_t event_;
+};
+
 class StreamQueue final : public Queue {
  public:
   StreamQueue(int device, cudaStream_t stream, bool owned)
       : device_(device), stream_(stream), owned_(owned) {}
   ~StreamQueue() override {
-    if (owned_) static_cast<void>(cudaStreamDestroy(stream_));
+    if (!owned_) return;
+    const OutsideOfGraphs outside;
+    static_cast<void>(cudaStreamDestroy(stream_));
   }
   StreamQueue(const StreamQueue&) = delete;
   StreamQueue& operator=(const StreamQueue&) = delete;
@@ -188,18 +211,11 @@ std::shared_ptr<Queue> borrow_stream(int device, cudaStream_t stream) {
 cudaStream_t stream_of(Queue& queue) { return dynamic_cast<StreamQueue&>(queue).stream(); }
 
 std::optional<MemoryState> device_memory_state(const Device& device) {
-  // Asked while a graph is being captured, too: it is no part of it.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return std::nullopt;
+  const DeviceScope scope(device.index);
+  const OutsideOfGraphs outside;
   std::size_t free = 0;
   std::size_t total = 0;
-  cudaError_t error = cudaSuccess;
-  {
-    const DeviceScope scope(device.index);
-    error = cudaMemGetInfo(&free, &total);
-  }
-  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
-  if (error != cudaSuccess) return std::nullopt;
+  if (cudaMemGetInfo(&free, &total) != cudaSuccess) return std::nullopt;
   const CudaAllocator allocator = current_allocator();
   const std::int64_t spare = allocator.spare ? allocator.spare(device.index) : 0;
   return MemoryState{static_cast<std::int64_t>(total), static_cast<std::int64_t>(free) + spare};
@@ -229,8 +245,10 @@ Memory allocate_by(const CudaAllocator& allocator, int device, std::int64_t byte
     return {static_cast<std::byte*>(memory), bytes, where,
             [device, free = allocator.free](std::byte* data) { free(device, data); }};
   }
-  return {static_cast<std::byte*>(memory), bytes, where,
-          [](std::byte* data) { static_cast<void>(cudaFree(data)); }};
+  return {static_cast<std::byte*>(memory), bytes, where, [](std::byte* data) {
+            const OutsideOfGraphs outside;
+            static_cast<void>(cudaFree(data));
+          }};
 }
 
 }  // namespace
@@ -256,6 +274,7 @@ Memory allocate_pinned(int device, std::int64_t bytes, const char* what) {
   }
   check(error, fmt::format("allocating {} bytes of pinned host memory for {}", bytes, what));
   return {static_cast<std::byte*>(memory), bytes, {}, [](std::byte* data) {
+            const OutsideOfGraphs outside;
             static_cast<void>(cudaFreeHost(data));
           }};
 }
@@ -280,6 +299,10 @@ std::shared_ptr<Queue> cuda_queue(const Device& device, void* stream) {
     throw ConfigError(
         fmt::format("cuda_queue: device is {}, expected a CUDA one", name_of(device)));
   return cuda::borrow_stream(device.index, static_cast<cudaStream_t>(stream));
+}
+
+bool cuda_capturing(void* stream) {
+  return cuda::capture_of(static_cast<cudaStream_t>(stream)) != 0;
 }
 
 void* cuda_stream(Queue& queue) { return cuda::stream_of(queue); }

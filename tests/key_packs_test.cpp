@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <thread>
 #include <vector>
 
 #include "annulus/error.h"
@@ -60,20 +62,20 @@ TEST(KeyPacks, EveryItemAndEveryListIsInOneShare) {
   EXPECT_GT(lists, 300);
 }
 
-// What threads make of a phase: who throws at which call, if anybody does.
+// What threads make of a phase.
 struct Log {
+  explicit Log(const Phase& phase)
+      : packed(phase.lists.size()), computed(phase.items.size()), left(phase.wave_items.size()) {
+    for (std::size_t w = 0; w < left.size(); ++w) left[w] = phase.wave_items[w];
+  }
   std::vector<std::atomic<int>> packed;    // pieces, per list
   std::vector<std::atomic<int>> computed;  // per item
-  std::atomic<int> calls{0};
+  std::vector<std::atomic<int>> left;      // items, per wave
+  std::atomic<bool> fails{false};          // something threw: what comes out is void
 };
-void run_shares(const Phase& phase, ThreadPool& pool, int throw_at, Log& log) {
-  log.packed = std::vector<std::atomic<int>>(phase.lists.size());
-  log.computed = std::vector<std::atomic<int>>(phase.items.size());
-  std::vector<std::atomic<int>> left(phase.wave_items.size());  // items, per wave
-  for (std::size_t w = 0; w < left.size(); ++w) left[w] = phase.wave_items[w];
-  const auto call = [&] {
-    if (log.calls++ == throw_at) throw DeviceError("as asked");
-  };
+// Calls before(piece or item), which may take its time, or throw.
+template <typename Before>
+void run_shares(const Phase& phase, ThreadPool& pool, Log& log, const Before& before) {
   ShareRunner runner;
   runner.reserve(phase);
   runner.run(
@@ -81,21 +83,25 @@ void run_shares(const Phase& phase, ThreadPool& pool, int throw_at, Log& log) {
       [&](const KeyList& list, std::int64_t begin, int) {
         EXPECT_EQ(begin % kPackRows, 0);
         EXPECT_LT(begin, list.rows);
-        if (list.wave >= 2 && throw_at < 0) {
-          EXPECT_EQ(left[static_cast<std::size_t>(list.wave - 2)], 0) << "its memory is in use";
+        if (list.wave >= 2 && !log.fails) {
+          EXPECT_EQ(log.left[static_cast<std::size_t>(list.wave - 2)], 0) << "its memory is in use";
         }
-        call();
+        before(&list);
         ++log.packed[static_cast<std::size_t>(&list - phase.lists.data())];
       },
       [&](const WorkItem& item, const KeyList* list, int) {
-        if (list != nullptr && throw_at < 0) {
+        if (list != nullptr && !log.fails) {
           EXPECT_EQ(log.packed[static_cast<std::size_t>(list - phase.lists.data())],
                     (list->rows + kPackRows - 1) / kPackRows);
         }
-        call();
+        before(&item);
         ++log.computed[static_cast<std::size_t>(&item - phase.items.data())];
-        if (list != nullptr) --left[static_cast<std::size_t>(list->wave)];
+        if (list != nullptr) --log.left[static_cast<std::size_t>(list->wave)];
       });
+}
+
+void expect_all_computed_once(const Log& log) {
+  EXPECT_EQ(std::count(log.computed.begin(), log.computed.end(), 1), std::ssize(log.computed));
 }
 
 TEST(KeyPacks, ThreadsComputeEveryItemOnceAndBehindItsKeys) {
@@ -104,23 +110,58 @@ TEST(KeyPacks, ThreadsComputeEveryItemOnceAndBehindItsKeys) {
   for_each_phase([&](const Phase& phase, const Work&, const Computation&, std::int64_t) {
     if (phase.lists.empty()) return;
     for (ThreadPool* const pool : {&one, &many}) {
-      Log log;
-      run_shares(phase, *pool, -1, log);
-      EXPECT_EQ(std::count(log.computed.begin(), log.computed.end(), 1), std::ssize(log.computed));
+      Log log(phase);
+      run_shares(phase, *pool, log, [](const void*) {});
+      expect_all_computed_once(log);
     }
   });
 }
 
-// Others that wait for its keys, its items or their memory go on.
-TEST(KeyPacks, AStepThatThrowsEndsTheWork) {
+// So many lists, each a wave of its own.
+Phase phase_of_waves(std::int32_t lists, int pieces, std::int32_t items) {
+  Phase phase;
+  for (std::int32_t i = 0; i < lists; ++i) {
+    KeyList& list = phase.lists.emplace_back();
+    list.wave = i;
+    list.rows = pieces * kPackRows;
+    phase.shares.push_back({i, i * items, (i + 1) * items});
+    phase.wave_items.push_back(items);
+  }
+  phase.items.resize(static_cast<std::size_t>(lists * items));
+  return phase;
+}
+
+void take_time(const void*) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+
+TEST(KeyPacks, ThreadsThatShareAListWaitForAllOfIt) {
   ThreadPool pool(5);
-  int throw_at = 0;
-  for_each_phase([&](const Phase& phase, const Work&, const Computation&, std::int64_t) {
-    if (phase.lists.empty()) return;
-    Log log;
-    EXPECT_THROW(run_shares(phase, pool, throw_at++ % 3, log), DeviceError);
-    for (const std::atomic<int>& times : log.computed) EXPECT_LE(times, 1);
-  });
+  const Phase phase = phase_of_waves(1, 12, 20);
+  Log log(phase);
+  run_shares(phase, pool, log, take_time);
+  expect_all_computed_once(log);
+}
+
+TEST(KeyPacks, MemoryIsTakenAgainWhenItsItemsAreDone) {
+  ThreadPool pool(5);
+  const Phase phase = phase_of_waves(8, 1, 3);
+  Log log(phase);
+  run_shares(phase, pool, log, take_time);
+  expect_all_computed_once(log);
+}
+
+// Others that wait for memory go on when its items will never be computed.
+TEST(KeyPacks, AnItemThatThrowsEndsTheWork) {
+  ThreadPool pool(5);
+  const Phase phase = phase_of_waves(8, 1, 3);
+  Log log(phase);
+  const auto throw_once = [&](const void* at) {
+    if (at != phase.items.data()) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // they wait already
+    log.fails = true;
+    throw DeviceError("as asked");
+  };
+  EXPECT_THROW(run_shares(phase, pool, log, throw_once), DeviceError);
+  EXPECT_EQ(log.computed[0], 0);
 }
 
 // The list that an item gets has the keys of its head, batch entry and rows.

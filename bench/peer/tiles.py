@@ -222,7 +222,7 @@ def dilated_case(dim, threads, seconds):
     bodies = [lambda ring=r: ring.forward(q, k, v, o, lse) for r in rings]
     for body in bodies:
         body()
-    a, b = alternate(bodies, seconds)
+    a, b = alternate(bodies, seconds, least=7)
     ratio = statistics.median(b) / statistics.median(a)
     print(f"dilated  D={dim}: dilation 4 takes {ratio:.3f} of the time of dilation 1", flush=True)
     return {"head_dim": dim, "threads": threads, "time_over_dilation_1": ratio}

@@ -102,24 +102,16 @@ void ShareRunner::reserve(const Phase& phase) {
   wave_items_ = std::make_unique<std::atomic<std::int32_t>[]>(size_);
 }
 
-// A thread's visit to a share: it does what nobody has taken yet. However it ends, all that others
-// might wait for has been done, or is being done by somebody else, or never will be.
+// A thread's visit to a share: it does what nobody has taken yet. What it has taken counts as done
+// even where it throws; whatever it leaves is taken by those who wait for it.
 class ShareRunner::Visit {
  public:
   Visit(ShareRunner& runner, const Phase& phase, std::size_t index)
       : share_(phase.shares[index]), counters_(runner.shares_[index]) {
     if (share_.list < 0) return;
     list_ = &phase.lists[static_cast<std::size_t>(share_.list)];
-    const auto wave = static_cast<std::size_t>(list_->wave);
-    if (wave >= 2) wait(runner.wave_items_[wave - 2]);  // whose memory this one takes
-    wave_items_ = &runner.wave_items_[wave];
+    wave_items_ = &runner.wave_items_[static_cast<std::size_t>(list_->wave)];
   }
-  ~Visit() {
-    while (take_piece() >= 0) finish_piece();
-    while (take_item() >= 0) finish_item();
-  }
-  Visit(const Visit&) = delete;
-  Visit& operator=(const Visit&) = delete;
 
   void run(const Phase& phase, int slot, Pack pack, Attend attend) {
     for (std::int64_t piece = take_piece(); piece >= 0; piece = take_piece()) {
@@ -147,8 +139,7 @@ class ShareRunner::Visit {
     for (int spins = 0; left.load(std::memory_order_acquire) != 0; ++spins)
       if (spins > 1000) std::this_thread::yield();
   }
-  // The next one that nobody has; -1: there is none. Whoever finds none stops asking, so that the
-  // counters pass their ends by as many threads at most.
+  // The next one that nobody has; -1: there is none.
   std::int32_t take_piece() {
     if (list_ == nullptr) return -1;
     const std::int32_t piece = counters_.pieces_taken.fetch_add(1, std::memory_order_relaxed);
@@ -170,9 +161,20 @@ class ShareRunner::Visit {
   std::atomic<std::int32_t>* wave_items_ = nullptr;
 };
 
-// The share with most items that nobody has taken, from `first` on; none left: the number of
-// shares.
-std::size_t ShareRunner::most_to_do(const Phase& phase, std::size_t first) const {
+// A wave takes the memory of the last but one, whose items have to be done.
+bool ShareRunner::has_memory(const Phase& phase, std::size_t share) const {
+  const std::int32_t list = phase.shares[share].list;
+  if (list < 0) return true;
+  const std::int32_t wave = phase.lists[static_cast<std::size_t>(list)].wave;
+  return wave < 2 ||
+         wave_items_[static_cast<std::size_t>(wave - 2)].load(std::memory_order_acquire) == 0;
+}
+
+// Of the shares that are wanted(), from `first` on, the one with most items that nobody has taken;
+// none left: the number of shares.
+template <typename Wanted>
+std::size_t ShareRunner::most_to_do(const Phase& phase, std::size_t first,
+                                    const Wanted& wanted) const {
   const std::size_t count = phase.shares.size();
   std::size_t best = count;
   std::int32_t most = 0;
@@ -181,11 +183,28 @@ std::size_t ShareRunner::most_to_do(const Phase& phase, std::size_t first) const
     const KeyShare& share = phase.shares[at];
     const std::int32_t left =
         share.end - share.begin - shares_[at].items_taken.load(std::memory_order_relaxed);
-    if (left <= most) continue;
+    if (left <= most || !wanted(at)) continue;
     most = left;
     best = at;
   }
   return best;
+}
+
+// Without memory it helps those before it that have some: threads that only waited made dilation 4
+// at D 128, where a wave is 8 lists, take 1.17 times as long as dilation 1 (16 threads). Nobody
+// waits for ever: of the waves with items that are not done, the first has its memory.
+void ShareRunner::work_on(const Phase& phase, std::size_t share, int slot, Pack pack,
+                          Attend attend) {
+  for (int spins = 0; !has_memory(phase, share); ++spins) {
+    const std::size_t other =
+        most_to_do(phase, 0, [&](std::size_t at) { return at < share && has_memory(phase, at); });
+    if (other < share) {
+      Visit(*this, phase, other).run(phase, slot, pack, attend);
+    } else if (spins > 1000) {
+      std::this_thread::yield();
+    }
+  }
+  Visit(*this, phase, share).run(phase, slot, pack, attend);
 }
 
 void ShareRunner::run(ThreadPool& pool, const Phase& phase, Pack pack, Attend attend) {
@@ -198,17 +217,16 @@ void ShareRunner::run(ThreadPool& pool, const Phase& phase, Pack pack, Attend at
   }
   for (std::size_t i = 0; i < phase.wave_items.size(); ++i)
     wave_items_[i].store(phase.wave_items[i], std::memory_order_relaxed);
-  // An index waits for smaller ones only: shares that have begun, and earlier waves.
   const std::size_t shares = phase.shares.size();
   const std::int64_t helpers =
       std::min<std::int64_t>(pool.threads(), std::ssize(phase.items) - std::ssize(phase.shares));
   const auto body = [&](std::int64_t index, int slot) {
     const auto own = static_cast<std::size_t>(index);
-    if (own < shares) return Visit(*this, phase, own).run(phase, slot, pack, attend);
+    if (own < shares) return work_on(phase, own, slot, pack, attend);
     for (;;) {
-      const std::size_t other = most_to_do(phase, own % shares);
+      const std::size_t other = most_to_do(phase, own % shares, [](std::size_t) { return true; });
       if (other == shares) return;
-      Visit(*this, phase, other).run(phase, slot, pack, attend);
+      work_on(phase, other, slot, pack, attend);
     }
   };
   pool.run_parallel(std::ssize(phase.shares) + helpers, body);

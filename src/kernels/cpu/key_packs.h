@@ -73,7 +73,11 @@ class ShareRunner {
     std::atomic<std::int32_t> pieces_left;  // to be packed
     std::atomic<std::int32_t> items_taken;
   };
-  [[nodiscard]] std::size_t most_to_do(const Phase& phase, std::size_t first) const;
+  [[nodiscard]] bool has_memory(const Phase& phase, std::size_t share) const;
+  template <typename Wanted>
+  [[nodiscard]] std::size_t most_to_do(const Phase& phase, std::size_t first,
+                                       const Wanted& wanted) const;
+  void work_on(const Phase& phase, std::size_t share, int slot, Pack pack, Attend attend);
 
   std::size_t size_ = 0;
   std::unique_ptr<Counters[]> shares_;

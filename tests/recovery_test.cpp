@@ -262,12 +262,15 @@ TEST(Recovery, PiecesKeepTheirPromises) {
       Shard shard(options, transport.rank());
       shard.load(inputs);
       for (int again = 0; again < 2; ++again) {
-        const std::int64_t before = transport.counters().bytes_sent;
+        const auto sent = [&] {
+          return static_cast<std::int64_t>(transport.counters().bytes_sent);
+        };
+        const std::int64_t before = sent();
         shard.forward(*ring);
-        const std::int64_t between = transport.counters().bytes_sent;
+        const std::int64_t between = sent();
         shard.backward(*ring);
         EXPECT_EQ(between - before, ring->predicted_forward_bytes());
-        EXPECT_EQ(transport.counters().bytes_sent - between, ring->predicted_backward_bytes());
+        EXPECT_EQ(sent() - between, ring->predicted_backward_bytes());
       }
       shard.collect(results);
       // One rank's wrong tensor is everybody's error, and changes nothing.

@@ -74,7 +74,7 @@ RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strateg
     kinds_.push_back({std::move(piece), std::move(key)});
   }
   // Passes begin with the executor of the last piece and end with it.
-  const auto sent = [&] { return transport_->counters().bytes_sent; };
+  const auto sent = [&] { return static_cast<std::int64_t>(transport_->counters().bytes_sent); };
   const Impl& last = executor_of(kinds_.size() - 1);
   queue_ = last.queue;
   backend_ = last.backend;

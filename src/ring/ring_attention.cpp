@@ -53,9 +53,8 @@ RingAttention::RingAttention(RingOptions options, Transport& transport) {
       }
     }
   }
-  const OutOfMemory error = trials.error();
-  record_event(EventKind::recovery, "gave up", transport.rank(), error.shortage().needed);
-  throw error;
+  record_event(EventKind::recovery, "gave up", transport.rank(), trials.error().shortage().needed);
+  throw trials.error();
 }
 RingAttention::~RingAttention() = default;
 RingAttention::RingAttention(RingAttention&&) noexcept = default;

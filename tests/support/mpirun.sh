@@ -13,8 +13,8 @@ export OMPI_MCA_btl_vader_single_copy_mechanism=none
 # No device is used, and looking for them prints warnings where drivers are half there.
 export OMPI_MCA_btl=self,vader,tcp OMPI_MCA_pml=ob1
 # What Open MPI never frees is reported from plugins that are unloaded by then: no suppression can name them. Its copies make
-# races that need long memories to be told from ours.
-export ASAN_OPTIONS="detect_leaks=0${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
+# races that need long memories to be told from ours. Freed memory is kept for a while, but not so much that it looks like a leak.
+export ASAN_OPTIONS="detect_leaks=0:quarantine_size_mb=16${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
 export TSAN_OPTIONS="history_size=7:suppressions=$(dirname "$0")/tsan_mpi.txt${TSAN_OPTIONS:+:$TSAN_OPTIONS}"
 processes="$1"
 shift

@@ -48,7 +48,14 @@ def losses_of(text: str) -> list[float]:
     ("ranks", "cases"),
     [
         (1, ["losses_and_gradients_are_those_of_one_process"]),
-        (3, ["losses_and_gradients_are_those_of_one_process", "ring_or_gather_by_length"]),
+        (
+            3,
+            [
+                "losses_and_gradients_are_those_of_one_process",
+                "a_mean_has_the_same_bits_on_every_rank",
+                "ring_or_gather_by_length",
+            ],
+        ),
         (
             4,
             [

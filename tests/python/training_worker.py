@@ -89,6 +89,19 @@ def losses_and_gradients_are_those_of_one_process() -> None:
         assert_same(gradients(model), expected, placement, lengths)
 
 
+def a_mean_has_the_same_bits_on_every_rank() -> None:
+    """Whoever goes by it, to stop or to skip a step, goes the way of the others."""
+    ranks = dist.get_world_size()
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        counts = torch.randint(1, 200, (ranks,), generator=generator).tolist()
+        losses = [5 * torch.rand(count, generator=generator) for count in counts]
+        mean = at.token_mean(losses[dist.get_rank()], group=WORLD)
+        found = [torch.empty(()) for _ in range(ranks)]
+        dist.all_gather(found, mean)
+        assert len({x.item() for x in found}) == 1, (seed, found)
+
+
 def buckets_are_as_large_as_they_should_be() -> None:
     """However large they are, gradients are those without buckets; they leave while backward computes."""
     tokens, following = (at.shard(x, placement="zigzag", group=WORLD) for x in batch(3))

@@ -56,8 +56,9 @@ def token_mean(
     if ranks > 1:
         dist.all_reduce(whole, group=group)
     share = own * (ranks / whole[1]).to(own.dtype)
-    # The value of one, the gradient of the other.
-    return share + ((whole[0] / whole[1]).to(own.dtype) - share).detach()
+    # The value of one, the gradient of the other. The difference is 0 exactly: a sum of both that is rounded would be
+    # another number on each rank.
+    return (share - share.detach()) + (whole[0] / whole[1]).to(own.dtype)
 
 
 def _losses_complaint(losses: object, weights: object) -> str | None:

@@ -13,6 +13,7 @@ import pickle
 import re
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ import pytest
 training = pytest.importorskip("test_training", reason="PyTorch is not installed, or has no Gloo")
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
 from annulus import monitor  # noqa: E402
+from annulus.torch import _engine  # noqa: E402
 
 Advanced = at.RingAdvancedDistributedDilatedAttention
 WORKER = pathlib.Path(__file__).parent / "advanced_worker.py"
@@ -183,6 +186,41 @@ def test_no_step_follows_the_end() -> None:
     with pytest.raises(annulus.ConfigError, match="closed"):
         run(made, 2)
     assert made.done == 1
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    at.cleanup()
+    dist.destroy_process_group()
+
+
+def test_what_killed_jobs_left_takes_no_checkpoints_place(
+    one_rank: None, tmp_path: pathlib.Path
+) -> None:
+    """Of DeepSpeed's checkpoints, of which the newest two are kept."""
+
+    class Engine:
+        def save_checkpoint(self, folder: str, tag: str, client_state: dict) -> None:
+            (pathlib.Path(folder) / tag / "whole").touch()
+
+    services = make(
+        **{"use_deepspeed": True, "enable_fault_tolerance": True, "checkpoint_interval": 8},
+        checkpoint_folder=tmp_path,
+    )._services
+    for unfinished in (20, 21):
+        (tmp_path / "deepspeed" / f"step-{unfinished:08d}").mkdir(parents=True)
+    checkpoints = _engine.EngineCheckpoints(services, Engine())
+    for step in range(1, 17):
+        checkpoints.step(step, {})
+    whole = sorted(path.parent.name for path in tmp_path.glob("deepspeed/*/whole"))
+    assert whole == ["step-00000008", "step-00000016"]
+    for step in range(17, 33):
+        checkpoints.step(step, {})
+    left = sorted(path.name for path in tmp_path.glob("deepspeed/*"))
+    assert left == ["step-00000024", "step-00000032"]
 
 
 def test_deepspeed_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,16 +126,18 @@ class EngineCheckpoints:
     def step(self, step: int, state: Mapping[str, object]) -> None:
         if step % self._interval != 0:
             return
+        folder = self._folder / f"step-{step:08d}"
         if dist.get_rank() == 0:  # first: once DeepSpeed is done, the checkpoint is the newest one
-            folder = self._folder / f"step-{step:08d}"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _MADE_BY).write_text(json.dumps(self._made_by))
         kept = {"step": step, "state": {name: thing.state_dict() for name, thing in state.items()}}
         self._engine.save_checkpoint(
-            str(self._folder), tag=f"step-{step:08d}", client_state={_OURS: kept}
+            str(self._folder), tag=folder.name, client_state={_OURS: kept}
         )
         if dist.get_rank() == 0:
-            for old in sorted(self._folder.glob("step-*"))[:-_KEEP]:
+            # Of later steps there is only what killed jobs have left unfinished: it takes nobody's place.
+            written = sorted(f for f in self._folder.glob("step-*") if f.name <= folder.name)
+            for old in written[:-_KEEP]:
                 try:
                     shutil.rmtree(old)
                 except OSError as error:  # the others train on

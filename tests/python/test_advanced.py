@@ -197,6 +197,30 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@needs_safetensors
+def test_a_training_that_could_not_go_on_makes_no_step(
+    one_rank: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model is not wrapped any more: each rank would go a way of its own."""
+
+    def nobody(group: dist.ProcessGroup) -> dist.ProcessGroup:
+        raise annulus.TransportError("nobody is left")
+
+    def lost(step: int) -> torch.Tensor:
+        raise annulus.TransportError("a rank is lost")
+
+    services = {"enable_fault_tolerance": True, "checkpoint_folder": tmp_path}
+    made = make(group=dist.group.WORLD, enable_monitoring=True, **services).prepare()
+    run(made, 1)
+    monkeypatch.setattr("annulus.torch._training.survivors", nobody)
+    with pytest.raises(annulus.TransportError, match="nobody is left"):
+        made.run(2, lost)
+    assert not monitor.running()
+    with pytest.raises(annulus.ConfigError, match="closed"):
+        run(made, 2)
+    assert made.done == 1
+
+
 def test_what_killed_jobs_left_takes_no_checkpoints_place(
     one_rank: None, tmp_path: pathlib.Path
 ) -> None:

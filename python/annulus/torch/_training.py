@@ -153,7 +153,7 @@ class Training:
 
         With fault tolerance, and without DeepSpeed, a rank that is lost is a loss like this: the others agree on who is
         left, go back to the newest checkpoint, and go on from there, `max_recoveries` times. The steps since are made
-        again. Without fault tolerance the error is raised.
+        again. Without fault tolerance the error is raised. A training that has tried to go on in vain is closed.
 
         Args:
             steps: of the whole training, those before a checkpoint included.
@@ -168,7 +168,13 @@ class Training:
         while self._done < steps:
             reason = self._attempt(loss_of, report)
             while reason is not None:
-                reason = self._recover(reason)
+                try:
+                    reason = self._recover(reason)
+                except BaseException:
+                    # Its model is no longer wrapped: a step would be this rank's own, and without checkpoints.
+                    self._end()
+                    self.close()
+                    raise
 
     # The others wait in the ring of the first layer.
     @_rings.errors_reach_all(lambda self, *_: (_ring_of(self._module), None))

@@ -13,9 +13,10 @@ namespace annulus {
 
 // An executor whose memory is that of a piece: calls are cut into some sequences and some heads at
 // a time, one after the other. Heads never meet in the arithmetic, and every piece keeps the
-// schedule of the whole, so results are those of the whole. Pieces of one kind share an executor.
-// Heads with other offsets are of another kind: its executor takes the place of the last one in
-// every pass, because two of them would take the memory that is not there.
+// schedule of the whole, so results are those of the whole, to rounding where sums are made in
+// another order. Pieces of one kind share an executor. Heads with other offsets are of another
+// kind: its executor takes the place of the last one in every pass, because two of them would take
+// the memory that is not there.
 //
 // Whatever fails between pieces fails on all ranks; results are then undefined, like those of any
 // call that throws, and nothing is ever added to what an earlier call has left in them.

@@ -497,9 +497,8 @@ def ring_attention(
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
         max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
         recover: when memory runs out on any rank, all try again with less: without what is cached, some
-            sequences, then some heads at a time, then by schedule "ring". The results are the same (gradients to
-            rounding, unless reproducible); the logger "annulus" says what was done. False: the first failure is the
-            error.
+            sequences, then some heads at a time, then by schedule "ring". The results are the same (to rounding,
+            unless reproducible); the logger "annulus" says what was done. False: the first failure is the error.
         allow_half: when all that is not enough for float32, compute in bfloat16. The result is float32 with
             bfloat16's precision.
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.

@@ -21,6 +21,7 @@ struct Track {
   int rank = -1;
   EventKind kind = EventKind::pass;
   int lane = 0;
+  // NOLINTNEXTLINE(modernize-use-nullptr): clang-tidy takes the comparison with 0 for a pointer's
   auto operator<=>(const Track&) const = default;
 };
 

@@ -184,7 +184,7 @@ void inject_many(std::int64_t failures) {
   std::map<std::string, std::int64_t> ways;
   const auto one = [&](const char* kind, const Injection& injection,
                        const std::function<BadMemory(int rank)>& rule) {
-    const Recovered outcome = inject(injection, rule);
+    Recovered outcome = inject(injection, rule);
     if (outcome.failures == 0) return outcome;
     for (Count* count : {&all, &kinds[kind]}) {
       count->failures += outcome.failures;

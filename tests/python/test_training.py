@@ -53,6 +53,7 @@ def losses_of(text: str) -> list[float]:
             [
                 "losses_and_gradients_are_those_of_one_process",
                 "a_mean_has_the_same_bits_on_every_rank",
+                "a_checkpoint_that_rank_0_cannot_write_is_everybodys_error",
                 "ring_or_gather_by_length",
             ],
         ),

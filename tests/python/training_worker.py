@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pathlib
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import annulus
 import annulus.torch as at
+from annulus.torch import _engine
 
 WORLD = None
 TOKENS, VOCABULARY, BATCH = 61, 40, 3
@@ -100,6 +103,25 @@ def a_mean_has_the_same_bits_on_every_rank() -> None:
         found = [torch.empty(()) for _ in range(ranks)]
         dist.all_gather(found, mean)
         assert len({x.item() for x in found}) == 1, (seed, found)
+
+
+def a_checkpoint_that_rank_0_cannot_write_is_everybodys_error() -> None:
+    """DeepSpeed's: the others would wait for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        if dist.get_rank() == 0:
+            (pathlib.Path(folder) / "deepspeed").touch()  # a file, where the folder goes
+        module = at.RingAdvancedDistributedDilatedAttention(
+            *(16, 2),
+            **{"group": WORLD, "segment_lengths": [16], "dilation_rates": [1], "use_deepspeed": True},
+            **{"enable_fault_tolerance": True, "checkpoint_interval": 1, "checkpoint_folder": folder},
+        )
+        checkpoints = _engine.EngineCheckpoints(module._services, torch.nn.Identity())
+        try:
+            checkpoints.step(1, {})
+        except at.CheckpointError as error:
+            assert "writing a checkpoint: rank 0: " in str(error), error
+        else:
+            raise AssertionError("it was written")
 
 
 def buckets_are_as_large_as_they_should_be() -> None:

@@ -7,7 +7,8 @@ import json
 import logging
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from annulus import ConfigError
 from annulus.torch._checkpoint_ranks import CheckpointError
 from annulus.torch._services import Services
 
+T = TypeVar("T")
 _log = logging.getLogger("annulus.training")
 _KEEP = 2
 _MADE_BY = "annulus.json"  # which DeepSpeed's own files do not say in words
@@ -76,6 +78,21 @@ def _nvme_complaint(services: Services, model: nn.Module) -> str | None:
     )
 
 
+def _by_first(what: str, find: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank: folders come late over networks. What fails there fails everywhere: the others
+    would wait for it."""
+    said: list = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said[0] = find()
+        except OSError as error:
+            said[1] = str(error)
+    dist.broadcast_object_list(said)
+    if said[1] is not None:
+        raise CheckpointError(f"{what}: rank 0: {said[1]}")
+    return said[0]
+
+
 class EngineCheckpoints:
     """DeepSpeed's checkpoints, every few steps: the part of :class:`Checkpoints` that a training needs.
 
@@ -87,22 +104,21 @@ class EngineCheckpoints:
         self._folder = pathlib.Path(services.checkpoint_folder).absolute() / "deepspeed"
         self._interval, self._resumes, self._engine = services.interval, services.resumes, engine
         self._made_by = {"ranks": dist.get_world_size(), "zero_stage": services.stage}
-        if not self._resumes and (self._folder / "latest").exists():
+        latest = self._folder / "latest"
+        if _by_first("looking for checkpoints", latest.exists) and not self._resumes:
             raise CheckpointError(
                 f"{self._folder} has checkpoints and auto_resume is False: choose another checkpoint_folder"
             )
 
     def resume(self, state: Mapping[str, object]) -> int:
         """The step after which training goes on."""
-        # What rank 0 sees is what counts: loading is collective, and folders come late over networks.
-        seen: list[dict[str, int] | None] = [self._newest() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(seen)
-        if not self._resumes or seen[0] is None:
+        newest = _by_first("looking for checkpoints", self._newest)
+        if not self._resumes or newest is None:
             return 0
         for name, number in self._made_by.items():
-            if seen[0].get(name, number) != number:
+            if newest.get(name, number) != number:
                 raise CheckpointError(
-                    f"{self._folder}: the newest checkpoint was made with {name} = {seen[0][name]}, and DeepSpeed "
+                    f"{self._folder}: the newest checkpoint was made with {name} = {newest[name]}, and DeepSpeed "
                     f"cannot load it with {number}"
                 )
         path, kept = self._engine.load_checkpoint(str(self._folder))
@@ -127,9 +143,12 @@ class EngineCheckpoints:
         if step % self._interval != 0:
             return
         folder = self._folder / f"step-{step:08d}"
-        if dist.get_rank() == 0:  # first: once DeepSpeed is done, the checkpoint is the newest one
+
+        def begin() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _MADE_BY).write_text(json.dumps(self._made_by))
+
+        _by_first("writing a checkpoint", begin)  # once DeepSpeed is done it is the newest one
         kept = {"step": step, "state": {name: thing.state_dict() for name, thing in state.items()}}
         self._engine.save_checkpoint(
             str(self._folder), tag=folder.name, client_state={_OURS: kept}

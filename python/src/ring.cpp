@@ -292,8 +292,9 @@ Args:
     reproducible: the same bits for every ring size and placement.
     backward: False refuses backward and saves its memory.
     recover: when memory runs out on any rank, all try again with less: without what is cached, some
-        sequences, then some heads at a time, then by schedule 'ring'. The results are the same, and
-        :attr:`recovery` says what was done. False: the first failure is the :class:`OutOfMemory`.
+        sequences, then some heads at a time, then by schedule 'ring'. The results are the same (to
+        rounding, unless reproducible), and :attr:`recovery` says what was done. False: the first failure
+        is the :class:`OutOfMemory`.
     backward_travel: which rows travel in backward; 'auto': fewer bytes.
     min_tokens_for_ring: shorter sequences gather when the schedule is 'auto'.
     max_qkv_elements: limit on the elements of q, k and v of one rank.

@@ -39,6 +39,20 @@ def cuda(torch: types.ModuleType) -> Iterator[types.ModuleType]:
 
 
 @pytest.fixture
+def monitoring_off_afterwards() -> Iterator[None]:
+    """With room for as many events as unless told."""
+    from annulus import monitor
+
+    monitor.clear()
+    yield
+    monitor.set_log_level("off")
+    monitor.stop()
+    monitor.start(65536)
+    monitor.stop()
+    monitor.clear()
+
+
+@pytest.fixture
 def tool() -> str:
     """The annulus program: $ANNULUS_TOOL, or where 'make build' puts it, or where pip does."""
     built = str(ROOT / "build" / "release" / "annulus")

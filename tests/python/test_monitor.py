@@ -14,7 +14,6 @@ import textwrap
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,14 +22,7 @@ from support import normal, on_ranks
 import annulus
 from annulus import monitor
 
-
-@pytest.fixture(autouse=True)
-def off_afterwards() -> Iterator[None]:
-    monitor.clear()
-    yield
-    monitor.set_log_level("off")
-    monitor.stop()
-    monitor.clear()
+pytestmark = pytest.mark.usefixtures("monitoring_off_afterwards")
 
 
 def run_ring(ranks: int = 3, tokens: int = 48, **options: object) -> int:

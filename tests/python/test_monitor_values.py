@@ -9,23 +9,14 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 import annulus
 from annulus import monitor
 
-
-@pytest.fixture(autouse=True)
-def off_afterwards() -> Iterator[None]:
-    monitor.clear()
-    yield
-    monitor.set_log_level("off")
-    monitor.stop()
-    monitor.start(65536)
-    monitor.stop()
-    monitor.clear()
+pytestmark = pytest.mark.usefixtures("monitoring_off_afterwards")
 
 
 FIELDS = ("kind", "name", "sequence", "begin_ns", "end_ns", "seconds", "rank", "step", "peer")

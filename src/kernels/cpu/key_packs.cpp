@@ -207,24 +207,41 @@ void ShareRunner::work_on(const Phase& phase, std::size_t share, int slot, Pack 
   Visit(*this, phase, share).run(phase, slot, pack, attend);
 }
 
+// One that nobody has begun, of a phase that has one: the same as in the call before if it can be,
+// of which this thread has memory in its cache.
+std::size_t ShareRunner::take_share(const Phase& phase, int slot) {
+  const auto take = [&](std::size_t at) {
+    return !shares_[at].begun.exchange(true, std::memory_order_relaxed);
+  };
+  const auto own = static_cast<std::size_t>(slot);
+  if (own < phase.shares.size() && take(own)) return own;
+  for (;;) {
+    const std::size_t next = next_share_.fetch_add(1, std::memory_order_relaxed);
+    if (take(next)) return next;
+  }
+}
+
 void ShareRunner::run(ThreadPool& pool, const Phase& phase, Pack pack, Attend attend) {
   for (std::size_t i = 0; i < phase.shares.size(); ++i) {
     const std::int32_t list = phase.shares[i].list;
     const std::int32_t left = list < 0 ? 0 : pieces(phase.lists[static_cast<std::size_t>(list)]);
+    shares_[i].begun.store(false, std::memory_order_relaxed);
     shares_[i].pieces_taken.store(0, std::memory_order_relaxed);
     shares_[i].pieces_left.store(left, std::memory_order_relaxed);
     shares_[i].items_taken.store(0, std::memory_order_relaxed);
   }
   for (std::size_t i = 0; i < phase.wave_items.size(); ++i)
     wave_items_[i].store(phase.wave_items[i], std::memory_order_relaxed);
+  next_share_.store(0, std::memory_order_relaxed);
   const std::size_t shares = phase.shares.size();
   const std::int64_t helpers =
       std::min<std::int64_t>(pool.threads(), std::ssize(phase.items) - std::ssize(phase.shares));
   const auto body = [&](std::int64_t index, int slot) {
-    const auto own = static_cast<std::size_t>(index);
-    if (own < shares) return work_on(phase, own, slot, pack, attend);
+    const auto number = static_cast<std::size_t>(index);
+    if (number < shares) return work_on(phase, take_share(phase, slot), slot, pack, attend);
     for (;;) {
-      const std::size_t other = most_to_do(phase, own % shares, [](std::size_t) { return true; });
+      const std::size_t other =
+          most_to_do(phase, number % shares, [](std::size_t) { return true; });
       if (other == shares) return;
       work_on(phase, other, slot, pack, attend);
     }

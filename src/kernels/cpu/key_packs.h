@@ -69,10 +69,12 @@ class ShareRunner {
  private:
   class Visit;
   struct Counters {  // of a share
+    std::atomic<bool> begun;
     std::atomic<std::int32_t> pieces_taken;
     std::atomic<std::int32_t> pieces_left;  // to be packed
     std::atomic<std::int32_t> items_taken;
   };
+  [[nodiscard]] std::size_t take_share(const Phase& phase, int slot);
   [[nodiscard]] bool has_memory(const Phase& phase, std::size_t share) const;
   template <typename Wanted>
   [[nodiscard]] std::size_t most_to_do(const Phase& phase, std::size_t first,
@@ -80,6 +82,7 @@ class ShareRunner {
   void work_on(const Phase& phase, std::size_t share, int slot, Pack pack, Attend attend);
 
   std::size_t size_ = 0;
+  std::atomic<std::size_t> next_share_ = 0;  // all before it are begun
   std::unique_ptr<Counters[]> shares_;
   std::unique_ptr<std::atomic<std::int32_t>[]> wave_items_;  // to be computed
 };

@@ -46,6 +46,7 @@ inline constexpr int kQueryGrad = 4;  // backward: fp32 dQ
 // rows of 32 scores are half of L1.
 inline constexpr int kQueryBlock = 1024;
 inline constexpr int kKeyBlock = 128;
+inline constexpr int kPackBlock = 256;  // key rows that are packed as a whole (PackTask)
 inline constexpr int kGradBlock = 128;  // queries and keys of a backward block
 // Key rows of one backward task: K, V, dK, dV of a chunk stream from L2/L3 while query blocks pass
 // by. 2 MiB of fp32; head dims other than 64 and 128 are packed into rows of 256.
@@ -72,7 +73,7 @@ struct PackTask {
   std::span<const RowRun> keys;
   bool canonical = false;  // see ForwardTask; rows may be missing
   PackedKeys to;
-  std::int64_t begin = 0;  // places [begin, end) of `to`; begin is a multiple of kKeyBlock
+  std::int64_t begin = 0;  // places [begin, end) of `to`; begin is a multiple of kPackBlock
   std::int64_t end = 0;
 };
 

@@ -8,6 +8,7 @@
 
 #include "core/function_ref.h"
 #include "core/thread_pool.h"
+#include "kernels/cpu/kernel.h"
 #include "kernels/work_groups.h"
 
 namespace annulus::cpu {
@@ -22,7 +23,7 @@ using PackedBytes = std::function<std::int64_t(std::int64_t rows)>;
 // the same work. Memory for them is bounded: lists are taken in waves of at most kWaveBytes (or one
 // list), and a wave takes the memory of the last but one.
 inline constexpr std::int64_t kWaveBytes = std::int64_t{32} << 20;
-inline constexpr std::int64_t kPackRows = 256;  // of one piece: two blocks
+inline constexpr std::int64_t kPackRows = 2 * kPackBlock;  // of one piece
 
 struct KeyList {
   int group = 0;  // of an item that wants it

@@ -21,15 +21,15 @@ class KeyPlaces {
 
   [[nodiscard]] std::int64_t count() const { return count_; }
 
-  // The rows at kKeyBlock places from `first` on; a null run where there is none.
+  // The rows at kPackBlock places from `first` on; a null run where there is none.
   void fill(std::int64_t first, RowStream::Ref* refs) const {
-    for (int i = 0; i < kKeyBlock; ++i) refs[i] = {nullptr, 0};
+    for (int i = 0; i < kPackBlock; ++i) refs[i] = {nullptr, 0};
     std::int64_t place = 0;  // of a run's first row
     for (const RowRun& run : runs_) {
       const std::int64_t stride = canonical_ ? run.index_stride : 1;
       if (canonical_) place = run.index;
       std::int64_t row = place >= first ? 0 : (first - place + stride - 1) / stride;
-      for (; row < run.count && place + row * stride < first + kKeyBlock; ++row)
+      for (; row < run.count && place + row * stride < first + kPackBlock; ++row)
         refs[place + row * stride - first] = {&run, static_cast<std::int32_t>(row)};
       place += run.count;
     }

@@ -1,9 +1,9 @@
 // Forward on tiles: S = Q K^T and O += P V with queries in the rows of tiles, so that P, rounded to
 // bf16, is the A side of the second product as it is. Behind tile_pack-inl.h.
 //
-// A panel is 32 queries, a chunk 32 keys, an item up to 4 chunks of one block for one panel. All
+// A panel is 32 queries, a chunk 32 keys, an item some chunks of one block for one panel. All
 // items of a task go through one pipeline (tile_pipeline-inl.h): scores of a chunk on tiles,
-// weights of the chunk before by AVX-512, P V of the item before on tiles.
+// weights of the chunk before by AVX-512, P V on tiles.
 //
 // As in forward-inl.h there is no running maximum: a row's reference is the maximum over the first
 // chunk of which it sees a key, or the log-sum-exp of its running state. Sums only grow, so whether
@@ -18,14 +18,14 @@ template <int kSteps>
 class TileForward {
   // Keys of one round: K and V of 1,024 rows (512 KiB at head dim 128) come from L2 while panels
   // pass by.
-  static constexpr int kRoundBlocks = 8;
-  static constexpr int kRoundKeys = kRoundBlocks * kKeyBlock;
+  static constexpr int kRoundBlocks = 4;
+  static constexpr int kRoundKeys = kRoundBlocks * kPackBlock;
 
  public:
   static void run(const Problem& problem, const ForwardTask& task,
                   std::span<std::byte> scratch_bytes) {
     TileForward self(problem, task, scratch_bytes);
-    self.load_queries();
+    self.start_panels();
     {
       Tiles tiles;
       self.attend(tiles);
@@ -55,12 +55,12 @@ class TileForward {
     rounds_ = scratch.take<float>(rows);
     query_number_ = scratch.take<std::int32_t>(rows);
     repeats_ = scratch.take<float>(task.repeats.empty() ? 0 : rows * kLanes);
-    key_refs_ = scratch.take<RowStream::Ref>(kKeyBlock);
+    key_refs_ = scratch.take<RowStream::Ref>(kPackBlock);
     key_number_ = scratch.take<std::int32_t>(kRoundKeys);
     key_class_ = scratch.take<std::int32_t>(task.repeats.empty() ? 0 : kRoundKeys);
     items_ = scratch.take<TileItem>(panels * kRoundBlocks * kChunks);
     work_.scores = scratch.take<float>(2 * kChunk * kChunk);
-    work_.weights = scratch.take<std::uint16_t>(2 * kChunk * kKeyBlock);
+    work_.weights = scratch.take<std::uint16_t>(kChunk * kPackBlock);
     work_.dims = dims_;
     work_.score_factor = score_factor_;
     row_ = scratch.take<float>(kMaxHeadDim);
@@ -82,17 +82,17 @@ class TileForward {
     return _mm512_reduce_add_ps(_mm512_load_ps(sum_ + row * kLanes));
   }
 
-  void load_queries() {
+  void start_panels() {
     RowStream stream(task_.queries, task_.query_begin, task_.query_end, false, {});
     stream.take(queries_, query_refs_);
-    const std::size_t row_bytes =
-        static_cast<std::size_t>(problem_.head_dim) * sizeof(std::uint16_t);
+    prefetch_queries(0);
+    const std::size_t state_bytes = static_cast<std::size_t>(problem_.head_dim) * sizeof(float);
     for (int p = 0; p < panel_count_; ++p) {
       const int first = p * kChunk;
       const int count = std::min(kChunk, queries_ - first);
-      for (int i = first + kChunk; i < std::min(queries_, first + 2 * kChunk); ++i) {
-        prefetch_row(query_refs_[i].at(kQuery), row_bytes);
-        if (task_.load_state) prefetch_row(query_refs_[i].at(kState), 2 * row_bytes);
+      if (task_.load_state) {
+        for (int i = first + kChunk; i < std::min(queries_, first + 2 * kChunk); ++i)
+          prefetch_row(query_refs_[i].at(kState), state_bytes);
       }
       TilePanel& panel = panels_[p];
       panel = {};
@@ -105,12 +105,6 @@ class TileForward {
       panel.repeats = repeats_ + first * kLanes;
       panel.fresh = static_cast<std::uint32_t>((std::uint64_t{1} << count) - 1);
       for (int i = 0; i < kChunk; ++i) {
-        for (int d = 0; d < dims_; ++d) {
-          _mm512_store_si512(
-              q_ + p * query_bytes() + d * kPairBytes + i * kTileRowBytes,
-              i < count ? row_words(query_refs_[first + i], kQuery, d * 32, problem_.head_dim)
-                        : _mm512_setzero_si512());
-        }
         // Rows past the end repeat the last index: they then never decide what a panel skips.
         const std::int32_t index = query_refs_[first + std::min(i, count - 1)].index();
         query_number_[first + i] = query_number(task_.mask, index);
@@ -126,6 +120,37 @@ class TileForward {
       panel.max_number = *std::max_element(panel.number, panel.number + kChunk);
       max_number_ = p == 0 ? panel.max_number : std::max(max_number_, panel.max_number);
     }
+  }
+
+  // Q of a panel goes into tiles right before its first product, and what memory has to bring for
+  // the next panel comes behind that one's products. Rows of outputs come so, too, in the last
+  // round.
+  HWY_NOINLINE void open(TilePanel& panel) {
+    const int first = static_cast<int>(&panel - panels_) * kChunk;
+    const int end = std::min(queries_, first + kChunk);
+    if (last_round_) {
+      const std::size_t bytes =
+          static_cast<std::size_t>(problem_.head_dim) * size_of(task_.out_dtype);
+      for (int row = first; row < end; ++row)
+        prefetch_row_to_write(query_refs_[row].at(kOut), bytes);
+    }
+    if (panel.opened) return;
+    panel.opened = true;
+    prefetch_queries(first + kChunk);
+    std::byte* const to = q_ + first / kChunk * query_bytes();
+    for (int row = first; row < first + kChunk; ++row) {
+      for (int d = 0; d < dims_; ++d) {
+        _mm512_store_si512(to + d * kPairBytes + (row - first) * kTileRowBytes,
+                           row < end
+                               ? row_words(query_refs_[row].at(kQuery), d * 32, problem_.head_dim)
+                               : _mm512_setzero_si512());
+      }
+    }
+  }
+  void prefetch_queries(int first) const {
+    const std::size_t bytes = static_cast<std::size_t>(problem_.head_dim) * sizeof(std::uint16_t);
+    for (int row = first; row < std::min(queries_, first + kChunk); ++row)
+      prefetch_row(query_refs_[row].at(kQuery), bytes);
   }
 
   // A row's sums before its first key: those of its running state (O as it would be output now and
@@ -175,11 +200,12 @@ class TileForward {
           std::min<std::int64_t>(kRoundBlocks, PackedBlocks::blocks(rows - first)));
       if (!packed) {
         for (int b = 0; b < count; ++b) {
-          places.fill(first + b * kKeyBlock, key_refs_);
+          places.fill(first + b * kPackBlock, key_refs_);
           blocks.pack(b, key_refs_);
         }
       }
-      const std::int64_t from = packed ? first / kKeyBlock : 0;
+      const std::int64_t from = packed ? first / kPackBlock : 0;
+      last_round_ = first + kRoundKeys >= rows;
       if (number_keys(blocks, from, count)) use(blocks, from, count);
     }
   }
@@ -199,14 +225,20 @@ class TileForward {
         continue;
       }
       const std::int32_t* const index = blocks.index(first + c / kChunks) + c % kChunks * kChunk;
-      std::int32_t* const number = key_number_ + c * kChunk;
-      for (int i = 0; i < kChunk; ++i) {
-        const bool out = index[i] < filter.begin || index[i] >= filter.end ||
-                         (index[i] >= gap.begin && index[i] < gap.end);
-        number[i] = out ? kMaskedIndex : key_number(task_.mask, index[i]);
+      __m512i number[2];
+      for (int half = 0; half < 2; ++half) {
+        const __m512i i = _mm512_loadu_si512(index + half * kLanes);
+        const auto in = [&](std::int32_t begin, std::int32_t end) HWY_ATTR {
+          return _mm512_mask_cmplt_epi32_mask(_mm512_cmpge_epi32_mask(i, _mm512_set1_epi32(begin)),
+                                              i, _mm512_set1_epi32(end));
+        };
+        const __mmask16 keep = in(filter.begin, filter.end) & ~in(gap.begin, gap.end);
+        number[half] = _mm512_mask_mov_epi32(_mm512_set1_epi32(kMaskedIndex), keep,
+                                             task_.mask.causal ? i : _mm512_setzero_si512());
+        _mm512_storeu_si512(key_number_ + c * kChunk + half * kLanes, number[half]);
       }
-      chunk_min_[c] = *std::min_element(number, number + kChunk);
-      chunk_max_[c] = *std::max_element(number, number + kChunk);
+      chunk_min_[c] = _mm512_reduce_min_epi32(_mm512_min_epi32(number[0], number[1]));
+      chunk_max_[c] = _mm512_reduce_max_epi32(_mm512_max_epi32(number[0], number[1]));
       if (chunk_min_[c] > max_number_) continue;
       any = true;
       poisoned_ = poisoned_ || facts.poisoned;
@@ -237,7 +269,7 @@ class TileForward {
             TileItem* item = items > 0 ? items_ + items - 1 : nullptr;
             const std::byte* const k = blocks.keys(first + b);
             if (item == nullptr || item->panel != &panel || item->k != k ||
-                item->first_chunk + item->chunks != c) {
+                item->first_chunk + item->chunks != c || item->chunks == item_chunks(dims_)) {
               item = items_ + items++;
               *item = {&panel, k, blocks.values(first + b), c, 0, {}};
             }
@@ -251,10 +283,13 @@ class TileForward {
   }
 
   void run_items(Tiles& tiles, int items) {
+    const auto open_panel = [this](TilePanel& panel) HWY_ATTR {
+      if (last_round_ || !panel.opened) open(panel);
+    };
     if (task_.repeats.empty()) {
-      run_tile_pipeline<kSteps, false>(tiles, work_, items_, items);
+      run_tile_pipeline<kSteps, false>(tiles, work_, items_, items, open_panel);
     } else {
-      run_tile_pipeline<kSteps, true>(tiles, work_, items_, items);
+      run_tile_pipeline<kSteps, true>(tiles, work_, items_, items, open_panel);
     }
   }
 
@@ -321,7 +356,7 @@ class TileForward {
     std::int64_t keys = 0;
     for (const RowRun& run : task_.keys) keys += run.count;
     RowStream stream(task_.keys, 0, keys, false, {});
-    while (const int rows = stream.take(kKeyBlock, key_refs_)) {
+    while (const int rows = stream.take(kPackBlock, key_refs_)) {
       for (int i = 0; i < rows * dims_; ++i) {
         const RowStream::Ref& key = key_refs_[i / dims_];
         const int d = i % dims_ * 32;
@@ -405,6 +440,7 @@ class TileForward {
   TileWork work_;
   float* row_;
   std::byte* packed_;
+  bool last_round_ = false;
   bool poisoned_ = false;
 };
 

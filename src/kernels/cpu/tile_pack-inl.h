@@ -1,7 +1,7 @@
 // Key rows as tiles: K as the B side of Q K^T and V as the B side of P V. Packing is the gather of
 // a dilated branch, too. Behind tiles-inl.h.
 //
-// A block of 128 keys is 4 chunks of 32. With D the head dim, padded to 32:
+// A block of kPackBlock keys is 8 chunks of 32. With D the head dim, padded to 32:
 //   K  [chunk][D / 32][2 tiles of 16 keys]: row i of a tile has dims 2i and 2i + 1 of its keys
 //   V  [D / 32][chunk][2 tiles of 16 dims]: row i of a tile has keys 2i and 2i + 1 of its dims
 // so that either product runs through memory in one direction.
@@ -9,7 +9,7 @@
 namespace annulus::cpu::ANNULUS_ISA {
 
 constexpr int kChunk = 32;  // keys, and queries of a panel
-constexpr int kChunks = kKeyBlock / kChunk;
+constexpr int kChunks = kPackBlock / kChunk;
 constexpr int kPairBytes = 2 * kTileBytes;  // two tiles side by side: the unit of all lists
 
 // 16-bit dims [d, d + 32) of a row; zeros past head_dim, where the tensor may end.
@@ -71,20 +71,22 @@ class PackedBlocks {
         dims_((head_dim + 31) / 32),
         memory_(keys.memory),
         index_(reinterpret_cast<std::int32_t*>(memory_ + blocks(keys.rows) * 2 * side())),
-        chunks_(reinterpret_cast<PackedChunk*>(index_ + blocks(keys.rows) * kKeyBlock)) {}
+        chunks_(reinterpret_cast<PackedChunk*>(index_ + blocks(keys.rows) * kPackBlock)) {}
 
-  static std::int64_t blocks(std::int64_t rows) { return (rows + kKeyBlock - 1) / kKeyBlock; }
+  static std::int64_t blocks(std::int64_t rows) { return (rows + kPackBlock - 1) / kPackBlock; }
   static std::int64_t bytes(std::int64_t rows, int head_dim) {
     const std::int64_t dims = (head_dim + 31) / 32;
     constexpr std::int64_t kFacts =
-        kKeyBlock * sizeof(std::int32_t) + kChunks * sizeof(PackedChunk);
+        kPackBlock * sizeof(std::int32_t) + kChunks * sizeof(PackedChunk);
     return (blocks(rows) * (2 * kChunks * dims * kPairBytes + kFacts) + 63) / 64 * 64;
   }
 
   [[nodiscard]] std::byte* keys(std::int64_t block) const { return memory_ + block * 2 * side(); }
   [[nodiscard]] std::byte* values(std::int64_t block) const { return keys(block) + side(); }
   // kMaskedIndex where there is no row.
-  [[nodiscard]] std::int32_t* index(std::int64_t block) const { return index_ + block * kKeyBlock; }
+  [[nodiscard]] std::int32_t* index(std::int64_t block) const {
+    return index_ + block * kPackBlock;
+  }
   [[nodiscard]] PackedChunk& chunk(std::int64_t block, int c) const {
     return chunks_[block * kChunks + c];
   }
@@ -144,21 +146,21 @@ inline void pack_tiles(const Problem& problem, const PackTask& task) {
   const KeyPlaces places(task.keys, task.canonical);
   const PackedBlocks blocks(task.to, problem.head_dim);
   const std::size_t row_bytes = static_cast<std::size_t>(problem.head_dim) * sizeof(std::uint16_t);
-  RowStream::Ref refs[2][kKeyBlock];
+  RowStream::Ref refs[2][kPackBlock];
   const auto fetch = [&](std::int64_t first) {
     if (first >= task.end) return;
-    RowStream::Ref* const next = refs[first / kKeyBlock % 2];
+    RowStream::Ref* const next = refs[first / kPackBlock % 2];
     places.fill(first, next);
-    for (int i = 0; i < kKeyBlock; ++i) {  // strided rows lie on a page each
+    for (int i = 0; i < kPackBlock; ++i) {  // strided rows lie on a page each
       if (next[i].run == nullptr) continue;
       prefetch_row(next[i].at(kKey), row_bytes);
       prefetch_row(next[i].at(kValue), row_bytes);
     }
   };
   fetch(task.begin);
-  for (std::int64_t first = task.begin; first < task.end; first += kKeyBlock) {
-    fetch(first + kKeyBlock);
-    blocks.pack(first / kKeyBlock, refs[first / kKeyBlock % 2]);
+  for (std::int64_t first = task.begin; first < task.end; first += kPackBlock) {
+    fetch(first + kPackBlock);
+    blocks.pack(first / kPackBlock, refs[first / kPackBlock % 2]);
   }
 }
 

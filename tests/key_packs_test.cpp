@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdint>
 #include <thread>
@@ -162,6 +163,44 @@ TEST(KeyPacks, AnItemThatThrowsEndsTheWork) {
   };
   EXPECT_THROW(run_shares(phase, pool, log, throw_once), DeviceError);
   EXPECT_EQ(log.computed[0], 0);
+}
+
+// A thread begins with the share that it had in the call before, of which it has memory in its
+// cache.
+TEST(KeyPacks, ThreadsBeginWithTheSameShareInEveryCall) {
+  constexpr std::int32_t kThreads = 4;
+  ThreadPool pool(kThreads);
+  Phase phase;
+  for (std::int32_t i = 0; i < kThreads; ++i) phase.shares.push_back({-1, i, i + 1});
+  phase.items.resize(kThreads);
+  ShareRunner runner;
+  runner.reserve(phase);
+  for (int call = 0; call < 20; ++call) {
+    std::barrier<> all_have_one(kThreads);
+    std::vector<int> slots(kThreads, -1);
+    runner.run(
+        pool, phase, [](const KeyList&, std::int64_t, int) {},
+        [&](const WorkItem& item, const KeyList*, int slot) {
+          slots[static_cast<std::size_t>(&item - phase.items.data())] = slot;
+          all_have_one.arrive_and_wait();
+        });
+    EXPECT_EQ(slots, (std::vector<int>{0, 1, 2, 3}));
+  }
+}
+
+// Its own share may be of a wave that has no memory before others are done, which nobody else does.
+TEST(KeyPacks, AThreadAloneBeginsWithAnyShare) {
+  constexpr int kThreads = 4;
+  ThreadPool pool(kThreads);
+  const Phase phase = phase_of_waves(8, 2, 3);
+  std::barrier<> all_run(kThreads);
+  pool.run_parallel(kThreads, [&](std::int64_t, int slot) {
+    all_run.arrive_and_wait();
+    if (slot != kThreads - 1) return;
+    Log log(phase);
+    run_shares(phase, pool, log, [](const void*) {});  // inline, on this slot
+    expect_all_computed_once(log);
+  });
 }
 
 // The list that an item gets has the keys of its head, batch entry and rows.

@@ -198,6 +198,12 @@ TEST_P(KernelTest, MatchesOracleAcrossBlocks) {
     TaskRun run;
     run.out_dtype = DType::bf16;
     expect_close(many, run_task(kernels(), many, run), oracle(many));
+    // On tiles more than a round of 1,024 keys, by head dims whose items differ.
+    for (const int dim : {64, 136}) {
+      const TaskData wide = random_task(79, DType::bf16, dim, causal, progression(1000, 1, 40),
+                                        progression(0, 1, 1300));
+      expect_close(wide, run_task(kernels(), wide), oracle(wide));
+    }
   }
 }
 
@@ -478,6 +484,54 @@ TEST(KernelPacks, PackedKeysGiveTheSameBits) {
       };
       EXPECT_TRUE(same(own.o, packed.o));
       EXPECT_TRUE(same(own.lse, packed.lse));
+    }
+  }
+}
+
+// Of keys that are packed for several tasks each takes those that its filter keeps, wherever in
+// blocks and chunks that begins and ends, and Inf and NaN of the others reach nobody.
+TEST(KernelPacks, TasksComputeWithTheKeysThatTheirFilterKeeps) {
+  constexpr std::int32_t kEnd = std::numeric_limits<std::int32_t>::max();
+  const IndexFilter filters[] = {{300, kEnd, {}},
+                                 {0, 1030, {}},
+                                 {0, kEnd, {100, 640}},
+                                 {40, 1090, {70, 1057}},
+                                 {256, 1024, {288, 800}}};
+  for (const int dim : {64, 128, 136}) {
+    for (const bool causal : {false, true}) {
+      for (const IndexFilter& filter : filters) {
+        TaskData data = random_task(static_cast<std::uint64_t>(dim), DType::bf16, dim, causal,
+                                    progression(1060, 1, 40), progression(0, 1, 1100));
+        data.key_filter = filter;
+        for (std::int64_t key = 0; key < data.keys(); ++key) {
+          if (data.sees(data.queries() - 1, key)) continue;
+          data.k[static_cast<std::size_t>(key * dim + 1)] = NAN;
+          data.v[static_cast<std::size_t>(key * dim + 2)] = INFINITY;
+        }
+        const TaskOracle want = oracle(data);
+        for (const cpu::Kernels* kernels : cpu::available_kernels()) {
+          if (kernels->pack_keys == nullptr) continue;
+          for (const bool canonical : {false, true}) {
+            SCOPED_TRACE(std::string(kernels->name) + " head_dim " + std::to_string(dim) +
+                         (causal ? " causal" : "") + (canonical ? " canonical" : "") + " from " +
+                         std::to_string(filter.begin));
+            TaskRun run;
+            run.canonical_keys = canonical;
+            run.packed = true;
+            TaskResult packed;
+            test::run_forward(*kernels, data, run, packed);
+            EXPECT_LE(relative_rms(packed.lse, want.lse, 1.0), 2e-6);
+            EXPECT_LE(relative_rms(packed.o, want.o), 3e-3);
+            if (!canonical) continue;
+            // A key's place is its index, whoever packs it and whatever is left out.
+            run.packed = false;
+            TaskResult own;
+            test::run_forward(*kernels, data, run, own);
+            EXPECT_EQ(own.o, packed.o);
+            EXPECT_EQ(own.lse, packed.lse);
+          }
+        }
+      }
     }
   }
 }

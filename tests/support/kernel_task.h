@@ -20,6 +20,8 @@
 #include "annulus/half.h"
 #include "core/thread_pool.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/cpu/key_packs.h"
+#include "kernels/row_index.h"
 
 // One kernel task with its data, an oracle in fp64 and the memory that kernels want: rows that are
 // aligned to nothing, in runs that are cut as a test likes.
@@ -37,12 +39,16 @@ struct TaskData {
   std::vector<double> k, v;     // [keys][dim]
   std::vector<Repeat> repeats;
   std::int32_t shift = 0;  // of the causal diagonal
+  IndexFilter key_filter;  // forward only: the keys that count; the others may be packed, too
 
   [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
   [[nodiscard]] std::int64_t keys() const { return std::ssize(k_index); }
   [[nodiscard]] bool sees(std::int64_t query, std::int64_t key) const {
-    return !causal || k_index[static_cast<std::size_t>(key)] <=
-                          q_index[static_cast<std::size_t>(query)] + shift;
+    const std::int32_t index = k_index[static_cast<std::size_t>(key)];
+    const IndexGap& gap = key_filter.gap;
+    if (index < key_filter.begin || index >= key_filter.end) return false;
+    if (index >= gap.begin && index < gap.end) return false;
+    return !causal || index <= q_index[static_cast<std::size_t>(query)] + shift;
   }
   [[nodiscard]] double times(std::int64_t query, std::int64_t key) const {
     double count = 1;
@@ -82,7 +88,8 @@ inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causa
                 {},
                 {},
                 {},
-                0};
+                0,
+                {}};
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal;
   const auto fill = [&](std::int64_t rows) {
@@ -337,12 +344,31 @@ inline std::vector<cpu::RowRun> runs_of(
   return runs;
 }
 
+// The rows that a filter keeps.
+inline std::vector<cpu::RowRun> kept_runs(const std::vector<cpu::RowRun>& runs,
+                                          const IndexFilter& filter) {
+  std::vector<cpu::RowRun> out;
+  for (const cpu::RowRun& run : runs) {
+    RunTemplate rows;
+    rows.index = run.index;
+    rows.index_stride = run.index_stride;
+    rows.count = run.count;
+    filter.apply(rows, [&](std::int32_t first, std::int32_t count) {
+      cpu::RowRun& part = out.emplace_back(run);
+      part.index += first * run.index_stride;
+      part.count = count;
+      for (std::size_t c = 0; c < part.base.size(); ++c) part.base[c] += first * run.step[c];
+    });
+  }
+  return out;
+}
+
 inline std::int64_t count_of(const std::vector<cpu::RowRun>& runs) {
   return std::accumulate(runs.begin(), runs.end(), std::int64_t{0},
                          [](std::int64_t sum, const cpu::RowRun& run) { return sum + run.count; });
 }
 
-// Keys packed in pieces, in memory of exactly the bytes that the set asks for.
+// Keys packed in pieces, as engines do, in memory of exactly the bytes that the set asks for.
 class PackedMemory {
  public:
   PackedMemory(const cpu::Kernels& kernels, const cpu::Problem& problem,
@@ -356,9 +382,8 @@ class PackedMemory {
     memory_.reset(static_cast<std::byte*>(std::aligned_alloc(64, bytes)));
     std::memset(memory_.get(), 0xff, bytes);  // NaN: nobody may rely on zeros
     keys_.memory = memory_.get();
-    constexpr std::int64_t kPiece = 2 * cpu::kKeyBlock;
-    for (std::int64_t begin = 0; begin < keys_.rows; begin += kPiece) {
-      const std::int64_t end = std::min(keys_.rows, begin + kPiece);
+    for (std::int64_t begin = 0; begin < keys_.rows; begin += cpu::kPackRows) {
+      const std::int64_t end = std::min(keys_.rows, begin + cpu::kPackRows);
       kernels.pack_keys(problem, {runs, run.canonical_keys, keys_, begin, end});
     }
   }
@@ -389,12 +414,15 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
   const auto queries =
       runs_of(data.q_index, run.query_cuts,
               {{cpu::kQuery, &q}, {cpu::kLse, &lse}, {cpu::kState, &state}, {cpu::kOut, &out}});
-  const auto keys = runs_of(data.k_index, run.key_cuts, {{cpu::kKey, &k}, {cpu::kValue, &v}});
+  const auto all_keys = runs_of(data.k_index, run.key_cuts, {{cpu::kKey, &k}, {cpu::kValue, &v}});
+  const auto keys = kept_runs(all_keys, data.key_filter);
   const std::int64_t rows = count_of(queries);
-  const PackedMemory packed(kernels, problem_of(data), keys, run);
+  const PackedMemory packed(kernels, problem_of(data), all_keys, run);
   for (std::int64_t begin = 0; begin < rows; begin += cpu::kQueryBlock) {
     cpu::ForwardTask task;
     task.packed = packed.keys();
+    task.key_filter = data.key_filter;
+    task.key_gap = data.key_filter.gap;
     task.mask = {data.causal, data.shift};
     task.queries = queries;
     task.query_begin = begin;

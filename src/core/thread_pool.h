@@ -13,7 +13,7 @@ namespace annulus {
 // The one place where work becomes threads. At most `threads` threads compute at any time, however
 // many callers there are: ranks are threads too, and would otherwise oversubscribe the cores. A
 // caller works on its own job while a slot is free and sleeps otherwise. Bodies must not block on
-// anything but smaller indices of their own job (see run_parallel).
+// anything but what has begun of their own job (see run_parallel).
 //
 // Own code instead of oneTBB: ThreadSanitizer cannot see through the packaged, uninstrumented
 // libtbb; and slots with ids give every running thread its scratch without allocation.

@@ -83,7 +83,7 @@ class ShareRunner {
   void work_on(const Phase& phase, std::size_t share, int slot, Pack pack, Attend attend);
 
   std::size_t size_ = 0;
-  std::atomic<std::size_t> next_share_ = 0;  // all before it are begun
+  std::atomic<std::size_t> next_share_ = 0;  // to look at; each is drawn once
   std::unique_ptr<Counters[]> shares_;
   std::unique_ptr<std::atomic<std::int32_t>[]> wave_items_;  // to be computed
 };

@@ -16,7 +16,7 @@ struct TilePanel {
   std::int32_t max_number;
   std::uint32_t fresh;  // bit per row: no reference yet
   std::uint32_t moved;  // the reference is the exact maximum
-  bool careful;         // some rows round
+  bool careful;         // computed again: some rows may round
   bool opened;          // q is there
   bool done;
 };
@@ -248,8 +248,8 @@ class Weigher {
 
 // From this head dim on (in steps of 32) L1 decides: an item's P V follows its own scores, so that
 // there are weights of one item and not of two, and items are twice as long, so that O is loaded
-// and stored half as often. On Emerald Rapids that is 7 to 14 % faster at D 128 (16 threads) and 5
-// % slower at D 64.
+// and stored half as often. On Emerald Rapids (16 threads) that is 7 to 14 % faster at D 128; at D
+// 64 either costs 3 to 5 %.
 constexpr int kWideDims = 4;
 constexpr int item_chunks(int dims) { return dims < kWideDims ? kChunks / 2 : kChunks; }
 

@@ -134,20 +134,14 @@ Phase phase_of_waves(std::int32_t lists, int pieces, std::int32_t items) {
 
 void take_time(const void*) { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
 
-TEST(KeyPacks, ThreadsThatShareAListWaitForAllOfIt) {
+// For all of a list, and for memory until the items that have it are done.
+TEST(KeyPacks, ThreadsWaitForKeysAndForMemory) {
   ThreadPool pool(5);
-  const Phase phase = phase_of_waves(1, 12, 20);
-  Log log(phase);
-  run_shares(phase, pool, log, take_time);
-  expect_all_computed_once(log);
-}
-
-TEST(KeyPacks, MemoryIsTakenAgainWhenItsItemsAreDone) {
-  ThreadPool pool(5);
-  const Phase phase = phase_of_waves(8, 1, 3);
-  Log log(phase);
-  run_shares(phase, pool, log, take_time);
-  expect_all_computed_once(log);
+  for (const Phase& phase : {phase_of_waves(1, 12, 20), phase_of_waves(8, 1, 3)}) {
+    Log log(phase);
+    run_shares(phase, pool, log, take_time);
+    expect_all_computed_once(log);
+  }
 }
 
 // Others that wait for memory go on when its items will never be computed.

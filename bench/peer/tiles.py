@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/peer/tiles.py --out bench/results/tiles.json      on a CPU with AMX
     ANNULUS_ISA=avx512 .venv/bin/python bench/peer/tiles.py                  the same with other kernels
+    ANNULUS_ISA=amx_bf16_emulated .venv/bin/python bench/peer/tiles.py --suite peaked      errors, on any CPU with AVX-512
 
 16 heads; GFLOP/s at 4 D (forward) and 10 D (backward) a pair. Errors are relative RMS against fp64 on some rows, beside those of
 PyTorch. Hosts are shared: a forward of all keys by all threads counts where PyTorch reaches 2.0 (D 64) and 2.7 TFLOP/s (D 128). It is
@@ -228,6 +229,33 @@ def dilated_case(dim, threads, seconds):
     return {"head_dim": dim, "threads": threads, "time_over_dilation_1": ratio}
 
 
+def peaked_case(dim, causal, deviation, threads):
+    """Errors where scores have this standard deviation: few keys have most of the weight."""
+    shape = (1, 1024, HEADS, dim)
+    q, k, v = make(shape, "bf16", 3, deviation**0.5)
+    o, lse = torch.empty_like(q), torch.empty(shape[:3])
+    Annulus(shape, "bf16", causal, threads=threads, backward=False).forward(q, k, v, o, lse)
+    tq, tk, tv = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    theirs = F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
+    wide = [t.double() for t in (tq, tk, tv)]
+    want = F.scaled_dot_product_attention(*wide, is_causal=causal)
+    error, pytorch = [
+        ((x.double() - want).norm() / want.norm()).item() for x in (o.transpose(1, 2), theirs)
+    ]
+    print(
+        f"peaked   D={dim:<3} {'causal' if causal else 'full':6} scores of standard deviation {deviation:2}: "
+        f"error {error:.2e}, PyTorch {pytorch:.2e}: {error / pytorch:.2f}",
+        flush=True,
+    )
+    return {
+        "head_dim": dim,
+        "causal": causal,
+        "deviation": deviation,
+        "error": error,
+        "pytorch_error": pytorch,
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -278,6 +306,10 @@ def main():
             lambda c=c: backward_case(*c, args.seconds)
             for c in grid
             if c[0] == 4096 and c[3] == args.threads
+        ],
+        "peaked": [
+            lambda c=c: peaked_case(*c, args.threads)
+            for c in itertools.product((64, 128), (False, True), (1, 2, 4, 10))
         ],
         "dilated": [lambda d=d: dilated_case(d, args.threads, args.seconds) for d in (64, 128)],
         "longnet": [

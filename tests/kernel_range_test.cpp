@@ -91,6 +91,33 @@ TEST_P(KernelRangeTest, LogitsUpTo10000NeitherOverflowNorVanish) {
   }
 }
 
+// Weights may be rounded, but then by the same factor above and below.
+TEST_P(KernelRangeTest, OneKeyWithAllTheWeightGivesItsValue) {
+  for (const DType dtype : kDTypes) {
+    for (const double logit : {27.25, 29.5, 31.125, 60.5}) {
+      for (const std::size_t at : {0, 31, 32, 100, 290}) {
+        SCOPED_TRACE(std::string(name_of(dtype)) + " " + std::to_string(logit) + " at key " +
+                     std::to_string(at));
+        std::vector<double> logits(300, 0.0);
+        logits[at] = logit;
+        const TaskData data = with_logits(dtype, 3, logits);
+        TaskRun run;
+        const std::vector<float> state(data.q.size(), 3.0F);
+        const std::vector<float> nothing(3, -kInf);
+        const std::vector<float> little(3, 0.0F);
+        run.state_o = &state;
+        for (const std::vector<float>* const lse : {&nothing, &little}) {
+          run.state_lse = lse;
+          TaskResult got;
+          test::run_forward(kernels(), data, run, got);
+          for (std::size_t i = 0; i < got.o.size(); ++i)
+            ASSERT_NEAR(got.o[i], data.v[at * 16 + i % 16], 2e-6) << i;
+        }
+      }
+    }
+  }
+}
+
 // The reference maximum is wrong by 1e4 from one key to the next, wherever in a tile or block that
 // is.
 TEST_P(KernelRangeTest, LogitsMayJumpBy10000AtAnyKey) {

@@ -232,28 +232,33 @@ def dilated_case(dim, threads, seconds):
 def peaked_case(dim, causal, deviation, threads):
     """Errors where scores have this standard deviation: few keys have most of the weight."""
     shape = (1, 1024, HEADS, dim)
-    q, k, v = make(shape, "bf16", 3, deviation**0.5)
+    q, k, v, dout = make(shape, "bf16", 4, deviation**0.5)
     o, lse = torch.empty_like(q), torch.empty(shape[:3])
-    Annulus(shape, "bf16", causal, threads=threads, backward=False).forward(q, k, v, o, lse)
-    tq, tk, tv = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-    theirs = F.scaled_dot_product_attention(tq, tk, tv, is_causal=causal)
-    wide = [t.double() for t in (tq, tk, tv)]
-    want = F.scaled_dot_product_attention(*wide, is_causal=causal)
-    error, pytorch = [
-        ((x.double() - want).norm() / want.norm()).item() for x in (o.transpose(1, 2), theirs)
-    ]
+    grads = [torch.empty_like(q) for _ in range(3)]
+    ring = Annulus(shape, "bf16", causal, threads=threads)
+    ring.forward(q, k, v, o, lse)
+    ring.backward(q, k, v, o, lse, dout, *grads)
+
+    def pytorch(dtype):
+        rows = [t.transpose(1, 2).to(dtype).contiguous().requires_grad_(True) for t in (q, k, v)]
+        out = F.scaled_dot_product_attention(*rows, is_causal=causal)
+        return out.detach(), *torch.autograd.grad(out, rows, dout.transpose(1, 2).to(dtype))
+
+    found = {}
+    names = ("error", "dq_error", "dk_error", "dv_error")
+    theirs, exact_ones = pytorch(torch.bfloat16), pytorch(torch.float64)
+    for name, ours, other, want in zip(names, (o, *grads), theirs, exact_ones):
+        for whose, x in (("", ours.transpose(1, 2)), ("pytorch_", other)):
+            found[whose + name] = ((x.double() - want).norm() / want.norm()).item()
     print(
         f"peaked   D={dim:<3} {'causal' if causal else 'full':6} scores of standard deviation {deviation:2}: "
-        f"error {error:.2e}, PyTorch {pytorch:.2e}: {error / pytorch:.2f}",
+        + ", ".join(
+            f"{name} {found[name]:.2e} ({found[name] / found['pytorch_' + name]:.2f} x PyTorch's)"
+            for name in names
+        ),
         flush=True,
     )
-    return {
-        "head_dim": dim,
-        "causal": causal,
-        "deviation": deviation,
-        "error": error,
-        "pytorch_error": pytorch,
-    }
+    return {"head_dim": dim, "causal": causal, "deviation": deviation, **found}
 
 
 def main():

@@ -2,6 +2,7 @@
 // the rest is asked for by a pragma, as in attend_avx512_bf16.cpp.
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cmath>
 #include <cstring>

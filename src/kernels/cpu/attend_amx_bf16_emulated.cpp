@@ -2,6 +2,7 @@
 // the manual says what a tile product computes, the same bits. For tests on machines without tiles.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 

@@ -8,6 +8,9 @@
 // full precision, so any reference within a factor 2^48 of the truth is as good as the maximum. The
 // row sums say whether it was; if not, which even logits of standard deviation 9 hardly ever cause,
 // the block is computed again with the exact maximum.
+//
+// Where weights are rounded (to bf16) a row is divided by the sum of the rounded ones: where few
+// keys have all the weight, their rounding then cancels. The log-sum-exp is that of the exact sum.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -23,11 +26,19 @@ class Forward {
     float* o;                   // [head_dim][kPanel], not normalised
     float* minus_reference;     // [kPanel]; added to a score in log2 units
     float* sum;                 // [kPanel]; 0: no key seen yet
+    float* rounded_sum;         // [kPanel]; see Sums
     const std::int32_t* index;  // [kPanel]
     const float* repeats;       // [key class][kPanel]; see repeat_weights
     std::int32_t min_index;     // over the panel
     std::int32_t max_index;
     std::int32_t max_index0;  // over its first vector
+  };
+
+  // Of weights, exact and as they are multiplied with V. Without rounding there is one of them.
+  static constexpr bool kRounds = M::kPack == 2;
+  struct Sums {
+    VF exact;
+    VF rounded;
   };
 
   struct Block {
@@ -76,6 +87,7 @@ class Forward {
     o_ = scratch.take<float>(lanes * dim);
     minus_reference_ = scratch.take<float>(lanes);
     sum_ = scratch.take<float>(lanes);
+    rounded_sum_ = kRounds ? scratch.take<float>(lanes) : sum_;
     query_index_ = scratch.take<std::int32_t>(lanes);
     repeats_ = scratch.take<float>(lanes * static_cast<std::size_t>(classes_));
     rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
@@ -88,6 +100,7 @@ class Forward {
     p_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kPanel);
     s_ = scratch.take<float>(static_cast<std::size_t>(2 * kRows) * kPanel);
     block_sum_ = scratch.take<float>(kPanel);
+    block_rounded_sum_ = kRounds ? scratch.take<float>(kPanel) : block_sum_;
   }
 
   [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
@@ -122,7 +135,7 @@ class Forward {
         const RowStream::Ref& ref = query_refs_[first + std::min(i, count - 1)];
         query_index_[first + i] = query_number(task_.mask, ref.index());
         minus_reference_[first + i] = 0.0F;
-        sum_[first + i] = 0.0F;
+        sum_[first + i] = rounded_sum_[first + i] = 0.0F;
         repeat_weights(task_.repeats, ref.index(), repeats_ + first * classes_ + i, kPanel);
       }
       if (task_.load_state) {
@@ -150,7 +163,7 @@ class Forward {
       std::memset(row + head_dim(), 0,
                   sizeof(float) * static_cast<std::size_t>(padded_dim_ - head_dim()));
       minus_reference_[first + i] = -lse * kLog2E;
-      sum_[first + i] = 1.0F;
+      sum_[first + i] = rounded_sum_[first + i] = 1.0F;
     }
     rows_to_panel(rows_, kLd, padded_dim_, o_ + first * padded_dim_);
   }
@@ -205,6 +218,7 @@ class Forward {
               o_ + first * padded_dim_,
               minus_reference_ + first,
               sum_ + first,
+              rounded_sum_ + first,
               query_index_ + first,
               repeats_ + first * classes_,
               0,
@@ -242,8 +256,11 @@ class Forward {
       }
     }
     for (int j = 0; j < kPanel; j += kLanes) {
-      hn::Store(hn::Add(hn::Load(kF, panel.sum + j), hn::Load(kF, block_sum_ + j)), kF,
-                panel.sum + j);
+      const auto add = [&](float* to, const float* block_sum) {
+        hn::Store(hn::Add(hn::Load(kF, to + j), hn::Load(kF, block_sum + j)), kF, to + j);
+      };
+      add(panel.sum, block_sum_);
+      if constexpr (kRounds) add(panel.rounded_sum, block_rounded_sum_);
     }
     if (masked && !block.finite) {
       add_visible_rows<M, kLd>(block.v, p_, block.index, end * kRows, panel.index, head_dim(),
@@ -256,13 +273,24 @@ class Forward {
     }
   }
 
+  void clear_block_sums() const {
+    for (int j = 0; j < kPanel; j += kLanes) store_block_sums({hn::Zero(kF), hn::Zero(kF)}, j);
+  }
+  [[nodiscard]] HWY_INLINE Sums block_sums(int j) const {
+    return {hn::Load(kF, block_sum_ + j), hn::Load(kF, block_rounded_sum_ + j)};
+  }
+  HWY_INLINE void store_block_sums(const Sums& sums, int j) const {
+    hn::Store(sums.exact, kF, block_sum_ + j);
+    if constexpr (kRounds) hn::Store(sums.rounded, kF, block_rounded_sum_ + j);
+  }
+
   // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked. With
   // `choose_reference` rows without keys so far take their reference from the first tile. kRepeats:
   // pairs may count several times.
   template <bool kRepeats>
   bool weigh(const Panel& panel, const Block& block, int first_end, int end,
              bool choose_reference) {
-    for (int j = 0; j < kPanel; j += kLanes) hn::Store(hn::Zero(kF), kF, block_sum_ + j);
+    clear_block_sums();
     bool masked = end > first_end;
     bool pending = false;  // the previous tile's exponentials are still to be taken
     float* s = s_;
@@ -344,10 +372,10 @@ class Forward {
     VF acc[kRows][kVectors];
     fill_tile<0>(acc, nullptr);
     const Element* q = panel.q;
-    VF sum[kVectors];
+    Sums sums[kVectors];
     VF minus_reference[kVectors];
     for (int j = 0; j < kVectors; ++j) {
-      sum[j] = hn::Load(kF, block_sum_ + j * kLanes);
+      sums[j] = block_sums(j * kLanes);
       minus_reference[j] = hn::Load(kF, panel.minus_reference + j * kLanes);
     }
     // kRows / 2 pairs of score rows, spread evenly over head_dim / kPack steps.
@@ -357,7 +385,7 @@ class Forward {
       ANNULUS_UNROLL(2)
       for (int j = 0; j < kVectors; ++j) {
         take_weight_pair<kRepeats>(previous + j * kLanes, p + j * kLanes, minus_reference[j],
-                                   panel.repeats + j * kLanes, previous_repeats, sum[j]);
+                                   panel.repeats + j * kLanes, previous_repeats, sums[j]);
         const int half_end = j == 0 ? steps / 2 : steps;
         if constexpr (kFd != 0) {
           ANNULUS_UNROLL(16)
@@ -376,22 +404,28 @@ class Forward {
       previous_repeats += 2;
       p += 2 / M::kPack * kPanel;
     }
-    for (int j = 0; j < kVectors; ++j) hn::Store(sum[j], kF, block_sum_ + j * kLanes);
+    for (int j = 0; j < kVectors; ++j) store_block_sums(sums[j], j * kLanes);
     store_tile<0, kPanel>(acc, s);
   }
 
   template <bool kRepeats>
   HWY_INLINE void take_weight_pair(const float* s, Element* p, VF minus_reference,
                                    const float* repeats, const std::int32_t* key_repeats,
-                                   VF& sum) const {
+                                   Sums& sums) const {
     VF p0 = weight_of(hn::Load(kF, s), minus_reference);
     VF p1 = weight_of(hn::Load(kF, s + kPanel), minus_reference);
     if constexpr (kRepeats) {
       p0 = hn::Mul(p0, hn::Load(kF, repeats + key_repeats[0]));
       p1 = hn::Mul(p1, hn::Load(kF, repeats + key_repeats[1]));
     }
-    sum = hn::Add(hn::Add(sum, p0), p1);
+    store_weight_pair(p, p0, p1, sums);
+  }
+
+  HWY_INLINE void store_weight_pair(Element* p, VF p0, VF p1, Sums& sums) const {
+    sums.exact = hn::Add(hn::Add(sums.exact, p0), p1);
     M::store_key_pair(p, p0, p1);
+    if constexpr (kRounds)
+      sums.rounded = M::broadcast_multiply_add(&M::kOne, M::load(p), sums.rounded);
   }
 
   template <int kV0, bool kRepeats>
@@ -399,14 +433,14 @@ class Forward {
                                  const std::int32_t* key_repeats, Element* p) const {
     for (int j = kV0; j < kVectors; ++j) {
       const VF minus_reference = hn::Load(kF, panel.minus_reference + j * kLanes);
-      VF sum = hn::Load(kF, block_sum_ + j * kLanes);
+      Sums sums = block_sums(j * kLanes);
       ANNULUS_UNROLL(4)
       for (int i = 0; i < kRows; i += 2) {
         take_weight_pair<kRepeats>(s + i * kPanel + j * kLanes,
                                    p + i / M::kPack * kPanel + j * kLanes, minus_reference,
-                                   panel.repeats + j * kLanes, key_repeats + i, sum);
+                                   panel.repeats + j * kLanes, key_repeats + i, sums);
       }
-      hn::Store(sum, kF, block_sum_ + j * kLanes);
+      store_block_sums(sums, j * kLanes);
     }
   }
 
@@ -416,13 +450,13 @@ class Forward {
   HWY_NOINLINE void weigh_rounded(const Panel& panel, const Block& block, int end,
                                   const float* rounds) {
     const VF factor = hn::Set(kF, score_factor_);
-    for (int j = 0; j < kPanel; j += kLanes) hn::Store(hn::Zero(kF), kF, block_sum_ + j);
+    clear_block_sums();
     for (int t = 0; t < end; ++t) {
       score_tile<0, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s_);
       for (int j = 0; j < kPanel; j += kLanes) {
         const auto rounded = hn::Ne(hn::Load(kF, rounds + j), hn::Zero(kF));
         const VF minus_reference = hn::Load(kF, panel.minus_reference + j);
-        VF sum = hn::Load(kF, block_sum_ + j);
+        Sums sums = block_sums(j);
         const auto weight = [&](int i) {
           const VF score = hn::Load(kF, s_ + i * kPanel + j);
           // Pinned, lest the compiler makes one operation of the two again.
@@ -435,10 +469,9 @@ class Forward {
         for (int i = 0; i < kRows; i += 2) {
           const VF p0 = weight(i);
           const VF p1 = weight(i + 1);
-          sum = hn::Add(hn::Add(sum, p0), p1);
-          M::store_key_pair(weights(t) + i / M::kPack * kPanel + j, p0, p1);
+          store_weight_pair(weights(t) + i / M::kPack * kPanel + j, p0, p1, sums);
         }
-        hn::Store(sum, kF, block_sum_ + j);
+        store_block_sums(sums, j);
       }
     }
   }
@@ -498,6 +531,10 @@ class Forward {
       const VF weight =
           hn::IfThenElse(rescale, exp2_vector(hn::Sub(moved, old)), hn::Set(kF, 1.0F));
       hn::Store(hn::Mul(sum, weight), kF, panel.sum + at);
+      if constexpr (kRounds) {
+        hn::Store(hn::Mul(hn::Load(kF, panel.rounded_sum + at), weight), kF,
+                  panel.rounded_sum + at);
+      }
       hn::Store(moved, kF, panel.minus_reference + at);
       for (int d = 0; d < head_dim(); ++d) {
         float* o = panel.o + d * kPanel + at;
@@ -518,7 +555,7 @@ class Forward {
       HWY_ALIGN float inverse[kPanel];
       for (int i = 0; i < kPanel; ++i) {
         const float sum = sum_[first + i];
-        inverse[i] = sum == 0.0F ? 0.0F : 1.0F / sum;
+        inverse[i] = sum == 0.0F ? 0.0F : 1.0F / rounded_sum_[first + i];
         if (i >= count) continue;
         if (HWY_UNLIKELY(sum == 0.0F)) {  // nothing comes out, whatever Inf the values had
           for (int d = 0; d < head_dim(); ++d) o[d * kPanel + i] = 0.0F;
@@ -554,6 +591,7 @@ class Forward {
   float* o_;
   float* minus_reference_;
   float* sum_;
+  float* rounded_sum_;
   std::int32_t* query_index_;
   float* repeats_;  // per panel [classes_][kPanel]
   float* rows_;
@@ -565,6 +603,7 @@ class Forward {
   Element* p_;
   float* s_;
   float* block_sum_;
+  float* block_rounded_sum_;
 };
 
 template <class M>

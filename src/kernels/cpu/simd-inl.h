@@ -126,6 +126,7 @@ struct MultiplyBf16 {
   using Element = std::uint32_t;
   static constexpr int kPack = 2;
   static constexpr int kExpDegree = 4;
+  static constexpr Element kOne = 0x3f803f80;
   static HWY_INLINE VF load(const std::uint32_t* b) {
     return VF{_mm512_castsi512_ps(_mm512_load_si512(b))};
   }

@@ -10,6 +10,9 @@
 // that was good enough shows at the end; panels with rows where it was not are computed again with
 // those rows' exact maxima. What a row computes depends on its own keys alone, chunk by chunk, and
 // not on how rows are grouped.
+//
+// A row is divided by the sum of its weights as P V has them, rounded: where few keys have all the
+// weight, their rounding then cancels. The log-sum-exp is that of the exact sum.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -51,6 +54,7 @@ class TileForward {
     q_ = scratch.take<std::byte>(panels * static_cast<std::size_t>(query_bytes()));
     o_ = scratch.take<std::byte>(panels * static_cast<std::size_t>(output_bytes()));
     sum_ = scratch.take<float>(rows * kLanes);
+    rounded_sum_ = scratch.take<float>(rows * kLanes);
     minus_reference_ = scratch.take<float>(rows);
     rounds_ = scratch.take<float>(rows);
     query_number_ = scratch.take<std::int32_t>(rows);
@@ -99,6 +103,7 @@ class TileForward {
       panel.q = q_ + p * query_bytes();
       panel.o = o_ + p * output_bytes();
       panel.sum = sum_ + first * kLanes;
+      panel.rounded_sum = reinterpret_cast<std::byte*>(rounded_sum_ + first * kLanes);
       panel.minus_reference = minus_reference_ + first;
       panel.rounds = rounds_ + first;
       panel.number = query_number_ + first;
@@ -159,6 +164,7 @@ class TileForward {
     TilePanel& panel = panels_[row / kChunk];
     const auto bit = std::uint32_t{1} << (row % kChunk);
     _mm512_store_ps(sum_ + row * kLanes, _mm512_setzero_ps());
+    _mm512_store_ps(rounded_sum_ + row * kLanes, _mm512_setzero_ps());
     const float lse = exists && task_.load_state
                           ? *reinterpret_cast<const float*>(query_refs_[row].at(kLse))
                           : -INFINITY;
@@ -172,6 +178,7 @@ class TileForward {
       weight = std::exp2(minus_reference_[row] - own);
     }
     sum_[row * kLanes] = weight;
+    rounded_sum_[row * kLanes] = weight;
     const auto* state = reinterpret_cast<const float*>(query_refs_[row].at(kState));
     for (int d = 0; d < dims_ * 32; d += kLanes) {
       const int left = std::clamp(problem_.head_dim - d, 0, kLanes);
@@ -380,20 +387,14 @@ class TileForward {
   }
 
   void store_output() {
-    const std::size_t out_bytes =
-        static_cast<std::size_t>(problem_.head_dim) * size_of(task_.out_dtype);
     for (int row = 0; row < queries_; ++row) {
-      if (row % kChunk == 0) {
-        for (int i = row; i < std::min(queries_, row + kChunk); ++i)
-          prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
-      }
       const float sum = total(row);
       // Nothing comes out, whatever Inf the values had.
       if (HWY_UNLIKELY(sum == 0.0F)) clear_output(row);
       const float log_sum = std::log2(sum) - minus_reference_[row];
       *reinterpret_cast<float*>(query_refs_[row].at(kLse)) =
           sum == 0.0F ? -INFINITY : log_sum * kLn2;
-      const __m512 inverse = _mm512_set1_ps(sum == 0.0F ? 0.0F : 1.0F / sum);
+      const __m512 inverse = _mm512_set1_ps(sum == 0.0F ? 0.0F : 1.0F / rounded_sum_[row * kLanes]);
       if (task_.out_dtype == DType::bf16) {
         store_rounded(row, inverse);
         continue;
@@ -426,6 +427,7 @@ class TileForward {
   std::byte* q_;
   std::byte* o_;            // not normalised
   float* sum_;              // [row][16]: added up at the end
+  float* rounded_sum_;      // [row][16], of which the first counts
   float* minus_reference_;  // added to a score in log2 units
   float* rounds_;           // not 0: score x factor is rounded, as the reference was
   std::int32_t* query_number_;

@@ -5,9 +5,10 @@
 namespace annulus::cpu::ANNULUS_ISA {
 
 struct TilePanel {
-  const std::byte* q;  // tiles
-  std::byte* o;        // tiles
-  float* sum;          // [32][16]
+  const std::byte* q;      // tiles
+  std::byte* o;            // tiles
+  float* sum;              // [32][16]
+  std::byte* rounded_sum;  // two tiles
   float* minus_reference;
   const float* rounds;
   const std::int32_t* number;
@@ -285,8 +286,12 @@ HWY_NOINLINE void run_tile_pipeline(Tiles& tiles, const TileWork& work, const Ti
       // Of the item before a share after each chunk of this one; of this one all after the last.
       const int end = lag != 0 ? dims * (c + 1) / chunks : c + 1 == chunks ? dims : 0;
       for (; dim < end; ++dim) {
-        if (dim == 0) weigher.finish(lag != 0 ? scored_before : weigher.scored());
-        multiply_tiles(tiles, FromSum{}, reinterpret_cast<const std::byte*>(weights(t - lag)),
+        const auto* const p = reinterpret_cast<const std::byte*>(weights(t - lag));
+        if (dim == 0) {
+          weigher.finish(lag != 0 ? scored_before : weigher.scored());
+          add_rows(tiles, p, due->chunks, due->panel->rounded_sum);
+        }
+        multiply_tiles(tiles, FromSum{}, p,
                        due->v + (dim * kChunks + due->first_chunk) * kPairBytes, InOrder{},
                        due->chunks, listed(due->panel->o + dim * 2 * kPairBytes), weigher);
       }

@@ -36,6 +36,12 @@ struct FromSum {
   }
 };
 alignas(64) inline constexpr float kZeroRow[kChunk] = {};
+// Pairs of 1 in bf16.
+alignas(64) inline constexpr auto kOnesRow = [] {
+  std::array<std::uint32_t, kLanes> row{};
+  row.fill(0x3f803f80);
+  return row;
+}();
 
 // Which pairs of tiles are multiplied: all, or those in a list.
 struct InOrder {
@@ -80,6 +86,22 @@ HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, co
                                Order order, int steps, TileSum sum) {
   NothingBeside nothing;
   multiply_tiles(tiles, start, a, b, order, steps, sum, nothing);
+}
+
+// Every column of `sum`, two tiles, += the sums of the rows of A. With other work beside it is 1 to
+// 3 % of a forward slower.
+HWY_INLINE void add_rows(Tiles& tiles, const std::byte* a, int steps, std::byte* sum) {
+  tiles.load<0>(sum);
+  tiles.load<1>(sum + kTileBytes);
+  tiles.load<3>(kOnesRow.data(), 0);
+  for (int s = 0; s < steps; ++s) {
+    tiles.load<2>(a + s * kPairBytes);
+    tiles.multiply_add<0, 2, 3>();
+    tiles.load<2>(a + s * kPairBytes + kTileBytes);
+    tiles.multiply_add<1, 2, 3>();
+  }
+  tiles.store<0>(sum);
+  tiles.store<1>(sum + kTileBytes);
 }
 
 // sum += A x B over the listed steps where Inf or NaN meets pairs that are not allowed: their

@@ -285,11 +285,29 @@ def tiles_dilated(rows):
     )
 
 
+def tiles_peaked(rows):
+    """Errors over PyTorch's."""
+    names = ("error", "dq_error", "dk_error", "dv_error")
+    return table(
+        ["D", "mask", "standard deviation", "O", "dQ", "dK", "dV"],
+        [
+            [
+                r["head_dim"],
+                KIND[r["causal"]],
+                r["deviation"],
+                *[f"{r[name] / r['pytorch_' + name]:.2f}" for name in names],
+            ]
+            for r in rows
+        ],
+    )
+
+
 TABLES = {
     "tiles_forward": tiles,
     "tiles_backward": tiles,
     "tiles_longnet": tiles_longnet,
     "tiles_dilated": tiles_dilated,
+    "tiles_peaked": tiles_peaked,
     "forward": dense,
     "backward": dense,
     "longnet": longnet,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/kernel_task.h"
@@ -40,13 +41,14 @@ INSTANTIATE_TEST_SUITE_P(Isa, KernelRangeTest, ::testing::ValuesIn(cpu::availabl
 
 // Scores that are what they are: q = (1, 0, ...), k = (logit, noise...), scale 1.
 TaskData with_logits(DType dtype, std::int64_t queries, const std::vector<double>& logits,
-                     std::uint64_t seed = 10) {
-  TaskData data = random_task(seed, dtype, 16, false, progression(0, 1, queries),
+                     std::uint64_t seed = 10, int dim = 16) {
+  const auto width = static_cast<std::size_t>(dim);
+  TaskData data = random_task(seed, dtype, dim, false, progression(0, 1, queries),
                               progression(0, 1, std::ssize(logits)));
   data.scale = 1;
-  for (std::size_t i = 0; i < data.q.size(); ++i) data.q[i] = i % 16 == 0 ? 1 : 0;
+  for (std::size_t i = 0; i < data.q.size(); ++i) data.q[i] = i % width == 0 ? 1 : 0;
   for (std::size_t j = 0; j < logits.size(); ++j)
-    data.k[j * 16] = test::as_stored(dtype, logits[j]);
+    data.k[j * width] = test::as_stored(dtype, logits[j]);
   return data;
 }
 
@@ -95,12 +97,14 @@ TEST_P(KernelRangeTest, LogitsUpTo10000NeitherOverflowNorVanish) {
 TEST_P(KernelRangeTest, OneKeyWithAllTheWeightGivesItsValue) {
   for (const DType dtype : kDTypes) {
     for (const double logit : {27.25, 29.5, 31.125, 60.5}) {
-      for (const std::size_t at : {0, 31, 32, 100, 290}) {
+      for (const auto& [at, dim] :
+           {std::pair{0, 64}, {31, 16}, {32, 64}, {100, 128}, {290, 128}, {299, 64}}) {
         SCOPED_TRACE(std::string(name_of(dtype)) + " " + std::to_string(logit) + " at key " +
-                     std::to_string(at));
+                     std::to_string(at) + ", head dim " + std::to_string(dim));
         std::vector<double> logits(300, 0.0);
-        logits[at] = logit;
-        const TaskData data = with_logits(dtype, 3, logits);
+        logits[static_cast<std::size_t>(at)] = logit;
+        const TaskData data = with_logits(dtype, 3, logits, 10, dim);
+        const double* const value = &data.v[static_cast<std::size_t>(at * dim)];
         TaskRun run;
         const std::vector<float> state(data.q.size(), 3.0F);
         const std::vector<float> nothing(3, -kInf);
@@ -111,7 +115,7 @@ TEST_P(KernelRangeTest, OneKeyWithAllTheWeightGivesItsValue) {
           TaskResult got;
           test::run_forward(kernels(), data, run, got);
           for (std::size_t i = 0; i < got.o.size(); ++i)
-            ASSERT_NEAR(got.o[i], data.v[at * 16 + i % 16], 2e-6) << i;
+            ASSERT_NEAR(got.o[i], value[i % static_cast<std::size_t>(dim)], 2e-6) << i;
         }
       }
     }
@@ -163,7 +167,7 @@ TEST_P(KernelRangeTest, OneKeyFarAboveTheOthersIsTheOutputAtAnyLevel) {
           TaskResult got;
           test::run_forward(kernels(), data, {}, got);
           for (std::size_t i = 0; i < got.o.size(); ++i)
-            ASSERT_NEAR(got.o[i], data.v[at * 16 + i % 16], 8e-3 * std::abs(got.o[i]) + 1e-6);
+            ASSERT_NEAR(got.o[i], data.v[at * 16 + i % 16], 2e-6);
           ASSERT_NEAR(got.lse[0], data.k[at * 16], 1e-6 * level);
         }
       }

@@ -2,14 +2,15 @@
 
     .venv/bin/python bench/peer/tiles.py --out bench/results/tiles.json      on a CPU with AMX
     ANNULUS_ISA=avx512 .venv/bin/python bench/peer/tiles.py                  the same with other kernels
-    ANNULUS_ISA=amx_bf16_emulated .venv/bin/python bench/peer/tiles.py --suite peaked      errors, on any CPU with AVX-512
+    ANNULUS_ISA=amx_bf16_emulated .venv/bin/python bench/peer/tiles.py --suite peaked      errors alone, on any CPU with AVX-512
 
 16 heads; GFLOP/s at 4 D (forward) and 10 D (backward) a pair. Errors are relative RMS against fp64 on some rows, beside those of
 PyTorch. Hosts are shared: a forward of all keys by all threads counts where PyTorch reaches 2.0 (D 64) and 2.7 TFLOP/s (D 128). It is
-run up to three times for that, and the run in which PyTorch was fastest is kept.
+run up to three times for that, and the run in which PyTorch was fastest is kept. One thread of either side runs on the same CPU.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -39,7 +40,7 @@ HEADS = 16
 QUIET_GFLOPS = {64: 2000, 128: 2700}  # of PyTorch, where nobody else is busy
 
 
-def alternate(bodies, seconds, least=3):
+def alternate(bodies, seconds, least=9):
     """As versus_pytorch.alternate, for so long and for at least so many rounds; bodies have run once. Short calls run in bursts, as
     they do in a model, of which the first one, which wakes the threads, does not count: after a pause that takes as long as they do."""
     spent = [[] for _ in bodies]
@@ -57,6 +58,17 @@ def alternate(bodies, seconds, least=3):
                 body()
                 own.append(time.perf_counter() - begin)
     return spent
+
+
+@contextlib.contextmanager
+def on_cpus(threads):
+    """One thread runs where PyTorch's runs: on another core it would have other neighbours."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)} if threads == 1 else cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
 
 
 def exact(q, k, v, causal, rows, head):
@@ -155,7 +167,8 @@ def finish(direction, tokens, dim, causal, threads, flops, a, b, found):
 def quiet_forward_case(tokens, dim, causal, threads, most_threads, seconds):
     rows = []
     for _ in range(3 if threads == most_threads and not causal else 1):
-        rows.append(forward_case(tokens, dim, causal, threads, seconds))
+        with on_cpus(threads):
+            rows.append(forward_case(tokens, dim, causal, threads, seconds))
         if rows[-1]["pytorch_gflops"] >= QUIET_GFLOPS[dim]:
             break
     return max(rows, key=lambda row: row["pytorch_gflops"])
@@ -268,9 +281,9 @@ def main():
     parser.add_argument("--lib", default=ROOT / "build/release/bench/libannulus_bench_c.so")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="of a case (at least three rounds)"
+        "--seconds", type=float, default=1.0, help="of a case (at least nine rounds)"
     )
-    parser.add_argument("--suite", nargs="+", default=["forward", "backward", "dilated", "longnet"])
+    parser.add_argument("--suite", nargs="+", default=["forward", "backward", "dilated", "longnet", "peaked"])
     parser.add_argument("--commit", help="of the library, where there is no repository")
     parser.add_argument(
         "--out",

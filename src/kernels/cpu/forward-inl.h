@@ -34,8 +34,8 @@ class Forward {
     std::int32_t max_index0;  // over its first vector
   };
 
-  // Of weights, exact and as they are multiplied with V. Without rounding there is one of them.
-  static constexpr bool kRounds = M::kPack == 2;
+  static constexpr bool kRoundsWeights = M::kPack == 2;
+  // Of weights, exact and as they are multiplied with V.
   struct Sums {
     VF exact;
     VF rounded;
@@ -87,7 +87,7 @@ class Forward {
     o_ = scratch.take<float>(lanes * dim);
     minus_reference_ = scratch.take<float>(lanes);
     sum_ = scratch.take<float>(lanes);
-    rounded_sum_ = kRounds ? scratch.take<float>(lanes) : sum_;
+    rounded_sum_ = kRoundsWeights ? scratch.take<float>(lanes) : sum_;
     query_index_ = scratch.take<std::int32_t>(lanes);
     repeats_ = scratch.take<float>(lanes * static_cast<std::size_t>(classes_));
     rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
@@ -100,7 +100,7 @@ class Forward {
     p_ = scratch.take<Element>(static_cast<std::size_t>(kKeyBlock) * kPanel);
     s_ = scratch.take<float>(static_cast<std::size_t>(2 * kRows) * kPanel);
     block_sum_ = scratch.take<float>(kPanel);
-    block_rounded_sum_ = kRounds ? scratch.take<float>(kPanel) : block_sum_;
+    block_rounded_sum_ = kRoundsWeights ? scratch.take<float>(kPanel) : block_sum_;
   }
 
   [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
@@ -260,7 +260,7 @@ class Forward {
         hn::Store(hn::Add(hn::Load(kF, to + j), hn::Load(kF, block_sum + j)), kF, to + j);
       };
       add(panel.sum, block_sum_);
-      if constexpr (kRounds) add(panel.rounded_sum, block_rounded_sum_);
+      if constexpr (kRoundsWeights) add(panel.rounded_sum, block_rounded_sum_);
     }
     if (masked && !block.finite) {
       add_visible_rows<M, kLd>(block.v, p_, block.index, end * kRows, panel.index, head_dim(),
@@ -281,7 +281,7 @@ class Forward {
   }
   HWY_INLINE void store_block_sums(const Sums& sums, int j) const {
     hn::Store(sums.exact, kF, block_sum_ + j);
-    if constexpr (kRounds) hn::Store(sums.rounded, kF, block_rounded_sum_ + j);
+    if constexpr (kRoundsWeights) hn::Store(sums.rounded, kF, block_rounded_sum_ + j);
   }
 
   // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked. With
@@ -424,7 +424,7 @@ class Forward {
   HWY_INLINE void store_weight_pair(Element* p, VF p0, VF p1, Sums& sums) const {
     sums.exact = hn::Add(hn::Add(sums.exact, p0), p1);
     M::store_key_pair(p, p0, p1);
-    if constexpr (kRounds)
+    if constexpr (kRoundsWeights)
       sums.rounded = M::broadcast_multiply_add(&M::kOne, M::load(p), sums.rounded);
   }
 
@@ -531,7 +531,7 @@ class Forward {
       const VF weight =
           hn::IfThenElse(rescale, exp2_vector(hn::Sub(moved, old)), hn::Set(kF, 1.0F));
       hn::Store(hn::Mul(sum, weight), kF, panel.sum + at);
-      if constexpr (kRounds) {
+      if constexpr (kRoundsWeights) {
         hn::Store(hn::Mul(hn::Load(kF, panel.rounded_sum + at), weight), kF,
                   panel.rounded_sum + at);
       }

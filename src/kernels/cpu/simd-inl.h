@@ -98,6 +98,9 @@ HWY_INLINE VF exp2_vector(VF x) {
 #endif
 }
 
+// A pair of 1 in bf16.
+constexpr std::uint32_t kTwoOnes = 0x3f803f80;
+
 // How numbers are multiplied. An Element is what one broadcast covers: one float, or two bf16 that
 // are multiplied with two bf16 of the other side and summed into fp32.
 struct MultiplyF32 {
@@ -126,7 +129,7 @@ struct MultiplyBf16 {
   using Element = std::uint32_t;
   static constexpr int kPack = 2;
   static constexpr int kExpDegree = 4;
-  static constexpr Element kOne = 0x3f803f80;
+  static constexpr Element kOne = kTwoOnes;
   static HWY_INLINE VF load(const std::uint32_t* b) {
     return VF{_mm512_castsi512_ps(_mm512_load_si512(b))};
   }

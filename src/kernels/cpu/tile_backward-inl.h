@@ -208,8 +208,8 @@ class TileBackward {
   // P^T and dS^T of a chunk, number `c` of its block.
   HWY_NOINLINE void score_gradients(Tiles& tiles, int chunk, int c, int p) {
     const int dims = kSteps != 0 ? kSteps : dims_;
-    multiply_tiles(tiles, FromRow{kZeroRow}, k_ + chunk * side_bytes(),
-                   q_columns_ + p * side_bytes(), InOrder{}, dims, plain(s_));
+    multiply_tiles(tiles, FromZero{}, k_ + chunk * side_bytes(), q_columns_ + p * side_bytes(),
+                   InOrder{}, dims, plain(s_));
     multiply_tiles(tiles, FromRow{minus_delta_ + p * kChunk}, v_ + chunk * side_bytes(),
                    do_columns_ + p * side_bytes(), InOrder{}, dims, plain(dp_));
     if (HWY_UNLIKELY(large_[p])) settle_scores(chunk, p);

@@ -103,7 +103,7 @@ class TileForward {
       panel.q = q_ + p * query_bytes();
       panel.o = o_ + p * output_bytes();
       panel.sum = sum_ + first * kLanes;
-      panel.rounded_sum = reinterpret_cast<std::byte*>(rounded_sum_ + first * kLanes);
+      panel.rounded_sum = rounded_sum_ + first * kLanes;
       panel.minus_reference = minus_reference_ + first;
       panel.rounds = rounds_ + first;
       panel.number = query_number_ + first;
@@ -129,7 +129,8 @@ class TileForward {
 
   // Q of a panel goes into tiles right before its first product, and what memory has to bring for
   // the next panel comes behind that one's products. Rows of outputs come so, too, in the last
-  // round.
+  // round; to fetch those of panels that see nothing of it right before they are stored gains
+  // nothing.
   HWY_NOINLINE void open(TilePanel& panel) {
     const int first = static_cast<int>(&panel - panels_) * kChunk;
     const int end = std::min(queries_, first + kChunk);

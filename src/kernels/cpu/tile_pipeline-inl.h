@@ -1,14 +1,15 @@
 // The pipeline of tile_forward-inl.h: scores of a chunk (tiles), weights of the chunk before
 // (AVX-512), P V of the item before or of the same (tiles). After every product some rows of
-// weights: their latency hides behind it, and the two kinds of work hardly wait for each other.
+// weights (but those of add_rows): their latency hides behind it, and the two kinds of work hardly
+// wait for each other.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
 struct TilePanel {
-  const std::byte* q;      // tiles
-  std::byte* o;            // tiles
-  float* sum;              // [32][16]
-  std::byte* rounded_sum;  // two tiles
+  const std::byte* q;  // tiles
+  std::byte* o;        // tiles
+  float* sum;          // [32][16]
+  float* rounded_sum;  // [32][16]
   float* minus_reference;
   const float* rounds;
   const std::int32_t* number;
@@ -153,7 +154,7 @@ HWY_NOINLINE void weigh_masked_rows(const TilePanel& panel, const TileChunk& chu
 // Scores of one chunk, to the first of work.scores.
 inline HWY_NOINLINE void score_chunk(Tiles& tiles, const TileWork& work, const std::byte* q,
                                      const std::byte* k) {
-  multiply_tiles(tiles, FromRow{kZeroRow}, q, k, InOrder{}, work.dims, plain(work.scores));
+  multiply_tiles(tiles, FromZero{}, q, k, InOrder{}, work.dims, plain(work.scores));
 }
 
 // A chunk whose scores are there.
@@ -277,7 +278,7 @@ HWY_NOINLINE void run_tile_pipeline(Tiles& tiles, const TileWork& work, const Ti
     for (int c = 0; c < chunks; ++c) {
       if (now != nullptr) {
         float* const scores = work.scores + weigher.scored() % 2 * kChunk * kChunk;
-        multiply_tiles(tiles, FromRow{kZeroRow}, now->panel->q,
+        multiply_tiles(tiles, FromZero{}, now->panel->q,
                        now->k + (now->first_chunk + c) * dims * kPairBytes, InOrder{}, dims,
                        plain(scores), weigher);
         weigher.push({now->panel, &now->chunk[c], scores, weights(t) + c * kChunk * kChunk});

@@ -18,28 +18,34 @@ HWY_INLINE TileSum plain(float* at) {
   return {reinterpret_cast<std::byte*>(at), kTileRows * kRowBytes, kTileRowBytes, kRowBytes};
 }
 
-// What sums start from: every row from the 32 floats at `row` ...
+// What sums start from: zero, as tiles of sums are clear between products ...
+struct FromZero {
+  static constexpr bool kReadsSum = false;
+  template <int kFirst>
+  HWY_INLINE void load(Tiles&, const TileSum&, int) const {}
+};
+// ... every row from the 32 floats at `row` ...
 struct FromRow {
   static constexpr bool kReadsSum = false;
   const float* row;
+  template <int kFirst>
   HWY_INLINE void load(Tiles& tiles, const TileSum&, int half) const {
-    tiles.load<0>(row + half * kLanes, 0);
-    tiles.load<1>(row + half * kLanes, 0);
+    tiles.load<kFirst>(row + half * kLanes, 0);
+    tiles.load<kFirst + 1>(row + half * kLanes, 0);
   }
 };
 // ... or from what is there.
 struct FromSum {
   static constexpr bool kReadsSum = true;
+  template <int kFirst>
   HWY_INLINE void load(Tiles& tiles, const TileSum& sum, int half) const {
-    tiles.load<0>(sum.at + half * sum.right, sum.stride);
-    tiles.load<1>(sum.at + half * sum.right + sum.down, sum.stride);
+    tiles.load<kFirst>(sum.at + half * sum.right, sum.stride);
+    tiles.load<kFirst + 1>(sum.at + half * sum.right + sum.down, sum.stride);
   }
 };
-alignas(64) inline constexpr float kZeroRow[kChunk] = {};
-// Pairs of 1 in bf16.
 alignas(64) inline constexpr auto kOnesRow = [] {
   std::array<std::uint32_t, kLanes> row{};
-  row.fill(0x3f803f80);
+  row.fill(kTwoOnes);
   return row;
 }();
 
@@ -59,27 +65,35 @@ struct NothingBeside {
   HWY_INLINE void make_room() const {}
 };
 
-// sum = start + A x B over `steps` pairs of tiles on either side. Two sums at a time: see
-// tiles-inl.h.
+// One half of the columns of multiply_tiles, summed in tiles kFirst and kFirst + 1.
+template <int kFirst, class Start, class Order, class Beside>
+HWY_INLINE void multiply_half(Tiles& tiles, Start start, const std::byte* a, const std::byte* b,
+                              Order order, int steps, TileSum sum, int half, Beside& beside) {
+  start.template load<kFirst>(tiles, sum, half);
+  for (int s = 0; s < steps; ++s) {
+    const std::byte* const from_a = a + order(s) * kPairBytes;
+    tiles.load<3>(b + order(s) * kPairBytes + half * kTileBytes);
+    tiles.load<2>(from_a);
+    tiles.multiply_add<kFirst, 2, 3>();
+    beside.some();
+    tiles.load<2>(from_a + kTileBytes);
+    tiles.multiply_add<kFirst + 1, 2, 3>();
+    beside.some();
+  }
+  if constexpr (!Start::kReadsSum) beside.make_room();
+  tiles.store<kFirst>(sum.at + half * sum.right, sum.stride);
+  tiles.store<kFirst + 1>(sum.at + half * sum.right + sum.down, sum.stride);
+  tiles.clear<kFirst>();
+  tiles.clear<kFirst + 1>();
+}
+
+// sum = start + A x B over `steps` pairs of tiles on either side. Two sums at a time, and halves in
+// turn in tiles that were cleared long before: see tiles-inl.h.
 template <class Start, class Order, class Beside>
 HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, const std::byte* b,
                                Order order, int steps, TileSum sum, Beside& beside) {
-  for (int half = 0; half < 2; ++half) {
-    start.load(tiles, sum, half);
-    for (int s = 0; s < steps; ++s) {
-      const std::byte* const from_a = a + order(s) * kPairBytes;
-      tiles.load<3>(b + order(s) * kPairBytes + half * kTileBytes);
-      tiles.load<2>(from_a);
-      tiles.multiply_add<0, 2, 3>();
-      beside.some();
-      tiles.load<2>(from_a + kTileBytes);
-      tiles.multiply_add<1, 2, 3>();
-      beside.some();
-    }
-    if constexpr (!Start::kReadsSum) beside.make_room();
-    tiles.store<0>(sum.at + half * sum.right, sum.stride);
-    tiles.store<1>(sum.at + half * sum.right + sum.down, sum.stride);
-  }
+  multiply_half<0>(tiles, start, a, b, order, steps, sum, 0, beside);
+  multiply_half<4>(tiles, start, a, b, order, steps, sum, 1, beside);
 }
 template <class Start, class Order>
 HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, const std::byte* b,
@@ -88,11 +102,11 @@ HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, co
   multiply_tiles(tiles, start, a, b, order, steps, sum, nothing);
 }
 
-// Every column of `sum`, two tiles, += the sums of the rows of A. With other work beside it is 1 to
-// 3 % of a forward slower.
-HWY_INLINE void add_rows(Tiles& tiles, const std::byte* a, int steps, std::byte* sum) {
+// The first column of `sum`, [32][16], += the sums of the rows of A. With other work beside it is
+// 1 to 3 % of a forward slower.
+HWY_INLINE void add_rows(Tiles& tiles, const std::byte* a, int steps, float* sum) {
   tiles.load<0>(sum);
-  tiles.load<1>(sum + kTileBytes);
+  tiles.load<1>(sum + kTileRows * kLanes);
   tiles.load<3>(kOnesRow.data(), 0);
   for (int s = 0; s < steps; ++s) {
     tiles.load<2>(a + s * kPairBytes);
@@ -101,7 +115,9 @@ HWY_INLINE void add_rows(Tiles& tiles, const std::byte* a, int steps, std::byte*
     tiles.multiply_add<1, 2, 3>();
   }
   tiles.store<0>(sum);
-  tiles.store<1>(sum + kTileBytes);
+  tiles.store<1>(sum + kTileRows * kLanes);
+  tiles.clear<0>();
+  tiles.clear<1>();
 }
 
 // sum += A x B over the listed steps where Inf or NaN meets pairs that are not allowed: their

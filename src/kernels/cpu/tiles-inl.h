@@ -6,8 +6,9 @@
 // - a product takes 16 cycles, dependent or not; loading a tile 9 from L1 and 21 from L2; storing
 //   one 16. Tiles and AVX-512 share their ports: weaving them hides latency and no work.
 // - where the core's other hyperthread is busy, the number of tiles in use decides: 25.8 ns a
-//   product with all eight, 12.4 with four. So kernels take two sums, one A and one B.
-// - clearing a tile right before a product costs 50 cycles, loading zeros none.
+//   product with all eight, 12.4 with four. So kernels take two sums, one A and one B. A tile is in
+//   use from when it is written until it is cleared, whether somebody needs it or not.
+// - clearing a tile right before a product costs 50 cycles; long before, less than loading zeros.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -15,8 +16,9 @@ constexpr int kTileRows = 16;
 constexpr int kTileRowBytes = 64;
 constexpr int kTileBytes = kTileRows * kTileRowBytes;
 
-// Tiles are usable while it lives, on its thread. Products treat subnormal numbers as zero whatever
-// the flags; AVX-512 does too in the meantime, since weights that small would take microcode.
+// Tiles are usable while it lives, on its thread, and clear at first. Products treat subnormal
+// numbers as zero whatever the flags; AVX-512 does too in the meantime, since weights that small
+// would take microcode.
 class Tiles {
  public:
   Tiles() : flags_(_mm_getcsr()) {
@@ -42,6 +44,8 @@ class Tiles {
   // from zero, then added up and to `sum`.
   template <int kSum, int kA, int kB>
   HWY_INLINE void multiply_add();
+  template <int kTile>
+  HWY_INLINE void clear();
 
  private:
   HWY_INLINE void configure();
@@ -84,6 +88,11 @@ void Tiles::multiply_add() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kA), "i"(kB));
 }
 
+template <int kTile>
+void Tiles::clear() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
+}
+
 #else
 
 void Tiles::configure() { std::memset(tiles_, 0, sizeof(tiles_)); }
@@ -115,6 +124,10 @@ void Tiles::multiply_add() {
     float* const sum = tiles_[kSum][i];
     _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(even, odd)));
   }
+}
+template <int kTile>
+void Tiles::clear() {
+  std::memset(tiles_[kTile], 0, sizeof(tiles_[kTile]));
 }
 
 #endif

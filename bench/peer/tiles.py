@@ -283,7 +283,9 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="of a case (at least nine rounds)"
     )
-    parser.add_argument("--suite", nargs="+", default=["forward", "backward", "dilated", "longnet", "peaked"])
+    parser.add_argument(
+        "--suite", nargs="+", default=["forward", "backward", "dilated", "longnet", "peaked"]
+    )
     parser.add_argument("--commit", help="of the library, where there is no repository")
     parser.add_argument(
         "--out",

@@ -279,8 +279,9 @@ def a_package_that_one_rank_misses_is_everybodys_error() -> None:
         ("deepspeed", {"use_deepspeed": True, "zero_stage": 1}),
         ("safetensors", tolerant),
     ):
-        layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **services)
         found, missed = importlib.util.find_spec, dist.get_rank() == 1
+        importlib.util.find_spec = lambda name: found("torch")
+        layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **services)
         importlib.util.find_spec = lambda name: None if missed else found("torch")
         begin = time.monotonic()
         try:
@@ -296,12 +297,12 @@ def a_package_that_one_rank_misses_is_everybodys_error() -> None:
 
 def deepspeed_takes_one_dtype() -> None:
     """It would cast the others, whatever the layers expect."""
-    layer = at.RingAdvancedDistributedDilatedAttention(
-        WIDTH, 2, group=WORLD, use_deepspeed=True, dtype=torch.bfloat16
-    )
     found = importlib.util.find_spec
     importlib.util.find_spec = lambda name: found("torch")  # before it is asked for anything
     try:
+        layer = at.RingAdvancedDistributedDilatedAttention(
+            WIDTH, 2, group=WORLD, use_deepspeed=True, dtype=torch.bfloat16
+        )
         layer.prepare(nn.ModuleList([layer, nn.Linear(1, 1)]))
     except annulus.ConfigError as error:
         assert "torch.bfloat16 and torch.float32" in str(error), error

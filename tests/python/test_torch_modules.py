@@ -288,7 +288,7 @@ def test_refuses_calls_that_it_cannot_honour() -> None:
     dilated = RingMultiheadDilatedAttention(64, 4, batch_first=True, **LONGNET)
     x = torch.randn(3, 50, 64)
     with pytest.raises(ConfigError, match="need_weights=False"):
-        dilated(x, x, x)
+        dilated(x, x, x, need_weights=True)
     with pytest.raises(ConfigError, match="attn_mask"):
         ours(x, x, x, attn_mask=torch.rand(50, 50) > 0.5)
     with pytest.raises(ConfigError, match=r"\[50, 50\]"):

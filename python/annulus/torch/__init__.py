@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
         "annulus.torch needs PyTorch (pip install torch)", name="torch"
     ) from error
 
-from annulus.torch import _memory
+from annulus.torch import _memory, variants
 from annulus.torch._advanced import RingAdvancedDistributedDilatedAttention
 from annulus.torch._checkpoints import CheckpointError, Checkpoints, Resumed
 from annulus.torch._functional import ring_attention
@@ -30,10 +30,12 @@ from annulus.torch._sharding import positions, shard, unshard
 from annulus.torch._survivors import survivors
 from annulus.torch._training import Training
 from annulus.torch._transport import ProcessGroupTransport
+from annulus.torch.variants import *  # noqa: F403
 
 _memory.install()
 
 __all__ = [
+    *variants.__all__,
     "CheckpointError",
     "Checkpoints",
     "LongNet",
@@ -56,4 +58,5 @@ __all__ = [
     "survivors",
     "token_mean",
     "unshard",
+    "variants",
 ]

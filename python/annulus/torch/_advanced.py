@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -18,6 +19,7 @@ from annulus.torch import _engine, _rings
 from annulus.torch._checkpoints import check_installed
 from annulus.torch._config import flag_complaint
 from annulus.torch._modules import RingMultiheadDilatedAttention
+from annulus.torch._published import takes_published_names
 from annulus.torch._services import Services
 from annulus.torch._training import Training, close_those_of
 
@@ -31,11 +33,12 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     that is out of place is a :class:`ConfigError`, and so is one that would do nothing.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, device, dtype: as in
             :class:`RingMultiheadDilatedAttention`, and so are all that are not below: segment_lengths, dilation_rates,
             layer_norm, gamma_init, is_causal, group, placement, min_tokens_for_ring and so on.
+        batch_first: tensors are [batch, tokens, features]; False: [tokens, batch, features].
         use_gradient_checkpointing: keeps the inputs only, and computes everything again for backward.
-        use_deepspeed: the model, whose parameters have one dtype, trains under DeepSpeed, which :meth:`prepare` needs
+        use_deepspeed: the model, whose parameters have one dtype, trains under DeepSpeed, which has to be installed
             (``pip install deepspeed``). False: under :func:`data_parallel`.
         zero_stage: DeepSpeed shards the optimizer's state (1), gradients, too (2), and parameters (3); None: 3.
         cpu_offload: DeepSpeed keeps the optimizer's state in host memory, at stage 3 parameters, too.
@@ -46,8 +49,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         bucket_size: of a message of gradients, in MB (2**20 bytes); up to 2**20.
         enable_fault_tolerance: checkpoints, and with :meth:`Training.run` going on without a rank that is lost. False:
             its loss is an error.
-        checkpoint_folder: for the checkpoints; all ranks see it. DeepSpeed's can be loaded by as many ranks at the
-            same stage only.
+        checkpoint_folder: for the checkpoints; all ranks see it. None: the folder that the environment variable
+            ``ANNULUS_CHECKPOINTS`` names, else ``checkpoints/<name of the program>`` in the working directory.
+            DeepSpeed's can be loaded by as many ranks at the same stage only.
         checkpoint_interval: steps from one to the next; None: 100.
         auto_resume: go on from the newest checkpoint there; None: True. False: the folder has to be free of them.
         max_recoveries: how often to go on without a lost rank; None: 3. Not with DeepSpeed, which cannot: there
@@ -60,6 +64,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         attention: further arguments of :class:`RingMultiheadDilatedAttention`.
     """
 
+    @takes_published_names
     def __init__(
         self,
         embed_dim: int,
@@ -70,7 +75,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         add_zero_attn: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
-        batch_first: bool = False,
+        batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -114,6 +119,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         )
         if wrong is not None:
             raise ConfigError(f"{type(self).__name__}: {wrong}")
+        if use_deepspeed:
+            _engine.check_installed()
         super().__init__(
             *(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim),
             *(batch_first, device, dtype),
@@ -256,16 +263,34 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         return None
 
     def get_memory_info(self) -> dict[str, object]:
-        """:func:`get_memory_info` of this process, and of this module: 'ring_size', and 'parameter_bytes' and
-        'gradient_bytes' that this rank holds, its shards where they are sharded."""
+        """:func:`get_memory_info` of this process, and of this module:
+
+        - 'ring_size': ranks of its ring.
+        - 'parameter_bytes', 'gradient_bytes': held by this rank; of sharded ones, its shards.
+        - 'memory_complexity': how the memory of calls on its ring grows with the sequence, in words, and the bytes per
+          rank that the largest of them holds; 'memory_complexity_bytes' is that number.
+        - 'model_parallel_buffers': workspaces that are kept for calls on its ring, 20 at most.
+        - 'gpu_utilization_percent': only with parameters on a GPU, and where ``nvidia-ml-py`` is installed.
+        """
         parameters = list(self.parameters())
         size, _ = _rings.group_size_and_rank(self.attention.group)
-        return {
+        complexity, most, buffers = _rings.cached_calls_of(
+            self.attention.group, self.attention.schedule
+        )
+        info = {
             **_rings.get_memory_info(),
             "ring_size": size,
             "parameter_bytes": sum(map(_held_bytes, parameters)),
             "gradient_bytes": sum(_held_bytes(p.grad) for p in parameters if p.grad is not None),
+            "memory_complexity": complexity,
+            "memory_complexity_bytes": most,
+            "model_parallel_buffers": buffers,
         }
+        device = next((p.device for p in parameters if p.is_cuda), None)
+        if device is not None:
+            with contextlib.suppress(ModuleNotFoundError, RuntimeError):  # no nvidia-ml-py, no NVML
+                info["gpu_utilization_percent"] = torch.cuda.utilization(device)
+        return info
 
     def clear_cache(self, force: bool = False) -> None:
         """Drops the workspaces of this module's ring, which calls over the same group share. Harmless at any time.

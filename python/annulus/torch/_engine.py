@@ -25,12 +25,17 @@ _MADE_BY = "annulus.json"  # which DeepSpeed's own files do not say in words
 _OURS = "annulus"  # of what DeepSpeed keeps for others, beside its own names
 
 
-def check(services: Services, model: nn.Module) -> None:
-    """Raises where DeepSpeed cannot do it in this process, before others wait for it."""
+def check_installed() -> None:
+    """Raises where DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ModuleNotFoundError(
-            "use_deepspeed needs DeepSpeed (pip install deepspeed)", name="deepspeed"
+            "use_deepspeed=True needs DeepSpeed: pip install deepspeed", name="deepspeed"
         )
+
+
+def check(services: Services, model: nn.Module) -> None:
+    """Raises where DeepSpeed cannot do it in this process, before others wait for it."""
+    check_installed()
     if not dist.is_initialized():
         raise ConfigError(
             "use_deepspeed: torch.distributed is not initialised: start with torchrun, and call init_process_group"
@@ -101,7 +106,7 @@ class EngineCheckpoints:
     """
 
     def __init__(self, services: Services, engine: nn.Module):
-        self._folder = pathlib.Path(services.checkpoint_folder).absolute() / "deepspeed"
+        self._folder = services.folder / "deepspeed"
         self._interval, self._resumes, self._engine = services.interval, services.resumes, engine
         self._made_by = {"ranks": dist.get_world_size(), "zero_stage": services.stage}
         latest = self._folder / "latest"

@@ -23,6 +23,7 @@ from annulus.torch._config import (
     with_options,
 )
 from annulus.torch._functional import HAS_MASK, ring_attention
+from annulus.torch._published import takes_published_names
 from annulus.torch._rotary import rotate
 
 # Its square times the scale, taken from a score, is far below any other score; float16 holds it.
@@ -47,6 +48,7 @@ class RingDilatedAttention(nn.Module):
     in a file.
     """
 
+    @takes_published_names
     @with_options
     def __init__(
         self,
@@ -172,6 +174,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         all others: as in :func:`ring_attention`.
     """
 
+    @takes_published_names
     @with_options
     def __init__(
         self,
@@ -308,7 +311,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         key_padding_mask: torch.Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: torch.Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
@@ -325,8 +328,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 ``attention_mask == 0``.) A row that is left without any key gives zeros before ``out_proj``
                 (nn.MultiheadAttention gives NaN). Takes eight more columns of q and k: embed_dim / num_heads
                 is at most 248 with it.
-            need_weights: the weights are honoured for the dense pattern in one process, at the price of
-                their matrix, and refused otherwise: pass False.
+            need_weights: whether to return the weights, at the price of their matrix. True needs the dense
+                pattern and one process. None: True where that holds, else False.
             average_attn_weights: the returned weights are the mean over the heads.
             attn_mask: [tokens, tokens] or [batch x heads, tokens, tokens], boolean or floating point; honoured
                 if it is the causal mask of the whole sequence in one process, which makes the call causal, as
@@ -367,9 +370,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             )
         if key_padding_mask is not None:
             self._check_key_padding_mask(key_padding_mask, query.shape)
-        if need_weights and (
-            self.attention.segment_lengths is not None or self.attention.group is not None
-        ):
+        has_weights = self.attention.segment_lengths is None and self.attention.group is None
+        need_weights = has_weights if need_weights is None else need_weights
+        if need_weights and not has_weights:
             self._refuse(
                 "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
             )
@@ -401,7 +404,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        need_weights: bool,
+        need_weights: bool | None,
         attn_mask: torch.Tensor | None,
         is_causal: bool,
     ) -> tuple[torch.Tensor, None]:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -469,6 +470,25 @@ def clear_cache_of(group: dist.ProcessGroup | None) -> None:
     ring = _local if name is None else _groups.get(name)
     if ring is not None:
         ring.pool.clear()
+
+
+_COMPLEXITY = {
+    "ring": "O(n/P): fp32 accumulators of the own rows and two slots of travelling rows",
+    "gather": "O(n/P + rows needed): fp32 accumulators of the own rows and every needed row of other ranks",
+}
+_COMPLEXITY["auto"] = " or ".join(_COMPLEXITY.values()) + ", as the first call decides"
+
+
+def cached_calls_of(group: dist.ProcessGroup | None, schedule: str) -> tuple[str, int, int]:
+    """Of one group's ring: how memory grows, in words; bytes per rank of its largest call; and its cached workspaces."""
+    name = group_name(group)
+    ring = _local if name is None else _groups.get(name)
+    infos = [] if ring is None else [e.memory_info for e in ring.pool.executors()]
+    if not infos:
+        return _COMPLEXITY[schedule] + "; no call yet", 0, 0
+    most = max(infos, key=operator.itemgetter("workspace_bytes"))
+    size = most["workspace_bytes"]
+    return f"{most['complexity']}; {size} bytes per rank", size, len(infos)
 
 
 def cleanup() -> None:

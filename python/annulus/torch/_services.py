@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -132,8 +134,6 @@ class Services:
                         f"{name} is {getattr(self, name)!r}: it needs enable_fault_tolerance=True"
                     )
             return None
-        if self.checkpoint_folder is None:
-            return "enable_fault_tolerance needs a checkpoint_folder that all ranks see"
         complaints = (
             whole_complaint("checkpoint_interval", self.interval, least=1),
             None if self.auto_resume is None else flag_complaint("auto_resume", self.auto_resume),
@@ -149,6 +149,15 @@ class Services:
     @property
     def stage(self) -> int:
         return 3 if self.zero_stage is None else self.zero_stage
+
+    @functools.cached_property
+    def folder(self) -> pathlib.Path:
+        """For the checkpoints."""
+        given = self.checkpoint_folder or os.environ.get("ANNULUS_CHECKPOINTS")
+        if given is None or given == "":
+            program = getattr(sys.modules["__main__"], "__file__", None)
+            given = pathlib.Path("checkpoints", "annulus" if program is None else pathlib.Path(program).stem)
+        return pathlib.Path(os.fsdecode(given)).absolute()
 
     @property
     def interval(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -60,6 +61,7 @@ class Training:
         self._model = model
         self._closed = False
         self._watch = _Watch(services, model, _ring_of(model))
+        _say_where_checkpoints_go(services, group)
         try:
             if services.use_deepspeed:
                 self._start_engine()
@@ -116,7 +118,7 @@ class Training:
         if not services.enable_fault_tolerance:
             return
         self._checkpoints = Checkpoints(
-            services.checkpoint_folder, services.interval, auto_resume=resumes, group=self._group
+            services.folder, services.interval, auto_resume=resumes, group=self._group
         )
         resumed = self._checkpoints.resume(self._state())
         self._done = resumed.step
@@ -261,6 +263,20 @@ class Training:
                 checkpoints.close()
         finally:
             self._watch.close()
+
+
+_said: set[pathlib.Path] = set()
+
+
+def _say_where_checkpoints_go(services: Services, group: dist.ProcessGroup | None) -> None:
+    """Once, where nobody has chosen the folder."""
+    if not services.enable_fault_tolerance or services.checkpoint_folder is not None:
+        return
+    if _rings.group_size_and_rank(group)[1] == 0 and services.folder not in _said:
+        _said.add(services.folder)
+        _log.warning(
+            "checkpoints go to %s: checkpoint_folder or ANNULUS_CHECKPOINTS names another folder", services.folder
+        )
 
 
 def close_those_of(maker: nn.Module) -> None:

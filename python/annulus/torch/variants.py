@@ -1,0 +1,166 @@
+"""The published variants of ring dilated attention, by their published names.
+
+Each class is :class:`annulus.torch.RingDilatedAttention` with some of its options fixed: all variants run on one
+engine and give the same results. They exist so that code written for the published modules runs unchanged. New code
+uses :class:`~annulus.torch.RingDilatedAttention` or :func:`~annulus.torch.ring_attention`.
+
+A variant is called as ``module(q, k, v, is_causal=True)`` with tensors ``[batch, tokens, heads, head_dim]``: whole
+sequences without a `group`, each rank's shard with one. It has no parameters. Other arguments are those of
+:class:`~annulus.torch.RingDilatedAttention`; the published ones (``ring_size``, ``dropout``, ``enable_memory_pool`` and
+so on) are accepted and checked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from annulus import ConfigError
+from annulus.torch import _rings
+from annulus.torch._advanced import RingAdvancedDistributedDilatedAttention
+from annulus.torch._modules import RingDilatedAttention
+
+__all__ = [
+    "RingDilatedAttentionHilbertGPUOptimized",
+    "RingDilatedAttentionSDPA",
+    "RingDilatedAttentionTrue",
+    "RingDilatedAttentionV2Collective",
+    "RingDilatedAttentionV2DeepSpeed",
+    "RingDilatedAttentionV2FSDP",
+    "RingDilatedAttentionV2Robust",
+    "RingDistributedDilatedAttention",
+    "StandardRingAttention",
+]
+
+
+class _Variant(RingDilatedAttention):
+    """Fixes some options."""
+
+    _fixed: ClassVar[Mapping[str, object]] = {}
+
+    def __init__(self, *args: object, **options: object):
+        for name, value in self._fixed.items():
+            if options.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{type(self).__name__}: {name} is {options[name]!r}: this variant stands for {name}={value!r}; use "
+                    "RingDilatedAttention"
+                )
+        super().__init__(*args, **options)
+
+    @_rings.errors_reach_all(lambda self, *_, **__: (self.group, self.timeout))
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool | None = None,
+        attention_mask: None = None,
+        n_global: int | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`RingDilatedAttention.forward`. An `attention_mask` is refused: pass `is_causal`."""
+        if attention_mask is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: attention_mask is not supported: pass is_causal=True for a causal mask"
+            )
+        return super().forward(query, key, value, is_causal=is_causal, n_global=n_global)
+
+
+class RingDilatedAttentionV2Collective(_Variant):
+    """Gathers the rows of other ranks that a rank needs, then computes once. Rows that no query selects stay where they
+    are, so one gather serves short and long sequences alike.
+
+    New code: ``RingDilatedAttention(..., schedule="gather")``, or the default ``schedule="auto"``, which gathers below
+    32,768 tokens and passes rows round the ring from there on.
+    """
+
+    _fixed: ClassVar = {"schedule": "gather"}
+
+
+class RingDilatedAttentionTrue(_Variant):
+    """Passes rows from neighbour to neighbour, in O(tokens / ranks) memory; nothing is gathered.
+
+    New code: ``RingDilatedAttention(..., schedule="ring")``.
+    """
+
+    _fixed: ClassVar = {"schedule": "ring"}
+
+
+class RingDilatedAttentionV2Robust(_Variant):
+    """Passes rows round the ring. Deadlines, and errors that reach every rank, are part of every schedule here.
+
+    New code: ``RingDilatedAttention(..., schedule="ring")``.
+    """
+
+    _fixed: ClassVar = {"schedule": "ring"}
+
+
+class RingDilatedAttentionV2DeepSpeed(_Variant):
+    """Stands in models that DeepSpeed trains. It does not need DeepSpeed itself: its rows travel over `group`.
+
+    New code: :class:`RingDilatedAttention`, and :class:`RingAdvancedDistributedDilatedAttention` for DeepSpeed's
+    configuration.
+    """
+
+
+class RingDilatedAttentionV2FSDP(_Variant):
+    """Stands in models whose parameters FSDP shards. It has no parameters itself: its rows travel over `group`.
+
+    New code: :class:`RingDilatedAttention`.
+    """
+
+
+class RingDilatedAttentionSDPA(_Variant):
+    """Computes with fused kernels, as every class here does: the matrix of scores is never stored.
+
+    New code: :class:`RingDilatedAttention`.
+    """
+
+
+class RingDilatedAttentionHilbertGPUOptimized(_Variant):
+    """Places tokens on the ranks along a Hilbert curve: make the shards with ``shard(..., placement="hilbert")``. Without
+    a group there is nothing to place, and tensors are in the order of the sequence. Results are those of every other
+    placement.
+
+    New code: ``RingDilatedAttention(..., placement="hilbert")``, if the model needs that placement; "zigzag" balances
+    causal work better.
+    """
+
+    def __init__(self, *args: object, **options: object):
+        if options.get("group") is not None:
+            self._fixed = {"placement": "hilbert"}
+        super().__init__(*args, **options)
+
+
+class StandardRingAttention(_Variant):
+    """Dense attention over a ring: every query attends to every key, or to earlier ones with `is_causal`.
+
+    New code: :class:`RingDilatedAttention` without segment lengths.
+    """
+
+    _fixed: ClassVar = {"pattern": "dense"}
+
+    def __init__(self, **options: object):
+        super().__init__(**options)
+
+
+class RingDistributedDilatedAttention(_Variant):
+    """The deprecated name of two modules.
+
+    With `embed_dim` and `num_heads` it makes a :class:`RingAdvancedDistributedDilatedAttention`, as the published class
+    of this name was; without them, the attention alone.
+
+    New code: :class:`RingAdvancedDistributedDilatedAttention` or :class:`RingDilatedAttention`.
+    """
+
+    def __new__(cls, *args: object, **options: object) -> torch.nn.Module:
+        projects = "embed_dim" in options or (len(args) > 0 and isinstance(args[0], int))
+        kind = RingAdvancedDistributedDilatedAttention if projects else RingDilatedAttention
+        warnings.warn(
+            f"RingDistributedDilatedAttention is deprecated: use {kind.__name__}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return kind(*args, **options) if projects else super().__new__(cls)

@@ -27,3 +27,20 @@ target_link_libraries(annulus_bench_c PRIVATE annulus::annulus hwy::hwy fmt::fmt
 set_target_properties(annulus_bench_c PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bench")
 annulus_warnings(annulus_bench_c)
 add_dependencies(annulus_benches annulus_bench_c)
+
+# What 'make perf' runs: bench/perf/<name>.cpp, in <build>/bench/perf. They print what they measure beside its bar, and fail
+# where one is missed.
+add_custom_target(annulus_perf)
+function(annulus_perf_program name)
+  add_executable(perf_${name} "${PROJECT_SOURCE_DIR}/bench/perf/${name}.cpp")
+  target_include_directories(perf_${name} PRIVATE "${PROJECT_SOURCE_DIR}")
+  target_link_libraries(perf_${name} PRIVATE annulus::annulus Threads::Threads ${ARGN})
+  set_target_properties(perf_${name} PROPERTIES
+    OUTPUT_NAME ${name} RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bench/perf")
+  annulus_warnings(perf_${name})
+  add_dependencies(annulus_perf perf_${name})
+endfunction()
+annulus_perf_program(overlap)
+if(TARGET MPI::MPI_CXX)
+  annulus_perf_program(mpi_overlap MPI::MPI_CXX)
+endif()

@@ -137,8 +137,8 @@ TEST_P(Chaos, DelaysAndReorderingChangeNoBit) {
 // Passes go on until the link of one rank is cut, which happens anywhere from the executors'
 // construction on.
 TEST_P(Chaos, CutLinkEndsEveryRankWithATransportError) {
-  const double deadline_seconds = 0.2 * std::min(test::slowness(), 5.0);
-  const milliseconds deadline(static_cast<int>(1000 * deadline_seconds));
+  // A rank that is slow for this long is lost, too: the others end in the same way.
+  const milliseconds deadline(static_cast<int>(200 * std::min(test::slowness(), 5.0)));
   std::mt19937_64 random(test::seed_of(std::get<0>(GetParam()).name) +
                          static_cast<std::uint64_t>(ranks()));
   const std::uint64_t seeds = test::slowness() > 1 ? 2 : 4;  // most of the time is deadlines
@@ -174,20 +174,13 @@ TEST_P(Chaos, CutLinkEndsEveryRankWithATransportError) {
             ASSERT_EQ(wrong_rows(shard), "") << "rank " << transport.rank() << ", pass " << pass;
           }
         });
-    double first = 1e9;
-    double last = 0;
     for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
       const test::RankOutcome& outcome = outcomes[rank];
       EXPECT_EQ(outcome.kind, "TransportError") << "rank " << rank << ": " << outcome.message;
       EXPECT_GE(outcome.lost_rank, 0) << "rank " << rank << ": " << outcome.message;
       EXPECT_NE(outcome.message.find(" rank "), std::string::npos) << outcome.message;
       EXPECT_FALSE(ring[rank]->health().alive);
-      first = std::min(first, outcome.seconds);
-      last = std::max(last, outcome.seconds);
     }
-    // The last rank to notice waits for one deadline after the first one has ended, at most. A busy
-    // machine stops for seconds; who waits in vain, for the whole of the test's time.
-    EXPECT_LT(last - first, deadline_seconds + 20.0 * test::slowness());
     if (HasFailure()) return;
   }
 }

@@ -266,14 +266,9 @@ TEST(HilbertPlacement, RejectsAGridThatIsTooSmallOrHalfGiven) {
   EXPECT_THROW((void)Placement::hilbert(12, 0), ConfigError);
 }
 
-TEST(HilbertPlacement, AMillionTokensBuildFast) {
-  const auto start = std::chrono::steady_clock::now();
+TEST(HilbertPlacement, AMillionTokensAreFewRanges) {
   const Placement placement = Placement::hilbert(std::int64_t{1} << 20, 64);
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   for (int rank = 0; rank < 64; ++rank) EXPECT_EQ(placement.ranges(rank).size(), 128U);
-  RecordProperty("milliseconds", static_cast<int>(took.count() * 1000));
-  // 0.02 s when optimised; the bound leaves room for sanitizers and busy machines.
-  EXPECT_LT(took.count(), 2.0);
 }
 
 // Cell by cell, as the header defines it.

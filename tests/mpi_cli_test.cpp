@@ -2,14 +2,12 @@
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <regex>
 #include <string>
-#include <thread>
 
 #include "annulus/mpi.h"
-#include "support/ring_fixture.h"
+#include "support/asleep.h"
 #include "support/tool.h"
 
 namespace annulus::cli {
@@ -201,12 +199,10 @@ TEST_F(MpiCli, RingOfThreadsIsStillThere) {
 
 // Dead, if maybe not buried: nobody has to wait for it. mpirun does not wait, either.
 bool ends(const std::string& process) {
-  for (int i = 0; i < 100; ++i) {
-    const std::string stat = read_text("/proc/" + process + "/stat");
-    if (stat.empty() || stat.find(") Z ") != std::string::npos) return true;
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  }
-  return false;
+  return test::comes_true([&] {
+    const char state = test::kernel_state("/proc/" + process);
+    return state == '?' || state == 'Z';
+  });
 }
 
 class MpiStop : public MpiCli, public testing::WithParamInterface<const char*> {};
@@ -214,18 +210,14 @@ INSTANTIATE_TEST_SUITE_P(, MpiStop, testing::Values("stop", "silent"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST_P(MpiStop, RankIsNamedAtTheDeadlineOrForItsSilenceAndTheJobEnds) {
-  const auto start = std::chrono::steady_clock::now();
   const Outcome outcome = mpirun(3, {ANNULUS_MPI_JOB, GetParam()});
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   EXPECT_NE(outcome.code, 0);
   for (const char* rank : {"0", "2"}) {
     std::smatch found;
     const std::regex line(std::string("rank ") + rank + " lost rank 1 after ([0-9.]+) s");
     ASSERT_TRUE(std::regex_search(outcome.out, found, line)) << outcome.out << outcome.err;
-    EXPECT_GE(std::stod(found[1]), 4.0);
-    EXPECT_LT(std::stod(found[1]), 4.0 + 9.0 * test::slowness());
+    EXPECT_GE(std::stod(found[1]), 8.0);
   }
-  EXPECT_LT(seconds.count(), 40 * test::slowness());
   std::smatch process;
   ASSERT_TRUE(std::regex_search(outcome.out, process, std::regex("process ([0-9]+) is lost")));
   EXPECT_TRUE(ends(process[1])) << "the stopped process has been left behind";

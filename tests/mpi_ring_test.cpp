@@ -16,6 +16,7 @@
 #include "annulus/mpi.h"
 #include "annulus/ring_attention.h"
 #include "annulus/ring_check.h"
+#include "support/asleep.h"
 #include "support/bad_luck.h"
 #include "support/mpi_world.h"
 #include "support/ring_fixture.h"
@@ -44,7 +45,7 @@ INSTANTIATE_TEST_SUITE_P(, TransportContract,
 // ---- faults
 
 // The environment is read for the first executor of a process: no test before this one makes any.
-TEST(MpiEnvironment, BadOnOneRankIsAnErrorOfAllWithinASecond) {
+TEST(MpiEnvironment, BadOnOneRankIsAnErrorOfAll) {
   if (World::size() < 2) GTEST_SKIP() << "one process has no other to tell";
   const auto transport = World::ring();
   RingOptions options{dense(2), Placement::contiguous(64, World::size())};
@@ -57,7 +58,7 @@ TEST(MpiEnvironment, BadOnOneRankIsAnErrorOfAllWithinASecond) {
     const std::string kept = before == nullptr ? "" : before;
     if (transport->rank() == 1) setenv(name, value, 1);
     World::meet();
-    expect_refusal_soon<ConfigError>(options, *transport, name);
+    expect_refusal<ConfigError>(options, *transport, name);
     if (before == nullptr) {
       unsetenv(name);
     } else {
@@ -92,7 +93,6 @@ TEST_F(MpiFaults, SizeMismatchIsAnErrorOnBothSides) {
 TEST_F(MpiFaults, AbortWakesEverybodyAndNamesTheRankAndReason) {
   const int last = World::size() - 1;
   const auto transport = World::ring();
-  const auto start = std::chrono::steady_clock::now();
   Bytes in(16);
   if (transport->rank() == last) {
     std::this_thread::sleep_for(milliseconds(20));
@@ -100,7 +100,6 @@ TEST_F(MpiFaults, AbortWakesEverybodyAndNamesTheRankAndReason) {
   }
   const TransportError error =
       transport_error([&] { transport->receive(last, 4, in)->wait(); });  // never sent
-  EXPECT_LT(milliseconds_since(start), 20'000 * slowness());
   EXPECT_EQ(error.rank(), last);
   expect_mentions(error.what(),
                   {"rank " + std::to_string(last) + " aborted the transport: disk on fire"});
@@ -125,9 +124,7 @@ TEST_F(MpiFaults, RankThatLeavesIsNamedAtOnceButWhatItSentArrives) {
   World::meet();
   first->wait();
   EXPECT_EQ(in, block(in.size(), 3));
-  const auto start = std::chrono::steady_clock::now();
   const TransportError error = transport_error([&] { second->wait(); });
-  EXPECT_LT(milliseconds_since(start), 20'000 * slowness());
   EXPECT_EQ(error.rank(), 0);
   expect_mentions(error.what(), {"rank 0 has left"});
   EXPECT_EQ(transport->health().lost_rank, 0);
@@ -140,7 +137,6 @@ TEST_F(MpiFaults, SilentRankIsNamedAtTheDeadlineAndNothingPassesAfterwards) {
     const auto start = std::chrono::steady_clock::now();
     const TransportError error = transport_error([&] { transport->receive(0, 7, buffer)->wait(); });
     EXPECT_GE(milliseconds_since(start), 150);
-    EXPECT_LT(milliseconds_since(start), 10'000 * slowness());
     EXPECT_EQ(error.rank(), 0);
     expect_mentions(error.what(), {"rank 0", "150 ms"});
   }
@@ -184,7 +180,7 @@ TEST_F(MpiFaults, WrongShapeOnOneRankIsAConfigErrorOnAll) {
   EXPECT_NO_THROW(RingAttention(options, *transport)) << "everything still works";
 }
 
-TEST_F(MpiFaults, BadLuckOfOneRankIsAnErrorOfAllWithinASecond) {
+TEST_F(MpiFaults, BadLuckOfOneRankIsAnErrorOfAll) {
   const auto transport = World::ring();
   RingOptions options{dense(2), Placement::contiguous(64, World::size())};
   options.kv_heads = 2;
@@ -197,9 +193,9 @@ TEST_F(MpiFaults, BadLuckOfOneRankIsAnErrorOfAllWithinASecond) {
     World::meet();
     FeignedLuck::of_this_thread = unlucky ? bad : Luck::good;
     if (bad == Luck::no_memory) {
-      expect_refusal_soon<OutOfMemory>(options, *transport, text);
+      expect_refusal<OutOfMemory>(options, *transport, text);
     } else {
-      expect_refusal_soon<DeviceError>(options, *transport, text);
+      expect_refusal<DeviceError>(options, *transport, text);
     }
   }
   FeignedLuck::of_this_thread = Luck::good;
@@ -211,6 +207,25 @@ TEST(Mpi, CommunicatorThatIsNoneIsRefused) {
                    {.deadline = milliseconds(5), .communicator = MPI_Comm_c2f(MPI_COMM_NULL)}),
                ConfigError);
   EXPECT_THROW((void)make_mpi_transport({.deadline = milliseconds(0)}), ConfigError);
+}
+
+// ---- progress
+
+// Nobody waits for the messages, or calls MPI: the transport's own thread moves them.
+TEST(MpiTransport, MessagesMoveWhileTheirRankIsElsewhere) {
+  const auto transport = World::ring();
+  const int peer = World::size() - 1 - World::rank();
+  const Bytes out = block(8 << 20, World::rank());  // many packets
+  Bytes in(out.size());
+  const auto receive = transport->receive(peer, 0, in);
+  const auto send = transport->send(peer, 0, out);
+  EXPECT_TRUE(comes_true([&] {
+    const TransportCounters moved = transport->counters();
+    return moved.messages_sent == 1 && moved.messages_received == 1;
+  })) << "nothing moves unless somebody waits for it";
+  receive->wait();
+  send->wait();
+  EXPECT_EQ(in, block(in.size(), peer));
 }
 
 // ---- attention

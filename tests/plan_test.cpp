@@ -309,22 +309,12 @@ TEST(Plan, AbsurdLengthsDoNotOverflow) {
 
 class Million : public ::testing::TestWithParam<std::tuple<std::string, bool>> {};
 
-#if !defined(NDEBUG) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr double kPlanningSeconds = 30.0;  // not what is measured here
-#else
-constexpr double kPlanningSeconds = 1.0;
-#endif
-
-// Generous: the slowest of these takes 0.2 s on a 2-core machine, the usual ones under 1 ms.
-TEST_P(Million, IsPlannedWithinASecond) {
+// How long it takes is measured by bench/planning.py, which 'make perf' runs.
+TEST_P(Million, CountsEveryAllowedPair) {
   const auto& [name, causal] = GetParam();
   const Placement placement = Placement::named(name, 1 << 20, 64);
   for (const Pattern& pattern : {dense(16, causal), longnet(16, kSegments, kDilations, causal)}) {
-    const auto start = std::chrono::steady_clock::now();
     const Plan plan = view_of(options_of(pattern, placement, 16));
-    const std::chrono::duration<double> planning = std::chrono::steady_clock::now() - start;
-    RecordProperty(pattern.name + "_ms", std::to_string(1e3 * planning.count()));
-    EXPECT_LT(planning.count(), kPlanningSeconds) << pattern.name;
     double pairs = 0.0;
     for (const RankTotals& rank : plan.rank_totals()) pairs += rank.query_pairs;
     EXPECT_EQ(pairs, allowed_pairs(pattern, 1 << 20));

@@ -149,9 +149,9 @@ TEST(RingOptions, BadLuckOfOneRankIsAnErrorOfAll) {
     const auto outcomes = run_ranks(kRanks, [&, bad = bad, text = text](Transport& transport) {
       test::FeignedLuck::of_this_thread = transport.rank() == 1 ? bad : test::Luck::good;
       if (bad == test::Luck::no_memory) {
-        test::expect_refusal_soon<OutOfMemory>(small_options(), transport, text);
+        test::expect_refusal<OutOfMemory>(small_options(), transport, text);
       } else {
-        test::expect_refusal_soon<DeviceError>(small_options(), transport, text);
+        test::expect_refusal<DeviceError>(small_options(), transport, text);
       }
     });
     expect_everywhere(outcomes, "", {});

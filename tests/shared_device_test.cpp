@@ -1,9 +1,11 @@
 #include "transport/shared_device.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -15,6 +17,7 @@
 #include "annulus/in_process.h"
 #include "annulus/ring_attention.h"
 #include "annulus/ring_check.h"
+#include "support/asleep.h"
 #include "support/gate.h"
 #include "support/late_backend.h"
 #include "support/ring_fixture.h"
@@ -216,11 +219,10 @@ TEST(SharedDevice, QueuesDoNotWaitForAProcessThatWasKilled) {
                                      dies ? Event(std::make_shared<test::Gate>()) : Event());
     ticket->wait(*queue);
     if (dies) kill(getpid(), SIGKILL);
-    const auto start = std::chrono::steady_clock::now();
     queue->record().wait();
-    require(test::milliseconds_since(start) < 2000 * test::slowness(), "that took too long");
     const Health health = shared->health();
     require(!health.alive && health.lost_rank == 1, "health: " + health.reason);
+    require(health.reason.find("has ended") != std::string::npos, health.reason);
     try {
       shared->check();
     } catch (const TransportError& error) {
@@ -242,12 +244,11 @@ TEST(SharedDevice, HostsDoNotWaitForAProcessThatWasKilled) {
       std::this_thread::sleep_for(milliseconds(50));
       kill(getpid(), SIGKILL);
     }
-    const auto start = std::chrono::steady_clock::now();
     const Message message{control.rank() == 0 ? Way::receive : Way::send, 1, 3, &region, 0, 1000};
     const TransportError error =
         test::transport_error([&] { shared->post(std::span(&message, 1), Event())->wait(); });
     require(error.rank() == 1, error.what());
-    require(test::milliseconds_since(start) < 2000 * test::slowness(), "that took too long");
+    require(std::string(error.what()).find("timed out") == std::string::npos, error.what());
   });
   EXPECT_EQ(ends, (std::vector<int>{0, kKilled, 0}));
 }
@@ -255,7 +256,11 @@ TEST(SharedDevice, HostsDoNotWaitForAProcessThatWasKilled) {
 // Rank 0 has begun to copy from rank 2, which dies before its device gets to it. A host that waits
 // for rank 1's message, next in the same queue, waits for that of rank 2, too.
 TEST(SharedDevice, HostsDoNotWaitForEarlierMessagesOfAProcessThatWasKilled) {
-  const auto ends = run_processes(3, [](SocketTransport& control) {
+  // What the processes see of each other beside the ring: the host of rank 0.
+  auto* const host = static_cast<std::atomic<pid_t>*>(
+      mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(host, MAP_FAILED);
+  const auto ends = run_processes(3, [host](SocketTransport& control) {
     const auto shared = connect(control);
     const Memory memory = test::make_late_sharing()->allocate(2000, "rows");
     const Region region = shared->expose(memory.span(), Device{}, test::make_late_queue());
@@ -263,19 +268,15 @@ TEST(SharedDevice, HostsDoNotWaitForEarlierMessagesOfAProcessThatWasKilled) {
       const Message message{Way::send, 0, 3, &region, 0, 1000};
       return shared->post(std::span(&message, 1), after);
     };
-    const auto pause = [](int times) {
-      std::this_thread::sleep_for(milliseconds(static_cast<int>(100 * times * test::slowness())));
-    };
     if (control.rank() == 2) {
       const auto ticket = send(Event(std::make_shared<test::Gate>()));
       const auto queue = test::make_late_queue();
       ticket->wait(*queue);  // until rank 0 has taken it
-      pause(4);
+      require(test::comes_true([&] { return *host != 0; }), "rank 0 never waits");
+      std::this_thread::sleep_for(milliseconds(200));  // so that it waits already, or it soon will
       kill(getpid(), SIGKILL);
     }
-    pause(1);
     if (control.rank() == 1) {
-      pause(1);
       try {
         send(Event())->wait();
       } catch (const TransportError&) {  // the ring has ended before it was copied
@@ -285,9 +286,12 @@ TEST(SharedDevice, HostsDoNotWaitForEarlierMessagesOfAProcessThatWasKilled) {
     const Message first{Way::receive, 2, 3, &region, 0, 1000};
     const Message second{Way::receive, 1, 3, &region, 1000, 1000};
     const auto not_waited_for = shared->post(std::span(&first, 1), Event());
-    shared->post(std::span(&second, 1), Event())->wait();
+    const auto waited_for = shared->post(std::span(&second, 1), Event());
+    *host = getpid();
+    waited_for->wait();
     require(!shared->health().alive, "nobody misses rank 2");
   });
+  munmap(host, 4096);
   EXPECT_EQ(ends, (std::vector<int>{0, 0, kKilled}));
 }
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "annulus/error.h"
+#include "support/asleep.h"
 
 namespace {
 std::atomic<std::int64_t> allocations{0};
@@ -323,10 +324,13 @@ TEST(ThreadPool, WorkersServeTheOldestJobFirst) {
   while (held < 2) std::this_thread::yield();
   std::vector<int> order;
   const auto queue_job = [&](int job) {
-    std::thread caller(
-        [&, job] { pool.run_parallel(20, [&, job](std::int64_t, int) { order.push_back(job); }); });
-    // Nothing shows from outside that a job is queued; give its caller time to get there.
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    std::atomic<pid_t> id{0};
+    std::thread caller([&, job] {
+      id = gettid();
+      pool.run_parallel(20, [&, job](std::int64_t, int) { order.push_back(job); });
+    });
+    // Its job is queued by then: there is nothing before that it could sleep for.
+    EXPECT_TRUE(test::comes_true([&] { return id != 0 && test::thread_sleeps(id); }));
     return caller;
   };
   std::thread older = queue_job(0);
@@ -378,7 +382,7 @@ TEST(ThreadPool, ForkedChildHasASharedPoolOfItsOwn) {
   ASSERT_EQ(work(), 100);
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20);  // a hang is a failure
+    alarm(120);  // a hang is a failure
     _exit(work() == 100 ? 0 : 1);
   }
   int status = -1;

@@ -57,7 +57,6 @@ TEST(Transport, MessageMovesWhenItsSecondSideComes) {
 
 TEST(Transport, RankThatLeavesFailsThoseWhoWaitForIt) {
   auto ring = make_in_process_ring(3);
-  const auto start = Clock::now();
   std::thread waiting([&] {
     Bytes in(16);
     const auto receive = ring[0]->receive(1, 4, in);
@@ -70,7 +69,6 @@ TEST(Transport, RankThatLeavesFailsThoseWhoWaitForIt) {
   waiting.join();
   const auto later = ring[2]->send(1, 4, {});
   expect_mentions(transport_error([&] { later->wait(); }), {"rank 1 has left"});
-  EXPECT_LT(milliseconds_since(start), 5000);
 }
 
 TEST(Transport, RankThatFinishesFirstHarmsNobody) {
@@ -98,33 +96,37 @@ TEST(Transport, TransferMayOutliveItsTransport) {
 }
 
 TEST(Transport, RateLimitSerialisesEachOutgoingLink) {
-  // A machine that stops for a moment makes it later than it is: once in time is enough.
-  bool in_time = false;
-  for (int attempt = 0; attempt < 5 && !in_time; ++attempt) {
-    // 10 kB at 50 kB/s: 200 ms per message, 400 ms for two on one link.
-    auto ring = make_in_process_ring(3, {.bytes_per_second = 5e4});
-    const Bytes out = block(10'000, 1);
-    Bytes in1(10'000);
-    Bytes in2(10'000);
-    Bytes in0(10'000);
-    const auto start = Clock::now();
-    const auto send1 = ring[0]->send(1, 0, out);
-    const auto send2 = ring[0]->send(2, 0, out);
-    const auto other_link = ring[1]->send(0, 0, out);
-    const auto receive1 = ring[1]->receive(0, 0, in1);
-    const auto receive2 = ring[2]->receive(0, 0, in2);
-    const auto receive0 = ring[0]->receive(1, 0, in0);
-    const double posted = milliseconds_since(start);
-    receive0->wait();
-    EXPECT_GE(milliseconds_since(start), 200);
-    receive1->wait();
-    const double two_links = milliseconds_since(start);
-    receive2->wait();
-    EXPECT_GE(milliseconds_since(start), 400);
-    EXPECT_EQ(in2, out);
-    in_time = posted < 150 && two_links < 380 && milliseconds_since(start) < 1500;
-  }
-  EXPECT_TRUE(in_time) << "posting blocks, or links of two ranks share one limit";
+  // 10 kB at 50 kB/s: 200 ms per message, 400 ms for two on one link.
+  auto ring = make_in_process_ring(3, {.bytes_per_second = 5e4});
+  const Bytes out = block(10'000, 1);
+  Bytes in1(10'000);
+  Bytes in2(10'000);
+  const auto start = Clock::now();
+  const auto send1 = ring[0]->send(1, 0, out);
+  const auto send2 = ring[0]->send(2, 0, out);
+  const auto receive1 = ring[1]->receive(0, 0, in1);
+  const auto receive2 = ring[2]->receive(0, 0, in2);
+  receive1->wait();
+  EXPECT_GE(milliseconds_since(start), 200);
+  receive2->wait();
+  EXPECT_GE(milliseconds_since(start), 400);
+  EXPECT_EQ(in2, out);
+}
+
+// Rank 0's link is busy for three hours. Whoever posts does not wait for it, nor does rank 1's.
+TEST(Transport, RateLimitHoldsUpNeitherThePosterNorOtherLinks) {
+  auto ring = make_in_process_ring(2, {.bytes_per_second = 1000});
+  const Bytes large = block(10'000'000, 1);
+  const Bytes small = block(10, 2);
+  Bytes large_in(large.size());
+  Bytes small_in(small.size());
+  const auto hours = ring[0]->send(1, 0, large);
+  const auto hours_in = ring[1]->receive(0, 0, large_in);
+  const auto send = ring[1]->send(0, 0, small);
+  const auto receive = ring[0]->receive(1, 0, small_in);
+  EXPECT_NO_THROW(receive->wait());
+  EXPECT_NO_THROW(send->wait());
+  EXPECT_EQ(small_in, small);
 }
 
 TEST(Transport, AbortWakesThoseWhoWaitForASlowLink) {
@@ -133,14 +135,12 @@ TEST(Transport, AbortWakesThoseWhoWaitForASlowLink) {
   Bytes in(100);
   const auto send = ring[0]->send(1, 0, out);
   const auto receive = ring[1]->receive(0, 0, in);
-  const auto start = Clock::now();
   std::thread aborting([&] {
     std::this_thread::sleep_for(milliseconds(30));
     ring[0]->abort("enough");
   });
   expect_mentions(transport_error([&] { receive->wait(); }), {"rank 0 aborted", "enough"});
   aborting.join();
-  EXPECT_LT(milliseconds_since(start), 5000);
 }
 
 TEST(Transport, SlowLinkCanMissTheDeadline) {
@@ -279,8 +279,7 @@ TEST(RunInProcess, AbortWithoutAnExceptionSurfacesThroughItsEchoes) {
   expect_mentions(error, {"[rank 1/2]", "rank 0 aborted", "stop"});
 }
 
-TEST(RunInProcess, RankThatReturnsEarlyIsFoundSoon) {
-  const auto start = Clock::now();
+TEST(RunInProcess, RankThatReturnsEarlyIsMissed) {
   const TransportError error = transport_error([] {
     run_in_process(3, [](Transport& transport) {
       if (transport.rank() == 2) return;
@@ -288,7 +287,7 @@ TEST(RunInProcess, RankThatReturnsEarlyIsFoundSoon) {
     });
   });
   EXPECT_EQ(error.rank(), 2);
-  EXPECT_LT(milliseconds_since(start), 5000);
+  expect_mentions(error, {"rank 2 has left"});
 }
 
 TEST(RunInProcess, PassesOnExceptionsOfAnyType) {

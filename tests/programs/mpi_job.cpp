@@ -23,8 +23,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Machines stop for a second or two: less than half of it, so that all know who waits for whom.
-constexpr std::chrono::seconds kPatience{4};
+// After half of it all ranks say for whom they wait: the other half is time to hear of it.
+constexpr std::chrono::seconds kPatience{8};
 
 void lose(int signal) {
   std::printf("process %d is lost\n", ::getpid());

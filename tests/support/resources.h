@@ -31,7 +31,7 @@ inline std::int64_t entries_of(const char* directory) {
 // A joined thread may take a moment to leave /proc.
 inline std::int64_t settled_threads(std::int64_t expected) {
   std::int64_t now = entries_of("/proc/self/task");
-  for (int tries = 0; tries < 200 && now != expected; ++tries) {
+  for (int tries = 0; tries < 6000 && now != expected; ++tries) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     now = entries_of("/proc/self/task");
   }

@@ -17,6 +17,7 @@
 #include "annulus/error.h"
 #include "annulus/in_process.h"
 #include "annulus/ring_check.h"
+#include "support/asleep.h"
 #include "support/gate.h"
 #include "support/late_backend.h"
 #include "support/ring_fixture.h"
@@ -29,7 +30,7 @@ namespace annulus::test {
 // ---- what can be refused is refused
 
 TEST_P(TransportContract, WrongArgumentsAreConfigErrors) {
-  const Ring ring = make(2, milliseconds(5000));
+  const Ring ring = make(2);
   Bytes bytes(16);
   const Region region(bytes);
   const auto post = [&](int peer, std::int64_t offset, std::int64_t size, const Region* memory) {
@@ -96,7 +97,7 @@ TEST_P(TransportContract, SecondUserIsRefusedAndEndsTheRing) {
 
 TEST_P(TransportContract, SizeMismatchIsAnErrorOnBothSides) {
   for (const bool send_first : {false, true}) {
-    const Ring ring = make(2, milliseconds(5000));
+    const Ring ring = make(2);
     const Bytes out(200);
     Bytes in(100);
     std::unique_ptr<Ticket> send;
@@ -115,14 +116,13 @@ TEST_P(TransportContract, SizeMismatchIsAnErrorOnBothSides) {
 }
 
 TEST_P(TransportContract, DeadPeerRaisesWithinTheDeadline) {
-  const Ring ring = make(8, milliseconds(static_cast<int>(10'000 * slowness())));
-  ring[3]->set_deadline(milliseconds(150));
+  const Ring ring = make(8);
+  ring[3]->set_deadline(milliseconds(150));  // the others' are much longer
   Bytes buffer(4096);
   const auto start = std::chrono::steady_clock::now();
   const auto receive = ring[3]->receive(2, 7, buffer);
   const TransportError error = transport_error([&] { receive->wait(); });
   EXPECT_GE(milliseconds_since(start), 150);
-  EXPECT_LT(milliseconds_since(start), 8000 * slowness());  // rank 2's own is 10,000
   expect_mentions(error.what(), {"[rank 3/8]", "rank 2", "150 ms"});
   EXPECT_EQ(error.rank(), 2);
   transport_error([&] { receive->wait(); });  // still failed
@@ -133,9 +133,10 @@ TEST_P(TransportContract, DeadPeerRaisesWithinTheDeadline) {
 }
 
 TEST_P(TransportContract, DeadlineCountsFromPosting) {
-  // A machine that stops for a moment makes it later than it is: the quickest of some counts.
+  // Were it counted from wait(), none would be over sooner than that. A busy machine makes some of
+  // them later than they are, and not all.
   double quickest = 1e9;
-  for (int attempt = 0; attempt < 5 && quickest >= 150; ++attempt) {
+  for (int attempt = 0; attempt < 100 && quickest >= 150; ++attempt) {
     const Ring ring = make(2, milliseconds(200));
     const auto send = ring[0]->send(1, 0, {});
     std::this_thread::sleep_for(milliseconds(250));
@@ -160,20 +161,20 @@ TEST_P(TransportContract, FinishedBatchIsNoErrorAfterTheDeadline) {
 // Were the two ranks still connected, the message for the lost receive would silently land in the
 // next one.
 TEST_P(TransportContract, NothingPassesBetweenTwoRanksAfterALostMessage) {
-  const Ring ring = make(3, milliseconds(50));
+  const Ring ring = make(3);
+  ring[1]->set_deadline(milliseconds(50));
   Bytes buffer(8);
   const auto lost = ring[1]->receive(0, 7, buffer);
   transport_error([&] { lost->wait(); });
   const TransportError late = transport_error([&] { ring[0]->send(1, 7, buffer)->wait(); });
-  expect_mentions(late.what(), {"[rank 0/3]", "rank 1"});
+  expect_mentions(late.what(), {"[rank 0/3]", "rank 1", "50 ms"});
   EXPECT_EQ(late.rank(), 1);
 }
 
 TEST_P(TransportContract, AbortFromAnyThreadWakesEverybody) {
-  const Ring ring = make(3, milliseconds(static_cast<int>(8000 * slowness())));
+  const Ring ring = make(3);
   Bytes buffer(16);
   std::vector<std::thread> waiting;
-  const auto start = std::chrono::steady_clock::now();
   for (const std::size_t rank : {0U, 2U}) {
     waiting.emplace_back([&, rank] {
       Bytes in(16);
@@ -202,7 +203,6 @@ TEST_P(TransportContract, AbortFromAnyThreadWakesEverybody) {
     EXPECT_EQ(health.lost_rank, 1);
     expect_mentions(health.reason, {"disk on fire"});
   }
-  EXPECT_LT(milliseconds_since(start), 5000 * slowness());
 }
 
 TEST_P(TransportContract, HealthCanBeAskedWhileMessagesPass) {
@@ -308,11 +308,8 @@ TEST_P(TransportContract, QueuedMemoryIsCopiedAfterItsEvent) {
         if (rank == 1) found = buffers[1];
       });
     }
-    const auto start = std::chrono::steady_clock::now();
     if (GetParam().by_queues) {
-      while (returned < 2 && milliseconds_since(start) < 5000 * slowness())
-        std::this_thread::yield();
-      EXPECT_EQ(returned, 2) << "wait(queue) waits for the device";
+      EXPECT_TRUE(comes_true([&] { return returned == 2; })) << "wait(queue) waits for the device";
     }
     std::this_thread::sleep_for(milliseconds(20));
     EXPECT_EQ(buffers[1], Bytes(kBytes, std::byte{0x11})) << "written before its event";

@@ -8,6 +8,8 @@ from typing import Any
 import griffe
 
 MODULES = ("annulus", "annulus.monitor", "annulus.torch")
+# A list of arguments over two lines, which griffe expects on one.
+BROKEN_NAMES = re.compile(r"^( +(?:\w+, *)+)\n +(?=[\w, ]+:)", re.MULTILINE)
 ROLE = re.compile(r":(?:func|meth|class|attr|mod|data|exc):`~?([^`]+)`")
 
 
@@ -31,15 +33,17 @@ class References(griffe.Extension):
         return known
 
     def rewrite(self, thing: Any, scopes: tuple[str, ...], known: set[str], seen: set[str]) -> None:
+        if thing.is_alias:
+            thing = thing.final_target
         if thing.path in seen:
             return
         seen.add(thing.path)
         if thing.docstring:
-            thing.docstring.value = ROLE.sub(lambda match: self.link(match[1], scopes, known), thing.docstring.value)
+            text = BROKEN_NAMES.sub(lambda match: match[1].rstrip() + " ", thing.docstring.value)
+            thing.docstring.value = ROLE.sub(lambda match: self.link(match[1], scopes, known), text)
         if thing.is_class:
             for member in thing.members.values():
-                if not member.is_alias:
-                    self.rewrite(member, scopes, known, seen)
+                self.rewrite(member, scopes, known, seen)
 
     @staticmethod
     def link(name: str, scopes: tuple[str, ...], known: set[str]) -> str:

@@ -10,6 +10,7 @@ import shutil
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import Abort
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -30,20 +31,37 @@ def find_stub() -> pathlib.Path:
     raise Abort("docs: annulus is not installed here and not built: run 'make python' first")
 
 
+def union(annotations: list[ast.expr | None]) -> ast.expr | None:
+    texts = list(dict.fromkeys(ast.unparse(each) for each in annotations if each is not None))
+    if sorted(texts) == ["Literal[False]", "Literal[True]"]:
+        texts = ["bool"]
+    return ast.parse(" | ".join(texts), mode="eval").body if texts else None
+
+
 def with_implementations(stub: str) -> str:
-    """The stub with one undecorated definition of each overloaded function, without which griffe shows none."""
+    """The stub with one definition of each overloaded function: griffe shows none that has overloads only."""
     tree = ast.parse(stub)
-    for node in [*ast.walk(tree)]:
-        found: set[str] = set()
-        for function in getattr(node, "body", []) if not isinstance(node, ast.Lambda) else []:
-            if not isinstance(function, ast.FunctionDef) or function.name in found:
+    for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        first: dict[str, ast.FunctionDef] = {}
+        for function in list(scope.body):
+            if not isinstance(function, ast.FunctionDef):
                 continue
-            if any(ast.unparse(each) == "overload" for each in function.decorator_list):
+            if not any(ast.unparse(each) == "overload" for each in function.decorator_list):
+                continue
+            kept = first.setdefault(function.name, function)
+            if kept is function:
                 function.decorator_list.clear()
-                found.add(function.name)
+                continue
+            others = {each.arg: each for each in function.args.args + function.args.kwonlyargs}
+            for each in kept.args.args + kept.args.kwonlyargs:
+                if each.arg in others:
+                    each.annotation = union([each.annotation, others[each.arg].annotation])
+            kept.returns = union([kept.returns, function.returns])
+            scope.body.remove(function)
     return ast.unparse(tree)
 
 
+@event_priority(100)  # before mkdocstrings looks for the folder
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     shutil.rmtree(SOURCES, ignore_errors=True)
     shutil.copytree(ROOT / "python" / "annulus", SOURCES / "annulus", ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -7,6 +7,7 @@ result was measured with.
 import json
 import pathlib
 import re
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -164,7 +165,13 @@ def simulator(rows):
             f"{1e3 * r['measured_seconds']:.0f} / {1e3 * r['predicted_seconds']:.0f}: {100 * (r['ratio'] - 1):+.1f} %"
         )
     return table(
-        ["pattern", "ranks", "schedule", "pass", *(f"transfers {speed:g} x compute" for speed in speeds)],
+        [
+            "pattern",
+            "ranks",
+            "schedule",
+            "pass",
+            *(f"transfers {speed:g} x compute" for speed in speeds),
+        ],
         [[*key, *(line[speed] for speed in speeds)] for key, line in found.items()],
     )
 
@@ -174,7 +181,18 @@ def simulated(rows):
         return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
 
     return table(
-        ["plan", "steps", "forward", "overlap", "backward", "overlap", "memory GB", "busiest link of backward", "CPU s", "MB"],
+        [
+            "plan",
+            "steps",
+            "forward",
+            "overlap",
+            "backward",
+            "overlap",
+            "memory GB",
+            "busiest link of backward",
+            "CPU s",
+            "MB",
+        ],
         [
             [
                 r["case"],
@@ -343,9 +361,17 @@ def summary(results):
         return [span([1 / ratios[name.format(kind)] for name in names]) for kind in KIND.values()]
 
     plain, tiles = results["versus_pytorch.json"]["suites"], results["tiles.json"]["suites"]
-    forward, backward = ([r for r in plain[way] if r["tokens"] >= 1024] for way in ("forward", "backward"))
-    dense_gpu = ["dense_{way}_d128_2k_{{}}", "dense_{way}_d128_4k_{{}}", "dense_{way}_d128_16k_{{}}"]
-    dense_forward, dense_backward = ([n.format(way=way) for n in dense_gpu] for way in ("forward", "backward"))
+    forward, backward = (
+        [r for r in plain[way] if r["tokens"] >= 1024] for way in ("forward", "backward")
+    )
+    dense_gpu = [
+        "dense_{way}_d128_2k_{{}}",
+        "dense_{way}_d128_4k_{{}}",
+        "dense_{way}_d128_16k_{{}}",
+    ]
+    dense_forward, dense_backward = (
+        [n.format(way=way) for n in dense_gpu] for way in ("forward", "backward")
+    )
     longnet_gpu = "longnet_{}_d128_256k_{{}}_blocked"
     groups = {
         ("Zen 4, 2 threads", "PyTorch SDPA"): {
@@ -358,7 +384,9 @@ def summary(results):
         ("Emerald Rapids, 16 threads", "PyTorch SDPA"): {
             "dense forward, bf16, 1,024 and 4,096 tokens": cpu(tiles["tiles_forward"], threads=16),
             "dense backward, bf16, 4,096 tokens": cpu(tiles["tiles_backward"], threads=16),
-            "LongNet forward and backward, 131,072 tokens": cpu(tiles["tiles_longnet"], backward=True),
+            "LongNet forward and backward, 131,072 tokens": cpu(
+                tiles["tiles_longnet"], backward=True
+            ),
         },
         ("H200", "cuDNN"): {
             "dense forward, bf16, 2,048 to 16,384 tokens": gpu(*dense_forward),
@@ -369,7 +397,9 @@ def summary(results):
             "LongNet backward, bf16, 262,144 tokens": gpu(longnet_gpu.format("backward")),
         },
     }
-    rows = [[*group, case, *ratios] for group, cases in groups.items() for case, ratios in cases.items()]
+    rows = [
+        [*group, case, *ratios] for group, cases in groups.items() for case, ratios in cases.items()
+    ]
     return table(["hardware", "compared with", "case", "full", "causal"], rows)
 
 
@@ -423,7 +453,8 @@ def filled():
             parts = {suite: TABLES[suite](rows) for suite, rows in result["suites"].items()}
         for part, text in parts.items():
             page = replaced(page, f"table: {part}", text, PAGE.name)
-        page = replaced(page, f"machine: {name}", machine(result), PAGE.name)
+        line = textwrap.fill(machine(result), 120, break_long_words=False, break_on_hyphens=False)
+        page = replaced(page, f"machine: {name}", f"{line}\n", PAGE.name)
     readme = README.read_text(encoding="utf-8")
     return {PAGE: page, README: replaced(readme, "table: summary", summary(results), README.name)}
 

@@ -19,7 +19,12 @@ class References(griffe.Extension):
         seen: set[str] = set()
         for module in MODULES:
             for name in pkg.modules_collection[module].exports or []:
-                self.rewrite(pkg.modules_collection[module][str(name)], (f"{module}.{name}", module), known, seen)
+                self.rewrite(
+                    pkg.modules_collection[module][str(name)],
+                    (f"{module}.{name}", module),
+                    known,
+                    seen,
+                )
 
     @staticmethod
     def public_names(pkg: griffe.Module) -> set[str]:

@@ -64,7 +64,11 @@ def with_implementations(stub: str) -> str:
 @event_priority(100)  # before mkdocstrings looks for the folder
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     shutil.rmtree(SOURCES, ignore_errors=True)
-    shutil.copytree(ROOT / "python" / "annulus", SOURCES / "annulus", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "python" / "annulus",
+        SOURCES / "annulus",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
     stub = with_implementations(find_stub().read_text(encoding="utf-8"))
     (SOURCES / "annulus" / "_core.pyi").write_text(stub, encoding="utf-8")
     return config

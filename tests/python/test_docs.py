@@ -154,20 +154,26 @@ def test_placement_examples_are_right_on_a_ring(torch: types.ModuleType) -> None
 def test_tables_are_what_the_results_say() -> None:
     for page, text in script(ROOT / "bench" / "tables.py").filled().items():
         if page.read_text(encoding="utf-8") != text:
-            pytest.fail(f"{name_of(page)} is not what bench/results says: run 'python3 bench/tables.py'")
+            pytest.fail(
+                f"{name_of(page)} is not what bench/results says: run 'python3 bench/tables.py'"
+            )
 
 
 @pytest.mark.parametrize("name", ["draw_placements", "draw_shared_pairs"])
 def test_picture_is_up_to_date(name: str) -> None:
     draw = script(DOCS / f"{name}.py")
     if draw.PICTURE.read_text(encoding="utf-8") != draw.make():
-        pytest.fail(f"docs/images/{draw.PICTURE.name} is out of date: run '.venv/bin/{draw.COMMAND}'")
+        pytest.fail(
+            f"docs/images/{draw.PICTURE.name} is out of date: run '.venv/bin/{draw.COMMAND}'"
+        )
 
 
 def test_every_picture_is_used() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in ALL_PAGES)
     for picture in sorted((DOCS / "images").iterdir()):
-        assert f"images/{picture.name}" in text, f"no page shows docs/images/{picture.name}: delete it"
+        assert f"images/{picture.name}" in text, (
+            f"no page shows docs/images/{picture.name}: delete it"
+        )
 
 
 def module_named(name: str) -> types.ModuleType:
@@ -179,8 +185,12 @@ def module_named(name: str) -> types.ModuleType:
 @pytest.mark.parametrize("name", MODULES)
 def test_api_pages_list_every_public_name_once(name: str) -> None:
     page = DOCS / "api" / f"{name.rpartition('.')[2]}.md"
-    listed = re.findall(rf"^::: {re.escape(name)}\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(module_named(name).__all__), f"{name_of(page)} and {name}.__all__ differ"
+    listed = re.findall(
+        rf"^::: {re.escape(name)}\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(module_named(name).__all__), (
+        f"{name_of(page)} and {name}.__all__ differ"
+    )
 
 
 def doc_of(thing: object) -> str:

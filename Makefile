@@ -13,7 +13,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos soak lint format clean
+.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos soak docs lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -148,6 +148,13 @@ gpu-bench: ## Measure on a GPU beside cuDNN and others, with the python3 that ha
 	python3 bench/tables.py
 	@python3 -c 'import matplotlib' 2>/dev/null && python3 bench/plot.py bench/results/h200.json || \
 	  echo "gpu-bench: this python3 has no matplotlib; elsewhere: .venv/bin/python bench/plot.py bench/results/h200.json"
+
+docs: python ## Build the documentation site into build/site (MkDocs Material from PyPI)
+	@.venv/bin/python -c 'import material, mkdocstrings_handlers.python, ruff' 2>/dev/null || { \
+	  echo "docs: installing MkDocs Material, mkdocstrings and ruff into .venv"; \
+	  .venv/bin/pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=1.0,<2' ruff; }
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+	@echo "docs: open build/site/index.html"
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
 	@scripts/setup.sh --lint

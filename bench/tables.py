@@ -1,4 +1,4 @@
-"""Fills the tables of docs/PERFORMANCE.md from bench/results:  python3 bench/tables.py
+"""Fills the tables of docs/performance.md and README.md from bench/results:  python3 bench/tables.py
 
 A table stands below a line `<!-- table: NAME -->`, where NAME is a suite; `<!-- machine: FILE -->` precedes a line that says what a
 result was measured with.
@@ -7,9 +7,11 @@ result was measured with.
 import json
 import pathlib
 import re
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "PERFORMANCE.md"
+PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 KIND = {False: "full", True: "causal"}
 
 
@@ -163,7 +165,13 @@ def simulator(rows):
             f"{1e3 * r['measured_seconds']:.0f} / {1e3 * r['predicted_seconds']:.0f}: {100 * (r['ratio'] - 1):+.1f} %"
         )
     return table(
-        ["pattern", "ranks", "schedule", "pass", *(f"transfers {speed:g} x compute" for speed in speeds)],
+        [
+            "pattern",
+            "ranks",
+            "schedule",
+            "pass",
+            *(f"transfers {speed:g} x compute" for speed in speeds),
+        ],
         [[*key, *(line[speed] for speed in speeds)] for key, line in found.items()],
     )
 
@@ -173,7 +181,18 @@ def simulated(rows):
         return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
 
     return table(
-        ["plan", "steps", "forward", "overlap", "backward", "overlap", "memory GB", "busiest link of backward", "CPU s", "MB"],
+        [
+            "plan",
+            "steps",
+            "forward",
+            "overlap",
+            "backward",
+            "overlap",
+            "memory GB",
+            "busiest link of backward",
+            "CPU s",
+            "MB",
+        ],
         [
             [
                 r["case"],
@@ -324,6 +343,66 @@ TABLES = {
 }
 
 
+def span(ratios):
+    """The range of some ratios."""
+    least, most = f"{min(ratios):.2f}x", f"{max(ratios):.2f}x"
+    return least if least == most else f"{least} to {most}"
+
+
+def summary(results):
+    """The table of README.md: how many times as fast as the peer, with full and causal masks."""
+
+    def cpu(suite, **wanted):
+        rows = [r for r in suite if all(r.get(key) == value for key, value in wanted.items())]
+        return [span([r["ratio"] for r in rows if r["causal"] == causal]) for causal in KIND]
+
+    def gpu(*names):
+        ratios = {case["name"]: case["ratio"] for case in results["h200.json"]["cases"]}
+        return [span([1 / ratios[name.format(kind)] for name in names]) for kind in KIND.values()]
+
+    plain, tiles = results["versus_pytorch.json"]["suites"], results["tiles.json"]["suites"]
+    forward, backward = (
+        [r for r in plain[way] if r["tokens"] >= 1024] for way in ("forward", "backward")
+    )
+    dense_gpu = [
+        "dense_{way}_d128_2k_{{}}",
+        "dense_{way}_d128_4k_{{}}",
+        "dense_{way}_d128_16k_{{}}",
+    ]
+    dense_forward, dense_backward = (
+        [n.format(way=way) for n in dense_gpu] for way in ("forward", "backward")
+    )
+    longnet_gpu = "longnet_{}_d128_256k_{{}}_blocked"
+    groups = {
+        ("Zen 4, 2 threads", "PyTorch SDPA"): {
+            "dense forward, fp32, 1,024 to 4,096 tokens": cpu(forward, dtype="fp32"),
+            "dense backward, fp32": cpu(backward, dtype="fp32"),
+            "dense forward, bf16": cpu(forward, dtype="bf16"),
+            "dense backward, bf16": cpu(backward, dtype="bf16"),
+            "LongNet forward, bf16, 131,072 tokens": cpu(plain["longnet"], dtype="bf16"),
+        },
+        ("Emerald Rapids, 16 threads", "PyTorch SDPA"): {
+            "dense forward, bf16, 1,024 and 4,096 tokens": cpu(tiles["tiles_forward"], threads=16),
+            "dense backward, bf16, 4,096 tokens": cpu(tiles["tiles_backward"], threads=16),
+            "LongNet forward and backward, 131,072 tokens": cpu(
+                tiles["tiles_longnet"], backward=True
+            ),
+        },
+        ("H200", "cuDNN"): {
+            "dense forward, bf16, 2,048 to 16,384 tokens": gpu(*dense_forward),
+            "dense backward, bf16": gpu(*dense_backward),
+        },
+        ("H200", "cuDNN without merging branches"): {
+            "LongNet forward, bf16, 262,144 tokens": gpu(longnet_gpu.format("forward")),
+            "LongNet backward, bf16, 262,144 tokens": gpu(longnet_gpu.format("backward")),
+        },
+    }
+    rows = [
+        [*group, case, *ratios] for group, cases in groups.items() for case, ratios in cases.items()
+    ]
+    return table(["hardware", "compared with", "case", "full", "causal"], rows)
+
+
 MEMORY = {"detached": "detached mixing", "full": "the exact gradient", "pytorch": "PyTorch"}
 
 
@@ -352,28 +431,37 @@ def machine(result):
     )
 
 
-def filled(page):
-    """The page with all tables as the results say."""
-    for file in sorted((ROOT / "bench" / "results").glob("*.json")):
-        result = json.loads(file.read_text(encoding="utf-8"))
-        if "cases" in result:
-            parts = {
-                "table: gpu": gpu(result["cases"]),
-                "table: gpu_facts": gpu_facts(result["facts"]),
-            }
-        else:
-            parts = {f"table: {name}": TABLES[name](rows) for name, rows in result["suites"].items()}
-        parts[f"machine: {file.name}"] = machine(result)
-        for mark, text in parts.items():
-            pattern = rf"(<!-- {re.escape(mark)} -->\n\n)(?:.+\n)*"
-            page, count = re.subn(pattern, lambda m, t=text: m[1] + t, page)
-            if count != 1:
-                raise SystemExit(f"tables: {PAGE.name} has {count} places for '{mark}'")
+def replaced(page, mark, text, name):
+    """The page with this table or line below its mark."""
+    page, count = re.subn(
+        rf"(<!-- {re.escape(mark)} -->\n\n)(?:.+\n)*", lambda match: match[1] + text, page
+    )
+    if count != 1:
+        raise SystemExit(f"tables: {name} has {count} places for '{mark}', expected one")
     return page
 
 
+def filled():
+    """The text of each page, with its tables as the results say."""
+    files = sorted((ROOT / "bench" / "results").glob("*.json"))
+    results = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    page = PAGE.read_text(encoding="utf-8")
+    for name, result in results.items():
+        if "cases" in result:
+            parts = {"gpu": gpu(result["cases"]), "gpu_facts": gpu_facts(result["facts"])}
+        else:
+            parts = {suite: TABLES[suite](rows) for suite, rows in result["suites"].items()}
+        for part, text in parts.items():
+            page = replaced(page, f"table: {part}", text, PAGE.name)
+        line = textwrap.fill(machine(result), 120, break_long_words=False, break_on_hyphens=False)
+        page = replaced(page, f"machine: {name}", f"{line}\n", PAGE.name)
+    readme = README.read_text(encoding="utf-8")
+    return {PAGE: page, README: replaced(readme, "table: summary", summary(results), README.name)}
+
+
 def main():
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in filled().items():
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// Peak memory per rank against the formula of docs/ARCHITECTURE.md, for the dense pattern on equal
+// Peak memory per rank against the formula of docs/operations.md, for the dense pattern on equal
 // contiguous shards, where every rank owns n rows per head, sends all of them and receives n rows
 // per head in every step.
 

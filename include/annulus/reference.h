@@ -9,7 +9,7 @@
 
 namespace annulus::reference {
 
-// The oracle: the definitions of docs/ARCHITECTURE.md in fp64, in loops so plain that reading them
+// The oracle: the definitions of docs/concepts.md in fp64, in loops so plain that reading them
 // is proof. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads]. Slow
 // on purpose.
 struct Shape {

@@ -33,7 +33,7 @@ void check_wire(const Cluster& cluster, const char* which, const Wire& wire) {
 // NVIDIA H200 Tensor Core GPU data sheet: 989 TFLOP/s dense bf16 (1,979 with sparsity), 141 GB at
 // 4.8 TB/s, NVLink 900 GB/s, which is both ways together. DGX H200 data sheet: eight of them, and
 // one ConnectX-7 port of 400 Gb/s (InfiniBand NDR) for each. What these kernels reach of the peak
-// is measured: docs/PERFORMANCE.md, dense, 16k tokens, head dim 128.
+// is measured: docs/performance.md, dense, 16k tokens, head dim 128.
 Cluster h200() {
   constexpr double kPeak = 989e12;
   Cluster c;

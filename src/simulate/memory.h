@@ -18,7 +18,7 @@ struct Tables {
   const MessageTable* returns = nullptr;
 };
 
-// docs/ARCHITECTURE.md, "Memory of one rank", for the rank that needs most.
+// docs/operations.md, "Memory of one rank", for the rank that needs most.
 [[nodiscard]] MemoryForecast memory_forecast(const RingOptions& options, const ring::Plans& plans,
                                              const Tables& tables);
 

@@ -1,7 +1,7 @@
-"""The documents say what is so: examples run, what is generated is up to date, links lead somewhere.
+"""The documents are correct: examples run, generated tables and pictures are up to date, links have targets.
 
-In ``docs/*.md`` the ```python blocks of a page run in order, in one namespace; an ```output block is what the
-block before it prints. Other kinds of blocks (```py, ```text, indented ones) are only read.
+In README.md and docs/, the ```python blocks of a page run in order, in one namespace. An ```output block is what the
+block before it prints. Other blocks (```py, ```text, indented ones) are not run.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from conftest import ROOT
 import annulus
 
 DOCS = ROOT / "docs"
+MODULES = ["annulus", "annulus.monitor", "annulus.torch"]
 
 
 @dataclasses.dataclass
@@ -70,7 +71,7 @@ def run_blocks(page: pathlib.Path) -> dict[str, object]:
 
 
 def run_on_a_ring(rank: int, ranks: int, page: pathlib.Path, store: str) -> None:
-    """One rank: PLACEMENTS.md's functions give every rank its part of what one process gets."""
+    """One rank: the functions of multi-gpu.md give every rank its part of what one process computes."""
     import torch
     import torch.distributed as dist
 
@@ -128,11 +129,16 @@ def run_this_file(*arguments: str) -> None:
         pytest.fail(f"{' '.join(arguments)}:\n{run.stdout}{run.stderr[-6000:]}")
 
 
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if blocks_of(page)]
+ALL_PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [page for page in ALL_PAGES if blocks_of(page)]
+
+
+def name_of(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 # In a process of its own: examples may set things up that other tests must not see.
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_examples_run_and_print_what_the_page_says(page: pathlib.Path) -> None:
     if any("torch" in block.code for block in blocks_of(page)):
         pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -142,79 +148,96 @@ def test_examples_run_and_print_what_the_page_says(page: pathlib.Path) -> None:
 def test_placement_examples_are_right_on_a_ring(torch: types.ModuleType) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this PyTorch has no Gloo")
-    run_this_file(str(DOCS / "PLACEMENTS.md"), "3")
+    run_this_file(str(DOCS / "multi-gpu.md"), "3")
 
 
 def test_tables_are_what_the_results_say() -> None:
-    tables = script(ROOT / "bench" / "tables.py")
-    written = tables.PAGE.read_text(encoding="utf-8")
-    if tables.filled(written) != written:
-        pytest.fail("docs/PERFORMANCE.md is not what bench/results says: run 'python3 bench/tables.py'")
-
-
-def test_api_page_is_up_to_date(torch: types.ModuleType) -> None:
-    make_api = script(DOCS / "make_api.py")
-    written, made = make_api.PAGE.read_text(encoding="utf-8"), make_api.make()
-    # Not an assertion on the texts: a page of differences says less than the command.
-    if written != made:
-        pairs = zip(written.splitlines(), made.splitlines())
-        line = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), "the end")
-        pytest.fail(
-            f"docs/API.md is not what the docstrings say now (from line {line}): run 'make python' if you have "
-            f"changed docstrings, then '.venv/bin/{make_api.COMMAND}'"
-        )
+    for page, text in script(ROOT / "bench" / "tables.py").filled().items():
+        if page.read_text(encoding="utf-8") != text:
+            pytest.fail(
+                f"{name_of(page)} is not what bench/results says: run 'python3 bench/tables.py'"
+            )
 
 
 @pytest.mark.parametrize("name", ["draw_placements", "draw_shared_pairs"])
 def test_picture_is_up_to_date(name: str) -> None:
     draw = script(DOCS / f"{name}.py")
     if draw.PICTURE.read_text(encoding="utf-8") != draw.make():
-        pytest.fail(f"docs/images/{draw.PICTURE.name} is out of date: run '.venv/bin/{draw.COMMAND}'")
+        pytest.fail(
+            f"docs/images/{draw.PICTURE.name} is out of date: run '.venv/bin/{draw.COMMAND}'"
+        )
 
 
-@pytest.mark.parametrize("package", ["annulus", "annulus.torch"])
-def test_every_public_name_has_a_docstring(package: str) -> None:
-    if package == "annulus.torch":
+def test_every_picture_is_used() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in ALL_PAGES)
+    for picture in sorted((DOCS / "images").iterdir()):
+        assert f"images/{picture.name}" in text, (
+            f"no page shows docs/images/{picture.name}: delete it"
+        )
+
+
+def module_named(name: str) -> types.ModuleType:
+    if name == "annulus.torch":
         pytest.importorskip("torch", reason="PyTorch is not installed")
-    module = importlib.import_module(package)
-    make_api = script(DOCS / "make_api.py")
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_api_pages_list_every_public_name_once(name: str) -> None:
+    page = DOCS / "api" / f"{name.rpartition('.')[2]}.md"
+    listed = re.findall(
+        rf"^::: {re.escape(name)}\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(module_named(name).__all__), (
+        f"{name_of(page)} and {name}.__all__ differ"
+    )
+
+
+def doc_of(thing: object) -> str:
+    """The docstring alone: nanobind puts signatures before it."""
+    if hasattr(thing, "__nb_signature__"):
+        return next((doc for _, doc, *_ in thing.__nb_signature__ if doc), "")
+    return getattr(thing, "__doc__", None) or ""
+
+
+@pytest.mark.parametrize("name", ["annulus", "annulus.torch"])
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    module = module_named(name)
     assert module.__doc__
-    for name in module.__all__:
-        thing = getattr(module, name)
-        if isinstance(thing, str):
-            assert name in make_api.CONSTANTS, f"docs/make_api.py has no text for {name}"
+    for each in module.__all__:
+        thing = getattr(module, each)
+        if isinstance(thing, (str, tuple)):  # constants; the page has a sentence about them
             continue
-        assert make_api.doc_of(thing), f"{package}.{name} has no docstring"
-        if inspect.isclass(thing):
-            for member, _, value in make_api.members_of(thing):
-                assert make_api.doc_of(value), f"{package}.{name}.{member} has no docstring"
+        assert doc_of(thing), f"{name}.{each} has no docstring"
+        for member, value in vars(thing).items() if inspect.isclass(thing) else ():
+            # extra_repr: nn.Module calls it, users do not.
+            if member.startswith("_") or member == "extra_repr":
+                continue
+            if isinstance(value, property) or callable(value):
+                value = getattr(value, "__func__", value)
+                assert doc_of(value), f"{name}.{each}.{member} has no docstring"
 
 
 def anchors_of(page: pathlib.Path) -> set[str]:
+    """As on GitHub, and on the site as long as headings have no punctuation between words."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    slug = script(DOCS / "make_api.py").slug
-    return {slug(heading) for heading in headings}
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name
-)
-def test_links_lead_somewhere(page: pathlib.Path) -> None:
+@pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)
+def test_links_have_targets(page: pathlib.Path) -> None:
     text = re.sub(
         r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
     )
-    anchors: dict[pathlib.Path, set[str]] = {}
     for target in sorted(set(re.findall(r"\]\(([^)\s]+)\)", text))):
         if re.match(r"\w+:", target):  # the web
             continue
         path, _, anchor = target.partition("#")
         file = page.parent / path if path else page
-        assert file.exists(), f"{page.name} links to {target}: there is no such file"
+        assert file.exists(), f"{name_of(page)} links to {target}: there is no such file"
         if anchor:
-            if file not in anchors:
-                anchors[file] = anchors_of(file)
-            found = anchor in anchors[file]
-            assert found, f"{page.name} links to {target}: there is no such heading"
+            found = anchor in anchors_of(file)
+            assert found, f"{name_of(page)} links to {target}: there is no such heading"
 
 
 def main(page: pathlib.Path, ranks: int) -> None:

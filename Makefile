@@ -1,11 +1,15 @@
 # One command for each thing people do here. On a bare Debian 12 machine: apt-get install make git, then 'make demo'.
 
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# CUDA kernels take minutes to compile: 'auto' builds them where there are nvcc and a GPU, 'yes' always, 'no' never.
+CUDA ?= auto
 # 'make test TORCH=no' leaves PyTorch out: annulus.torch is then not tested, and pytest says so.
 TORCH ?= yes
 # 'make lint BASE=main' checks only what differs from that revision.
 BASE ?=
 
+PYTHON = .venv/bin/python
+CUDA_OPTION = -DANNULUS_CUDA=$(or $(patsubst no,OFF,$(patsubst yes,ON,$(patsubst auto,AUTO,$(CUDA)))),AUTO)
 CONFIGURE = cmake --preset
 BUILD = cmake --build --parallel $(JOBS) --preset
 CTEST = ctest --parallel $(JOBS) --preset
@@ -13,7 +17,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build python demo test unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos soak docs lint format clean
+.PHONY: help setup venv build python demo test test-all unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos soak lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -22,50 +26,67 @@ help: ## List these commands
 setup: ## Install the needed packages (Debian and relatives; does nothing if they are there)
 	@scripts/setup.sh
 
-build: setup ## Build everything, optimised, into build/release
-	@$(CONFIGURE) release
+# What the Python package is built and tested with. PyTorch first: others would bring its CUDA build, which is several GB.
+venv: setup
+	@test -x $(PYTHON) || { echo "venv: creating .venv"; python3 -m venv .venv; }
+	@test "$(TORCH)" = no || $(PYTHON) -c 'import torch, safetensors' 2>/dev/null || { \
+	  echo "venv: installing PyTorch and safetensors into .venv for the tests of annulus.torch (TORCH=no leaves them out)"; \
+	  .venv/bin/pip install --quiet torch==2.13.0 'safetensors>=0.4'; }
+	@$(PYTHON) -c 'import nanobind, scikit_build_core, numpy, pytest, xdist, ml_dtypes, array_api_strict' 2>/dev/null || { \
+	  echo "venv: installing nanobind, scikit-build-core, numpy, pytest, pytest-xdist, ml-dtypes and array-api-strict into .venv"; \
+	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' pytest-xdist ml-dtypes array-api-strict; }
+
+# One build directory, build/release, has the library, the tool, the tests, the benchmarks and the Python module.
+WITH_PYTHON = -DANNULUS_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/$(PYTHON)
+
+build: venv ## Build everything, optimised, into build/release (CUDA=yes: with CUDA kernels)
+	@$(CONFIGURE) release $(CUDA_OPTION) $(WITH_PYTHON)
 	@$(BUILD) release
 
+# The CPU library and the tool. What was configured before stays as it is.
 demo: setup ## Build the tool and run LongNet attention over 131,072 tokens on a ring of 4 ranks
-	@$(CONFIGURE) release
+	@test -e build/release/CMakeCache.txt || $(CONFIGURE) release -DANNULUS_CUDA=OFF
 	@$(BUILD) release --target annulus_tool
 	build/release/annulus run --ranks 4 --tokens 131072 --heads 8 --head-dim 64 --pattern longnet \
 	  --segments 2048,8192,32768,131072 --dilations 1,4,16,64
 
-# Without build isolation, so that build/python remembers where nanobind is and later builds are incremental.
-python: setup ## Build the Python package (build/python) and install it into .venv
-	@test -x .venv/bin/python || { echo "python: creating .venv"; python3 -m venv .venv; }
-	@.venv/bin/python -c 'import nanobind, scikit_build_core, numpy, pytest, ml_dtypes, array_api_strict' 2>/dev/null || { \
-	  echo "python: installing nanobind, scikit-build-core, numpy, pytest, ml-dtypes and array-api-strict into .venv"; \
-	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' ml-dtypes array-api-strict; }
-	@test "$(TORCH)" = no || .venv/bin/python -c 'import torch, safetensors' 2>/dev/null || { \
-	  echo "python: installing PyTorch and safetensors into .venv for the tests of annulus.torch (TORCH=no leaves them out)"; \
-	  .venv/bin/pip install --quiet torch==2.13.0 'safetensors>=0.4'; }
-	@echo "python: building the package annulus and its command, and installing both into .venv"
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip install --quiet --no-build-isolation --no-deps \
-	  --config-settings=build-dir=build/python .
+# pip packs what is built in build/release already. Options that pyproject.toml sets for users are set back.
+INSTALL_PYTHON = .venv/bin/pip install --quiet --no-build-isolation --no-deps --config-settings=build-dir=build/release \
+  --config-settings=cmake.define.ANNULUS_BUILD_TESTS=ON --config-settings=cmake.define.ANNULUS_BUILD_BENCH=ON \
+  '--config-settings=build.targets=annulus_python;annulus_python_stub;annulus_tool' .
 
-test: build python ## Build everything and run the whole test suite, C++ (ctest) and Python (pytest)
+python: venv ## Build the Python package and the tool, and install both into .venv
+	@$(CONFIGURE) release $(CUDA_OPTION) $(WITH_PYTHON)
+	@$(BUILD) release --target annulus_python annulus_python_stub annulus_tool
+	@$(INSTALL_PYTHON)
+
+test: build ## Build everything and run the test suite, C++ (ctest) and Python (pytest)
+	@$(INSTALL_PYTHON)
+	@$(CTEST) test
+	@$(PYTHON) -m pytest -q -rs -n $(JOBS) tests/python
+
+test-all: build ## As test, and the long suites: every variant of the ring's tests, soak tests, DeepSpeed (installs it into .venv)
+	@$(INSTALL_PYTHON)
+	@$(PYTHON) -c 'import deepspeed' 2>/dev/null || { \
+	  echo "test-all: installing DeepSpeed into .venv"; .venv/bin/pip install --quiet deepspeed; }
 	@$(CTEST) all
-	@.venv/bin/python -m pytest -q -rs tests/python
+	@$(PYTHON) -m pytest -q -rs -n $(JOBS) -m '' tests/python
 
 unit: setup ## Build with assertions and warnings as errors (build/dev), run the quick tests
-	@$(CONFIGURE) dev
+	@$(CONFIGURE) dev $(CUDA_OPTION)
 	@$(BUILD) dev
 	@$(CTEST) unit
 
-gpu: setup ## Build everything with CUDA kernels into build/cuda; an error where there is no CUDA toolkit
-	@$(CONFIGURE) cuda
-	@$(BUILD) cuda
+gpu: ## Build everything with CUDA kernels (needs the CUDA toolkit)
+	@$(MAKE) build CUDA=yes
 
 # One after the other: they share the device.
 gpu-test: gpu ## Build with CUDA kernels and run the tests of GPUs (without one they are skipped, and say why)
 	@ctest --preset gpu
 
 gpu-sanitize: gpu ## Run a few configurations under compute-sanitizer (memcheck, racecheck, synccheck, initcheck)
-	@scripts/gpu_sanitize.sh build/cuda/annulus $(JOBS)
+	@scripts/gpu_sanitize.sh build/release/annulus $(JOBS)
 
-# Without the tests of overlap, which measure speed.
 asan: setup ## Run the quick tests and those of MPI under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(CONFIGURE) asan
 	@$(BUILD) asan
@@ -148,13 +169,6 @@ gpu-bench: ## Measure on a GPU beside cuDNN and others, with the python3 that ha
 	python3 bench/tables.py
 	@python3 -c 'import matplotlib' 2>/dev/null && python3 bench/plot.py bench/results/h200.json || \
 	  echo "gpu-bench: this python3 has no matplotlib; elsewhere: .venv/bin/python bench/plot.py bench/results/h200.json"
-
-docs: python ## Build the documentation site into build/site (MkDocs Material from PyPI)
-	@.venv/bin/python -c 'import material, mkdocstrings_handlers.python, ruff' 2>/dev/null || { \
-	  echo "docs: installing MkDocs Material, mkdocstrings and ruff into .venv"; \
-	  .venv/bin/pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=1.0,<2' ruff; }
-	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
-	@echo "docs: open build/site/index.html"
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
 	@scripts/setup.sh --lint

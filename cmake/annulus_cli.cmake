@@ -16,6 +16,11 @@ target_compile_definitions(annulus_cli PUBLIC ANNULUS_VERSION="${PROJECT_VERSION
 target_link_libraries(annulus_cli PUBLIC
   annulus::annulus CLI11::CLI11 nlohmann_json::nlohmann_json fmt::fmt Threads::Threads)
 annulus_warnings(annulus_cli)
+# The headers of CLI11 and nlohmann_json take seconds a file to optimise. What loops over tensors is optimised all the same.
+annulus_quick_to_compile(annulus_cli)
+set_source_files_properties(
+  "${PROJECT_SOURCE_DIR}/cli/sample_check.cpp" "${PROJECT_SOURCE_DIR}/cli/oracle_check.cpp" "${PROJECT_SOURCE_DIR}/cli/tensor_files.cpp"
+  PROPERTIES COMPILE_OPTIONS -O3)
 
 if(NOT EXISTS "${cli_main}")
   message(STATUS "annulus: the program annulus will not be built: there is no cli/main.cpp")

@@ -1,10 +1,14 @@
-# The CUDA backend: built where there is a CUDA compiler, unless ANNULUS_CUDA says otherwise. Only the CUDA runtime is
-# needed, and it is linked statically: the library then loads on machines without CUDA, where it says that there is none.
-set(ANNULUS_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF, or AUTO (where nvcc is found)")
+# The CUDA backend. Its kernels take minutes to compile, so AUTO builds them only where they can run. Only the CUDA runtime
+# is needed, and it is linked statically: the library then loads on machines without CUDA, where it says that there is none.
+set(ANNULUS_CUDA "AUTO" CACHE STRING "CUDA kernels: ON, OFF, or AUTO (where there is nvcc and a GPU)")
 set_property(CACHE ANNULUS_CUDA PROPERTY STRINGS AUTO ON OFF)
 
+set(annulus_cuda_wanted ${ANNULUS_CUDA})
+if(ANNULUS_CUDA STREQUAL "AUTO" AND NOT EXISTS /dev/nvidiactl AND NOT EXISTS /dev/dxg)
+  set(annulus_cuda_wanted OFF)
+endif()
 set(ANNULUS_HAS_CUDA OFF)
-if(NOT ANNULUS_CUDA STREQUAL "OFF")
+if(annulus_cuda_wanted)
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
@@ -45,7 +49,7 @@ function(annulus_cuda_sources)
     target_sources(annulus PRIVATE "${folder}/tables.cpp" "${folder}/chains.cpp" "${folder}/key_writers.cpp"
                    "${folder}/query_writers.cpp"
       "${folder}/launch_traits.cpp" "${folder}/portable_tiles.cpp" "${folder}/absent.cpp")
-    message(STATUS "CUDA kernels: not built")
+    message(STATUS "CUDA kernels: not built (AUTO builds them where there are nvcc and a GPU; -DANNULUS_CUDA=ON, always)")
     return()
   endif()
   file(GLOB host CONFIGURE_DEPENDS "${folder}/*.cpp")

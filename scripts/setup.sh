@@ -8,7 +8,7 @@
 # ANNULUS_SKIP_SETUP=1 skips it all: for other systems, once the list below is installed there.
 set -eu
 
-packages="build-essential cmake ninja-build libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libgtest-dev
+packages="build-essential ccache cmake ninja-build libhwy-dev libfmt-dev libcli11-dev nlohmann-json3-dev libgtest-dev
   libbenchmark-dev libopenmpi-dev openmpi-bin python3 python3-dev python3-venv"
 for argument in "$@"; do
   case "$argument" in

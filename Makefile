@@ -17,7 +17,7 @@ CTEST = ctest --parallel $(JOBS) --preset
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv build python demo test test-all unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python bench pytorch-bench chaos soak lint format clean
+.PHONY: help setup venv build python demo test test-all unit gpu gpu-test gpu-sanitize gpu-bench asan asan-python tsan tsan-python perf bench pytorch-bench chaos soak docs lint format clean
 
 help: ## List these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -93,7 +93,7 @@ asan: setup ## Run the quick tests and those of MPI under AddressSanitizer and U
 	@$(CTEST) asan
 
 # The sanitizers' libraries have to be there before Python is; libstdc++, so that exceptions are theirs. Leaks are Python's. Tests
-# of speed, and of memory by what the process holds, say nothing here.
+# of memory by what the process holds say nothing here.
 ASAN_LIBRARIES = $(shell for name in asan ubsan stdc++; do gcc -print-file-name=lib$$name.so; done | paste -sd:)
 
 asan-python: python ## Run the tests of the Python module, without processes, under both sanitizers
@@ -105,7 +105,7 @@ asan-python: python ## Run the tests of the Python module, without processes, un
 	@cp build/asan_python/python/annulus/_core*.so build/asan_python/package/annulus
 	@ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan_python/package LD_PRELOAD=$(ASAN_LIBRARIES) .venv/bin/python -m pytest -q \
 	  -p no:cacheprovider tests/python --ignore-glob='*_distributed.py' --ignore-glob='*_faults.py' --ignore-glob='*_docs.py' --ignore-glob='*_examples.py' \
-	  -k 'not compile and not resident and not memory and not cost_little and not ctrl_c and not stub and not command'
+	  -k 'not compile and not resident and not memory and not ctrl_c and not stub and not command'
 
 tsan: setup ## Run the quick tests and those of MPI under ThreadSanitizer
 	@$(CONFIGURE) tsan
@@ -129,8 +129,19 @@ tsan-python: python ## Run the tests of the Python module that use threads under
 	  .venv/bin/python -m pytest -q \
 	  -p no:cacheprovider tests/python/test_attention.py tests/python/test_ring.py tests/python/test_runtime.py \
 	  tests/python/test_transport.py tests/python/test_transport_contract.py \
-	  -k 'not memory and not resident and not cost_little and not ctrl_c and not tool and not process and not gloo and not forked' \
+	  -k 'not memory and not resident and not ctrl_c and not tool and not process and not gloo and not forked' \
 	  || { cat build/tsan_python/report.* 2>/dev/null; exit 1; }
+
+# Alone on the machine: the bars are ratios and times. Everything runs, and one bar that is missed makes it fail.
+perf: python ## Measure overlap, planning and small calls beside their bars; fails where one is missed
+	@$(CONFIGURE) release
+	@$(BUILD) release --target annulus_perf annulus_tool
+	@status=0; \
+	for command in build/release/bench/perf/overlap \
+	  "tests/support/mpirun.sh 2 build/release/bench/perf/mpi_overlap" \
+	  ".venv/bin/python bench/perf/calls.py" "python3 bench/planning.py --out build/release/bench/planning.json"; do \
+	  $$command || test $$? = 77 || status=1; \
+	done; exit $$status
 
 bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.json
 	@$(CONFIGURE) release
@@ -169,6 +180,13 @@ gpu-bench: ## Measure on a GPU beside cuDNN and others, with the python3 that ha
 	python3 bench/tables.py
 	@python3 -c 'import matplotlib' 2>/dev/null && python3 bench/plot.py bench/results/h200.json || \
 	  echo "gpu-bench: this python3 has no matplotlib; elsewhere: .venv/bin/python bench/plot.py bench/results/h200.json"
+
+docs: python ## Build the documentation site into build/site (MkDocs Material from PyPI)
+	@.venv/bin/python -c 'import material, mkdocstrings_handlers.python, ruff' 2>/dev/null || { \
+	  echo "docs: installing MkDocs Material, mkdocstrings and ruff into .venv"; \
+	  .venv/bin/pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=1.0,<2' ruff; }
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+	@echo "docs: open build/site/index.html"
 
 lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
 	@scripts/setup.sh --lint

@@ -283,7 +283,6 @@ def a_package_that_one_rank_misses_is_everybodys_error() -> None:
         importlib.util.find_spec = lambda name: found("torch")
         layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **services)
         importlib.util.find_spec = lambda name: None if missed else found("torch")
-        begin = time.monotonic()
         try:
             layer.prepare()
         except annulus.ConfigError as error:
@@ -292,7 +291,6 @@ def a_package_that_one_rank_misses_is_everybodys_error() -> None:
             raise AssertionError(f"rank 1 has no {package}")
         finally:
             importlib.util.find_spec = found
-        assert time.monotonic() - begin < 20  # not for want of rank 1
 
 
 def deepspeed_takes_one_dtype() -> None:

@@ -154,10 +154,8 @@ def arguments_are_everybodys(folder: pathlib.Path) -> None:
         ({"folder": b"bytes"}, "folder is b'bytes'"),
         ({"timeout": -1}, "timeout is -1"),
     ):
-        begun = time.monotonic()
         with pytest.raises(annulus.ConfigError, match=words):
             at.Checkpoints(**{"folder": folder / "arguments"} | (wrong if rank == 1 else {}))
-        assert time.monotonic() - begun < 10
     (folder / "file").touch()
     with pytest.raises(at.CheckpointError, match="file"):
         at.Checkpoints(folder / ("file" if rank == 1 else "arguments"), 1)
@@ -296,10 +294,8 @@ def killed_while_writing(folder: pathlib.Path) -> None:
     if dist.get_rank() == 1:
         writer._DigestingFile.write = dies
     checkpoints.step(2, state)
-    begun = time.monotonic()
     with pytest.raises(at.CheckpointError, match="step 2 is not written"):
         checkpoints.wait()
-    assert time.monotonic() - begun < 20
     left = sorted(os.listdir(folder / "killed"))
     assert left[:2] == [".lock", "step-00000001"]
     assert all(name.endswith(".partial") for name in left[2:])
@@ -312,16 +308,16 @@ def stopped_while_writing(folder: pathlib.Path) -> None:
 
     _checkpoints._GRACE = 1.0
     if dist.get_rank() == 1:
-        writer._DigestingFile.write = lambda self, data: time.sleep(60)
+        writer._DigestingFile.write = lambda self, data: time.sleep(3600)
     begun = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         with at.Checkpoints(folder / "stopped", 1) as checkpoints:
             checkpoints.save(1, {"data": Data(1)})
             if dist.get_rank() == 1:
-                time.sleep(5)
+                time.sleep(10)
             1 / 0  # noqa: B018
     if dist.get_rank() != 1:
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 120  # not for as long as it hangs
 
 
 def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
@@ -333,22 +329,22 @@ def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
     at.ring_attention(q, q, q, group=dist.group.WORLD)
     checkpoints = at.Checkpoints(folder / "lost", 1)
     if dist.get_rank() == 1:
-        writer._DigestingFile.write = lambda self, data: time.sleep(60)
+        writer._DigestingFile.write = lambda self, data: time.sleep(3600)
     checkpoints.save(1, {"data": Data(1)})
     over = folder / "lost" / "over"
     if dist.get_rank() == 1:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not over.exists() and time.monotonic() < until:
             time.sleep(0.1)
         os._exit(0)
     with pytest.raises(annulus.TransportError):
-        at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=2.0)
+        at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=5.0)
     begun = time.monotonic()
     with pytest.raises(at.CheckpointError, match="a rank does not answer"):
         checkpoints.close()
     with pytest.raises(annulus.TransportError, match="lost each other"):
         checkpoints.resume({"data": Data()})
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 120  # not for as long as it hangs
     print("stopped_and_lost_by_the_ring done", flush=True)
     over.touch()
     os._exit(0)  # what waits for rank 1 waits

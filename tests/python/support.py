@@ -3,12 +3,62 @@
 from __future__ import annotations
 
 import concurrent.futures
+import pathlib
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import annulus
+
+# Seconds after which something hangs, however busy the machine is. No test fails because it was slow.
+HANG = 1800.0
+
+
+def comes_true(question: Callable[[], object]) -> bool:
+    """Waits for it. False: it has not come true for so long that it never will."""
+    until = time.monotonic() + 120
+    while not question():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def python_calls(call: Callable[[], object]) -> list[str]:
+    """Names of the functions that a call makes on this thread: Python's and C's, as far as Python sees them."""
+    names: list[str] = []
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            names.append(f"{pathlib.Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+        elif event == "c_call":
+            names.append(argument.__name__)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return names[:-1]  # the last is setprofile
+
+
+def executors_missed(call: Callable[[], object]) -> int:
+    """How often a call found no executor in a cache, and made one; -1: it did not even look."""
+    from annulus import monitor
+
+    monitor.clear()
+    monitor.start()
+    try:
+        call()
+        looked = [event.name for event in monitor.read()[0] if event.kind == "cache"]
+    finally:
+        monitor.stop()
+        monitor.clear()
+    return looked.count("miss") if looked else -1
 
 
 def normal(*shape: int, seed: int = 1, dtype: Any = np.float32) -> np.ndarray:

@@ -584,7 +584,7 @@ def test_nvme_is_used_or_refused_with_the_reason(
 ) -> None:
     """Where there is libaio, DeepSpeed compiles its async_io at first, for minutes."""
     monkeypatch.setitem(training.ENVIRONMENT, "NVME_PATH", str(tmp_path))
-    out = training.run(2, WORKER, "nvme", timeout=3000)
+    out = training.run(2, WORKER, "nvme")
     refused = re.findall("refused: (.*)", out)
     assert len(refused) == 2, out
     if "libaio-dev" not in refused[0]:

@@ -99,6 +99,6 @@ def test_no_thread_that_writes_is_left_as_the_process_ends() -> None:
     begun = threading.Event()
     future = _checkpoints._in_background(lambda _: begun.wait(), Slow())
     begun.set()
-    future.result(timeout=10)
+    future.result(timeout=120)
     _checkpoints._finish_all()
     assert "annulus checkpoint" not in [thread.name for thread in threading.enumerate()]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support import HANG
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -18,7 +19,7 @@ HERE = pathlib.Path(__file__).parent
 
 def run(ranks: int, folder: pathlib.Path, *cases: str, lost: int | None = None) -> None:
     command = [sys.executable, str(HERE / "checkpoint_worker.py"), str(folder), str(ranks), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)
     codes = [int(code) for code in done.stdout.split()]
     for rank, code in enumerate(codes):
         out = (folder / f"rank{rank}.log").read_text()

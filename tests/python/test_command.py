@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 
 import pytest
+from support import HANG
 
 import annulus
 
@@ -30,7 +31,7 @@ def run(*arguments: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG,
         env=os.environ | {"ANNULUS_THREADS": "1"},
     ).stdout
 

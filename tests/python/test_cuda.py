@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda_support import LIMITS, PATTERNS, results, tensors
 from reference import relative_rms
-from support import make_ring
+from support import HANG, make_ring
 
 import annulus
 
@@ -410,5 +410,5 @@ ring = annulus.RingAttention(annulus.Pattern.dense(2), annulus.Placement.contigu
 ring.forward(q, q, q)
 torch.kept = ring
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0 and done.stderr == ""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support import HANG
 
 import annulus
 
@@ -38,7 +39,7 @@ def run(processes: int, *cases: str, lost: int | None = None, **environment: str
         for rank in range(processes)
     ]
     try:
-        out = [process.communicate(timeout=150)[0] for process in ranks]
+        out = [process.communicate(timeout=HANG)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

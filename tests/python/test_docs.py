@@ -20,6 +20,7 @@ import tempfile
 import types
 
 import pytest
+from support import HANG
 from conftest import ROOT
 
 import annulus
@@ -117,7 +118,7 @@ def run_this_file(*arguments: str) -> None:
         [sys.executable, __file__, *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         cwd=pathlib.Path(__file__).parent,
         env={"GLOO_SOCKET_IFNAME": "lo"}
         | os.environ

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support import HANG
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "python"
 
@@ -18,7 +19,7 @@ def run(*command: str) -> str:
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -17,7 +17,7 @@ import urllib.request
 
 import numpy as np
 import pytest
-from support import normal, on_ranks
+from support import HANG, comes_true, normal, on_ranks
 
 import annulus
 from annulus import monitor
@@ -175,7 +175,7 @@ def test_an_exporter_that_fails_ends_and_harms_nobody(caplog: pytest.LogCaptureF
         pytest.skip("there is no /dev/full")
     lines = monitor.JsonLines("/dev/full", interval=0.01)
     with caplog.at_level(logging.WARNING, logger="annulus"):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not caplog.records and time.monotonic() < deadline:
             run_ring()
             time.sleep(0.01)
@@ -284,7 +284,7 @@ def test_a_real_scrape_is_understood_by_prometheus_own_parser() -> None:
         monitor.record("recovery", 'a "quoted\\ name\n', rank=0, failed=True)
 
         def scrape() -> dict[tuple, float]:
-            with urllib.request.urlopen(exporter.url, timeout=30) as answer:
+            with urllib.request.urlopen(exporter.url, timeout=120) as answer:
                 text = answer.read().decode()
             return {
                 (sample.name, *sorted(sample.labels.items())): sample.value
@@ -324,7 +324,7 @@ def test_metrics_can_stand_in_the_programs_own_registry() -> None:
     client.Counter("steps", "of the program", registry=registry).inc(3)
     with monitor.PrometheusExporter(registry=registry) as exporter:
         run_ring(ranks=1)
-        with urllib.request.urlopen(exporter.url, timeout=30) as answer:
+        with urllib.request.urlopen(exporter.url, timeout=120) as answer:
             text = answer.read().decode()
         assert "steps_total 3.0" in text and 'kind="pass"' in text
     assert "annulus" not in client.generate_latest(registry).decode(), "close() takes them out"
@@ -375,7 +375,7 @@ def test_weights_and_biases_offline_run_can_be_read(tmp_path: pathlib.Path) -> N
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         env=clean,
     )
     assert ran.returncode == 0, ran.stderr
@@ -497,7 +497,7 @@ def test_without_handlers_lines_go_to_standard_error() -> None:
         monitor.flush_log()
     """
     ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=HANG
     )
     assert ran.returncode == 0, ran.stderr
     assert "\nannulus: [rank 0] forward: " in "\n" + ran.stderr
@@ -509,7 +509,8 @@ def test_without_handlers_lines_go_to_standard_error() -> None:
 def test_profile_memory_sees_what_a_block_takes() -> None:
     with monitor.profile_memory(interval=0.005) as profile:
         block = np.ones(64 << 20, np.uint8)
-        time.sleep(0.05)
+        seen = len(profile.samples)
+        assert comes_true(lambda: len(profile.samples) >= seen + 2)  # the first may have begun before
         del block
     report = profile.report()
     assert 60 << 20 <= profile.peak_bytes - profile.begin_bytes <= 90 << 20

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import textwrap
 
+from support import HANG
+
 
 def in_a_process(program: str, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         check=True,
     )
 
@@ -51,7 +53,7 @@ def test_processes_may_append_to_one_file(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "events.jsonl"
     command = [sys.executable, "-c", textwrap.dedent(program), str(path)]
     processes = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    assert [process.wait(timeout=HANG) for process in processes] == [0, 0]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for rank in range(2):
         assert [row["bytes"] for row in rows if row["rank"] == rank] == list(range(1, 1001)) * 20

@@ -130,5 +130,5 @@ def test_addresses_have_colons_only_within_brackets() -> None:
     except OSError:
         pytest.skip("this machine has no IPv6")
     with monitor.PrometheusExporter(address="::1") as exporter:
-        with urllib.request.urlopen(exporter.url, timeout=30) as answer:
+        with urllib.request.urlopen(exporter.url, timeout=120) as answer:
             assert b"annulus_cached_bytes" in answer.read()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from support import executors_missed, python_calls
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -128,27 +127,22 @@ def test_calls_that_look_alike_may_be_different_ones() -> None:
         assert at.ring_attention(q, k, v).dtype == torch.bfloat16
 
 
-def test_small_calls_cost_little() -> None:
-    """Budget: 200 microseconds of this thread per call. The best of several rounds, of as many as it takes: other work
-    shares the machine."""
+def test_small_calls_do_little() -> None:
+    """How long they take is measured by 'make perf'. Of PyTorch's own calls there are more or less in another version."""
     q, k, v, do = tensors(True, tokens=8, heads=1, batch=1)
 
-    def best(call, budget: float) -> float:
-        least = float("inf")
-        until = time.perf_counter() + 10
-        while least >= budget and time.perf_counter() < until:
-            begin = time.thread_time()
-            for _ in range(50):
-                call()
-            least = min(least, 1e6 * (time.thread_time() - begin) / 50)
-        return least
+    def forward() -> None:
+        with torch.no_grad():
+            at.ring_attention(q, k, v)
 
     def both() -> None:
         at.ring_attention(q, k, v).backward(do)
 
-    with torch.no_grad():
-        assert best(lambda: at.ring_attention(q, k, v), 200) < 200
-    assert best(both, 500) < 500  # two calls, and PyTorch's engine
+    for call, most in ((forward, 75), (both, 205)):  # 61 and 171; without the short cut 98 and 233
+        call()
+        assert executors_missed(call) == 0
+        called = python_calls(call)
+        assert len(called) <= most, (len(called), called)
 
 
 def test_a_tensor_whose_memory_has_the_other_sign() -> None:

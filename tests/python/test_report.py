@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+from support import HANG
 
 RUNS = {
     "causal": ["--ranks", "4", "--causal", "--schedule", "ring"],
@@ -42,7 +43,7 @@ def test_the_page_opens_without_an_error_and_shows_everything(
     subprocess.run(
         [*command, *RUNS[name], "--report", str(path)],
         check=True,
-        timeout=120,
+        timeout=HANG,
         stdout=subprocess.DEVNULL,
     )
     context = browser.new_context(viewport={"width": 1200, "height": 900})

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
+from support import HANG
 from test_command import command  # noqa: F401: a fixture
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -29,7 +30,7 @@ def run(*arguments: str) -> str:
         arguments,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -14,6 +14,7 @@ import time
 
 import pytest
 from conftest import ROOT
+from support import HANG
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -76,7 +77,7 @@ def train(
                 if step and int(step[1]) in kills:
                     time.sleep(generator.uniform(0, 0.02))  # any moment of what comes next
                     kill(run.pid, kills.pop(int(step[1])), how)
-            assert run.wait(120) == 0
+            assert run.wait(HANG) == 0
         except BaseException:
             print("\n".join(lines), log.read_text()[-8000:])
             raise

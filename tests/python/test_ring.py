@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from typing import Any
 
@@ -205,7 +204,7 @@ def test_wrong_array_on_one_rank_is_an_error_on_all() -> None:
         ring.forward(q, q, q)  # and everything still works
         return str(caught.value)
 
-    messages = on_ranks(make_in_process_ring(3, deadline=10), body)
+    messages = on_ranks(make_in_process_ring(3), body)
     assert "k is float64, expected float32" in messages[1]
     assert all(f"[rank {r}/3]" in messages[r] for r in range(3)) and all(
         "rank 1 refused: k" in messages[r] for r in (0, 2)
@@ -229,7 +228,7 @@ class WithoutMemory:
 
 
 def test_results_that_one_rank_cannot_allocate_are_an_error_on_all() -> None:
-    transports = make_in_process_ring(3, deadline=30)
+    transports = make_in_process_ring(3)
     q = normal(1, 3, 2, 16)
 
     def body(transport: annulus.Transport) -> list[Any]:
@@ -250,9 +249,7 @@ def test_results_that_one_rank_cannot_allocate_are_an_error_on_all() -> None:
             ring.forward(q, q, q)  # as good as before
         return found
 
-    begin = time.monotonic()
     outcomes = on_ranks(transports, body)
-    assert time.monotonic() - begin < 20
     for rank, outcome in enumerate(outcomes):
         for error in outcome:
             assert isinstance(error, MemoryError if rank == 1 else annulus.ConfigError), outcomes
@@ -260,7 +257,7 @@ def test_results_that_one_rank_cannot_allocate_are_an_error_on_all() -> None:
 
 
 def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
-    transports = make_in_process_ring(3, deadline=30)
+    transports = make_in_process_ring(3)
     q = normal(1, 3, 2, 16)
     right = {"pattern": Pattern.dense(2), "placement": Placement.contiguous(9, 3)}
 
@@ -282,9 +279,7 @@ def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
                 found.append(error)
         return found
 
-    begin = time.monotonic()
     outcomes = on_ranks(transports, body)
-    assert time.monotonic() - begin < 20
     words = ["pattern is 'dense'", "placement is None", "state is 'dense'"]
     for rank, outcome in enumerate(outcomes):
         for error, text in zip(outcome, words):
@@ -333,7 +328,7 @@ def test_ranks_must_agree() -> None:
             head_dim=8 * (1 + transport.rank()),
         )
 
-    for error in on_ranks(make_in_process_ring(2, deadline=10), body):
+    for error in on_ranks(make_in_process_ring(2), body):
         assert isinstance(error, annulus.ConfigError) and "head_dim" in str(error)
 
 
@@ -420,10 +415,8 @@ def test_wrong_option_of_one_rank_is_an_error_of_all(wrong: dict[str, Any], word
         options = {"head_dim": 16} | (wrong if transport.rank() == 1 else {})
         RingAttention(Pattern.dense(2), Placement.contiguous(9, 3), transport=transport, **options)
 
-    transports = annulus.make_in_process_ring(3, deadline=30)
-    begin = time.monotonic()
+    transports = annulus.make_in_process_ring(3)
     errors = on_ranks(transports, build)
-    assert time.monotonic() - begin < 20
     assert isinstance(errors[1], (annulus.ConfigError, TypeError)) and words in str(errors[1])
     for other in (errors[0], errors[2]):
         assert isinstance(other, annulus.ConfigError) and words in str(other), other

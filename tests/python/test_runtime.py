@@ -1,17 +1,14 @@
-"""What happens around a call: threads, signals, memory, time."""
+"""What happens around a call: threads, signals, memory."""
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 
 import numpy as np
 import pytest
-from support import normal, problem, resident_bytes
+from support import HANG, executors_missed, normal, problem, python_calls, resident_bytes
 
 import annulus
 from annulus import Pattern, Placement, RingAttention, make_in_process_ring
@@ -22,55 +19,27 @@ def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         **options,
     )
 
 
-@pytest.mark.parametrize("how", ["attention", "ring"])
-def test_other_threads_run_during_a_pass(how: str) -> None:
-    q = normal(1, 6000, 4, 64)
-    ring = RingAttention(
-        Pattern.dense(4),
-        Placement.contiguous(6000, 1),
-        transport=make_in_process_ring(1)[0],
-        head_dim=64,
-        backward=False,
-    )
-    seconds = 0.0
-
-    def work() -> None:
-        nonlocal seconds
-        begin = time.perf_counter()
-        annulus.attention(q, q, q) if how == "attention" else ring.forward(q, q, q)
-        seconds = time.perf_counter() - begin
-
-    found = []
-    for _ in range(5):  # others may have the cores
-        thread = threading.Thread(target=work)
-        thread.start()
-        ticks = 0
-        while thread.is_alive():
-            time.sleep(0.001)
-            ticks += 1
-        found.append((seconds, ticks))
-        # Without the GIL this thread wakes about every millisecond; with it, it would wake at most a few times.
-        if seconds > 0.03 and ticks > 5 + 50 * seconds:
-            return
-    raise AssertionError(found)
-
-
+# Other threads run during a pass, or nobody could interrupt it. Left alone, the passes would take very long.
 INTERRUPT = """
     import os, signal, threading, time
     import numpy as np, annulus
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
-    q = np.zeros((1, 60_000, 8, 64), np.float32)
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    begin = time.perf_counter()
+    q = np.zeros((1, 4_000_000, 1, 8), np.float32)
+
+    def interrupt():
+        for _ in range(300):
+            time.sleep(0.001)  # gives the interpreter away each time
+        os.kill(os.getpid(), signal.SIGINT)
+
     try:
+        threading.Thread(target=interrupt).start()
         {call}
     except KeyboardInterrupt:
-        assert time.perf_counter() - begin < 3
         small = q[:, :64]
         assert annulus.attention(small, small, small).shape == small.shape  # everything else works
         print("interrupted")
@@ -82,10 +51,10 @@ INTERRUPT = """
     [
         "annulus.attention(q, q, q)",
         "annulus.attention(q, q, q, ranks=3)",
-        "annulus.RingAttention(annulus.Pattern.dense(8), annulus.Placement.contiguous(60_000, 1), head_dim=64, "
+        "annulus.RingAttention(annulus.Pattern.dense(1), annulus.Placement.contiguous(4_000_000, 1), head_dim=8, "
         "transport=annulus.make_in_process_ring(1)[0], backward=False).forward(q, q, q)",
         # Waits for a rank that never comes.
-        "ring = annulus.make_in_process_ring(2); annulus.RingAttention(annulus.Pattern.dense(8), "
+        "ring = annulus.make_in_process_ring(2, deadline=86400); annulus.RingAttention(annulus.Pattern.dense(8), "
         "annulus.Placement.contiguous(64, 2), head_dim=64, transport=ring[0])",
     ],
     ids=["attention", "attention_ring", "executor", "waiting"],
@@ -162,15 +131,17 @@ def test_import_needs_no_torch() -> None:
     assert found.returncode == 0, found.stderr
 
 
-def test_small_calls_cost_little() -> None:
+def test_small_calls_do_little() -> None:
+    """How long they take is measured by 'make perf'."""
     q = normal(1, 64, 2, 64)
-    times = []
-    for _ in range(2000):
-        begin = time.perf_counter()
+
+    def call() -> None:
         annulus.attention(q, q, q)
-        times.append(time.perf_counter() - begin)
-    # About 25 microseconds with the attention itself; the bound is for busy machines.
-    assert statistics.median(times) < 200e-6
+
+    call()
+    assert executors_missed(call) == 0
+    called = python_calls(call)
+    assert len(called) <= 5, called  # itself
 
 
 @pytest.mark.parametrize("module", ["annulus", "annulus.torch"])
@@ -191,7 +162,7 @@ def test_forked_children_compute(module: str) -> None:
         expected = {call}
         child = os.fork()
         if child == 0:
-            signal.alarm(20)
+            signal.alarm(600)
             os._exit(0 if {call} == expected else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert {call} == expected

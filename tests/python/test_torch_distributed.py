@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support import HANG
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -31,7 +32,7 @@ def torchrun(processes: int, *arguments: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         env=ENVIRONMENT,
         check=False,
     )
@@ -122,7 +123,7 @@ def test_a_lost_rank_is_a_transport_error(how: str) -> None:
     ]
     try:
         for rank in (0, 2):
-            out, _ = ranks[rank].communicate(timeout=300)
+            out, _ = ranks[rank].communicate(timeout=HANG)
             assert f"rank {rank} lost rank 1" in out, out
             assert out.count(f"rank {rank} misses rank 1") == 2, out
     finally:

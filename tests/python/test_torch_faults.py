@@ -7,19 +7,20 @@ import subprocess
 import sys
 
 import pytest
+from support import HANG
 
 distributed = pytest.importorskip("test_torch_distributed", reason="PyTorch has no Gloo")
 
 PROGRAM = pathlib.Path(__file__).parent / "faults.py"
 
 
-def inflict(*arguments: str, program: pathlib.Path = PROGRAM, timeout: int = 600) -> None:
+def inflict(*arguments: str, program: pathlib.Path = PROGRAM) -> None:
     # In a process of its own: ranks are forked from one that has no threads yet.
     run = subprocess.run(
         [sys.executable, str(program), *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=HANG,
         env=distributed.ENVIRONMENT,
         check=False,
     )
@@ -32,7 +33,7 @@ def test_survivors_of_a_kill_name_it_and_go_on(size: str) -> None:
 
 
 def test_survivors_of_a_stop_name_it_at_the_deadline_and_go_on_without_it() -> None:
-    inflict("--stop", "2", "--deadline", "5")
+    inflict("--stop", "2", "--deadline", "10")
 
 
 def test_a_rank_that_is_cut_off_is_named_and_may_come_back() -> None:

@@ -294,7 +294,7 @@ def test_second_thread_on_a_group_is_noticed_from_the_first_moment(
         def take(self) -> bool:
             taken = super().take()
             if threading.current_thread() is first:
-                assert tried.wait(10)  # its call may not be over before the second one has come
+                assert tried.wait(120)  # its call may not be over before the second one has come
             return taken
 
     given_up = []
@@ -320,7 +320,7 @@ def test_second_thread_on_a_group_is_noticed_from_the_first_moment(
         first = threading.Thread(target=call, args=("first",))
         monkeypatch.setitem(_rings._turns, group, Slow())
         first.start()
-        assert begun.wait(10)
+        assert begun.wait(120)
         call("second")
         tried.set()
         first.join()

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 
 import pytest
+from support import comes_true
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -33,6 +34,11 @@ def on_ranks(ranks: list[int], function: Callable[[int], object]) -> list:
         return [future.exception() or future.result() for future in futures]
 
 
+# Seconds. LONG is for nobody to wait out: a test that does has found a hang. Ranks that are there come within SHORT, on a
+# machine that is busy, too.
+SHORT, LONG = 2.0, 120.0
+
+
 def seconds_since(begin: float) -> float:
     return time.monotonic() - begin
 
@@ -42,7 +48,7 @@ def seconds_since(begin: float) -> float:
 
 def test_a_ring_has_one_name_and_never_the_same_again() -> None:
     store = dist.HashStore()
-    names = [on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20)) for _ in range(5)]
+    names = [on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, LONG)) for _ in range(5)]
     assert all(len(set(each)) == 1 for each in names)
     assert len({each[0] for each in names}) == 5
 
@@ -51,25 +57,23 @@ def test_a_ring_has_one_name_and_never_the_same_again() -> None:
 def test_whoever_does_not_come_is_named_by_all(absent: int) -> None:
     store = dist.HashStore()
     here = [rank for rank in range(3) if rank != absent]
-    begin = time.monotonic()
-    found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, 0.5))
-    assert seconds_since(begin) < 5
+    found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, SHORT))
     assert all(isinstance(error, Missing) and error.ranks == [absent] for error in found), found
 
 
 def test_rank_0_tells_those_that_are_there_who_is_not() -> None:
     store = dist.HashStore()
-    patience = {0: 0.3, 1: 20}
+    patience = {0: SHORT, 1: LONG}
     begin = time.monotonic()
     found = on_ranks([0, 1], lambda rank: new_name(store, PREFIX, rank, 3, patience[rank]))
     assert all(isinstance(error, Missing) and error.ranks == [2] for error in found), found
-    assert seconds_since(begin) < 10
+    assert seconds_since(begin) < LONG
 
 
 def test_who_loses_patience_before_rank_0_names_the_same() -> None:
     store = dist.HashStore()
-    on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20))  # then, all were there
-    patience = {0: 1.5, 1: 0.3, 2: 0.3}
+    on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, LONG))  # then, all were there
+    patience = {0: 2 * SHORT, 1: SHORT, 2: SHORT}
     for absent in (2, 1):  # rank 2 comes now, and rank 1 came before, in vain
         here = [rank for rank in range(3) if rank != absent]
         found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, patience[rank]))
@@ -80,10 +84,10 @@ def test_what_is_left_of_an_attempt_is_no_answer_to_the_next() -> None:
     store = dist.HashStore()
     for absent in (2, 1, 0):
         here = [rank for rank in range(3) if rank != absent]
-        found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, 0.3))
+        found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, SHORT))
         assert [error.ranks for error in found] == [[absent]] * 2, found
     # The words of those who came are there still, of those who were answered, too.
-    found = on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20))
+    found = on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, LONG))
     assert isinstance(found[0], str) and len(set(found)) == 1, found
     begin = time.monotonic()
     found = on_ranks([0], lambda rank: new_name(store, PREFIX, rank, 3, 0.3))
@@ -95,7 +99,7 @@ def test_nothing_of_it_stays_in_the_store_but_a_word_of_each_rank() -> None:
     store = dist.HashStore()
     numbers = []
     for _ in range(3):
-        on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, 20))
+        on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, LONG))
         numbers.append(store.num_keys())
     assert numbers == [numbers[0]] * 3
 
@@ -136,42 +140,42 @@ def test_all_who_are_there_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_reunion.uuid, "uuid4", thought_about)
     store = dist.HashStore()
     begin = time.monotonic()
-    found = on_ranks([0, 1, 2, 3], lambda rank: meet(store, rank, 4, -1, 30))
+    found = on_ranks([0, 1, 2, 3], lambda rank: meet(store, rank, 4, -1, LONG))
     assert found == [found[0]] * 4 and found[0][0] == [0, 1, 2, 3]
-    assert seconds_since(begin) < 10
+    assert seconds_since(begin) < LONG
 
 
 def test_a_rank_that_one_has_lost_is_waited_for_by_nobody() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
-    found = on_ranks([0, 1, 3], lambda rank: meet(store, rank, 4, 2 if rank == 3 else -1, 60))
+    found = on_ranks([0, 1, 3], lambda rank: meet(store, rank, 4, 2 if rank == 3 else -1, LONG))
     assert found == [found[0]] * 3 and found[0][0] == [0, 1, 3]
-    assert _reunion._GRACE <= seconds_since(begin) < 20
+    assert _reunion._GRACE <= seconds_since(begin) < LONG
 
 
 def test_what_each_has_lost_is_not_waited_for_by_all() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
-    found = on_ranks([0, 1, 2], lambda rank: meet(store, rank, 5, 4 if rank == 2 else 3, 60))
+    found = on_ranks([0, 1, 2], lambda rank: meet(store, rank, 5, 4 if rank == 2 else 3, LONG))
     assert found == [found[0]] * 3 and found[0][0] == [0, 1, 2]
-    assert seconds_since(begin) < 20
+    assert seconds_since(begin) < LONG
 
 
 def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_reunion, "_GRACE", 20.0)
+    monkeypatch.setattr(_reunion, "_GRACE", LONG)
     store = dist.HashStore()
 
     def come(rank: int) -> tuple[list[int], str] | str:
         if rank == 2:
             time.sleep(0.2)
-        return meet(store, rank, 3, 2, 60)
+        return meet(store, rank, 3, 2, 2 * LONG)
 
     begin = time.monotonic()
     found = on_ranks([0, 1, 2], come)
     assert found == [found[0]] * 3 and found[0][0] == [0, 1, 2]
-    assert seconds_since(begin) < 15, "all are there: nobody else is to be waited for"
+    assert seconds_since(begin) < LONG, "all are there: nobody else is to be waited for"
 
 
 def test_a_rank_that_nobody_has_lost_is_waited_for_to_the_end() -> None:
@@ -200,7 +204,7 @@ def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_reunion.dist, "destroy_process_group", dropped.append)
     store = dist.HashStore()
     names: list[str] = []
-    others = threading.Barrier(3, timeout=60)
+    others = threading.Barrier(3, timeout=LONG)
 
     def make(rank: int, left: list[int], name: str) -> tuple[list[int], str]:
         if name not in names:
@@ -208,15 +212,16 @@ def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPa
         if name == names[0]:
             others.wait()
             if rank == 1:
-                time.sleep(0.3)  # the others have theirs by then
+                time.sleep(0.3)  # the others mostly have theirs by then
                 raise RuntimeError("Connection refused")
         return left, name
 
     found = on_ranks(
         [0, 1, 2],
-        lambda rank: meet(store, rank, 3, -1, 30, make=lambda left, name, _: make(rank, left, name)),
+        lambda rank: meet(store, rank, 3, -1, LONG, make=lambda left, name, _: make(rank, left, name)),
     )
     assert found == [([0, 1, 2], names[1])] * 3
+    assert comes_true(lambda: len(dropped) == 2)
     assert dropped == [([0, 1, 2], names[0])] * 2
 
 
@@ -233,19 +238,19 @@ def test_a_group_that_comes_about_after_its_round_is_nobodys(monkeypatch: pytest
         if name != names[0]:
             next_round.set()
         elif rank == 0:
-            began.wait(60)
+            began.wait(LONG)
             raise RuntimeError("Connection refused")
         else:
             began.set()
-            next_round.wait(60)
+            next_round.wait(LONG)
         return left, name
 
     found = on_ranks(
         [0, 1],
-        lambda rank: meet(store, rank, 2, -1, 30, make=lambda left, name, _: make(rank, left, name)),
+        lambda rank: meet(store, rank, 2, -1, LONG, make=lambda left, name, _: make(rank, left, name)),
     )
     assert found == [([0, 1], names[1])] * 2
-    assert dropped.get(timeout=30) == ([0, 1], names[0])
+    assert dropped.get(timeout=LONG) == ([0, 1], names[0])
 
 
 def test_who_cannot_make_any_group_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +264,7 @@ def test_who_cannot_make_any_group_says_so_and_the_others_go_on(monkeypatch: pyt
 
     found = on_ranks(
         [0, 1, 2],
-        lambda rank: meet(store, rank, 3, -1, 3, make=lambda left, name, _: make(rank, left, name)),
+        lambda rank: meet(store, rank, 3, -1, 2 * SHORT, make=lambda left, name, _: make(rank, left, name)),
     )
     assert "of ranks [0, 1, 2] cannot be made here: TypeError: no such backend" in found[1]
     assert found[0] == found[2] and found[0][0] == [0, 2]
@@ -269,10 +274,12 @@ def test_who_cannot_make_any_group_says_so_and_the_others_go_on(monkeypatch: pyt
 
 
 def test_within_gives_results_errors_and_time() -> None:
-    assert within(20, lambda: 7, "counting") == 7
+    assert within(LONG, lambda: 7, "counting") == 7
     with pytest.raises(ZeroDivisionError):
-        within(20, lambda: 1 // 0, "dividing")
+        within(LONG, lambda: 1 // 0, "dividing")
+    over = threading.Event()
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match="sleeping took longer than 0.2 s"):
-        within(0.2, lambda: time.sleep(30), "sleeping")
-    assert 0.2 <= seconds_since(begin) < 20
+    with pytest.raises(TimeoutError, match="waiting took longer than 0.2 s"):
+        within(0.2, lambda: over.wait(LONG), "waiting")
+    assert seconds_since(begin) >= 0.2
+    over.set()

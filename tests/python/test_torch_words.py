@@ -5,9 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import time
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
+from support import comes_true
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -34,10 +36,7 @@ def ring() -> Iterator[list[Words]]:
 
 
 def soon(question: Callable[[], object], wanted: object) -> bool:
-    until = time.monotonic() + 20
-    while question() != wanted and time.monotonic() < until:
-        time.sleep(0.002)
-    return question() == wanted
+    return comes_true(lambda: question() == wanted)
 
 
 def test_the_rank_at_the_end_of_those_that_wait_is_the_one(ring: list[Words]) -> None:
@@ -65,9 +64,8 @@ def test_words_are_heard_in_their_order_however_many(ring: list[Words]) -> None:
 
 def test_half_a_word_is_none(ring: list[Words]) -> None:
     ring[1].tell(WAITS, 2, "x" * 400)
-    assert soon(lambda: ring[0]._memory[0, 1, 0:500].any(), True)
-    time.sleep(0.05)
     row = ring[0]._memory[0, 1]
+    assert comes_true(lambda: zlib.crc32(row[4:]).to_bytes(4, "little") == row[:4].tobytes())
     whole = row.copy()
     row[300:] = 0
     assert ring[0].of(1) is None
@@ -94,23 +92,20 @@ def test_the_last_word_wakes_who_waits_for_it(ring: list[Words]) -> None:
         ring[1].tell(WAITS, 2)
         time.sleep(0.05)
         assert not heard.done(), "that was not the last"
-        begin = time.monotonic()
         ring[1].leave(LEAVES, 2, "why")
-        heard.result(timeout=20)
-        assert time.monotonic() - begin < 10
+        heard.result(timeout=120)
     assert ring[0].of(1) == Word(LEAVES, 2, "why")
 
 
 def test_who_leaves_ends_what_others_wait_for(ring: list[Words]) -> None:
     row = torch.zeros(1, dtype=torch.uint8)
     waits = [(peer, ring[peer]._gloo.recv([row.clone()], 1, 5)) for peer in (0, 2)]
-    begin = time.monotonic()
     ring[1].leave(LEAVES, 3, "why")
     for peer, work in waits:
-        with pytest.raises(RuntimeError):
-            work.wait(datetime.timedelta(seconds=30))
+        with pytest.raises(RuntimeError) as ended:
+            work.wait(datetime.timedelta(seconds=120))
+        assert "Timed out" not in str(ended.value)
         assert ring[peer].of(1) == Word(LEAVES, 3, "why"), "its last word came too late"
-    assert time.monotonic() - begin < 15
     ring[1].tell(WAITS, 2)  # nobody hears it, and nothing happens
     assert ring[0].of(1).kind == LEAVES
 

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from support import HANG
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -22,7 +23,7 @@ EXAMPLE = ROOT / "examples" / "python" / "train_longnet_lm.py"
 ENVIRONMENT = os.environ | {"ANNULUS_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(ranks: int, script: pathlib.Path, *arguments: str, timeout: float = 600) -> str:
+def run(ranks: int, script: pathlib.Path, *arguments: str, timeout: float = HANG) -> str:
     """What it prints; ranks = 0: without torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
@@ -134,7 +135,7 @@ def test_example_learns_the_same_on_every_ring(placement: str) -> None:
     """200 steps on the documents of this repository."""
     curves = [
         losses_of(
-            run(ranks, EXAMPLE, "--placement", placement, "--log-interval", "1", timeout=3000)
+            run(ranks, EXAMPLE, "--placement", placement, "--log-interval", "1")
         )
         for ranks in (0, 2, 4)
     ]

@@ -15,20 +15,14 @@ import annulus
 import annulus.torch as at
 
 
-# Seconds, of what takes milliseconds: a busy machine may stop for a while. What waits in vain takes 60.
-SOON = 20.0
-
-
 def refused(call, words: list[str]) -> None:
-    """Every rank gets a ConfigError with these words, soon."""
-    begin = time.monotonic()
+    """Every rank gets a ConfigError with these words. Who waited in vain would have a TransportError."""
     try:
         call()
     except annulus.ConfigError as error:
         assert all(w in str(error) for w in words), error
     else:
         raise AssertionError(f"{words} on one rank went unnoticed")
-    assert time.monotonic() - begin < SOON, (words, time.monotonic() - begin)
 
 
 def tell(what: str) -> None:
@@ -340,7 +334,6 @@ def what_nobody_thought_of_ends_the_ring() -> None:
     kept = at._rings.claims_of
     if rank == 1:
         at._rings.claims_of = fail
-    begin = time.monotonic()
     try:
         at.ring_attention(q, q, q, group=dist.group.WORLD, is_causal=True)
     except (annulus.TransportError, RuntimeError) as error:
@@ -348,7 +341,6 @@ def what_nobody_thought_of_ends_the_ring() -> None:
         assert rank == 1 or error.rank == 1, error
     else:
         raise AssertionError("a bug on one rank went unnoticed")
-    assert time.monotonic() - begin < SOON
     at._rings.claims_of = kept
     dist.barrier()
     at.ring_attention(q, q, q, group=dist.group.WORLD, is_causal=True)
@@ -368,7 +360,6 @@ def two_threads() -> None:
         except annulus.Error as error:
             outcomes.append(error)
 
-    begin = time.monotonic()
     if rank == 0:  # both wait for rank 1: the first in the ring, the second would, too
         threads = [threading.Thread(target=call, args=(late,)) for late in (0.0, 0.5)]
         for thread in threads:
@@ -385,7 +376,6 @@ def two_threads() -> None:
         call()
         assert isinstance(outcomes[0], annulus.TransportError), outcomes
         assert outcomes[0].rank == 0 and "two threads of rank 0" in str(outcomes[0]), outcomes
-    assert time.monotonic() - begin < SOON
     dist.barrier()
     assert torch.equal(at.ring_attention(q, q, q, group=dist.group.WORLD), expected)  # made anew
 
@@ -401,12 +391,11 @@ def rings_are_made_anew() -> None:
         if rank == 1:
             hear(f"rank 0 has waited in vain {options}")
         failed = False
-        for timeout in (0.5, 30):  # whoever noticed first waits for the others in the second call
-            begin = time.monotonic()
+        for timeout in (0.5, 120):  # whoever noticed first waits for the others in the second call
             try:
                 at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=timeout, **options)
             except annulus.TransportError:
-                assert timeout == 0.5 and time.monotonic() - begin < SOON
+                assert timeout == 0.5
                 failed = True
                 if rank == 0:
                     tell(f"rank 0 has waited in vain {options}")
@@ -420,7 +409,7 @@ def rings_are_made_anew() -> None:
         try:
             at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=1.0)
         except annulus.TransportError as error:
-            assert error.rank == 1 and 0.9 < time.monotonic() - begin < SOON, error
+            assert error.rank == 1 and time.monotonic() - begin > 0.9, error
         else:
             raise AssertionError("a ring of one rank out of several worked")
     dist.barrier()
@@ -436,7 +425,7 @@ def forked_children_end() -> None:
         gc.collect()
         at.ring_attention(q, q, q)  # alone
         os._exit(7)
-    for _ in range(300):
+    for _ in range(3000):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             break
@@ -449,8 +438,8 @@ def forked_children_end() -> None:
 
 
 def death(how: str) -> None:
-    """Rank 1 goes; everybody else gets a TransportError that names it, long before the timeout, and another one
-    when it goes on to call."""
+    """Rank 1 goes; everybody else gets a TransportError that names it, and another one when it goes on to call.
+    Unless it is silent, they know long before their timeout, which the test would not wait for."""
     q = torch.randn(1, 600, 4, 64)
     at.ring_attention(q, q, q, group=dist.group.WORLD)
     for call in range(1000):
@@ -458,18 +447,13 @@ def death(how: str) -> None:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "silent":
-                time.sleep(60)
-                os._exit(0)
+                time.sleep(3600)  # the parent ends it
             at._rings._groups[dist.group.WORLD.group_name].transport.abort("out of coffee")
-            time.sleep(60)
-            os._exit(0)
-        begin = time.monotonic()
-        timeout = 4.0 if how == "silent" else 2 * SOON
+            time.sleep(3600)
+        timeout = 10.0 if how == "silent" else 3600.0
         try:
             at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=timeout)
         except annulus.TransportError as error:
-            took = time.monotonic() - begin
-            assert took < SOON, took
             assert error.rank == 1, error
             if how == "gave_up":
                 assert "out of coffee" in str(error), error
@@ -479,7 +463,7 @@ def death(how: str) -> None:
         raise AssertionError("nobody missed rank 1")
     for _ in range(2):
         try:
-            at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=1.5)
+            at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=4.0)
         except annulus.TransportError as error:
             assert error.rank == 1 and "The ring before this one ended so" in str(error), error
             print(f"rank {dist.get_rank()} misses rank {error.rank} ({how})", flush=True)

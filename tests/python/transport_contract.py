@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from support import normal, on_ranks
+from support import comes_true, normal, on_ranks
 
 import annulus
 from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
@@ -241,9 +241,7 @@ def passes_give_the_bits_of_the_built_in_transport(transport: Transport) -> None
 @check()
 def second_user_is_refused_and_ends_the_ring(transport: Transport) -> None:
     if transport.rank() != 0:
-        until = time.monotonic() + 30
-        while transport.health()["alive"] and time.monotonic() < until:
-            time.sleep(0.01)  # until rank 0 has had two users
+        assert comes_true(lambda: not transport.health()["alive"])  # when rank 0 has had two users
         with transport_error() as caught:
             annulus.gather_records(transport, b"")
         assert caught[0].rank == 0 and "one call at a time" in str(caught[0]), caught
@@ -271,14 +269,15 @@ def second_user_is_refused_and_ends_the_ring(transport: Transport) -> None:
 
 @check()
 def dead_peer_raises_within_the_deadline(transport: Transport) -> None:
+    annulus.gather_records(transport, b"everybody is here")
     transport.set_deadline(0.3)
     if transport.rank() != 0:
-        time.sleep(1)  # there, and silent
+        time.sleep(3)  # there, and silent
         return
     start = time.monotonic()
     with transport_error() as caught:
         receive(transport, 1, 7, bytearray(4096)).wait()
-    assert 0.25 < time.monotonic() - start < 20
+    assert time.monotonic() - start > 0.25
     assert caught[0].rank == 1 and "rank 1" in str(caught[0]), caught
 
 
@@ -286,7 +285,6 @@ def dead_peer_raises_within_the_deadline(transport: Transport) -> None:
 def abort_from_any_thread_wakes_everybody(transport: Transport) -> None:
     annulus.gather_records(transport, b"everybody is here")
     assert transport.health() == {"alive": True, "lost_rank": -1, "reason": ""}
-    start = time.monotonic()
     if transport.rank() == 1:
         time.sleep(0.2)
         thread = threading.Thread(target=transport.abort, args=("disk on fire",))
@@ -302,7 +300,6 @@ def abort_from_any_thread_wakes_everybody(transport: Transport) -> None:
     health = transport.health()
     assert not health["alive"] and health["lost_rank"] == 1, health
     assert "disk on fire" in health["reason"], health
-    assert time.monotonic() - start < 20
 
 
 @check()
@@ -311,12 +308,10 @@ def health_tells_of_an_abort_elsewhere(transport: Transport) -> None:
     if transport.rank() == 0:
         time.sleep(0.2)  # the others are back from it
         transport.abort("enough")
-    until = time.monotonic() + 30
-    while transport.health()["alive"] and time.monotonic() < until:
-        time.sleep(0.01)
+    assert comes_true(lambda: not transport.health()["alive"])
     health = transport.health()
     assert not health["alive"] and health["lost_rank"] == 0, health
-    time.sleep(0.3)  # the others ask, too, before this rank leaves
+    time.sleep(1)  # the others ask, too, before this rank leaves
 
 
 @check()
@@ -337,13 +332,13 @@ def health_can_be_asked_while_messages_pass(transport: Transport) -> None:
         annulus.gather_records(transport, b"round and round")
     ending.set()
     thread.join()
+    annulus.gather_records(transport, b"nobody asks any more")
     assert not sick, sick
-    time.sleep(0.1)  # the others are not done asking
 
 
 @check(needs="sizes")
 def sizes_that_differ_are_an_error(transport: Transport) -> None:
-    transport.set_deadline(5)
+    transport.set_deadline(60)
     if transport.rank() > 1:
         return
     found = bytearray(100)

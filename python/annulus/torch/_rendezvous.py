@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -47,6 +49,37 @@ def within(seconds: float, function: Callable[[], T], what: str) -> T:
         return result
     finally:
         del error  # which would hold this frame, and be held by it
+
+
+# Of groups that have none of their own.
+_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store of a group, which all of its ranks reach.
+
+    PyTorch gives groups of its MPI backend a placeholder that has no operations. The first rank of such a group
+    serves a store instead, and tells the others its address by a broadcast in the group, which all of them join the
+    first time. The broadcast has no deadline of its own: call it by :func:`within`.
+    """
+    own = dist.distributed_c10d._world.pg_map[group][1]
+    base = own
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if type(base) is not dist.Store:
+        return own
+    store = _stores.get(group)
+    if store is None:
+        address: list = [None]
+        if dist.get_rank(group) == 0:
+            host = socket.gethostname()
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            address = [(host, store.port)]
+        dist.broadcast_object_list(address, group=group, group_src=0)
+        if store is None:
+            store = dist.TCPStore(*address[0], is_master=False, wait_for_workers=False)
+        _stores[group] = store
+    return store
 
 
 def value_of(store: dist.Store, key: str, until: float) -> bytes | None:

@@ -18,6 +18,7 @@ from annulus.torch._messages import bytes_of, exchange
 _ALIGNMENT = 64
 
 
+@torch.compiler.disable  # other ranks decide on shapes
 @_rings.errors_reach_all(
     lambda *args, group=None, timeout=None, **_: (args[1] if len(args) > 1 else group, timeout)
 )
@@ -30,7 +31,7 @@ def ring_pass(
     """The tensor of the previous rank: rank r receives from rank r - 1 and sends to rank r + 1, the last one to rank 0.
 
     Collective: every rank of the group calls it. Differentiable: the backward passes gradients to the previous rank,
-    and every rank has to run it. After as many passes as there are ranks everybody has its own tensor again:
+    and every rank has to run it (with create_graph all or none: their graphs have to be alike). After as many passes as there are ranks everybody has its own tensor again:
 
         for _ in range(dist.get_world_size(group)):
             use(x)
@@ -54,6 +55,7 @@ def ring_pass(
     return _pass_on("ring_pass", {"tensor": tensor}, group, timeout)[0]
 
 
+@torch.compiler.disable  # other ranks decide on shapes
 @_rings.errors_reach_all(
     lambda *args, group=None, timeout=None, **_: (args[2] if len(args) > 2 else group, timeout)
 )
@@ -89,14 +91,18 @@ class _Hop:
     timeout: float | None
     step: int = 1  # to rank + step
 
-    def back(self) -> _Hop:
-        """The pass of the gradients, and of theirs."""
+    def back(self, gradients: Sequence[torch.Tensor]) -> _Hop:
+        """The pass of the gradients of those that need one; or of theirs."""
         names = tuple(n for n, needed in zip(self.names, self.needs_gradient) if needed)
         call = self.call if self.call.startswith("backward of ") else f"backward of {self.call}"
-        needs_gradient = (torch.is_grad_enabled(),) * len(names)  # with create_graph
         return dataclasses.replace(
-            self, call=call, names=names, needs_gradient=needs_gradient, step=-self.step
+            self, call=call, names=names, needs_gradient=_needs_gradient(gradients), step=-self.step
         )
+
+
+def _needs_gradient(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    graph = torch.is_grad_enabled()
+    return tuple(graph and x.requires_grad for x in tensors)
 
 
 def _pass_on(
@@ -111,10 +117,8 @@ def _pass_on(
         raise ConfigError(f"{call}: {complaint}")
     if name is None or _rings.group_size_and_rank(group)[0] == 1:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors.values())
-    graph = torch.is_grad_enabled()
-    needs_gradient = tuple(graph and x.requires_grad for x in tensors.values())
-    hop = _Hop(call, tuple(tensors), needs_gradient, name, timeout)
-    return _Pass.apply(hop, *tensors.values())
+    values = tuple(tensors.values())
+    return _Pass.apply(_Hop(call, tuple(tensors), _needs_gradient(values), name, timeout), *values)
 
 
 def _complaint(tensors: dict[str, torch.Tensor]) -> str | None:
@@ -145,10 +149,7 @@ class _Pass(torch.autograd.Function):
         # Where only some outputs were used, PyTorch brings zeros for the others: what travels is the same on all ranks.
         with _rings.errors_of_all(hop.group, hop.timeout):
             needed = [g.to_dense() for g, needs in zip(grads, hop.needs_gradient) if needs]
-        if torch.is_grad_enabled():
-            # All ranks go on with a graph, although the loss of this one may be linear and its gradient a constant.
-            needed = [g if g.requires_grad else g.detach().requires_grad_() for g in needed]
-        passed = iter(_Pass.apply(hop.back(), *needed))
+        passed = iter(_Pass.apply(hop.back(needed), *needed))
         return None, *(next(passed) if needs else None for needs in hop.needs_gradient)
 
 

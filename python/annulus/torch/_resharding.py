@@ -19,6 +19,7 @@ from annulus.torch._sharding import _axis
 Where = str | tuple[str, Sequence[int]] | Placement
 
 
+@torch.compiler.disable  # other ranks decide on shapes
 @_rings.errors_reach_all(lambda *_, group=None, **__: (group, None))
 def reshard(
     x: torch.Tensor,

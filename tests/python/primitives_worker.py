@@ -435,6 +435,28 @@ def damaged(change: str) -> None:
 # ---- threads
 
 
+def rings_of_several_groups_are_made_at_once() -> None:
+    """By a thread for each, which come in another order on every rank: they have one store, whose client does one
+    operation at a time, also where that waits for other ranks."""
+    rank, _, previous, _ = ring()
+    for _ in range(3):
+        groups = [dist.new_group() for _ in range(4)]
+        found: list[torch.Tensor] = []
+        dist.barrier()
+
+        def call(group: object, found: list = found) -> None:
+            found.append(at.ring_pass(numbers(rank, 3), group))
+
+        threads = [threading.Thread(target=call, args=(g,)) for g in groups[rank:] + groups[:rank]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == len(groups)
+        for x in found:
+            same(x, numbers(previous, 3))
+
+
 def threads_with_groups_of_their_own() -> None:
     """Eight threads: calls over four groups, a module in this process alone, monitoring, statistics, and what
     drops workspaces. All results are right."""
@@ -469,6 +491,7 @@ def threads_with_groups_of_their_own() -> None:
     def alone() -> None:
         while not over.is_set():
             right(both_ways(None, [q, k, v, do]), whole)
+            time.sleep(0.005)
 
     def watch() -> None:
         while not over.is_set():
@@ -477,16 +500,17 @@ def threads_with_groups_of_their_own() -> None:
             monitor.summary()
             monitor.totals()
             monitor.stop()
+            time.sleep(0.005)  # the others need the interpreter, too
 
     def look() -> None:
         while not over.is_set():
             assert at.get_memory_info()["workspace_bytes"] >= 0
-            time.sleep(0.001)
+            time.sleep(0.005)
 
     def drop() -> None:
         while not over.is_set():
             at.clear_cache()
-            time.sleep(0.002)
+            time.sleep(0.005)
 
     def guarded(body: object, *arguments: object) -> None:
         try:

@@ -37,14 +37,15 @@ FAILURES = [
     "damaged:tensors",
     "groups_without_a_store_get_one",
 ]
+THREADS = ["rings_of_several_groups_are_made_at_once", "threads_with_groups_of_their_own"]
 
 
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [
         (1, VALUES),
-        (2, [*VALUES, *FAILURES, "compiled_code_steps_aside", "threads_with_groups_of_their_own"]),
-        (3, [*VALUES, *FAILURES, "threads_with_groups_of_their_own"]),
+        (2, [*VALUES, *FAILURES, "compiled_code_steps_aside", *THREADS]),
+        (3, [*VALUES, *FAILURES, *THREADS]),
         (4, [*VALUES, *FAILURES]),
     ],
 )

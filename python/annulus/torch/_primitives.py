@@ -115,6 +115,7 @@ def _pass_on(
     complaint = _complaint(tensors) or timeout_complaint(timeout)
     if complaint is not None:
         raise ConfigError(f"{call}: {complaint}")
+    # No ring: nothing has to be agreed on.
     if name is None or _rings.group_size_and_rank(group)[0] == 1:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors.values())
     values = tuple(tensors.values())
@@ -131,6 +132,8 @@ def _complaint(tensors: dict[str, torch.Tensor]) -> str | None:
             return f"{name} is a {kind} tensor: a dense one was expected"
         if x.device.type not in ("cpu", "cuda"):
             return f"{name} is on {x.device}: the CPU or a CUDA device was expected"
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured, and ranks have to agree on every call"
         if device not in (None, x.device):
             return f"{name} is on {x.device}, and {next(iter(tensors))} on {device}: one device was expected"
         device = x.device

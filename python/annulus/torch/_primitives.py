@@ -191,7 +191,7 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = []
     for x in tensors:
         part = bytes_of(x)
-        parts += [part.new_empty(-sum(map(len, parts)) % _ALIGNMENT), part]
+        parts += [part.new_zeros(-sum(map(len, parts)) % _ALIGNMENT), part]
     return torch.cat(parts)
 
 

@@ -125,10 +125,10 @@ tsan-python: python ## Run the tests of the Python module that use threads under
 	@rm -rf build/tsan_python/package build/tsan_python/report.* && cp -r python build/tsan_python/package
 	@cp build/tsan_python/python/annulus/_core*.so build/tsan_python/package/annulus
 	@TSAN_OPTIONS="history_size=7 suppressions=$(CURDIR)/tests/python/tsan.txt log_path=$(CURDIR)/build/tsan_python/report" \
-	  OPENBLAS_NUM_THREADS=1 $(NO_ASLR) env LD_PRELOAD=$(TSAN_LIBRARIES) PYTHONPATH=build/tsan_python/package \
+	  OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(NO_ASLR) env LD_PRELOAD=$(TSAN_LIBRARIES) PYTHONPATH=build/tsan_python/package \
 	  .venv/bin/python -m pytest -q \
 	  -p no:cacheprovider tests/python/test_attention.py tests/python/test_ring.py tests/python/test_runtime.py \
-	  tests/python/test_transport.py tests/python/test_transport_contract.py \
+	  tests/python/test_threads.py tests/python/test_transport.py tests/python/test_transport_contract.py \
 	  -k 'not memory and not resident and not ctrl_c and not tool and not process and not gloo and not forked' \
 	  || { cat build/tsan_python/report.* 2>/dev/null; exit 1; }
 

@@ -16,6 +16,7 @@
 #include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
+#include "annulus/ring_check.h"
 #include "arrays.h"
 #include "bindings.h"
 #include "errors.h"
@@ -513,6 +514,16 @@ nb::list gather_records(Transport& transport, const nb::bytes& record) {
   return list;
 }
 
+nb::dict check_blocks(Transport& transport, std::size_t bytes) {
+  RingCheck check;
+  construct(transport, [&] { check = check_ring(transport, bytes); });
+  nb::dict dict;
+  dict["forward_ok"] = check.forward_ok;
+  dict["backward_ok"] = check.backward_ok;
+  dict["detail"] = python_text(check.detail);
+  return dict;
+}
+
 }  // namespace
 
 Footprint footprint_of(nb::handle executor) {
@@ -533,6 +544,14 @@ void bind_ring(nb::module_& module) {
 Args:
     transport: of the ring; no executor may be using it.
     record: of this rank; of any length on any rank, a few kilobytes at most.)");
+  module.def("check_ring", &check_blocks, nb::arg("transport"), nb::arg("bytes") = 4096,
+             nb::sig("def check_ring(transport: Transport, bytes: int = 4096) -> "
+                     "dict[str, typing.Any]"),
+             R"(Passes a stamped block to both neighbours and compares every byte of theirs. Collective.
+
+Returns 'forward_ok' (the block of the previous rank is right), 'backward_ok' (that of the next rank) and
+'detail', one line per direction. A TransportError is reported there and not raised; the transport is dead
+then.)");
 }
 
 }  // namespace annulus::python

@@ -173,6 +173,42 @@ def groups_may_carry_device_memory() -> None:
     transport.close()
 
 
+def primitives() -> None:
+    """ring_pass, ring_pass_kv, reshard and check_ring of CUDA tensors: through host memory, and as a group would carry
+    them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    previous, following = (rank - 1) % size, (rank + 1) % size
+
+    def held(r: int, dtype: torch.dtype) -> torch.Tensor:
+        make = torch.Generator("cuda").manual_seed(r)
+        return (9 * torch.randn(5, 7 + r, 3, device="cuda", generator=make)).to(dtype).transpose(0, 2)
+
+    def check() -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            x = at.ring_pass(held(rank, dtype), WORLD)
+            k, v = at.ring_pass_kv(held(rank, dtype), held(rank, torch.bfloat16)[1:], WORLD)
+            assert x.is_cuda and x.dtype == dtype and torch.equal(x, held(previous, dtype))
+            assert torch.equal(k, x) and torch.equal(v, held(previous, torch.bfloat16)[1:])
+        leaf = held(rank, torch.float32).requires_grad_()
+        (at.ring_pass(leaf, WORLD).sum() * (rank + 1)).backward()
+        assert torch.equal(leaf.grad, torch.full_like(leaf, following + 1.0))
+        whole = torch.arange(2 * 53 * 3.0, device="cuda").view(2, 53, 3)
+        mine = at.shard(whole, placement="zigzag", group=WORLD)
+        moved = at.reshard(mine, "zigzag", "striped", group=WORLD)
+        assert torch.equal(moved, at.shard(whole, placement="striped", group=WORLD))
+
+    check()
+    ring = at._rings._groups[WORLD.group_name]
+    own, ring.transport = ring.transport, Pretending(WORLD, timeout=20)
+    check()
+    dist.barrier()
+    ring.transport.close()
+    ring.transport = own
+    report = at.check_ring(WORLD)
+    assert report.device_path == expected_way(), report
+    assert report.devices == ("cuda:0",) * size, report
+
+
 def workspaces_come_and_go() -> None:
     """More executors than are kept, in another order of dropping on every rank."""
     rank = dist.get_rank()

@@ -58,6 +58,12 @@ def test_processes_share_device_memory(processes: int) -> None:
         assert out.count(" done in ") == len(CASES) + 1, out
 
 
+@pytest.mark.parametrize(("processes", "way"), [(2, "shared"), (3, "staged")])
+def test_primitives_take_cuda_tensors(processes: int, way: str) -> None:
+    for out in run(processes, "primitives", ANNULUS_DEVICE_MESSAGES=way):
+        assert " done in " in out, out
+
+
 def test_rows_can_go_through_host_memory() -> None:
     for out in run(2, *CASES, ANNULUS_DEVICE_MESSAGES="staged"):
         assert out.count(" done in ") == len(CASES), out

@@ -19,7 +19,7 @@ HERE = pathlib.Path(__file__).parent
 ENVIRONMENT = os.environ | {"ANNULUS_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(processes: int, *arguments: str) -> str:
+def torchrun(processes: int, *arguments: str, worker: str = "torch_worker.py") -> str:
     run = subprocess.run(
         [
             sys.executable,
@@ -27,7 +27,7 @@ def torchrun(processes: int, *arguments: str) -> str:
             "torch.distributed.run",
             "--standalone",
             f"--nproc-per-node={processes}",
-            str(HERE / "torch_worker.py"),
+            str(HERE / worker),
             *arguments,
         ],
         capture_output=True,

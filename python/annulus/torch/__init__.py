@@ -23,7 +23,9 @@ from annulus.torch._functional import ring_attention
 from annulus.torch._gradients import data_parallel, token_mean
 from annulus.torch._longnet import LongNet, LongNetLM
 from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
+from annulus.torch._primitives import ring_pass, ring_pass_kv
 from annulus.torch._resharding import reshard
+from annulus.torch._ring_report import RingLink, RingReport, check_ring
 from annulus.torch._rings import cleanup, clear_cache, get_memory_info
 from annulus.torch._rotary import rotary_table
 from annulus.torch._sharding import positions, shard, unshard
@@ -44,8 +46,11 @@ __all__ = [
     "Resumed",
     "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",
+    "RingLink",
     "RingMultiheadDilatedAttention",
+    "RingReport",
     "Training",
+    "check_ring",
     "cleanup",
     "clear_cache",
     "data_parallel",
@@ -53,6 +58,8 @@ __all__ = [
     "positions",
     "reshard",
     "ring_attention",
+    "ring_pass",
+    "ring_pass_kv",
     "rotary_table",
     "shard",
     "survivors",

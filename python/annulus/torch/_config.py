@@ -109,6 +109,10 @@ def whole_complaint(
     return f"{name} is {value!r}: a whole number from {least} to {last} was expected"
 
 
+def timeout_complaint(value: object) -> str | None:
+    return None if value is None else number_complaint("timeout", value, _MOST_SECONDS)
+
+
 def flag_complaint(name: str, value: object) -> str | None:
     if isinstance(value, (bool, np.bool_)):
         return None
@@ -156,8 +160,7 @@ class _Call:
         complaints += [flag_complaint(n, getattr(self, n)) for n in ("is_causal", "group_scale")]
         if self.n_global is not None:
             complaints.append(whole_complaint("n_global", self.n_global))
-        if self.timeout is not None:
-            complaints.append(number_complaint("timeout", self.timeout, _MOST_SECONDS))
+        complaints.append(timeout_complaint(self.timeout))
         return next((c for c in complaints if c is not None), None) or self._branch_complaint()
 
     def _branch_complaint(self) -> str | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import TypeVar
 
 import annulus
 from annulus import ConfigError
 from annulus.torch._config import MASKED, Config
 
+T = TypeVar("T")
 
 CALL = "the call"
 
@@ -29,20 +31,20 @@ def claims_of(
     } | config.claims
 
 
-def _digest(lengths: Sequence[int] | None) -> str:
-    return "" if lengths is None else hashlib.sha256(repr(tuple(lengths)).encode()).hexdigest()[:16]
+def _digest(every: Sequence | None) -> str:
+    return "" if every is None else hashlib.sha256(repr(tuple(every)).encode()).hexdigest()[:16]
 
 
 def compare(
     transport: annulus.Transport,
     complaint: str | None,
     claims: dict | None = None,
-    tokens: int = 0,
-    expected: Sequence[int] | None = None,
+    own: T = 0,
+    expected: Sequence[T] | None = None,
     where: str = "ring_attention",
-) -> tuple[tuple[int, ...], bool]:
-    """The number of tokens on every rank, if no rank complains and all claim the same; and whether these
-    are what every rank expected. Collective.
+) -> tuple[tuple[T, ...], bool]:
+    """Every rank's `own`, if no rank complains and all claim the same; and whether these are what every rank
+    expected. Collective. `own` is what may differ: the number of tokens, or anything else that JSON has.
 
     Else a ConfigError on every rank: its own complaint, or which rank complained, or which options differ
     and how.
@@ -50,7 +52,7 @@ def compare(
     mine = {
         "complaint": complaint,
         "claims": claims,
-        "tokens": tokens,
+        "own": own,
         "expected": _digest(expected),
     }
     texts = annulus.gather_records(transport, json.dumps(mine).encode())
@@ -78,5 +80,5 @@ def compare(
             f"{here}{where}: the ranks disagree about {', '.join(differences.values())}: every rank must pass "
             "the same"
         )
-    lengths = tuple(record["tokens"] for record in records)
-    return lengths, {record["expected"] for record in records} == {_digest(lengths)}
+    every = tuple(record["own"] for record in records)
+    return every, {record["expected"] for record in records} == {_digest(every)}

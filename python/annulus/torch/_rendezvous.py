@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -47,6 +49,51 @@ def within(seconds: float, function: Callable[[], T], what: str) -> T:
         return result
     finally:
         del error  # which would hold this frame, and be held by it
+
+
+# Of groups that have none of their own.
+_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """A client of a group's store, for the caller alone.
+
+    Clients of a TCPStore do one operation at a time, also where it waits for other ranks. Two threads that make rings
+    of two groups by one client would wait for each other, if those of another rank come in another order.
+    """
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    base = _base(store)
+    if type(base) is dist.Store:
+        store = _stores.get(group) or _serve(group)
+        base = store
+    if not isinstance(base, dist.TCPStore) or not hasattr(store, "clone"):
+        return store
+    store.check(["alive"])  # an error at once where its process has ended: a new client would try for long
+    return store.clone()
+
+
+def _base(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _serve(group: dist.ProcessGroup) -> dist.Store:
+    """A store for a group that has none: those of PyTorch's MPI backend have a placeholder without operations.
+
+    The first rank serves it, and tells the others its address by a broadcast in the group, which all ranks join when
+    they first need it. The broadcast has no deadline of its own: call this by :func:`within`.
+    """
+    address: list = [None]
+    if dist.get_rank(group) == 0:
+        host = socket.gethostname()
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        address = [(host, store.port)]
+    dist.broadcast_object_list(address, group=group, group_src=0)
+    if dist.get_rank(group) != 0:
+        store = dist.TCPStore(*address[0], is_master=False, wait_for_workers=False)
+    _stores[group] = store
+    return store
 
 
 def value_of(store: dist.Store, key: str, until: float) -> bytes | None:

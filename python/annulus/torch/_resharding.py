@@ -13,13 +13,13 @@ import annulus
 from annulus import ConfigError, Placement
 from annulus.torch import _rings
 from annulus.torch._config import placement_of_lengths
+from annulus.torch._messages import exchange
 from annulus.torch._sharding import _axis
-
-_TAG = 64  # an executor's are smaller
 
 Where = str | tuple[str, Sequence[int]] | Placement
 
 
+@torch.compiler.disable  # other ranks decide on shapes
 @_rings.errors_reach_all(lambda *_, group=None, **__: (group, None))
 def reshard(
     x: torch.Tensor,
@@ -121,10 +121,6 @@ def _index(rows: Sequence[range], device: torch.device) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def _bytes(x: torch.Tensor) -> memoryview:
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy())
-
-
 def _said(where: Where) -> str:
     """By which ranks find out whether they mean the same: placements of one name may place tokens differently."""
     if not isinstance(where, Placement):
@@ -141,9 +137,9 @@ def _move(
     others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
     claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others}
     claims |= {"source": _said(source), "target": _said(target)}
-    with _rings.ring_of_group(group, None) as ring:
+    with _rings.ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
-        lengths = list(ring.lengths(call, claims, x.shape[dim]))
+        lengths = list(ring.agree(call, claims, x.shape[dim]))
         return _carry(x, source, target, lengths, ring.transport, ranks, dim)
 
 
@@ -169,19 +165,16 @@ def _carry(
         result[(slice(None),) * dim + (slice(after.start, after.stop, after.step),)] = x[
             (slice(None),) * dim + (slice(before.start, before.stop, before.step),)
         ]
-    under_way, arriving = [], []
+    arriving = []
     for peer, rows in found["receives"]:
         index = _index(rows, x.device)
-        part = torch.empty((*shape[:dim], len(index), *shape[dim + 1 :]), dtype=x.dtype)
-        if part.numel() > 0:
-            arriving.append((transport.receive(peer, _TAG, _bytes(part)), index, part))
-    for peer, rows in found["sends"]:
-        part = x.index_select(dim, _index(rows, x.device)).contiguous().cpu()
-        if part.numel() > 0:
-            under_way.append((transport.send(peer, _TAG, _bytes(part)), part))
-    for transfer, index, part in arriving:
-        transfer.wait()
-        result.index_copy_(dim, index, part.to(x.device))
-    for transfer, _ in under_way:
-        transfer.wait()
+        part = x.new_empty((*shape[:dim], len(index), *shape[dim + 1 :]))
+        arriving.append((peer, index, part))
+    leaving = [
+        (peer, x.index_select(dim, _index(rows, x.device))) for peer, rows in found["sends"]
+    ]
+    if arriving or leaving:
+        exchange(transport, leaving, [(peer, part) for peer, _, part in arriving])
+    for _, index, part in arriving:
+        result.index_copy_(dim, index, part)
     return result, (old, new)

@@ -147,13 +147,13 @@ class _GroupRing:
         compare(self.transport, reason)
         raise AssertionError("compare returned although there was a complaint")
 
-    def lengths(self, call: str, claims: dict, tokens: int) -> tuple[int, ...]:
-        """Everybody's number of tokens in a call that needs no executor, if all ranks make it and claim the
-        same. Collective with whatever they do instead."""
+    def agree(self, call: str, claims: dict, own: T) -> tuple[T, ...]:
+        """Every rank's `own` (its number of tokens, or its shapes) in a call that needs no executor, if all ranks
+        make it and claim the same. Collective with whatever they do instead."""
         if self.transport.size() > 1:
             with contextlib.suppress(ConfigError):
                 RingAttention.refuse(self.transport, f"this rank calls {call}")
-        return compare(self.transport, None, {CALL: call} | claims, tokens, where=call)[0]
+        return compare(self.transport, None, {CALL: call} | claims, own, where=call)[0]
 
     def run(
         self,
@@ -278,7 +278,9 @@ _TWO_THREADS = (
 
 
 @contextlib.contextmanager
-def ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
+def ring_of_group(
+    name: str, timeout: float | None, call: str = "ring_attention"
+) -> Iterator[_GroupRing]:
     """The ring over a group, made on first use, for one call at a time.
 
     A second caller does not wait, because on another rank it may have come first: it gets a ConfigError, and no
@@ -290,7 +292,7 @@ def ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
         ring = _groups.get(name)
         if ring is not None:
             ring.transport.abort(_TWO_THREADS.format(rank))
-        raise ConfigError("ring_attention: " + _TWO_THREADS.format(rank))
+        raise ConfigError(f"{call}: {_TWO_THREADS.format(rank)}")
     try:
         ring = _made(name, timeout)
         if turn.disturbed:  # while the ring was not there to be aborted
@@ -301,8 +303,9 @@ def ring_of_group(name: str, timeout: float | None) -> Iterator[_GroupRing]:
     except (
         BaseException
     ) as error:  # Ctrl-C, or what nobody thought of: the others would wait for this rank
-        if name in _groups:
-            _groups[name].transport.abort(_reason(error))
+        ring = _groups.get(name)
+        if ring is not None:
+            ring.transport.abort(_reason(error))
         raise
     finally:
         turn.give_back()
@@ -320,7 +323,7 @@ def _made(name: str, timeout: float | None) -> _GroupRing:
     if ring is not None:
         if ring.process_group is group and ring.transport.loss is not None:
             _losses[name] = ring.transport.loss
-        del _groups[name]
+        _groups.pop(name, None)  # another thread may be in cleanup()
         ring.transport.close()
     ring = _groups[name] = _GroupRing(group, timeout, _losses.get(name))
     _losses.pop(name, None)
@@ -378,9 +381,9 @@ def run(
 
 def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:
     """How many tokens every rank of a group has; ConfigError unless all make this call and claim the same."""
-    with ring_of_group(group, None) as ring:
+    with ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
-        return ring.lengths(call, claims, tokens)
+        return ring.agree(call, claims, tokens)
 
 
 @contextlib.contextmanager
@@ -500,8 +503,10 @@ def cleanup() -> None:
     """
     clear_cache()
     _captured.clear()
-    while _groups:
-        _groups.popitem()[1].transport.close()
+    for name in list(_groups):
+        ring = _groups.pop(name, None)  # None: another thread closes it
+        if ring is not None:
+            ring.transport.close()
 
 
 # Connections have threads of their own: they end before Python does.

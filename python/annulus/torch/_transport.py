@@ -17,7 +17,7 @@ import torch.distributed as dist
 from annulus import Transport, TransportError
 from annulus.torch import _standby
 from annulus.torch._patience import LongMessage, Waiters
-from annulus.torch._rendezvous import Missing, new_name, value_of, within
+from annulus.torch._rendezvous import Missing, new_name, store_of, value_of, within
 from annulus.torch._words import CLOSES, GOES_ON, LEAVES, SOMEBODY, WAITS, Words
 
 # PyTorch has no read-only tensors and says so once per process when one is made over read-only
@@ -80,7 +80,8 @@ class ProcessGroupTransport(Transport):
     """Carries a ring over the ranks of a torch.distributed process group.
 
     It has connections of its own (Gloo, over the same ranks, whatever the group's own backend is), so that its
-    messages meet nobody else's and a failed pass takes nothing of the caller's down. They carry host memory. Rows of
+    messages meet nobody else's and a failed pass takes nothing of the caller's down. The ranks meet at the group's
+    store; groups of the MPI backend have none, and get one that their first rank serves. They carry host memory. Rows of
     CUDA tensors go from device to device between processes of one host, which share memory; between hosts NCCL carries them, in
     a group of its own, if the group's backend for CUDA is NCCL; else the executor copies them to host memory and
     back. Construction is collective over the group.
@@ -140,12 +141,11 @@ class ProcessGroupTransport(Transport):
     def _connect(self, group: dist.ProcessGroup, loss: TransportError | None) -> None:
         prefix = "annulus/" + group.group_name
         rank, size, seconds = self.rank(), self.size(), self.deadline
-        # The group's own: that of a group of survivors is not the one that the first processes came by.
-        base = dist.distributed_c10d._world.pg_map[group][1]
-
         until = time.monotonic() + seconds
 
         def connect() -> tuple[dist.Store, dist.ProcessGroupGloo]:
+            # The group's own: that of a group of survivors is not the one that the first processes came by.
+            base = store_of(group)
             name = new_name(base, prefix, rank, size, seconds)
             store = dist.PrefixStore(f"{prefix}/{name}", base)
             store.set(f"standby/{rank}", _standby.card(group, base))

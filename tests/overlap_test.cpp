@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <memory>
+#include <ostream>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -84,9 +87,7 @@ class NotingTransport final : public test::ForwardingTransport {
     }
 
    private:
-    void note() {
-      moments_[index_].awaited = steps_computed(transport_.rank(), transport_.from_);
-    }
+    void note() { moments_[index_].awaited = steps_computed(transport_.rank(), transport_.from_); }
     NotingTransport& transport_;
     const std::unique_ptr<Ticket> inner_;
     std::vector<Moment>& moments_;

@@ -40,8 +40,8 @@ struct RankOutcome {
 [[nodiscard]] std::vector<RankOutcome> run_ranks(std::span<const std::unique_ptr<Transport>> ring,
                                                  const std::function<void(Transport&)>& body);
 
-// Every rank ended as `kind`, with a message that holds all of `texts`, and not because its deadline
-// was over.
+// Every rank ended as `kind`, with a message that holds all of `texts`, and not because its
+// deadline was over.
 void expect_everywhere(const std::vector<RankOutcome>& outcomes, const std::string& kind,
                        const std::vector<std::string>& texts);
 

@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
         "annulus.torch needs PyTorch (pip install torch)", name="torch"
     ) from error
 
-from annulus.torch import _memory, variants
+from annulus.torch import _memory
 from annulus.torch._advanced import RingAdvancedDistributedDilatedAttention
 from annulus.torch._checkpoints import CheckpointError, Checkpoints, Resumed
 from annulus.torch._functional import ring_attention
@@ -32,12 +32,21 @@ from annulus.torch._sharding import positions, shard, unshard
 from annulus.torch._survivors import survivors
 from annulus.torch._training import Training
 from annulus.torch._transport import ProcessGroupTransport
-from annulus.torch.variants import *  # noqa: F403
+from annulus.torch.variants import (
+    RingDilatedAttentionHilbertGPUOptimized,
+    RingDilatedAttentionSDPA,
+    RingDilatedAttentionTrue,
+    RingDilatedAttentionV2Collective,
+    RingDilatedAttentionV2DeepSpeed,
+    RingDilatedAttentionV2FSDP,
+    RingDilatedAttentionV2Robust,
+    RingDistributedDilatedAttention,
+    StandardRingAttention,
+)
 
 _memory.install()
 
 __all__ = [
-    *variants.__all__,
     "CheckpointError",
     "Checkpoints",
     "LongNet",
@@ -46,9 +55,18 @@ __all__ = [
     "Resumed",
     "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",
+    "RingDilatedAttentionHilbertGPUOptimized",
+    "RingDilatedAttentionSDPA",
+    "RingDilatedAttentionTrue",
+    "RingDilatedAttentionV2Collective",
+    "RingDilatedAttentionV2DeepSpeed",
+    "RingDilatedAttentionV2FSDP",
+    "RingDilatedAttentionV2Robust",
+    "RingDistributedDilatedAttention",
     "RingLink",
     "RingMultiheadDilatedAttention",
     "RingReport",
+    "StandardRingAttention",
     "Training",
     "check_ring",
     "cleanup",
@@ -65,5 +83,4 @@ __all__ = [
     "survivors",
     "token_mean",
     "unshard",
-    "variants",
 ]

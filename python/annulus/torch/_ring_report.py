@@ -53,6 +53,7 @@ class RingReport:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks in the ring."""
         return len(self.hosts)
 
     def __str__(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fractions
 import threading
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rank_cases import run_cases
@@ -250,6 +252,15 @@ def compiled_code_steps_aside() -> None:
         same(x.grad, torch.full((n,), 6.0, dtype=torch.float64))
 
 
+def timeouts_are_any_numbers() -> None:
+    """Of one rank, too."""
+    rank, _, previous, _ = ring()
+    for timeout in (np.float32(60), np.int64(60), fractions.Fraction(60), torch.tensor(60.0)):
+        for mine in (timeout, timeout if rank == 0 else 60.0):
+            same(at.ring_pass(numbers(rank, 3), WORLD, timeout=mine), numbers(previous, 3))
+            at.check_ring(WORLD, timeout=mine)
+
+
 # ---- what goes wrong
 
 
@@ -270,6 +281,8 @@ def wrong_on_one_rank() -> None:
     def attend() -> object:
         return at.ring_attention(q, q, q, group=WORLD)
 
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = dist.tensor.DTensor.from_local(x, mesh, run_check=False)
     needy = x.clone().requires_grad_()
     here = "whether tensor needs a gradient (rank 0: False, rank 1: True)"
     for wrong, right, words in (
@@ -277,6 +290,9 @@ def wrong_on_one_rank() -> None:
         (lambda: one([1.0]), one, ["tensor is a list"]),
         (lambda: one(x.to_sparse()), one, ["sparse"]),
         (lambda: one(x.to("meta")), one, ["tensor is on meta"]),
+        (lambda: one(torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)), one, ["tensor is torch.qint8"]),
+        (lambda: one(sharded), one, ["tensor is a DTensor", "to_local()"]),
+        (lambda: two(x, sharded), two, ["v is a DTensor"]),
         (lambda: one(x.float()), one, ["the dtype of tensor (rank 0: 'torch.float64', rank 1: 'torch.float32')"]),
         (lambda: one(x[0]), one, ["the number of axes of tensor (rank 0: 2, rank 1: 1)"]),
         (lambda: one(needy), one, [here]),
@@ -285,7 +301,7 @@ def wrong_on_one_rank() -> None:
         (lambda: one(x, dim=1), one, ["'dim'"]),
         (lambda: at.ring_pass(x, WORLD, 3), one, ["positional"]),
         (lambda: at.ring_pass(group=WORLD), one, ["'tensor'"]),
-        (lambda: torch.func.vmap(lambda y: at.ring_pass(y, WORLD))(x), one, ["RuntimeError"]),
+        (lambda: torch.func.vmap(lambda y: at.ring_pass(y, WORLD))(x), one, ["inside torch.func.vmap"]),
         (lambda: two(x, None), two, ["ring_pass_kv: v is a NoneType"]),
         (lambda: two(x, x.long()), two, ["the dtype of v (rank 0: 'torch.float64', rank 1: 'torch.int64')"]),
         (lambda: two(x[0], x), two, ["the number of axes of k"]),

@@ -14,6 +14,7 @@ distributed = pytest.importorskip("test_torch_distributed", reason="PyTorch has 
 
 import annulus.torch as at  # noqa: E402
 from annulus import ConfigError  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
 
 FAULTS = pathlib.Path(__file__).parent / "ring_faults.py"
 VALUES = [
@@ -28,6 +29,7 @@ VALUES = [
     "gradients_have_gradients",
     "some_need_no_gradient",
     "what_is_no_group_is_refused_here",
+    "timeouts_are_any_numbers",
     "reports_are_the_same_on_all_ranks",
 ]
 FAILURES = [
@@ -73,6 +75,8 @@ def test_alone_a_tensor_is_copied() -> None:
         (lambda x: at.ring_pass(x.to_sparse()), "tensor is a torch.sparse_coo tensor"),
         (lambda x: at.ring_pass(torch.nested.nested_tensor([x, x])), "tensor is a nested tensor"),
         (lambda x: at.ring_pass(x.to("meta")), "tensor is on meta"),
+        (lambda x: at.ring_pass(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), "tensor is torch.qint8"),
+        (lambda x: at.ring_pass(FakeTensorMode().from_tensor(x)), "tensor is a FakeTensor"),
         (lambda x: at.ring_pass(x, timeout=0), "timeout is 0"),
         (lambda x: at.ring_pass(x, "world"), "group is a str"),
         (lambda x: at.ring_pass_kv(x, 1.0), "ring_pass_kv: v is a float"),
@@ -81,10 +85,23 @@ def test_alone_a_tensor_is_copied() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_wrong_arguments_are_refused(call: object, words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         call(torch.ones(2, 3))
     assert words in str(refusal.value)
+
+
+def test_transforms_are_refused() -> None:
+    x = torch.ones(2, 3)
+    for call in (
+        lambda: torch.func.grad(lambda y: at.ring_pass(y).sum())(x),
+        lambda: torch.func.jvp(at.ring_pass, (x,), (x,)),
+    ):
+        with pytest.raises(NotImplementedError, match="annulus: ring_pass"):
+            call()
+    with pytest.raises(ConfigError, match="inside torch.func.vmap"):
+        torch.func.vmap(at.ring_pass)(x)
 
 
 def test_a_process_alone_has_a_report() -> None:

@@ -361,18 +361,18 @@ def _complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object)
     return None
 
 
-def _refuse_transforms(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def refuse_transforms(call: str, *tensors: torch.Tensor) -> bool:
     """Raises where forward-mode or functional derivatives would be lost; whether vmap is at work."""
     if forward_ad._current_level >= 0:
-        for x in (q, k, v):
+        for x in tensors:
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError(
-                    "annulus: ring_attention has no forward-mode derivative; use backward"
+                    f"annulus: {call} has no forward-mode derivative; use backward"
                 )
     inner = torch._C._functorch.peek_interpreter_stack()
     if inner is not None and inner.key() != torch._C._functorch.TransformType.Vmap:
         raise NotImplementedError(
-            "annulus: ring_attention does not work inside torch.func.grad, vjp or jvp; use torch.autograd"
+            f"annulus: {call} does not work inside torch.func.grad, vjp or jvp; use torch.autograd"
         )
     return inner is not None
 
@@ -408,7 +408,9 @@ def _call(
     complaint = _complaint(q, k, v, group)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    inside_vmap = not torch.compiler.is_compiling() and _refuse_transforms(q, k, v)
+    inside_vmap = not torch.compiler.is_compiling() and refuse_transforms(
+        "ring_attention", q, k, v
+    )
     needs_gradient = torch.is_grad_enabled() and (
         inside_vmap or q.requires_grad or k.requires_grad or v.requires_grad
     )

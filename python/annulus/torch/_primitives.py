@@ -11,6 +11,7 @@ import torch.distributed as dist
 from annulus import ConfigError
 from annulus.torch import _rings
 from annulus.torch._config import timeout_complaint
+from annulus.torch._functional import refuse_transforms
 from annulus.torch._memory import with_room
 from annulus.torch._messages import bytes_of, exchange
 
@@ -38,8 +39,8 @@ def ring_pass(
             x = ring_pass(x, group)
 
     Args:
-        tensor: on the CPU or a CUDA device, of any dtype, shape and strides. Ranks agree on the dtype, the number of
-            axes, the kind of device and whether a gradient is needed; sizes may differ.
+        tensor: on the CPU or a CUDA device, of any dtype that is not quantized, any shape and strides. Ranks agree on
+            the dtype, the number of axes, the kind of device and whether a gradient is needed; sizes may differ.
         group: the ranks of the ring; None: this process alone, which gets a copy.
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
 
@@ -115,6 +116,9 @@ def _pass_on(
     complaint = _complaint(tensors) or timeout_complaint(timeout)
     if complaint is not None:
         raise ConfigError(f"{call}: {complaint}")
+    if refuse_transforms(call, *tensors.values()):
+        raise ConfigError(f"{call} does not work inside torch.func.vmap: pass the whole batch")
+    timeout = None if timeout is None else float(timeout)
     # No ring: nothing has to be agreed on.
     if name is None or _rings.group_size_and_rank(group)[0] == 1:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors.values())
@@ -130,6 +134,11 @@ def _complaint(tensors: dict[str, torch.Tensor]) -> str | None:
         if x.layout != torch.strided or x.is_nested:
             kind = "nested" if x.is_nested else x.layout
             return f"{name} is a {kind} tensor: a dense one was expected"
+        # Neither bytes nor scales are where those of a tensor are.
+        if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"{name} is a {type(x).__name__}: a plain torch.Tensor was expected (of a DTensor: to_local())"
+        if x.is_quantized:
+            return f"{name} is {x.dtype}: a tensor that is not quantized was expected (x.int_repr() or x.dequantize())"
         if x.device.type not in ("cpu", "cuda"):
             return f"{name} is on {x.device}: the CPU or a CUDA device was expected"
         if x.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -109,6 +109,7 @@ def check_ring(
     complaint = timeout_complaint(timeout)
     if complaint is not None:
         raise ConfigError(f"check_ring: {complaint}")
+    timeout = None if timeout is None else float(timeout)
     ranks, _ = _rings.group_size_and_rank(group)
     if name is None or ranks == 1:
         device, _ = _usable_device()

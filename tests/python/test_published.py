@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import pathlib
+import sys
 import warnings
 
+import numpy as np
 import pytest
 
 training = pytest.importorskip("test_training", reason="PyTorch is not installed, or has no Gloo")
@@ -120,6 +122,17 @@ def test_what_has_no_effect_is_said(name: str) -> None:
     with pytest.warns(UserWarning, match=f"{name} has no effect") as said:
         at.RingDilatedAttention(**BRANCHES, **{name: 1})
     assert said[0].filename == __file__
+    for make in (advanced, at.RingDilatedAttentionSDPA):
+        with pytest.warns(UserWarning, match="use_tf32 has no effect") as said:
+            make(use_tf32=True)
+        assert said[0].filename == __file__, make
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    for zero in (np.float32(0), np.float64(0), np.int64(0)):
+        at.RingDilatedAttentionSDPA(**BRANCHES, dropout=zero, model_parallel=np.False_, ring_size=np.int64(1))
+        with pytest.raises(annulus.ConfigError, match="dropout is"):
+            at.RingDilatedAttentionSDPA(**BRANCHES, dropout=zero + 1)
 
 
 def test_unknown_names_are_errors() -> None:
@@ -148,6 +161,8 @@ def test_a_variant_fixes_its_options() -> None:
     assert at.RingDilatedAttentionTrue(**BRANCHES, schedule="ring").schedule == "ring"
     with pytest.raises(annulus.ConfigError, match="V2Collective: schedule is 'ring'"):
         at.RingDilatedAttentionV2Collective(**BRANCHES, schedule="ring")
+    with pytest.raises(annulus.ConfigError, match="schedule is array"):
+        at.RingDilatedAttentionV2Collective(**BRANCHES, schedule=np.array(["gather", "ring"]))
     with pytest.raises(TypeError):
         at.StandardRingAttention([32], [1])
     with pytest.raises(annulus.ConfigError, match="pattern 'dense'"):
@@ -173,6 +188,27 @@ def test_the_deprecated_name_says_so_and_works() -> None:
     with pytest.warns(DeprecationWarning, match="use RingAdvanced"):
         layer = at.RingDistributedDilatedAttention(embed_dim=32, num_heads=2, **BRANCHES)
     assert type(layer) is at.RingAdvancedDistributedDilatedAttention
+    layer = at.RingDistributedDilatedAttention(np.int64(32), np.int64(2), **BRANCHES)
+    assert type(layer) is at.RingAdvancedDistributedDilatedAttention
+
+    class Derived(at.RingDistributedDilatedAttention):
+        pass
+
+    assert type(Derived(**BRANCHES)) is Derived
+    with pytest.raises(annulus.ConfigError, match="Derived: .* derive from RingAdvanced"):  # which would be lost
+        Derived(embed_dim=32, num_heads=2, **BRANCHES)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_group_that_is_set_later_has_the_same_placement() -> None:
+    """Other shards than those that the variant stands for would give wrong results without a word."""
+    module = at.RingDilatedAttentionHilbertGPUOptimized(**BRANCHES)
+    x = torch.randn(1, 203, 2, 16)
+    expected = at.ring_attention(x, x, x, **BRANCHES)
+    assert torch.equal(module(x, x, x), expected)
+    module.group = dist.group.WORLD
+    assert module.placement == "hilbert"
+    torch.testing.assert_close(module(x, x, x), expected)
 
 
 # ---- the module with everything around it
@@ -236,6 +272,23 @@ def test_checkpoints_have_a_folder_of_their_own_accord(
     layer.prepare()
     layer.cleanup()
     assert (tmp_path / "mine" / "step-00000000").is_dir()
+
+
+def test_a_package_names_its_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANNULUS_CHECKPOINTS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for program, name in (("/jobs/train/__main__.py", "train"), ("/jobs/train.py", "train"), (None, "annulus")):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", program, raising=False)
+        assert advanced(enable_fault_tolerance=True)._services.folder == tmp_path / "checkpoints" / name
+
+
+@needs_safetensors
+def test_a_file_is_no_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("ANNULUS_CHECKPOINTS", str(file))
+    with pytest.raises(at.CheckpointError, match="file is a file: a folder was expected"):
+        advanced(enable_fault_tolerance=True).prepare()
 
 
 def test_deepspeed_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,8 @@ class Checkpoints:
             self._open(pathlib.Path(folder))
         except (ConfigError, CheckpointError) as failure:
             error = failure
+        except FileExistsError:
+            error = CheckpointError(f"Checkpoints: {folder} is a file: a folder was expected")
         except OSError as failure:
             error = CheckpointError(f"Checkpoints: {folder}: {failure.strerror or failure}")
         except (TypeError, ValueError) as failure:  # None, bytes, a zero byte

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from annulus import ConfigError
@@ -83,15 +85,26 @@ def _translated(where: str, given: dict[str, object], own: Collection[str]) -> d
             raise ConfigError(f"{where}: {complaint}")
         if name in _WITHOUT_EFFECT and given[name] is not None:
             warnings.warn(
-                f"{where}: {name} has no effect: {_WITHOUT_EFFECT[name]}", UserWarning, stacklevel=3
+                f"{where}: {name} has no effect: {_WITHOUT_EFFECT[name]}",
+                UserWarning,
+                stacklevel=_level_of_caller(),
             )
     return ours
+
+
+def _level_of_caller() -> int:
+    """For a warning where this is called from: how far away the code is that uses this package."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("annulus."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _complaint(name: str, value: object, group: dist.ProcessGroup | None) -> str | None:
     if name in _FIXED:
         expected, instead = _FIXED[name]
-        if value is None or (type(value) in (bool, int, float) and value == expected):
+        plain = value.item() if isinstance(value, np.generic) else value
+        if value is None or (isinstance(plain, (bool, int, float)) and plain == expected):
             return None
         return f"{name} is {value!r}: only {expected!r} is supported; {instead}"
     if name == "ring_size" and value is not None:

@@ -155,8 +155,7 @@ class Services:
         """For the checkpoints."""
         given = self.checkpoint_folder or os.environ.get("ANNULUS_CHECKPOINTS")
         if given is None or given == "":
-            program = getattr(sys.modules["__main__"], "__file__", None)
-            given = pathlib.Path("checkpoints", "annulus" if program is None else pathlib.Path(program).stem)
+            given = pathlib.Path("checkpoints", _name_of_program())
         return pathlib.Path(os.fsdecode(given)).absolute()
 
     @property
@@ -223,6 +222,14 @@ class Services:
             "fp16": {"enabled": dtype == torch.float16},
             "zero_optimization": zero,
         }
+
+
+def _name_of_program() -> str:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:  # typed in
+        return "annulus"
+    path = pathlib.Path(file).absolute()
+    return path.parent.name if path.stem == "__main__" else path.stem  # python -m package
 
 
 def _can_be_written_to(folder: str | os.PathLike) -> bool:

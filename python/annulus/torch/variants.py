@@ -43,9 +43,10 @@ class _Variant(RingDilatedAttention):
 
     def __init__(self, *args: object, **options: object):
         for name, value in self._fixed.items():
-            if options.setdefault(name, value) != value:
+            given = options.setdefault(name, value)
+            if not isinstance(given, str) or given != value:
                 raise ConfigError(
-                    f"{type(self).__name__}: {name} is {options[name]!r}: this variant stands for {name}={value!r}; use "
+                    f"{type(self).__name__}: {name} is {given!r}: this variant stands for {name}={value!r}; use "
                     "RingDilatedAttention"
                 )
         super().__init__(*args, **options)
@@ -128,10 +129,7 @@ class RingDilatedAttentionHilbertGPUOptimized(_Variant):
     causal work better.
     """
 
-    def __init__(self, *args: object, **options: object):
-        if options.get("group") is not None:
-            self._fixed = {"placement": "hilbert"}
-        super().__init__(*args, **options)
+    _fixed: ClassVar = {"placement": "hilbert"}
 
 
 class StandardRingAttention(_Variant):
@@ -156,11 +154,18 @@ class RingDistributedDilatedAttention(_Variant):
     """
 
     def __new__(cls, *args: object, **options: object) -> torch.nn.Module:
-        projects = "embed_dim" in options or (len(args) > 0 and isinstance(args[0], int))
+        projects = not options.keys().isdisjoint(("embed_dim", "num_heads")) or (
+            len(args) > 0 and hasattr(args[0], "__index__")
+        )
         kind = RingAdvancedDistributedDilatedAttention if projects else RingDilatedAttention
         warnings.warn(
             f"RingDistributedDilatedAttention is deprecated: use {kind.__name__}",
             DeprecationWarning,
             stacklevel=2,
         )
+        if projects and cls is not RingDistributedDilatedAttention:  # whose __init__ would not be called
+            raise ConfigError(
+                f"{cls.__name__}: RingDistributedDilatedAttention with embed_dim and num_heads cannot be derived from: "
+                f"derive from {kind.__name__}"
+            )
         return kind(*args, **options) if projects else super().__new__(cls)

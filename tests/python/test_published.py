@@ -139,6 +139,9 @@ def test_unknown_names_are_errors() -> None:
     for make in (advanced, multihead, *(lambda k=k, **o: k(**BRANCHES, **o) for k in ALL)):
         with pytest.raises(TypeError, match="ring_sise"):
             make(ring_sise=1)
+    for make in (advanced, multihead):
+        with pytest.raises(TypeError, match=r"^Ring(Advanced|Multihead)\w+\(\) got"):
+            make(ring_sise=1)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -224,6 +227,8 @@ def test_tensors_are_batch_first_and_weights_come_where_they_can() -> None:
     assert dense(x, x, x)[1].shape == (2, 50, 50)
     with pytest.raises(annulus.ConfigError, match="need_weights"):
         layer(x, x, x, need_weights=True)
+    with pytest.raises(annulus.ConfigError, match="RingAdvanced.*: query is a NoneType"):
+        layer(None, x, x)
 
 
 def test_memory_complexity_is_that_of_the_calls() -> None:

@@ -205,6 +205,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         **options: object,
     ):
         here = type(self).__name__
+        for name in options:
+            if name not in DEFAULTS:
+                raise TypeError(f"{here}() got an unexpected keyword argument {name!r}")
         for name, value in (
             ("dropout", dropout),
             ("add_bias_kv", add_bias_kv),
@@ -341,6 +344,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         Returns:
             (output like query, weights or None).
         """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, torch.Tensor):
+                self._refuse(f"{name} is a {type(x).__name__}: a torch.Tensor was expected")
         if query.is_nested:
             if rotary is not None:
                 self._refuse("rotary cannot be used with nested tensors: pad them")

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/cuda/attend_backward_sm90.h"
+#include "kernels/cuda/sm90/backward/launch.h"
 
 using namespace annulus::cuda;
 

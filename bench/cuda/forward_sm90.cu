@@ -3,8 +3,8 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels/cuda/forward_sm90.h"
-#include "kernels/cuda/launch_traits.h"
+#include "kernels/cuda/sm90/forward/launch.h"
+#include "kernels/cuda/work/launch_traits.h"
 
 using namespace annulus;        // NOLINT
 using namespace annulus::cuda;  // NOLINT

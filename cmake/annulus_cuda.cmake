@@ -62,6 +62,7 @@ function(annulus_cuda_sources)
   list(REMOVE_ITEM portable ${hopper})
   # Machine code for 8.0 and 9.0, and PTX of 8.0 for whatever else is newer.
   annulus_cuda_objects(annulus_cuda_portable ARCHITECTURES 80 90-real SOURCES ${portable})
+  # A line of ptxas with C75xx says that it serialised products of warp groups: the kernel is then several times slower.
   annulus_cuda_objects(annulus_cuda_sm90 ARCHITECTURES 90a-real SOURCES ${hopper})
   message(STATUS "CUDA kernels: built with ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
 endfunction()

@@ -3,8 +3,6 @@
 #include "kernels/cuda/portable/mma.cuh"
 #include "kernels/cuda/portable/rows.cuh"
 
-// Two kernels that never add to rows of another block: dQ from the side of the queries, dK and dV
-// from the side of the keys. Seven products instead of five, but the same bits every time.
 namespace annulus::cuda {
 namespace {
 
@@ -28,6 +26,14 @@ __device__ void add_pair(std::byte* to, int row, int column, float a, float b, f
   auto* sums = reinterpret_cast<float*>(to) + column;
   sums[0] += a * factor;
   sums[1] += b * factor;
+}
+
+// sums[2 n] and sums[2 n + 1], 16 x 8 each, += a * b.
+template <typename T, int kBlocks>
+__device__ void multiply_two(float (&sums)[kBlocks][4], int n, const std::uint32_t (&a)[4],
+                             const std::uint32_t (&b)[4]) {
+  multiply<T>(sums[2 * n], a, b[0], b[1]);
+  multiply<T>(sums[2 * n + 1], a, b[2], b[3]);
 }
 
 template <typename T, int kDim, typename Buffers>
@@ -61,12 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   shared.poison.clear();
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                            query_place, p.q, p.dout, p.lse, p.delta, p.dq);
-  int keys = tile_extent(p.tables.runs, group.keys);
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int last =
-        place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = extent_up_to(p.tables.runs, group.keys, last);
-  }
+  const int keys = seen_keys(p.tables.runs, group, item);
   const auto load = [&](int tile) {
     const int stage = tile % kStages;
     shared.keys[stage].fill(p.tables, group, group.keys, tile * kKeys, keys, key_place, p.k, p.v);
@@ -116,11 +117,9 @@ __global__ void __launch_bounds__(kThreads)
       for (int n = 0; n < kKeys / 16; ++n) {
         std::uint32_t b[4];
         shared.k[stage].load_b(b, n * 16, k);
-        multiply<T>(s[2 * n], q, b[0], b[1]);
-        multiply<T>(s[2 * n + 1], q, b[2], b[3]);
+        multiply_two<T>(s, n, q, b);
         shared.v[stage].load_b(b, n * 16, k);
-        multiply<T>(ds[2 * n], g, b[0], b[1]);
-        multiply<T>(ds[2 * n + 1], g, b[2], b[3]);
+        multiply_two<T>(ds, n, g, b);
       }
     }
     const TileRows<kKeys, 2>& rows = shared.keys[stage];
@@ -155,8 +154,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int n = 0; n < kDim / 16; ++n) {
         std::uint32_t b[4];
         shared.k[stage].load_b_transposed(b, k * 16, n);
-        multiply<T>(dq[2 * n], a, b[0], b[1]);
-        multiply<T>(dq[2 * n + 1], a, b[2], b[3]);
+        multiply_two<T>(dq, n, a, b);
       }
     }
     __syncthreads();
@@ -220,11 +218,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   }
   // Queries that see some key of the block come last: whole tiles before them are skipped, and
   // tiles stay where they are in the list.
-  int first_tile = 0;
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int first = place_row(p.tables.runs, group.keys, item.begin).index - group.shift;
-    first_tile = extent_up_to(p.tables.runs, group.queries, first - 1) / kQueries;
-  }
+  const int first_tile = unseeing_tiles<kQueries>(p.tables.runs, group, item);
   const int queries = tile_extent(p.tables.runs, group.queries);
   const int tiles = max(0, (queries + kQueries - 1) / kQueries - first_tile);
   const int steps = tiles * item.members;
@@ -281,15 +275,13 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
 #pragma unroll
       for (int n = 0; n < kQueries / 16; ++n) {
         shared.q[stage].load_b(b, n * 16, k);
-        multiply<T>(weights[2 * n], a, b[0], b[1]);
-        multiply<T>(weights[2 * n + 1], a, b[2], b[3]);
+        multiply_two<T>(weights, n, a, b);
       }
       shared.v.load_a(a, warp * 16, k);
 #pragma unroll
       for (int n = 0; n < kQueries / 16; ++n) {
         shared.dout[stage].load_b(b, n * 16, k);
-        multiply<T>(ds[2 * n], a, b[0], b[1]);
-        multiply<T>(ds[2 * n + 1], a, b[2], b[3]);
+        multiply_two<T>(ds, n, a, b);
       }
     }
     const TileRows<kQueries, 4>& rows = shared.queries[stage];
@@ -325,15 +317,13 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
 #pragma unroll
       for (int n = 0; n < kPart / 16; ++n) {
         shared.dout[stage].load_b_transposed(b, k * 16, first_column / 16 + n);
-        multiply<T>(dv[2 * n], a, b[0], b[1]);
-        multiply<T>(dv[2 * n + 1], a, b[2], b[3]);
+        multiply_two<T>(dv, n, a, b);
       }
       as_a<T>(a, ds[2 * k], ds[2 * k + 1]);
 #pragma unroll
       for (int n = 0; n < kPart / 16; ++n) {
         shared.q[stage].load_b_transposed(b, k * 16, first_column / 16 + n);
-        multiply<T>(dk[2 * n], a, b[0], b[1]);
-        multiply<T>(dk[2 * n + 1], a, b[2], b[3]);
+        multiply_two<T>(dk, n, a, b);
       }
     }
     __syncthreads();

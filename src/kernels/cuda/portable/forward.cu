@@ -126,13 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x < 9)
     shared.weights[threadIdx.x] = log2f(1.0F + threadIdx.x) / (p.shape.scale * kLog2E);
-  // Keys that some query of the block sees, where that can be told from their order.
-  int keys = tile_extent(p.tables.runs, group.keys);
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int last_query =
-        place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = extent_up_to(p.tables.runs, group.keys, last_query);
-  }
+  const int keys = seen_keys(p.tables.runs, group, item);
   const int tiles = (keys + kKeys - 1) / kKeys;
   shared.key_extent = keys;  // by all threads
   const auto fill = [&](int slot, int tile) {

@@ -4,8 +4,6 @@
 #include "kernels/cuda/portable/rows.cuh"
 #include "kernels/cuda/portable/tiles.h"
 
-// fp32 by multiply-adds: no tensor core keeps 24 bits. 256 threads as 16 x 16; a thread has rows
-// ty, ty + 16, ... and columns tx, tx + 16, ... of whatever is computed.
 namespace annulus::cuda {
 namespace {
 
@@ -153,12 +151,7 @@ __global__ void __launch_bounds__(kThreads)
 
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                            query_place, p.q, Channel{p.lse}, Channel{p.state}, Channel{p.out});
-  int keys = tile_extent(p.tables.runs, group.keys);
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int last =
-        place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = extent_up_to(p.tables.runs, group.keys, last);
-  }
+  const int keys = seen_keys(p.tables.runs, group, item);
   __syncthreads();
   if (p.kept.tables.branches > 0) {
     point_to_kept(shared.queries, p, group, item, member.head);
@@ -316,12 +309,7 @@ __global__ void __launch_bounds__(kThreads)
 
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                            query_place, p.q, p.dout, p.lse, p.delta, p.dq);
-  int keys = tile_extent(p.tables.runs, group.keys);
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int last =
-        place_row(p.tables.runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = extent_up_to(p.tables.runs, group.keys, last);
-  }
+  const int keys = seen_keys(p.tables.runs, group, item);
   __syncthreads();
   shared.own[0].load(shared.queries.at[0], head_dim);
   shared.own[1].load(shared.queries.at[1], head_dim);
@@ -387,11 +375,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
                           p.k, p.v, p.dk, p.dv);
   }
   const int queries = tile_extent(p.tables.runs, group.queries);
-  int begin = 0;  // of the queries; tiles stay where they are in the list
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int first = place_row(p.tables.runs, group.keys, item.begin).index - group.shift;
-    begin = extent_up_to(p.tables.runs, group.queries, first - 1) / kOther * kOther;
-  }
+  const int begin = unseeing_tiles<kOther>(p.tables.runs, group, item) * kOther;
   __syncthreads();
   shared.own[0].load(shared.keys.at[0], head_dim);
   shared.own[1].load(shared.keys.at[1], head_dim);

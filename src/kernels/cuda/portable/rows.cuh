@@ -108,6 +108,28 @@ __device__ inline int extent_up_to(const Run* runs, const RowList& list, int las
   return run.before + min(run.count, (last - run.index) / run.index_stride + 1);
 }
 
+// How much of what tiles of the keys count some query of the item sees: all of it, unless the order
+// of the rows tells that the end is hidden.
+__device__ inline int seen_keys(const Run* runs, const Group& group, const Item& item) {
+  int keys = tile_extent(runs, group.keys);
+  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
+    const int last = place_row(runs, group.queries, item.begin + item.rows - 1).index + group.shift;
+    keys = extent_up_to(runs, group.keys, last);
+  }
+  return keys;
+}
+
+// How many whole tiles of queries come before the first that sees a key of the item.
+template <int kRowsOfTile>
+__device__ inline int unseeing_tiles(const Run* runs, const Group& group, const Item& item) {
+  int tiles = 0;
+  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
+    const int first = place_row(runs, group.keys, item.begin).index - group.shift;
+    tiles = extent_up_to(runs, group.queries, first - 1) / kRowsOfTile;
+  }
+  return tiles;
+}
+
 // Rows of a tile in shared memory: where they are, channel by channel, and how masks see them.
 template <int kRows, int kChannels>
 struct TileRows {

@@ -340,36 +340,22 @@ __device__ __forceinline__ std::uint32_t swizzled(int row, int chunk) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0),      \
                  "n"(static_cast<int>(kB)))
 
+// `product` for both types, with and without the sums so far.
+#define ANNULUS_WGMMA_CASES(product, n, regs, ...)                                          \
+  if constexpr (kSums == regs && kAdd && kBf16) product(n, bf16, regs, "+f", __VA_ARGS__);  \
+  if constexpr (kSums == regs && kAdd && !kBf16) product(n, f16, regs, "+f", __VA_ARGS__);  \
+  if constexpr (kSums == regs && !kAdd && kBf16) product(n, bf16, regs, "=f", __VA_ARGS__); \
+  if constexpr (kSums == regs && !kAdd && !kBf16) product(n, f16, regs, "=f", __VA_ARGS__)
+
 // d (64 x N of the warp group) = A * B, or += where kAdd; A and B by descriptor.
 template <typename T, Major kA, Major kB, bool kAdd, int kSums>
 __device__ __forceinline__ void multiply(float (&d)[kSums], std::uint64_t a, std::uint64_t b) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>);
   static_assert(kSums == 16 || kSums == 32 || kSums == 64);
-  if constexpr (kSums == 16 && kAdd && kBf16)
-    ANNULUS_WGMMA_SS(32, bf16, 16, "+f", 16, 17, 18, 19, 20);
-  if constexpr (kSums == 16 && kAdd && !kBf16)
-    ANNULUS_WGMMA_SS(32, f16, 16, "+f", 16, 17, 18, 19, 20);
-  if constexpr (kSums == 16 && !kAdd && kBf16)
-    ANNULUS_WGMMA_SS(32, bf16, 16, "=f", 16, 17, 18, 19, 20);
-  if constexpr (kSums == 16 && !kAdd && !kBf16)
-    ANNULUS_WGMMA_SS(32, f16, 16, "=f", 16, 17, 18, 19, 20);
-  if constexpr (kSums == 32 && kAdd && kBf16)
-    ANNULUS_WGMMA_SS(64, bf16, 32, "+f", 32, 33, 34, 35, 36);
-  if constexpr (kSums == 32 && kAdd && !kBf16)
-    ANNULUS_WGMMA_SS(64, f16, 32, "+f", 32, 33, 34, 35, 36);
-  if constexpr (kSums == 32 && !kAdd && kBf16)
-    ANNULUS_WGMMA_SS(64, bf16, 32, "=f", 32, 33, 34, 35, 36);
-  if constexpr (kSums == 32 && !kAdd && !kBf16)
-    ANNULUS_WGMMA_SS(64, f16, 32, "=f", 32, 33, 34, 35, 36);
-  if constexpr (kSums == 64 && kAdd && kBf16)
-    ANNULUS_WGMMA_SS(128, bf16, 64, "+f", 64, 65, 66, 67, 68);
-  if constexpr (kSums == 64 && kAdd && !kBf16)
-    ANNULUS_WGMMA_SS(128, f16, 64, "+f", 64, 65, 66, 67, 68);
-  if constexpr (kSums == 64 && !kAdd && kBf16)
-    ANNULUS_WGMMA_SS(128, bf16, 64, "=f", 64, 65, 66, 67, 68);
-  if constexpr (kSums == 64 && !kAdd && !kBf16)
-    ANNULUS_WGMMA_SS(128, f16, 64, "=f", 64, 65, 66, 67, 68);
+  ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_SS, 32, 16, 16, 17, 18, 19, 20);
+  ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_SS, 64, 32, 32, 33, 34, 35, 36);
+  ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_SS, 128, 64, 64, 65, 66, 67, 68);
 }
 // The same with A (64 x 16) in registers: those of packed sums, as products leave them.
 template <typename T, Major kB, bool kAdd, int kSums>
@@ -378,32 +364,12 @@ __device__ __forceinline__ void multiply(float (&d)[kSums], const std::uint32_t 
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>);
   static_assert(kSums == 16 || kSums == 32 || kSums == 64);
-  if constexpr (kSums == 16 && kAdd && kBf16)
-    ANNULUS_WGMMA_RS(32, bf16, 16, "+f", 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kSums == 16 && kAdd && !kBf16)
-    ANNULUS_WGMMA_RS(32, f16, 16, "+f", 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kSums == 16 && !kAdd && kBf16)
-    ANNULUS_WGMMA_RS(32, bf16, 16, "=f", 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kSums == 16 && !kAdd && !kBf16)
-    ANNULUS_WGMMA_RS(32, f16, 16, "=f", 16, 17, 18, 19, 20, 21, 22);
-  if constexpr (kSums == 32 && kAdd && kBf16)
-    ANNULUS_WGMMA_RS(64, bf16, 32, "+f", 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kSums == 32 && kAdd && !kBf16)
-    ANNULUS_WGMMA_RS(64, f16, 32, "+f", 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kSums == 32 && !kAdd && kBf16)
-    ANNULUS_WGMMA_RS(64, bf16, 32, "=f", 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kSums == 32 && !kAdd && !kBf16)
-    ANNULUS_WGMMA_RS(64, f16, 32, "=f", 32, 33, 34, 35, 36, 37, 38);
-  if constexpr (kSums == 64 && kAdd && kBf16)
-    ANNULUS_WGMMA_RS(128, bf16, 64, "+f", 64, 65, 66, 67, 68, 69, 70);
-  if constexpr (kSums == 64 && kAdd && !kBf16)
-    ANNULUS_WGMMA_RS(128, f16, 64, "+f", 64, 65, 66, 67, 68, 69, 70);
-  if constexpr (kSums == 64 && !kAdd && kBf16)
-    ANNULUS_WGMMA_RS(128, bf16, 64, "=f", 64, 65, 66, 67, 68, 69, 70);
-  if constexpr (kSums == 64 && !kAdd && !kBf16)
-    ANNULUS_WGMMA_RS(128, f16, 64, "=f", 64, 65, 66, 67, 68, 69, 70);
+  ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_RS, 32, 16, 16, 17, 18, 19, 20, 21, 22);
+  ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_RS, 64, 32, 32, 33, 34, 35, 36, 37, 38);
+  ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_RS, 128, 64, 64, 65, 66, 67, 68, 69, 70);
 }
 
+#undef ANNULUS_WGMMA_CASES
 #undef ANNULUS_WGMMA_SS
 #undef ANNULUS_WGMMA_RS
 #undef ANNULUS_WGMMA_4

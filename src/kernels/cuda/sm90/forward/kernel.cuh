@@ -354,6 +354,18 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     }
     return last;
   };
+  // Scores of the tile that arrives, and products with the values of the one before.
+  const auto queue_products = [&] {
+    wait_for_keys();
+    take_turn();
+    pin_operands();
+    products_fence();
+    issue_scores();
+    wait_for_values();
+    products_fence();
+    issue_values();
+    pass_turn();
+  };
   // What is left of a row's sums as an item ends: L, which is written, and what O is multiplied by.
   const auto end_sums = [&](const Slot& slot, float& factor0, float& factor1) {
     const auto [lane, c, row] = place_anew();
@@ -405,15 +417,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   take_output(control.slots[0]);
   while (true) {
     while (!last) {
-      wait_for_keys();
-      take_turn();
-      pin_operands();
-      products_fence();
-      issue_scores();
-      wait_for_values();
-      products_fence();
-      issue_values();
-      pass_turn();
+      queue_products();
       last = finish_tile(control.slots[slot_at]);
     }
     // The next item's first scores go with this one's last values.
@@ -426,15 +430,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       break;
     }
     take_queries();
-    wait_for_keys();
-    take_turn();
-    pin_operands();
-    products_fence();
-    issue_scores();
-    wait_for_values();
-    products_fence();
-    issue_values();
-    pass_turn();
+    queue_products();
     float factor0;
     float factor1;
     end_sums(control.slots[written], factor0, factor1);

@@ -28,6 +28,18 @@ __device__ void add_pair(std::byte* to, int row, int column, float a, float b, f
   sums[1] += b * factor;
 }
 
+// Waits for the tile of this step, with that of the next on its way where there is room for two.
+// Returns the buffer that has it.
+template <int kStages, typename Load>
+__device__ int arrive(int step, int steps, const Load& load) {
+  const int next = step + kStages - 1;
+  if (next < steps) load(next);
+  commit_copies();
+  wait_copies<kStages - 1>();
+  __syncthreads();
+  return step % kStages;
+}
+
 // sums[2 n] and sums[2 n + 1], 16 x 8 each, += a * b.
 template <typename T, int kBlocks>
 __device__ void multiply_two(float (&sums)[kBlocks][4], int n, const std::uint32_t (&a)[4],
@@ -98,12 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   float dq[kDim / 8][4] = {};
   const float scale = p.shape.scale * kLog2E;
   for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kStages;
-    const int next = tile + kStages - 1;
-    if (next < tiles) load(next);
-    commit_copies();
-    wait_copies<kStages - 1>();
-    __syncthreads();
+    const int stage = arrive<kStages>(tile, tiles, load);
 
     float s[kKeys / 8][4] = {};
     float ds[kKeys / 8][4] = {};
@@ -257,12 +264,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   float dv[kPart / 8][4] = {};
   const float scale = p.shape.scale * kLog2E;
   for (int step = 0; step < steps; ++step) {
-    const int stage = step % kStages;
-    const int next = step + kStages - 1;
-    if (next < steps) load(next);
-    commit_copies();
-    wait_copies<kStages - 1>();
-    __syncthreads();
+    const int stage = arrive<kStages>(step, steps, load);
 
     // Transposed: rows are keys, columns are queries.
     float weights[kQueries / 8][4] = {};

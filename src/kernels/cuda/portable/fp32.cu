@@ -255,6 +255,20 @@ struct GradientShared {
   TileRows<kOwn, 4> keys;     // k, v, dk, dv
 };
 
+// Products of the block's own rows and of a tile's, which `rows` has just found: q.k and dout.v.
+template <typename Shape, typename Rows>
+__device__ void multiply_tile(float (&s)[Shape::kOwn / 16][Shape::kOther / 16],
+                              float (&dp)[Shape::kOwn / 16][Shape::kOther / 16],
+                              GradientShared<Shape>& shared, const Rows& rows, int head_dim, int ty,
+                              int tx) {
+  __syncthreads();
+  shared.other[0].load(rows.at[0], head_dim);
+  shared.other[1].load(rows.at[1], head_dim);
+  __syncthreads();
+  multiply_rows(s, shared.own[0], shared.other[0], ty, tx);
+  multiply_rows(dp, shared.own[1], shared.other[1], ty, tx);
+}
+
 // P and dS of a pair, from q.k and dout.v. L and delta are of the query.
 struct Gradient {
   float weight;
@@ -325,14 +339,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int first = 0; first < keys; first += kOther) {
     __syncthreads();
     keys_of_tile.fill(p.tables, group, group.keys, first, keys, key_place, p.k, p.v);
-    __syncthreads();
-    shared.other[0].load(keys_of_tile.at[0], head_dim);
-    shared.other[1].load(keys_of_tile.at[1], head_dim);
-    __syncthreads();
     float s[kOwnPerThread][kOtherPerThread];
     float dp[kOwnPerThread][kOtherPerThread];
-    multiply_rows(s, shared.own[0], shared.other[0], ty, tx);
-    multiply_rows(dp, shared.own[1], shared.other[1], ty, tx);
+    multiply_tile(s, dp, shared, keys_of_tile, head_dim, ty, tx);
 #pragma unroll
     for (int i = 0; i < kOwnPerThread; ++i) {
 #pragma unroll
@@ -389,15 +398,10 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
       __syncthreads();
       queries_of_tile.fill(p.tables, group, group.queries, first, queries, place, p.q, p.dout,
                            p.lse, p.delta);
-      __syncthreads();
-      shared.other[0].load(queries_of_tile.at[0], head_dim);
-      shared.other[1].load(queries_of_tile.at[1], head_dim);
-      __syncthreads();
       // Rows are keys, columns are queries.
       float s[kOwnPerThread][kOtherPerThread];
       float dp[kOwnPerThread][kOtherPerThread];
-      multiply_rows(s, shared.own[0], shared.other[0], ty, tx);
-      multiply_rows(dp, shared.own[1], shared.other[1], ty, tx);
+      multiply_tile(s, dp, shared, queries_of_tile, head_dim, ty, tx);
 #pragma unroll
       for (int j = 0; j < kOtherPerThread; ++j) {
         const int column = tx + 16 * j;

@@ -140,7 +140,7 @@ def test_rows_with_nothing_but_minus_infinity_are_zero_whatever_the_values(
     assert o[:, :, 1:].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["dense", "causal"])
 def test_scores_may_grow_or_fall_from_tile_to_tile(

@@ -146,7 +146,7 @@ def test_rows_with_nothing_but_minus_infinity_are_zero_whatever_the_values(
 def test_scores_may_grow_or_fall_from_tile_to_tile(
     cuda: types.ModuleType, name: str, dim: int, dtype: str
 ) -> None:
-    """Hopper's forward looks for the highest score in the first tile only, and must notice when later ones exceed it."""
+    """Hopper looks for a row's highest score in the first tile, and must notice higher ones."""
     from annulus.torch import ring_attention
 
     q, k, v, _ = tensors(cuda, 1000, dim=dim)

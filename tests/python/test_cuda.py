@@ -140,6 +140,28 @@ def test_rows_with_nothing_but_minus_infinity_are_zero_whatever_the_values(
     assert o[:, :, 1:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["dense", "causal"])
+def test_scores_may_grow_or_fall_from_tile_to_tile(
+    cuda: types.ModuleType, name: str, dim: int, dtype: str
+) -> None:
+    """Hopper looks for a row's highest score in the first tile, and must notice higher ones."""
+    from annulus.torch import ring_attention
+
+    q, k, v, _ = tensors(cuda, 1000, dim=dim)
+    rising = cuda.linspace(0.1, 6, 1000, device="cuda")
+    for scale in (rising, rising.flip(0)):
+        scaled = (q.abs() + 0.5, k.abs() * scale[:, None, None], v)
+        inputs = [x.to(getattr(cuda, dtype)) for x in scaled]
+        o, lse = ring_attention(*inputs, return_lse=True, **PATTERNS[name])
+        expected, expected_lse = ring_attention(
+            *(x.double() for x in inputs), return_lse=True, **PATTERNS[name]
+        )
+        assert relative_rms(o, expected) < LIMITS[dtype]
+        assert relative_rms(lse, expected_lse) < 1e-4
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_detached_mixing_is_the_references(cuda: types.ModuleType, dtype: str) -> None:
     from annulus.torch import ring_attention

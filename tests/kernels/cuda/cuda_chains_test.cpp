@@ -1,7 +1,7 @@
 // Items in chains, taken by blocks of threads as the Hopper backward kernel takes them, at whatever
 // speed each of them has. No GPU is needed.
 
-#include "kernels/cuda/chains.h"
+#include "kernels/cuda/work/chains.h"
 
 #include <gtest/gtest.h>
 

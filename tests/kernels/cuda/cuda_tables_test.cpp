@@ -1,7 +1,7 @@
 // What the stages of an executor become for CUDA kernels: tables, walked here as the kernels walk
 // them. No GPU is needed.
 
-#include "kernels/cuda/tables.h"
+#include "kernels/cuda/work/tables.h"
 
 #include <gtest/gtest.h>
 
@@ -13,8 +13,8 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/cuda/launch_traits.h"
-#include "kernels/cuda/most_indices.h"
+#include "kernels/cuda/work/launch_traits.h"
+#include "kernels/cuda/work/most_indices.h"
 #include "support/random_tables.h"
 
 namespace annulus::cuda {

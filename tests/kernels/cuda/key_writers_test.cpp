@@ -1,6 +1,6 @@
 // Which launches begin and end sums of gradients. No GPU is needed.
 
-#include "kernels/cuda/key_writers.h"
+#include "kernels/cuda/work/key_writers.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Which tiles the fp32 kernels get on which GPU. No GPU is needed.
 
-#include "kernels/cuda/portable_tiles.h"
+#include "kernels/cuda/portable/tiles.h"
 
 #include <gtest/gtest.h>
 

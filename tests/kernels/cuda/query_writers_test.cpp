@@ -1,6 +1,6 @@
 // Which launch of forward is the last to have a row. No GPU is needed.
 
-#include "kernels/cuda/query_writers.h"
+#include "kernels/cuda/work/query_writers.h"
 
 #include <gtest/gtest.h>
 

@@ -27,14 +27,18 @@ setup: ## Install the needed packages (Debian and relatives; does nothing if the
 	@scripts/setup.sh
 
 # What the Python package is built and tested with. PyTorch first: others would bring its CUDA build, which is several GB.
+# Lists of modules and of the packages that have them.
+VENV_MODULES = nanobind, scikit_build_core, numpy, pytest, xdist, ml_dtypes, array_api_strict, playwright, prometheus_client
+VENV_PACKAGES = 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' pytest-xdist ml-dtypes array-api-strict \
+  playwright prometheus-client
+
 venv: setup
 	@test -x $(PYTHON) || { echo "venv: creating .venv"; python3 -m venv .venv; }
 	@test "$(TORCH)" = no || $(PYTHON) -c 'import torch, safetensors' 2>/dev/null || { \
 	  echo "venv: installing PyTorch and safetensors into .venv for the tests of annulus.torch (TORCH=no leaves them out)"; \
 	  .venv/bin/pip install --quiet torch==2.13.0 'safetensors>=0.4'; }
-	@$(PYTHON) -c 'import nanobind, scikit_build_core, numpy, pytest, xdist, ml_dtypes, array_api_strict' 2>/dev/null || { \
-	  echo "venv: installing nanobind, scikit-build-core, numpy, pytest, pytest-xdist, ml-dtypes and array-api-strict into .venv"; \
-	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' pytest-xdist ml-dtypes array-api-strict; }
+	@$(PYTHON) -c 'import $(VENV_MODULES)' 2>/dev/null || { \
+	  echo "venv: installing $(VENV_PACKAGES) into .venv"; .venv/bin/pip install --quiet $(VENV_PACKAGES); }
 
 # One build directory, build/release, has the library, the tool, the tests, the benchmarks and the Python module.
 WITH_PYTHON = -DANNULUS_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/$(PYTHON)
@@ -61,11 +65,13 @@ python: venv ## Build the Python package and the tool, and install both into .ve
 	@$(INSTALL_PYTHON)
 
 test: build ## Build everything and run the test suite, C++ (ctest) and Python (pytest)
+	@scripts/setup.sh --test
 	@$(INSTALL_PYTHON)
 	@$(CTEST) test
 	@$(PYTHON) -m pytest -q -rs -n $(JOBS) tests/python
 
 test-all: build ## As test, and the long suites: every variant of the ring's tests, soak tests, DeepSpeed (installs it into .venv)
+	@scripts/setup.sh --test
 	@$(INSTALL_PYTHON)
 	@$(PYTHON) -c 'import deepspeed' 2>/dev/null || { \
 	  echo "test-all: installing DeepSpeed into .venv"; .venv/bin/pip install --quiet deepspeed; }
@@ -188,8 +194,9 @@ docs: python ## Build the documentation site into build/site (MkDocs Material fr
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
 	@echo "docs: open build/site/index.html"
 
-lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
+lint: venv ## Check formatting, layers, clang-tidy, ruff and mypy, all files (BASE=<revision>: only C++ files changed since)
 	@scripts/setup.sh --lint
+	@$(PYTHON) -c 'import mypy, ruff' 2>/dev/null || { echo "lint: installing ruff and mypy into .venv"; .venv/bin/pip install --quiet ruff mypy; }
 	@$(CONFIGURE) dev
 	@scripts/lint.sh build/dev $(BASE)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable
 
 import pytest
 from support.queue_transport import PostingTransport, PreparingTransport, queue_ring
 from support import on_ranks
+from support.launch import need_gloo, run_program
 from support.transport_contract import CHECKS, NEEDS, Check
 
 from annulus import Transport, make_in_process_ring
@@ -36,7 +38,8 @@ BETWEEN_PROCESSES = [name for name in CHECKS if not NEEDS[name]]
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_contract_over_a_process_group(processes: int) -> None:
-    distributed = pytest.importorskip("test_torch_distributed", reason="PyTorch has no Gloo")
+    need_gloo()
     cases = [f"contract:{name}" for name in BETWEEN_PROCESSES]
-    out = distributed.torchrun(processes, *cases)
+    worker = pathlib.Path(__file__).parents[1] / "ring" / "torch_worker.py"
+    out = run_program(worker, *cases, ranks=processes)
     assert out.count("done") == processes * len(cases), out

@@ -205,7 +205,7 @@ class Checkpoints:
         """Begins a checkpoint: returns when the state has been copied, and it may change.
 
         Raises:
-            CheckpointError: the one before, which nobody has waited for, has failed.
+            CheckpointError: the checkpoint before has failed, and :meth:`wait` was not called.
         """
         error = self._finish()
         if error is not None:

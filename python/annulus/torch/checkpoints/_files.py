@@ -184,7 +184,7 @@ def commit(partial: pathlib.Path, step: int) -> Found:
 
 
 def remove(folder: pathlib.Path, name: str) -> None:
-    """Removes a checkpoint: first its name, so that nobody finds half of one."""
+    """Removes a checkpoint: first its name, so that no reader finds an incomplete one."""
     old = folder / (name + OLD)
     os.rename(folder / name, old)
     shutil.rmtree(old)

@@ -1,14 +1,13 @@
-"""How the ranks that are left of a group meet, agree on who they are, and become a group, whoever is lost meanwhile.
+"""Reunion: how the remaining ranks of a group meet, agree on the members, and make a new group, also if more are lost.
 
-They meet at a store that one of them serves, the lowest rank that answers. There they hold rounds. In a round everybody
-says that it is there; the first to see all that are to come writes the decision; those in it make the group; the
-outcome is good once all of them have it, and bad as soon as one is found to be gone. After a bad one comes the next round.
-Decision and outcome are written once, by compare-and-set, so that all see the same.
+They meet at a store that one of them serves: that of the lowest rank that answers. There they hold rounds. In a round,
+every rank reports that it is present. The first rank that sees all expected ranks writes the decision. Its members make the
+group. The outcome is good when all members have the group, and bad if one of them is found to be gone. After a bad outcome
+the next round begins. Decision and outcome are written once, by compare-and-set, so that all ranks read the same.
 
-Ranks may disagree about which store answers: one that was stopped or is very busy. So who waits looks at its own
-place and those of missing ranks, and where somebody is, it moves everybody to: always to a higher rank's, so that nobody
-comes back.
-If the store is lost, all go to the next one.
+Ranks may disagree about which store answers, because a rank was stopped or is very busy. So a waiting rank also looks at its
+own store and at those of missing ranks. If it finds ranks there, it moves all to that store: always to that of a higher rank,
+so that no rank moves back. If the store is lost, all go to the next one.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ import torch.distributed as dist
 from annulus.torch.faults._places import Place
 from annulus.torch.ring._rendezvous import within
 
-# When all are there but those that somebody has lost: they may be on their way all the same. Seconds.
+# How long to wait for ranks that were reported as lost, when all others are present: they may still come. Seconds.
 _GRACE = 0.2
 _LOOK = 0.25  # seconds from one look for the missing to the next
 _LONGEST_LOOK = 1.0  # seconds, while others may come
-_ROUND = 2.0  # seconds at least for a round after the first: who is late by a moment is not to be left behind
+_ROUND = 2.0  # seconds at least for a round after the first: a rank that is a little late must not be left out
 _SILENCE = 3.0  # seconds until a store that did not answer is asked again
 _SLACK = 2.0  # seconds that a store may take to answer, beside the waiting
 _TRIES = 5  # to make a group of ranks that are all there
@@ -85,7 +84,7 @@ class Reunion:
             else:
                 again = any(self._places[place].may_answer() for place in queue)
                 if not again or time.monotonic() >= self._until:
-                    return "nobody can be met"
+                    return "no other rank can be reached"
 
     def _store_at(self, rank: int) -> dist.Store | None:
         if rank not in self._opened:
@@ -121,7 +120,7 @@ class Reunion:
             made = within(self._seconds + _SLACK, become, "making a group")
             if made is not None:
                 return made
-            # Because of somebody who is gone by now, or for a reason that will be there the next time, too.
+            # A member was lost meanwhile; or the cause persists, and the next attempt fails, too.
             failures += self._why != "" and len(self._gone) == gone
             if failures == _TRIES:
                 self.at_fault = self._me
@@ -182,7 +181,7 @@ class Reunion:
 
     def _move_to(self, rank: int, keys: dist.Store, here: str) -> bool:
         """All of those that are here, if others are at the place of that rank."""
-        if not self._somebody_is_at(rank, here):
+        if not self._has_ranks_at(rank, here):
             return False
         keys.compare_set("decision", "", json.dumps(rank))
         return True
@@ -194,7 +193,7 @@ class Reunion:
             self._gone.add(rank)
         return rank in self._gone
 
-    def _somebody_is_at(self, rank: int, here: str) -> bool:
+    def _has_ranks_at(self, rank: int, here: str) -> bool:
         if rank not in self._places or time.monotonic() < self._silent.get(rank, 0.0):
             return False
         store = self._store_at(rank)
@@ -216,7 +215,7 @@ class Reunion:
         over = False
 
         def make() -> None:
-            # Its own connection to the store: it may wait there for somebody who never comes.
+            # A connection of its own to the store: it may wait there for a rank that never comes.
             store = self._places[place].open()
             group = None
             try:
@@ -227,7 +226,7 @@ class Reunion:
                 if not over:
                     made.append(group)
                     return
-            if group is not None:  # nobody waits for it any more
+            if group is not None:  # no longer wanted
                 dist.destroy_process_group(group)
 
         if not keys.check(["outcome"]):

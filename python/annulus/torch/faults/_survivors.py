@@ -1,4 +1,4 @@
-"""Life after a loss: the ranks that are left of a group agree on who they are and go on as a new one."""
+"""survivors: a new process group of the ranks that are left after a loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from annulus.torch.ring import _registry, _standby
 from annulus.torch.ring._process_groups import group_size_and_rank
 from annulus.torch.ring._transport import timeout_of
 
-# How many groups of survivors this rank has got from a group: those who have as many meet.
+# How many groups of survivors this rank has got from a group: ranks with the same count meet.
 _epochs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

@@ -374,7 +374,7 @@ class ProcessGroupTransport(Transport):
         return self._error() if self._failed_rank not in (-1, self.rank()) else None
 
     def close(self) -> None:
-        """Closes the connections: whoever still waits for this rank gets an error at once."""
+        """Closes the connections: ranks that still wait for this one get an error at once."""
         with self._lock:
             if self._failed is None:
                 self._end(self.rank(), "closed its ring", "closed", CLOSES)

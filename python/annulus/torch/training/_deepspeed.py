@@ -1,4 +1,4 @@
-"""A training under DeepSpeed: its engine, and its own checkpoints, because nobody else can put ZeRO's shards together."""
+"""A training under DeepSpeed: its engine, and its own checkpoints, because only DeepSpeed can merge ZeRO's shards."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class EngineCheckpoints:
             str(self._folder), tag=folder.name, client_state={_OURS: kept}
         )
         if dist.get_rank() == 0:
-            # Of later steps there is only what killed jobs have left unfinished: it takes nobody's place.
+            # Checkpoints of later steps are unfinished ones of killed jobs: they do not count among those to keep.
             written = sorted(f for f in self._folder.glob("step-*") if f.name <= folder.name)
             for old in written[:-_KEEP]:
                 try:

@@ -1,4 +1,4 @@
-"""What a training asks of the services around attention: DeepSpeed, gradient buckets, checkpoints, survival, a watch."""
+"""The arguments of a training's services: DeepSpeed, gradient buckets, checkpoints, fault tolerance, monitoring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from annulus.monitor._logging import LEVELS
 from annulus.torch._options import bucket_complaint, flag_complaint, name_complaint, whole_complaint
 
 _MB = 2**20
-# A folder may be called differently here and there, and one rank may be looked at more closely.
+# These may differ between ranks: the path of a folder, and what is monitored.
 _OF_ONE_RANK = (
     "nvme_path",
     "checkpoint_folder",
@@ -30,7 +30,7 @@ _OF_ONE_RANK = (
 class Services:
     """The arguments of :class:`RingAdvancedDistributedDilatedAttention` that are not about attention.
 
-    None means: not said. What is said and would do nothing is wrong, so that nobody believes in it.
+    None: not given. An argument that would have no effect is an error.
     """
 
     use_deepspeed: bool
@@ -50,14 +50,14 @@ class Services:
     profile_memory: bool
 
     def __post_init__(self) -> None:
-        # Numbers and flags of NumPy's are fine, too, but JSON does not know them.
+        # Numbers and flags of NumPy are valid, too, but JSON does not know them.
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (np.bool_, np.number)):
                 object.__setattr__(self, field.name, value.item())
 
     def complaint(self) -> str | None:
-        """What is wrong with them."""
+        """What is wrong with the arguments; None: nothing."""
         complaints = [
             flag_complaint(name, getattr(self, name))
             for name in (
@@ -75,13 +75,13 @@ class Services:
         complaints.append(bucket_complaint(self.bucket_size))
         for name in ("nvme_path", "checkpoint_folder"):
             path = getattr(self, name)
-            # An empty one would be where the program was started.
+            # An empty path would be the working directory.
             if path is not None and (
                 not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", b"")
             ):
                 complaints.append(f"{name} is {path!r}: the path of a folder was expected")
         wrong = next((text for text in complaints if text is not None), None)
-        if wrong is not None:  # what follows takes them for what they should be
+        if wrong is not None:  # the checks below rely on the types
             return wrong
         complaints += [self._deepspeed_complaint(), self._fault_tolerance_complaint()]
         return next((text for text in complaints if text is not None), None)
@@ -137,7 +137,7 @@ class Services:
         return next((text for text in complaints if text is not None), None)
 
     def claims(self) -> dict[str, object]:
-        """What all ranks have to say alike, by name."""
+        """What must be equal on all ranks, by name."""
         every = dataclasses.asdict(self)
         return {name: value for name, value in every.items() if name not in _OF_ONE_RANK}
 

@@ -1,4 +1,4 @@
-"""A training with its services: gradients of all ranks, checkpoints, a watch, and life after the loss of a rank."""
+"""Training: a model with its services: gradients of all ranks, checkpoints, monitoring, recovery from a lost rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from annulus.torch.training._watch import Watch
 
 _log = logging.getLogger("annulus.training")
 
-# That have something to end, also where their owner has forgotten them.
+# Trainings that have something to close, also if their owner has dropped them.
 _open: set[Training] = set()
 
 
@@ -192,8 +192,7 @@ class Training:
         loss_of: Callable[[int], torch.Tensor],
         report: Callable[[int, float], None] | None,
     ) -> str | None:
-        """One step; or how it came that a rank is lost. Only a text of the error leaves, so that nothing of the step
-        stays in memory."""
+        """One step. If a rank is lost, returns the error as a text: the error itself would keep the step's tensors alive."""
         value = 0.0
         try:
             loss = loss_of(self._done + 1)
@@ -216,7 +215,7 @@ class Training:
         return one_ring and _is_loss(error)
 
     def _recover(self, reason: str) -> str | None:
-        """Goes back to the newest checkpoint with those who are left; or how it came that another one is lost."""
+        """Goes back to the newest checkpoint with the ranks that are left. If another one is lost, returns the error's text."""
         before = dist.get_world_size(self._group)
         self._end()
         if isinstance(self._model, nn.parallel.DistributedDataParallel):
@@ -255,7 +254,7 @@ class Training:
         return self._watch.memory_report()
 
     def close(self) -> None:
-        """Waits for the last checkpoint, and ends what looks on; no step follows. Call it before
+        """Waits for the last checkpoint and ends the monitoring; no step may follow. Call it before
         ``torch.distributed.destroy_process_group``. Idempotent."""
         _open.discard(self)
         self._closed = True
@@ -271,7 +270,7 @@ _said: set[pathlib.Path] = set()
 
 
 def _say_where_checkpoints_go(services: Services, group: dist.ProcessGroup | None) -> None:
-    """Once, where nobody has chosen the folder."""
+    """Logs the folder once, if it is the default one."""
     if not services.enable_fault_tolerance or services.checkpoint_folder is not None:
         return
     if group_size_and_rank(group)[1] == 0 and services.folder not in _said:
@@ -297,7 +296,7 @@ def _ring_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether it tells of a rank that is gone. Gloo's errors have no type of their own."""
+    """Whether an error means that a rank is lost. Gloo's errors have no type of their own."""
     if isinstance(error, (TransportError, dist.DistError)):
         return True
     return type(error) is RuntimeError and "gloo" in str(error).lower()

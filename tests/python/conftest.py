@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import pathlib
 import sysconfig
@@ -40,6 +41,15 @@ def cuda(torch: types.ModuleType) -> Iterator[types.ModuleType]:
     torch.cuda.synchronize()
     annulus.torch.clear_cache()
     annulus.clear_cache()
+
+
+@pytest.fixture(autouse=True)
+def log_level_as_before() -> Iterator[None]:
+    """set_log_level changes a logger of the process, and other tests read what is logged."""
+    log = logging.getLogger("annulus")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ class Pretending(at.ProcessGroupTransport):
         torch.cuda.ExternalStream(stream, device).synchronize()
         under_way = []
         for way, peer, tag, address, size in messages:
-            on_device = torch.as_tensor(at._transport._DeviceMemory(address, size), device=device)
+            on_device = torch.as_tensor(at.ring._transport._DeviceMemory(address, size), device=device)
             host = on_device.cpu()
             begin, arguments = self.prepare(way, peer, tag, memoryview(host.numpy()))
             under_way.append((way, on_device, host, begin(*arguments)))

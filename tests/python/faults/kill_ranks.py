@@ -20,7 +20,7 @@ import torch.distributed as dist
 import annulus
 import annulus.torch as at
 
-from support.process_ring import PATIENCE, SIZES, Ring, both_ways, expected, free_port, join, right
+from support.process_ring import PATIENCE, SIZES, Ring, both_ways, expected, free_port, join, obey, right
 
 
 def compute_until_lost(

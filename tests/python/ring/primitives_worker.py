@@ -408,17 +408,17 @@ def damaged(change: str) -> None:
     rank, ranks, _, _ = ring()
     at.check_ring(WORLD)
     transport = at.ring._registry._groups[WORLD.group_name].transport
-    kept = {name: getattr(at._ring_report, name) for name in ("check_blocks", "exchange")}
+    kept = {name: getattr(at.ring._report, name) for name in ("check_blocks", "exchange")}
     if change == "blocks" and rank == 1:
         found = {"forward_ok": False, "backward_ok": True, "detail": "forward: byte 7 of 4096 is 3, expected 4"}
-        at._ring_report.check_blocks = lambda t: (kept["check_blocks"](t), found)[1]
+        at.ring._report.check_blocks = lambda t: (kept["check_blocks"](t), found)[1]
     if change == "tensors" and rank == 1:
 
         def exchange(t: object, sends: list, receives: list) -> None:
             kept["exchange"](t, sends, receives)
             receives[0][1][5] = 77
 
-        at._ring_report.exchange = exchange
+        at.ring._report.exchange = exchange
     try:
         at.check_ring(WORLD)
     except annulus.TransportError as error:
@@ -427,7 +427,7 @@ def damaged(change: str) -> None:
     else:
         raise AssertionError(f"damaged {change} went unnoticed")
     for name, function in kept.items():
-        setattr(at._ring_report, name, function)
+        setattr(at.ring._report, name, function)
     at.check_ring(WORLD)
     assert transport is at.ring._registry._groups[WORLD.group_name].transport  # nothing was lost
 

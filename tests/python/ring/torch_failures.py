@@ -304,20 +304,20 @@ def bad_luck_is_everybodys() -> None:
     call(is_causal=True)
 
     # When results are allocated, of a call that has its executor and of one that has not.
-    kept = at._functional._result_like
+    kept = at._operator._result_like
     for options in ({"is_causal": True}, {"scale": 0.5}):
         if rank == 1:
-            at._functional._result_like = no_memory
+            at._operator._result_like = no_memory
         refused(lambda: call(**options), ["can't allocate"])
-        at._functional._result_like = kept
+        at._operator._result_like = kept
         call(**options)
 
     x = q.clone().requires_grad_()
     o = at.ring_attention(x, x, x, group=dist.group.WORLD)
     if rank == 1:
-        at._functional._result_like = no_memory
+        at._operator._result_like = no_memory
     refused(lambda: o.sum().backward(), ["can't allocate"])
-    at._functional._result_like = kept
+    at._operator._result_like = kept
     o = at.ring_attention(x, x, x, group=dist.group.WORLD)
     o.sum().backward()
 

@@ -341,7 +341,7 @@ def fully_sharded() -> None:
 
 def ranks_agree_on_who_carries_device_memory() -> None:
     rank = dist.get_rank()
-    host = at._transport._host
+    host = at.ring._transport._host
     for names, wanted, nccl in (
         ({}, {}, False),  # one host: memory is shared
         ({0: "here", 1: "there"}, {}, True),
@@ -350,14 +350,14 @@ def ranks_agree_on_who_carries_device_memory() -> None:
         ({}, {0: "group", 1: "group"}, True),
         ({}, {1: "group"}, False),
     ):
-        at._transport._host = lambda names=names: names.get(rank, host())
+        at.ring._transport._host = lambda names=names: names.get(rank, host())
         os.environ["ANNULUS_DEVICE_MESSAGES"] = wanted.get(rank, "")
         transport = at.ProcessGroupTransport(WORLD, timeout=30)
         assert transport._wants_nccl() == nccl, (names, wanted)
         assert transport.reaches("cpu") and not transport.reaches("cuda:0") and not transport.in_order
         dist.barrier()
         transport.close()
-    at._transport._host = host
+    at.ring._transport._host = host
     del os.environ["ANNULUS_DEVICE_MESSAGES"]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from losses import assert_as_alone, losses_of
-from support.launch import need_gloo, run_program
+from support.launch import ENVIRONMENT, need_gloo, run_program
 from support.optional import HAS_DEEPSPEED, needs_deepspeed, needs_safetensors
 
 need_gloo()
@@ -568,7 +568,7 @@ def test_nvme_is_used_or_refused_with_the_reason(
     alone: list[float], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is libaio, DeepSpeed compiles its async_io at first, for minutes."""
-    monkeypatch.setitem(training.ENVIRONMENT, "NVME_PATH", str(tmp_path))
+    monkeypatch.setitem(ENVIRONMENT, "NVME_PATH", str(tmp_path))
     out = run_program(WORKER, "nvme", ranks=2)
     refused = re.findall("refused: (.*)", out)
     assert len(refused) == 2, out

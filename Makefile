@@ -133,8 +133,8 @@ tsan-python: python ## Run the tests of the Python module that use threads under
 	@TSAN_OPTIONS="history_size=7 suppressions=$(CURDIR)/tests/python/tsan.txt log_path=$(CURDIR)/build/tsan_python/report" \
 	  OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(NO_ASLR) env LD_PRELOAD=$(TSAN_LIBRARIES) PYTHONPATH=build/tsan_python/package \
 	  .venv/bin/python -m pytest -q \
-	  -p no:cacheprovider tests/python/test_attention.py tests/python/test_ring.py tests/python/test_runtime.py \
-	  tests/python/test_threads.py tests/python/test_transport.py tests/python/test_transport_contract.py \
+	  -p no:cacheprovider tests/python/core/test_attention.py tests/python/core/test_ring.py tests/python/core/test_runtime.py \
+	  tests/python/attention/test_threads.py tests/python/core/test_transport.py tests/python/core/test_transport_contract.py \
 	  -k 'not memory and not resident and not ctrl_c and not tool and not process and not gloo and not forked' \
 	  || { cat build/tsan_python/report.* 2>/dev/null; exit 1; }
 
@@ -157,11 +157,11 @@ bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.js
 	    "$$program" --benchmark_out="$$program.json" --benchmark_out_format=json || exit 1; fi; done
 
 chaos: python ## Do to rings of processes and their checkpoints what can happen to them; a table of what came of it
-	@.venv/bin/python tests/python/chaos.py
+	@PYTHONPATH=tests/python .venv/bin/python tests/python/faults/chaos.py
 
 soak: build python ## Let rings of processes (MPI, torch.distributed) run for a long time, and kill and re-form one 200 times
 	@ANNULUS_SOAK_STEPS=100000 tests/support/mpirun.sh 3 build/release/tests/mpi_soak_test || test $$? = 77
-	@.venv/bin/python tests/python/soak.py --steps 100000 --cycles 200
+	@PYTHONPATH=tests/python .venv/bin/python tests/python/faults/soak.py --steps 100000 --cycles 200
 
 pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), results and plots into bench/results and docs/images
 	@$(CONFIGURE) release

@@ -27,14 +27,18 @@ setup: ## Install the needed packages (Debian and relatives; does nothing if the
 	@scripts/setup.sh
 
 # What the Python package is built and tested with. PyTorch first: others would bring its CUDA build, which is several GB.
+# Lists of modules and of the packages that have them.
+VENV_MODULES = nanobind, scikit_build_core, numpy, pytest, xdist, ml_dtypes, array_api_strict, playwright, prometheus_client
+VENV_PACKAGES = 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' pytest-xdist ml-dtypes array-api-strict \
+  playwright prometheus-client
+
 venv: setup
 	@test -x $(PYTHON) || { echo "venv: creating .venv"; python3 -m venv .venv; }
 	@test "$(TORCH)" = no || $(PYTHON) -c 'import torch, safetensors' 2>/dev/null || { \
 	  echo "venv: installing PyTorch and safetensors into .venv for the tests of annulus.torch (TORCH=no leaves them out)"; \
 	  .venv/bin/pip install --quiet torch==2.13.0 'safetensors>=0.4'; }
-	@$(PYTHON) -c 'import nanobind, scikit_build_core, numpy, pytest, xdist, ml_dtypes, array_api_strict' 2>/dev/null || { \
-	  echo "venv: installing nanobind, scikit-build-core, numpy, pytest, pytest-xdist, ml-dtypes and array-api-strict into .venv"; \
-	  .venv/bin/pip install --quiet 'nanobind>=3.0' 'scikit-build-core>=0.10' 'numpy>=1.23' 'pytest>=7' pytest-xdist ml-dtypes array-api-strict; }
+	@$(PYTHON) -c 'import $(VENV_MODULES)' 2>/dev/null || { \
+	  echo "venv: installing $(VENV_PACKAGES) into .venv"; .venv/bin/pip install --quiet $(VENV_PACKAGES); }
 
 # One build directory, build/release, has the library, the tool, the tests, the benchmarks and the Python module.
 WITH_PYTHON = -DANNULUS_BUILD_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/$(PYTHON)
@@ -61,11 +65,13 @@ python: venv ## Build the Python package and the tool, and install both into .ve
 	@$(INSTALL_PYTHON)
 
 test: build ## Build everything and run the test suite, C++ (ctest) and Python (pytest)
+	@scripts/setup.sh --test
 	@$(INSTALL_PYTHON)
 	@$(CTEST) test
 	@$(PYTHON) -m pytest -q -rs -n $(JOBS) tests/python
 
 test-all: build ## As test, and the long suites: every variant of the ring's tests, soak tests, DeepSpeed (installs it into .venv)
+	@scripts/setup.sh --test
 	@$(INSTALL_PYTHON)
 	@$(PYTHON) -c 'import deepspeed' 2>/dev/null || { \
 	  echo "test-all: installing DeepSpeed into .venv"; .venv/bin/pip install --quiet deepspeed; }
@@ -127,8 +133,8 @@ tsan-python: python ## Run the tests of the Python module that use threads under
 	@TSAN_OPTIONS="history_size=7 suppressions=$(CURDIR)/tests/python/tsan.txt log_path=$(CURDIR)/build/tsan_python/report" \
 	  OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(NO_ASLR) env LD_PRELOAD=$(TSAN_LIBRARIES) PYTHONPATH=build/tsan_python/package \
 	  .venv/bin/python -m pytest -q \
-	  -p no:cacheprovider tests/python/test_attention.py tests/python/test_ring.py tests/python/test_runtime.py \
-	  tests/python/test_threads.py tests/python/test_transport.py tests/python/test_transport_contract.py \
+	  -p no:cacheprovider tests/python/core/test_attention.py tests/python/core/test_ring.py tests/python/core/test_runtime.py \
+	  tests/python/attention/test_threads.py tests/python/core/test_transport.py tests/python/core/test_transport_contract.py \
 	  -k 'not memory and not resident and not ctrl_c and not tool and not process and not gloo and not forked' \
 	  || { cat build/tsan_python/report.* 2>/dev/null; exit 1; }
 
@@ -151,11 +157,11 @@ bench: setup ## Build and run the benchmarks, JSON into build/release/bench/*.js
 	    "$$program" --benchmark_out="$$program.json" --benchmark_out_format=json || exit 1; fi; done
 
 chaos: python ## Do to rings of processes and their checkpoints what can happen to them; a table of what came of it
-	@.venv/bin/python tests/python/chaos.py
+	@PYTHONPATH=tests/python .venv/bin/python tests/python/faults/chaos.py
 
 soak: build python ## Let rings of processes (MPI, torch.distributed) run for a long time, and kill and re-form one 200 times
 	@ANNULUS_SOAK_STEPS=100000 tests/support/mpirun.sh 3 build/release/tests/mpi_soak_test || test $$? = 77
-	@.venv/bin/python tests/python/soak.py --steps 100000 --cycles 200
+	@PYTHONPATH=tests/python .venv/bin/python tests/python/faults/soak.py --steps 100000 --cycles 200
 
 pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), results and plots into bench/results and docs/images
 	@$(CONFIGURE) release
@@ -188,8 +194,9 @@ docs: python ## Build the documentation site into build/site (MkDocs Material fr
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
 	@echo "docs: open build/site/index.html"
 
-lint: ## Check formatting, layers and clang-tidy, all files (BASE=<revision>: only files changed since)
+lint: venv ## Check formatting, layers, clang-tidy, ruff and mypy, all files (BASE=<revision>: only C++ files changed since)
 	@scripts/setup.sh --lint
+	@$(PYTHON) -c 'import mypy, ruff' 2>/dev/null || { echo "lint: installing ruff and mypy into .venv"; .venv/bin/pip install --quiet ruff mypy; }
 	@$(CONFIGURE) dev
 	@scripts/lint.sh build/dev $(BASE)
 

@@ -24,7 +24,7 @@ find src/kernels/cuda -name '*.cu' -o -name '*.cpp' ! -name absent.cpp | sort | 
   result="$results/$(echo "$source" | tr / _).o"
   case "$source" in
     *.cpp) echo "c++ $flags $includes -O0 -c -o $result $source" ;;
-    *sm90*) echo "$nvcc $device -arch=sm_90a -o $result $source" ;;
+    */sm90/*) echo "$nvcc $device -arch=sm_90a -o $result $source" ;;
     *) echo "$nvcc $device -arch=sm_80 -o $result $source" ;;
   esac
 done | xargs -P "$jobs" -I{} sh -c '

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a small matrix of configurations under compute-sanitizer: all four tools, the kernels that are chosen and the
 # portable ones.
-#   scripts/gpu_sanitize.sh PROGRAM [JOBS]      PROGRAM: build/cuda/annulus; JOBS at once (default 4)
+#   scripts/gpu_sanitize.sh PROGRAM [JOBS]      PROGRAM: build/release/annulus; JOBS at once (default 4)
 # Each line is "clean" or the tool's report; the exit status is the number of reports.
 set -euo pipefail
 

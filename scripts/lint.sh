@@ -1,5 +1,5 @@
 #!/bin/bash
-# clang-format, the layer check and clang-tidy, in this order: the quick ones first.
+# ruff, mypy, clang-format, the layer check and clang-tidy, in this order: the quick ones first.
 #
 #   scripts/lint.sh <build directory> [<git revision>]
 #
@@ -28,15 +28,15 @@ else
 fi
 mapfile -t files < <(list | grep -E '\.(h|cpp)$' || true)
 mapfile -t formatted < <(list | grep -E '\.(h|cpp|cu|cuh)$' || true)  # clang-tidy has no flags for CUDA
-if [[ ${#formatted[@]} -eq 0 ]]; then
-  echo "lint: no C++ files to check"
-  exit 0
-fi
-
 failed=0
 
+echo "lint: ruff"
+.venv/bin/ruff check || failed=1
+echo "lint: mypy"
+.venv/bin/mypy || failed=1
+
 echo "lint: clang-format, ${#formatted[@]} files ('make format' repairs)"
-clang-format --dry-run --Werror "${formatted[@]}" || failed=1
+[[ ${#formatted[@]} -eq 0 ]] || clang-format --dry-run --Werror "${formatted[@]}" || failed=1
 
 echo "lint: layers"
 python3 scripts/check_layers.py || failed=1

@@ -3,6 +3,7 @@
 # everything is there, and asks for root (sudo) only when something is missing.
 #
 #   scripts/setup.sh          compiler, build tools, libraries
+#   scripts/setup.sh --test   also a browser, in which the tests open the tool's report
 #   scripts/setup.sh --lint   also clang-format and clang-tidy
 #
 # ANNULUS_SKIP_SETUP=1 skips it all: for other systems, once the list below is installed there.
@@ -12,8 +13,9 @@ packages="build-essential ccache cmake ninja-build libhwy-dev libfmt-dev libcli1
   libbenchmark-dev libopenmpi-dev openmpi-bin python3 python3-dev python3-venv"
 for argument in "$@"; do
   case "$argument" in
+    --test) packages="$packages chromium" ;;
     --lint) packages="$packages clang-format clang-tidy" ;;
-    *) echo "setup: unknown option '$argument' (known: --lint)" >&2; exit 2 ;;
+    *) echo "setup: unknown option '$argument' (known: --test, --lint)" >&2; exit 2 ;;
   esac
 done
 
@@ -24,11 +26,11 @@ fi
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
   cat >&2 <<'TEXT'
 setup: this is not a Debian-like system (no apt-get). Install these yourself, then run make with ANNULUS_SKIP_SETUP=1:
-  a C++20 compiler (GCC 12 or Clang 15 and newer), CMake 3.25 or newer, Ninja, Python 3.10 or newer with its headers
+  a C++20 compiler (GCC 12 or Clang 15 and newer), CMake 3.25 or newer, Ninja, ccache (optional), Python 3.10 or newer with its headers
   libraries with their headers: Highway 1.0, fmt 9
   for the tool CLI11 2 and nlohmann-json 3, for the tests GoogleTest, for the benchmarks Google Benchmark
   for rings of processes an MPI with its headers and mpirun (Open MPI or MPICH)
-  for 'make lint' clang-format and clang-tidy 14
+  for the tests of the tool's report Chromium, for 'make lint' clang-format and clang-tidy 14
 TEXT
   exit 1
 fi

@@ -25,8 +25,8 @@ def reading(function: Function, calls: int) -> float:
     return begin.elapsed_time(end) / calls
 
 
-def spreads(functions: dict[str, Function], rounds: int, least_ms: float = 80.0) -> dict[str, tuple[float, float, float]]:
-    """Median, least and most milliseconds of a call; each round in an order of its own."""
+def medians(functions: dict[str, Function], rounds: int, least_ms: float = 80.0) -> dict[str, float]:
+    """Median milliseconds of a call; each round in an order of its own."""
     for function in functions.values():
         function()
     torch.cuda.synchronize()
@@ -37,11 +37,7 @@ def spreads(functions: dict[str, Function], rounds: int, least_ms: float = 80.0)
         random.shuffle(order)
         for name in order:
             found[name].append(reading(functions[name], calls[name]))
-    return {n: (statistics.median(t), min(t), max(t)) for n, t in found.items()}
-
-
-def medians(functions: dict[str, Function], rounds: int, least_ms: float = 80.0) -> dict[str, float]:
-    return {n: median for n, (median, _, _) in spreads(functions, rounds, least_ms).items()}
+    return {n: statistics.median(t) for n, t in found.items()}
 
 
 def views(tensors: list[torch.Tensor], segment: int, dilation: int, offset: int) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """What a small call costs:  python bench/perf/calls.py
 
 The attention itself is next to nothing here. Prints microseconds beside their bars, and fails where one is missed. That such
-calls do little is in tests/python/test_runtime.py and test_plain_calls.py.
+calls do little is in tests/python/core/test_runtime.py and tests/python/attention/test_fast_path.py.
 """
 
 from __future__ import annotations

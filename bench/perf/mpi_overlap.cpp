@@ -1,7 +1,7 @@
 // What messages cost that move while their rank computes, between processes over MPI: on a link so
 // slow that a step's rows take half as long as its compute, and for a caller who comes back late.
 // With blocking transfers they cost something, or the measure is broken. For two processes, which
-// have a core each. That messages move without their caller is in tests/mpi_ring_test.cpp.
+// have a core each. That messages move without their caller is in tests/ring/mpi_ring_test.cpp.
 
 #include <mpi.h>
 

@@ -1,6 +1,6 @@
 // How much of the transfers hides behind compute, on a link so slow that one step's rows take about
 // half of a step's compute. With blocking transfers the same measure sees nothing hidden. That rows
-// are posted before the tiles run is in tests/overlap_test.cpp.
+// are posted before the tiles run is in tests/ring/overlap_test.cpp.
 
 #include <algorithm>
 #include <chrono>

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import os
 import pathlib
 import sysconfig
@@ -7,12 +9,15 @@ import types
 from collections.abc import Iterator
 
 import pytest
+from support import ROOT
 
 # PyTorch looks up the name of every address it connects to or hears from: where the name server's reply is lost, processes wait
 # for 5 s each time, unless told otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Programs that tests start find the package support.
+HERE = str(pathlib.Path(__file__).resolve().parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture
@@ -38,6 +43,28 @@ def cuda(torch: types.ModuleType) -> Iterator[types.ModuleType]:
     annulus.clear_cache()
 
 
+@pytest.fixture(autouse=True)
+def log_level_as_before() -> Iterator[None]:
+    """set_log_level changes a logger of the process, and other tests read what is logged."""
+    log = logging.getLogger("annulus")
+    level = log.level
+    yield
+    log.setLevel(level)
+
+
+@pytest.fixture
+def one_rank(torch: types.ModuleType) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    import annulus.torch
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    annulus.torch.cleanup()
+    dist.destroy_process_group()
+
+
 @pytest.fixture
 def monitoring_off_afterwards() -> Iterator[None]:
     """With room for as many events as unless told."""
@@ -50,6 +77,18 @@ def monitoring_off_afterwards() -> Iterator[None]:
     monitor.start(65536)
     monitor.stop()
     monitor.clear()
+
+
+@pytest.fixture(scope="module")
+def command() -> str:
+    """The annulus command, where pip has put it."""
+    import annulus
+
+    for file in importlib.metadata.files(annulus.__name__) or []:
+        path = pathlib.Path(file.locate())
+        if path.stem == "annulus" and path.parent.name in ("bin", "Scripts"):
+            return str(path)
+    pytest.skip("this wheel was built without the command: CLI11 or nlohmann_json was missing")
 
 
 @pytest.fixture

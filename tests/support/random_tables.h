@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/cuda/tables.h"
+#include "kernels/cuda/work/tables.h"
 #include "support/random_plans.h"
 
 // Tables of random problems, and their rows as kernels walk them.

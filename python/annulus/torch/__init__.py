@@ -7,7 +7,13 @@
 Tensors may be on the CPU or on a CUDA device, whose current stream does the work: calls do not wait for it.
 Workspaces there come from PyTorch's allocator. With ``group=`` every rank passes its shard of the sequence; see
 :func:`ring_attention`.
+
+Attention is in this package itself. Its rooms are :mod:`annulus.torch.ring` (connections between ranks),
+:mod:`annulus.torch.training`, :mod:`annulus.torch.checkpoints`, :mod:`annulus.torch.faults` and
+:mod:`annulus.torch.variants` (names of published code). All public names can be imported from here.
 """
+
+import sys as _sys
 
 try:
     import torch as _torch  # noqa: F401
@@ -17,21 +23,33 @@ except ModuleNotFoundError as error:
     ) from error
 
 from annulus.torch import _memory
-from annulus.torch._advanced import RingAdvancedDistributedDilatedAttention
-from annulus.torch._checkpoints import CheckpointError, Checkpoints, Resumed
 from annulus.torch._functional import ring_attention
-from annulus.torch._gradients import data_parallel, token_mean
-from annulus.torch._longnet import LongNet, LongNetLM
-from annulus.torch._modules import RingDilatedAttention, RingMultiheadDilatedAttention
-from annulus.torch._primitives import ring_pass, ring_pass_kv
+from annulus.torch._modules import RingDilatedAttention
+from annulus.torch._multihead import RingMultiheadDilatedAttention
 from annulus.torch._resharding import reshard
-from annulus.torch._ring_report import RingLink, RingReport, check_ring
-from annulus.torch._rings import cleanup, clear_cache, get_memory_info
 from annulus.torch._rotary import rotary_table
 from annulus.torch._sharding import positions, shard, unshard
-from annulus.torch._survivors import survivors
-from annulus.torch._training import Training
-from annulus.torch._transport import ProcessGroupTransport
+from annulus.torch.checkpoints import CheckpointError, Checkpoints, Resumed
+from annulus.torch.faults import survivors
+from annulus.torch.ring import (
+    ProcessGroupTransport,
+    RingLink,
+    RingReport,
+    check_ring,
+    cleanup,
+    clear_cache,
+    get_memory_info,
+    ring_pass,
+    ring_pass_kv,
+)
+from annulus.torch.training import (
+    LongNet,
+    LongNetLM,
+    RingAdvancedDistributedDilatedAttention,
+    Training,
+    data_parallel,
+    token_mean,
+)
 from annulus.torch.variants import (
     RingDilatedAttentionHilbertGPUOptimized,
     RingDilatedAttentionSDPA,
@@ -84,3 +102,17 @@ __all__ = [
     "token_mean",
     "unshard",
 ]
+
+# Users see annulus.torch.X, not the private module that defines it: in tracebacks, and in what torch.save stores.
+for _name in __all__:
+    if not globals()[_name].__module__.endswith(".variants"):
+        globals()[_name].__module__ = __name__
+# Modules that torch.save has stored name the modules that defined their classes before there were sub-packages.
+for _old, _new in {
+    "_advanced": "training._advanced",
+    "_longnet": "training._longnet",
+    "_services": "training._services",
+}.items():
+    _sys.modules[f"{__name__}.{_old}"] = _sys.modules[f"{__name__}.{_new}"]
+_sys.modules[f"{__name__}._modules"].RingMultiheadDilatedAttention = RingMultiheadDilatedAttention
+del _name, _old, _new

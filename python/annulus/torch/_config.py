@@ -1,162 +1,43 @@
-"""What a call asks for, apart from its tensors."""
+"""Config: everything about a call that is not a tensor, and what follows from it (pattern, placement)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import json
-import math
-import operator
-import re
-from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 
 from annulus import ConfigError, Pattern, Placement
-from annulus._core import ring_options
-
-F = TypeVar("F", bound=Callable)
+from annulus.torch._options import (
+    MASKED,
+    NAMES,
+    OF_CALLS,
+    OF_EXECUTORS,
+    OF_ONE_RANK,
+    OPTIONS,
+    flag_complaint,
+    is_whole,
+    name_complaint,
+    option_complaint,
+    plain,
+    timeout_complaint,
+    whole_complaint,
+)
 
 _MOST_TEXTS = 1000
-NAMES = {
-    "pattern": ("dense", "longnet", "head_groups"),
-    "offsets": ("blocked", "interleaved"),
-    "placement": ("contiguous", "zigzag", "striped", "hilbert"),
-}
-# Options of an executor that are no arguments, and who says them.
-NO_ARGUMENTS = {
-    "batch": "the tensors",
-    "kv_heads": "the tensors",
-    "head_dim": "the tensors",
-    "dtype": "the tensors",
-    "device": "the tensors",
-    "max_qkv_elements": "the tensors, which exist already: there is nothing to protect them from",
-    "backward": "autograd",
-}
-# All others, as the library lists them: their names, defaults and what is valid come from there.
-_OF_EXECUTORS = {o["name"]: o for o in ring_options() if o["name"] not in NO_ARGUMENTS}
-# And what is done here, where tensors can be converted.
-_OF_CALLS = {
-    "allow_half": {
-        "kind": "flag",
-        "default": False,
-        "annotation": "bool",
-        "shared": "same",
-        "help": "Compute float32 in bfloat16 rather than fail for want of memory",
-    }
-}
-OPTIONS = _OF_EXECUTORS | _OF_CALLS
-DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
-# Of one rank alone: how long it waits, what it calls the group, how much memory it has.
-_OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
-# How the ranks call a mask; what else they would find different follows from it.
-MASKED = "whether there is a key_padding_mask"
-MOST_NUMBER = 3.4e38  # what fp32 holds
-_MOST_SECONDS = 1e9  # what a clock counts
-_MOST_WHOLE = 2**63 - 1  # what C++ holds
-
-
-def _is_flag(x: object) -> bool:
-    """Of Python's, NumPy's or PyTorch's: Python counts them among the numbers."""
-    return isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool")
-
-
-# Objects of other libraries raise what they like when they are asked for their number (a tensor without data a
-# RuntimeError): whatever it is, they have none.
-
-
-def _is_whole(x: object, least: int, most: int = _MOST_WHOLE) -> bool:
-    try:
-        return not _is_flag(x) and least <= operator.index(x) <= most
-    except Exception:
-        return False
-
-
-def _is_finite(x: object) -> bool:
-    try:
-        return not _is_flag(x) and math.isfinite(x)
-    except Exception:
-        return False
-
-
-def plain(x: object) -> bool | int | float:
-    """A valid option of another library's type, or a Fraction, as JSON has it."""
-    if isinstance(x, np.bool_):
-        return bool(x)
-    try:
-        return operator.index(x)
-    except TypeError:
-        return float(x)
-
-
-def number_complaint(name: str, value: object, most: float) -> str | None:
-    if getattr(value, "requires_grad", False):
-        instead = " or multiply q by it" if name == "scale" else ""
-        return f"{name} requires a gradient, which it would not get: pass {name}.item(){instead}"
-    if _is_finite(value) and 0 < float(value) <= most:
-        return None
-    return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
-
-
-def whole_complaint(
-    name: str, value: object, most: int = _MOST_WHOLE, *, least: int = 0
-) -> str | None:
-    if _is_whole(value, least, most):
-        return None
-    last = "2**63 - 1" if most == _MOST_WHOLE else most
-    return f"{name} is {value!r}: a whole number from {least} to {last} was expected"
-
-
-def timeout_complaint(value: object) -> str | None:
-    return None if value is None else number_complaint("timeout", value, _MOST_SECONDS)
-
-
-def flag_complaint(name: str, value: object) -> str | None:
-    if isinstance(value, (bool, np.bool_)):
-        return None
-    return f"{name} is {value!r}: True or False was expected"
-
-
-# In MB: a byte, and more than any device holds. DeepSpeed allocates buckets, and DDP counts their bytes in 64 bits.
-_LEAST_BUCKET, _MOST_BUCKET = 2.0**-20, 2.0**20
-
-
-def bucket_complaint(value: object) -> str | None:
-    if _is_finite(value) and _LEAST_BUCKET <= float(value) <= _MOST_BUCKET:
-        return None
-    return f"bucket_size is {value!r}: a number of MB above 0 (a byte, 2**-20, at least) and up to 2**20 was expected"
-
-
-def name_complaint(name: str, value: object, names: tuple[str, ...]) -> str | None:
-    if isinstance(value, str) and value in names:
-        return None
-    return f"{name} is {value!r}: one of {', '.join(map(repr, names))} was expected"
-
-
-def _option_complaint(name: str, value: object) -> str | None:
-    """What is wrong with an option of the executor, by its kind."""
-    kind = OPTIONS[name]["kind"]
-    if kind == "name":
-        return name_complaint(name, value, OPTIONS[name]["names"])
-    if kind == "flag":
-        return flag_complaint(name, value)
-    if kind == "whole":
-        return whole_complaint(name, value, OPTIONS[name]["most"])
-    if kind == "number or none" and value is None:
-        return None
-    return number_complaint(name, value, MOST_NUMBER)
 
 
 class _Call:
-    """Everything about a call that is not a tensor. Travels through operators as its JSON text, which says
-    it all: a compiled graph that holds it may be loaded by another process."""
+    """Everything about a call that is not a tensor.
+
+    Operators take it as JSON text, which is complete: another process may load a compiled graph that holds it.
+    """
 
     def complaint(self) -> str | None:
-        """What is wrong with it that no tensor is needed to see."""
+        """What is wrong with the call, as far as that does not depend on its tensors."""
         complaints = [name_complaint(n, getattr(self, n), names) for n, names in NAMES.items()]
-        complaints += [_option_complaint(name, getattr(self, name)) for name in OPTIONS]
+        complaints += [option_complaint(name, getattr(self, name)) for name in OPTIONS]
         complaints += [flag_complaint(n, getattr(self, n)) for n in ("is_causal", "group_scale")]
         if self.n_global is not None:
             complaints.append(whole_complaint("n_global", self.n_global))
@@ -164,13 +45,13 @@ class _Call:
         return next((c for c in complaints if c is not None), None) or self._branch_complaint()
 
     def _branch_complaint(self) -> str | None:
-        plain = self.pattern == "dense"
+        dense = self.pattern == "dense"
         if len(self.segment_lengths) != len(self.dilation_rates):
             return (
                 f"there are {len(self.segment_lengths)} segment_lengths and {len(self.dilation_rates)} "
                 "dilation_rates: one of each per branch was expected"
             )
-        if plain == bool(self.segment_lengths) or (plain and self.group_scale):
+        if dense == bool(self.segment_lengths) or (dense and self.group_scale):
             return (
                 "pattern 'dense' has no segment_lengths, dilation_rates or group_scale, the others need "
                 "segment_lengths and dilation_rates"
@@ -179,35 +60,35 @@ class _Call:
             return f"offsets is {self.offsets!r}, which means something for pattern 'longnet' only"
         for name in ("segment_lengths", "dilation_rates"):
             values = getattr(self, name)
-            if not all(_is_whole(x, 1) for x in values):
+            if not all(is_whole(x, 1) for x in values):
                 return f"{name} is {list(values)}: whole numbers from 1 to 2**63 - 1 were expected"
         return None
 
     def text(self) -> str:
-        # Numbers of NumPy's and tensors of one element are fine, too. Not dataclasses.astuple, which copies what it finds.
+        # Numbers of NumPy and tensors of one element are valid, too. Not dataclasses.astuple, which copies the values.
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         return json.dumps(fields, default=plain)
 
     @functools.cached_property
     def executors(self) -> str:
-        """Its text as far as executors depend on it."""
-        calls = {name: o["default"] for name, o in _OF_CALLS.items()}
+        """The text of the part that executors depend on."""
+        calls = {name: o["default"] for name, o in OF_CALLS.items()}
         return dataclasses.replace(self, timeout=None, **calls).text()
 
     @functools.cached_property
     def options(self) -> dict[str, object]:
-        """What it says about the executor, by the executor's names."""
-        return {name: getattr(self, name) for name in (*_OF_EXECUTORS, "backward")}
+        """The arguments of annulus.RingAttention."""
+        return {name: getattr(self, name) for name in (*OF_EXECUTORS, "backward")}
 
     @functools.cached_property
     def claims(self) -> dict[str, object]:
-        """What all ranks have to pass alike, by name."""
+        """What must be equal on all ranks, by name."""
         every = dataclasses.asdict(self)
         said = {
             MASKED: every.pop("has_key_padding_mask"),
             "whether gradients are needed": every.pop("backward"),
         }
-        return said | {name: value for name, value in every.items() if name not in _OF_ONE_RANK}
+        return said | {name: value for name, value in every.items() if name not in OF_ONE_RANK}
 
 
 # The fields, in the order of text_of's arguments.
@@ -233,8 +114,8 @@ Config = dataclasses.make_dataclass(
 )
 
 
-# Texts and configurations of the calls so far. They are few; should they not be, they are made anew. Only of values
-# that cannot change: a tensor is still the same object when it holds another number.
+# Texts and configurations of the calls so far. Programs make few different calls; if there are many, all are forgotten.
+# Only calls whose arguments are immutable: a tensor that holds another number is still the same object.
 _CONSTANTS = (str, int, float, type(None), np.generic)
 _texts: dict[tuple, str] = {}
 _configs: dict[str, Config] = {}
@@ -242,11 +123,11 @@ _configs: dict[str, Config] = {}
 
 def text_of(*values: object) -> str:
     """The text of a configuration, given the fields in their order; or "!" and what is wrong with it."""
-    # With the types, because 6 == 6.0 == np.int64(6) and 1 == True: one is not valid because another was.
+    # With the types, because 6 == 6.0 == np.int64(6) and 1 == True: one is not valid because another is.
     key = (values, *map(type, values), *map(type, values[2]), *map(type, values[3]))
     try:
         text = _texts.get(key)
-    except Exception:  # something unhashable, which is hardly right
+    except Exception:  # an argument that cannot be hashed, which is hardly valid
         key = text = None
     if text is None:
         config = Config(*values)
@@ -271,41 +152,6 @@ def config_of(text: str) -> Config:
         config = Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
         _configs[text] = config
     return config
-
-
-def with_options(function: F) -> F:
-    """Says in the signature of a function what its **options may be, and in its docstring what of them it leaves
-    out."""
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-    for name, o in OPTIONS.items():
-        new = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=o["default"])
-        parameters.append(new.replace(annotation=o["annotation"].replace("typing.", "")))
-    function.__signature__ = signature.replace(parameters=parameters)
-    head, arguments, rest = re.fullmatch(
-        r"(.*\n    Args:\n)?(.*?)(\n\n    [A-Z].*)?", function.__doc__ or "", re.DOTALL
-    ).groups()
-    if head is not None:
-        for name, o in OPTIONS.items():
-            if re.search(rf"^ {{8}}(\w+, )*{name}\b[\w, ]*:", arguments, re.MULTILINE) is None:
-                arguments += f"\n        {name}: {o['help'][0].lower()}{o['help'][1:]}."
-        function.__doc__ = head + arguments + (rest or "")
-    return function
-
-
-def branch_numbers(name: str, values: object) -> tuple:
-    """segment_lengths or dilation_rates as a tuple; what is in it is checked later."""
-    if values is None:
-        return ()
-    try:
-        # Sets have no order, by which a length would find its rate.
-        if not isinstance(values, (set, frozenset, dict)):
-            return tuple(values)
-    except TypeError:
-        pass
-    raise ConfigError(
-        f"ring_attention: {name} is {values!r}: a sequence of whole numbers was expected"
-    )
 
 
 def pattern_of(config: Config, heads: int) -> Pattern:

@@ -65,7 +65,7 @@ def _free(device: int, address: int) -> None:
 
 
 def _spare(device: int) -> int:
-    """What PyTorch has taken from the device and nobody uses: nothing is short while there is some."""
+    """Bytes that PyTorch has reserved on the device and does not use: memory has not run out while there are some."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 

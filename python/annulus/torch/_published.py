@@ -17,8 +17,8 @@ import numpy as np
 import torch.distributed as dist
 
 from annulus import ConfigError
-from annulus.torch import _rings
-from annulus.torch._config import whole_complaint
+from annulus.torch._options import whole_complaint
+from annulus.torch.ring._process_groups import group_size_and_rank
 
 F = TypeVar("F", bound=Callable)
 
@@ -108,7 +108,7 @@ def _complaint(name: str, value: object, group: dist.ProcessGroup | None) -> str
             return None
         return f"{name} is {value!r}: only {expected!r} is supported; {instead}"
     if name == "ring_size" and value is not None:
-        size, _ = _rings.group_size_and_rank(group)
+        size, _ = group_size_and_rank(group)
         found = whole_complaint(name, value, least=1)
         if found is None and value != size:
             found = f"ring_size is {value}, but " + (
@@ -118,7 +118,7 @@ def _complaint(name: str, value: object, group: dist.ProcessGroup | None) -> str
             )
         return found
     if name == "communication_backend" and group is not None:
-        _rings.group_size_and_rank(group)  # refuses what is no group
+        group_size_and_rank(group)  # refuses what is no group
         backend = dist.get_backend(group)
         if value is not None and value != backend:
             return f"communication_backend is {value!r}, but the group's backend is {backend!r}"

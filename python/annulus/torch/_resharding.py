@@ -11,16 +11,18 @@ import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, Placement
-from annulus.torch import _rings
 from annulus.torch._config import placement_of_lengths
-from annulus.torch._messages import exchange
 from annulus.torch._sharding import _axis
+from annulus.torch.ring._errors import collective
+from annulus.torch.ring._messages import exchange
+from annulus.torch.ring._process_groups import group_name, group_size_and_rank
+from annulus.torch.ring._registry import ring_of_group
 
 Where = str | tuple[str, Sequence[int]] | Placement
 
 
 @torch.compiler.disable  # other ranks decide on shapes
-@_rings.errors_reach_all(lambda *_, group=None, **__: (group, None))
+@collective(lambda *_, group=None, **__: (group, None))
 def reshard(
     x: torch.Tensor,
     source: Where,
@@ -45,9 +47,9 @@ def reshard(
         group: the ranks; None: this process alone.
         dim: the axis of the tokens.
     """
-    name = _rings.group_name(group)  # refuses what is no group
+    name = group_name(group)  # refuses what is no group
     dim = _axis("reshard", x, dim)
-    ranks, _ = _rings.group_size_and_rank(group)
+    ranks, _ = group_size_and_rank(group)
     old, new = _checked("source", source, ranks), _checked("target", target, ranks)
     return _Reshard.apply(x, old, new, name, ranks, dim)
 
@@ -137,7 +139,7 @@ def _move(
     others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
     claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others}
     claims |= {"source": _said(source), "target": _said(target)}
-    with _rings.ring_of_group(group, None, call) as ring:
+    with ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
         lengths = list(ring.agree(call, claims, x.shape[dim]))
         return _carry(x, source, target, lengths, ring.transport, ranks, dim)

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from annulus import ConfigError
-from annulus.torch import _rings
 from annulus.torch._config import placement_of_lengths
 from annulus.torch._sharding import positions
+from annulus.torch.ring._process_groups import group_name
+from annulus.torch.ring._registry import lengths_of_all
 
 Table = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,7 +61,7 @@ def own_positions(
         mine = positions(n_global, placement=placement, group=group)
     else:
         claims = {"placement": placement, "n_global": None}
-        lengths = list(_rings.lengths_of_all(where, _rings.group_name(group), claims, tokens))
+        lengths = list(lengths_of_all(where, group_name(group), claims, tokens))
         if sum(lengths) == 0:
             return torch.arange(0)
         placed = placement_of_lengths(placement, lengths)

@@ -6,8 +6,11 @@ import torch
 import torch.distributed as dist
 
 from annulus import ConfigError, Placement
-from annulus.torch import _rings
-from annulus.torch._config import NAMES, name_complaint, placement_of_lengths, whole_complaint
+from annulus.torch._config import placement_of_lengths
+from annulus.torch._options import NAMES, name_complaint, whole_complaint
+from annulus.torch.ring._errors import collective
+from annulus.torch.ring._process_groups import group_name, group_size_and_rank
+from annulus.torch.ring._registry import lengths_of_all
 
 
 def _axis(where: str, x: torch.Tensor, dim: int) -> int:
@@ -41,7 +44,7 @@ def positions(
         group: the ranks of the ring; None: this process alone, which holds all tokens in order.
         rank: another rank of the group than this process's own.
     """
-    ranks, own = _rings.group_size_and_rank(group)
+    ranks, own = group_size_and_rank(group)
     rank = own if rank is None else rank
     for complaint in (
         whole_complaint("n_global", n_global),
@@ -106,7 +109,7 @@ class _Gather(torch.autograd.Function):
         return grad.index_select(ctx.dim, mine.to(grad.device)), None, None, None, None
 
 
-@_rings.errors_reach_all(lambda *_, group=None, **__: (group, None))
+@collective(lambda *_, group=None, **__: (group, None))
 def unshard(
     x: torch.Tensor,
     *,
@@ -128,7 +131,7 @@ def unshard(
         group: the ranks of the ring; None: this process alone.
         dim: the axis of the tokens.
     """
-    name = _rings.group_name(group)  # refuses what is no group
+    name = group_name(group)  # refuses what is no group
     dim = _axis("unshard", x, dim)
     if name is None:
         order = positions(x.shape[dim], placement=placement)
@@ -136,7 +139,7 @@ def unshard(
     positions(0, placement=placement, group=group)  # refuses what is no placement
     others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
     claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others, "placement": placement}
-    lengths = list(_rings.lengths_of_all("unshard", name, claims, x.shape[dim]))
+    lengths = list(lengths_of_all("unshard", name, claims, x.shape[dim]))
     if sum(lengths) == 0:
         return x
     placed = placement_of_lengths(placement, lengths)

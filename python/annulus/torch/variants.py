@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 
 from annulus import ConfigError
-from annulus.torch import _rings
-from annulus.torch._advanced import RingAdvancedDistributedDilatedAttention
 from annulus.torch._modules import RingDilatedAttention
+from annulus.torch.ring._errors import collective
+from annulus.torch.training._advanced import RingAdvancedDistributedDilatedAttention
 
 __all__ = [
     "RingDilatedAttentionHilbertGPUOptimized",
@@ -51,7 +51,7 @@ class _Variant(RingDilatedAttention):
                 )
         super().__init__(*args, **options)
 
-    @_rings.errors_reach_all(lambda self, *_, **__: (self.group, self.timeout))
+    @collective(lambda self, *_, **__: (self.group, self.timeout))
     def forward(
         self,
         query: torch.Tensor,

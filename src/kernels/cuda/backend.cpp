@@ -10,12 +10,12 @@
 
 #include "annulus/cuda.h"
 #include "annulus/error.h"
+#include "kernels/cuda/device/runtime.h"
+#include "kernels/cuda/device/sharing.h"
 #include "kernels/cuda/engine.h"
 #include "kernels/cuda/families.h"
-#include "kernels/cuda/most_indices.h"
-#include "kernels/cuda/portable_tiles.h"
-#include "kernels/cuda/runtime.h"
-#include "kernels/cuda/sharing.h"
+#include "kernels/cuda/portable/tiles.h"
+#include "kernels/cuda/work/most_indices.h"
 
 namespace annulus::cuda {
 namespace {

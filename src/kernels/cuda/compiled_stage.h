@@ -6,7 +6,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/families.h"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/tables.h"
+#include "kernels/cuda/work/tables.h"
 
 namespace annulus::cuda {
 

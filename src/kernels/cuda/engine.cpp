@@ -4,8 +4,8 @@
 #include <cmath>
 #include <utility>
 
-#include "kernels/cuda/portable.h"
-#include "kernels/cuda/runtime.h"
+#include "kernels/cuda/device/runtime.h"
+#include "kernels/cuda/portable/kernels.h"
 
 namespace annulus::cuda {
 

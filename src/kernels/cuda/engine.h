@@ -9,11 +9,11 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/compiled_stage.h"
 #include "kernels/cuda/families.h"
-#include "kernels/cuda/key_writers.h"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/query_writers.h"
 #include "kernels/cuda/received.h"
-#include "kernels/cuda/row_kernels.h"
+#include "kernels/cuda/rows/kernels.h"
+#include "kernels/cuda/work/key_writers.h"
+#include "kernels/cuda/work/query_writers.h"
 
 namespace annulus::cuda {
 

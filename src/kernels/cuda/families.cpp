@@ -5,10 +5,10 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
-#include "kernels/cuda/attend_backward_sm90.h"
-#include "kernels/cuda/forward_sm90.h"
-#include "kernels/cuda/portable.h"
-#include "kernels/cuda/runtime.h"
+#include "kernels/cuda/device/runtime.h"
+#include "kernels/cuda/portable/kernels.h"
+#include "kernels/cuda/sm90/backward/launch.h"
+#include "kernels/cuda/sm90/forward/launch.h"
 
 namespace annulus::cuda {
 namespace {
@@ -31,28 +31,28 @@ ForwardFamily portable_forward_family(const KernelShape& shape) {
 // branch need not read (full 0.85 of cuDNN's time instead of 0.82).
 ForwardFamily sm90_forward_family(const Computation& computation) {
   return {"sm90",
-          kForwardSm90Tile,
+          sm90::kForwardTile,
           ItemOrder::in_turn,
-          forward_sm90_fits,
-          launch_forward_sm90,
+          sm90::forward_fits,
+          sm90::launch_forward,
           computation.head_dim == 128};
 }
 
 BackwardFamily sm90_backward_family(const Computation& computation) {
   return {"sm90",
-          kBackwardTileSm90,
+          sm90::kBackwardTile,
           0,
           true,
           true,
           computation.deterministic ? ItemOrder::in_chains : ItemOrder::as_made,
-          backward_sm90_fits,
+          sm90::backward_fits,
           [](const BackwardParams& params, const LaunchTraits& traits, const LaunchTurns& turns,
              cudaStream_t stream) {
-            return launch_backward_sm90(params, stream,
-                                        {traits, turns.next_item, turns.turns, turns.progress});
+            return sm90::launch_backward(params, stream,
+                                         {traits, turns.next_item, turns.turns, turns.progress});
           },
           nullptr,
-          backward_step_sm90(computation.head_dim)};
+          sm90::backward_step(computation.head_dim)};
 }
 
 // "", "portable" or "sm90".
@@ -88,7 +88,7 @@ std::string sm90_complaint(const Computation& computation, int device) {
   // Canonical sums are the portable kernels'.
   if (computation.reproducible) return "reproducible results come from the portable kernels";
   const KernelShape shape = shape_of(computation);
-  if (forward_sm90_fits(shape)) return "";
+  if (sm90::forward_fits(shape)) return "";
   return fmt::format("they take bf16 and fp16 with head_dim 64 or 128, not {} with {}",
                      name_of(computation.dtype), computation.head_dim);
 }

@@ -3,9 +3,9 @@
 #include <string>
 
 #include "kernels/backend.h"
-#include "kernels/cuda/chains.h"
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/launch_traits.h"
+#include "kernels/cuda/work/chains.h"
+#include "kernels/cuda/work/launch_traits.h"
 
 // Which kernels compute what. A family covers some shapes on some devices; "portable" covers all.
 namespace annulus::cuda {

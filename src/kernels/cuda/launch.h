@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/tables.h"
+#include "kernels/cuda/work/tables.h"
 
 // The contract between the CUDA engine and its kernels, whatever their family: tables in device
 // memory, where rows are, and what to do.

@@ -1,0 +1,367 @@
+"""RingMultiheadDilatedAttention: torch.nn.MultiheadAttention over a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from annulus import ConfigError
+from annulus.torch._key_masks import (
+    MOST_HEAD_DIM,
+    attend_with_bias,
+    attention_weights,
+    key_bias,
+    scale_of,
+)
+from annulus.torch._modules import RingDilatedAttention
+from annulus.torch._options import (
+    DEFAULTS,
+    MOST_NUMBER,
+    flag_complaint,
+    number_complaint,
+    whole_complaint,
+    with_options,
+)
+from annulus.torch._published import takes_published_names
+from annulus.torch._rotary import rotate
+from annulus.torch.ring._errors import collective
+
+
+class RingMultiheadDilatedAttention(nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` over a ring, dense or dilated.
+
+    Constructor, parameters, state dict, :meth:`forward` and what it returns are those of
+    ``torch.nn.MultiheadAttention``: either loads the other's state dict, and with a dense pattern on one
+    process both give the same numbers. It can stand as ``self_attn`` in ``nn.TransformerEncoderLayer``.
+    With a `group`, every rank passes its shard of the sequence.
+
+    Of nn.MultiheadAttention's options these are refused with a :class:`ConfigError`, because they cannot be
+    had without the matrix of scores or would silently change the result: ``dropout`` > 0 (of attention
+    weights), ``add_bias_kv``, ``add_zero_attn``.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
+            dtype: as in nn.MultiheadAttention. embed_dim / num_heads has to be a multiple of 8 up to 256.
+        segment_lengths, dilation_rates: branches as in LongNet; dense without them.
+        layer_norm: MAGNETO's sub-LayerNorm: normalises the heads' joint output before ``out_proj``.
+        layer_norm_eps: of that.
+        gamma_init: MAGNETO's gain of the value and output projections; initialises all projections by
+            Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
+        is_causal: every call is causal.
+        all others: as in :func:`ring_attention`.
+    """
+
+    @takes_published_names
+    @with_options
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        layer_norm: bool = False,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float | None = None,
+        is_causal: bool = False,
+        pattern: str | None = None,
+        offsets: str = "blocked",
+        group_scale: bool = False,
+        group: dist.ProcessGroup | None = None,
+        placement: str = "contiguous",
+        timeout: float | None = None,
+        **options: object,
+    ):
+        here = type(self).__name__
+        for name in options:
+            if name not in DEFAULTS:
+                raise TypeError(f"{here}() got an unexpected keyword argument {name!r}")
+        for name, value in (
+            ("dropout", dropout),
+            ("add_bias_kv", add_bias_kv),
+            ("add_zero_attn", add_zero_attn),
+        ):
+            if value:
+                raise ConfigError(f"{here}: {name} = {value} is not supported")
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads}
+        sizes |= {n: x for n, x in (("kdim", kdim), ("vdim", vdim)) if x is not None}
+        flags = {"bias": bias, "batch_first": batch_first, "layer_norm": layer_norm}
+        numbers = {"layer_norm_eps": layer_norm_eps}
+        if gamma_init is not None:
+            numbers["gamma_init"] = gamma_init
+        self._check_arguments(sizes, flags, numbers)
+        if embed_dim % num_heads != 0:
+            raise ConfigError(
+                f"{here}: embed_dim {embed_dim} does not divide by num_heads {num_heads}"
+            )
+        if embed_dim // num_heads % 8 != 0 or embed_dim // num_heads > 256:
+            raise ConfigError(
+                f"{here}: embed_dim / num_heads is {embed_dim // num_heads}: a multiple of 8 up to 256 was expected"
+            )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            bias=bias,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        self._packed = self._qkv_same_embed_dim
+        # nn.TransformerEncoderLayer's fused path would take the weights and compute dense attention
+        # itself; this is the attribute that keeps it off.
+        self._qkv_same_embed_dim = False
+        self.attention = RingDilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            pattern=pattern,
+            is_causal=is_causal,
+            offsets=offsets,
+            group_scale=group_scale,
+            group=group,
+            placement=placement,
+            timeout=timeout,
+            **options,
+        )
+        self.layer_norm = (
+            nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
+            if layer_norm
+            else None
+        )
+        if gamma_init is not None:
+            self._init_magneto(gamma_init)
+
+    def _check_arguments(self, sizes: dict, flags: dict, numbers: dict) -> None:
+        """Before PyTorch takes them for something else, or fails in words of its own."""
+        complaints = [
+            *(whole_complaint(n, x, 2**31 - 1, least=1) for n, x in sizes.items()),
+            *(flag_complaint(n, x) for n, x in flags.items()),
+            *(number_complaint(n, x, MOST_NUMBER) for n, x in numbers.items()),
+        ]
+        for complaint in complaints:
+            if complaint is not None:
+                self._refuse(complaint)
+
+    def _projections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._packed:
+            return self.in_proj_weight.chunk(3)
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+
+    def _reset_parameters(self) -> None:
+        made = "_packed" in self.__dict__  # else nn.MultiheadAttention's constructor is at work
+        if made:
+            self._qkv_same_embed_dim = self._packed
+        super()._reset_parameters()
+        if made:
+            self._qkv_same_embed_dim = False
+
+    def _init_magneto(self, gamma: float) -> None:
+        with torch.no_grad():
+            for weight, gain in zip(self._projections(), (1.0, 1.0, gamma)):
+                nn.init.xavier_normal_(weight, gain=gain)
+            nn.init.xavier_normal_(self.out_proj.weight, gain=gamma)
+
+    def _project(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        split = (self.num_heads, self.head_dim)
+        if self._packed and query is key and key is value:
+            qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return qkv.unflatten(-1, (3, *split)).unbind(-3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(
+            F.linear(x, weight, b).unflatten(-1, split)
+            for x, weight, b in zip((query, key, value), self._projections(), biases)
+        )
+
+    @collective(lambda self, *_, **__: (self.attention.group, self.attention.timeout))
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool | None = None,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        n_global: int | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As nn.MultiheadAttention.forward, for this rank's shards.
+
+        Args:
+            query, key, value: [tokens, batch, features], or [batch, tokens, features] if batch_first, or
+                [tokens, features]; of equal length, because keys are told apart by position.
+            key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
+                floating point, added to the key's scores. (A tokenizer's attention_mask is neither: pass
+                ``attention_mask == 0``.) A row that is left without any key gives zeros before ``out_proj``
+                (nn.MultiheadAttention gives NaN). Takes eight more columns of q and k: embed_dim / num_heads
+                is at most 248 with it.
+            need_weights: whether to return the weights, at the price of their matrix. True needs the dense
+                pattern and one process. None: True where that holds, else False.
+            average_attn_weights: the returned weights are the mean over the heads.
+            attn_mask: [tokens, tokens] or [batch x heads, tokens, tokens], boolean or floating point; honoured
+                if it is the causal mask of the whole sequence in one process, which makes the call causal, as
+                `is_causal` does, or masks nothing; any other mask is refused.
+            is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
+            n_global: as in :func:`ring_attention`.
+            rotary: turns queries and keys by their positions: what :func:`rotary_table` gives for this shard's.
+
+        Returns:
+            (output like query, weights or None).
+        """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, torch.Tensor):
+                self._refuse(f"{name} is a {type(x).__name__}: a torch.Tensor was expected")
+        if query.is_nested:
+            if rotary is not None:
+                self._refuse("rotary cannot be used with nested tensors: pad them")
+            return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and not isinstance(mask, torch.Tensor):
+                self._refuse(f"{name} is a {type(mask).__name__}: a torch.Tensor was expected")
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+            self._refuse(
+                f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was "
+                "expected"
+            )
+        self_attention = query is key and key is value
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if self_attention:
+            key = value = query
+        if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
+            self._refuse(
+                f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths "
+                "were expected"
+            )
+        if key_padding_mask is not None:
+            self._check_key_padding_mask(key_padding_mask, query.shape)
+        has_weights = self.attention.segment_lengths is None and self.attention.group is None
+        need_weights = has_weights if need_weights is None else need_weights
+        if need_weights and not has_weights:
+            self._refuse(
+                "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
+            )
+        causal = is_causal or self.attention.is_causal
+        if attn_mask is not None and not is_causal:
+            causal = self._is_causal_mask(attn_mask, query.shape[0], query.shape[1])
+
+        q, k, v = self._project(query, key, value)
+        if rotary is not None:
+            self._check_rotary(rotary, query.shape[1])
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        bias = None if key_padding_mask is None else key_bias(key_padding_mask, q.dtype)
+        if bias is None:
+            heads = self.attention(q, k, v, is_causal=causal, n_global=n_global)
+        else:
+            if self.head_dim > MOST_HEAD_DIM:
+                self._refuse(
+                    f"key_padding_mask needs embed_dim / num_heads of at most {MOST_HEAD_DIM}"
+                )
+            if scale_of(self.attention, self.head_dim) <= 0:
+                self._refuse("key_padding_mask needs a positive scale")
+            heads = attend_with_bias(self.attention, q, k, v, bias, causal, n_global)
+        out = heads.flatten(-2)
+        if self.layer_norm is not None:
+            out = self.layer_norm(out)
+        out = self.out_proj(out)
+        weights = None
+        if need_weights:
+            scale = scale_of(self.attention, self.head_dim)
+            weights = attention_weights(q, k, bias, causal, average_attn_weights, scale)
+
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out if self.batch_first else out.transpose(0, 1)), weights
+
+    def _forward_nested(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        need_weights: bool | None,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, None]:
+        """nn.TransformerEncoder makes nested tensors of padded ones when it is not training."""
+        if query is not key or key is not value or need_weights or self.attention.group is not None:
+            self._refuse(
+                "nested tensors are honoured for self-attention in one process with need_weights=False only"
+            )
+        lengths = torch.tensor([len(x) for x in query.unbind()])
+        padded = query.to_padded_tensor(0.0)
+        padding = (torch.arange(padded.shape[1]) >= lengths[:, None]).to(padded.device)
+        if not self.batch_first:
+            padded = padded.transpose(0, 1)
+        out, _ = self.forward(
+            padded, padded, padded, padding, False, attn_mask, is_causal=is_causal
+        )
+        if not self.batch_first:
+            out = out.transpose(0, 1)
+        return torch.nested.as_nested_tensor([x[:n] for x, n in zip(out, lengths)]), None
+
+    def _refuse(self, text: str) -> NoReturn:
+        raise ConfigError(f"{type(self).__name__}: {text}")
+
+    def _check_rotary(self, rotary: tuple[torch.Tensor, torch.Tensor], tokens: int) -> None:
+        shape = (tokens, 1, self.head_dim // 2)
+        if tuple(x.shape for x in rotary) != (shape, shape):
+            self._refuse(
+                f"rotary has shapes {[list(x.shape) for x in rotary]}: two of {list(shape)} were expected, from "
+                "rotary_table"
+            )
+
+    def _check_key_padding_mask(self, mask: torch.Tensor, shape: torch.Size) -> None:
+        if mask.shape != shape[:2]:
+            self._refuse(f"key_padding_mask is {list(mask.shape)}: {list(shape[:2])} was expected")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            self._refuse(
+                f"key_padding_mask is {mask.dtype}: torch.bool (True: the key is ignored) or floating point (added "
+                "to the scores) was expected; of a tokenizer's attention_mask, which is 1 where there is a token, "
+                "pass attention_mask == 0"
+            )
+
+    def _is_causal_mask(self, mask: torch.Tensor, batch: int, tokens: int) -> bool:
+        """Whether every pair may attend (False) or exactly the causal ones (True)."""
+        if self.attention.group is not None:
+            self._refuse("attn_mask cannot be used with a group: pass is_causal=True")
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            self._refuse(f"attn_mask is {mask.dtype}: torch.bool or floating point was expected")
+        pairs = (tokens, tokens)
+        if mask.shape not in (pairs, (batch * self.num_heads, *pairs)):
+            self._refuse(
+                f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] or [batch x heads, {tokens}, {tokens}] "
+                f"with {batch * self.num_heads} of them was expected"
+            )
+        masked = mask if mask.dtype == torch.bool else mask == -torch.inf
+        plain = mask.dtype == torch.bool or bool(((mask == 0) | masked).all())
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).triu(1)
+        if plain and bool((masked == later).all()):
+            return True
+        if plain and not bool(masked.any()):
+            return self.attention.is_causal
+        self._refuse(
+            "attn_mask is neither empty nor the causal mask: other masks are not supported"
+        )

@@ -1,0 +1,321 @@
+"""Ring attention as operators of PyTorch, with their gradients.
+
+``annulus::attend`` and ``annulus::attend_backward`` take plain tensors and the text of a Config, so that torch.compile,
+checkpointing and autograd take them as they are. :class:`_Attention` is the same function without the cost of an operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NoReturn
+
+import torch
+
+import annulus
+from annulus import ConfigError, OutOfMemory, monitor
+from annulus.torch import _fast_path
+from annulus.torch._config import Config, config_of, pattern_of
+from annulus.torch._memory import LOG, with_room
+from annulus.torch._tensor_checks import DEVICES
+from annulus.torch.ring import _registry
+from annulus.torch.ring._errors import report_errors_to_ranks
+from annulus.torch.ring._process_groups import rank_in
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x itself wherever the kernels can read it: any strides, as long as the last axis is dense."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else with_room(x.contiguous)
+
+
+def _result_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a result of x's shape, in x's layout where the kernels can write to it."""
+    if x.stride(-1) == 1:
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _gradients_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(map(_result_like, tensors))
+
+
+def _results_like(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for o and lse."""
+    batch, tokens, heads, _ = q.shape
+    # Not new_empty(q.shape[:3]), which takes twice the time.
+    return _result_like(q), torch.empty(
+        batch, tokens, heads, dtype=torch.float32, device=q.device
+    )
+
+
+# The two states have no rows unless detached mixing needs them.
+def _states(q: torch.Tensor, rows: int | torch.SymInt) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the branches' outputs and log-sum-exps, all of which forward writes."""
+    return q.new_empty((rows, q.shape[3])), q.new_empty((rows,), dtype=torch.float32)
+
+
+def _keeps_branches(q: torch.Tensor, c: Config) -> bool:
+    return c.mix_gradient == "detached" and c.backward and q.dtype != torch.float64
+
+
+def _kept_rows(q: torch.Tensor, c: Config) -> int | torch.SymInt:
+    """The value of RingAttention.branch_state_rows for a sequence in one process."""
+    batch, tokens, heads, _ = q.shape
+    rows = 0
+    for branch in pattern_of(c, int(heads)).branches:
+        for offset in branch.offset:
+            if offset < 0:
+                continue
+
+            def selected(length: int | torch.SymInt) -> int | torch.SymInt:
+                return torch.sym_max(0, (length - offset + branch.dilation - 1) // branch.dilation)
+
+            if branch.segment_length is None:
+                rows += selected(tokens)
+            else:
+                whole, last = tokens // branch.segment_length, tokens % branch.segment_length
+                rows += whole * selected(branch.segment_length) + selected(last)
+    return batch * rows
+
+
+def _attend_now(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    o, lse, states = _forward(q, k, v, config_of(config))
+    return o, lse, *(states or _states(q, 0))
+
+
+_attend = torch.library.custom_op(
+    "annulus::attend", _attend_now, mutates_args=(), device_types=DEVICES
+)
+
+
+def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if c.group is None else report_errors_to_ranks(c.group, c.timeout)
+
+
+def _in_half(c: Config, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in bfloat16, after memory ran out. All ranks get here or none: OutOfMemory is raised on all."""
+    monitor.record("recovery", "half precision", rank=rank_in(c.group))
+    LOG.warning("ring_attention: memory ran out: float32 is computed in bfloat16, as allow_half says")
+    with _errors_of_all(c):
+        return [with_room(x.to, torch.bfloat16) for x in tensors]
+
+
+def _may_halve(x: torch.Tensor, c: Config) -> bool:
+    return c.allow_half and x.dtype == torch.float32
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """o, lse and the two states, if there are any."""
+    try:
+        if c.group is None:
+            return _forward_here(q, k, v, c)
+        with _errors_of_all(c):
+            return _forward_here(q, k, v, c)
+    except OutOfMemory:
+        if not _may_halve(q, c):
+            raise
+    half = _in_half(c, q, k, v)
+    with _errors_of_all(c):
+        o, lse, states = _forward_here(*half, c)
+    return o.to(q.dtype), lse, tuple(x.to(torch.float32) for x in states)
+
+
+def _forward_here(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    o, lse = with_room(_results_like, q)
+    states: tuple[torch.Tensor, ...] = ()
+    if q.dtype == torch.float64:
+        if q.shape[0] * q.shape[1] > 0:
+            o64, lse64 = annulus.reference_forward(
+                *(x.cpu().numpy() for x in (q, k, v)), pattern_of(c, q.shape[2]), scale=c.scale
+            )
+            o.copy_(torch.from_numpy(o64))
+            lse.copy_(torch.from_numpy(lse64))
+        return o, lse, states
+
+    def body(executor: annulus.RingAttention) -> None:
+        nonlocal states
+        state = None
+        if _keeps_branches(q, c):
+            states = with_room(_states, q, executor.branch_state_rows)
+            state = executor.make_branch_state(o=states[0], lse=states[1])
+        executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
+
+    _registry.run("forward", c, q, k, body)
+    return o, lse, states
+
+
+@_attend.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    c = config_of(config)
+    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    rows: int | torch.SymInt = 0
+    if _keeps_branches(q, c):
+        # On a group it depends on the other ranks' lengths: they decide where this rank's tokens are.
+        rows = _kept_rows(q, c) if c.group is None else torch.library.get_ctx().new_dynamic_size()
+    return o, lse, *_states(q, rows)
+
+
+def _attend_backward_now(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    state_o: torch.Tensor,
+    state_lse: torch.Tensor,
+    grad: torch.Tensor,
+    config: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    c = config_of(config)
+    try:
+        if c.group is None:
+            return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
+        with _errors_of_all(c):
+            return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
+    except OutOfMemory:
+        if not _may_halve(q, c):
+            raise
+    *half, state_o, grad = _in_half(c, q, k, v, o, state_o, grad)
+    with _errors_of_all(c):
+        grads = _backward(*half, lse, state_o, state_lse, grad, c)
+    return tuple(x.to(q.dtype) for x in grads)
+
+
+_attend_backward = torch.library.custom_op(
+    "annulus::attend_backward", _attend_backward_now, mutates_args=(), device_types=DEVICES
+)
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    state_o: torch.Tensor,
+    state_lse: torch.Tensor,
+    grad: torch.Tensor,
+    c: Config,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grads = with_room(_gradients_like, q, k, v)
+    if q.dtype == torch.float64:
+        if q.shape[0] * q.shape[1] > 0:
+            arrays = [x.cpu().numpy() for x in (q, k, v, grad)]
+            exact = annulus.reference_backward(
+                *arrays, pattern_of(c, q.shape[2]), scale=c.scale, mix_gradient=c.mix_gradient
+            )
+            for g, e in zip(grads, exact):
+                g.copy_(torch.from_numpy(e))
+        return grads
+
+    def body(executor: annulus.RingAttention) -> None:
+        state = None
+        if c.mix_gradient == "detached":
+            state = executor.make_branch_state(o=state_o, lse=state_lse, filled=True)
+        inputs = [_readable(x) for x in (q, k, v, o)]
+        executor.backward(*inputs, lse, _readable(grad), *grads, state)
+
+    _registry.run("backward", c, q, k, body)
+    return grads
+
+
+@_attend_backward.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    state_o: torch.Tensor,
+    state_lse: torch.Tensor,
+    grad: torch.Tensor,
+    config: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _result_like(q), _result_like(k), _result_like(v)
+
+
+def _save(ctx, inputs: tuple, output: tuple) -> None:
+    q, k, v, ctx.config = inputs
+    o, lse, state_o, state_lse = output
+    ctx.save_for_backward(q, k, v, o, lse, state_o, state_lse)
+    ctx.mark_non_differentiable(lse, state_o, state_lse)
+    ctx.set_materialize_grads(False)
+
+
+def _refuse_gradient(grad: torch.Tensor, c: Config) -> NoReturn:
+    with _errors_of_all(c):
+        raise ConfigError(
+            f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
+        )
+
+
+def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
+    if grad is None:
+        return None, None, None, None
+    # Autograd checks dtype, device and shape. A sparse gradient would fail in PyTorch for want of a kernel.
+    if grad.layout != torch.strided:
+        _refuse_gradient(grad, config_of(ctx.config))
+    q, k, v, o, lse, *states = ctx.saved_tensors
+    states = states or _states(q, 0)
+    backward = torch.ops.annulus.attend_backward
+    if not torch.is_grad_enabled() and _fast_path.only_autograd_active(q, k, v, grad):
+        backward = _attend_backward_now
+    dq, dk, dv = backward(q, k, v, o, lse, *states, grad, ctx.config)
+    return dq, dk, dv, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Attention(torch.autograd.Function):
+    """annulus::attend and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse, states = _forward(q, k, v, config_of(config))
+        ctx.config = config
+        ctx.save_for_backward(q, k, v, o, lse, *states)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple:
+        return _differentiate(ctx, *grads)
+
+
+def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
+    raise NotImplementedError(
+        "annulus: ring_attention has no second derivative; its gradient cannot be differentiated again"
+    )
+
+
+_attend_backward.register_autograd(_refuse_second_derivative)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse by the operator, which compilers, tracers, profilers and modes see."""
+    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
+    return o, lse
+
+
+def attend_directly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse without the operator: only autograd sees the call."""
+    config = config_of(text)
+    if config.backward:
+        return _Attention.apply(q, k, v, text)
+    o, lse, _ = _forward(q, k, v, config)
+    return o, lse

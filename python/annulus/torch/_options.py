@@ -1,0 +1,179 @@
+"""Options of a call: their names and defaults, and checks of single values."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from annulus import ConfigError
+from annulus._core import ring_options
+
+F = TypeVar("F", bound=Callable)
+
+NAMES = {
+    "pattern": ("dense", "longnet", "head_groups"),
+    "offsets": ("blocked", "interleaved"),
+    "placement": ("contiguous", "zigzag", "striped", "hilbert"),
+}
+# Options of an executor that are not arguments of a call, and where they come from.
+NO_ARGUMENTS = {
+    "batch": "the tensors",
+    "kv_heads": "the tensors",
+    "head_dim": "the tensors",
+    "dtype": "the tensors",
+    "device": "the tensors",
+    "max_qkv_elements": "the tensors, which exist already: there is nothing to protect them from",
+    "backward": "autograd",
+}
+# All other options, as the C++ library lists them: names, defaults and valid values.
+OF_EXECUTORS = {o["name"]: o for o in ring_options() if o["name"] not in NO_ARGUMENTS}
+# Options that Python handles, because it can convert tensors.
+OF_CALLS = {
+    "allow_half": {
+        "kind": "flag",
+        "default": False,
+        "annotation": "bool",
+        "shared": "same",
+        "help": "Compute float32 in bfloat16 rather than fail for want of memory",
+    }
+}
+OPTIONS = OF_EXECUTORS | OF_CALLS
+DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
+# These may differ between ranks: how long a rank waits, its name of the group, how much memory it has.
+OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
+# The name of the mask claim: if it differs, only that is reported, because other differences follow from it.
+MASKED = "whether there is a key_padding_mask"
+MOST_NUMBER = 3.4e38  # what fp32 holds
+_MOST_SECONDS = 1e9  # what a clock counts
+_MOST_WHOLE = 2**63 - 1  # what C++ holds
+
+
+def _is_flag(x: object) -> bool:
+    """A flag of Python, NumPy or PyTorch. Python counts bool among the numbers."""
+    return isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool")
+
+
+# Objects of other libraries may raise anything when they are converted to a number (a tensor without data raises a
+# RuntimeError). Then they are not a number.
+
+
+def is_whole(x: object, least: int, most: int = _MOST_WHOLE) -> bool:
+    try:
+        return not _is_flag(x) and least <= operator.index(x) <= most
+    except Exception:
+        return False
+
+
+def _is_finite(x: object) -> bool:
+    try:
+        return not _is_flag(x) and math.isfinite(x)
+    except Exception:
+        return False
+
+
+def plain(x: object) -> bool | int | float:
+    """A valid option of another library's type, or a Fraction, as a type that JSON has."""
+    if isinstance(x, np.bool_):
+        return bool(x)
+    try:
+        return operator.index(x)
+    except TypeError:
+        return float(x)
+
+
+def number_complaint(name: str, value: object, most: float) -> str | None:
+    if getattr(value, "requires_grad", False):
+        instead = " or multiply q by it" if name == "scale" else ""
+        return f"{name} requires a gradient, which it would not get: pass {name}.item(){instead}"
+    if _is_finite(value) and 0 < float(value) <= most:
+        return None
+    return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
+
+
+def whole_complaint(
+    name: str, value: object, most: int = _MOST_WHOLE, *, least: int = 0
+) -> str | None:
+    if is_whole(value, least, most):
+        return None
+    last = "2**63 - 1" if most == _MOST_WHOLE else most
+    return f"{name} is {value!r}: a whole number from {least} to {last} was expected"
+
+
+def timeout_complaint(value: object) -> str | None:
+    return None if value is None else number_complaint("timeout", value, _MOST_SECONDS)
+
+
+def flag_complaint(name: str, value: object) -> str | None:
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    return f"{name} is {value!r}: True or False was expected"
+
+
+# In MB: a byte, and more than any device holds. DeepSpeed allocates buckets, and DDP counts their bytes in 64 bits.
+_LEAST_BUCKET, _MOST_BUCKET = 2.0**-20, 2.0**20
+
+
+def bucket_complaint(value: object) -> str | None:
+    if _is_finite(value) and _LEAST_BUCKET <= float(value) <= _MOST_BUCKET:
+        return None
+    return f"bucket_size is {value!r}: a number of MB above 0 (a byte, 2**-20, at least) and up to 2**20 was expected"
+
+
+def name_complaint(name: str, value: object, names: tuple[str, ...]) -> str | None:
+    if isinstance(value, str) and value in names:
+        return None
+    return f"{name} is {value!r}: one of {', '.join(map(repr, names))} was expected"
+
+
+def option_complaint(name: str, value: object) -> str | None:
+    """What is wrong with the value of an option; None: nothing."""
+    kind = OPTIONS[name]["kind"]
+    if kind == "name":
+        return name_complaint(name, value, OPTIONS[name]["names"])
+    if kind == "flag":
+        return flag_complaint(name, value)
+    if kind == "whole":
+        return whole_complaint(name, value, OPTIONS[name]["most"])
+    if kind == "number or none" and value is None:
+        return None
+    return number_complaint(name, value, MOST_NUMBER)
+
+
+def with_options(function: F) -> F:
+    """Adds the options to the signature of a function with **options, and to its docstring those that it leaves out."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
+    for name, o in OPTIONS.items():
+        new = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=o["default"])
+        parameters.append(new.replace(annotation=o["annotation"].replace("typing.", "")))
+    function.__signature__ = signature.replace(parameters=parameters)
+    head, arguments, rest = re.fullmatch(
+        r"(.*\n    Args:\n)?(.*?)(\n\n    [A-Z].*)?", function.__doc__ or "", re.DOTALL
+    ).groups()
+    if head is not None:
+        for name, o in OPTIONS.items():
+            if re.search(rf"^ {{8}}(\w+, )*{name}\b[\w, ]*:", arguments, re.MULTILINE) is None:
+                arguments += f"\n        {name}: {o['help'][0].lower()}{o['help'][1:]}."
+        function.__doc__ = head + arguments + (rest or "")
+    return function
+
+
+def branch_numbers(name: str, values: object) -> tuple:
+    """segment_lengths or dilation_rates as a tuple; its elements are checked later."""
+    if values is None:
+        return ()
+    try:
+        # Sets have no order, but the order pairs lengths with rates.
+        if not isinstance(values, (set, frozenset, dict)):
+            return tuple(values)
+    except TypeError:
+        pass
+    raise ConfigError(
+        f"ring_attention: {name} is {values!r}: a sequence of whole numbers was expected"
+    )

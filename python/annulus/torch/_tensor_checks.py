@@ -1,0 +1,73 @@
+"""Which tensors ring_attention takes."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+import annulus
+
+DEVICES = ("cpu", "cuda")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_complaints: list[str] = []  # the answer of annulus.cuda_complaint, which is asked once
+
+
+@torch.compiler.assume_constant_result
+def _cuda_complaint() -> str:
+    if not _complaints:
+        _complaints.append(annulus.cuda_complaint())
+    return _complaints[0]
+
+
+def tensor_complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object) -> str | None:
+    """What is wrong with the tensors of a call; None: nothing."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            return f"{name} is a {type(x).__name__}: a torch.Tensor was expected"
+        if x.dim() != 4:
+            return f"{name} has {x.dim()} axes: [batch, local tokens, heads, head_dim] was expected"
+        if x.is_nested:
+            return f"{name} is a nested tensor: a padded one was expected"
+        if x.layout != torch.strided:
+            return f"{name} is a {x.layout} tensor: a dense one was expected (x.to_dense())"
+        if x is q:
+            continue
+        if x.device != q.device:
+            return f"{name} is on {x.device}, but q is on {q.device}: one device was expected"
+        if x.dtype != q.dtype:
+            return f"{name} is {x.dtype}, but q is {q.dtype}: one dtype was expected"
+    if q.device.type not in DEVICES:
+        return f"q is on {q.device}: there are kernels for the CPU and for CUDA devices"
+    if q.is_cuda and _cuda_complaint() != "":
+        return f"q is on {q.device}: {_cuda_complaint()}"
+    shape = k.shape
+    if shape != q.shape:
+        batch, tokens, _, head_dim = q.shape
+        shape = (batch, tokens, shape[2], head_dim)  # k and v may have fewer heads
+    if k.shape != shape or v.shape != shape:
+        return (
+            f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: equal shapes were expected, but "
+            "that k and v may have fewer heads"
+        )
+    if q.dtype == torch.float64:
+        if group is not None:
+            return "float64 runs on the reference, in one process only: use float32 with a group"
+    elif q.dtype not in DTYPES:
+        return f"q is {q.dtype}: float32, bfloat16 or float16 was expected"
+    return None
+
+
+def refuse_transforms(call: str, *tensors: torch.Tensor) -> bool:
+    """Raises where forward-mode or functional derivatives would be lost. Returns whether vmap is active."""
+    if forward_ad._current_level >= 0:
+        for x in tensors:
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    f"annulus: {call} has no forward-mode derivative; use backward"
+                )
+    inner = torch._C._functorch.peek_interpreter_stack()
+    if inner is not None and inner.key() != torch._C._functorch.TransformType.Vmap:
+        raise NotImplementedError(
+            f"annulus: {call} does not work inside torch.func.grad, vjp or jvp; use torch.autograd"
+        )
+    return inner is not None

@@ -1,0 +1,101 @@
+"""Executors: how they are made, and those of calls in this process alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+import annulus
+from annulus import ConfigError, Pattern, Placement, RingAttention
+from annulus._core import ExecutorPool
+from annulus.torch._config import Config, pattern_of
+from annulus.torch._memory import LOG
+
+T = TypeVar("T")
+
+MOST_CALLS = 1000  # different calls whose executors are remembered; all are forgotten when there are more
+_NO_LIMIT = 2**62
+# Executors that CUDA graphs use. Their owner may replay a graph at any time, so their memory is kept.
+_captured: dict[int, RingAttention] = {}
+
+
+def make_executor(
+    config: Config,
+    pattern: Pattern,
+    placement: Placement,
+    transport: annulus.Transport,
+    q: torch.Tensor,
+    k: torch.Tensor,
+) -> RingAttention:
+    executor = RingAttention(
+        pattern,
+        placement,
+        transport=transport,
+        batch=q.shape[0],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        dtype=q.dtype,
+        device=str(q.device),
+        max_qkv_elements=_NO_LIMIT,
+        **config.options,
+    )
+    if executor.recovery:
+        here = f"[rank {transport.rank()}/{transport.size()}] " if transport.size() > 1 else ""
+        LOG.warning("%sring_attention: memory ran out: %s", here, executor.recovery)
+    return executor
+
+
+class LocalExecutors:
+    """Executors of calls without a group. Threads may call at the same time: each takes an executor of its own."""
+
+    def __init__(self) -> None:
+        self.pool = ExecutorPool()
+        self._keys: dict[tuple, str] = {}
+        self._next_key = itertools.count()
+
+    def run(
+        self,
+        config: Config,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        body: Callable[[RingAttention], T],
+    ) -> T | None:
+        shape = q.shape
+        if shape[0] == 0 or shape[1] == 0:
+            return None
+        signature = (config.executors, shape, k.shape[2], q.dtype, q.device)
+        key = self._keys.get(signature)
+        if key is None:
+            if len(self._keys) >= MOST_CALLS:
+                self._keys.clear()
+            key = self._keys[signature] = str(next(self._next_key))
+        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        executor = self.pool.take(key)
+        if executor is None:
+            if capturing:
+                raise ConfigError(
+                    "ring_attention: a CUDA graph is being captured and this call has not been made before, so "
+                    "that its workspace would have to be allocated: make it once before capturing"
+                )
+            if config.n_global not in (None, q.shape[1]):
+                raise ConfigError(
+                    f"n_global is {config.n_global}, but q has {q.shape[1]} tokens and there is no group"
+                )
+            transport = annulus.make_in_process_ring(1)[0]
+            placement = Placement.named(config.placement, q.shape[1], 1)
+            pattern = pattern_of(config, q.shape[2])
+            self.pool.make_room()
+            executor = make_executor(config, pattern, placement, transport, q, k)
+        if capturing:
+            _captured[id(executor)] = executor
+        result = body(executor)
+        self.pool.give_back(key, executor)  # after an error its transport may be dead
+        return result
+
+
+def forget_captured() -> None:
+    """Gives up the executors of CUDA graphs: these must not be replayed any more."""
+    _captured.clear()

@@ -1,0 +1,153 @@
+"""One call on a process group: which executor computes it, and what happens when the ranks disagree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import annulus
+from annulus import ConfigError, RingAttention, TransportError
+from annulus._core import ExecutorPool
+from annulus.torch._config import Config, pattern_of, placement_of_lengths
+from annulus.torch.ring._executors import MOST_CALLS, make_executor
+from annulus.torch.ring._records import CALL, claims_of, compare
+from annulus.torch.ring._transport import ProcessGroupTransport, sendable, timeout_of
+
+T = TypeVar("T")
+
+
+class GroupRing:
+    """The ring over one process group.
+
+    An executor compares the call with those of the other ranks before rows move. Which executor a call needs depends on
+    the other ranks' lengths, which this rank does not know. It tries the executor of its last call with the same
+    signature, which is nearly always right. If that is wrong on any rank, or a rank has none, or a rank refuses the
+    call, the comparison raises a ConfigError on all ranks. Then all ranks exchange their claims and lengths.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float | None, loss: TransportError | None
+    ):
+        self.process_group = group
+        self.transport = ProcessGroupTransport._instead_of(loss, group, timeout)
+        self._usual_deadline = timeout_of(group)
+        self.pool = ExecutorPool()
+        # By call signature: the tokens of all ranks when the call was last made, and the key of its executor.
+        self._last: dict[tuple, tuple[tuple[int, ...], str]] = {}
+
+    def messages(self) -> int:
+        """The number of messages sent so far. If it has not changed, the other ranks have not heard from this one."""
+        return self.transport.counters()["messages_sent"]
+
+    def set_timeout(self, timeout: float | None) -> None:
+        self.transport.set_deadline(self._usual_deadline if timeout is None else timeout)
+
+    def _is_waited_for(self, messages: int) -> bool:
+        """Whether the other ranks still wait for this one, which had sent `messages` when the call began."""
+        return (
+            self.transport.size() > 1 and not self.transport.failed and self.messages() == messages
+        )
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Makes a call that fails on this rank a ConfigError on every rank."""
+        with contextlib.suppress(ConfigError):
+            RingAttention.refuse(self.transport, reason)
+        compare(self.transport, reason)
+        raise AssertionError("compare returned although there was a complaint")
+
+    def agree(self, call: str, claims: dict, own: T) -> tuple[T, ...]:
+        """Every rank's `own` (its number of tokens, or its shapes) in a call that needs no executor.
+
+        A ConfigError on all ranks unless all make this call with equal claims, also if others make another call."""
+        if self.transport.size() > 1:
+            with contextlib.suppress(ConfigError):
+                RingAttention.refuse(self.transport, f"this rank calls {call}")
+        return compare(self.transport, None, {CALL: call} | claims, own, where=call)[0]
+
+    def run(
+        self,
+        what: str,
+        config: Config,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        body: Callable[[RingAttention], T],
+    ) -> T | None:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "ring_attention: a call on a group cannot be part of a CUDA graph: ranks have to agree on "
+                "every call"
+            )
+        self.set_timeout(config.timeout)
+        signature = (config.executors, q.shape, k.shape[2], q.dtype, q.device)
+        lengths, key = self._last.get(signature, (None, ""))
+        executor = None if lengths is None else self.pool.take(key)
+        messages = self.messages()
+        try:
+            if executor is None:
+                RingAttention.refuse(self.transport, "this rank makes this call for the first time")
+            return body(executor)
+        except Exception as error:
+            if executor is not None and self._is_waited_for(messages):
+                self._refuse_because_of(error)
+            if not isinstance(error, ConfigError):
+                raise
+            # Without the traceback: its frames would keep this ring and its connections alive.
+            failure = error.with_traceback(None)
+        finally:
+            if executor is not None:
+                self.pool.give_back(key, executor)
+
+        claims = claims_of(what, config, q.shape, k.shape[2], str(q.dtype), q.device.type)
+        expected = None if executor is None else lengths
+        lengths, all_knew = compare(self.transport, None, claims, q.shape[1], expected)
+        if all_knew:
+            raise failure  # lengths and claims are as expected: the error has another cause
+        key = f"{signature} {lengths}"
+        if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
+            return None
+        executor = self.pool.take(key)
+        kept = b"" if executor is None else b"kept"
+        if not all(annulus.gather_records(self.transport, kept)):
+            executor = None  # making one is collective: if one rank has none, all make theirs
+        messages = self.messages()
+        try:
+            if executor is None:
+                self.pool.make_room()
+                executor = self._make(config, list(lengths), q, k)
+                messages = self.messages()
+            result = body(executor)
+        except Exception as error:
+            if self._is_waited_for(messages):
+                RingAttention.refuse(self.transport, reason_of(error))
+            raise
+        self.pool.give_back(key, executor)
+        if len(self._last) >= MOST_CALLS:
+            self._last.clear()
+        self._last[signature] = lengths, key
+        return result
+
+    def _refuse_because_of(self, error: Exception) -> NoReturn:
+        try:
+            self.refuse(reason_of(error))
+        except ConfigError as refusal:
+            raise refusal from error
+
+    def _make(
+        self, config: Config, lengths: list[int], q: torch.Tensor, k: torch.Tensor
+    ) -> RingAttention:
+        placement = placement_of_lengths(config.placement, lengths, config.n_global)
+        pattern = pattern_of(config, q.shape[2])
+        return make_executor(config, pattern, placement, self.transport, q, k)
+
+
+def reason_of(error: BaseException) -> str:
+    """The text of an error, as the other ranks get it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(it cannot be printed)"
+    return sendable(text if isinstance(error, annulus.Error) else f"{type(error).__name__}: {text}")

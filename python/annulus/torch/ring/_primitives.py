@@ -1,0 +1,220 @@
+"""One hop around a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from annulus import ConfigError
+from annulus.torch._memory import with_room
+from annulus.torch._options import timeout_complaint
+from annulus.torch._tensor_checks import refuse_transforms
+from annulus.torch.ring._errors import collective, report_errors_to_ranks
+from annulus.torch.ring._messages import bytes_of, exchange
+from annulus.torch.ring._process_groups import group_name, group_size_and_rank
+from annulus.torch.ring._registry import ring_of_group
+
+# Of each tensor in a message, in bytes: every dtype can be read in place.
+_ALIGNMENT = 64
+
+
+@torch.compiler.disable  # other ranks decide on shapes
+@collective(
+    lambda *args, group=None, timeout=None, **_: (args[1] if len(args) > 1 else group, timeout)
+)
+def ring_pass(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """The tensor of the previous rank: rank r receives from rank r - 1 and sends to rank r + 1, the last one to rank 0.
+
+    Collective: every rank of the group calls it. Differentiable: the backward passes gradients to the previous rank,
+    and every rank has to run it (with create_graph all or none: their graphs have to be alike). After as many
+    passes as there are ranks, every rank has its own tensor again:
+
+        for _ in range(dist.get_world_size(group)):
+            use(x)
+            x = ring_pass(x, group)
+
+    Args:
+        tensor: on the CPU or a CUDA device, of any dtype that is not quantized, any shape and strides. Ranks agree on
+            the dtype, the number of axes, the kind of device and whether a gradient is needed; sizes may differ.
+        group: the ranks of the ring; None: this process alone, which gets a copy.
+        timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
+
+    Returns:
+        a new contiguous tensor on this rank's device. CUDA tensors go by NCCL where the group has it and its ranks are
+        on several hosts, else through host memory, which the call waits for.
+
+    Raises:
+        ConfigError: wrong arguments, on every rank, whichever rank they are wrong on; the ranks' calls differ; two
+            threads call on one group at a time.
+        TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
+    """
+    return _pass_on("ring_pass", {"tensor": tensor}, group, timeout)[0]
+
+
+@torch.compiler.disable  # other ranks decide on shapes
+@collective(
+    lambda *args, group=None, timeout=None, **_: (args[2] if len(args) > 2 else group, timeout)
+)
+def ring_pass_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`ring_pass` of two tensors in one message: (k, v) of the previous rank.
+
+    Shapes and dtypes of k and v may differ; both are on one device. If only one of them requires a gradient, only its
+    gradient travels back.
+
+        k, v = ring_pass_kv(k, v, group)
+
+    Args:
+        k, v: as the tensor of :func:`ring_pass`.
+        group, timeout: as in :func:`ring_pass`.
+    """
+    return _pass_on("ring_pass_kv", {"k": k, "v": v}, group, timeout)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hop:
+    """What a pass is, apart from its tensors."""
+
+    call: str
+    names: tuple[str, ...]  # of the tensors
+    needs_gradient: tuple[bool, ...]
+    group: str
+    timeout: float | None
+    step: int = 1  # to rank + step
+
+    def back(self, gradients: Sequence[torch.Tensor]) -> _Hop:
+        """The pass of the gradients of those that need one; or of theirs."""
+        names = tuple(n for n, needed in zip(self.names, self.needs_gradient) if needed)
+        call = self.call if self.call.startswith("backward of ") else f"backward of {self.call}"
+        return dataclasses.replace(
+            self, call=call, names=names, needs_gradient=_needs_gradient(gradients), step=-self.step
+        )
+
+
+def _needs_gradient(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    graph = torch.is_grad_enabled()
+    return tuple(graph and x.requires_grad for x in tensors)
+
+
+def _pass_on(
+    call: str,
+    tensors: dict[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    timeout: float | None,
+) -> tuple[torch.Tensor, ...]:
+    name = group_name(group)  # refuses what is no group
+    complaint = _complaint(tensors) or timeout_complaint(timeout)
+    if complaint is not None:
+        raise ConfigError(f"{call}: {complaint}")
+    if refuse_transforms(call, *tensors.values()):
+        raise ConfigError(f"{call} does not work inside torch.func.vmap: pass the whole batch")
+    timeout = None if timeout is None else float(timeout)
+    # No ring: nothing has to be agreed on.
+    if name is None or group_size_and_rank(group)[0] == 1:
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors.values())
+    values = tuple(tensors.values())
+    return _Pass.apply(_Hop(call, tuple(tensors), _needs_gradient(values), name, timeout), *values)
+
+
+def _complaint(tensors: dict[str, torch.Tensor]) -> str | None:
+    device = None
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            return f"{name} is a {type(x).__name__}: a torch.Tensor was expected"
+        if x.layout != torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else x.layout
+            return f"{name} is a {kind} tensor: a dense one was expected"
+        # Neither bytes nor scales are where those of a tensor are.
+        if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"{name} is a {type(x).__name__}: a plain torch.Tensor was expected (of a DTensor: to_local())"
+        if x.is_quantized:
+            return f"{name} is {x.dtype}: a tensor that is not quantized was expected (x.int_repr() or x.dequantize())"
+        if x.device.type not in ("cpu", "cuda"):
+            return f"{name} is on {x.device}: the CPU or a CUDA device was expected"
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured, and ranks have to agree on every call"
+        if device not in (None, x.device):
+            return f"{name} is on {x.device}, and {next(iter(tensors))} on {device}: one device was expected"
+        device = x.device
+    return None
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hop, *tensors):
+        ctx.hop = hop
+        return _move(hop, tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        hop = ctx.hop
+        # Where only some outputs were used, PyTorch brings zeros for the others: what travels is the same on all ranks.
+        with report_errors_to_ranks(hop.group, hop.timeout):
+            needed = [g.to_dense() for g, needs in zip(grads, hop.needs_gradient) if needs]
+        passed = iter(_Pass.apply(hop.back(needed), *needed))
+        return None, *(next(passed) if needs else None for needs in hop.needs_gradient)
+
+
+def _move(hop: _Hop, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    claims: dict[str, object] = {"kind of device": tensors[0].device.type}
+    for name, x, needs in zip(hop.names, tensors, hop.needs_gradient):
+        claims[f"the dtype of {name}"] = str(x.dtype)
+        claims[f"the number of axes of {name}"] = x.dim()
+        claims[f"whether {name} needs a gradient"] = needs
+    with ring_of_group(hop.group, hop.timeout, hop.call) as ring:
+        ring.set_timeout(hop.timeout)
+        shapes = ring.agree(hop.call, claims, [list(x.shape) for x in tensors])
+        rank, ranks = ring.transport.rank(), ring.transport.size()
+        source, target = (rank - hop.step) % ranks, (rank + hop.step) % ranks
+        if len(tensors) == 1:
+            result = with_room(_empty, tensors[0], shapes[source][0])
+            exchange(ring.transport, [(target, tensors[0])], [(source, result)])
+            return (result,)
+        packed = with_room(_packed, tensors)
+        places = _places(tensors, shapes[source])
+        arrived = with_room(_empty, packed, [places[-1][1]])
+        exchange(ring.transport, [(target, packed)], [(source, arrived)])
+    return tuple(
+        # .data: a view that autograd does not know as one, so that it may be written to.
+        arrived[first:last].view(x.dtype).view(shape).data
+        for x, shape, (first, last) in zip(tensors, shapes[source], places)
+    )
+
+
+def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of all, each from a multiple of the alignment on."""
+    parts = []
+    for x in tensors:
+        part = bytes_of(x)
+        parts += [part.new_zeros(-sum(map(len, parts)) % _ALIGNMENT), part]
+    return torch.cat(parts)
+
+
+def _places(
+    tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Where tensors of these shapes lie in what _packed makes of them: first byte, and end."""
+    places: list[tuple[int, int]] = []
+    end = 0
+    for x, shape in zip(tensors, shapes):
+        first = end + -end % _ALIGNMENT
+        end = first + torch.Size(shape).numel() * x.element_size()
+        places.append((first, end))
+    return places

@@ -1,0 +1,241 @@
+"""The rings of this process: one per process group, made on first use, and the executors of calls without a group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+import annulus
+from annulus import ConfigError, RingAttention, TransportError
+from annulus.torch._config import Config
+from annulus.torch.ring._executors import LocalExecutors, forget_captured
+from annulus.torch.ring._group_ring import GroupRing, reason_of
+from annulus.torch.ring._process_groups import group_name, rank_in
+
+T = TypeVar("T")
+
+_BRIEF_WAIT = 0.2  # seconds; the other ranks are not told of shorter waits
+
+_local = LocalExecutors()
+_groups: dict[str, GroupRing] = {}  # by the group's name
+_inherited: list[dict[str, GroupRing]] = []  # rings of the processes that this one was forked from
+# The error that broke a group's last ring, until there is a new ring.
+_losses: dict[str, TransportError] = {}
+
+
+class CallLock:
+    """Allows one call at a time on a group's ring. It never waits: on another rank, the two calls of two threads could
+    come in the other order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held for a moment only
+        self._taken = False
+        self.disturbed = False
+
+    def take(self) -> bool:
+        """Whether the caller has the lock now. If not, `disturbed` tells its holder of the second call."""
+        with self._lock:
+            self.disturbed = self._taken
+            if self._taken:
+                return False
+            self._taken = True
+            return True
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._taken = False
+
+
+_call_locks: dict[str, CallLock] = {}
+_SURVIVORS_GO_ON = "it goes on with those that are left"
+_TWO_THREADS = (
+    "two threads of rank {} call on one process group at the same time: give each a group of its own, or "
+    "let one wait for the other"
+)
+
+
+@contextlib.contextmanager
+def ring_of_group(
+    name: str, timeout: float | None, call: str = "ring_attention"
+) -> Iterator[GroupRing]:
+    """The ring over a group, made on first use, for one call at a time.
+
+    A second caller gets a ConfigError. The ring is then given up, so that no rank gets rows of the wrong call.
+    """
+    lock = _call_locks.setdefault(name, CallLock())
+    if not lock.take():
+        rank = rank_in(name)
+        ring = _groups.get(name)
+        if ring is not None:
+            ring.transport.abort(_TWO_THREADS.format(rank))
+        raise ConfigError(f"{call}: {_TWO_THREADS.format(rank)}")
+    try:
+        ring = _working_ring(name, timeout)
+        if lock.disturbed:  # by a call that came before there was a ring to abort
+            ring.transport.abort(_TWO_THREADS.format(ring.transport.rank()))
+        yield ring
+    except annulus.Error:
+        raise  # the other ranks know of it
+    except BaseException as error:  # Ctrl-C, for example: without an abort the other ranks would wait for this one
+        ring = _groups.get(name)
+        if ring is not None:
+            ring.transport.abort(reason_of(error))
+        raise
+    finally:
+        lock.give_back()
+
+
+def _working_ring(name: str, timeout: float | None) -> GroupRing:
+    """The group's ring, or a new one if it has broken."""
+    ring = _groups.get(name)
+    group = dist.distributed_c10d._resolve_process_group(name)
+    # PyTorch uses the names of groups again once all groups have been destroyed: then this is another group.
+    if ring is not None and ring.process_group is not group:
+        _losses.pop(name, None)
+    elif ring is not None and not ring.transport.failed:
+        return ring
+    if ring is not None:
+        if ring.process_group is group and ring.transport.loss is not None:
+            _losses[name] = ring.transport.loss
+        _groups.pop(name, None)  # another thread may be in cleanup()
+        ring.transport.close()
+    ring = _groups[name] = GroupRing(group, timeout, _losses.get(name))
+    _losses.pop(name, None)
+    return ring
+
+
+def existing_ring(name: str) -> GroupRing | None:
+    """The group's ring, working or broken, if it has been made."""
+    return _groups.get(name)
+
+
+def run(
+    what: str,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    body: Callable[[RingAttention], T],
+) -> T | None:
+    """body(executor), with the executor for this call; None where there is nothing to compute."""
+    if config.group is None:
+        return _local.run(config, q, k, body)
+    with ring_of_group(config.group, config.timeout) as ring:
+        return ring.run(what, config, q, k, body)
+
+
+def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:
+    """The number of tokens of every rank of a group. A ConfigError unless all ranks make this call with equal claims."""
+    with ring_of_group(group, None, call) as ring:
+        ring.set_timeout(None)
+        return ring.agree(call, claims, tokens)
+
+
+def has_lost() -> bool:
+    """Whether a ring of this process has lost a rank, and no new ring has replaced it."""
+    return bool(_losses) or any(ring.transport.loss is not None for ring in list(_groups.values()))
+
+
+@contextlib.contextmanager
+def waiting_elsewhere(done: Callable[[float], object]) -> Iterator[None]:
+    """Around a wait for other ranks outside of a ring, such as the end of a checkpoint.
+
+    If the wait is long (done(seconds) is false), the other ranks are told. Otherwise they would take this rank for the
+    one that keeps the ring waiting.
+    """
+    told = [] if done(_BRIEF_WAIT) else [ring.transport for ring in list(_groups.values())]
+    for transport in told:
+        transport.say_waiting_elsewhere(True)
+    try:
+        yield
+    finally:
+        for transport in told:
+            transport.say_waiting_elsewhere(False)
+
+
+def leave(group: dist.ProcessGroup) -> int:
+    """Ends the ring over a group for good. Returns its lost rank, or -1 if that is not known."""
+    name = group.group_name
+    _call_locks.pop(name, None)
+    ring = _groups.pop(name, None)
+    loss = _losses.pop(name, None)
+    lost = -1 if loss is None else loss.rank
+    if ring is not None and ring.process_group is group:
+        health = ring.transport.health()  # the others may take this rank for the lost one
+        lost = lost if health["alive"] else health["lost_rank"]
+        if _SURVIVORS_GO_ON in health["reason"]:  # that rank is not lost: it waits in survivors()
+            lost = -1
+        ring.transport.abort(_SURVIVORS_GO_ON)
+    return lost
+
+
+def executors() -> list[RingAttention]:
+    """All cached executors of this process."""
+    return [e for ring in (_local, *_groups.values()) for e in ring.pool.executors()]
+
+
+def executors_of(group: dist.ProcessGroup | None) -> list[RingAttention]:
+    """The cached executors of one group's ring; None: those of calls without a group."""
+    ring = _owner_of(group)
+    return [] if ring is None else ring.pool.executors()
+
+
+def _owner_of(group: dist.ProcessGroup | None) -> LocalExecutors | GroupRing | None:
+    name = group_name(group)
+    return _local if name is None else _groups.get(name)
+
+
+def clear_cache() -> None:
+    """Drops the workspaces of all rings of this process, except those that CUDA graphs use.
+
+    Harmless at any time, on one rank or all.
+    """
+    for ring in (_local, *_groups.values()):
+        ring.pool.clear()
+
+
+def clear_cache_of(group: dist.ProcessGroup | None) -> None:
+    """As clear_cache, for one group's ring only; None: for calls without a group."""
+    ring = _owner_of(group)
+    if ring is not None:
+        ring.pool.clear()
+
+
+def cleanup() -> None:
+    """Drops all workspaces and closes the connections of all rings. CUDA graphs that were captured before must
+    not be replayed any more.
+
+    Call it before ``torch.distributed.destroy_process_group``, on every rank. Later calls of
+    :func:`ring_attention` make new rings. Idempotent.
+    """
+    clear_cache()
+    forget_captured()
+    for name in list(_groups):
+        ring = _groups.pop(name, None)  # None: another thread closes it
+        if ring is not None:
+            ring.transport.close()
+
+
+# The threads of connections must end before Python does.
+atexit.register(cleanup)
+
+
+def _forget_after_fork() -> None:
+    """A forked child has neither the threads of the executors nor a right to the connections."""
+    global _local, _groups
+    _local = LocalExecutors()  # a thread that the child does not have may hold the lock of the old one
+    # Kept, but never used: closing a connection means waiting for its threads, which the child does not have.
+    _inherited.append(_groups)
+    _groups = {}
+    _losses.clear()
+    _call_locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

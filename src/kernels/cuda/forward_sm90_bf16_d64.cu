@@ -1,9 +1,0 @@
-#include "kernels/cuda/forward_sm90_kernel.cuh"
-
-namespace annulus::cuda::sm90 {
-
-ForwardKernel forward_bf16_d64(bool causal, PairWeights weights, bool in_pieces) {
-  return choose_forward<__nv_bfloat16, 64>(causal, weights, in_pieces);
-}
-
-}  // namespace annulus::cuda::sm90

@@ -1,0 +1,194 @@
+#pragma once
+
+#include <cfloat>
+#include <climits>
+#include <cstdint>
+
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/rows/lists.cuh"
+
+// Where the rows of a list are: what every kernel that takes any layout has in common.
+namespace annulus::cuda {
+
+inline constexpr int kAbsent = INT_MAX;  // index of a row that is not there
+
+struct PlacedRow {
+  std::int32_t source;
+  std::int32_t index;
+  std::int64_t row;
+};
+
+__device__ inline PlacedRow place_row(const Run* runs, const RowList& list, int row) {
+  const Run run = runs[run_of(runs, list, row)];
+  const int i = row - run.before;
+  return {run.source, run.index + i * run.index_stride,
+          run.first + static_cast<std::int64_t>(i) * run.stride};
+}
+
+// The last run of an ascending list that begins with this index or a lower one; the first if none
+// does.
+__device__ inline int run_with_index(const Run* runs, const RowList& list, int index) {
+  int low = list.begin;
+  int high = list.begin + list.runs - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (runs[middle].index <= index) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+// The row with this index, if the ascending list has it.
+__device__ inline bool find_index(const Run* runs, const RowList& list, int index, PlacedRow& row) {
+  const Run run = runs[run_with_index(runs, list, index)];
+  const int i = (index - run.index) / run.index_stride;
+  if (index < run.index || i >= run.count || (index - run.index) % run.index_stride != 0)
+    return false;
+  row = {run.source, index, run.first + static_cast<std::int64_t>(i) * run.stride};
+  return true;
+}
+
+// What tiles of a list count: rows, or indices up to the last one.
+__device__ inline int tile_extent(const Run* runs, const RowList& list) {
+  if (list.by_index == 0 || list.rows == 0) return list.rows;
+  return place_row(runs, list, list.rows - 1).index + 1;
+}
+
+__device__ inline std::byte* address(const Channel& channel, const PlacedRow& row,
+                                     const RowOwner& owner) {
+  if (row.source < 0) {
+    const TensorRows& local = channel.local;
+    return local.base + owner.batch * local.batch_step + owner.head * local.head_step +
+           row.row * local.row_step;
+  }
+  const Source source = channel.sources[row.source];
+  const std::int64_t unit = owner.batch * source.units + owner.unit;
+  return source.base + (unit * channel.bytes_all + channel.bytes_before) * source.rows +
+         row.row * channel.row_bytes + channel.row_offset;
+}
+
+// Bit i: the row is one of those that repeat i has.
+__device__ inline unsigned repeats_with(const Repeat* repeats, int count, int index) {
+  unsigned mask = 0;
+  for (int i = 0; i < count; ++i) {
+    if (index % repeats[i].stride == repeats[i].phase) mask |= 1U << i;
+  }
+  return mask;
+}
+
+// log2 of how often a pair counts.
+__device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats) {
+  switch (__popc(query_repeats & key_repeats)) {
+    case 0:
+      return 0.0F;
+    case 1:
+      return 1.0F;
+    case 2:
+      return 1.5849625F;
+    case 3:
+      return 2.0F;
+    default:
+      return 2.3219281F;
+  }
+}
+
+__device__ inline bool hidden_pair(const Group& group, int query, int key) {
+  return query == kAbsent || key == kAbsent || (group.causal != 0 && key > query + group.shift);
+}
+
+// How much of what tiles of an ascending list count has an index of at most `last`.
+__device__ inline int extent_up_to(const Run* runs, const RowList& list, int last) {
+  if (list.rows == 0) return 0;
+  if (list.by_index != 0) return max(0, min(tile_extent(runs, list), last + 1));
+  const Run run = runs[run_with_index(runs, list, last)];
+  if (last < run.index) return 0;
+  return run.before + min(run.count, (last - run.index) / run.index_stride + 1);
+}
+
+// How much of what tiles of the keys count some query of the item sees: all of it, unless the order
+// of the rows tells that the end is hidden.
+__device__ inline int seen_keys(const Run* runs, const Group& group, const Item& item) {
+  int keys = tile_extent(runs, group.keys);
+  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
+    const int last = place_row(runs, group.queries, item.begin + item.rows - 1).index + group.shift;
+    keys = extent_up_to(runs, group.keys, last);
+  }
+  return keys;
+}
+
+// How many whole tiles of queries come before the first that sees a key of the item.
+template <int kRowsOfTile>
+__device__ inline int unseeing_tiles(const Run* runs, const Group& group, const Item& item) {
+  int tiles = 0;
+  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
+    const int first = place_row(runs, group.keys, item.begin).index - group.shift;
+    tiles = extent_up_to(runs, group.queries, first - 1) / kRowsOfTile;
+  }
+  return tiles;
+}
+
+// Rows of a tile in shared memory: where they are, channel by channel, and how masks see them.
+template <int kRows, int kChannels>
+struct TileRows {
+  std::byte* at[kChannels][kRows];  // null: absent
+  int index[kRows];                 // kAbsent: absent
+  unsigned char repeats[kRows];
+
+  // What tiles of the list count from `first` on, as far as it is there and below `end`. By the
+  // threads of a block, one row each; the caller synchronises.
+  template <typename... Channels>
+  __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list,
+                       int first, int end, const RowOwner& owner, const Channels&... channels) {
+    fill(tables, group, list, list.by_index != 0, first, end, owner, channels...);
+  }
+  // Rows [first, end) of the list, whatever its tiles are.
+  template <typename... Channels>
+  __device__ void fill_rows(const DeviceTables& tables, const Group& group, const RowList& list,
+                            int first, int end, const RowOwner& owner,
+                            const Channels&... channels) {
+    fill(tables, group, list, false, first, end, owner, channels...);
+  }
+
+ private:
+  template <typename... Channels>
+  __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list,
+                       bool by_index, int first, int end, const RowOwner& owner,
+                       const Channels&... channels) {
+    static_assert(sizeof...(channels) == kChannels);
+    for (int r = static_cast<int>(threadIdx.x); r < kRows; r += static_cast<int>(blockDim.x)) {
+      int c = 0;
+      PlacedRow row;
+      bool present = first + r < end;
+      if (present && by_index) {
+        present = find_index(tables.runs, list, first + r, row);
+      } else if (present) {
+        row = place_row(tables.runs, list, first + r);
+      }
+      if (!present) {
+        ((at[c++][r] = nullptr, static_cast<void>(channels)), ...);
+        index[r] = kAbsent;
+        repeats[r] = 0;
+        continue;
+      }
+      ((at[c++][r] = address(channels, row, owner)), ...);
+      index[r] = row.index;
+      repeats[r] = static_cast<unsigned char>(
+          repeats_with(tables.repeats + group.first_repeat, group.repeats, row.index));
+    }
+  }
+};
+
+inline constexpr float kLog2E = 1.44269504088896340736F;
+inline constexpr float kLn2 = 0.69314718055994530942F;
+
+// 2^x, within two units of the last place.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace annulus::cuda

@@ -1,0 +1,80 @@
+#pragma once
+
+#include "kernels/cuda/rows/lists.cuh"
+#include "kernels/cuda/sm90/backward/shared.cuh"
+
+// How the warps of the Hopper backward kernel that move rows find and gather them. They have 40
+// registers: what is rarely needed is read again from the tables, which the caches hold.
+namespace annulus::cuda::sm90 {
+
+__device__ __forceinline__ const std::byte* from_lane(const std::byte* pointer, int lane) {
+  return reinterpret_cast<const std::byte*>(
+      __shfl_sync(~0U, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
+// Rows of any runs and sources into a tile of kRows, as a bulk tensor copy would lay them; zeros
+// after the last. By a whole warp.
+template <int kDim, int kRows>
+__device__ __forceinline__ void gather(const BackwardArguments& a, const Channel& channel,
+                                       const RowList& list, int begin, int rows, RowOwner owner,
+                                       std::uint32_t tile) {
+  constexpr int kChunks = kDim / 8;  // of 16 bytes in a row; one for each lane
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int chunk = lane % kChunks;
+  tile += (chunk / 8) * kRows * 128;
+  for (int base = 0; base < kRows; base += 32) {
+    const std::byte* mine = channel.local.base;
+    if (base + lane < rows) {
+      const int row = begin + base + lane;
+      const Run& run = a.params.tables.runs[run_of(a.params.tables.runs, list, row)];
+      mine = row_address(channel, run, row, owner);
+    }
+#pragma unroll 4
+    for (int i = 0; i < 32; i += 32 / kChunks) {
+      const int row = i + lane / kChunks;
+      copy16(tile + swizzled(base + row, chunk % 8), from_lane(mine, row) + chunk * 16,
+             base + row < rows);
+    }
+  }
+  copy16_wait();
+  fence_shared_for_async();
+  __syncwarp();
+}
+
+// Which of the group's repeats have the row of this index.
+__device__ __forceinline__ int repeat_bits(const Repeat* repeats, int count, int index) {
+  int bits = 0;
+  for (int i = 0; i < count; ++i) {
+    const int stride = repeats[i].stride;
+    if (static_cast<unsigned>(index) % static_cast<unsigned>(stride) ==
+        static_cast<unsigned>(repeats[i].phase))
+      bits |= 1 << i;
+  }
+  return bits;
+}
+
+__device__ __forceinline__ bool keys_by_box(const BackwardArguments& a, const Run& run) {
+  const LaunchTraits& traits = a.schedule.traits;
+  return a.map_keys && (run.source >= 0) == traits.keys_received && run.stride == traits.key_stride;
+}
+__device__ __forceinline__ bool queries_by_box(const BackwardArguments& a, const Run& run) {
+  const LaunchTraits& traits = a.schedule.traits;
+  return a.map_queries && (run.source >= 0) == traits.queries_received &&
+         run.stride == traits.query_stride;
+}
+
+// Where its map has a row: the shard's token and head, or its place in the grid of all parcels.
+struct MapPlace {
+  int row;
+  int head;
+};
+__device__ __forceinline__ MapPlace place_in_map(const Channel& channel, const RowGrid& grid,
+                                                 int row_bytes, const Run& run, int row,
+                                                 const RowOwner& owner) {
+  if (run.source < 0) return {static_cast<int>(position_of(run, row)), owner.head};
+  const std::int64_t bytes = row_address(channel, run, row, owner) - grid.base;
+  return {static_cast<int>(bytes / row_bytes),
+          static_cast<int>(bytes % row_bytes) / static_cast<int>(grid.step)};
+}
+
+}  // namespace annulus::cuda::sm90

@@ -1,0 +1,9 @@
+#include "kernels/cuda/sm90/forward/kernel.cuh"
+
+namespace annulus::cuda::sm90 {
+
+ForwardKernel forward_f16_d128(bool causal, PairWeights weights, bool in_pieces) {
+  return choose_forward<__half, 128>(causal, weights, in_pieces);
+}
+
+}  // namespace annulus::cuda::sm90

@@ -1,0 +1,571 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/sm90/forward/load.cuh"
+#include "kernels/cuda/sm90/forward/output.cuh"
+#include "kernels/cuda/sm90/forward/scores.cuh"
+#include "kernels/cuda/sm90/instructions.cuh"
+
+// The forward kernel for Hopper. One block per SM walks the items of a launch: two warp groups of
+// consumers with 64 query rows each, and one warp group that brings rows into shared memory, half
+// of its warps Q and K, the other half V. Tiles are 128 x 128.
+//
+// A tile whose rows are evenly spaced in the shard comes by bulk copies, through a map {dim, head,
+// remainder, quotient, batch} of the token modulo and divided by the launch's stride, so that any
+// first row will do. So do tiles of received parcels, whose slot is one long list of rows to the
+// map. All other tiles (several runs, fewer than 128 rows) are gathered by the loading threads into
+// the same places. Consumers see no difference.
+//
+// Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
+// before, also from one item to the next; a row's running state is where its sums start: exponents
+// lessened by L, sum 1, O. The state's O is read straight into registers, or added later, piece by
+// piece (state.cuh).
+namespace annulus::cuda::sm90 {
+
+inline constexpr float kLn2 = 0.6931471805599453F;
+// Sums of a tile's P above which exponents are lessened by more: float16 has P up to 65504.
+inline constexpr float kHighSum = 16384.0F;
+
+template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
+__device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
+                                        typename Layout<kDim>::Control& control, int group) {
+  using L = Layout<kDim>;
+  // The next item's second S is issued before the last item's rows are written: worth 2 % at head
+  // dim 64; at 128 it gained nothing, and causal launches became slower.
+  constexpr bool kEarlyScores = kDim == 64;
+  // As an item begins, P V is waited for after the softmax, not before it: gains in these kernels
+  // only.
+  constexpr bool kWaitLate = kCausal || (kDim == 128 && kWeights != PairWeights::none);
+  // The groups take turns to issue products, so that one has exponentials to compute while the
+  // other has products: both at once would wait for one and then for the other. Under full masks at
+  // head dim 128, where products take longest, it gained nothing.
+  constexpr bool kTurns = kCausal || kDim == 64;
+  // See attempt_weights.
+  constexpr bool kAttempt = kWeights != PairWeights::general;
+  const ForwardParams& p = a.params;
+  const bool first_lane = (threadIdx.x & 31) == 0;
+  const float scale_log2 = a.scale_log2;
+
+  float o[kDim / 2];
+  float s[kTile / 2];
+  std::uint32_t weights[kTile / 16][4];  // P
+  std::uint32_t q[kDim / 16][4];
+  // By how much exponents of P are lessened (of 2; -inf: the row has seen nothing), and its sums.
+  float less0, less1, sum0, sum1, keep0 = 0, keep1 = 0;
+  // log2 of pairs' weights, less that: [row][2c, +1, +8, +9], or [row].
+  constexpr int kAddends = kWeights == PairWeights::periodic ? 8 : 2;
+  float addend[kAddends];
+  // O of the next item's state, asked for while products run (4 % at head dim 64). At 128 there are
+  // no registers for it; those of S take it while rows are written.
+  float state[kEarlyScores ? kDim / 2 : 1];
+
+  int slot_at = 0;
+  int query_parity = 0;
+  int key_stage = 0;
+  int key_parity = 0;
+  int value_stage = 0;
+  int value_parity = 0;
+  int pieces_left = 0;  // of the state, to come
+  int state_parity = 0;
+
+  const auto take_turn = [&] {
+    if constexpr (kTurns) named_sync(kTurnBarrier + group, 128 * kConsumers);
+  };
+  const auto pass_turn = [&] {
+    if constexpr (kTurns) named_arrive(kTurnBarrier + 1 - group, 128 * kConsumers);
+  };
+  const auto pin_operands = [&] {
+    pin(o);
+    pin(weights);
+    pin(q);
+  };
+  // What is said of a tile is read here, where its latency is hidden.
+  int key_flags = 0;
+  std::uint32_t sick = 0;
+  const auto wait_for_keys = [&] {
+    barrier_wait(shared_address(&control.keys_full[0]) + 8 * key_stage, key_parity);
+    key_flags = control.keys[key_stage].flags;
+  };
+  const auto wait_for_values = [&] {
+    barrier_wait(shared_address(&control.values_full[0]) + 8 * value_stage, value_parity);
+    if constexpr (kCausal) sick = control.values[value_stage].any;
+  };
+  const auto issue_scores = [&] {
+    const std::uint64_t keys = k_major(tiles + L::kKeys + key_stage * L::kTileBytes);
+    multiply<T, Major::k, false>(s, q[0], keys);
+#pragma unroll
+    for (int k = 1; k < kDim / 16; ++k)
+      multiply<T, Major::k, true>(s, q[k], keys + (k / 4) * (kBlockBytes >> 4) + (k % 4) * 2);
+    products_commit();
+  };
+  const auto issue_values = [&] {
+    const std::uint64_t values =
+        mn_major(tiles + L::kValues + value_stage * L::kTileBytes, kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < kTile / 16; ++k)
+      multiply<T, Major::mn, true>(o, weights[k], values + k * 128);
+    products_commit();
+  };
+  const auto release_keys = [&] {
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared_address(&control.keys_empty[0]) + 8 * key_stage);
+    if (++key_stage == L::kKeyStages) {
+      key_stage = 0;
+      key_parity ^= 1;
+    }
+  };
+  // By way of what multiplies rows next; P of that tile is still there.
+  const auto see_sick = [&](float& factor0, float& factor1) {
+    spoil_rows(weights, control.values[value_stage], factor0, factor1);
+  };
+  const auto release_values = [&] {
+    if constexpr (kCausal) __syncwarp();
+    if (first_lane) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
+    if (++value_stage == L::kValueStages) {
+      value_stage = 0;
+      value_parity ^= 1;
+    }
+  };
+  // Q into registers: its place in shared memory is free then.
+  const auto take_queries = [&] {
+    const std::uint32_t thread = thread_anew();
+    const std::uint32_t from =
+        tiles + swizzled(static_cast<int>((thread >> 5) * 16 + (thread & 15)), (thread >> 4) & 1);
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      load_matrices((from ^ (32 * (k % 4))) + (k / 4) * kBlockBytes, q[k][0], q[k][1], q[k][2],
+                    q[k][3]);
+    }
+    pin(q);
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared_address(&control.queries_empty));
+  };
+  const auto scale_output = [&](float factor0, float factor1) { scale_rows(o, factor0, factor1); };
+  const auto look_up_weights = [&](const Slot& slot) {
+    const auto [lane, c, row] = place_anew();
+#pragma unroll
+    for (int e = 0; e < kAddends; ++e) {
+      const int key = 2 * c + (e & 1) + 4 * (e & 2);
+      addend[e] = kWeights == PairWeights::periodic
+                      ? control.log2_weight[slot.repeats[row + 2 * (e & 4)] & slot.key_repeats[key]]
+                      : 0.0F;
+    }
+  };
+  const auto lessen_addends = [&](float by0, float by1) {
+#pragma unroll
+    for (int e = 0; e < kAddends; ++e) addend[e] -= e < kAddends / 2 ? by0 : by1;
+  };
+  // Exponents of rows that have seen nothing are infinite: attempts fail.
+  const auto mark_empty_rows = [&] {
+#pragma unroll
+    for (int e = 0; e < kAddends; ++e) {
+      if ((e < kAddends / 2 ? less0 : less1) == -INFINITY) addend[e] = INFINITY;
+    }
+  };
+  // Where the sums of a row start.
+  const auto take_state = [&](const Slot& slot) {
+    const auto [lane, c, row] = place_anew();
+    look_up_weights(slot);
+    const float lse0 = slot.old_lse[row];
+    const float lse1 = slot.old_lse[row + 8];
+    less0 = lse0 * kLog2E;  // -inf stays
+    less1 = lse1 * kLog2E;
+    sum0 = c == 0 && lse0 != -INFINITY ? 1.0F : 0.0F;
+    sum1 = c == 0 && lse1 != -INFINITY ? 1.0F : 0.0F;
+    if constexpr (kInPieces) pieces_left = slot.pieces;
+  };
+  const auto clear_output = [&] {
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0F;
+  };
+  const auto has_state = [&](const Slot& slot) {
+    return kInPieces ? slot.has_state != 0 : p.load_state;
+  };
+  const auto take_output = [&](const Slot& slot) {
+    if (has_state(slot)) {
+      read_state<kDim>(p, slot, o);
+      scale_output(keep0, keep1);
+    } else {
+      clear_output();
+    }
+  };
+  // The same in two parts.
+  const auto ask_for_output = [&](const Slot& slot, auto& to) {
+    if (has_state(slot)) read_state<kDim>(p, slot, to);
+  };
+  const auto take_asked = [&](const Slot& slot, const auto& from) {
+    if (has_state(slot)) {
+#pragma unroll
+      for (int j = 0; j < kDim / 8; ++j) {
+        o[4 * j] = from[4 * j] * keep0;
+        o[4 * j + 1] = from[4 * j + 1] * keep0;
+        o[4 * j + 2] = from[4 * j + 2] * keep1;
+        o[4 * j + 3] = from[4 * j + 3] * keep1;
+      }
+    } else {
+      clear_output();
+    }
+  };
+  const auto add_piece = [&](const Slot& slot) {
+    --pieces_left;
+    barrier_wait(shared_address(&control.state_full), state_parity);
+    state_parity ^= 1;
+    add_state_piece<kDim>(o, tiles + L::kState, slot, pieces_left, less0, less1);
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared_address(&control.state_empty));
+  };
+  // Returns whether this was the item's last tile.
+  const auto mask = [&](const Slot& slot) {
+    const int flags = key_flags;
+    if ((flags & kMasked) != 0) hide_scores<kCausal>(s, control.keys[key_stage], flags, slot);
+    if constexpr (kWeights != PairWeights::general) release_keys();
+    return (flags & kLast) != 0;
+  };
+  // S becomes P, before rounding. The maximum is that of the plain scores, so P is at most 5. What
+  // look_up_weights finds has just been found.
+  const auto softmax = [&](const Slot& slot) {
+    float top0;
+    float top1;
+    highest_scores(s, top0, top1);
+    top0 = fmaxf(less0, scale_log2 * top0);
+    top1 = fmaxf(less1, scale_log2 * top1);
+    // A row that has seen nothing yet: -inf - -inf would be NaN.
+    const float by0 = top0 == -INFINITY ? 0.0F : top0;
+    const float by1 = top1 == -INFINITY ? 0.0F : top1;
+    keep0 = exp2_approx(less0 - by0);
+    keep1 = exp2_approx(less1 - by1);
+    less0 = top0;
+    less1 = top1;
+    lessen_addends(by0, by1);
+    float add0 = 0.0F;
+    float add1 = 0.0F;
+    if constexpr (kWeights == PairWeights::general) {
+      weigh_scores(s, control.keys[key_stage], slot, control.log2_weight, scale_log2, by0, by1,
+                   add0, add1);
+      release_keys();
+    } else {
+      weigh_scores<kWeights>(s, addend, scale_log2, add0, add1);
+    }
+    mark_empty_rows();
+    sum0 = fmaf(sum0, keep0, add0);
+    sum1 = fmaf(sum1, keep1, add1);
+    // The compiler would wait for the products that are under way before all this. It cannot move
+    // that wait above a store of the sums, which never happens: they are not negative.
+    if constexpr (kWaitLate)
+      asm volatile(
+          "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
+          "%0;\n}\n" ::"f"(fminf(sum0, sum1)),
+          "r"(tiles)
+          : "memory");
+  };
+  const auto round_weights = [&] {
+#pragma unroll
+    for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+  };
+  // What exponents of rows are lessened by, where an attempt has failed.
+  const auto lessen_more = [&](const Slot& slot, bool failed0, bool failed1) {
+    const std::uint32_t quad = 0xFU << (thread_anew() & 28);  // a row's lanes
+    failed0 = (__ballot_sync(~0U, failed0) & quad) != 0;
+    failed1 = (__ballot_sync(~0U, failed1) & quad) != 0;
+    float top0;
+    float top1;
+    highest_scores(s, top0, top1);
+    top0 = failed0 ? fmaxf(less0, scale_log2 * top0) : less0;
+    top1 = failed1 ? fmaxf(less1, scale_log2 * top1) : less1;
+    const float by0 = top0 == -INFINITY ? 0.0F : top0;
+    const float by1 = top1 == -INFINITY ? 0.0F : top1;
+    keep0 = failed0 ? exp2_approx(less0 - by0) : 1.0F;
+    keep1 = failed1 ? exp2_approx(less1 - by1) : 1.0F;
+    less0 = top0;
+    less1 = top1;
+    look_up_weights(slot);
+    lessen_addends(by0, by1);
+    sum0 *= keep0;
+    sum1 *= keep1;
+    scale_output(keep0, keep1);
+  };
+  // S becomes P, rounded, as if no score were much higher than those of the tiles before: no
+  // maximum is looked for, and O stays as it is: a third fewer instructions than the softmax. Where
+  // it does not hold, or a row has seen nothing, S is still there for another attempt. A row fares
+  // as if it were alone: no bit of it may follow from keys that it does not see.
+  const auto attempt_weights = [&](const Slot& slot) {
+    float add0;
+    float add1;
+    bool again = false;
+#pragma unroll 1
+    while (true) {
+      add0 = 0.0F;
+      add1 = 0.0F;
+#pragma unroll
+      for (int i = 0; i < kTile / 4; ++i) {
+        const bool second = (i & 1) != 0;  // row
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int of_row = kWeights == PairWeights::periodic ? (i & 2) + e : 0;
+          x[e] = exp2_approx(
+              fmaf(s[2 * i + e], scale_log2, addend[(second ? kAddends / 2 : 0) + of_row]));
+          (second ? add1 : add0) += x[e];
+        }
+        weights[i / 4][i % 4] = pack<T>(x[0], x[1]);
+      }
+      const bool failed0 = !(add0 <= kHighSum);  // or NaN
+      const bool failed1 = !(add1 <= kHighSum);
+      if (again || !__any_sync(~0U, failed0 || failed1)) break;
+      lessen_more(slot, failed0, failed1);
+      again = true;
+    }
+    if (again) mark_empty_rows();
+    sum0 += add0;
+    sum1 += add1;
+  };
+  // Scores of a tile and products with the values of the one before are under way.
+  const auto finish_tile = [&](const Slot& slot) {
+    // P is rounded into the registers of the one before.
+    if constexpr (kAttempt) {
+      products_wait<0>();
+      pin(o);
+    } else {
+      products_wait<1>();
+    }
+    pin(s);
+    const bool last = mask(slot);
+    if constexpr (kAttempt) {
+      if (kCausal && sick != 0) {
+        float factor0 = 1.0F;
+        float factor1 = 1.0F;
+        see_sick(factor0, factor1);
+        scale_output(factor0, factor1);
+      }
+      release_values();
+      attempt_weights(slot);
+    } else {
+      softmax(slot);
+      products_wait<0>();
+      pin(o);
+      if (kCausal && sick != 0) see_sick(keep0, keep1);
+      release_values();
+      round_weights();
+      scale_output(keep0, keep1);
+    }
+    if constexpr (kInPieces) {
+      if (pieces_left > 0 && (key_stage == 0 || slot.every_tile != 0)) add_piece(slot);
+    }
+    return last;
+  };
+  // Scores of the tile that arrives, and products with the values of the one before.
+  const auto queue_products = [&] {
+    wait_for_keys();
+    take_turn();
+    pin_operands();
+    products_fence();
+    issue_scores();
+    wait_for_values();
+    products_fence();
+    issue_values();
+    pass_turn();
+  };
+  // What is left of a row's sums as an item ends: L, which is written, and what O is multiplied by.
+  const auto end_sums = [&](const Slot& slot, float& factor0, float& factor1) {
+    const auto [lane, c, row] = place_anew();
+    sum0 += __shfl_xor_sync(~0U, sum0, 1);
+    sum1 += __shfl_xor_sync(~0U, sum1, 1);
+    sum0 += __shfl_xor_sync(~0U, sum0, 2);
+    sum1 += __shfl_xor_sync(~0U, sum1, 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = half == 0 ? sum0 : sum1;
+      const bool empty = sum == 0.0F;
+      const std::int64_t token = slot.token[row + 8 * half];
+      const float lse = empty ? -INFINITY : fmaf(half == 0 ? less0 : less1, kLn2, __logf(sum));
+      if (c == 0 && token >= 0) *reinterpret_cast<float*>(slot.lse + token * p.lse.row_step) = lse;
+      const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;
+      (half == 0 ? factor0 : factor1) = empty ? 0.0F : __fdividef(more ? 1.0F : p.out_factor, sum);
+    }
+  };
+  const auto write = [&](int slot_at, float factor0, float factor1) {
+    write_rows<T, kDim>(p, control.slots[slot_at], o, factor0, factor1);
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared_address(&control.slots_free[0]) + 8 * slot_at);
+  };
+
+  // The item's rows, and its queries. An odd number of slots: how often they have been gone through
+  // is odd where one of the item's number and its slot is.
+  const auto wait_for_item = [&] {
+    static_assert(kSlots % 2 == 1);
+    barrier_wait(shared_address(&control.rows_known[0]) + 8 * slot_at,
+                 query_parity ^ (slot_at & 1));
+    barrier_wait(shared_address(&control.queries_full), query_parity);
+    query_parity ^= 1;
+  };
+  wait_for_item();
+  if (control.slots[0].end != 0) return;
+  take_queries();
+  take_state(control.slots[0]);
+  wait_for_keys();
+  if (group == 1) pass_turn();
+  take_turn();
+  products_fence();
+  issue_scores();
+  pass_turn();
+  products_wait<0>();
+  pin(s);
+  bool last = mask(control.slots[0]);
+  softmax(control.slots[0]);
+  round_weights();
+  take_output(control.slots[0]);
+  while (true) {
+    while (!last) {
+      queue_products();
+      last = finish_tile(control.slots[slot_at]);
+    }
+    // The next item's first scores go with this one's last values.
+    const int written = slot_at;
+    slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
+    wait_for_item();
+    const Slot& next = control.slots[slot_at];
+    if (next.end != 0) {
+      slot_at = written;
+      break;
+    }
+    take_queries();
+    queue_products();
+    float factor0;
+    float factor1;
+    end_sums(control.slots[written], factor0, factor1);
+    take_state(next);
+    if constexpr (kEarlyScores) ask_for_output(next, state);
+    products_wait<1>();
+    pin(s);
+    last = mask(next);
+    softmax(next);
+    products_wait<0>();
+    pin(o);
+    if (kCausal && sick != 0) see_sick(factor0, factor1);
+    release_values();
+    round_weights();
+    if constexpr (kEarlyScores) {
+      if (!last) {
+        wait_for_keys();
+        take_turn();
+        pin(weights);
+        pin(q);
+        products_fence();
+        issue_scores();
+        pass_turn();
+        write(written, factor0, factor1);
+        take_asked(next, state);
+        wait_for_values();
+        pin(o);
+        pin(weights);
+        products_fence();
+        issue_values();
+        last = finish_tile(next);
+      } else {
+        write(written, factor0, factor1);
+        take_asked(next, state);
+      }
+    } else {
+      ask_for_output(next, s);
+      write(written, factor0, factor1);
+      take_asked(next, s);
+    }
+  }
+  wait_for_values();
+  pin_operands();
+  products_fence();
+  issue_values();
+  products_wait<0>();
+  pin(o);
+  float factor0;
+  float factor1;
+  end_sums(control.slots[slot_at], factor0, factor1);
+  if (kCausal && sick != 0) see_sick(factor0, factor1);
+  release_values();
+  write(slot_at, factor0, factor1);
+  if (group == 0) take_turn();  // no barrier stays half full
+}
+
+// kInPieces: the state may come so.
+template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_forward(const __grid_constant__ ForwardArguments a) {
+  using L = Layout<kDim>;
+  extern __shared__ std::uint8_t raw[];
+  const std::uint32_t unaligned = shared_address(raw);
+  const std::uint32_t tiles = (unaligned + 1023) & ~1023U;
+  auto& control = *reinterpret_cast<typename L::Control*>(raw + (tiles - unaligned) + L::kControl);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kKeyStages; ++i) {
+      barrier_init(shared_address(&control.keys_full[i]), 1);
+      barrier_init(shared_address(&control.keys_empty[i]), kConsumerWarps);
+    }
+    for (int i = 0; i < L::kValueStages; ++i) {
+      barrier_init(shared_address(&control.values_full[i]), 1);
+      barrier_init(shared_address(&control.values_empty[i]), kConsumerWarps);
+    }
+    barrier_init(shared_address(&control.queries_full), 1);
+    barrier_init(shared_address(&control.queries_empty), kConsumerWarps);
+    barrier_init(shared_address(&control.values_landed), 1);
+    for (int i = 0; i < kSlots; ++i) {
+      // Every lane that writes rows; every warp that reads them, and both teams.
+      barrier_init(shared_address(&control.rows_known[i]), 32);
+      barrier_init(shared_address(&control.slots_free[i]), kConsumerWarps + 2);
+    }
+    barrier_init(shared_address(&control.state_full), 1);
+    barrier_init(shared_address(&control.state_empty), kConsumerWarps);
+    barrier_init_fence();
+  }
+  if (threadIdx.x < 16)
+    control.log2_weight[threadIdx.x] = log2f(1.0F + static_cast<float>(__popc(threadIdx.x)));
+  __syncthreads();
+  let_next_kernel_start();
+  wait_for_previous_kernels();
+  if constexpr (kInPieces)
+    fence_global_for_async();  // bulk copies read the state that they have written
+  const int group = __shfl_sync(~0U, threadIdx.x / 128, 0);
+  if (group == kConsumers) {
+    fewer_registers<40>();
+    const int thread = threadIdx.x % 128;
+    if (thread < kTeam) {
+      load_queries_and_keys<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, thread);
+    } else {
+      load_values<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, thread - kTeam);
+    }
+  } else {
+    more_registers<232>();
+    compute<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, group);
+  }
+}
+
+// One per kind of rows, each in a file of its own (bf16_d64.cu, ...): they take long to compile.
+using ForwardKernel = void (*)(ForwardArguments);
+ForwardKernel forward_bf16_d64(bool causal, PairWeights weights, bool in_pieces);
+ForwardKernel forward_bf16_d128(bool causal, PairWeights weights, bool in_pieces);
+ForwardKernel forward_f16_d64(bool causal, PairWeights weights, bool in_pieces);
+ForwardKernel forward_f16_d128(bool causal, PairWeights weights, bool in_pieces);
+
+template <typename T, int kDim, PairWeights kWeights>
+ForwardKernel choose_forward(bool causal, bool in_pieces) {
+  if (causal) return attend_forward<T, kDim, true, kWeights, false>;
+  if constexpr (kPieces < kDim >> 0 && kWeights != PairWeights::general) {
+    if (in_pieces) return attend_forward<T, kDim, false, kWeights, true>;
+  }
+  return attend_forward<T, kDim, false, kWeights, false>;
+}
+
+template <typename T, int kDim>
+ForwardKernel choose_forward(bool causal, PairWeights weights, bool in_pieces) {
+  switch (weights) {
+    case PairWeights::none:
+      return choose_forward<T, kDim, PairWeights::none>(causal, in_pieces);
+    case PairWeights::periodic:
+      return choose_forward<T, kDim, PairWeights::periodic>(causal, in_pieces);
+    case PairWeights::general:
+      return choose_forward<T, kDim, PairWeights::general>(causal, in_pieces);
+  }
+  return nullptr;
+}
+
+}  // namespace annulus::cuda::sm90

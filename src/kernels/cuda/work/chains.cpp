@@ -1,0 +1,269 @@
+#include "kernels/cuda/work/chains.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <map>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "annulus/error.h"
+
+namespace annulus::cuda {
+namespace {
+
+using Interval = std::pair<std::int64_t, std::int64_t>;  // first and last
+
+const Group& group_of(const Tables& tables, const Item& item) {
+  return tables.groups[static_cast<std::size_t>(item.group)];
+}
+
+std::span<const Run> runs_of(const Tables& tables, const RowList& list) {
+  return {tables.runs.data() + list.begin, static_cast<std::size_t>(list.runs)};
+}
+
+// Lowest and highest index of rows [begin, begin + rows) of a list; rows > 0.
+Interval indices(const Tables& tables, const RowList& list, std::int32_t begin, std::int32_t rows) {
+  Interval out{std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()};
+  for (const Run& run : runs_of(tables, list)) {
+    const std::int64_t first = std::max(0, begin - run.before);
+    const std::int64_t last = std::min(run.count, begin + rows - run.before) - 1;
+    if (first > last) continue;
+    out.first = std::min(out.first, run.index + first * run.index_stride);
+    out.second = std::max(out.second, run.index + last * run.index_stride);
+  }
+  return out;
+}
+
+// Positions of the item's rows of dQ, in one member.
+Interval positions(const Tables& tables, const Item& item) {
+  const Group& group = group_of(tables, item);
+  const RowList& list = group.queries;
+  if (list.ascending == 0) return {0, list.rows - 1};
+  Interval out = indices(tables, list, 0, list.rows);
+  if (group.causal != 0) {
+    const std::int64_t low = indices(tables, group.keys, item.begin, item.rows).first - group.shift;
+    out.first = std::max(out.first, low);
+  }
+  return out;
+}
+
+std::vector<std::int32_t> heads_of(const Tables& tables, const Item& item) {
+  std::vector<std::int32_t> heads;
+  for (std::int32_t m = 0; m < item.members; ++m)
+    heads.push_back(tables.members[static_cast<std::size_t>(item.member + m)].head);
+  return heads;
+}
+
+// From the first to the last row of the list, by source.
+std::map<std::int32_t, Interval> extents(const Tables& tables, const RowList& list) {
+  std::map<std::int32_t, Interval> out;
+  for (const Run& run : runs_of(tables, list)) {
+    const std::int64_t last = run.first + (run.count - 1) * std::int64_t{run.stride};
+    const Interval here{std::min(run.first, last), std::max(run.first, last)};
+    const auto [at, fresh] = out.try_emplace(run.source, here);
+    if (fresh) continue;
+    at->second.first = std::min(at->second.first, here.first);
+    at->second.second = std::max(at->second.second, here.second);
+  }
+  return out;
+}
+
+// Items of a launch, while they are put into chains.
+class Wave {
+ public:
+  struct Chain {
+    std::vector<std::int32_t> heads;
+    bool ascending;           // only then do positions of several groups compare
+    std::vector<Item> items;  // of all batches
+  };
+
+  // False: the items do not fit into one chain of the wave.
+  bool add(const Tables& tables, std::span<const Item> items) {
+    const RowList& queries = group_of(tables, items.front()).queries;
+    const std::vector<std::int32_t> heads = heads_of(tables, items.front());
+    const std::map<std::int32_t, Interval> rows = extents(tables, queries);
+    std::optional<std::size_t> chain;
+    for (const std::int32_t head : heads) {
+      for (const auto& [source, interval] : rows) {
+        auto& taken = taken_[{head, source}];
+        for (auto at = first_after(taken, interval.first);
+             at != taken.end() && at->first <= interval.second; ++at) {
+          if (chain.has_value() && *chain != at->second.second) return false;
+          chain = at->second.second;
+        }
+      }
+    }
+    if (!chain.has_value()) {
+      chain = chains_.size();
+      chains_.push_back({heads, queries.ascending != 0, {}});
+    } else if (chains_[*chain].heads != heads || !chains_[*chain].ascending ||
+               queries.ascending == 0) {
+      return false;
+    }
+    for (const std::int32_t head : heads) {
+      for (const auto& [source, interval] : rows) {
+        auto& taken = taken_[{head, source}];
+        Interval all = interval;
+        for (auto at = first_after(taken, interval.first);
+             at != taken.end() && at->first <= interval.second; at = taken.erase(at)) {
+          all.first = std::min(all.first, at->first);
+          all.second = std::max(all.second, at->second.first);
+        }
+        taken[all.first] = {all.second, *chain};
+      }
+    }
+    chains_[*chain].items.insert(chains_[*chain].items.end(), items.begin(), items.end());
+    return true;
+  }
+
+  [[nodiscard]] const std::vector<Chain>& chains() const { return chains_; }
+
+ private:
+  // Disjoint intervals of rows: from the first one to the last one and their chain.
+  using Taken = std::map<std::int64_t, std::pair<std::int64_t, std::size_t>>;
+  static Taken::iterator first_after(Taken& taken, std::int64_t first) {
+    auto at = taken.upper_bound(first);
+    if (at != taken.begin() && std::prev(at)->second.first >= first) --at;
+    return at;
+  }
+
+  std::vector<Chain> chains_;
+  std::map<std::pair<std::int32_t, std::int32_t>, Taken> taken_;  // by head and source
+};
+
+// The items of a chain in one batch, those that see the latest keys first: under a causal mask, the
+// queries at which they begin are then nobody's before them, and they follow each other at a
+// distance.
+std::vector<Item> in_turn(const Tables& tables, const Wave::Chain& chain, std::int32_t batch) {
+  std::vector<std::pair<std::int64_t, Item>> order;
+  for (const Item& item : chain.items) {
+    if (item.batch == batch)
+      order.emplace_back(indices(tables, group_of(tables, item).keys, item.begin, item.rows).first,
+                         item);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<Item> out;
+  out.reserve(order.size());
+  for (const auto& [index, item] : order) out.push_back(item);
+  return out;
+}
+
+// Steps that an item takes on average.
+double mean_steps(const Tables& tables, const std::vector<std::vector<Item>>& chains, int step) {
+  double steps = 0;
+  std::size_t items = 0;
+  for (const std::vector<Item>& chain : chains) {
+    items += chain.size();
+    for (const Item& item : chain) {
+      const auto [first, last] = positions(tables, item);
+      const double rows = group_of(tables, item).queries.rows;
+      const double of_list = group_of(tables, item).causal != 0
+                                 ? std::min<double>(rows, static_cast<double>(last - first + 1))
+                                 : rows;
+      steps += item.members * std::max(1.0, of_list / step);
+    }
+  }
+  return steps / static_cast<double>(std::max<std::size_t>(1, items));
+}
+
+// Turns of a chain whose items are those of the tables with these numbers.
+void add_turns(const Tables& tables, std::span<const std::int32_t> numbers,
+               std::vector<ItemTurn>& turns) {
+  std::int64_t span = 0;
+  for (const std::int32_t number : numbers)
+    span = std::max(span,
+                    positions(tables, tables.items[static_cast<std::size_t>(number)]).second + 1);
+  std::int64_t least = std::numeric_limits<std::int32_t>::max();  // of those before
+  std::int64_t most = -1;
+  std::int32_t before = -1;
+  for (const std::int32_t number : numbers) {
+    const Item& item = tables.items[static_cast<std::size_t>(number)];
+    const bool ascending = group_of(tables, item).queries.ascending != 0;
+    const auto [first, last] = positions(tables, item);
+    if (span * item.members > std::numeric_limits<std::int32_t>::max() - 1)
+      throw ConfigError(
+          "deterministic: the queries of one K/V head in one segment are too many to be counted");
+    ItemTurn& turn = turns[static_cast<std::size_t>(number)];
+    turn.after = before;
+    turn.alone = static_cast<std::int32_t>(std::max<std::int64_t>(0, least));
+    turn.finish = before >= 0 && (!ascending || last < most) ? 1 : 0;
+    turn.span = static_cast<std::int32_t>(span);
+    least = std::min(least, first);
+    most = std::max(most, last);
+    before = number;
+  }
+}
+
+}  // namespace
+
+std::vector<ItemTurn> put_in_chains(Tables& tables, const ChainOptions& options) {
+  const std::vector<Item> given = std::move(tables.items);
+  const std::vector<Launch> launches = std::move(tables.launches);
+  tables.items.clear();
+  tables.launches.clear();
+  std::vector<ItemTurn> turns(given.size());
+  for (const Launch& launch : launches) {
+    std::vector<Wave> waves;
+    std::int32_t batches = 1;
+    const std::span<const Item> items{given.data() + launch.first_item,
+                                      static_cast<std::size_t>(launch.items)};
+    for (std::size_t begin = 0; begin < items.size();) {
+      std::size_t end = begin;
+      while (end < items.size() && items[end].group == items[begin].group &&
+             items[end].member == items[begin].member) {
+        batches = std::max(batches, items[end].batch + 1);
+        ++end;
+      }
+      const std::span<const Item> together = items.subspan(begin, end - begin);
+      if (std::none_of(waves.begin(), waves.end(),
+                       [&](Wave& wave) { return wave.add(tables, together); })) {
+        waves.emplace_back();
+        static_cast<void>(waves.back().add(tables, together));
+      }
+      begin = end;
+    }
+    for (const Wave& wave : waves) {
+      std::vector<std::vector<Item>> chains;
+      for (const Wave::Chain& chain : wave.chains()) {
+        for (std::int32_t b = 0; b < batches; ++b) {
+          std::vector<Item> in_batch = in_turn(tables, chain, b);
+          if (!in_batch.empty()) chains.push_back(std::move(in_batch));
+        }
+      }
+      const auto count = static_cast<std::int64_t>(chains.size());
+      // Under a causal mask an item begins where those before it have been already.
+      const bool causal = group_of(tables, chains.front().front()).causal != 0;
+      const auto width = static_cast<std::int64_t>(
+          causal ? 1.0
+                 : std::clamp(
+                       options.distance * options.blocks / mean_steps(tables, chains, options.step),
+                       1.0, static_cast<double>(count)));
+      const std::int64_t bundles = (count + width - 1) / width;
+      const auto first_item = static_cast<std::int32_t>(tables.items.size());
+      std::vector<std::vector<std::int32_t>> numbers(chains.size());
+      for (std::int64_t bundle = 0; bundle < bundles; ++bundle) {
+        const auto begin = static_cast<std::size_t>(count * bundle / bundles);
+        const auto end = static_cast<std::size_t>(count * (bundle + 1) / bundles);
+        bool more = true;
+        for (std::size_t i = 0; more; ++i) {
+          more = false;
+          for (std::size_t c = begin; c < end; ++c) {
+            if (i >= chains[c].size()) continue;
+            more = true;
+            numbers[c].push_back(static_cast<std::int32_t>(tables.items.size()));
+            tables.items.push_back(chains[c][i]);
+          }
+        }
+      }
+      for (const std::vector<std::int32_t>& chain : numbers) add_turns(tables, chain, turns);
+      tables.launches.push_back(
+          {launch.branch, first_item, static_cast<std::int32_t>(tables.items.size()) - first_item});
+    }
+  }
+  return turns;
+}
+
+}  // namespace annulus::cuda

@@ -1,0 +1,241 @@
+#include "kernels/cuda/work/tables.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+namespace annulus::cuda {
+namespace {
+
+std::int32_t last_index(const Run& run) { return run.index + (run.count - 1) * run.index_stride; }
+
+bool ascends(const std::vector<Run>& runs) {
+  for (std::size_t i = 1; i < runs.size(); ++i) {
+    if (runs[i].index <= last_index(runs[i - 1])) return false;
+  }
+  return true;
+}
+
+// The same rows by index. Neighbours that lie evenly in one source become runs again.
+std::vector<Run> by_index(const std::vector<Run>& runs) {
+  struct Row {
+    std::int32_t index;
+    std::int32_t source;
+    std::int64_t at;
+  };
+  std::vector<Row> rows;
+  for (const Run& run : runs) {
+    for (std::int32_t i = 0; i < run.count; ++i)
+      rows.push_back({run.index + i * run.index_stride, run.source,
+                      run.first + static_cast<std::int64_t>(i) * run.stride});
+  }
+  std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.index < b.index; });
+  std::vector<Run> out;
+  for (const Row& row : rows) {
+    if (!out.empty() && out.back().source == row.source) {
+      Run& run = out.back();
+      const std::int64_t step = row.at - (run.first + (run.count - 1) * std::int64_t{run.stride});
+      const std::int32_t index_step = row.index - last_index(run);
+      if (run.count == 1) {
+        run.stride = static_cast<std::int32_t>(step);
+        run.index_stride = index_step;
+      }
+      if (step == run.stride && index_step == run.index_stride) {
+        ++run.count;
+        continue;
+      }
+    }
+    Run run;
+    run.source = row.source;
+    run.count = 1;
+    run.index = row.index;
+    run.first = row.at;
+    out.push_back(run);
+  }
+  return out;
+}
+
+// Groups of one launch, while it is being made.
+struct Maker {
+  const WorkGroups& work;
+  const Computation& computation;
+  Side side;
+  int tile;
+  bool canonical;
+  Tables tables;
+
+  RowList add_rows(const std::vector<RunTemplate>& templates, const IndexFilter& filter) {
+    std::vector<Run> runs;
+    for (const RunTemplate& from : templates) {
+      filter.apply(from, [&](std::int32_t first, std::int32_t count) {
+        Run run;
+        run.source = from.parcel;
+        run.count = count;
+        run.index = from.index + first * from.index_stride;
+        run.index_stride = from.index_stride;
+        run.stride = static_cast<std::int32_t>(from.store_stride);
+        run.first = from.store_first + first * from.store_stride;
+        runs.push_back(run);
+      });
+    }
+    std::stable_sort(runs.begin(), runs.end(),
+                     [](const Run& a, const Run& b) { return a.index < b.index; });
+    if (canonical && !ascends(runs)) runs = by_index(runs);
+    RowList list;
+    list.begin = static_cast<std::int32_t>(tables.runs.size());
+    list.runs = static_cast<std::int32_t>(runs.size());
+    list.ascending = ascends(runs) ? 1 : 0;
+    list.by_index = canonical ? 1 : 0;
+    for (Run& run : runs) {
+      run.before = list.rows;
+      list.rows += run.count;
+      tables.runs.push_back(run);
+    }
+    return list;
+  }
+
+  // Returns the group's number.
+  std::int32_t add_group(const WorkGroup& from) {
+    Group group;
+    group.queries = add_rows(work.rows(from).queries, from.queries);
+    group.keys = add_rows(work.rows(from).keys, from.keys);
+    group.causal = from.mask.causal ? 1 : 0;
+    group.shift = from.mask.shift;
+    group.first_repeat = static_cast<std::int32_t>(tables.repeats.size());
+    group.repeats = static_cast<std::int32_t>(from.repeats.size());
+    group.branch = from.branch;
+    group.dilation = static_cast<std::int32_t>(
+        computation.pattern->branches[static_cast<std::size_t>(from.branch)].dilation);
+    tables.repeats.insert(tables.repeats.end(), from.repeats.begin(), from.repeats.end());
+    tables.groups.push_back(group);
+    return static_cast<std::int32_t>(tables.groups.size()) - 1;
+  }
+};
+
+// Items of a causal group see more keys (or are seen by more queries) the later (earlier) their
+// rows are.
+double cost_of(const Item& item, const Group& group, Side side) {
+  const RowList& other = side == Side::queries ? group.keys : group.queries;
+  if (group.causal == 0) return static_cast<double>(item.members) * other.rows;
+  const RowList& own = side == Side::queries ? group.queries : group.keys;
+  const double where = (item.begin + 0.5 * item.rows) / std::max(1, own.rows);
+  return item.members * other.rows * (side == Side::queries ? where : 1 - where);
+}
+
+}  // namespace
+
+Tables make_tables(const Stage& stage, const Computation& computation, Side side, int tile,
+                   bool canonical) {
+  Stage by_side = stage;
+  if (stage.kind != Stage::Kind::forward) {
+    by_side.kind = side == Side::queries ? Stage::Kind::query_gradient : Stage::Kind::key_gradient;
+  }
+  const WorkGroups work(by_side, computation, 0);
+  Maker maker{work, computation, side, tile, canonical, {}};
+  const int ratio = computation.heads() / computation.kv_heads;
+
+  // Items by (branch, wave). Key rows of one K/V head may be in several groups of a branch, whose
+  // query heads share pairs in different ways: these come in waves, one after the other.
+  std::vector<std::vector<std::vector<Item>>> items(computation.pattern->branches.size());
+  using Rows = std::tuple<std::int64_t, std::int64_t, int>;  // segment, offset, K/V head
+  std::map<std::pair<int, Rows>, std::vector<std::pair<int, int>>> users;
+  std::vector<std::int64_t> segments;  // by group
+  for (const WorkGroup& from : work.all()) {
+    const std::int32_t g = maker.add_group(from);
+    segments.push_back(from.segment);
+    const Group& group = maker.tables.groups.back();
+    std::vector<Selection::Member> members = from.members;
+    std::stable_sort(members.begin(), members.end(),
+                     [](const auto& a, const auto& b) { return a.q_head < b.q_head; });
+    const auto first_member = static_cast<std::int32_t>(maker.tables.members.size());
+    for (const Selection::Member& member : members)
+      maker.tables.members.push_back({member.q_head, member.q_head / ratio, member.unit_index});
+    auto& waves = items[static_cast<std::size_t>(from.branch)];
+    const std::int32_t rows = side == Side::queries ? group.queries.rows : group.keys.rows;
+    const auto count = static_cast<std::int32_t>(members.size());
+    for (std::int32_t m = 0; m < count;) {
+      std::int32_t together = 1;
+      std::size_t wave = 0;
+      if (side == Side::keys) {
+        const int kv_head = members[static_cast<std::size_t>(m)].q_head / ratio;
+        while (m + together < count &&
+               members[static_cast<std::size_t>(m + together)].q_head / ratio == kv_head)
+          ++together;
+        auto& who = users[{from.branch, {from.segment, from.offset, kv_head}}];
+        const std::pair user{from.rows, members[static_cast<std::size_t>(m)].q_head};
+        wave = static_cast<std::size_t>(std::find(who.begin(), who.end(), user) - who.begin());
+        if (wave == who.size()) who.push_back(user);
+      }
+      if (waves.size() <= wave) waves.resize(wave + 1);
+      for (std::int64_t b = 0; b < computation.batch; ++b) {
+        for (std::int32_t begin = 0; begin < rows; begin += tile) {
+          waves[wave].push_back({g, first_member + m, together, static_cast<std::int32_t>(b), begin,
+                                 std::min<std::int32_t>(tile, rows - begin)});
+        }
+      }
+      m += together;
+    }
+  }
+
+  std::vector<int> order(items.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+    const auto dilation = [&](int branch) {
+      return computation.pattern->branches[static_cast<std::size_t>(branch)].dilation;
+    };
+    return dilation(a) > dilation(b);
+  });
+  // Work comes head by head, each with all its segments. The rows of all heads at a token are
+  // neighbours in memory: forward takes the items of a segment one after the other, so that blocks
+  // that run side by side are near each other (gpu_bench.py, 1M tokens, LongNet, causal: 0.81 of
+  // cuDNN's time; head by head 0.84). Backward took as long either way.
+  const auto place = [&](const Item& item) {
+    return std::pair(item.batch, segments[static_cast<std::size_t>(item.group)]);
+  };
+  Tables& tables = maker.tables;
+  for (const int branch : order) {
+    for (std::vector<Item>& wave : items[static_cast<std::size_t>(branch)]) {
+      if (wave.empty()) continue;
+      if (stage.kind == Stage::Kind::forward) {
+        std::stable_sort(wave.begin(), wave.end(),
+                         [&](const Item& a, const Item& b) { return place(a) < place(b); });
+      }
+      tables.launches.push_back({branch, static_cast<std::int32_t>(tables.items.size()),
+                                 static_cast<std::int32_t>(wave.size())});
+      tables.items.insert(tables.items.end(), wave.begin(), wave.end());
+    }
+  }
+  return std::move(maker.tables);
+}
+
+void put_longest_first(Tables& tables, Side side) {
+  using Items = std::vector<Item>::iterator;
+  const auto cost = [&](const Item& item) {
+    return cost_of(item, tables.groups[static_cast<std::size_t>(item.group)], side);
+  };
+  const auto walked_rows = [&](const Item& item) {
+    const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
+    return std::int64_t{item.members} *
+           (side == Side::queries ? group.keys.rows : group.queries.rows);
+  };
+  for (const Launch& launch : tables.launches) {
+    const Items end = tables.items.begin() + launch.first_item + launch.items;
+    for (Items begin = end - launch.items; begin != end;) {
+      Items next = begin;
+      for (std::int64_t rows = 0; next != end;) {
+        rows += walked_rows(*next);
+        if (next != begin && rows > kCachedRows) break;
+        next = std::find_if(next, end, [of = *next](const Item& item) {
+          return item.group != of.group || item.member != of.member || item.batch != of.batch;
+        });
+      }
+      std::stable_sort(begin, next,
+                       [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
+      begin = next;
+    }
+  }
+}
+
+}  // namespace annulus::cuda

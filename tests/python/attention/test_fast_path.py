@@ -1,0 +1,158 @@
+"""Calls that take a short cut past PyTorch: who would see them all the same, and what they must not be mistaken for."""
+
+from __future__ import annotations
+
+import pytest
+from support import executors_missed, python_calls
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import annulus.torch as at  # noqa: E402
+from annulus import ConfigError  # noqa: E402
+
+
+def tensors(
+    grad: bool = False, tokens: int = 70, heads: int = 4, batch: int = 2
+) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = torch.randn(4, batch, tokens, heads, 16, generator=generator).unbind()
+    return [x.requires_grad_(grad) for x in (q, k, v)] + [do]
+
+
+class _Seen:
+    """Names of what a mode is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def _see(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class SeenFunctions(_Seen, TorchFunctionMode):
+    __torch_function__ = _Seen._see
+
+
+class SeenOperators(_Seen, TorchDispatchMode):
+    __torch_dispatch__ = _Seen._see
+
+
+@pytest.mark.parametrize("mode", [SeenFunctions, SeenOperators])
+@pytest.mark.parametrize("grad", [False, True])
+def test_modes_see_a_call_and_its_gradient(mode: type, grad: bool) -> None:
+    """Also one that looks like those before, which nobody has seen."""
+    q, k, v, do = tensors(grad)
+    plain = [at.ring_attention(q, k, v) for _ in range(2)][1]
+    with mode() as seen:
+        o = at.ring_attention(q, k, v)
+        if grad:
+            o.backward(do)
+    assert torch.equal(o, plain)
+    # Functions of modes see what is called, Tensor.backward, and not what that calls.
+    calls = 2 if grad and mode is SeenOperators else 1
+    assert sum(name.startswith("annulus.attend") for name in seen.names) == calls, seen.names
+    before = len(seen.names)
+    at.ring_attention(q, k, v)
+    assert len(seen.names) == before
+
+
+def test_modes_may_do_something_else() -> None:
+    class Zeros(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            if "annulus" not in str(function):
+                return found
+            return (torch.zeros_like(found[0]), *found[1:])
+
+    q, k, v, _ = tensors()
+    assert at.ring_attention(q, k, v).any()
+    with Zeros():
+        assert not at.ring_attention(q, k, v).any()
+    assert at.ring_attention(q, k, v).any()
+
+
+def test_a_default_device_is_nobody_who_looks() -> None:
+    """Though it is a mode: those who set one would pay for it with every call."""
+    q, k, v, _ = tensors()
+    with torch.device("cpu"):
+        assert at._fast_path.only_autograd_active(q, k, v)
+        with SeenFunctions():
+            assert not at._fast_path.only_autograd_active(q, k, v)
+    with torch.device("meta"):  # results are where the tensors are
+        assert at.ring_attention(q, k, v).device.type == "cpu"
+
+
+def test_a_right_call_excuses_no_wrong_one_that_looks_like_it() -> None:
+    q, k, v, _ = tensors()
+    right = dict(segment_lengths=[16, 32], dilation_rates=[1, 2], is_causal=True, scale=1)
+    for _ in range(2):
+        at.ring_attention(q, k, v, **right)
+    for wrong in (
+        dict(is_causal=1),
+        dict(segment_lengths=[16.0, 32]),
+        dict(segment_lengths=[16, 32, 64]),
+        dict(dilation_rates=[True, 2]),
+        dict(scale=True),
+        dict(n_global=7),
+        dict(schedule=["ring"]),
+    ):
+        for _ in range(2):
+            with pytest.raises(ConfigError):
+                at.ring_attention(q, k, v, **right | wrong)
+    for x in (v.double(), v[:, :-1], v[:, :, :, :8], v.to_sparse()):
+        with pytest.raises(ConfigError):
+            at.ring_attention(q, k, x, **right)
+
+
+def test_calls_that_look_alike_may_be_different_ones() -> None:
+    q, k, v, _ = tensors()
+    scale = torch.tensor(1.0)
+    first = at.ring_attention(q, k, v, scale=scale)
+    scale.fill_(0.25)  # the same object still
+    assert torch.equal(at.ring_attention(q, k, v, scale=scale), at.ring_attention(q, k, v, scale=0.25))
+    assert not torch.equal(at.ring_attention(q, k, v, scale=scale), first)
+    for _ in range(2):
+        assert at.ring_attention(q, k, v).grad_fn is None
+        assert at.ring_attention(q.requires_grad_(), k, v).grad_fn is not None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert at.ring_attention(q, k, v).dtype == torch.bfloat16
+        q.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert at.ring_attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_small_calls_do_little() -> None:
+    """How long they take is measured by 'make perf'. Of PyTorch's own calls there are more or less in another version."""
+    q, k, v, do = tensors(True, tokens=8, heads=1, batch=1)
+
+    def forward() -> None:
+        with torch.no_grad():
+            at.ring_attention(q, k, v)
+
+    def both() -> None:
+        at.ring_attention(q, k, v).backward(do)
+
+    for call, most in ((forward, 75), (both, 205)):  # 61 and 171; without the short cut 98 and 233
+        call()
+        assert executors_missed(call) == 0
+        called = python_calls(call)
+        assert len(called) <= most, (len(called), called)
+
+
+def test_a_tensor_whose_memory_has_the_other_sign() -> None:
+    """As the imaginary part of a conjugate, which is no copy."""
+    x, grad = torch.randn(2, 1, 32, 2, 16).unbind()
+    q, k, v = x.requires_grad_(), torch.randn(1, 32, 2, 16), torch.randn(1, 32, 2, 16)
+    assert torch.equal(at.ring_attention(torch._neg_view(q), k, v), at.ring_attention(-q, k, v))
+    assert torch.equal(at.ring_attention(q, k, torch._neg_view(v)), at.ring_attention(q, k, -v))
+    o = at.ring_attention(q, k, v)
+    found, expected = (
+        torch.autograd.grad(o, q, g, retain_graph=True)[0] for g in (torch._neg_view(grad), -grad)
+    )
+    assert torch.equal(found, expected)

@@ -1,0 +1,30 @@
+"""What becomes of a ring of processes when one is lost. What they do is in kill_ranks.py; as a program it runs hundreds."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from support.launch import need_gloo, run_program
+
+need_gloo()
+
+PROGRAM = pathlib.Path(__file__).with_name("kill_ranks.py")
+
+
+@pytest.mark.parametrize("size", ["short", "long"])
+def test_survivors_of_a_kill_name_it_and_go_on(size: str) -> None:
+    run_program(PROGRAM, "--kill", "4", "--sizes", size, "--deadline", "20")
+
+
+def test_survivors_of_a_stop_name_it_at_the_deadline_and_go_on_without_it() -> None:
+    run_program(PROGRAM, "--stop", "2", "--deadline", "10")
+
+
+def test_a_rank_that_is_cut_off_is_named_and_may_come_back() -> None:
+    run_program(PROGRAM, "--cut", "4", "--deadline", "20")
+
+
+def test_nothing_is_left_of_steps_and_of_rings_that_were_lost() -> None:
+    soak = PROGRAM.with_name("soak.py")
+    run_program(soak, "--steps", "400", "--ranks", "3", "--cycles", "8")

@@ -1,0 +1,15 @@
+"""Those that are left of a ring become a group again, whatever happens meanwhile. What they do is in reunions.py."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from support.launch import need_gloo, run_program
+
+need_gloo()
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+
+def test_reunions() -> None:
+    run_program(pathlib.Path(__file__).with_name("reunions.py"))

@@ -1,0 +1,457 @@
+"""One rank of test_advanced.py: advanced_worker.py <case>... Under torchrun, or alone in one process.
+
+``advanced_worker.py survive:<place>`` forks its ranks itself, one of which dies at that place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import logging
+import os
+import pathlib
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+
+from support import process_ring
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.rank_cases import run_cases
+from torch import nn
+from training_worker import BRANCHES, TOKENS, VOCABULARY, assert_same, batch, gradients
+
+import annulus
+import annulus.torch as at
+from annulus import monitor
+
+WORLD = None
+WIDTH, STEPS = 32, 20
+# DeepSpeed's figures as a test wants them: several buckets, and nothing small enough to stay whole.
+SMALL = 0.02
+
+
+class Model(nn.Module):
+    def __init__(self, group: dist.ProcessGroup | None, **services: object):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            at.RingAdvancedDistributedDilatedAttention(
+                *(WIDTH, 2),
+                batch_first=True,
+                is_causal=True,
+                placement="zigzag",
+                group=group,
+                **BRANCHES,
+                **services,
+            )
+            for _ in range(2)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for norm, layer in zip(self.norms, self.layers):
+            h = norm(x)
+            x = x + layer(h, h, h, need_weights=False, n_global=TOKENS)[0]
+        return self.head(self.norms[2](x))
+
+
+def make_training(group: dist.ProcessGroup | None, **services: object) -> at.Training:
+    model = Model(group, **services)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6, weight_decay=0.01)
+    return model.layers[0].prepare(model, optimizer)
+
+
+def loss_of(training: at.Training, step: int) -> torch.Tensor:
+    ring = {"placement": "zigzag", "group": training.group}
+    tokens, following = (x if training.group is None else at.shard(x, **ring) for x in batch(step))
+    logits = training.model(tokens)
+    losses = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
+    return at.token_mean(losses, group=training.group)
+
+
+def print_loss(step: int, loss: float) -> None:
+    if WORLD is None or dist.get_rank() == 0:
+        print(f"step {step} loss {loss:.9f}", flush=True)
+
+
+def services_of(how: str) -> dict[str, object]:
+    name, *more = how.split("+")
+    services: dict[str, object] = {}
+    if name.startswith("zero"):
+        services |= {"use_deepspeed": True, "zero_stage": int(name[4:]), "bucket_size": SMALL}
+    if "cpu" in more:
+        services["cpu_offload"] = True
+    if "nvme" in more:
+        services |= {"nvme_offload": True, "nvme_path": os.environ["NVME_PATH"]}
+    if "after" in more:
+        services["overlap_comm"] = False
+    if "checkpointing" in more:
+        services["use_gradient_checkpointing"] = True
+    return services
+
+
+def avoid_compiling() -> None:
+    """Of DeepSpeed's shared memory for the ranks of one host, for a minute, behind a lock that a run that is killed
+    leaves to the next one: Gloo carries everything."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def trains(how: str, steps: str = str(STEPS), folder: str = "") -> None:
+    """Prints losses."""
+    services = services_of(how)
+    if services.get("use_deepspeed"):
+        avoid_compiling()
+    if folder:
+        services |= {"enable_fault_tolerance": True, "checkpoint_interval": 2}
+        services["checkpoint_folder"] = folder
+    training = make_training(WORLD, **services)
+    if services.get("use_deepspeed"):
+        engine, stage = training.model, services["zero_stage"]
+        assert engine.zero_optimization_stage() == stage
+        assert engine.zero_reduce_bucket_size() == int(SMALL * 2**20 / 4)
+        assert engine.zero_overlap_comm() == services.get("overlap_comm", True)
+        wanted = {"nvme_offload": "nvme", "cpu_offload": "cpu"}
+        device = next((d for name, d in wanted.items() if services.get(name)), "none")
+        config = engine.config["zero_optimization"]
+        assert config.get("offload_optimizer", {"device": "none"})["device"] == device
+    training.run(int(steps), lambda step: loss_of(training, step), print_loss)
+    training.close()
+
+
+def cannot_go_on(how: str, folder: str, words: str) -> None:
+    """From a checkpoint of others, which DeepSpeed cannot load."""
+    try:
+        trains(how, folder=folder)
+    except at.CheckpointError as error:
+        assert f"was made with {words}, and DeepSpeed cannot load it" in str(error), error
+    else:
+        raise AssertionError(f"it went on from {folder}")
+
+
+def nvme() -> None:
+    """Trains with the optimizer's state on disk, and parameters, too, where DeepSpeed can; or says why not."""
+    avoid_compiling()
+    usual = services_of("zero3+nvme")
+    try:
+        make_training(WORLD, **usual)
+    except annulus.ConfigError as error:
+        print(f"refused: {error}", flush=True)
+        if "libaio" in str(error):
+            return
+        assert "in bfloat16 only" in str(error)
+    else:
+        raise AssertionError("parameters in float32 would come back as bfloat16")
+    trains("zero3+nvme+cpu")
+    # Less than a MB of a rank stays in memory: what is seen on the disk is of a larger module.
+    for number, (more, parts) in enumerate(
+        (
+            ({"cpu_offload": True}, ["optimizer"]),
+            ({"dtype": torch.bfloat16}, ["optimizer", "params"]),
+        )
+    ):
+        folder = pathlib.Path(os.environ["NVME_PATH"]) / f"{dist.get_rank()}_{number}"
+        folder.mkdir()
+        large = at.RingAdvancedDistributedDilatedAttention(
+            1024, 8, batch_first=True, **usual | more | {"nvme_path": folder}
+        )
+        dtype = large.in_proj_weight.dtype
+        training = large.prepare()
+        x = torch.randn(1, 3, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
+        losses = []
+        for _ in range(3):
+            loss = (training.model(x, x, x, need_weights=False)[0] - x).square().mean()
+            training.step(loss)
+            losses.append(loss.item())
+        assert losses[2] < losses[0], losses
+        for part in parts:
+            kept = sum(p.stat().st_size for p in folder.rglob("*.swp") if part in str(p))
+            assert kept > 2**20, (part, kept, sorted(folder.rglob("*"))[:20])
+
+
+def ranks_that_disagree_are_told() -> None:
+    for name, usual, other in (("bucket_size", 25, 10), ("overlap_comm", True, False)):
+        said = other if dist.get_rank() == 1 else usual
+        try:
+            make_training(WORLD, **{name: said})
+        except annulus.ConfigError as error:
+            assert name in str(error) and repr(other) in str(error), error
+        else:
+            raise AssertionError(f"{name} went unnoticed")
+    for what, other in (
+        ("the model's parameters", {"dtype": torch.bfloat16}),  # Gloo would abort
+        ("the model's parameters", {"bias": False}),
+        ("use_gradient_checkpointing", {"use_gradient_checkpointing": True}),
+        ("the optimizer", {"optimizer": torch.optim.SGD}),
+        ("the names in state", {"state": {"more": nn.Linear(1, 1)}}),
+    ):
+        others = other if dist.get_rank() == 1 else {}
+        prepare = {name: others.pop(name) for name in ("optimizer", "state") if name in others}
+        layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **others)
+        if "optimizer" in prepare:
+            prepare["optimizer"] = prepare["optimizer"](layer.parameters())
+        try:
+            layer.prepare(**prepare)
+        except annulus.ConfigError as error:
+            assert f"disagree about {what} (rank" in str(error), error
+        else:
+            raise AssertionError(f"{what} went unnoticed")
+    training = make_training(WORLD)
+    try:
+        training.run(0.5 if dist.get_rank() == 1 else 2, lambda step: loss_of(training, step))
+    except annulus.ConfigError as error:
+        assert "Training.run: steps is 0.5" in str(error), error
+    else:
+        raise AssertionError("half a step went unnoticed")
+    layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD)
+    try:  # what is wrong on one rank alone
+        layer.prepare(nn.Linear(1, 1) if dist.get_rank() == 2 else None)
+    except annulus.ConfigError as error:
+        assert "no part of the model" in str(error), error
+    else:
+        raise AssertionError("another model went unnoticed")
+
+    services = {"enable_fault_tolerance": True, "checkpoint_folder": "never made"}
+    try:
+        make_training(None, **services)
+    except annulus.ConfigError as error:
+        assert "train apart" in str(error), error
+    else:
+        raise AssertionError("four trainings write one checkpoint")
+
+
+def fsdp_is_refused_and_held_bytes_are_the_shards() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, batch_first=True, group=WORLD)
+    whole = layer.get_memory_info()["parameter_bytes"]
+    fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert layer.get_memory_info()["parameter_bytes"] == whole // dist.get_world_size()
+    try:
+        layer.prepare()
+    except annulus.ConfigError as error:
+        assert "FSDP" in str(error), error
+    else:
+        raise AssertionError("gradients would be averaged twice")
+
+
+def rings_of_some_ranks_are_logged() -> None:
+    """Where a training has several rings, a process is another rank of its own."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("annulus").addHandler(handler)
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    layer = at.RingAdvancedDistributedDilatedAttention(
+        WIDTH, 2, batch_first=True, group=pairs[dist.get_rank() // 2], log_level="info"
+    )
+    training = layer.prepare(group=WORLD)
+    x = torch.randn(1, 50, WIDTH)
+    training.step(training.model(x, x, x, need_weights=False)[0].square().mean())
+    training.close()
+    logging.getLogger("annulus").removeHandler(handler)
+    tag = f"[rank {dist.get_rank() % 2}/2] "
+    passes = [line for line in lines if line.startswith((tag + "forward", tag + "backward"))]
+    assert len(passes) == 2, lines
+    at.cleanup()
+
+
+def ddp_is_refused() -> None:
+    layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD)
+    try:
+        layer.prepare(at.data_parallel(layer, WORLD))
+    except annulus.ConfigError as error:
+        assert "DistributedDataParallel already" in str(error), error
+    else:
+        raise AssertionError("gradients would be averaged twice")
+
+
+def a_package_that_one_rank_misses_is_everybodys_error() -> None:
+    tolerant = {"enable_fault_tolerance": True, "checkpoint_folder": "never made"}
+    for package, services in (
+        ("deepspeed", {"use_deepspeed": True, "zero_stage": 1}),
+        ("safetensors", tolerant),
+    ):
+        found, missed = importlib.util.find_spec, dist.get_rank() == 1
+        importlib.util.find_spec = lambda name: found("torch")
+        layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **services)
+        importlib.util.find_spec = lambda name: None if missed else found("torch")
+        try:
+            layer.prepare()
+        except annulus.ConfigError as error:
+            assert f"pip install {package}" in str(error), error
+        else:
+            raise AssertionError(f"rank 1 has no {package}")
+        finally:
+            importlib.util.find_spec = found
+
+
+def deepspeed_takes_one_dtype() -> None:
+    """It would cast the others, whatever the layers expect."""
+    found = importlib.util.find_spec
+    importlib.util.find_spec = lambda name: found("torch")  # before it is asked for anything
+    try:
+        layer = at.RingAdvancedDistributedDilatedAttention(
+            WIDTH, 2, group=WORLD, use_deepspeed=True, dtype=torch.bfloat16
+        )
+        layer.prepare(nn.ModuleList([layer, nn.Linear(1, 1)]))
+    except annulus.ConfigError as error:
+        assert "torch.bfloat16 and torch.float32" in str(error), error
+    else:
+        raise AssertionError("two dtypes went unnoticed")
+    finally:
+        importlib.util.find_spec = found
+
+
+def buckets_leave_when_they_are_told_to() -> None:
+    """bucket_size and overlap_comm: how many messages there are, and when they leave. The same gradients."""
+    expected = None
+    for bucket_size, overlap_comm in ((25, True), (0.004, True), (25, False), (0.004, False)):
+        training = make_training(WORLD, bucket_size=bucket_size, overlap_comm=overlap_comm)
+        loss_of(training, 1).backward()  # after the first one, DDP sorts its buckets
+        events: list[str] = []
+        usual = dist.all_reduce
+
+        def send(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+            events.append("sent")
+            return usual(tensor, *args, **kwargs)
+
+        def hook(state, bucket):
+            sent = send(bucket.buffer(), async_op=True).get_future()
+            return sent.then(lambda done: done.value()[0] / dist.get_world_size())
+
+        if overlap_comm:
+            training.model.register_comm_hook(None, hook)  # what DDP does without
+        for parameter in training.model.parameters():
+            parameter.register_hook(lambda grad: events.append("gradient"))
+        training.model.zero_grad()
+        loss = loss_of(training, 1)
+        if not overlap_comm:
+            dist.all_reduce = send
+        loss.backward()
+        dist.all_reduce = usual
+        messages, last = events.count("sent"), len(events) - events[::-1].index("gradient")
+        assert messages == 1 if bucket_size == 25 else messages > 3, (bucket_size, events)
+        before = events[:last].count("sent")
+        assert before == 0 or overlap_comm, events
+        assert before > 0 or not overlap_comm or bucket_size == 25, events
+        expected = expected or gradients(training.model)
+        assert_same(gradients(training.model), expected, bucket_size, overlap_comm)
+
+
+def min_tokens_for_ring_decides() -> None:
+    for least, gathers in ((50, False), (51, True)):
+        layer = at.RingAdvancedDistributedDilatedAttention(
+            WIDTH, 2, batch_first=True, group=WORLD, min_tokens_for_ring=least
+        )
+        x = at.shard(torch.randn(1, 50, WIDTH), group=WORLD)
+        layer.clear_cache()
+        layer(x, x, x, need_weights=False)
+        info = layer.get_memory_info()
+        assert info["ring_size"] == dist.get_world_size() and info["communication_bytes"] > 0
+        assert ("every needed row" in info["complexity"]) == gathers, info
+
+
+def caches_of_a_ring_are_its_own() -> None:
+    layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, batch_first=True, group=WORLD)
+    x = torch.randn(1, 50, WIDTH)
+    layer(x, x, x, need_weights=False)
+    q = x.unflatten(-1, (2, -1))
+    at.ring_attention(q, q, q)  # in this process alone
+    assert layer.get_memory_info()["cached_workspaces"] >= 2
+    layer.clear_cache()
+    assert layer.get_memory_info()["cached_workspaces"] == 1
+    layer.clear_cache(force=True)
+    assert layer.get_memory_info()["cached_workspaces"] == 0
+
+
+# ---- a rank dies
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_lost(
+    rank: int, say: Callable, orders: int, ranks: int, port: int, place: str, services: dict
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["ANNULUS_THREADS"] = "1"
+    limit = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, world_size=ranks, rank=rank)
+    training = make_training(dist.group.WORLD, **services)
+    victims = [1, 2] if place == "twice" else [1]
+    if place == "recovering" and rank == 2:
+        training._start = lambda _: die()  # when all know who is left
+    if place == "gradients" and rank in victims:
+        # The last gradient of all: rings are done, the others wait for its bucket.
+        weight = training.model.module.tokens.weight
+        weight.register_hook(lambda _: die() if training.done == 4 else None)
+
+    def loss(step: int) -> torch.Tensor:
+        if place != "gradients" and rank in victims and step == 5 + 2 * victims.index(rank):
+            die()
+        return loss_of(training, step)
+
+    try:
+        training.run(10, loss, lambda step, value: say("step", step=step, loss=value))
+    except (annulus.TransportError, RuntimeError) as error:
+        say("raised", text=f"{type(error).__name__}: {error}", recoveries=training.recoveries)
+        return
+    lost = [event for event in monitor.read()[0] if event.name == "lost rank"]
+    assert len(lost) == training.recoveries, lost
+    training.close()
+    left = dist.get_process_group_ranks(training.group)
+    say("done", left=left, recoveries=training.recoveries)
+    time.sleep(60)  # the parent ends it: the others may not be done
+
+
+def survive(place: str) -> None:
+    """One rank of three, or two of five, one after the other. The losses are those of a run without."""
+    training = make_training(None)
+    wanted: list[float] = []
+    training.run(10, lambda step: loss_of(training, step), lambda _, value: wanted.append(value))
+    ranks, lost = (5, [1, 2]) if place in ("twice", "recovering") else (3, [1])
+    left = [rank for rank in range(ranks) if rank not in lost]
+    with tempfile.TemporaryDirectory() as folder:
+        services = {"enable_fault_tolerance": True, "checkpoint_folder": folder}
+        services |= {"checkpoint_interval": 2, "enable_monitoring": True}
+        arguments = (ranks, process_ring.free_port(), place, services)
+        with process_ring.Ring(ranks, train_until_lost, *arguments) as ring:
+            ring.wait("done", left, 120)
+            for rank in left:
+                said = ring.ranks[rank].said
+                done = ring.ranks[rank].last("done")
+                assert done is not None, said
+                assert (done["left"], done["recoveries"]) == (left, len(lost)), done
+                found = {line["step"]: line["loss"] for line in said if line["what"] == "step"}
+                assert sorted(found) == list(range(1, 11)), said
+                for step, loss in enumerate(wanted, 1):
+                    assert abs(found[step] - loss) < 1e-5, (step, found[step], loss)
+
+
+def raises(place: str, *more: str) -> None:
+    """Without fault tolerance, or where it may not recover, the loss of a rank is an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        services: dict[str, object] = {}
+        if "none" in more:
+            services = {"enable_fault_tolerance": True, "checkpoint_folder": folder}
+            services["max_recoveries"] = 0
+        arguments = (3, process_ring.free_port(), place, services)
+        with process_ring.Ring(3, train_until_lost, *arguments) as ring:
+            ring.wait("raised", [0, 2], 120)
+            for rank in (0, 2):
+                raised = ring.ranks[rank].last("raised")
+                assert raised is not None and raised["recoveries"] == 0, ring.ranks[rank].said
+                assert "TransportError" in raised["text"] and "rank 1" in raised["text"], raised
+
+
+if __name__ == "__main__":
+    run_cases(globals())

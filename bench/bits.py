@@ -23,13 +23,13 @@ import sys
 import threading
 import time
 import zlib
-from typing import Any, Callable
-
-import numpy as np
-import torch
+from collections.abc import Callable
+from typing import Any
 
 import annulus
 import annulus.torch
+import numpy as np
+import torch
 
 ARRAYS = ("o", "lse", "dq", "dk", "dv")
 PRESETS = ("dense", "longnet", "head_groups")

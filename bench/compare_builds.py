@@ -21,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 LONGNET = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
 
@@ -74,10 +75,9 @@ def cases() -> list[Case]:
 
 def prepare(case: Case) -> dict[str, Callable[[int], None]]:
     """By pass: a function that does it so many times."""
-    import torch
-
     import annulus
     import annulus.torch
+    import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     generator = torch.Generator().manual_seed(4)
@@ -126,9 +126,8 @@ def prepare(case: Case) -> dict[str, Callable[[int], None]]:
 def prepare_ring(case: Case, pattern: Any, dtype: Any, arrays: Any) -> dict[str, Any]:
     from concurrent.futures import ThreadPoolExecutor
 
-    import torch
-
     import annulus
+    import torch
 
     placement = annulus.Placement.named(case.placement, case.tokens, case.ranks)
     # The ranks' threads live as long as the case; a turn of many calls wakes them once.

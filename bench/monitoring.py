@@ -17,9 +17,8 @@ import statistics
 import tempfile
 import time
 
-import numpy as np
-
 import annulus
+import numpy as np
 from annulus import _core, monitor
 
 

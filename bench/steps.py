@@ -21,12 +21,11 @@ import statistics
 import sys
 import time
 
+import annulus
 import torch
 import torch.distributed as dist
-from planning import cpu_name
-
-import annulus
 from annulus.torch import ProcessGroupTransport
+from planning import cpu_name
 
 LIMIT = datetime.timedelta(seconds=60)
 

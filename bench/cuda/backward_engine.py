@@ -15,7 +15,8 @@ import pathlib
 import sys
 import time
 import traceback
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from peers import DILATIONS, SEGMENTS, cudnn_backward, cudnn_forward, medians, views

@@ -20,15 +20,15 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any, Callable
-
-import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from collections.abc import Callable
+from typing import Any
 
 import annulus
 import annulus.torch
+import torch
+import torch.nn.functional as F
 from peers import DILATIONS, SEGMENTS, Function, cudnn_backward, cudnn_forward, medians, views
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS = 16
 

@@ -19,10 +19,9 @@ import statistics
 import time
 from typing import Any
 
-import torch
-
 import annulus
 import annulus.torch
+import torch
 from gpu_bench import Ours, machine, normal
 from peers import DILATIONS, SEGMENTS, cudnn_backward, cudnn_forward
 

@@ -23,10 +23,9 @@ HEADS, DIM = 16, 128
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
+    import annulus.torch as at
     import torch
     import torch.distributed as dist
-
-    import annulus.torch as at
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

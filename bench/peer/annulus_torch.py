@@ -13,12 +13,10 @@ import multiprocessing
 import pathlib
 import re
 import statistics
-import sys
-
-import torch
-import versus_pytorch as versus
 
 import annulus.torch as at
+import torch
+import versus_pytorch as versus
 
 BRANCHES = {"segment_lengths": versus.SEGMENTS, "dilation_rates": versus.DILATIONS}
 SIDES = ("detached", "full", "pytorch")  # of the training suite

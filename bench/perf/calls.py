@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 import annulus
+import numpy as np
 
 
 def best(call: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -37,9 +36,8 @@ def main() -> int:
     x = np.random.default_rng(1).standard_normal((1, 64, 2, 64), dtype=np.float32)
     bar("us per annulus.attention of 64 tokens", best(lambda: annulus.attention(x, x, x), time.perf_counter), 100)
     try:
-        import torch
-
         import annulus.torch as at
+        import torch
     except ImportError:
         print("annulus.torch is left out: PyTorch is not installed")
         return missed > 0

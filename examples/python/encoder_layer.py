@@ -4,9 +4,8 @@ python examples/python/encoder_layer.py
 """
 
 import torch
-from torch import nn
-
 from annulus.torch import RingMultiheadDilatedAttention
+from torch import nn
 
 torch.manual_seed(0)
 

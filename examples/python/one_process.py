@@ -6,9 +6,8 @@
 # %% Arrays in, arrays out: NumPy, PyTorch, or anything else with DLPack, used in place.
 import threading
 
-import numpy as np
-
 import annulus
+import numpy as np
 
 rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal((1, 5000, 8, 64), dtype=np.float32) for _ in range(3))
@@ -60,7 +59,6 @@ assert difference < 1e-5
 # %% With PyTorch: the same attention with gradients.
 try:
     import torch
-
     from annulus.torch import ring_attention
 except ImportError:
     print("PyTorch is not installed: the last cell is left out")

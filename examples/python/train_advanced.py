@@ -20,9 +20,8 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-
 from annulus.torch import RingAdvancedDistributedDilatedAttention, shard, token_mean
+from torch import nn
 
 TOKENS, VOCABULARY, WIDTH, HEADS, BATCH = 61, 16, 32, 2, 8
 PLACEMENT = "zigzag"

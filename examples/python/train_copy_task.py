@@ -15,10 +15,9 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from annulus.torch import RingMultiheadDilatedAttention, positions, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from annulus.torch import RingMultiheadDilatedAttention, positions, shard
 
 HALF, VOCABULARY, WIDTH, HEADS, BATCH = 31, 16, 64, 4, 32
 TOKENS = 2 * HALF

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
 from annulus.torch import Checkpoints, LongNetLM, cleanup, data_parallel, shard, token_mean
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

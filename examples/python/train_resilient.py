@@ -22,9 +22,8 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-
 from annulus.torch import Checkpoints, RingMultiheadDilatedAttention, cleanup, positions, shard
+from torch import nn
 
 TOKENS, VOCABULARY, WIDTH, HEADS, BATCH = 61, 16, 32, 2, 8
 PLACEMENT = "zigzag"

@@ -55,9 +55,8 @@ def log_level_as_before() -> Iterator[None]:
 @pytest.fixture
 def one_rank(torch: types.ModuleType) -> Iterator[None]:
     """A process group of this process alone."""
-    import torch.distributed as dist
-
     import annulus.torch
+    import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield

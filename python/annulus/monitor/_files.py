@@ -10,7 +10,6 @@ from annulus import _core
 from annulus.monitor import _events
 from annulus.monitor._readers import Reader
 
-
 # In traces. Beyond all ranks; and not -1, which Perfetto takes for 0.
 _NOBODY = 999_999
 _FIRST_TRACK = 1_000_000

@@ -7,16 +7,15 @@ import os
 import tempfile
 import warnings
 
+import annulus
+import annulus.torch as at
 import torch
 import torch.distributed as dist
+from annulus.torch import variants
+from annulus.torch.training import _deepspeed
 from support import torch_reference
 from support.rank_cases import run_cases
 from torch import nn
-
-import annulus
-import annulus.torch as at
-from annulus.torch import variants
-from annulus.torch.training import _deepspeed
 
 WORLD = None
 BRANCHES = {"segment_lengths": [32, 64, 128], "dilation_rates": [1, 2, 4]}

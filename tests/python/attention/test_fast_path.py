@@ -7,11 +7,10 @@ from support import executors_missed, python_calls
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from torch.overrides import TorchFunctionMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
 import annulus.torch as at  # noqa: E402
 from annulus import ConfigError  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 
 def tensors(

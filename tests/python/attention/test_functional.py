@@ -9,18 +9,17 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from support.reference import relative_rms
 from support import resident_bytes
+from support.reference import relative_rms
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-from support import torch_reference  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
 from annulus import ConfigError, Pattern  # noqa: E402
 from annulus.torch.ring import _registry  # noqa: E402
+from support import torch_reference  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 LONGNET = {"segment_lengths": [16, 32, 64], "dilation_rates": [1, 2, 4]}
 

@@ -9,11 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from torch import nn  # noqa: E402
-
 import annulus.torch as at  # noqa: E402
 from annulus import ConfigError  # noqa: E402
 from annulus.torch import RingDilatedAttention, RingMultiheadDilatedAttention  # noqa: E402
+from torch import nn  # noqa: E402
 
 LONGNET = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
 PADDING = torch.arange(50)[None] > torch.tensor([[49], [30], [7]])

@@ -10,17 +10,15 @@ import warnings
 
 import numpy as np
 import pytest
-
 from support.launch import need_gloo, run_program
 from support.optional import needs_deepspeed, needs_safetensors
 
 need_gloo()
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from annulus.torch import variants  # noqa: E402
 from annulus.torch.training import _training  # noqa: E402
 
@@ -41,7 +39,7 @@ def multihead(**options: object) -> at.RingMultiheadDilatedAttention:
     return at.RingMultiheadDilatedAttention(32, 2, **BRANCHES, **options)
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 2, 4])
+@pytest.mark.parametrize("ranks", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 def test_ranks(ranks: int) -> None:
     cases = ["variants_are_exact", "block_runs"]
     if ranks in (2, 4):

@@ -13,18 +13,17 @@ import sys
 import time
 import traceback
 
+import annulus
+import annulus.torch as at
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from annulus.torch.checkpoints import _files as files
+from annulus.torch.checkpoints import _writer as writer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-
-import annulus
-import annulus.torch as at
-from annulus.torch.checkpoints import _files as files
-from annulus.torch.checkpoints import _writer as writer
 
 
 class Data:

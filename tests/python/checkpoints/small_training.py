@@ -6,12 +6,11 @@ import os
 import pathlib
 import random
 
+import annulus.torch as at
 import numpy as np
 import pytest
 import torch
 from torch import nn
-
-import annulus.torch as at
 
 
 class Position:

@@ -19,10 +19,9 @@ from support import HANG, comes_true
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from small_training import Position, Training, names, only_file, said, train  # noqa: E402
-
 import annulus.torch as at  # noqa: E402
 from annulus.torch.checkpoints import _files as files  # noqa: E402
+from small_training import Position, Training, names, only_file, said, train  # noqa: E402
 
 
 def test_the_next_step_does_not_alter_what_is_being_written(

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 import annulus.torch as at
-from annulus.torch.checkpoints import _files as files
 from annulus.torch.checkpoints import _background
+from annulus.torch.checkpoints import _files as files
 
 Event = tuple[str, str]  # what was done, to which path below the folder
 

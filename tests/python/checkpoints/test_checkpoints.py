@@ -14,12 +14,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
-from small_training import Position, Training, names, only_file, resumed, said, train  # noqa: E402
-from torch import nn  # noqa: E402
-
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
 from annulus.torch.checkpoints import _files as files  # noqa: E402
+from small_training import Position, Training, names, only_file, resumed, said, train  # noqa: E402
+from torch import nn  # noqa: E402
 
 
 def test_resumed_training_has_the_bits_of_the_undisturbed(tmp_path: pathlib.Path) -> None:

@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 
-from support import HANG
-
 import annulus
+from support import HANG
 
 
 def run(*arguments: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import annulus
 import numpy as np
 import pytest
-from support.reference import relative_rms
-from support import make_ring, normal, problem
-
-import annulus
 from annulus._core import view_of
+from support import make_ring, normal, problem
+from support.reference import relative_rms
 
 
 def test_numpy_is_used_in_place() -> None:

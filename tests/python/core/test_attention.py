@@ -8,14 +8,13 @@ import subprocess
 import threading
 from typing import Any
 
+import annulus
 import numpy as np
 import pytest
+from annulus import Pattern, Placement
+from support import normal, problem
 from support.reference import attention as reference
 from support.reference import relative_rms
-from support import normal, problem
-
-import annulus
-from annulus import Pattern, Placement
 
 LONGNET = {"segment_lengths": [16, 64], "dilation_rates": [1, 2]}
 PATTERNS: dict[str, tuple[dict[str, Any], Pattern]] = {
@@ -64,7 +63,7 @@ def test_matches_the_definition(name: str, kv_heads: int) -> None:
 
 
 def test_the_librarys_oracle_agrees_with_this_one() -> None:
-    for options, pattern in PATTERNS.values():
+    for _, pattern in PATTERNS.values():
         arrays = [x.astype(np.float64) for x in problem(tokens=40)]
         expected = reference(pattern, *arrays)
         o, lse = annulus.reference_forward(*arrays[:3], pattern)

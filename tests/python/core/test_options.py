@@ -7,13 +7,12 @@ import subprocess
 import types
 from typing import Any
 
+import annulus
 import numpy as np
 import pytest
-from support import problem
-
-import annulus
 from annulus import Pattern, Placement
 from annulus._core import ring_options
+from support import problem
 
 OPTIONS = {option["name"]: option for option in ring_options()}
 # Arguments that ring_attention does not have, because its tensors, or autograd, say what they are.

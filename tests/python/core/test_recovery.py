@@ -8,12 +8,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import annulus
 import numpy as np
 import pytest
-from support import make_ring, on_ranks, problem
-
-import annulus
 from annulus import _core, monitor
+from support import make_ring, on_ranks, problem
 
 LONGNET = {"segment_lengths": [16, 64], "dilation_rates": [1, 4], "is_causal": True}
 

@@ -6,15 +6,14 @@ import gc
 import weakref
 from typing import Any
 
+import annulus
 import numpy as np
 import pytest
-from support.reference import attention as reference
-from support.reference import relative_rms
-from support import normal, on_ranks, problem
-
-import annulus
 from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
 from annulus._core import ExecutorPool
+from support import normal, on_ranks, problem
+from support.reference import attention as reference
+from support.reference import relative_rms
 
 PATTERN = Pattern.longnet(4, [16, 64], [1, 2], causal=True)
 

@@ -7,12 +7,10 @@ import subprocess
 import sys
 import textwrap
 
-import numpy as np
-import pytest
-from support import HANG, executors_missed, normal, problem, python_calls, resident_bytes
-
 import annulus
+import pytest
 from annulus import Pattern, Placement, RingAttention, make_in_process_ring
+from support import HANG, executors_missed, normal, problem, python_calls, resident_bytes
 
 
 def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]:

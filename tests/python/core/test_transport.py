@@ -6,8 +6,11 @@ import gc
 import re
 import weakref
 
+import annulus
 import numpy as np
 import pytest
+from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
+from support import on_ranks
 from support.queue_transport import (
     Mesh,
     PostingTransport,
@@ -16,11 +19,7 @@ from support.queue_transport import (
     Receive,
     queue_ring,
 )
-from support import on_ranks
 from support.transport_contract import passes
-
-import annulus
-from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
 
 PATTERN = Pattern.longnet(4, [16, 64], [1, 2], causal=True)
 

@@ -6,12 +6,11 @@ import pathlib
 from collections.abc import Callable
 
 import pytest
-from support.queue_transport import PostingTransport, PreparingTransport, queue_ring
+from annulus import Transport, make_in_process_ring
 from support import on_ranks
 from support.launch import need_gloo, run_program
+from support.queue_transport import PostingTransport, PreparingTransport, queue_ring
 from support.transport_contract import CHECKS, NEEDS, Check
-
-from annulus import Transport, make_in_process_ring
 
 FACTORIES: dict[str, Callable[[int], list[Transport]]] = {
     "in_process": make_in_process_ring,
@@ -36,7 +35,7 @@ def test_contract(make: Callable[[int], list[Transport]], check: Check, ranks: i
 BETWEEN_PROCESSES = [name for name in CHECKS if not NEEDS[name]]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_contract_over_a_process_group(processes: int) -> None:
     need_gloo()
     cases = [f"contract:{name}" for name in BETWEEN_PROCESSES]

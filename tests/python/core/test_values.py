@@ -7,10 +7,9 @@ import pathlib
 import pickle
 import xml.etree.ElementTree
 
+import annulus
 import numpy as np
 import pytest
-
-import annulus
 from annulus import Branch, Pattern, Placement, Plan
 
 PATTERNS = [

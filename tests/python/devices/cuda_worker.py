@@ -8,13 +8,12 @@ import os
 import signal
 import time
 
+import annulus
+import annulus.torch as at
 import torch
 import torch.distributed as dist
 from support.rank_cases import run_cases
 from support.reference import relative_rms
-
-import annulus
-import annulus.torch as at
 
 WORLD = None
 PATTERNS = {
@@ -212,7 +211,7 @@ def primitives() -> None:
 def workspaces_come_and_go() -> None:
     """More executors than are kept, in another order of dropping on every rank."""
     rank = dist.get_rank()
-    for round_ in range(3):
+    for _ in range(3):
         for tokens in range(64, 64 + 12 * 8, 8):
             x = torch.ones(1, tokens, 2, 64, device="cuda", dtype=torch.bfloat16)
             o = at.ring_attention(x, x, x, group=WORLD)

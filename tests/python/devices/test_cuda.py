@@ -8,13 +8,12 @@ import time
 import types
 from typing import Any
 
+import annulus
 import numpy as np
 import pytest
+from support import HANG, make_ring
 from support.cuda import LIMITS, PATTERNS, results, tensors
 from support.reference import relative_rms
-from support import HANG, make_ring
-
-import annulus
 
 COMPLAINT = annulus.cuda_complaint()
 
@@ -381,9 +380,8 @@ def test_the_operators_pass_pytorchs_own_checks(cuda: types.ModuleType) -> None:
 
 
 def test_checkpointing_computes_the_same(cuda: types.ModuleType) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     from annulus.torch import ring_attention
+    from torch.utils.checkpoint import checkpoint
 
     inputs = tensors(cuda, 192)
 

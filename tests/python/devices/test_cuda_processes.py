@@ -8,10 +8,9 @@ import socket
 import subprocess
 import sys
 
+import annulus
 import pytest
 from support import HANG
-
-import annulus
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 if annulus.cuda_complaint():

@@ -6,12 +6,11 @@ import ctypes
 import types
 from typing import Any
 
+import annulus
 import pytest
+from support import make_ring
 from support.cuda import LIMITS, PATTERNS, results, tensors
 from support.reference import relative_rms
-from support import make_ring
-
-import annulus
 
 
 @pytest.mark.parametrize("passes", ["forward", "both"])

@@ -19,11 +19,9 @@ import sys
 import tempfile
 import types
 
-import pytest
-from support import HANG
-from support import ROOT
-
 import annulus
+import pytest
+from support import HANG, ROOT
 
 DOCS = ROOT / "docs"
 MODULES = ["annulus", "annulus.monitor", "annulus.torch"]
@@ -73,10 +71,9 @@ def run_blocks(page: pathlib.Path) -> dict[str, object]:
 
 def run_on_a_ring(rank: int, ranks: int, page: pathlib.Path, store: str) -> None:
     """One rank: the functions of multi-gpu.md give every rank its part of what one process computes."""
+    import annulus.torch as at
     import torch
     import torch.distributed as dist
-
-    import annulus.torch as at
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     examples = run_blocks(page)

@@ -30,15 +30,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import kill_ranks
-from support import process_ring
-import torch
-import torch.distributed.checkpoint  # once, before the ranks are forked
-from torch import nn
-
 import annulus
 import annulus.torch as at
-from annulus.torch.checkpoints import _writer  # noqa: F401: likewise
+import kill_ranks
+import torch
+import torch.distributed.checkpoint  # once, before the ranks are forked
+from support import process_ring
+from torch import nn
 
 SLOW_BYTES_PER_SECOND = 100_000  # a pass sends about 100 kB per rank
 _SO_MAX_PACING_RATE = 47  # socket(7); Python has no name for it

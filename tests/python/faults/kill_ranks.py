@@ -15,11 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import torch.distributed as dist
-
 import annulus
 import annulus.torch as at
-
+import torch.distributed as dist
 from support.process_ring import PATIENCE, SIZES, Ring, both_ways, expected, free_port, join, obey, right
 
 

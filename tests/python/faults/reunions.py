@@ -14,14 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from support import process_ring
-import torch
-import torch.distributed as dist
-
 import annulus
 import annulus.torch as at
+import torch
+import torch.distributed as dist
 from annulus.torch.faults import _places, _reunion, _survivors
 from annulus.torch.ring import _registry, _standby
+from support import process_ring
 
 PATIENCE = 240.0  # seconds: what takes that long has waited for somebody in vain
 QUICK = 120.0  # on a busy machine, whose name server does not always answer

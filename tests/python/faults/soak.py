@@ -16,12 +16,11 @@ import sys
 import time
 from collections.abc import Callable
 
+import annulus
+import annulus.torch as at
 import torch
 import torch.distributed as dist
 from support.process_ring import PATIENCE, Ring, both_ways, expected, free_port, join, right
-
-import annulus
-import annulus.torch as at
 
 DEADLINE = 20.0
 # The allocator has its way, and a connection takes a moment to end. 200 bytes of every step would be 15 MB.

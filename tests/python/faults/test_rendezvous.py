@@ -18,12 +18,11 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
 
 import torch.distributed as dist
-
 from annulus.torch.faults import _reunion
-from annulus.torch.ring._rendezvous import Missing, new_name, within
-from annulus.torch.faults._reunion import Reunion
 from annulus.torch.faults._places import Place
+from annulus.torch.faults._reunion import Reunion
 from annulus.torch.ring import _standby
+from annulus.torch.ring._rendezvous import Missing, new_name, within
 
 PREFIX = "annulus/test"
 

@@ -13,8 +13,7 @@ import sys
 import time
 
 import pytest
-from support import ROOT
-from support import HANG
+from support import HANG, ROOT
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("safetensors", reason="safetensors is not installed")

@@ -15,12 +15,11 @@ import threading
 import time
 import urllib.request
 
+import annulus
 import numpy as np
 import pytest
-from support import HANG, comes_true, normal, on_ranks
-
-import annulus
 from annulus import monitor
+from support import HANG, comes_true, normal, on_ranks
 
 pytestmark = pytest.mark.usefixtures("monitoring_off_afterwards")
 

@@ -11,9 +11,8 @@ import sys
 import urllib.request
 from collections.abc import Callable
 
-import pytest
-
 import annulus
+import pytest
 from annulus import monitor
 
 pytestmark = pytest.mark.usefixtures("monitoring_off_afterwards")

@@ -6,15 +6,14 @@ import fractions
 import threading
 import time
 
+import annulus
+import annulus.torch as at
 import numpy as np
 import torch
 import torch.distributed as dist
+from annulus import monitor
 from support.rank_cases import run_cases
 from torch_failures import hear, refused, tell
-
-import annulus
-import annulus.torch as at
-from annulus import monitor
 
 WORLD = None
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32]

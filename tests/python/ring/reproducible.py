@@ -14,12 +14,11 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable
 
+import annulus.torch as at
 import numpy as np
 import torch
 import torch.distributed as dist
 from support.process_ring import Ring, free_port, join
-
-import annulus.torch as at
 
 
 def digest_of(arrays: Iterable[np.ndarray]) -> str:

@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import annulus
+import annulus.torch as at
 import torch
 import torch.distributed as dist
 from support.process_ring import PATIENCE, Ring, free_port, join
-
-import annulus
-import annulus.torch as at
 
 RANKS = 4
 LONG = 60.0  # seconds: a deadline that is never reached

@@ -16,7 +16,6 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
     pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
 
 import torch.distributed as dist
-
 from annulus.torch.ring import _control_messages
 from annulus.torch.ring._control_messages import CLOSES, GOES_ON, LEAVES, WAITS, ControlMessage, ControlMessages
 

@@ -46,9 +46,9 @@ THREADS = ["rings_of_several_groups_are_made_at_once", "threads_with_groups_of_t
     ("processes", "cases"),
     [
         (1, VALUES),
-        (2, [*VALUES, *FAILURES, "compiled_code_steps_aside", *THREADS]),
-        (3, [*VALUES, *FAILURES, *THREADS]),
-        (4, [*VALUES, *FAILURES]),
+        pytest.param(2, [*VALUES, *FAILURES, *THREADS], marks=pytest.mark.slow),
+        (3, [*VALUES, *FAILURES, "compiled_code_steps_aside", *THREADS]),
+        pytest.param(4, [*VALUES, *FAILURES], marks=pytest.mark.slow),
     ],
 )
 def test_processes(processes: int, cases: list[str]) -> None:
@@ -113,8 +113,18 @@ def test_a_process_alone_has_a_report() -> None:
 # ---- a rank that is killed, stopped or slow
 
 
-@pytest.mark.parametrize("call", ["ring_pass", "ring_pass_kv", "check_ring"])
-@pytest.mark.parametrize("fault", ["kill", "stop", "slow"])
+# Every call and every fault once; the other pairs take the same paths.
+QUICK = [("check_ring", "kill"), ("ring_pass_kv", "stop"), ("ring_pass", "slow")]
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        pytest.param(call, fault, marks=[] if (call, fault) in QUICK else pytest.mark.slow)
+        for call in ("ring_pass", "ring_pass_kv", "check_ring")
+        for fault in ("kill", "stop", "slow")
+    ],
+)
 def test_one_of_four(call: str, fault: str) -> None:
     # In a process of its own: ranks are forked from one that has no threads yet.
     run_program(FAULTS, call, fault)

@@ -11,8 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from support import ROOT
-from support import HANG
+from support import HANG, ROOT
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -37,7 +36,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float16, marks=pytest.mark.slow)])
 def test_threads_mpi_and_torch_distributed_give_the_same_bits(
     dtype: type,
     command: str,

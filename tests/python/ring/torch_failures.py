@@ -8,11 +8,10 @@ import signal
 import threading
 import time
 
-import torch
-import torch.distributed as dist
-
 import annulus
 import annulus.torch as at
+import torch
+import torch.distributed as dist
 
 
 def refused(call, words: list[str]) -> None:

@@ -6,6 +6,8 @@ import itertools
 import os
 import tempfile
 
+import annulus
+import annulus.torch as at
 import torch
 import torch.distributed as dist
 import torch_failures
@@ -13,9 +15,6 @@ from support import transport_contract
 from support.rank_cases import run_cases
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-import annulus
-import annulus.torch as at
 
 WORLD = None
 

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 import annulus
+import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 # Seconds after which something hangs, however busy the machine is. No test fails because it was slow.

@@ -21,10 +21,9 @@ import time
 import traceback
 from collections.abc import Callable
 
+import annulus.torch as at
 import torch
 import torch.distributed as dist
-
-import annulus.torch as at
 
 # Messages of a step: some KB, or some 100 KB, most of which are half through when something happens.
 SIZES = {"short": (360, 2, 32), "long": (2400, 4, 64)}  # tokens, heads, head dim

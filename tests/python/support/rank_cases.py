@@ -8,10 +8,9 @@ import sys
 import time
 from collections.abc import Mapping
 
+import annulus.torch as at
 import torch
 import torch.distributed as dist
-
-import annulus.torch as at
 
 
 def run_cases(

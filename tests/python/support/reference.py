@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 import annulus
+import numpy as np
 
 Array = np.ndarray
 

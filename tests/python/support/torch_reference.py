@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import annulus
 import numpy as np
 import torch
-from support.reference import counts
 
-import annulus
+from support.reference import counts
 
 
 def attention(

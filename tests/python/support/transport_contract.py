@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-from support import comes_true, normal, on_ranks
-
 import annulus
+import numpy as np
 from annulus import Pattern, Placement, RingAttention, Transport, make_in_process_ring
+
+from support import comes_true, normal, on_ranks
 
 Check = Callable[[Transport], None]
 CHECKS: dict[str, Check] = {}

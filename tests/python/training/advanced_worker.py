@@ -15,17 +15,16 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from support import process_ring
+import annulus
+import annulus.torch as at
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from annulus import monitor
+from support import process_ring
 from support.rank_cases import run_cases
 from torch import nn
 from training_worker import BRANCHES, TOKENS, VOCABULARY, assert_same, batch, gradients
-
-import annulus
-import annulus.torch as at
-from annulus import monitor
 
 WORLD = None
 WIDTH, STEPS = 32, 20

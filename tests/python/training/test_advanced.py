@@ -15,18 +15,16 @@ import time
 
 import numpy as np
 import pytest
-
 from losses import assert_as_alone, losses_of
 from support.launch import ENVIRONMENT, need_gloo, run_program
 from support.optional import HAS_DEEPSPEED, needs_deepspeed, needs_safetensors
 
 need_gloo()
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from annulus import monitor  # noqa: E402
 from annulus.torch.training import _deepspeed  # noqa: E402
 

@@ -10,9 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-import torch.nn.functional as F  # noqa: E402
-
 import annulus.torch as at  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from annulus import ConfigError  # noqa: E402
 
 BRANCHES = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}

@@ -7,15 +7,14 @@ import pathlib
 import tempfile
 from collections.abc import Callable
 
+import annulus
+import annulus.torch as at
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from annulus.torch.training import _deepspeed
 from support.rank_cases import run_cases
 from torch import nn
-
-import annulus
-import annulus.torch as at
-from annulus.torch.training import _deepspeed
 
 WORLD = None
 TOKENS, VOCABULARY, BATCH = 61, 40, 3
@@ -70,13 +69,13 @@ def losses_and_gradients_are_those_of_one_process() -> None:
     following[1, 30:] = -100  # what counts is uneven, too
     loss, expected = of_one_process(tokens, following)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    lengths = [TOKENS - 5 * (ranks - 2)] + [5] * (ranks - 2) + [0] if ranks > 1 else [TOKENS]
+    of_our_own = [TOKENS - 5 * (ranks - 2)] + [5] * (ranks - 2) + [0] if ranks > 1 else [TOKENS]
     cases: list[tuple[str, list[int] | None, int | None]] = [
         (placement, None, n_global)
         for placement in ("contiguous", "zigzag", "striped", "hilbert")
         for n_global in (None, TOKENS)
     ]
-    for placement, lengths, n_global in [*cases, ("contiguous", lengths, None)]:
+    for placement, lengths, n_global in [*cases, ("contiguous", of_our_own, None)]:
         model = at.data_parallel(make_model(placement=placement, group=WORLD), WORLD)
         mine = (
             (

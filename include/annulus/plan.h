@@ -81,22 +81,6 @@ struct TileGroup {
   std::vector<PlacedRows> keys;
 };
 
-// Whole segments of a branch, one after the other in this rank's shard, queries and keys alike. All
-// heads and offsets of the branch do the same in them and nobody else has rows there, so a device
-// may cover them with one launch. Segment i has its queries from local row query_first + i * length
-// on, its keys from key_first + i * length on.
-struct SegmentRun {
-  int branch = 0;
-  std::int64_t first_segment = 0;
-  std::int64_t segments = 0;
-  std::int64_t length = 0;  // tokens of each segment; only the sequence's last one can be shorter
-  std::int64_t query_first = 0;
-  std::int64_t key_first = 0;
-};
-
-// Which tiles: all of them, or those that no SegmentRun covers.
-enum class Tiles : std::uint8_t { all, outside_local_segments };
-
 struct PlanOptions {
   Pattern pattern;
   Placement queries;  // who holds which query rows, and
@@ -165,10 +149,7 @@ class Plan {
   // The tiles of steps first_step..last_step taken together, ordered by (branch, class, segment).
   // Keys (or queries) of step 0 are local, of step s those received in s; the other side is always
   // local. Groups without an allowed pair are left out.
-  [[nodiscard]] std::vector<TileGroup> tile_groups(int first_step, int last_step,
-                                                   Tiles tiles = Tiles::all) const;
-  // What tile_groups(0, ..., Tiles::outside_local_segments) leaves out, ordered by branch.
-  [[nodiscard]] std::vector<SegmentRun> local_segments() const;
+  [[nodiscard]] std::vector<TileGroup> tile_groups(int first_step, int last_step) const;
 
   // Rows x units over all parcels of a hop list.
   [[nodiscard]] std::int64_t unit_rows(std::span<const Hop> hops) const;

@@ -164,16 +164,6 @@ bool trim(TileGroup& group, const Mask& mask) {
   return !group.queries.empty();
 }
 
-bool covers(const std::vector<SegmentRun>& runs, int branch, std::int64_t segment) {
-  const auto after = std::upper_bound(runs.begin(), runs.end(), std::pair(branch, segment),
-                                      [](const auto& at, const SegmentRun& run) {
-                                        return at < std::pair(run.branch, run.first_segment);
-                                      });
-  if (after == runs.begin()) return false;
-  const SegmentRun& run = *(after - 1);
-  return run.branch == branch && segment < run.first_segment + run.segments;
-}
-
 // Full where every row sees every other: kernels skip the comparison then.
 Mask mask_of(const TileGroup& group, const Mask& mask) {
   return shows_all(mask, stretch_of(group.queries), stretch_of(group.keys)) ? Mask{} : mask;
@@ -181,7 +171,7 @@ Mask mask_of(const TileGroup& group, const Mask& mask) {
 
 }  // namespace
 
-std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step, Tiles tiles) const {
+std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
   if (first_step < 0 || last_step > steps()) {
     throw ConfigError("Plan::tile_groups: found steps " + std::to_string(first_step) + ".." +
                       std::to_string(last_step) + ", expected steps within 0.." +
@@ -195,8 +185,6 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step, Tiles ti
     }
   }
 
-  std::vector<SegmentRun> covered;
-  if (tiles == Tiles::outside_local_segments) covered = local_segments();
   std::vector<TileGroup> groups;
   const Mask mask = pattern().mask();
   const bool keys_travel = options_.travel == Travel::keys;
@@ -225,7 +213,6 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step, Tiles ti
             self_attention() ? shard : shard_of(travelling_placement(), travelling_shards);
         const GuestRows guests(*this, received[c], selected_on(travelling_placement()), shard);
         for (std::size_t i = 0; i < shard.segments().size(); ++i) {
-          if (covers(covered, static_cast<int>(b), shard.segments()[i].segment)) continue;
           const std::span<const PlacedRows> arrived = guests.rows(i);
           const ShardRows::Segment& here = shard.segments()[i];
           const std::span<const PlacedRows> local =

@@ -126,60 +126,6 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
   });
 }
 
-TEST(PlanProperty, LocalSegmentsAndTheOtherTilesCoverWhatIsLocalExactlyOnce) {
-  std::int64_t whole = 0;
-  for_random_plans(240'000, [&](const Views& views) {
-    const Pattern& pattern = views.front().pattern();
-    for (const Plan& view : views) {
-      std::map<std::tuple<int, int, std::int64_t, std::int64_t>, int> covered;
-      for (const SegmentRun& run : view.local_segments()) {
-        const Branch& branch = pattern.branches[static_cast<std::size_t>(run.branch)];
-        EXPECT_GT(run.segments, 0);
-        whole += run.segments;
-        for (std::int64_t i = 0; i < run.segments * run.length; ++i) {
-          const std::int64_t t = view.query_placement().position(view.rank(), run.query_first + i);
-          EXPECT_EQ(t / branch.segment_length, run.first_segment + i / run.length);
-          const std::int64_t segment_begin = i / run.length * run.length;
-          for (std::int64_t j = segment_begin; j < segment_begin + run.length; ++j) {
-            const std::int64_t p = view.key_placement().position(view.rank(), run.key_first + j);
-            for (int h = 0; h < pattern.heads; ++h) {
-              if (pattern.allows(branch, h, t, p)) ++covered[{run.branch, h, t, p}];
-            }
-          }
-        }
-      }
-      std::map<std::tuple<int, int, std::int64_t, std::int64_t>, int> expected;
-      const auto count = [&](const std::vector<TileGroup>& groups, auto& pairs) {
-        for (const TileGroup& group : groups) {
-          const Selection& selection = view.classes()[static_cast<std::size_t>(group.head_class)]
-                                           .selections[static_cast<std::size_t>(group.selection)];
-          for (const PlacedRows& q : group.queries) {
-            for (const PlacedRows& k : group.keys) {
-              for (std::int64_t i = 0; i < q.rows.count; ++i) {
-                for (std::int64_t j = 0; j < k.rows.count; ++j) {
-                  if (!group.mask.allows(q.rows[i], k.rows[j])) continue;
-                  for (const Selection::Member& m : selection.members) {
-                    ++pairs[{selection.branch, m.q_head, q.rows[i], k.rows[j]}];
-                  }
-                }
-              }
-            }
-          }
-        }
-      };
-      count(view.tile_groups(0, 0), expected);
-      count(view.tile_groups(0, 0, Tiles::outside_local_segments), covered);
-      EXPECT_EQ(covered, expected) << "rank " << view.rank();
-      // Later steps have no row in them.
-      for (int step = 1; step <= view.steps(); ++step) {
-        EXPECT_EQ(view.tile_groups(step, step, Tiles::outside_local_segments).size(),
-                  view.tile_groups(step, step).size());
-      }
-    }
-  });
-  EXPECT_GT(whole, 5'000) << "hardly a segment was local: the test shows nothing";
-}
-
 TEST(PlanProperty, TilesPointAtTheRowsTheyName) {
   for_random_plans(20'000, [](const Views& views) {
     const Plan& plan = views.front();

@@ -194,30 +194,6 @@ TEST(Plan, LongNetAtAMillionTokensMovesAThousandthOfDense) {
   EXPECT_EQ(all.received_unit_rows(), std::int64_t{16} * 63 * 16384);
 }
 
-TEST(Plan, ARunHoldsAllWholeSegmentsOfARange) {
-  // 1,024 segments of 2,048 in each shard of the finest branch, 64 of the coarsest.
-  const std::int64_t shard = 1 << 21;
-  const Plan plan(
-      options_of(longnet(8, kSegments, kDilations, true), Placement::contiguous(4 * shard, 4), 8),
-      2);
-  const std::vector<SegmentRun> runs = plan.local_segments();
-  ASSERT_EQ(runs.size(), kSegments.size());
-  for (std::size_t b = 0; b < runs.size(); ++b) {
-    EXPECT_EQ(runs[b].branch, static_cast<int>(b));
-    EXPECT_EQ(runs[b].segments, shard / kSegments[b]);
-    EXPECT_EQ(runs[b].first_segment, 2 * shard / kSegments[b]);
-    EXPECT_EQ(runs[b].length, kSegments[b]);
-    EXPECT_EQ(runs[b].query_first, 0);
-  }
-  EXPECT_TRUE(plan.tile_groups(0, plan.steps(), Tiles::outside_local_segments).empty());
-  // One rank: the ragged last segment is a run of its own.
-  const Plan ragged(options_of(longnet(1, Lengths{16}, Lengths{1}), Placement::contiguous(100, 1)),
-                    0);
-  ASSERT_EQ(ragged.local_segments().size(), 2U);
-  EXPECT_EQ(ragged.local_segments()[0].segments, 6);
-  EXPECT_EQ(ragged.local_segments()[1].length, 4);
-}
-
 TEST(Plan, RefusesWhatItCannotPlan) {
   const Placement placement = Placement::contiguous(64, 2);
   EXPECT_THROW(Plan(options_of(dense(6), placement, 4), 0), ConfigError);

@@ -12,7 +12,8 @@ from annulus.torch import _fast_path
 from annulus.torch._config import text_of
 from annulus.torch._operator import attend, attend_directly
 from annulus.torch._options import DEFAULTS, branch_numbers, flag_complaint, with_options
-from annulus.torch._tensor_checks import DEVICES, DTYPES, refuse_transforms, tensor_complaint
+from annulus.torch._tensor_checks import DEVICES, DTYPES, tensor_complaint
+from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
 

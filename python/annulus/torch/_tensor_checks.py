@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 import annulus
 
@@ -55,19 +54,3 @@ def tensor_complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: o
     elif q.dtype not in DTYPES:
         return f"q is {q.dtype}: float32, bfloat16 or float16 was expected"
     return None
-
-
-def refuse_transforms(call: str, *tensors: torch.Tensor) -> bool:
-    """Raises where forward-mode or functional derivatives would be lost. Returns whether vmap is active."""
-    if forward_ad._current_level >= 0:
-        for x in tensors:
-            if forward_ad.unpack_dual(x).tangent is not None:
-                raise NotImplementedError(
-                    f"annulus: {call} has no forward-mode derivative; use backward"
-                )
-    inner = torch._C._functorch.peek_interpreter_stack()
-    if inner is not None and inner.key() != torch._C._functorch.TransformType.Vmap:
-        raise NotImplementedError(
-            f"annulus: {call} does not work inside torch.func.grad, vjp or jvp; use torch.autograd"
-        )
-    return inner is not None

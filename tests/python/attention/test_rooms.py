@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": {"options", "ring", "", "checkpoints", "faults"},
 }
 # What all rooms may use: it imports none of them.
-OPTIONS = {"_config", "_memory", "_options"}
+OPTIONS = {"_config", "_memory", "_options", "_transforms"}
 # variants.py has the published names of attention and of training.
 TOP = {"__init__", "variants"}
 

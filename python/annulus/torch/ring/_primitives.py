@@ -11,7 +11,7 @@ import torch.distributed as dist
 from annulus import ConfigError
 from annulus.torch._memory import with_room
 from annulus.torch._options import timeout_complaint
-from annulus.torch._tensor_checks import refuse_transforms
+from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective, report_errors_to_ranks
 from annulus.torch.ring._messages import bytes_of, exchange
 from annulus.torch.ring._process_groups import group_name, group_size_and_rank

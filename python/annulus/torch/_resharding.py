@@ -21,7 +21,7 @@ from annulus.torch.ring._registry import ring_of_group
 Where = str | tuple[str, Sequence[int]] | Placement
 
 
-@torch.compiler.disable  # other ranks decide on shapes
+@torch.compiler.disable(reason="the other ranks decide on the shapes of the result")
 @collective(lambda *_, group=None, **__: (group, None))
 def reshard(
     x: torch.Tensor,

@@ -40,6 +40,7 @@ def test_encoder_layer() -> None:
     assert "dense:" in out and "padded:" in out and "dilated:" in out
 
 
+@pytest.mark.slow
 def test_four_processes_learn_to_copy_as_one_does() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     script = str(EXAMPLES / "train_copy_task.py")

@@ -94,6 +94,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path,
     return folder, train(folder, 4)
 
 
+# In make test, test_checkpoints_distributed kills and resumes a smaller training.
+@pytest.mark.slow
 def test_killed_and_resumed_has_the_bits_of_the_undisturbed(
     undisturbed: tuple[pathlib.Path, str], tmp_path: pathlib.Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_killed_and_resumed_has_the_bits_of_the_undisturbed(
     assert re.search(r"resumed at step 1[05]: ", said), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_resumed_on_another_number_of_ranks(
     ranks: int, undisturbed: tuple[pathlib.Path, str], tmp_path: pathlib.Path

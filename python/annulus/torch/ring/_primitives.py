@@ -21,7 +21,7 @@ from annulus.torch.ring._registry import ring_of_group
 _ALIGNMENT = 64
 
 
-@torch.compiler.disable  # other ranks decide on shapes
+@torch.compiler.disable(reason="the other ranks decide on the shapes of the result")
 @collective(
     lambda *args, group=None, timeout=None, **_: (args[1] if len(args) > 1 else group, timeout)
 )
@@ -59,7 +59,7 @@ def ring_pass(
     return _pass_on("ring_pass", {"tensor": tensor}, group, timeout)[0]
 
 
-@torch.compiler.disable  # other ranks decide on shapes
+@torch.compiler.disable(reason="the other ranks decide on the shapes of the result")
 @collective(
     lambda *args, group=None, timeout=None, **_: (args[2] if len(args) > 2 else group, timeout)
 )

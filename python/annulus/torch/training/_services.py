@@ -151,7 +151,7 @@ class Services:
         given = self.checkpoint_folder or os.environ.get("ANNULUS_CHECKPOINTS")
         if given is None or given == "":
             given = pathlib.Path("checkpoints", _name_of_program())
-        return pathlib.Path(os.fsdecode(given)).absolute()
+        return pathlib.Path(os.fsdecode(given)).expanduser().absolute()
 
     @property
     def interval(self) -> int:

@@ -9,6 +9,8 @@ TORCH ?= yes
 BASE ?=
 
 PYTHON = .venv/bin/python
+# Of pytest: one more than cores, since tests of lost ranks mostly wait.
+WORKERS = $$(( $(JOBS) + 1 ))
 CUDA_OPTION = -DANNULUS_CUDA=$(or $(patsubst no,OFF,$(patsubst yes,ON,$(patsubst auto,AUTO,$(CUDA)))),AUTO)
 CONFIGURE = cmake --preset
 BUILD = cmake --build --parallel $(JOBS) --preset
@@ -68,7 +70,7 @@ test: build ## Build everything and run the test suite, C++ (ctest) and Python (
 	@scripts/setup.sh --test
 	@$(INSTALL_PYTHON)
 	@$(CTEST) test
-	@$(PYTHON) -m pytest -q -rs -n $(JOBS) tests/python
+	@$(PYTHON) -m pytest -q -rs -n $(WORKERS) tests/python
 
 test-all: build ## As test, and the long suites: every variant of the ring's tests, soak tests, DeepSpeed (installs it into .venv)
 	@scripts/setup.sh --test
@@ -76,7 +78,7 @@ test-all: build ## As test, and the long suites: every variant of the ring's tes
 	@$(PYTHON) -c 'import deepspeed' 2>/dev/null || { \
 	  echo "test-all: installing DeepSpeed into .venv"; .venv/bin/pip install --quiet deepspeed; }
 	@$(CTEST) all
-	@$(PYTHON) -m pytest -q -rs -n $(JOBS) -m '' tests/python
+	@$(PYTHON) -m pytest -q -rs -n $(WORKERS) -m '' tests/python
 
 unit: setup ## Build with assertions and warnings as errors (build/dev), run the quick tests
 	@$(CONFIGURE) dev $(CUDA_OPTION)

@@ -142,7 +142,6 @@ tsan-python: python ## Run the tests of the Python module that use threads under
 
 # Alone on the machine: the bars are ratios and times. Everything runs, and one bar that is missed makes it fail.
 perf: python ## Measure overlap, planning and small calls beside their bars; fails where one is missed
-	@$(CONFIGURE) release
 	@$(BUILD) release --target annulus_perf annulus_tool
 	@status=0; \
 	for command in build/release/bench/perf/overlap \

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Compiles every CUDA source without optimisation and throws the result away: a minute of two cores instead of ten, for
-# machines without a GPU, where the kernels would not be used. Ends with 77 where there is no CUDA toolkit.
+# Compiles every CUDA source without optimisation and throws the results away: under a minute on two cores, where a
+# full build takes minutes. For machines without a GPU, where the kernels would not be used. Ends with 77 where there is no CUDA toolkit.
 #
 #   scripts/check_cuda.sh [jobs]
 set -eu

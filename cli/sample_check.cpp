@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "kernels/reference/error.h"
-#include "pattern/mask_rules.h"
 
 namespace annulus::cli {
 namespace {
@@ -223,15 +222,10 @@ class Checker {
     const std::int64_t length = std::min(branch.segment_length, tokens_ - begin);
     const std::int64_t offset = branch.offset[static_cast<std::size_t>(place.head)];
     const RowSet rows{begin + offset, (length - offset - 1) / branch.dilation + 1, branch.dilation};
-    const Mask mask = pattern_.mask();
-    switch (mask.kind) {
-      case Mask::full:
-        return rows;
-      case Mask::causal:
-        return role == Role::query ? clip(rows, begin, place.position + mask.shift + 1)
-                                   : clip(rows, place.position - mask.shift, begin + length);
-    }
-    refuse_mask("sample_check", mask);
+    const Band band = pattern_.band();
+    const Stretch own{place.position, place.position};
+    const Stretch seen = role == Role::query ? band.keys_of(own) : band.queries_of(own);
+    return clip(rows, seen.first, seen.last + 1);
   }
 
   [[nodiscard]] std::size_t width() const { return static_cast<std::size_t>(options_.head_dim); }

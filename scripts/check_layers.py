@@ -21,7 +21,7 @@ PUBLIC_HEADERS = {
     "events.h": "core",
     "tensor.h": "core",
     "half.h": "core",
-    "mask.h": "pattern",
+    "band.h": "pattern",
     "pattern.h": "pattern",
     "row_set.h": "placement",
     "moves.h": "placement",

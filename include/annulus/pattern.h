@@ -1,12 +1,13 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "annulus/mask.h"
+#include "annulus/band.h"
 
 namespace annulus {
 
@@ -18,9 +19,18 @@ enum class Offsets : std::uint8_t { blocked, interleaved };
 // full: the exact gradient. detached: the branch weights exp(L_b - L) are constants.
 enum class MixGradient : std::uint8_t { full, detached };
 
+// Query t attends key p only if t - before <= p <= t + after; -1: no limit. As flash-attention's
+// window_size.
+struct Window {
+  std::int64_t before = -1;
+  std::int64_t after = -1;
+
+  bool operator==(const Window&) const = default;
+};
+
 // One set of allowed pairs. Position t is selected for head h iff offset[h] >= 0 and
 // (t mod segment_length) mod dilation == offset[h]. Query t attends key p iff both are selected,
-// they lie in the same segment and, when the pattern is causal, p <= t. All positions are global.
+// they lie in the same segment and the pattern's band allows the pair. All positions are global.
 struct Branch {
   std::int64_t segment_length = kWholeSequence;
   std::int64_t dilation = 1;
@@ -37,19 +47,25 @@ struct Branch {
 struct Pattern {
   std::string name;  // for messages and pictures
   int heads = 0;     // query heads
-  bool causal = false;
+  bool causal = false;  // p <= t
   std::vector<Branch> branches;
   double output_scale = 1.0;  // multiplies O after the merge (group_scale)
+  Window window;
 
   // Allowed is a property of global positions alone: sharding never enters.
   [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query,
                             std::int64_t key) const {
     return branch.selects(head, query) && branch.selects(head, key) &&
            query / branch.segment_length == key / branch.segment_length &&
-           mask().allows(query, key);
+           band().allows(query, key);
   }
-  // Of a tile about which nothing more is known.
-  [[nodiscard]] Mask mask() const { return {causal ? Mask::causal : Mask::full, 0}; }
+  // The intersection of what causal and window allow.
+  [[nodiscard]] Band band() const {
+    Band out = causal ? Band::causal() : Band{};
+    if (window.before >= 0) out.least = std::max(out.least, -window.before);
+    if (window.after >= 0) out.most = std::min(out.most, window.after);
+    return out;
+  }
 
   // ConfigError unless every branch is well formed for `heads` heads.
   void validate() const;

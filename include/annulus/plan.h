@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "annulus/mask.h"
+#include "annulus/band.h"
 #include "annulus/pattern.h"
 #include "annulus/placement.h"
 #include "annulus/row_set.h"
@@ -69,14 +69,14 @@ struct PlacedRows {
   std::int64_t store_stride = 1;
 };
 
-// All tiles of one segment: every query row against every key row that the mask allows, for every
-// member of one selection. Row sets ascend by first position. A tile in the sense of the design is
-// one pair of row sets in here. `mask` is full where it hides nothing, whatever the pattern says.
+// All tiles of one segment: every query row against every key row that the band allows, for every
+// member of one selection. Row sets ascend by first position. A tile is one pair of a query row set
+// and a key row set. `band` is full where it hides nothing, whatever the pattern says.
 struct TileGroup {
   int head_class = 0;
   int selection = 0;  // index into HeadClass::selections
   std::int64_t segment = 0;
-  Mask mask;
+  Band band;
   std::vector<PlacedRows> queries;
   std::vector<PlacedRows> keys;
 };

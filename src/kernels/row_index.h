@@ -5,16 +5,8 @@
 #include <limits>
 
 // Rows of a segment by their index: the row's number within the segment's progression (first row
-// selected = 0). Masks, gaps and weights of pairs go by it, on every device.
+// selected = 0). Bands, gaps and weights of pairs go by it, on every device.
 namespace annulus {
-
-// Which keys a query sees, by their indices: all, or those with key index <= query index + shift.
-struct IndexMask {
-  bool causal = false;
-  std::int32_t shift = 0;
-
-  bool operator==(const IndexMask&) const = default;
-};
 
 // Indices that a list of rows jumps over.
 struct IndexGap {

@@ -4,8 +4,6 @@
 #include <limits>
 #include <utility>
 
-#include "pattern/mask_rules.h"
-
 namespace annulus {
 namespace {
 
@@ -25,19 +23,6 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
     out.push_back(run);
   }
   return out;
-}
-
-// Both sides of a pair are rows of one selection: positions differ by multiples of its dilation.
-IndexMask index_mask(const Mask& mask, std::int64_t dilation) {
-  switch (mask.kind) {
-    case Mask::full:
-      return {};
-    case Mask::causal: {
-      const std::int64_t round_down = mask.shift < 0 ? dilation - 1 : 0;
-      return {true, static_cast<std::int32_t>((mask.shift - round_down) / dilation)};
-    }
-  }
-  refuse_mask("index_mask", mask);
 }
 
 // Rows of `runs` that count, and the runs that hold them.
@@ -73,9 +58,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
   std::vector<std::vector<PairSharing>> sharing(static_cast<std::size_t>(pattern.heads));
   for (int h = 0; h < pattern.heads; ++h) {
     sharing[static_cast<std::size_t>(h)] =
-        share ? share_pairs(
-                    pattern,
-                    {plan.query_placement().tokens(), pattern.mask(), plan.self_attention()}, h)
+        share ? share_pairs(pattern, {plan.query_placement().tokens(), plan.self_attention()}, h)
               : std::vector<PairSharing>(pattern.branches.size());
   }
   if (stage.kind == Stage::Kind::gradients) {
@@ -111,7 +94,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
             computation.kept->rank(selection.branch, head, run.store_first));
       }
     }
-    const IndexMask mask = index_mask(tiles.mask, branch.dilation);
+    // Both sides of a pair are rows of one selection: positions differ by multiples of its dilation.
+    const Band band = tiles.band.divided_by(branch.dilation);
     // One group for all members that share alike.
     std::vector<bool> done(selection.members.size(), false);
     for (std::size_t m = 0; m < selection.members.size(); ++m) {
@@ -125,7 +109,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       group.offset = selection.offset;
       group.segment = tiles.segment;
       group.rows = static_cast<int>(rows_.size()) - 1;
-      group.mask = mask;
+      group.band = band;
       group.repeats = sharing_of(m).repeats;
       for (std::size_t other = m; other < selection.members.size(); ++other) {
         if (done[other] || !(sharing_of(other) == sharing_of(m))) continue;
@@ -175,7 +159,7 @@ void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, S
     within.begin = group.host_begin;
     within.end = end;
     IndexFilter outside;
-    if (!like.mask.causal) {
+    if (like.band.most > 0) {
       outside.gap = {group.host_begin, end};
     } else if (keys_within) {
       outside.begin = end;

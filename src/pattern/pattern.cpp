@@ -1,12 +1,13 @@
 #include "annulus/pattern.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <string>
 #include <utility>
 
 #include "annulus/error.h"
-#include "pattern/mask_rules.h"
+#include "pattern/band_pairs.h"
 
 namespace annulus {
 namespace {
@@ -44,23 +45,33 @@ Branch make_branch(int heads, std::int64_t segment_length, std::int64_t dilation
   return branch;
 }
 
-// Pairs inside one segment of `length` tokens. The selected positions of a segment are offset,
-// offset + dilation, ...; each attends all of them, or itself and those before it.
+// Pairs inside one segment of `length` tokens, whose selected positions are offset,
+// offset + dilation, ...
 double pairs_in_segment(std::int64_t length, std::int64_t dilation, std::int64_t offset,
-                        const Mask& mask) {
+                        const Band& band) {
   if (offset >= length) return 0.0;
-  const auto selected = static_cast<double>((length - 1 - offset) / dilation + 1);
-  switch (mask.kind) {
-    case Mask::full:
-      return selected * selected;
-    case Mask::causal:
-      if (mask.shift != 0) break;
-      return selected * (selected + 1.0) / 2.0;
-  }
-  refuse_mask("allowed_pairs", mask);
+  return band_pairs(band.divided_by(dilation), (length - 1 - offset) / dilation + 1);
 }
 
 }  // namespace
+
+double band_pairs(const Band& band, std::int64_t rows) {
+  const auto n = static_cast<double>(rows);
+  // Pairs with key - query <= difference.
+  const auto up_to = [&](std::int64_t difference) {
+    // Of the diagonals 1..d beside the main one.
+    const auto beside = [&](std::int64_t d) {
+      const auto m = static_cast<double>(std::clamp<std::int64_t>(d, 0, rows - 1));
+      return m * n - m * (m + 1.0) / 2.0;
+    };
+    if (difference < 0) return beside(rows - 1) - beside(-difference - 1);
+    if (difference >= rows - 1) return n * n;
+    return n * (n + 1.0) / 2.0 + beside(difference);
+  };
+  if (rows == 0 || band.empty()) return 0.0;
+  return band.least == -Band::kUnlimited ? up_to(band.most)
+                                         : up_to(band.most) - up_to(band.least - 1);
+}
 
 void Pattern::validate() const {
   const std::string where = "Pattern '" + name + "'";
@@ -70,6 +81,13 @@ void Pattern::validate() const {
     throw ConfigError(where + ": output_scale is " + std::to_string(output_scale) +
                       ", expected a number that fp32 can hold");
   }
+  const auto check_window = [&](const char* side, std::int64_t found) {
+    if (found >= -1) return;
+    throw ConfigError(where + ": window." + side + " is " + std::to_string(found) +
+                      ", expected a number of tokens, or -1 for no limit");
+  };
+  check_window("before", window.before);
+  check_window("after", window.after);
   for (std::size_t i = 0; i < branches.size(); ++i) {
     const Branch& branch = branches[i];
     const std::string here = where + ", branch " + std::to_string(i);
@@ -162,7 +180,7 @@ double allowed_pairs(const Pattern& pattern, std::int64_t tokens) {
     for (const std::int64_t offset : branch.offset) {
       if (offset < 0) continue;
       const auto count = [&](std::int64_t length) {
-        return pairs_in_segment(length, branch.dilation, offset, pattern.mask());
+        return pairs_in_segment(length, branch.dilation, offset, pattern.band());
       };
       pairs += static_cast<double>(whole_segments) * count(branch.segment_length);
       pairs += count(last_length);

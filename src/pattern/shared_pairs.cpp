@@ -57,10 +57,7 @@ std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& sp
   const std::size_t count = pattern.branches.size();
   std::vector<PairSharing> sharing(count);
   const std::int64_t tokens = space.tokens;
-  const bool known = space.mask == Mask{Mask::full, 0} || space.mask == Mask{Mask::causal, 0};
-  if (!known || !space.same_sides || tokens > std::numeric_limits<std::int32_t>::max()) {
-    return sharing;
-  }
+  if (!space.same_sides || tokens > std::numeric_limits<std::int32_t>::max()) return sharing;
   std::vector<Grid> grids;
   grids.reserve(count);
   for (const Branch& branch : pattern.branches) grids.push_back(grid_of(branch, tokens, head));

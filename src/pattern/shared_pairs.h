@@ -42,13 +42,12 @@ inline constexpr std::size_t kMaxRepeats = 4;
 // What the rules of sharing depend on besides the pattern's branches.
 struct PairSpace {
   std::int64_t tokens = 0;  // of either side
-  Mask mask;                // of the tiles
   bool same_sides = true;   // queries and keys are the same tokens, placed alike
 };
 
 // Which branch computes what, for one query head; one entry per branch. A pure function of its
-// arguments: the ranks of a ring need not agree on it. Shares nothing where the rules are not known
-// to hold: masks other than full and unshifted causal ones, sides that differ.
+// arguments: the ranks of a ring need not agree on it. Holds for every band, since all branches have
+// the same one. Shares nothing if the sides differ.
 [[nodiscard]] std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& space,
                                                    int head);
 

@@ -2,8 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
-
-#include "pattern/mask_rules.h"
+#include <tuple>
 
 namespace annulus {
 namespace {
@@ -23,8 +22,8 @@ struct Cut {
   int needed_by = 0;
 };
 
-// A rank's first and last selected position in a segment.
-struct Presence {
+// Positions at which a row of the travelling side is of use to a rank.
+struct Use {
   int rank = 0;
   std::int64_t first = 0;
   std::int64_t last = 0;
@@ -56,49 +55,26 @@ std::vector<Piece> shard_pieces(const Placement& placement, const SelectedRows& 
   return pieces;
 }
 
-// Which ranks need a row, as a function of its position, in a segment in which these ranks have
-// rows of the side that stays. A causal key is needed by ranks that still have a query at or after
-// it, a causal query by ranks that already have a key at or before it: the set changes only at a
-// rank's last or first row. In self-attention (`same`) no row lies beyond the last one.
-std::vector<Cut> segment_cuts(std::vector<Presence> present, const Mask& mask, Travel travel,
-                              bool same, RankSets& sets) {
+// Which ranks need a row, as a function of its position: the set changes where a use begins and
+// behind its end. No row lies beyond position `end`.
+std::vector<Cut> segment_cuts(const std::vector<Use>& uses, std::int64_t end, RankSets& sets) {
+  std::vector<std::pair<std::int64_t, int>> changes;  // (position, rank that joins or leaves)
+  for (const Use& use : uses) {
+    if (use.first > end) continue;
+    changes.emplace_back(std::max<std::int64_t>(use.first, 0), use.rank);
+    if (use.last < end) changes.emplace_back(use.last + 1, use.rank);
+  }
+  std::stable_sort(changes.begin(), changes.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<Cut> cuts;
   RankSets::Words ranks = sets.none();
-  const auto cut = [&](std::int64_t begin) {
-    if (!cuts.empty() && cuts.back().begin == begin) cuts.pop_back();
+  std::size_t i = 0;
+  for (std::int64_t begin = 0;; begin = changes[i].first) {
+    for (; i < changes.size() && changes[i].first == begin; ++i)
+      RankSets::flip(ranks, changes[i].second);
     cuts.push_back({begin, sets.intern(ranks)});
-  };
-  const auto everybody = [&] {
-    for (const Presence& p : present) RankSets::flip(ranks, p.rank);
-    cut(0);
-  };
-  switch (mask.kind) {
-    case Mask::full:
-      everybody();
-      return cuts;
-    case Mask::causal:
-      if (mask.shift != 0) break;
-      if (travel == Travel::keys) {
-        everybody();
-        std::sort(present.begin(), present.end(),
-                  [](const auto& a, const auto& b) { return a.last < b.last; });
-        for (const Presence& p : present) {
-          if (same && &p == &present.back()) break;
-          RankSets::flip(ranks, p.rank);
-          cut(p.last + 1);
-        }
-      } else {
-        cut(0);
-        std::sort(present.begin(), present.end(),
-                  [](const auto& a, const auto& b) { return a.first < b.first; });
-        for (const Presence& p : present) {
-          RankSets::flip(ranks, p.rank);
-          cut(p.first);
-        }
-      }
-      return cuts;
+    if (i == changes.size()) return cuts;
   }
-  refuse_mask("collect_demands", mask);
 }
 
 // Indices of pieces, segment by segment.
@@ -116,7 +92,7 @@ std::vector<std::size_t> by_segment(const std::vector<Piece>& pieces) {
 class DemandCollector {
  public:
   DemandCollector(const PlanOptions& options, RankSets& sets)
-      : mask_(options.pattern.mask()),
+      : band_(options.pattern.band()),
         travel_(options.travel),
         travelling_(travel_ == Travel::keys ? options.keys : options.queries),
         staying_(travel_ == Travel::keys ? options.queries : options.keys),
@@ -128,9 +104,10 @@ class DemandCollector {
         shard_pieces(travelling_, {branch, offset, travelling_.tokens()}, same_);
     cuts_.clear();
     if (same_) {
-      assign_cuts(moving, moving);
+      assign_cuts(moving, moving, branch.dilation);
     } else {
-      assign_cuts(moving, shard_pieces(staying_, {branch, offset, staying_.tokens()}, false));
+      assign_cuts(moving, shard_pieces(staying_, {branch, offset, staying_.tokens()}, false),
+                  branch.dilation);
     }
     SelectionDemands result;
     std::size_t i = 0;
@@ -146,24 +123,54 @@ class DemandCollector {
   }
 
  private:
-  // Ranks that have rows of the staying side in a segment.
-  void find_present(const std::vector<Piece>& waiting, std::span<const std::size_t> segment) {
-    present_.clear();
+  // Where in a segment rows of the travelling side are of use to the ranks that have rows of the
+  // staying side there. A rank's uses do not overlap.
+  void find_uses(const std::vector<Piece>& waiting, std::span<const std::size_t> segment,
+                 std::int64_t dilation) {
+    uses_.clear();
+    // Rows of both sides differ by multiples of the dilation.
+    Band band = band_.divided_by(dilation);
+    if (band.empty()) return;
+    const bool limited = band.least != -Band::kUnlimited && band.most != Band::kUnlimited;
+    if (band.least != -Band::kUnlimited) band.least *= dilation;
+    if (band.most != Band::kUnlimited) band.most *= dilation;
+    const auto add = [&](int rank, std::int64_t first, std::int64_t last) {
+      const Stretch use = travel_ == Travel::keys ? band.keys_of({first, last})
+                                                  : band.queries_of({first, last});
+      if (use.last >= 0) uses_.push_back({rank, use.first, use.last});
+    };
+    // What neighbouring rows use overlaps, or leaves no selected row between. Without a limit on
+    // either side always.
+    const auto seamless = [&](std::int64_t step) {
+      return !limited || step <= band.most - band.least + dilation;
+    };
     for (const std::size_t i : segment) {
       const Piece& piece = waiting[i];
       const RowSet& range = staying_.ranges(piece.rank)[static_cast<std::size_t>(piece.range)];
-      const std::int64_t first = range[piece.rows.elements.first];
-      const std::int64_t last = range[piece.rows.elements.last()];
-      if (present_.empty() || present_.back().rank != piece.rank) {
-        present_.push_back({piece.rank, first, last});
+      const RowSet& elements = piece.rows.elements;
+      if (elements.count == 1 || seamless(range.stride * elements.stride)) {
+        add(piece.rank, range[elements.first], range[elements.last()]);
       } else {
-        present_.back().first = std::min(present_.back().first, first);
-        present_.back().last = std::max(present_.back().last, last);
+        for (std::int64_t row = 0; row < elements.count; ++row)
+          add(piece.rank, range[elements[row]], range[elements[row]]);
       }
     }
+    std::sort(uses_.begin(), uses_.end(), [](const Use& a, const Use& b) {
+      return std::tie(a.rank, a.first) < std::tie(b.rank, b.first);
+    });
+    std::size_t kept = 0;
+    for (const Use& use : uses_) {
+      if (kept > 0 && uses_[kept - 1].rank == use.rank && use.first <= uses_[kept - 1].last + dilation) {
+        uses_[kept - 1].last = std::max(uses_[kept - 1].last, use.last);
+      } else {
+        uses_[kept++] = use;
+      }
+    }
+    uses_.resize(kept);
   }
 
-  void assign_cuts(std::vector<Piece>& moving, const std::vector<Piece>& waiting) {
+  void assign_cuts(std::vector<Piece>& moving, const std::vector<Piece>& waiting,
+                   std::int64_t dilation) {
     const std::vector<std::size_t> movers = by_segment(moving);
     const std::vector<std::size_t> waiters = by_segment(waiting);
     const auto end_of = [](const std::vector<Piece>& pieces, const std::vector<std::size_t>& order,
@@ -179,15 +186,22 @@ class DemandCollector {
       while (w < waiters.size() && waiting[waiters[w]].segment < segment) ++w;
       if (w == waiters.size()) return;
       if (waiting[waiters[w]].segment != segment) continue;
-      find_present(waiting, std::span(waiters).subspan(w, end_of(waiting, waiters, w) - w));
-      const int only = present_.size() == 1 ? present_.front().rank : -1;
-      bool needed = false;  // by anybody but the owner
-      for (std::size_t j = m; j < end; ++j) needed = needed || moving[movers[j]].rank != only;
+      find_uses(waiting, std::span(waiters).subspan(w, end_of(waiting, waiters, w) - w), dilation);
+      if (uses_.empty()) continue;
+      const bool one_rank = uses_.front().rank == uses_.back().rank;
+      bool needed = false;  // by a rank that is not the owner
+      std::int64_t last = 0;
+      for (std::size_t j = m; j < end; ++j) {
+        const Piece& piece = moving[movers[j]];
+        const RowSet& range = travelling_.ranges(piece.rank)[static_cast<std::size_t>(piece.range)];
+        needed = needed || !one_rank || piece.rank != uses_.front().rank;
+        last = std::max(last, range[piece.rows.elements.last()]);
+      }
       if (!needed) continue;
       for (std::size_t j = m; j < end; ++j) {
         moving[movers[j]].cuts = static_cast<int>(cuts_.size());
       }
-      cuts_.push_back(segment_cuts(present_, mask_, travel_, same_, *sets_));
+      cuts_.push_back(segment_cuts(uses_, last, *sets_));
     }
   }
 
@@ -217,14 +231,14 @@ class DemandCollector {
     }
   }
 
-  Mask mask_;
+  Band band_;
   Travel travel_;
   Placement travelling_;
   Placement staying_;
   bool same_;
   RankSets* sets_;
   std::vector<std::vector<Cut>> cuts_;  // per segment that somebody else needs
-  std::vector<Presence> present_;
+  std::vector<Use> uses_;
 };
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace annulus {
 
 // Rows of one range of the owner, in indices into that range: first, first + stride, ... < end.
 // `needed_by` includes the owner. `begin` and `end` are where the reason for the demand starts and
-// stops (a segment, a causal threshold), not where its rows do: demands of different strides then
+// stops (a segment, a limit of the band), not where its rows do: demands of different strides then
 // have common boundaries and are not chopped up at their ends.
 struct Demand {
   int range = 0;

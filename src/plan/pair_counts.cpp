@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "pattern/mask_rules.h"
+#include "pattern/band_pairs.h"
 #include "plan/selected_rows.h"
 
 namespace annulus {
@@ -33,27 +33,31 @@ double floor_sum(std::int64_t n, std::int64_t m, std::int64_t a, std::int64_t b)
   return sum;
 }
 
-// Sum of min(j + 1, most) over the `count` evenly spaced j from `first` to `last`.
-double sum_up_to(std::int64_t first, std::int64_t last, std::int64_t count, std::int64_t most) {
-  const std::int64_t step = count > 1 ? (last - first) / (count - 1) : 1;
-  const std::int64_t below = first < most ? std::min(count, (most - 1 - first) / step + 1) : 0;
-  const std::int64_t ends = below > 0 ? 2 * first + (below - 1) * step + 2 : 0;
-  return static_cast<double>(below) * static_cast<double>(ends) / 2.0 +
-         static_cast<double>(count - below) * static_cast<double>(most);
+// Sum of clamp(j + shift, 0, most) over the evenly spaced j of `rows`.
+double clamped_sum(const RowSet& rows, std::int64_t shift, std::int64_t most) {
+  if (shift == Band::kUnlimited)
+    return static_cast<double>(rows.count) * static_cast<double>(most);
+  if (shift == -Band::kUnlimited) return 0.0;
+  const RowSet above = clip(rows, most - shift, Band::kUnlimited);
+  const RowSet within = clip(rows, 1 - shift, most - shift);
+  const double ends =
+      within.count > 0 ? static_cast<double>(within.first + within.last() + 2 * shift) : 0.0;
+  return static_cast<double>(within.count) * ends / 2.0 +
+         static_cast<double>(above.count) * static_cast<double>(most);
 }
 
 // Pairs of one query head whose staying side is in a range, of which `selected` are the selected
-// rows and `other` those of the side that travels. A query attends what is before it, a key is
-// attended by what is after it.
+// rows and `other` those of the side that travels.
 class RangePairs {
  public:
   RangePairs(const RowSet& range, const SelectedRows& selected, const SelectedRows& other,
-             const Mask& mask, Travel travel)
+             const Band& band, Travel travel)
       : range_(range),
         crossing_(range, selected),
         selected_(selected),
         other_(other),
-        mask_(mask),
+        // The dilation of a side is cut down where its segments have one row at most.
+        band_(band.divided_by(std::max(selected.dilation, other.dilation))),
         travel_(travel) {}
 
   [[nodiscard]] double count() const {
@@ -88,46 +92,33 @@ class RangePairs {
  private:
   // Of a segment that both sides have all of.
   [[nodiscard]] double in_whole_segment(std::int64_t s) const {
-    const auto all = static_cast<double>(other_.count(s));
-    switch (mask_.kind) {
-      case Mask::full:
-        return all * all;
-      case Mask::causal:
-        if (mask_.shift != 0) break;
-        return all * (all + 1.0) / 2.0;
-    }
-    refuse_mask("shard_pairs", mask_);
+    return band_pairs(band_, other_.count(s));
   }
 
   [[nodiscard]] double in_segment(std::int64_t s) const {
     const RowSet rows = crossing_.in_segment(s).elements;
     if (rows.count == 0) return 0.0;
-    const std::int64_t other_count = other_.count(s);
-    const auto all = static_cast<double>(other_count);
-    const auto count = static_cast<double>(rows.count);
-    switch (mask_.kind) {
-      case Mask::full:
-        return count * all;
-      case Mask::causal: {
-        if (mask_.shift != 0) break;
-        // The j-th selected row of a segment attends j + 1 rows, or all there are; j is a
-        // progression, too.
-        const std::int64_t start = selected_.segment_begin(s) + selected_.offset;
-        const std::int64_t first = (range_[rows.first] - start) / selected_.dilation;
-        const std::int64_t last = (range_[rows.last()] - start) / selected_.dilation;
-        return travel_ == Travel::keys
-                   ? sum_up_to(first, last, rows.count, other_count)
-                   : count * all - sum_up_to(first - 1, last - 1, rows.count, other_count);
-      }
-    }
-    refuse_mask("shard_pairs", mask_);
+    // In indices: the i-th selected row of a segment. They are a progression, too.
+    const std::int64_t start = selected_.segment_begin(s) + selected_.offset;
+    const RowSet own{(range_[rows.first] - start) / selected_.dilation, rows.count,
+                     rows.count > 1
+                         ? (range_[rows.last()] - range_[rows.first]) / (rows.count - 1) /
+                               selected_.dilation
+                         : 1};
+    // A query i sees keys [i + least, i + most], a key i is seen by queries [i - most, i - least].
+    const bool keys_travel = travel_ == Travel::keys;
+    const std::int64_t first = keys_travel ? band_.least : -band_.most;
+    const std::int64_t last = keys_travel ? band_.most : -band_.least;
+    const std::int64_t all = other_.count(s);
+    return clamped_sum(own, last == Band::kUnlimited ? last : last + 1, all) -
+           clamped_sum(own, first, all);
   }
 
   RowSet range_;
   Crossing crossing_;
   SelectedRows selected_;
   SelectedRows other_;
-  Mask mask_;
+  Band band_;
   Travel travel_;
 };
 
@@ -144,14 +135,16 @@ double causal_pairs(const RowSet& queries, const RowSet& keys) {
 
 }  // namespace
 
-double allowed_pairs(const Mask& mask, const RowSet& queries, const RowSet& keys) {
-  switch (mask.kind) {
-    case Mask::full:
-      return static_cast<double>(queries.count) * static_cast<double>(keys.count);
-    case Mask::causal:
-      return causal_pairs({queries.first + mask.shift, queries.count, queries.stride}, keys);
-  }
-  refuse_mask("allowed_pairs", mask);
+double allowed_pairs(const Band& band, const RowSet& queries, const RowSet& keys) {
+  if (band.empty()) return 0.0;
+  // Pairs with key - query <= difference.
+  const auto up_to = [&](std::int64_t difference) {
+    return causal_pairs({queries.first + difference, queries.count, queries.stride}, keys);
+  };
+  const double below = band.most == Band::kUnlimited ? static_cast<double>(queries.count) *
+                                                           static_cast<double>(keys.count)
+                                                     : up_to(band.most);
+  return band.least == -Band::kUnlimited ? below : below - up_to(band.least - 1);
 }
 
 double shard_pairs(const Pattern& pattern, const Placement& queries, const Placement& keys,
@@ -170,7 +163,7 @@ double shard_pairs(const Pattern& pattern, const Placement& queries, const Place
       double per_head = 0.0;
       for (const RowSet& range : staying.ranges(rank)) {
         if (range.count == 0) continue;
-        per_head += RangePairs(range, selected, other, pattern.mask(), travel).count();
+        per_head += RangePairs(range, selected, other, pattern.band(), travel).count();
       }
       pairs += per_head * heads;
     }
@@ -188,8 +181,8 @@ std::vector<double> pairs_by_step(const Plan& plan) {
     for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
       double sum = 0.0;
       for (const PlacedRows& host : keys_travel ? group.queries : group.keys) {
-        sum += keys_travel ? allowed_pairs(group.mask, host.rows, guest.rows)
-                           : allowed_pairs(group.mask, guest.rows, host.rows);
+        sum += keys_travel ? allowed_pairs(group.band, host.rows, guest.rows)
+                           : allowed_pairs(group.band, guest.rows, host.rows);
       }
       const int step = guest.parcel < 0 ? 0 : plan.arrival(guest.parcel);
       pairs[static_cast<std::size_t>(step)] += sum * members;

@@ -3,14 +3,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "annulus/mask.h"
+#include "annulus/band.h"
 #include "annulus/plan.h"
 #include "annulus/row_set.h"
 
 namespace annulus {
 
-// Number of (query, key) that a mask allows, with a query of `queries` and a key of `keys`.
-[[nodiscard]] double allowed_pairs(const Mask& mask, const RowSet& queries, const RowSet& keys);
+// Number of (query, key) that a band allows, with a query of `queries` and a key of `keys`.
+[[nodiscard]] double allowed_pairs(const Band& band, const RowSet& queries, const RowSet& keys);
 
 // Allowed pairs (branch, head, query, key) whose side that does not travel is on this rank: all
 // that it computes. Closed form.

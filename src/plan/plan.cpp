@@ -314,7 +314,8 @@ std::uint64_t Plan::digest() const {
   // The pattern's name is left out: it is for people, the branches say it all. Every list is
   // preceded by its length, so that no two different options give the same words.
   hash.add(pattern().heads);
-  hash.add(static_cast<int>(pattern().causal));
+  hash.add(pattern().band().least);
+  hash.add(pattern().band().most);
   hash.add(pattern().output_scale);
   hash.add_size(pattern().branches.size());
   for (const Branch& branch : pattern().branches) {

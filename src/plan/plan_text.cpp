@@ -22,6 +22,14 @@ PlanTotals plan_totals(const Plan& plan) {
   return totals;
 }
 
+// ", causal, window (4095, 0)".
+std::string band_text(const Pattern& pattern) {
+  std::string text = pattern.causal ? ", causal" : "";
+  if (pattern.window != Window{})
+    text += fmt::format(", window ({}, {})", pattern.window.before, pattern.window.after);
+  return text;
+}
+
 std::string plan_title(const Plan& plan) {
   const Pattern& pattern = plan.pattern();
   std::string tokens = with_commas(plan.query_placement().tokens()) + " tokens";
@@ -30,7 +38,7 @@ std::string plan_title(const Plan& plan) {
   }
   return fmt::format(
       "{}{}: {}, {} query head{}, {} K/V head{}", pattern.name.empty() ? "pattern" : pattern.name,
-      pattern.causal ? ", causal" : "", tokens, pattern.heads, pattern.heads == 1 ? "" : "s",
+      band_text(pattern), tokens, pattern.heads, pattern.heads == 1 ? "" : "s",
       plan.options().kv_heads, plan.options().kv_heads == 1 ? "" : "s");
 }
 

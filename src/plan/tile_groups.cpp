@@ -11,7 +11,7 @@
 
 #include "annulus/error.h"
 #include "annulus/plan.h"
-#include "pattern/mask_rules.h"
+#include "plan/pair_counts.h"
 #include "plan/selected_rows.h"
 
 namespace annulus {
@@ -105,7 +105,7 @@ class GuestRows {
             const ShardRows& shard)
       : begin_(shard.segments().size() + 1, 0) {
     if (shard.segments().empty()) return;  // striped shards select all or nothing
-    const Mask mask = plan.pattern().mask();
+    const Band band = plan.pattern().band();
     const bool keys_travel = plan.options().travel == Travel::keys;
     // Most rows of a large ring are here for coarse branches only: for others they are far away.
     const std::int64_t begin = selected.segment_begin(shard.segments().front().segment);
@@ -127,7 +127,7 @@ class GuestRows {
           const PlacedRows rows = place(base, elements, p, base_store);
           const Stretch guest = stretch_of(rows.rows);
           const Stretch host{here.first, here.last};
-          if (!hides_all(mask, keys_travel ? host : guest, keys_travel ? guest : host))
+          if (!band.hides_all(keys_travel ? host : guest, keys_travel ? guest : host))
             found.emplace_back(i, rows);
         }
         base_store += base.count;
@@ -151,22 +151,37 @@ class GuestRows {
   std::vector<PlacedRows> rows_;
 };
 
-// Leaves out row sets that the mask hides entirely. False when nothing is left.
-bool trim(TileGroup& group, const Mask& mask) {
+// Leaves out row sets that the band hides entirely. False when nothing is left.
+bool trim(TileGroup& group, const Band& band) {
   if (group.queries.empty() || group.keys.empty()) return false;
   const Stretch queries = stretch_of(group.queries);
   std::erase_if(group.keys,
-                [&](const PlacedRows& k) { return hides_all(mask, queries, stretch_of(k.rows)); });
+                [&](const PlacedRows& k) { return band.hides_all(queries, stretch_of(k.rows)); });
   if (group.keys.empty()) return false;
   const Stretch keys = stretch_of(group.keys);
   std::erase_if(group.queries,
-                [&](const PlacedRows& q) { return hides_all(mask, stretch_of(q.rows), keys); });
+                [&](const PlacedRows& q) { return band.hides_all(stretch_of(q.rows), keys); });
+  if (group.queries.empty()) return false;
+  if (band.least == -Band::kUnlimited || band.most == Band::kUnlimited) return true;
+  // A band with both limits can fit between rows of a stretch: there, only counting is exact.
+  const auto meet = [&](const PlacedRows& q, const PlacedRows& k) {
+    return !band.hides_all(stretch_of(q.rows), stretch_of(k.rows)) &&
+           allowed_pairs(band, q.rows, k.rows) > 0;
+  };
+  std::erase_if(group.keys, [&](const PlacedRows& k) {
+    return std::none_of(group.queries.begin(), group.queries.end(),
+                        [&](const PlacedRows& q) { return meet(q, k); });
+  });
+  std::erase_if(group.queries, [&](const PlacedRows& q) {
+    return std::none_of(group.keys.begin(), group.keys.end(),
+                        [&](const PlacedRows& k) { return meet(q, k); });
+  });
   return !group.queries.empty();
 }
 
 // Full where every row sees every other: kernels skip the comparison then.
-Mask mask_of(const TileGroup& group, const Mask& mask) {
-  return shows_all(mask, stretch_of(group.queries), stretch_of(group.keys)) ? Mask{} : mask;
+Band band_of(const TileGroup& group, const Band& band) {
+  return band.shows_all(stretch_of(group.queries), stretch_of(group.keys)) ? Band{} : band;
 }
 
 }  // namespace
@@ -186,7 +201,7 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
   }
 
   std::vector<TileGroup> groups;
-  const Mask mask = pattern().mask();
+  const Band band = pattern().band();
   const bool keys_travel = options_.travel == Travel::keys;
   const bool with_local = first_step == 0 && last_step >= 0;
   for (std::size_t b = 0; b < pattern().branches.size(); ++b) {
@@ -226,8 +241,8 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
           travelling.assign(local.begin(), local.end());
           travelling.insert(travelling.end(), arrived.begin(), arrived.end());
           if (!arrived.empty()) std::sort(travelling.begin(), travelling.end(), earlier);
-          if (!trim(group, mask)) continue;
-          group.mask = mask_of(group, mask);
+          if (!trim(group, band)) continue;
+          group.band = band_of(group, band);
           groups.push_back(std::move(group));
         }
       }

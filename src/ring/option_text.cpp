@@ -124,6 +124,7 @@ std::string bytes_of(const Pattern& pattern) {
   std::string key;
   append(key, pattern.heads);
   append(key, pattern.causal);
+  append(key, pattern.window);
   append(key, pattern.output_scale);
   append(key, pattern.branches.size());
   for (const Branch& branch : pattern.branches) {
@@ -178,6 +179,8 @@ std::vector<Claim> claims_of(const RingOptions& options) {
   const Pattern& pattern = options.pattern;
   claims.push_back({"the pattern's heads", text_of(pattern.heads)});
   claims.push_back({"whether the pattern is causal", text_of(pattern.causal)});
+  claims.push_back({"the pattern's window",
+                    fmt::format("({}, {})", pattern.window.before, pattern.window.after)});
   claims.push_back({"the pattern's number of branches", std::to_string(pattern.branches.size())});
   claims.push_back(
       {"the pattern's segment lengths",

@@ -178,8 +178,9 @@ Forecast simulate(const RingOptions& options, const Cluster& cluster) {
     const StepWork* query_work = &key_work;
     if (plans.queries != nullptr) {
       queries = table(*plans.queries, MessageTable::Way::there, Travel::queries);
-      // Without a mask a query meets the keys that its own key is met by, on the same way round.
-      if (options.pattern.causal || options.kv_heads != options.pattern.heads)
+      // With a symmetric band a query meets the keys that its own key is met by.
+      const Band band = options.pattern.band();
+      if (band.least != -band.most || options.kv_heads != options.pattern.heads)
         query_work = &counted_queries.emplace(*plans.queries, share);
       forecast.counted = forecast.counted && query_work->counted();
     }

@@ -22,7 +22,7 @@ HostSegments host_segments(const Plan& plan, bool share) {
   HostSegments segments(pattern.branches.size(),
                         std::vector<std::int64_t>(static_cast<std::size_t>(pattern.heads), 0));
   if (!share) return segments;
-  const PairSpace space{plan.query_placement().tokens(), pattern.mask(), plan.self_attention()};
+  const PairSpace space{plan.query_placement().tokens(), plan.self_attention()};
   for (int head = 0; head < pattern.heads; ++head) {
     const std::vector<PairSharing> sharing = share_pairs(pattern, space, head);
     for (std::size_t b = 0; b < sharing.size(); ++b) {
@@ -55,7 +55,7 @@ Pattern left_out(const Pattern& pattern, const HostSegments& segments) {
 }
 
 // Pairs of a tile whose two rows lie in the same segment of that length.
-double pairs_within(const Mask& mask, const RowSet& queries, const RowSet& keys,
+double pairs_within(const Band& band, const RowSet& queries, const RowSet& keys,
                     std::int64_t segment) {
   const std::int64_t first = std::max(queries.first, keys.first) / segment;
   const std::int64_t last = std::min(queries.last(), keys.last()) / segment;
@@ -64,7 +64,7 @@ double pairs_within(const Mask& mask, const RowSet& queries, const RowSet& keys,
     const std::int64_t begin = s * segment;
     const RowSet q = clip(queries, begin, begin + segment);
     const RowSet k = clip(keys, begin, begin + segment);
-    if (q.count > 0 && k.count > 0) pairs += allowed_pairs(mask, q, k);
+    if (q.count > 0 && k.count > 0) pairs += allowed_pairs(band, q, k);
   }
   return pairs;
 }
@@ -128,9 +128,9 @@ void StepWork::count(const Plan& plan, bool share) {
         for (const PlacedRows& host : keys_travel ? group.queries : group.keys) {
           const RowSet& queries = keys_travel ? host.rows : guest.rows;
           const RowSet& keys = keys_travel ? guest.rows : host.rows;
-          pairs += members * allowed_pairs(group.mask, queries, keys);
+          pairs += members * allowed_pairs(group.band, queries, keys);
           for (const auto& [segment, heads] : guests[c][s])
-            pairs -= heads * pairs_within(group.mask, queries, keys, segment);
+            pairs -= heads * pairs_within(group.band, queries, keys, segment);
         }
         pairs_[index(rank, view.arrival(guest.parcel))] += pairs;
         pairs_[index(rank, 0)] -= pairs;

@@ -29,7 +29,7 @@ struct Count {
 
 // Checks every pair of one head.
 Count check(const Pattern& pattern, std::int64_t tokens, int head) {
-  const std::vector<PairSharing> sharing = share_pairs(pattern, {tokens, pattern.mask()}, head);
+  const std::vector<PairSharing> sharing = share_pairs(pattern, {tokens}, head);
   EXPECT_EQ(sharing.size(), pattern.branches.size());
   Count total;
   for (std::int64_t query = 0; query < tokens; ++query) {
@@ -111,15 +111,11 @@ TEST(SharedPairs, BranchWithinABranchOfTheSameSegmentsComputesNothing) {
   EXPECT_EQ(sharing[0].repeats, (std::vector<Repeat>{{2, 0}}));
 }
 
-TEST(SharedPairs, UnknownMasksAndDifferentSidesShareNothing) {
+TEST(SharedPairs, DifferentSidesShareNothing) {
   const Pattern pattern = longnet(1, List{64, 64}, List{1, 2});
   const std::vector<PairSharing> nothing(2);
-  const auto shared = [&](const PairSpace& space) { return share_pairs(pattern, space, 0); };
-  EXPECT_NE(shared({640, {Mask::full, 0}, true}), nothing);
-  EXPECT_NE(shared({640, {Mask::causal, 0}, true}), nothing);
-  EXPECT_EQ(shared({640, {Mask::causal, 1}, true}), nothing);
-  EXPECT_EQ(shared({640, {static_cast<Mask::Kind>(2), 0}, true}), nothing);
-  EXPECT_EQ(shared({640, {Mask::full, 0}, false}), nothing);
+  EXPECT_NE(share_pairs(pattern, {640, true}, 0), nothing);
+  EXPECT_EQ(share_pairs(pattern, {640, false}, 0), nothing);
 }
 
 TEST(SharedPairs, OtherOffsetsShareNothing) {

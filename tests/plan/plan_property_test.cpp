@@ -85,7 +85,7 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
             for (const PlacedRows& k : group.keys) {
               for (std::int64_t i = 0; i < q.rows.count; ++i) {
                 for (std::int64_t j = 0; j < k.rows.count; ++j) {
-                  if (!group.mask.allows(q.rows[i], k.rows[j])) {
+                  if (!group.band.allows(q.rows[i], k.rows[j])) {
                     ++hidden;
                     continue;
                   }
@@ -99,7 +99,7 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
             }
           }
           EXPECT_GT(pairs, 0) << "a group without an allowed pair";
-          EXPECT_EQ(group.mask.kind == Mask::full, hidden == 0) << "full iff nothing is hidden";
+          EXPECT_EQ(group.band.full(), hidden == 0) << "full iff nothing is hidden";
         }
       }
     }
@@ -182,7 +182,7 @@ TEST(PlanProperty, StepsTakenTogetherHoldTheRowsOfEachStep) {
   using Key = std::tuple<int, int, std::int64_t, bool, std::int64_t>;
   for_random_plans(40'000, [](const Views& views) {
     const Plan& plan = views.front();
-    if (plan.pattern().causal) return;  // row sets that the mask hides are dropped per call
+    if (!plan.pattern().band().full()) return;  // rows that the band hides are dropped per call
     const auto rows_of = [&](int rank, int first, int last, std::set<Key>& rows) {
       for (const TileGroup& group :
            views[static_cast<std::size_t>(rank)].tile_groups(first, last)) {
@@ -260,6 +260,7 @@ TEST(PlanProperty, PeriodicPlansAreTheDirectOnes) {
     Pattern pattern;
     pattern.heads = heads;
     pattern.causal = causal;
+    pattern.window = random.coin() ? Window{} : test::any_window(random, 60);
     for (std::int64_t b = random.between(1, 3); b > 0; --b) {
       Branch branch;
       branch.segment_length =

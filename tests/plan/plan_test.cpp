@@ -107,7 +107,7 @@ TEST(Plan, TilesThatHideNothingAreFull) {
     for (int step = 0; step <= plan.steps(); ++step) {
       for (const TileGroup& group : plan.tile_groups(step, step)) {
         // Keys that came from other ranks lie before all queries.
-        EXPECT_EQ(group.mask, (Mask{step == 0 ? Mask::causal : Mask::full, 0}));
+        EXPECT_EQ(group.band, step == 0 ? Band::causal() : Band{});
       }
     }
   }

@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <new>
@@ -73,7 +75,9 @@ Configuration random_configuration(std::uint64_t seed) {
                     random.one_of<Layout>({Layout::dense, Layout::padded, Layout::heads_major}),
                     ""};
   out.text = "seed " + std::to_string(seed) + ": " + problem.pattern.name +
-             (problem.pattern.causal ? " causal, " : ", ") + std::to_string(tokens) +
+             (problem.pattern.causal ? " causal, window (" : ", window (") +
+             std::to_string(problem.pattern.window.before) + ", " +
+             std::to_string(problem.pattern.window.after) + "), " + std::to_string(tokens) +
              " tokens, heads " + std::to_string(problem.shape.q_heads) + "/" +
              std::to_string(kv_heads) + ", d " + std::to_string(problem.shape.head_dim) + ", " +
              name_of(problem.dtype) + ", " + std::to_string(ranks) + " ranks, " +
@@ -111,6 +115,50 @@ TEST(RingProperty, RandomConfigurationsMatchTheReference) {
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
     expect_right(c, test::run_ring(c.options, inputs, c.layout),
                  test::reference_of(c.problem, inputs));
+    if (HasFailure()) return;
+  }
+}
+
+// A key with other values, however large or not finite, changes no bit of the rows that do not see
+// it.
+TEST(RingProperty, RowsDoNotDependOnKeysThatTheyDoNotSee) {
+  for (std::uint64_t seed = 500; seed < 800; ++seed) {
+    Configuration c = random_configuration(seed);
+    c.options.backward = false;
+    Random random(seed + 1'000'000);
+    const reference::Shape& shape = c.problem.shape;
+    const std::int64_t key = random.between(0, shape.tokens - 1);
+    const double value =
+        random.one_of<double>({3.0, 1e4, std::numeric_limits<double>::quiet_NaN(),
+                               std::numeric_limits<double>::infinity()});
+    SCOPED_TRACE(c.text + ", key " + std::to_string(key) + " becomes " + std::to_string(value));
+    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    test::Inputs changed = inputs;
+    const std::int64_t width = std::int64_t{shape.kv_heads} * shape.head_dim;
+    for (std::int64_t b = 0; b < shape.batch; ++b) {
+      const auto first = (b * shape.tokens + key) * width;
+      std::fill_n(changed.k.begin() + first, width, value);
+      std::fill_n(changed.v.begin() + first, width, -value);
+    }
+    const test::Results before = test::run_ring(c.options, inputs, c.layout);
+    const test::Results after = test::run_ring(c.options, changed, c.layout);
+    const Pattern& pattern = c.problem.pattern;
+    std::int64_t wrong = 0;
+    for (std::int64_t row = 0; row < shape.batch * shape.tokens * shape.q_heads; ++row) {
+      const auto head = static_cast<int>(row % shape.q_heads);
+      const std::int64_t query = row / shape.q_heads % shape.tokens;
+      const bool sees = std::any_of(
+          pattern.branches.begin(), pattern.branches.end(),
+          [&](const Branch& branch) { return pattern.allows(branch, head, query, key); });
+      if (sees) continue;
+      const auto same = [&](const std::vector<float>& a, const std::vector<float>& b,
+                            std::int64_t elements) {
+        return std::memcmp(a.data() + row * elements, b.data() + row * elements,
+                           static_cast<std::size_t>(elements) * sizeof(float)) == 0;
+      };
+      if (!same(before.o, after.o, shape.head_dim) || !same(before.lse, after.lse, 1)) ++wrong;
+    }
+    EXPECT_EQ(wrong, 0) << "rows changed that do not see the key";
     if (HasFailure()) return;
   }
 }

@@ -33,12 +33,11 @@ struct TaskData {
   DType dtype = DType::f32;
   int dim = 8;
   double scale = 1;
-  bool causal = false;
+  Band band;  // in indices
   std::vector<std::int32_t> q_index, k_index;
   std::vector<double> q, dout;  // [queries][dim], representable in dtype
   std::vector<double> k, v;     // [keys][dim]
   std::vector<Repeat> repeats;
-  std::int32_t shift = 0;  // of the causal diagonal
   IndexFilter key_filter;  // forward only: the keys that count; the others may be packed, too
 
   [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
@@ -48,7 +47,7 @@ struct TaskData {
     const IndexGap& gap = key_filter.gap;
     if (index < key_filter.begin || index >= key_filter.end) return false;
     if (index >= gap.begin && index < gap.end) return false;
-    return !causal || index <= q_index[static_cast<std::size_t>(query)] + shift;
+    return band.allows(q_index[static_cast<std::size_t>(query)], index);
   }
   [[nodiscard]] double times(std::int64_t query, std::int64_t key) const {
     double count = 1;
@@ -80,7 +79,7 @@ inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causa
   TaskData data{dtype,
                 dim,
                 1.0 / std::sqrt(dim),
-                causal,
+                causal ? Band::causal() : Band{},
                 std::move(q_index),
                 std::move(k_index),
                 {},
@@ -88,7 +87,6 @@ inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causa
                 {},
                 {},
                 {},
-                0,
                 {}};
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal;
@@ -423,7 +421,7 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
     task.packed = packed.keys();
     task.key_filter = data.key_filter;
     task.key_gap = data.key_filter.gap;
-    task.mask = {data.causal, data.shift};
+    task.band = data.band;
     task.queries = queries;
     task.query_begin = begin;
     task.query_end = std::min<std::int64_t>(rows, begin + cpu::kQueryBlock);
@@ -478,7 +476,7 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
     if (!run.key_grad) r.base[cpu::kKeyGrad] = r.base[cpu::kValueGrad] = nullptr;
   }
   cpu::BackwardTask task;
-  task.mask = {data.causal, data.shift};
+  task.band = data.band;
   task.queries = queries;
   task.query_end = count_of(queries);
   task.keys = keys;

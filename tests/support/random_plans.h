@@ -97,7 +97,15 @@ class Random {
   return pattern;
 }
 
-[[nodiscard]] inline Pattern any_pattern(Random& random, std::int64_t tokens, int heads) {
+// A third has no window, some see nothing or next to nothing.
+[[nodiscard]] inline Window any_window(Random& random, std::int64_t tokens) {
+  const auto limit = [&]() -> std::int64_t {
+    return random.between(0, 3) == 0 ? -1 : random.between(0, random.coin() ? 4 : tokens);
+  };
+  return random.between(0, 2) == 0 ? Window{} : Window{limit(), limit()};
+}
+
+[[nodiscard]] inline Pattern any_preset(Random& random, std::int64_t tokens, int heads) {
   const bool causal = random.coin();
   std::vector<std::int64_t> segments;
   std::vector<std::int64_t> dilations;
@@ -123,6 +131,12 @@ class Random {
     default:
       return random_branches(random, tokens, heads, causal);
   }
+}
+
+[[nodiscard]] inline Pattern any_pattern(Random& random, std::int64_t tokens, int heads) {
+  Pattern pattern = any_preset(random, tokens, heads);
+  pattern.window = any_window(random, tokens);
+  return pattern;
 }
 
 [[nodiscard]] inline PlanOptions any_options(Random& random) {
@@ -154,7 +168,9 @@ class Random {
 
 [[nodiscard]] inline std::string describe(const Plan& plan) {
   std::string text =
-      plan.pattern().name + (plan.pattern().causal ? " causal" : "") + ", " +
+      plan.pattern().name + (plan.pattern().causal ? " causal" : "") + ", window (" +
+      std::to_string(plan.pattern().window.before) + ", " +
+      std::to_string(plan.pattern().window.after) + "), " +
       plan.query_placement().name() + " " + std::to_string(plan.query_placement().tokens()) +
       " tokens against " + plan.key_placement().name() + " " +
       std::to_string(plan.key_placement().tokens()) + ", " + std::to_string(plan.ranks()) +

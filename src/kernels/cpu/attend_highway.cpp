@@ -33,6 +33,7 @@ HWY_BEFORE_NAMESPACE();
 #undef ANNULUS_UNROLL
 #include "kernels/cpu/simd-inl.h"
 #include "kernels/cpu/pack-inl.h"
+#include "kernels/cpu/reach-inl.h"
 #include "kernels/cpu/forward-inl.h"
 #include "kernels/cpu/backward-inl.h"
 #include "kernels/cpu/peak-inl.h"

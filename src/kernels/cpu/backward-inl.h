@@ -14,22 +14,16 @@ class Backward {
   static constexpr int kTiles = kGradBlock / kRows;
   static constexpr int kPanels = (kGradBlock + kPanel - 1) / kPanel;
 
-  // What one panel of the query block needs of the tiles of the key block.
-  struct Reach {
-    int first_end;  // tiles [0, first_end): both vectors
-    int end;        // tiles [first_end, end): only the second
-    bool masked;    // some pairs inside are not allowed
-  };
-
  public:
   static void run(const Problem& problem, const BackwardTask& task,
                   std::span<std::byte> scratch_bytes) {
     Backward self(problem, task, scratch_bytes);
-    RowStream keys(task.keys, task.key_begin, task.key_end, task.canonical_keys, task.key_gap);
+    RowStream keys(task.keys, task.key_begin, task.key_end,
+                   {task.canonical_keys, task.key_gap, self.chunk_});
     while (keys.remaining() > 0) {
       self.load_keys(keys);
-      RowStream queries(task.queries, task.query_begin, task.query_end, task.canonical_queries,
-                        task.query_gap);
+      RowStream queries(task.queries, task.query_begin, task.query_end,
+                        {task.canonical_queries, task.query_gap, kGradBlock});
       while (queries.remaining() > 0) {
         if (!self.load_queries(queries)) continue;
         for (int block = 0; block < self.key_rows_; block += kGradBlock) self.process(block);
@@ -52,13 +46,15 @@ class Backward {
     key_refs_ = scratch.take<RowStream::Ref>(keys);
     key_index_ = scratch.take<std::int32_t>(keys);
     key_repeats_ = scratch.take<std::int32_t>(keys);
+    key_tiles_ = scratch.take<TileKeys>(keys / kRows);
     k_ = scratch.take<Element>(keys * kRowElements);
     v_ = scratch.take<Element>(keys * kRowElements);
     k_pairs_ = M::kPack == 1 ? k_ : scratch.take<Element>(keys / M::kPack * kLd);
     dk_ = scratch.take<float>(keys * kLd);
     dv_ = scratch.take<float>(keys * kLd);
     query_refs_ = scratch.take<RowStream::Ref>(kGradBlock);
-    query_index_ = scratch.take<std::int32_t>(kPanels * kPanel);
+    query_before_ = scratch.take<std::int32_t>(kPanels * kPanel);
+    query_last_ = scratch.take<std::int32_t>(kPanels * kPanel);
     minus_lse_ = scratch.take<float>(kPanels * kPanel);
     minus_delta_ = scratch.take<float>(kPanels * kPanel);
     large_lse_ = scratch.take<double>(kPanels * kPanel);
@@ -87,12 +83,18 @@ class Backward {
                                         head_dim(), padded_dim_, k_, k_pairs_);
     keys_finite_ &= Packer<M, kLd>::pack(problem_.dtype, key_refs_, kValue, count, key_rows_, 1.0F,
                                          head_dim(), padded_dim_, v_, nullptr);
+    first_key_ = kMaskedIndex;
+    last_key_ = -1;
     for (int i = 0; i < key_rows_; ++i) {
-      key_index_[i] = i >= count ? kMaskedIndex : key_number(task_.mask, key_refs_[i].index());
-      key_repeats_[i] =
-          i >= count ? 0 : repeat_class(task_.repeats, key_refs_[i].index()) * (kPanels * kPanel);
+      key_index_[i] = kMaskedIndex;
+      key_repeats_[i] = 0;
+      if (i >= count || key_refs_[i].run == nullptr) continue;
+      key_index_[i] = key_refs_[i].index();
+      key_repeats_[i] = repeat_class(task_.repeats, key_refs_[i].index()) * (kPanels * kPanel);
+      first_key_ = std::min(first_key_, key_index_[i]);
+      last_key_ = std::max(last_key_, key_index_[i]);
     }
-    first_key_ = *std::min_element(key_index_, key_index_ + count);
+    for (int t = 0; t * kRows < key_rows_; ++t) key_tiles_[t] = tile_keys(key_index_ + t * kRows);
     const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(key_rows_) * kLd;
     std::memset(dk_, 0, bytes);
     std::memset(dv_, 0, bytes);
@@ -100,41 +102,35 @@ class Backward {
 
   // False: no query of the block sees any key of the chunk.
   bool load_queries(RowStream& stream) {
-    int limit = kGradBlock;
-    query_pad_ = 0;
-    if (task_.canonical_queries) {
-      // Blocks end at multiples of kGradBlock and start at even places, wherever this task's first
-      // query is: sums over queries then group the same rows for every sharding.
-      limit -= stream.next_index() % kGradBlock;
-      query_pad_ = stream.next_index() % M::kPack;
-    }
-    const int count = stream.take(limit, query_refs_);
-    if (task_.mask.causal) {
-      std::int32_t highest = -1;
-      for (int i = 0; i < count; ++i)
-        highest = std::max(highest, query_number(task_.mask, query_refs_[i].index()));
-      if (highest < first_key_) return false;
-    }
-    queries_ = count;
-    panels_ = (query_pad_ + count + kPanel - 1) / kPanel;
+    queries_ = stream.take(kGradBlock, query_refs_);
+    panels_ = (queries_ + kPanel - 1) / kPanel;
     const int lanes = panels_ * kPanel;
+    bool any = false;
+    for (int i = 0; i < lanes; ++i) {
+      const bool exists = i < queries_ && query_refs_[i].run != nullptr;
+      const KeyLimits keys =
+          exists ? key_limits(task_.band, query_refs_[i].index()) : kSeesNothing;
+      any = any || (keys.before < last_key_ && keys.last >= first_key_);
+      query_before_[i] = keys.before;
+      query_last_[i] = keys.last;
+    }
+    if (!any) return false;
     std::fill_n(large_, kPanels, false);
     pack_queries(kQuery, query_factor_, q_columns_, q_pairs_);
     queries_finite_ = pack_queries(kOutGrad, 1.0F, do_columns_, do_pairs_) && queries_finite_;
     for (int i = 0; i < lanes; ++i) {
-      const bool real = i >= query_pad_ && i < query_pad_ + count;
-      // Padding sees no key: index -1, weight 2^-inf.
-      query_index_[i] = real ? query_number(task_.mask, query_refs_[i - query_pad_].index()) : -1;
-      minus_lse_[i] = -INFINITY;
+      const bool exists = i < queries_ && query_refs_[i].run != nullptr;
+      minus_lse_[i] = -INFINITY;  // padding sees no key: weight 2^-inf
       large_lse_[i] = 0;
       minus_delta_[i] = 0.0F;
-      repeat_weights(task_.repeats, real ? query_refs_[i - query_pad_].index() : 0, repeats_ + i,
+      repeat_weights(task_.repeats, exists ? query_refs_[i].index() : 0, repeats_ + i,
                      kPanels * kPanel);
-      if (!real) continue;
-      const float lse = *reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kLse));
+      if (!exists) continue;
+      const float lse = *reinterpret_cast<const float*>(query_refs_[i].at(kLse));
       if (lse ==
           -INFINITY) {  // all its scores are -inf: it has no gradient, whatever Inf made them so
-        query_index_[i] = -1;
+        query_before_[i] = kSeesNothing.before;
+        query_last_[i] = kSeesNothing.last;
         continue;
       }
       minus_lse_[i] = -lse * kLog2E;
@@ -143,8 +139,9 @@ class Backward {
         large_lse_[i] = lse / double{kLn2};  // forward multiplied by that
         minus_lse_[i] = 0;                   // settle_scores subtracts it
       }
-      minus_delta_[i] = -*reinterpret_cast<const float*>(query_refs_[i - query_pad_].at(kDelta));
+      minus_delta_[i] = -*reinterpret_cast<const float*>(query_refs_[i].at(kDelta));
     }
+    for (int p = 0; p < panels_; ++p) limits_[p] = panel_limits(lanes_of(p));
     std::memset(dq_, 0, sizeof(float) * static_cast<std::size_t>(lanes * padded_dim_));
     return true;
   }
@@ -153,22 +150,9 @@ class Backward {
     // fp32 rows serve as pair form too, so they go straight there.
     Element* rows = M::kPack == 1 ? pairs : rows_;
     const int lanes = panels_ * kPanel;
-    if (query_pad_ > 0) {
-      // One dummy row in front: shift the references by one and let it read the first row, then
-      // clear it.
-      std::memmove(query_refs_ + 1, query_refs_,
-                   sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
-      query_refs_[0] = query_refs_[1];
-    }
     const bool finite =
-        Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, query_pad_ + queries_, lanes,
-                             factor, head_dim(), padded_dim_, rows, pairs);
-    if (query_pad_ > 0) {
-      std::memmove(query_refs_, query_refs_ + 1,
-                   sizeof(RowStream::Ref) * static_cast<std::size_t>(queries_));
-      std::memset(rows, 0, sizeof(Element) * kRowElements);
-      for (int d = 0; d < padded_dim_; ++d) reinterpret_cast<std::uint16_t*>(pairs + d)[0] = 0;
-    }
+        Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, queries_, lanes, factor,
+                             head_dim(), padded_dim_, rows, pairs);
     for (int p = 0; p < panels_; ++p) {
       rows_to_panel(rows + p * kPanel * kRowElements, kRowElements, padded_dim_ / M::kPack,
                     columns + p * kPanel * padded_dim_ / M::kPack);
@@ -179,9 +163,14 @@ class Backward {
 
   void process(int block) {
     const int tiles = std::min(kGradBlock, key_rows_ - block) / kRows;
+    int begin = tiles;  // of the tiles that some panel needs
+    int end = 0;
     for (int p = 0; p < panels_; ++p) {
-      reach_[p] = reach(block, tiles, p);
-      if (reach_[p].end == 0) continue;
+      reach_[p] = reach(limits_[p], &tile(block, 0), tiles);
+      masked_[p] = masked(block, p);
+      if (reach_[p].empty()) continue;
+      begin = std::min(begin, reach_[p].begin);
+      end = std::max(end, reach_[p].end);
       if (task_.repeats.empty()) {
         score_gradients<false>(block, p);
       } else {
@@ -190,29 +179,22 @@ class Backward {
       if (task_.query_grad) query_gradients(block, p);
     }
     if (!task_.key_grad) return;
-    for (int t = 0; t < tiles; ++t) {
+    for (int t = begin; t < end; ++t) {
       key_gradients(block, t, p_, do_pairs_, dv_);
       key_gradients(block, t, ds_, q_pairs_, dk_);
     }
   }
 
-  [[nodiscard]] Reach reach(int block, int tiles, int p) const {
-    const std::int32_t* index = query_index_ + p * kPanel;
-    const std::int32_t lowest = *std::min_element(index, index + kPanel);
-    const std::int32_t highest = *std::max_element(index, index + kPanel);
-    const std::int32_t highest0 = *std::max_element(index, index + kLanes);
-    const std::int32_t* keys = key_index_ + block;
-    Reach out{0, tiles, false};
-    while (out.end > 0 &&
-           *std::min_element(keys + (out.end - 1) * kRows, keys + out.end * kRows) > highest)
-      --out.end;
-    out.first_end = out.end;
-    while (out.first_end > 0 && *std::min_element(keys + (out.first_end - 1) * kRows,
-                                                  keys + out.first_end * kRows) > highest0) {
-      --out.first_end;
-    }
-    out.masked = out.end > 0 && *std::max_element(keys, keys + out.end * kRows) > lowest;
-    return out;
+  [[nodiscard]] LaneLimits lanes_of(int p) const {
+    return {query_before_ + p * kPanel, query_last_ + p * kPanel};
+  }
+
+  [[nodiscard]] const TileKeys& tile(int block, int t) const { return key_tiles_[block / kRows + t]; }
+  // Some pairs that a panel and a block compute are not allowed.
+  [[nodiscard]] bool masked(int block, int p) const {
+    for (int t = reach_[p].begin; t < reach_[p].end; ++t)
+      if (!limits_[p].see_all(tile(block, t))) return true;
+    return false;
   }
 
   [[nodiscard]] HWY_INLINE Element* panel_rows(Element* base, int p) const {
@@ -226,7 +208,7 @@ class Backward {
     const Reach& r = reach_[p];
     const Element* q = q_columns_ + p * kPanel * padded_dim_ / M::kPack;
     const Element* dout = do_columns_ + p * kPanel * padded_dim_ / M::kPack;
-    for (int t = 0; t < r.end; ++t) {
+    for (int t = r.begin; t < r.end; ++t) {
       const Element* k = k_ + (block + t * kRows) * kRowElements;
       if (t < r.first_end) {
         score_tile<0>(k, q, s_ + t * kRows * kPanel);
@@ -235,14 +217,12 @@ class Backward {
       }
     }
     if (large_[p]) settle_scores<kRepeats>(block, p);
-    const std::int32_t lowest =
-        *std::min_element(query_index_ + p * kPanel, query_index_ + (p + 1) * kPanel);
-    for (int t = 0; t < r.end; ++t) {
+    for (int t = r.begin; t < r.end; ++t) {
       const std::int32_t* keys = key_index_ + block + t * kRows;
       const Element* v = v_ + (block + t * kRows) * kRowElements;
       if (t >= r.first_end) {
         gradient_tile<1, true, kRepeats>(p, t, v, dout, keys);
-      } else if (*std::max_element(keys, keys + kRows) > lowest) {
+      } else if (!limits_[p].see_all(tile(block, t))) {
         gradient_tile<0, true, kRepeats>(p, t, v, dout, keys);
       } else {
         gradient_tile<0, false, kRepeats>(p, t, v, dout, keys);
@@ -255,7 +235,7 @@ class Backward {
   HWY_NOINLINE void settle_scores(int block, int p) const {
     const Reach& r = reach_[p];
     const double* lse = large_lse_ + p * kPanel;
-    for (int i = 0; i < r.end * kRows; ++i) {
+    for (int i = r.begin * kRows; i < r.end * kRows; ++i) {
       float* s = s_ + i * kPanel;
       for (int j = i < r.first_end * kRows ? 0 : kLanes; j < kPanel; ++j) {
         if (lse[j] == 0) continue;
@@ -281,7 +261,7 @@ class Backward {
     VF acc[kRows][kVectors];
     fill_tile<kV0>(acc, minus_delta_ + p * kPanel);
     float* s = s_ + t * kRows * kPanel;
-    const std::int32_t* index = query_index_ + p * kPanel;
+    const LaneLimits lanes = lanes_of(p);
     const int steps = head_dim() / M::kPack / (kRows / 2);
     VF minus_lse[kVectors];
     for (int j = kV0; j < kVectors; ++j)
@@ -303,7 +283,7 @@ class Backward {
             const std::int32_t key_class = key_repeats_[keys - key_index_ + i];
             w = hn::Mul(w, hn::Load(kF, repeats_ + key_class + p * kPanel + j * kLanes));
           }
-          if constexpr (kMasked) w = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), w);
+          if constexpr (kMasked) w = hn::IfThenElseZero(visible(lanes + j * kLanes, keys[i]), w);
           hn::Store(w, kF, at);
         }
         const int half_end = i == r ? steps / 2 : steps;
@@ -330,7 +310,7 @@ class Backward {
         acc[i][j] = hn::Mul(acc[i][j], w[j]);
         // dP may be Inf or NaN where the pair is not allowed; 0 times that is no 0.
         if constexpr (kMasked)
-          acc[i][j] = hn::IfThenElseZero(visible(index + j * kLanes, keys[i]), acc[i][j]);
+          acc[i][j] = hn::IfThenElseZero(visible(lanes + j * kLanes, keys[i]), acc[i][j]);
       }
       M::store_panel_row(p_row + i * kPanelElements, w[0], w[1]);
       M::store_panel_row(ds_row + i * kPanelElements, acc[i][0], acc[i][1]);
@@ -351,13 +331,14 @@ class Backward {
     const Element* ds = M::kPack == 1 ? panel_rows(ds_, p) : ds_pairs_;
     const Element* k = k_pairs_ + block / M::kPack * kLd;
     float* dq = dq_ + p * kPanel * padded_dim_;
-    if (r.masked && !keys_finite_) {
-      add_visible_rows<M, kLd>(k, ds, key_index_ + block, r.end * kRows, query_index_ + p * kPanel,
-                               head_dim(), dq);
+    if (masked_[p] && !keys_finite_) {
+      add_visible_rows<M, kLd>(k, ds, key_index_ + block, r.begin * kRows, r.end * kRows,
+                               lanes_of(p), head_dim(), dq);
       return;
     }
+    constexpr int kSteps = kRows / M::kPack;  // of a tile
     for (int d = 0; d < head_dim(); d += kRows) {
-      add_weighted_rows<M, kLd>(k + d, ds, r.first_end * kRows / M::kPack, r.end * kRows / M::kPack,
+      add_weighted_rows<M, kLd>(k + d, ds, r.begin * kSteps, r.first_end * kSteps, r.end * kSteps,
                                 dq + d * kPanel);
     }
   }
@@ -367,7 +348,8 @@ class Backward {
                                 float* gradient) {
     bool careful = false;
     if (!queries_finite_) {
-      for (int p = 0; p < panels_; ++p) careful |= reach_[p].masked && t < reach_[p].end;
+      for (int p = 0; p < panels_; ++p)
+        careful |= masked_[p] && t >= reach_[p].begin && t < reach_[p].end;
     }
     float* out = gradient + (block + t * kRows) * kLd;
     if (careful) {
@@ -383,7 +365,7 @@ class Backward {
     fill_tile<0>(acc, nullptr);
     for (int p = 0; p < panels_; ++p) {
       const Reach& r = reach_[p];
-      if (t >= r.end) continue;
+      if (t < r.begin || t >= r.end) continue;
       const int skip = t >= r.first_end ? kLanes / M::kPack : 0;
       multiply<M, 0, kPanelElements, 1, kLd>(
           acc, weights + (p * kGradBlock + t * kRows) * kPanelElements + skip,
@@ -401,12 +383,15 @@ class Backward {
       for (int d = 0; d < padded_dim_; d += kLanes) {
         VF acc = hn::Zero(kF);
         for (int p = 0; p < panels_; ++p) {
-          if (t >= reach_[p].end) continue;
+          if (t < reach_[p].begin || t >= reach_[p].end) continue;
           const Element* row = weights + (p * kGradBlock + t * kRows + i) * kPanelElements;
           for (int q = t >= reach_[p].first_end ? kLanes : 0; q < kPanel; q += M::kPack) {
             Element w = row[q / M::kPack];
-            const bool first = query_index_[p * kPanel + q] >= key;
-            const bool last = query_index_[p * kPanel + q + M::kPack - 1] >= key;
+            const auto sees = [&](int lane) {
+              return query_before_[lane] < key && key <= query_last_[lane];
+            };
+            const bool first = sees(p * kPanel + q);
+            const bool last = sees(p * kPanel + q + M::kPack - 1);
             if (!first && !last) continue;
             HWY_ALIGN Element column[kLanes];
             for (int c = 0; c < kLanes; ++c) {
@@ -427,8 +412,9 @@ class Backward {
     for (int p = 0; p < panels_; ++p) {
       panel_to_rows(dq_ + p * kPanel * padded_dim_, padded_dim_, wide_rows_, kLd);
       for (int i = 0; i < kPanel; ++i) {
-        const int row = p * kPanel + i - query_pad_;
-        if (row < 0 || row >= queries_) continue;
+        const int row = p * kPanel + i;
+        if (row >= queries_) break;
+        if (query_refs_[row].run == nullptr) continue;
         add_row(wide_rows_ + i * kLd, problem_.scale, query_refs_[row].at(kQueryGrad));
       }
     }
@@ -438,6 +424,7 @@ class Backward {
     // The packed Q of fp32 carries scale * log2(e).
     const float factor = M::kPack == 1 ? kLn2 : problem_.scale;
     for (int i = 0; i < key_count_; ++i) {
+      if (key_refs_[i].run == nullptr) continue;
       add_row(dk_ + i * kLd, factor, key_refs_[i].at(kKeyGrad));
       add_row(dv_ + i * kLd, 1.0F, key_refs_[i].at(kValueGrad));
     }
@@ -462,22 +449,26 @@ class Backward {
   int key_count_ = 0;
   int key_rows_ = 0;  // padded
   std::int32_t first_key_ = 0;
+  std::int32_t last_key_ = 0;
   int queries_ = 0;
-  int query_pad_ = 0;  // lanes before the first query
   int panels_ = 0;
   bool keys_finite_ = true;
   bool queries_finite_ = true;
   Reach reach_[kPanels];
+  bool masked_[kPanels] = {};
+  PanelLimits limits_[kPanels] = {};
   RowStream::Ref* key_refs_;
   std::int32_t* key_index_;
   std::int32_t* key_repeats_;  // where a key's class begins in repeats_
+  TileKeys* key_tiles_;
   Element* k_;                 // row form
   Element* v_;                 // row form
   Element* k_pairs_;           // pair form
   float* dk_;                  // [chunk][kLd]
   float* dv_;
   RowStream::Ref* query_refs_;
-  std::int32_t* query_index_;
+  std::int32_t* query_before_;
+  std::int32_t* query_last_;
   float* minus_lse_;
   float* minus_delta_;
   double* large_lse_;  // 0: L is not large

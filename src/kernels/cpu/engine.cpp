@@ -37,6 +37,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
           return b.dilation == 1 && b.offset[h] == 0;
         });
   }
+  every_row_attends_ = every_row_attends_ && computation.pattern->band().allows(0, 0);
   // A scaled 16-bit output would be rounded twice.
   direct_output_ = passes <= 1 && (is_fp32() || computation.pattern->output_scale == 1.0);
   state_bytes_ = needed_state();

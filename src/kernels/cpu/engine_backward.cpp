@@ -121,21 +121,21 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
           task.query_end = item.query_end;
           task.key_begin = item.key_begin;
           task.key_end = item.key_end;
-          if (group.mask.causal && kind == Stage::Kind::query_gradient) {
-            const IndexSpan span = index_span(runs.queries, item.query_begin, item.query_end);
-            drop_keys_after(runs.keys, span.last + group.mask.shift);
+          if (!group.band.full() && kind == Stage::Kind::query_gradient) {
+            const Stretch span = index_span(runs.queries, item.query_begin, item.query_end);
+            keep_rows(runs.keys, group.band.keys_of(span));
             task.key_end = row_count(runs.keys);
           }
-          if (group.mask.causal && kind == Stage::Kind::key_gradient) {
-            const IndexSpan span = index_span(runs.keys, item.key_begin, item.key_end);
-            drop_queries_before(runs.queries, span.first - group.mask.shift);
+          if (!group.band.full() && kind == Stage::Kind::key_gradient) {
+            const Stretch span = index_span(runs.keys, item.key_begin, item.key_end);
+            keep_rows(runs.queries, group.band.queries_of(span));
             task.query_end = row_count(runs.queries);
           }
           task.queries = runs.queries;
           task.keys = runs.keys;
           task.canonical_keys = kind == Stage::Kind::query_gradient;
           task.canonical_queries = kind == Stage::Kind::key_gradient;
-          task.mask = group.mask;
+          task.band = group.band;
           task.key_gap = group.keys.gap;
           task.query_gap = group.queries.gap;
           task.repeats = group.repeats;

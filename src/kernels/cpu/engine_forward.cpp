@@ -66,9 +66,9 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       Runs& runs = runs_[static_cast<std::size_t>(slot)];
       work.expand(item, true, queries, head, runs.queries);
       work.expand(item, false, keys, head / ratio, runs.keys);
-      if (group.mask.causal) {
-        const IndexSpan span = index_span(runs.queries, item.query_begin, item.query_end);
-        drop_keys_after(runs.keys, span.last + group.mask.shift);
+      if (!group.band.full()) {
+        const Stretch span = index_span(runs.queries, item.query_begin, item.query_end);
+        keep_rows(runs.keys, group.band.keys_of(span));
       }
       ForwardTask task;
       task.queries = runs.queries;
@@ -76,7 +76,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       task.query_end = item.query_end;
       task.keys = runs.keys;
       task.canonical = computation_.reproducible;
-      task.mask = group.mask;
+      task.band = group.band;
       task.key_gap = group.keys.gap;
       task.key_filter = group.keys;
       if (list != nullptr) task.packed = packed_keys(*list);

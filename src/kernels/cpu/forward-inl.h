@@ -27,11 +27,9 @@ class Forward {
     float* minus_reference;     // [kPanel]; added to a score in log2 units
     float* sum;                 // [kPanel]; 0: no key seen yet
     float* rounded_sum;         // [kPanel]; see Sums
-    const std::int32_t* index;  // [kPanel]
-    const float* repeats;       // [key class][kPanel]; see repeat_weights
-    std::int32_t min_index;     // over the panel
-    std::int32_t max_index;
-    std::int32_t max_index0;  // over its first vector
+    LaneLimits keys;       // [kPanel]: which each query sees
+    const float* repeats;  // [key class][kPanel]; see repeat_weights
+    PanelLimits limits;
   };
 
   static constexpr bool kRoundsWeights = M::kPack == 2;
@@ -46,8 +44,9 @@ class Forward {
     const Element* v;             // pair form
     const std::int32_t* index;    // [rows], kMaskedIndex in the padding
     const std::int32_t* repeats;  // [rows], where a key's class begins in Panel::repeats
-    std::int32_t tile_min[kTiles];
-    std::int32_t tile_max[kTiles];
+    TileKeys tiles[kTiles];
+    std::int32_t first_key;
+    std::int32_t last_key;
     int rows = 0;  // a multiple of kKeyAlign
     bool finite = true;
   };
@@ -58,7 +57,7 @@ class Forward {
     Forward self(problem, task, scratch_bytes);
     std::int64_t keys = 0;
     for (const RowRun& run : task.keys) keys += run.count;
-    RowStream stream(task.keys, 0, keys, task.canonical, task.key_gap);
+    RowStream stream(task.keys, 0, keys, {task.canonical, task.key_gap, kKeyBlock});
     // Strided rows lie on a page each: whatever is known to come is asked for early.
     const int first_keys = stream.take(kKeyBlock, self.key_refs_[0]);
     self.prefetch_keys(self.key_refs_[0], 0, first_keys);
@@ -88,7 +87,8 @@ class Forward {
     minus_reference_ = scratch.take<float>(lanes);
     sum_ = scratch.take<float>(lanes);
     rounded_sum_ = kRoundsWeights ? scratch.take<float>(lanes) : sum_;
-    query_index_ = scratch.take<std::int32_t>(lanes);
+    query_before_ = scratch.take<std::int32_t>(lanes);
+    query_last_ = scratch.take<std::int32_t>(lanes);
     repeats_ = scratch.take<float>(lanes * static_cast<std::size_t>(classes_));
     rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
     key_refs_[0] = scratch.take<RowStream::Ref>(kKeyBlock);
@@ -101,6 +101,7 @@ class Forward {
     s_ = scratch.take<float>(static_cast<std::size_t>(2 * kRows) * kPanel);
     block_sum_ = scratch.take<float>(kPanel);
     block_rounded_sum_ = kRoundsWeights ? scratch.take<float>(kPanel) : block_sum_;
+    fresh_ = scratch.take<float>(kPanel);
   }
 
   [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
@@ -113,7 +114,7 @@ class Forward {
   }
 
   void load_queries() {
-    RowStream stream(task_.queries, task_.query_begin, task_.query_end, false, {});
+    RowStream stream(task_.queries, task_.query_begin, task_.query_end);
     stream.take(queries_, query_refs_);
     const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
     const std::size_t state_bytes = static_cast<std::size_t>(head_dim()) * sizeof(float);
@@ -133,7 +134,9 @@ class Forward {
         // Lanes past the end repeat the last index: they then never decide which tiles a panel
         // skips.
         const RowStream::Ref& ref = query_refs_[first + std::min(i, count - 1)];
-        query_index_[first + i] = query_number(task_.mask, ref.index());
+        const KeyLimits keys = key_limits(task_.band, ref.index());
+        query_before_[first + i] = keys.before;
+        query_last_[first + i] = keys.last;
         minus_reference_[first + i] = 0.0F;
         sum_[first + i] = rounded_sum_[first + i] = 0.0F;
         repeat_weights(task_.repeats, ref.index(), repeats_ + first * classes_ + i, kPanel);
@@ -171,6 +174,7 @@ class Forward {
   void prefetch_keys(const RowStream::Ref* refs, int begin, int end) const {
     const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
     for (int i = begin; i < end; ++i) {
+      if (refs[i].run == nullptr) continue;
       prefetch_row(refs[i].at(kKey), row_bytes);
       prefetch_row(refs[i].at(kValue), row_bytes);
     }
@@ -201,58 +205,53 @@ class Forward {
     block.v = v_;
     block.index = key_index_;
     block.repeats = key_repeats_;
+    block.first_key = kMaskedIndex;
+    block.last_key = -1;
     for (int i = 0; i < block.rows; ++i) {
-      key_index_[i] = i >= count ? kMaskedIndex : key_number(task_.mask, refs[i].index());
-      key_repeats_[i] = i >= count ? 0 : repeat_class(task_.repeats, refs[i].index()) * kPanel;
+      key_index_[i] = kMaskedIndex;
+      key_repeats_[i] = 0;
+      if (i >= count || refs[i].run == nullptr) continue;
+      key_index_[i] = refs[i].index();
+      key_repeats_[i] = repeat_class(task_.repeats, refs[i].index()) * kPanel;
+      block.first_key = std::min(block.first_key, key_index_[i]);
+      block.last_key = std::max(block.last_key, key_index_[i]);
     }
-    for (int t = 0; t * kRows < block.rows; ++t) {
-      block.tile_min[t] = *std::min_element(key_index_ + t * kRows, key_index_ + (t + 1) * kRows);
-      block.tile_max[t] = *std::max_element(key_index_ + t * kRows, key_index_ + (t + 1) * kRows);
-    }
+    for (int t = 0; t * kRows < block.rows; ++t) block.tiles[t] = tile_keys(key_index_ + t * kRows);
     return block;
   }
 
   Panel panel(int p) {
     const int first = p * kPanel;
-    Panel out{q_ + first * padded_dim_ / M::kPack,
-              o_ + first * padded_dim_,
-              minus_reference_ + first,
-              sum_ + first,
-              rounded_sum_ + first,
-              query_index_ + first,
-              repeats_ + first * classes_,
-              0,
-              0,
-              0};
-    out.min_index = *std::min_element(out.index, out.index + kPanel);
-    out.max_index = *std::max_element(out.index, out.index + kPanel);
-    out.max_index0 = *std::max_element(out.index, out.index + kLanes);
-    return out;
+    const LaneLimits keys{query_before_ + first, query_last_ + first};
+    return {q_ + first * padded_dim_ / M::kPack,
+            o_ + first * padded_dim_,
+            minus_reference_ + first,
+            sum_ + first,
+            rounded_sum_ + first,
+            keys,
+            repeats_ + first * classes_,
+            panel_limits(keys)};
   }
 
   void attend(const Panel& panel, const Block& block) {
-    // Tiles [0, first_end) concern both vectors, [first_end, end) only the second one, later ones
-    // nobody.
-    int end = block.rows / kRows;
-    while (end > 0 && block.tile_min[end - 1] > panel.max_index) --end;
-    int first_end = end;
-    while (first_end > 0 && block.tile_min[first_end - 1] > panel.max_index0) --first_end;
-    if (end == 0) return;
+    if (block.first_key > panel.limits.max_last || block.last_key <= panel.limits.min_before) return;
+    const Reach tiles = reach(panel.limits, block.tiles, block.rows / kRows);
+    if (tiles.empty()) return;
 
     const auto weigh_block = [&](bool choose_reference) {
-      return classes_ > 0 ? weigh<true>(panel, block, first_end, end, choose_reference)
-                          : weigh<false>(panel, block, first_end, end, choose_reference);
+      return classes_ > 0 ? weigh<true>(panel, block, tiles, choose_reference)
+                          : weigh<false>(panel, block, tiles, choose_reference);
     };
     const bool masked = weigh_block(true);
     if (!sums_fit(panel, block)) {
       HWY_ALIGN float rounds[kPanel];
-      const bool round = move_reference(panel, block, end, rounds);
+      const bool round = move_reference(panel, block, tiles, rounds);
       if (M::kPack == 1 || !round) {
         weigh_block(false);
       } else if (classes_ > 0) {
-        weigh_rounded<true>(panel, block, end, rounds);
+        weigh_rounded<true>(panel, block, tiles, rounds);
       } else {
-        weigh_rounded<false>(panel, block, end, rounds);
+        weigh_rounded<false>(panel, block, tiles, rounds);
       }
     }
     for (int j = 0; j < kPanel; j += kLanes) {
@@ -263,13 +262,14 @@ class Forward {
       if constexpr (kRoundsWeights) add(panel.rounded_sum, block_rounded_sum_);
     }
     if (masked && !block.finite) {
-      add_visible_rows<M, kLd>(block.v, p_, block.index, end * kRows, panel.index, head_dim(),
-                               panel.o);
+      add_visible_rows<M, kLd>(block.v, p_, block.index, tiles.begin * kRows, tiles.end * kRows,
+                               panel.keys, head_dim(), panel.o);
       return;
     }
+    constexpr int kSteps = kRows / M::kPack;  // of a tile
     for (int d = 0; d < head_dim(); d += kRows) {
-      add_weighted_rows<M, kLd>(block.v + d, p_, first_end * kRows / M::kPack,
-                                end * kRows / M::kPack, panel.o + d * kPanel);
+      add_weighted_rows<M, kLd>(block.v + d, p_, tiles.begin * kSteps, tiles.first_end * kSteps,
+                                tiles.end * kSteps, panel.o + d * kPanel);
     }
   }
 
@@ -285,59 +285,77 @@ class Forward {
   }
 
   // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked. With
-  // `choose_reference` rows without keys so far take their reference from the first tile. kRepeats:
-  // pairs may count several times.
+  // `choose_reference` rows without keys so far take their reference from the first tile of which
+  // they see a key. kRepeats: pairs may count several times.
   template <bool kRepeats>
-  bool weigh(const Panel& panel, const Block& block, int first_end, int end,
-             bool choose_reference) {
+  bool weigh(const Panel& panel, const Block& block, const Reach& tiles, bool choose_reference) {
     clear_block_sums();
-    bool masked = end > first_end;
+    if (choose_reference) find_fresh(panel);
+    bool choosing = choose_reference;  // some rows may have seen no key before this tile
+    bool masked = tiles.end > tiles.first_end;
     bool pending = false;  // the previous tile's exponentials are still to be taken
     float* s = s_;
     float* previous = s_ + kRows * kPanel;
-    for (int t = 0; t < first_end; ++t) {
+    const auto take_pending = [&](int t) {
+      if (pending)
+        take_weights<0, kRepeats>(panel, previous, block.repeats + (t - 1) * kRows, weights(t - 1));
+      pending = false;
+    };
+    for (int t = tiles.begin; t < tiles.first_end; ++t) {
       const Element* k = block.k + t * kRows * kRowElements;
-      if (block.tile_max[t] <= panel.min_index) {
-        if (pending) {
-          score_tile_and_weights<kRepeats>(panel, k, s, previous, block.repeats + (t - 1) * kRows,
-                                           weights(t - 1));
-        } else {
-          score_tile<0, false>(panel, k, nullptr, s);
-          if (t == 0 && choose_reference) first_reference(panel, s);
-        }
+      const bool all = panel.limits.see_all(block.tiles[t]);
+      if (all && pending && !choosing) {
+        score_tile_and_weights<kRepeats>(panel, k, s, previous, block.repeats + (t - 1) * kRows,
+                                         weights(t - 1));
+        std::swap(s, previous);
+      } else if (all) {
+        take_pending(t);
+        score_tile<0, false>(panel, k, nullptr, s);
+        if (choosing) choosing = choose_references<0>(panel, block, t, s);
         pending = true;
         std::swap(s, previous);
       } else {
-        if (pending)
-          take_weights<0, kRepeats>(panel, previous, block.repeats + (t - 1) * kRows,
-                                    weights(t - 1));
-        pending = false;
+        take_pending(t);
         masked = true;
         score_tile<0, true>(panel, k, block.index + t * kRows, s);
-        if (t == 0 && choose_reference) first_reference(panel, s);
+        if (choosing) choosing = choose_references<0>(panel, block, t, s);
         take_weights<0, kRepeats>(panel, s, block.repeats + t * kRows, weights(t));
       }
     }
-    if (pending)
-      take_weights<0, kRepeats>(panel, previous, block.repeats + (first_end - 1) * kRows,
-                                weights(first_end - 1));
-    for (int t = first_end; t < end; ++t) {
+    take_pending(tiles.first_end);
+    for (int t = tiles.first_end; t < tiles.end; ++t) {
       score_tile<1, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s);
+      if (choosing) choosing = choose_references<1>(panel, block, t, s);
       take_weights<1, kRepeats>(panel, s, block.repeats + t * kRows, weights(t));
     }
     return masked;
   }
 
-  HWY_INLINE void first_reference(const Panel& panel, const float* s) const {
+  // Marks rows that have seen no key before this block.
+  HWY_INLINE void find_fresh(const Panel& panel) const {
     for (int j = 0; j < kPanel; j += kLanes) {
+      const auto fresh = hn::Eq(hn::Load(kF, panel.sum + j), hn::Zero(kF));
+      hn::Store(hn::IfThenElseZero(fresh, hn::Set(kF, 1.0F)), kF, fresh_ + j);
+    }
+  }
+
+  // Fresh rows that see keys of the tile take their highest score as reference. Returns whether
+  // some rows see keys of later tiles only.
+  template <int kV0>
+  HWY_INLINE bool choose_references(const Panel& panel, const Block& block, int tile,
+                                    const float* s) const {
+    for (int j = kV0 * kLanes; j < kPanel; j += kLanes) {
       VF highest = hn::Load(kF, s + j);
       for (int i = 1; i < kRows; ++i) highest = hn::Max(highest, hn::Load(kF, s + i * kPanel + j));
-      const auto fresh = hn::And(hn::Eq(hn::Load(kF, panel.sum + j), hn::Zero(kF)),
-                                 hn::Gt(highest, hn::Set(kF, -INFINITY)));
+      const VF fresh = hn::Load(kF, fresh_ + j);
+      const auto chosen = hn::And(hn::Ne(fresh, hn::Zero(kF)),
+                                  hn::Gt(highest, hn::Set(kF, -INFINITY)));
       const VF old = hn::Load(kF, panel.minus_reference + j);
-      hn::Store(hn::IfThenElse(fresh, hn::Neg(hn::Mul(highest, hn::Set(kF, score_factor_))), old),
+      hn::Store(hn::IfThenElse(chosen, hn::Neg(hn::Mul(highest, hn::Set(kF, score_factor_))), old),
                 kF, panel.minus_reference + j);
+      hn::Store(hn::IfThenElse(chosen, hn::Zero(kF), fresh), kF, fresh_ + j);
     }
+    return block.tiles[tile].last <= panel.limits.max_before;
   }
 
   [[nodiscard]] HWY_INLINE Element* weights(int tile) const {
@@ -355,7 +373,7 @@ class Forward {
       for (int i = 0; i < kRows; ++i) {
         ANNULUS_UNROLL(2)
         for (int j = kV0; j < kVectors; ++j) {
-          acc[i][j] = hn::IfThenElse(visible(panel.index + j * kLanes, key_index[i]), acc[i][j],
+          acc[i][j] = hn::IfThenElse(visible(panel.keys + j * kLanes, key_index[i]), acc[i][j],
                                      hn::Set(kF, -INFINITY));
         }
       }
@@ -447,11 +465,11 @@ class Forward {
   // The same tile by tile, where lanes that `rounds` marks round score x factor, as their reference
   // was rounded: see move_reference. The others get the bits that they always get.
   template <bool kRepeats>
-  HWY_NOINLINE void weigh_rounded(const Panel& panel, const Block& block, int end,
+  HWY_NOINLINE void weigh_rounded(const Panel& panel, const Block& block, const Reach& tiles,
                                   const float* rounds) {
     const VF factor = hn::Set(kF, score_factor_);
     clear_block_sums();
-    for (int t = 0; t < end; ++t) {
+    for (int t = tiles.begin; t < tiles.end; ++t) {
       score_tile<0, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s_);
       for (int j = 0; j < kPanel; j += kLanes) {
         const auto rounded = hn::Ne(hn::Load(kF, rounds + j), hn::Zero(kF));
@@ -485,11 +503,12 @@ class Forward {
   }
 
   [[nodiscard]] bool sums_fit(const Panel& panel, const Block& block) const {
-    const std::int32_t first_key =
-        *std::min_element(block.tile_min, block.tile_min + block.rows / kRows);
     for (int j = 0; j < kPanel; j += kLanes) {
-      if (!hn::AllFalse(kF, hn::And(misfits(panel, j), visible(panel.index + j, first_key))))
-        return false;
+      // Rows that see no key of the block have no sum.
+      const auto seen = hn::RebindMask(
+          kF, hn::And(hn::Gt(hn::Load(kI, panel.keys.last + j), hn::Set(kI, block.first_key - 1)),
+                      hn::Gt(hn::Set(kI, block.last_key), hn::Load(kI, panel.keys.before + j))));
+      if (!hn::AllFalse(kF, hn::And(misfits(panel, j), seen))) return false;
     }
     return true;
   }
@@ -501,10 +520,11 @@ class Forward {
   // where the product is not: beyond 2^24 the maximum's own weight is then not 1 but, from 2^31 on,
   // perhaps 2^-149, which is 0: a row without keys. Returns whether there are such lanes, which
   // `rounds` marks.
-  HWY_NOINLINE bool move_reference(const Panel& panel, const Block& block, int end, float* rounds) {
+  HWY_NOINLINE bool move_reference(const Panel& panel, const Block& block, const Reach& tiles,
+                                   float* rounds) {
     VF highest[kVectors];
     for (int j = 0; j < kVectors; ++j) highest[j] = hn::Set(kF, -INFINITY);
-    for (int t = 0; t < end; ++t) {
+    for (int t = tiles.begin; t < tiles.end; ++t) {
       score_tile<0, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s_);
       for (int i = 0; i < kRows; ++i) {
         for (int j = 0; j < kVectors; ++j) {
@@ -592,7 +612,8 @@ class Forward {
   float* minus_reference_;
   float* sum_;
   float* rounded_sum_;
-  std::int32_t* query_index_;
+  std::int32_t* query_before_;
+  std::int32_t* query_last_;
   float* repeats_;  // per panel [classes_][kPanel]
   float* rows_;
   RowStream::Ref* key_refs_[2];
@@ -604,6 +625,7 @@ class Forward {
   float* s_;
   float* block_sum_;
   float* block_rounded_sum_;
+  float* fresh_;  // not 0: rows that have seen no key yet
 };
 
 template <class M>

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "annulus/band.h"
 #include "annulus/tensor.h"
 #include "kernels/row_index.h"
 #include "pattern/shared_pairs.h"
@@ -17,7 +18,7 @@
 namespace annulus::cpu {
 
 // A stretch of rows of one head. Channel c of row i is at base[c] + i * step[c] bytes. `index` is
-// the row's number within its segment's progression (first row selected = 0): masks go by it.
+// the row's number within its segment's progression (first row selected = 0): bands go by it.
 inline constexpr int kChannels = 5;
 struct RowRun {
   std::array<std::byte*, kChannels> base{};
@@ -83,10 +84,10 @@ struct ForwardTask {
       0;  // rows [query_begin, query_end) of the concatenated runs, at most kQueryBlock
   std::int64_t query_end = 0;
   std::span<const RowRun> keys;
-  // Take keys in ascending index over all runs, which must leave no gap but `key_gap` from index 0
-  // on: the canonical order that makes results independent of how rows are spread over runs.
+  // Take keys in ascending index over all runs, in blocks that begin at multiples of their length;
+  // behind `key_gap` rows close up. Results are then independent of how rows are spread over runs.
   bool canonical = false;
-  IndexMask mask;
+  Band band;  // in indices
   IndexGap key_gap;
   // Where the set packs keys: what `keys` was cut from, and how.
   PackedKeys packed;
@@ -103,9 +104,9 @@ struct BackwardTask {
   std::span<const RowRun> keys;
   std::int64_t key_begin = 0;  // at most max_key_chunk(head_dim) rows, unless only dQ is asked for
   std::int64_t key_end = 0;
-  bool canonical_keys = false;     // see ForwardTask
-  bool canonical_queries = false;  // the same for queries, from their first index on
-  IndexMask mask;
+  bool canonical_keys = false;  // see ForwardTask; then key_begin is 0
+  bool canonical_queries = false;
+  Band band;  // in indices
   IndexGap key_gap;
   IndexGap query_gap;
   std::span<const Repeat> repeats;

@@ -182,7 +182,8 @@ HWY_INLINE void panel_to_rows(const Word* panel, int words, Word* rows, int row_
 }
 
 // Packs rows for products over head_dim (row form: [rows][kLd / kPack]) and over rows (pair form:
-// [rows / kPack][kLd]). For fp32 both are the same array. Rows from `count` to `padded` are zero.
+// [rows / kPack][kLd]). For fp32 both are the same array. Null rows and those from `count` to
+// `padded` are zero.
 // Returns whether every element is finite.
 template <class M, int kLd>
 struct Packer;
@@ -194,6 +195,10 @@ struct Packer<MultiplyF32, kLd> {
                    float* /*pairs: the same*/) {
     VF poison = hn::Zero(kF);
     for (int i = 0; i < count; ++i) {
+      if (HWY_UNLIKELY(refs[i].run == nullptr)) {
+        std::memset(rows + i * kLd, 0, sizeof(float) * static_cast<std::size_t>(padded_dim));
+        continue;
+      }
       load_row(dtype, refs[i].at(channel), factor, rows + i * kLd, head_dim, padded_dim, poison);
     }
     std::memset(rows + count * kLd, 0,
@@ -217,11 +222,13 @@ struct Packer<MultiplyBf16, kLd> {
         // Whole vectors only inside the row: past its end may be past the tensor.
         const __mmask32 keep =
             head_dim - d >= 32 ? ~__mmask32{0} : (__mmask32{1} << (head_dim - d)) - 1;
-        const __m512i x = i < count ? _mm512_maskz_loadu_epi16(keep, word(refs[i], channel, d))
-                                    : _mm512_setzero_si512();
-        const __m512i y = i + 1 < count
-                              ? _mm512_maskz_loadu_epi16(keep, word(refs[i + 1], channel, d))
-                              : _mm512_setzero_si512();
+        const auto load = [&](int row) HWY_ATTR {
+          return row < count && refs[row].run != nullptr
+                     ? _mm512_maskz_loadu_epi16(keep, word(refs[row], channel, d))
+                     : _mm512_setzero_si512();
+        };
+        const __m512i x = load(i);
+        const __m512i y = load(i + 1);
         poison |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent) |
                   _mm512_cmpeq_epi16_mask(_mm512_and_si512(y, exponent), exponent);
         if (rows != nullptr) {

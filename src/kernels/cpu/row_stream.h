@@ -11,12 +11,21 @@ namespace annulus::cpu {
 
 inline constexpr std::int32_t kMaskedIndex = std::numeric_limits<std::int32_t>::max();
 
-// A query sees the keys whose number is at most its own. Below 0 it sees none, like padding.
-inline std::int32_t key_number(const IndexMask& mask, std::int32_t index) {
-  return mask.causal ? index : 0;
-}
-inline std::int32_t query_number(const IndexMask& mask, std::int32_t index) {
-  return mask.causal ? index + mask.shift : kMaskedIndex - 1;
+// A query sees the keys with before < index <= last. Keys that are not there have kMaskedIndex,
+// which no query sees.
+struct KeyLimits {
+  std::int32_t before = -1;
+  std::int32_t last = kMaskedIndex - 1;
+};
+inline constexpr KeyLimits kSeesNothing{kMaskedIndex, -1};
+
+inline KeyLimits key_limits(const Band& band, std::int32_t index) {
+  const auto clamped = [&](std::int64_t limit) {
+    return static_cast<std::int32_t>(
+        std::clamp<std::int64_t>(limit, -1, std::int64_t{kMaskedIndex} - 1));
+  };
+  if (band.empty()) return kSeesNothing;
+  return {clamped(index + band.least - 1), clamped(index + band.most)};
 }
 
 // A pair counts once, and once more for every repeat that contains both its rows. Keys fall into
@@ -36,16 +45,31 @@ inline void repeat_weights(std::span<const Repeat> repeats, std::int32_t query, 
         1.0F + static_cast<float>(std::popcount(c & mine));
 }
 
-// Hands out the rows of a list of runs block by block.
+// Hands out the rows of a list of runs block by block. In canonical order the rows [0, end) are
+// handed out by index: blocks are stretches of indices that begin at multiples of `block`, and rows
+// that no run has are null.
 class RowStream {
  public:
-  RowStream(std::span<const RowRun> runs, std::int64_t begin, std::int64_t end, bool canonical,
-            IndexGap gap)
-      : runs_(runs), remaining_(end - begin), canonical_(canonical), gap_(gap) {
-    if (canonical_) {
-      next_index_ = std::numeric_limits<std::int32_t>::max();
-      for (const RowRun& run : runs_) next_index_ = std::min(next_index_, place(run));
-      next_index_ += static_cast<std::int32_t>(begin);
+  struct Canonical {
+    bool on = false;
+    IndexGap gap;  // behind it, rows close up
+    int block = 0;
+  };
+
+  RowStream(std::span<const RowRun> runs, std::int64_t begin, std::int64_t end)
+      : RowStream(runs, begin, end, Canonical{}) {}
+  RowStream(std::span<const RowRun> runs, std::int64_t begin, std::int64_t end,
+            const Canonical& canonical)
+      : runs_(runs), remaining_(end - begin), canonical_(canonical) {
+    if (canonical_.on) {
+      std::int32_t last = -1;
+      next_place_ = kMaskedIndex;
+      for (const RowRun& run : runs_) {
+        next_place_ = std::min(next_place_, place(run));
+        last = std::max(last, place(run) + (run.count - 1) * run.index_stride);
+      }
+      next_place_ -= next_place_ % canonical_.block;
+      remaining_ = std::max(0, last + 1 - next_place_);
       return;
     }
     while (run_ < runs_.size() && begin >= runs_[run_].count) begin -= runs_[run_++].count;
@@ -53,8 +77,6 @@ class RowStream {
   }
 
   [[nodiscard]] std::int64_t remaining() const { return remaining_; }
-  // In canonical order: the index of the next row, not counting the gap.
-  [[nodiscard]] std::int32_t next_index() const { return next_index_; }
 
   // Fills run/row references of the next rows, at most `limit` of them.
   struct Ref {
@@ -68,13 +90,15 @@ class RowStream {
     [[nodiscard]] std::int32_t index() const { return run->index + run->index_stride * row; }
   };
 
+  // In canonical order `limit` is the block; blocks without any row are left out.
   int take(int limit, Ref* refs) {
+    for (int wanted = 0; canonical_.on;) {
+      wanted = static_cast<int>(std::min<std::int64_t>(limit, remaining_));
+      remaining_ -= wanted;
+      if (take_canonical(wanted, refs) > 0 || wanted == 0) return wanted;
+    }
     const int wanted = static_cast<int>(std::min<std::int64_t>(limit, remaining_));
     remaining_ -= wanted;
-    if (canonical_) {
-      take_canonical(wanted, refs);
-      return wanted;
-    }
     for (int filled = 0; filled < wanted;) {
       const RowRun& run = runs_[run_];
       const int count = std::min(wanted - filled, run.count - row_);
@@ -91,10 +115,12 @@ class RowStream {
 
  private:
   // Runs ascend by first index but may interleave (striped shards): each puts its rows of the index
-  // window in place.
-  void take_canonical(int wanted, Ref* refs) {
-    const std::int32_t begin = next_index_;
+  // window in place. Returns how many there are.
+  int take_canonical(int wanted, Ref* refs) {
+    const std::int32_t begin = next_place_;
     const std::int32_t end = begin + wanted;
+    std::fill_n(refs, wanted, Ref{nullptr, 0});
+    int found = 0;
     for (std::size_t i = run_; i < runs_.size() && place(runs_[i]) < end; ++i) {
       const RowRun& run = runs_[i];
       const std::int32_t first = place(run);
@@ -109,23 +135,24 @@ class RowStream {
         const std::int32_t index = first + row * run.index_stride;
         if (index >= end) break;
         refs[index - begin] = {&run, row};
+        ++found;
       }
     }
-    next_index_ = end;
+    next_place_ = end;
+    return found;
   }
 
-  // A run lies on one side of the gap; behind it, rows close up.
+  // A run lies on one side of the gap.
   [[nodiscard]] std::int32_t place(const RowRun& run) const {
-    return run.index - (run.index >= gap_.end ? gap_.rows() : 0);
+    return run.index - (run.index >= canonical_.gap.end ? canonical_.gap.rows() : 0);
   }
 
   std::span<const RowRun> runs_;
   std::int64_t remaining_;
-  bool canonical_;
-  IndexGap gap_;
+  Canonical canonical_;
   std::size_t run_ = 0;
   std::int32_t row_ = 0;
-  std::int32_t next_index_ = 0;
+  std::int32_t next_place_ = 0;
 };
 
 }  // namespace annulus::cpu

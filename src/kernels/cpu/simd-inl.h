@@ -228,9 +228,19 @@ HWY_INLINE void add_tile(const VF (&acc)[kRows][kVectors], float* out) {
   }
 }
 
-// Lanes whose query may see a key of this index.
-HWY_INLINE auto visible(const std::int32_t* query_index, std::int32_t key_index) {
-  return hn::RebindMask(kF, hn::Gt(hn::Load(kI, query_index), hn::Set(kI, key_index - 1)));
+// KeyLimits of queries, lane by lane.
+struct LaneLimits {
+  const std::int32_t* before;
+  const std::int32_t* last;
+
+  [[nodiscard]] LaneLimits operator+(int lanes) const { return {before + lanes, last + lanes}; }
+};
+
+// Lanes whose query sees the key of this index.
+HWY_INLINE auto visible(const LaneLimits& queries, std::int32_t key_index) {
+  return hn::RebindMask(
+      kF, hn::And(hn::Gt(hn::Load(kI, queries.last), hn::Set(kI, key_index - 1)),
+                  hn::Gt(hn::Set(kI, key_index), hn::Load(kI, queries.before))));
 }
 
 // acc + a (broadcast) x b in the lanes that see the keys behind a: its only one, or the two of a
@@ -252,15 +262,16 @@ HWY_INLINE VF multiply_add_visible(const typename M::Element* a, VF b, Mask firs
 }
 
 // out[d][query] += sum over keys of rows[key][d] x weights[key][query], kRows values of d at a
-// time: O in forward, dQ in backward. Steps [0, first_end) concern both vectors of the panel,
+// time: O in forward, dQ in backward. Steps [begin, first_end) concern both vectors of the panel,
 // [first_end, end) only the second.
 template <class M, int kLd>
 HWY_NOINLINE void add_weighted_rows(const typename M::Element* rows,
-                                    const typename M::Element* weights, int first_end, int end,
-                                    float* out) {
+                                    const typename M::Element* weights, int begin,
+                                    int first_end, int end, float* out) {
   VF acc[kRows][kVectors];
   fill_tile<0>(acc, nullptr);
-  multiply<M, 0, 1, kLd, kPanel>(acc, rows, weights, first_end);
+  multiply<M, 0, 1, kLd, kPanel>(acc, rows + begin * kLd, weights + begin * kPanel,
+                                 first_end - begin);
   if (end > first_end) {
     multiply<M, 1, 1, kLd, kPanel>(acc, rows + first_end * kLd, weights + first_end * kPanel,
                                    end - first_end);
@@ -274,12 +285,12 @@ HWY_NOINLINE void add_weighted_rows(const typename M::Element* rows,
 template <class M, int kLd>
 HWY_NOINLINE void add_visible_rows(const typename M::Element* rows,
                                    const typename M::Element* weights, const std::int32_t* keys,
-                                   int key_count, const std::int32_t* queries, int head_dim,
-                                   float* out) {
+                                   int key_begin, int key_end, const LaneLimits& queries,
+                                   int head_dim, float* out) {
   for (int d = 0; d < head_dim; ++d) {
     for (int j = 0; j < kPanel; j += kLanes) {
       VF acc = hn::Zero(kF);
-      for (int i = 0; i < key_count; i += M::kPack) {
+      for (int i = key_begin; i < key_end; i += M::kPack) {
         const VF w = M::load(weights + i / M::kPack * kPanel + j);
         const auto first = visible(queries + j, keys[i]);
         const auto last = visible(queries + j, keys[i + M::kPack - 1]);

@@ -18,21 +18,28 @@ class TileBackward {
   static constexpr int kBlockPanels = 4;
   static constexpr int kBlockQueries = kBlockPanels * kChunk;
 
-  // What 32 rows have.
-  struct Numbers {
-    std::int32_t min;
-    std::int32_t max;
+  // Of 32 keys, and of 32 queries.
+  struct KeySpan {
+    std::int32_t first;
+    std::int32_t last;
+  };
+  struct PanelLimits {
+    std::int32_t min_before;
+    std::int32_t max_before;
+    std::int32_t min_last;
+    std::int32_t max_last;
   };
 
  public:
   static void run(const Problem& problem, const BackwardTask& task,
                   std::span<std::byte> scratch_bytes) {
     TileBackward self(problem, task, scratch_bytes);
-    RowStream keys(task.keys, task.key_begin, task.key_end, task.canonical_keys, task.key_gap);
+    RowStream keys(task.keys, task.key_begin, task.key_end,
+                   {task.canonical_keys, task.key_gap, self.chunk_rows_});
     while (keys.remaining() > 0) {
       self.load_keys(keys);
-      RowStream queries(task.queries, task.query_begin, task.query_end, task.canonical_queries,
-                        task.query_gap);
+      RowStream queries(task.queries, task.query_begin, task.query_end,
+                        {task.canonical_queries, task.query_gap, kBlockQueries});
       while (queries.remaining() > 0) {
         if (!self.load_queries(queries)) continue;
         self.process();
@@ -54,16 +61,17 @@ class TileBackward {
     const auto key_bytes = keys / kChunk * static_cast<std::size_t>(side_bytes());
     const auto query_bytes = kBlockPanels * static_cast<std::size_t>(side_bytes());
     key_refs_ = scratch.take<RowStream::Ref>(keys);
-    key_number_ = scratch.take<std::int32_t>(keys);
+    key_index_ = scratch.take<std::int32_t>(keys);
     key_class_ = scratch.take<std::int32_t>(keys);
-    key_numbers_ = scratch.take<Numbers>(keys / kChunk);
+    key_spans_ = scratch.take<KeySpan>(keys / kChunk);
     k_ = scratch.take<std::byte>(key_bytes);
     v_ = scratch.take<std::byte>(key_bytes);
     k_transposed_ = scratch.take<std::byte>(key_bytes);
     dk_ = scratch.take<std::byte>(2 * key_bytes);
     dv_ = scratch.take<std::byte>(2 * key_bytes);
     query_refs_ = scratch.take<RowStream::Ref>(kBlockQueries);
-    query_number_ = scratch.take<std::int32_t>(kBlockQueries);
+    query_before_ = scratch.take<std::int32_t>(kBlockQueries);
+    query_last_ = scratch.take<std::int32_t>(kBlockQueries);
     minus_lse_ = scratch.take<float>(kBlockQueries);
     minus_delta_ = scratch.take<float>(kBlockQueries);
     large_lse_ = scratch.take<double>(kBlockQueries);
@@ -92,6 +100,7 @@ class TileBackward {
     std::fill(key_refs_ + count, key_refs_ + chunks_ * kChunk, RowStream::Ref{nullptr, 0});
     keys_finite_ = true;
     first_key_ = kMaskedIndex;
+    last_key_ = -1;
     for (int c = 0; c < chunks_; ++c) {
       const RowStream::Ref* const refs = key_refs_ + c * kChunk;
       keys_finite_ &= pack_rows(refs, kKey, dims_, problem_.head_dim, k_ + c * side_bytes());
@@ -100,16 +109,17 @@ class TileBackward {
         pack_transposed(refs, kKey, dims_, problem_.head_dim, chunk_rows_ / kChunk * kPairBytes,
                         k_transposed_ + c * kPairBytes);
       }
-      std::int32_t* const number = key_number_ + c * kChunk;
+      std::int32_t* const index = key_index_ + c * kChunk;
       for (int i = 0; i < kChunk; ++i) {
         const bool exists = refs[i].run != nullptr;
-        number[i] = exists ? key_number(task_.mask, refs[i].index()) : kMaskedIndex;
+        index[i] = exists ? refs[i].index() : kMaskedIndex;
+        if (exists) last_key_ = std::max(last_key_, index[i]);
         key_class_[c * kChunk + i] =
             exists ? repeat_class(task_.repeats, refs[i].index()) * kBlockQueries : 0;
       }
-      key_numbers_[c] = {*std::min_element(number, number + kChunk),
-                         *std::max_element(number, number + kChunk)};
-      first_key_ = std::min(first_key_, key_numbers_[c].min);
+      key_spans_[c] = {*std::min_element(index, index + kChunk),
+                       *std::max_element(index, index + kChunk)};
+      first_key_ = std::min(first_key_, key_spans_[c].first);
     }
     if (!task_.key_grad) return;
     std::memset(dk_, 0, static_cast<std::size_t>(2 * chunks_ * side_bytes()));
@@ -118,19 +128,15 @@ class TileBackward {
 
   // False: no query of the block sees any key.
   bool load_queries(RowStream& stream) {
-    // In canonical order panels begin at multiples of 32, wherever this task's first query is: sums
-    // over queries then group the same rows for every sharding.
-    const int before = task_.canonical_queries ? stream.next_index() % kChunk : 0;
-    std::fill_n(query_refs_, before, RowStream::Ref{nullptr, 0});
-    const int end = before + stream.take(kBlockQueries - before, query_refs_ + before);
+    const int end = stream.take(kBlockQueries, query_refs_);
     panels_ = (end + kChunk - 1) / kChunk;
     std::fill(query_refs_ + end, query_refs_ + panels_ * kChunk, RowStream::Ref{nullptr, 0});
-    std::int32_t highest = -1;
+    bool any = false;
     for (int i = 0; i < panels_ * kChunk; ++i) {
       load_query(i);
-      highest = std::max(highest, query_number_[i]);
+      any = any || (query_last_[i] >= first_key_ && query_before_[i] < last_key_);
     }
-    if (highest < first_key_) return false;
+    if (!any) return false;
     queries_finite_ = true;
     for (int p = 0; p < panels_; ++p) {
       const RowStream::Ref* const refs = query_refs_ + p * kChunk;
@@ -143,9 +149,11 @@ class TileBackward {
         queries_finite_ &= pack_pairs(refs, kQuery, dims_, problem_.head_dim, kStep, q);
         queries_finite_ &= pack_pairs(refs, kOutGrad, dims_, problem_.head_dim, kStep, dout);
       }
-      const std::int32_t* const number = query_number_ + p * kChunk;
-      query_numbers_[p] = {*std::min_element(number, number + kChunk),
-                           *std::max_element(number, number + kChunk)};
+      const std::int32_t* const before = query_before_ + p * kChunk;
+      const std::int32_t* const last = query_last_ + p * kChunk;
+      limits_[p] = {*std::min_element(before, before + kChunk),
+                    *std::max_element(before, before + kChunk),
+                    *std::min_element(last, last + kChunk), *std::max_element(last, last + kChunk)};
       const double* const large = large_lse_ + p * kChunk;
       large_[p] = std::any_of(large, large + kChunk, [](double lse) { return lse != 0; });
     }
@@ -155,7 +163,8 @@ class TileBackward {
 
   void load_query(int i) {
     const RowStream::Ref& ref = query_refs_[i];
-    query_number_[i] = -1;  // sees no key
+    query_before_[i] = kSeesNothing.before;
+    query_last_[i] = kSeesNothing.last;
     minus_lse_[i] = -INFINITY;
     minus_delta_[i] = 0.0F;
     large_lse_[i] = 0;
@@ -165,7 +174,9 @@ class TileBackward {
     const float lse = *reinterpret_cast<const float*>(ref.at(kLse));
     // All its scores are -inf: it has no gradient, whatever Inf made them so.
     if (lse == -INFINITY) return;
-    query_number_[i] = query_number(task_.mask, ref.index());
+    const KeyLimits keys = key_limits(task_.band, ref.index());
+    query_before_[i] = keys.before;
+    query_last_[i] = keys.last;
     minus_lse_[i] = -lse * kLog2E;
     if (std::abs(minus_lse_[i]) >= kLargeLse && std::isfinite(minus_lse_[i])) {
       large_lse_[i] = lse / double{kLn2};  // forward multiplied by that
@@ -184,7 +195,10 @@ class TileBackward {
         int chunk_list[kBlockChunks];
         int chunk_count = 0;
         for (int c = 0; c < chunks; ++c) {
-          if (key_numbers_[block + c].min > query_numbers_[p].max) continue;
+          if (key_spans_[block + c].first > limits_[p].max_last ||
+              key_spans_[block + c].last <= limits_[p].min_before) {
+            continue;
+          }
           chunk_list[chunk_count++] = c;
           panel_list[c][panel_counts[c]++] = p;
           score_gradients(tiles, block + c, c, p);
@@ -201,8 +215,17 @@ class TileBackward {
     }
   }
 
+  // Lanes whose query sees the key of this index.
+  static HWY_INLINE __mmask16 sees(const LaneLimits& queries, std::int32_t key_index) {
+    const __m512i key = _mm512_set1_epi32(key_index);
+    return _mm512_mask_cmplt_epi32_mask(
+        _mm512_cmpge_epi32_mask(_mm512_load_si512(queries.last), key),
+        _mm512_load_si512(queries.before), key);
+  }
+
   [[nodiscard]] bool masked(int chunk, int p) const {
-    return key_numbers_[chunk].max > query_numbers_[p].min;
+    return key_spans_[chunk].last > limits_[p].min_last ||
+           key_spans_[chunk].first <= limits_[p].max_before;
   }
 
   // P^T and dS^T of a chunk, number `c` of its block.
@@ -242,14 +265,13 @@ class TileBackward {
     const __m512 factor = pinned(score_factor_);
     const __m512 minus_lse[2] = {_mm512_load_ps(minus_lse_ + p * kChunk),
                                  _mm512_load_ps(minus_lse_ + p * kChunk + kLanes)};
-    const __m512i number[2] = {_mm512_load_si512(query_number_ + p * kChunk),
-                               _mm512_load_si512(query_number_ + p * kChunk + kLanes)};
+    const LaneLimits lanes{query_before_ + p * kChunk, query_last_ + p * kChunk};
     const __m512i low = low_pairs();
     const __m512i high = high_pairs();
     std::byte* const weights = p_ + (c * kBlockPanels + p) * kPairBytes;
     std::byte* const gradients = ds_ + (c * kBlockPanels + p) * kPairBytes;
     std::byte* const pairs = ds_pairs_ + c * kPairBytes;
-    const std::int32_t* const keys = key_number_ + chunk * kChunk;
+    const std::int32_t* const keys = key_index_ + chunk * kChunk;
     const std::int32_t* const classes = key_class_ + chunk * kChunk;
     ANNULUS_UNROLL(1)
     for (int i = 0; i < kChunk; i += 2) {
@@ -268,7 +290,7 @@ class TileBackward {
             w[j] = _mm512_mul_ps(w[j],
                                  _mm512_load_ps(repeats_ + classes[key] + p * kChunk + j * kLanes));
           if constexpr (kMasked) {
-            const __mmask16 seen = _mm512_cmpge_epi32_mask(number[j], _mm512_set1_epi32(keys[key]));
+            const __mmask16 seen = sees(lanes + j * kLanes, keys[key]);
             w[j] = _mm512_maskz_mov_ps(seen, w[j]);
             // dP may be Inf or NaN where the pair is not allowed; 0 times that is no 0.
             ds[j] = _mm512_maskz_mul_ps(seen, w[j], _mm512_load_ps(dp_ + at));
@@ -297,12 +319,11 @@ class TileBackward {
       if (HWY_UNLIKELY(careful)) {
         const struct {
           const std::int32_t* keys;
-          const std::int32_t* queries;
+          LaneLimits queries;
           HWY_INLINE __mmask16 operator()(int c, int, int key, int half) const {
-            return _mm512_cmpge_epi32_mask(_mm512_load_si512(queries + half * kLanes),
-                                           _mm512_set1_epi32(keys[c * kChunk + key]));
+            return sees(queries + half * kLanes, keys[c * kChunk + key]);
           }
-        } visible{key_number_ + block * kChunk, query_number_ + p * kChunk};
+        } visible{key_index_ + block * kChunk, {query_before_ + p * kChunk, query_last_ + p * kChunk}};
         multiply_visible(k, ds_pairs_, list, count, sum, visible);
       } else {
         multiply_tiles(tiles, FromSum{}, k, ds_pairs_, Listed{list}, count, sum);
@@ -323,11 +344,12 @@ class TileBackward {
       if (HWY_UNLIKELY(careful)) {
         const struct {
           const std::int32_t* keys;
-          const std::int32_t* queries;
+          LaneLimits queries;
           HWY_INLINE __mmask16 operator()(int p, int key, int query, int) const {
-            return queries[p * kChunk + query] >= keys[key] ? 0xffff : 0;
+            const int at = p * kChunk + query;
+            return queries.before[at] < keys[key] && keys[key] <= queries.last[at] ? 0xffff : 0;
           }
-        } visible{key_number_ + chunk * kChunk, query_number_};
+        } visible{key_index_ + chunk * kChunk, {query_before_, query_last_}};
         multiply_visible(weights, rows, list, count, sum, visible);
       } else {
         multiply_tiles(tiles, FromSum{}, weights, rows, Listed{list}, count, sum);
@@ -355,6 +377,7 @@ class TileBackward {
 
   void add_key_gradients() {
     for (int i = 0; i < key_count_; ++i) {
+      if (key_refs_[i].run == nullptr) continue;
       const std::int64_t at =
           i / kChunk * 2 * side_bytes() + i % kChunk / 16 * kPairBytes + i % 16 * kTileRowBytes;
       for (int d = 0; d < problem_.head_dim; d += kLanes) {
@@ -382,21 +405,23 @@ class TileBackward {
   int chunks_ = 0;
   int panels_ = 0;
   std::int32_t first_key_ = 0;
+  std::int32_t last_key_ = 0;
   bool keys_finite_ = true;
   bool queries_finite_ = true;
   bool large_[kBlockPanels] = {};
-  Numbers query_numbers_[kBlockPanels] = {};
+  PanelLimits limits_[kBlockPanels] = {};
   RowStream::Ref* key_refs_;  // null runs: padding
-  std::int32_t* key_number_;
+  std::int32_t* key_index_;
   std::int32_t* key_class_;  // where a key's class begins in repeats_
-  Numbers* key_numbers_;     // per chunk
+  KeySpan* key_spans_;       // per chunk
   std::byte* k_;             // [chunk][D / 32] pairs of tiles
   std::byte* v_;
   std::byte* k_transposed_;  // [D / 32][chunk]
   std::byte* dk_;            // [chunk][D / 32][2 x 16 keys] pairs of 16 dims
   std::byte* dv_;
   RowStream::Ref* query_refs_;
-  std::int32_t* query_number_;
+  std::int32_t* query_before_;
+  std::int32_t* query_last_;
   float* minus_lse_;
   float* minus_delta_;
   double* large_lse_;     // 0: L is not large

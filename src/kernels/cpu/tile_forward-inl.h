@@ -57,10 +57,11 @@ class TileForward {
     rounded_sum_ = scratch.take<float>(rows * kLanes);
     minus_reference_ = scratch.take<float>(rows);
     rounds_ = scratch.take<float>(rows);
-    query_number_ = scratch.take<std::int32_t>(rows);
+    query_before_ = scratch.take<std::int32_t>(rows);
+    query_last_ = scratch.take<std::int32_t>(rows);
     repeats_ = scratch.take<float>(task.repeats.empty() ? 0 : rows * kLanes);
     key_refs_ = scratch.take<RowStream::Ref>(kPackBlock);
-    key_number_ = scratch.take<std::int32_t>(kRoundKeys);
+    key_index_ = scratch.take<std::int32_t>(kRoundKeys);
     key_class_ = scratch.take<std::int32_t>(task.repeats.empty() ? 0 : kRoundKeys);
     items_ = scratch.take<TileItem>(panels * kRoundBlocks * kChunks);
     work_.scores = scratch.take<float>(2 * kChunk * kChunk);
@@ -87,7 +88,7 @@ class TileForward {
   }
 
   void start_panels() {
-    RowStream stream(task_.queries, task_.query_begin, task_.query_end, false, {});
+    RowStream stream(task_.queries, task_.query_begin, task_.query_end);
     stream.take(queries_, query_refs_);
     prefetch_queries(0);
     const std::size_t state_bytes = static_cast<std::size_t>(problem_.head_dim) * sizeof(float);
@@ -106,13 +107,16 @@ class TileForward {
       panel.rounded_sum = rounded_sum_ + first * kLanes;
       panel.minus_reference = minus_reference_ + first;
       panel.rounds = rounds_ + first;
-      panel.number = query_number_ + first;
+      panel.before = query_before_ + first;
+      panel.last = query_last_ + first;
       panel.repeats = repeats_ + first * kLanes;
       panel.fresh = static_cast<std::uint32_t>((std::uint64_t{1} << count) - 1);
       for (int i = 0; i < kChunk; ++i) {
         // Rows past the end repeat the last index: they then never decide what a panel skips.
         const std::int32_t index = query_refs_[first + std::min(i, count - 1)].index();
-        query_number_[first + i] = query_number(task_.mask, index);
+        const KeyLimits keys = key_limits(task_.band, index);
+        query_before_[first + i] = keys.before;
+        query_last_[first + i] = keys.last;
         rounds_[first + i] = 0.0F;
         minus_reference_[first + i] = 0.0F;
         if (!task_.repeats.empty()) {
@@ -121,9 +125,12 @@ class TileForward {
         }
         start_row(first + i, i < count);
       }
-      panel.min_number = *std::min_element(panel.number, panel.number + kChunk);
-      panel.max_number = *std::max_element(panel.number, panel.number + kChunk);
-      max_number_ = p == 0 ? panel.max_number : std::max(max_number_, panel.max_number);
+      panel.min_before = *std::min_element(panel.before, panel.before + kChunk);
+      panel.max_before = *std::max_element(panel.before, panel.before + kChunk);
+      panel.min_last = *std::min_element(panel.last, panel.last + kChunk);
+      panel.max_last = *std::max_element(panel.last, panel.last + kChunk);
+      min_before_ = p == 0 ? panel.min_before : std::min(min_before_, panel.min_before);
+      max_last_ = p == 0 ? panel.max_last : std::max(max_last_, panel.max_last);
     }
   }
 
@@ -214,26 +221,26 @@ class TileForward {
       }
       const std::int64_t from = packed ? first / kPackBlock : 0;
       last_round_ = first + kRoundKeys >= rows;
-      if (number_keys(blocks, from, count)) use(blocks, from, count);
+      if (find_keys(blocks, from, count)) use(blocks, from, count);
     }
   }
 
-  // What queries make of the keys of a round; false: nobody sees any.
-  bool number_keys(const PackedBlocks& blocks, std::int64_t first, int count) {
+  // Which keys of a round count, and what chunks have of them; false: no query sees any.
+  bool find_keys(const PackedBlocks& blocks, std::int64_t first, int count) {
     const IndexFilter& filter = task_.key_filter;
     const IndexGap& gap = filter.gap;
     bool any = false;
     for (int c = 0; c < count * kChunks; ++c) {
       const PackedChunk& facts = blocks.chunk(first + c / kChunks, c % kChunks);
       chunk_min_[c] = chunk_max_[c] = kMaskedIndex;
-      if (facts.min_index == kMaskedIndex ||
-          key_number(task_.mask, facts.min_index) > max_number_ || facts.min_index >= filter.end ||
+      if (facts.min_index == kMaskedIndex || facts.min_index > max_last_ ||
+          facts.max_index <= min_before_ || facts.min_index >= filter.end ||
           facts.max_index < filter.begin ||
           (facts.min_index >= gap.begin && facts.max_index < gap.end)) {
         continue;
       }
       const std::int32_t* const index = blocks.index(first + c / kChunks) + c % kChunks * kChunk;
-      __m512i number[2];
+      __m512i kept[2];
       for (int half = 0; half < 2; ++half) {
         const __m512i i = _mm512_loadu_si512(index + half * kLanes);
         const auto in = [&](std::int32_t begin, std::int32_t end) HWY_ATTR {
@@ -241,13 +248,12 @@ class TileForward {
                                               i, _mm512_set1_epi32(end));
         };
         const __mmask16 keep = in(filter.begin, filter.end) & ~in(gap.begin, gap.end);
-        number[half] = _mm512_mask_mov_epi32(_mm512_set1_epi32(kMaskedIndex), keep,
-                                             task_.mask.causal ? i : _mm512_setzero_si512());
-        _mm512_storeu_si512(key_number_ + c * kChunk + half * kLanes, number[half]);
+        kept[half] = _mm512_mask_mov_epi32(_mm512_set1_epi32(kMaskedIndex), keep, i);
+        _mm512_storeu_si512(key_index_ + c * kChunk + half * kLanes, kept[half]);
       }
-      chunk_min_[c] = _mm512_reduce_min_epi32(_mm512_min_epi32(number[0], number[1]));
-      chunk_max_[c] = _mm512_reduce_max_epi32(_mm512_max_epi32(number[0], number[1]));
-      if (chunk_min_[c] > max_number_) continue;
+      chunk_min_[c] = _mm512_reduce_min_epi32(_mm512_min_epi32(kept[0], kept[1]));
+      chunk_max_[c] = _mm512_reduce_max_epi32(_mm512_max_epi32(kept[0], kept[1]));
+      if (chunk_min_[c] > max_last_) continue;
       any = true;
       poisoned_ = poisoned_ || facts.poisoned;
       if (task_.repeats.empty()) continue;
@@ -259,8 +265,13 @@ class TileForward {
   }
 
   [[nodiscard]] TileChunk chunk(const TilePanel& panel, int c) const {
-    const bool masked = panel.careful || chunk_max_[c] > panel.min_number;
-    return {key_number_ + c * kChunk, key_class_ + c * kChunk, masked};
+    const bool masked = panel.careful || chunk_max_[c] > panel.min_last ||
+                        chunk_min_[c] <= panel.max_before;
+    return {key_index_ + c * kChunk, key_class_ + c * kChunk, masked};
+  }
+  // No row of the panel sees a key of the chunk.
+  [[nodiscard]] bool hidden(const TilePanel& panel, int c) const {
+    return chunk_min_[c] > panel.max_last || chunk_max_[c] <= panel.min_before;
   }
 
   // Adds all keys to all panels, or only to those that are computed again.
@@ -272,7 +283,7 @@ class TileForward {
         if (panel.done) continue;
         for (int b = 0; b < count; ++b) {
           for (int c = 0; c < kChunks; ++c) {
-            if (chunk_min_[b * kChunks + c] > panel.max_number) continue;  // seen by nobody
+            if (hidden(panel, b * kChunks + c)) continue;
             // Chunks of an item lie side by side.
             TileItem* item = items > 0 ? items_ + items - 1 : nullptr;
             const std::byte* const k = blocks.keys(first + b);
@@ -326,7 +337,7 @@ class TileForward {
     for_each_round([&](const PackedBlocks& blocks, std::int64_t first, int count) HWY_ATTR {
       for (int p = 0; p < panel_count_; ++p) {
         for (int c = 0; !panels_[p].done && c < count * kChunks; ++c) {
-          if (chunk_min_[c] > panels_[p].max_number) continue;
+          if (hidden(panels_[p], c)) continue;
           score_chunk(tiles, work_, panels_[p].q,
                       blocks.keys(first + c / kChunks) + c % kChunks * query_bytes());
           TileChunk all = chunk(panels_[p], c);
@@ -363,7 +374,7 @@ class TileForward {
   HWY_NOINLINE void add_poison() {
     std::int64_t keys = 0;
     for (const RowRun& run : task_.keys) keys += run.count;
-    RowStream stream(task_.keys, 0, keys, false, {});
+    RowStream stream(task_.keys, 0, keys);
     while (const int rows = stream.take(kPackBlock, key_refs_)) {
       for (int i = 0; i < rows * dims_; ++i) {
         const RowStream::Ref& key = key_refs_[i / dims_];
@@ -371,7 +382,7 @@ class TileForward {
         const __m512i values = row_words(key, kValue, d, problem_.head_dim);
         const __mmask32 bad = not_finite(values);
         if (bad == 0) continue;
-        const std::int32_t number = key_number(task_.mask, key.index());
+        const std::int32_t index = key.index();
         const __m512i poison = _mm512_maskz_mov_epi16(bad, values);
         const auto half = [&](int row, int at, __m256i words) HWY_ATTR {
           const __m512 terms =
@@ -379,7 +390,7 @@ class TileForward {
           _mm512_store_ps(output(row, at), _mm512_add_ps(terms, _mm512_load_ps(output(row, at))));
         };
         for (int row = 0; row < queries_; ++row) {
-          if (query_number_[row] < number) continue;
+          if (query_last_[row] < index || query_before_[row] >= index) continue;
           half(row, d, _mm512_castsi512_si256(poison));
           half(row, d + 16, _mm512_extracti64x4_epi64(poison, 1));
         }
@@ -431,11 +442,13 @@ class TileForward {
   float* rounded_sum_;      // [row][16], of which the first counts
   float* minus_reference_;  // added to a score in log2 units
   float* rounds_;           // not 0: score x factor is rounded, as the reference was
-  std::int32_t* query_number_;
-  std::int32_t max_number_ = 0;
+  std::int32_t* query_before_;
+  std::int32_t* query_last_;
+  std::int32_t min_before_ = 0;
+  std::int32_t max_last_ = 0;
   float* repeats_;  // [row][class of keys]
   RowStream::Ref* key_refs_;
-  std::int32_t* key_number_;  // of a round
+  std::int32_t* key_index_;  // of a round; kMaskedIndex: left out
   std::int32_t* key_class_;
   std::int32_t chunk_min_[kRoundBlocks * kChunks];
   std::int32_t chunk_max_[kRoundBlocks * kChunks];

@@ -12,10 +12,13 @@ struct TilePanel {
   float* rounded_sum;  // [32][16]
   float* minus_reference;
   const float* rounds;
-  const std::int32_t* number;
+  const std::int32_t* before;  // KeyLimits of its rows
+  const std::int32_t* last;
   const float* repeats;  // [32][16]
-  std::int32_t min_number;
-  std::int32_t max_number;
+  std::int32_t min_before;
+  std::int32_t max_before;
+  std::int32_t min_last;
+  std::int32_t max_last;
   std::uint32_t fresh;  // bit per row: no reference yet
   std::uint32_t moved;  // the reference is the exact maximum
   bool careful;         // computed again: some rows may round
@@ -24,7 +27,7 @@ struct TilePanel {
 };
 
 struct TileChunk {
-  const std::int32_t* number;  // [32], of keys
+  const std::int32_t* index;  // [32], of keys; kMaskedIndex: left out
   const std::int32_t* classes;
   bool masked;  // some pairs are not allowed, or take care for other reasons
 };
@@ -48,10 +51,13 @@ struct TileWork {
 
 // Keys of the chunk that row i of the panel sees.
 HWY_INLINE __mmask32 visible_keys(const TilePanel& panel, const TileChunk& chunk, int i) {
-  const __m512i query = _mm512_set1_epi32(panel.number[i]);
-  const __mmask16 low = _mm512_cmple_epi32_mask(_mm512_loadu_si512(chunk.number), query);
-  const __mmask16 high = _mm512_cmple_epi32_mask(_mm512_loadu_si512(chunk.number + 16), query);
-  return _mm512_kunpackw(high, low);
+  const __m512i before = _mm512_set1_epi32(panel.before[i]);
+  const __m512i last = _mm512_set1_epi32(panel.last[i]);
+  const auto seen = [&](const std::int32_t* index) HWY_ATTR {
+    const __m512i keys = _mm512_loadu_si512(index);
+    return _mm512_mask_cmpgt_epi32_mask(_mm512_cmple_epi32_mask(keys, last), keys, before);
+  };
+  return _mm512_kunpackw(seen(chunk.index + 16), seen(chunk.index));
 }
 
 // The largest score that row i sees; -inf: none. With NaN among them it may be any of them.

@@ -17,7 +17,7 @@ double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRow
   const auto q_count = static_cast<double>(item.query_end - item.query_begin);
   const auto k_begin = static_cast<double>(item.key_begin);
   const auto k_count = static_cast<double>(item.key_end - item.key_begin);
-  if (!group.mask.causal || !group.whole) return q_count * k_count;
+  if (group.band.full() || !group.whole) return q_count * k_count;
   // As if rows were spread evenly over their index range.
   const double q_first = rows.queries.front().index;
   const double q_span = rows.queries.back().last_index() + 1 - q_first;
@@ -27,10 +27,16 @@ double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRow
   constexpr int kSamples = 8;
   for (int i = 0; i < kSamples; ++i) {
     const double q =
-        group.mask.shift + q_first +
+        q_first +
         q_span * (q_begin + (i + 0.5) / kSamples * q_count) / static_cast<double>(group.query_rows);
-    const double upto = (q - k_first) / std::max(1.0, k_span) * static_cast<double>(group.key_rows);
-    visible += std::clamp((upto - k_begin) / k_count, 0.0, 1.0);
+    // The share of the keys up to an index.
+    const auto share = [&](double index) {
+      const double upto =
+          (index - k_first) / std::max(1.0, k_span) * static_cast<double>(group.key_rows);
+      return std::clamp((upto - k_begin) / k_count, 0.0, 1.0);
+    };
+    const double from = share(q + static_cast<double>(group.band.least) - 1);
+    visible += std::max(0.0, share(q + static_cast<double>(group.band.most)) - from);
   }
   return q_count * k_count * visible / kSamples;
 }

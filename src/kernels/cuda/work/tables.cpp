@@ -101,8 +101,8 @@ struct Maker {
     Group group;
     group.queries = add_rows(work.rows(from).queries, from.queries);
     group.keys = add_rows(work.rows(from).keys, from.keys);
-    group.causal = from.mask.causal ? 1 : 0;
-    group.shift = from.mask.shift;
+    group.causal = from.band.full() ? 0 : 1;
+    group.shift = from.band.full() ? 0 : static_cast<std::int32_t>(from.band.most);
     group.first_repeat = static_cast<std::int32_t>(tables.repeats.size());
     group.repeats = static_cast<std::int32_t>(from.repeats.size());
     group.branch = from.branch;

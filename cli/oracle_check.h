@@ -26,9 +26,8 @@ struct Deviation {
 // oracle itself is off if it has to round like an executor: inputs (that is no error: it gets
 // rounded ones), results, and between forward and backward o.
 //
-// sample_check.h is the other half: a few rows of a problem of any size and any input, judged row
-// by row, where this solves a small one whole and judges tensors. What both know about errors is in
-// kernels/reference; a common check would have to leave out what makes each of them strict.
+// This checks whole tensors of a small problem. sample_check.h checks a few rows of a problem of any
+// size with any input. Both ask kernels/reference for the right results and the scale of errors.
 class OracleCheck {
  public:
   struct Outcome {

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "annulus/pattern.h"
+#include "kernels/reference/error.h"
+
+// Single rows of the results in fp64, each with the sizes that errors are relative to (error.h):
+// the definition that annulus/reference.h evaluates for all rows, for those that a check chooses.
+namespace annulus::reference {
+
+// A row of a tensor. `head` is a query head for q, o, lse, dout and dq, else a key/value head.
+struct Place {
+  std::int64_t batch = 0;
+  std::int64_t position = 0;
+  int head = 0;
+};
+
+struct RowProblem {
+  using Load = std::function<void(const Place& place, std::span<double> row)>;
+
+  const Pattern& pattern;
+  std::int64_t tokens = 0;
+  int kv_heads = 1;
+  int head_dim = 0;
+  double scale = 1.0;
+  MixGradient mix = MixGradient::full;
+  Load q, k, v;
+  Load dout;  // empty: no gradients
+};
+
+struct QueryRow {
+  SizedRow o;
+  SizedRow dq;
+  double lse = -std::numeric_limits<double>::infinity();
+  std::vector<Sized> deltas;   // per branch: dO.O, or dO.O_b with detached mixing
+  double largest_score = 0.0;  // ScoreSizes::largest
+};
+[[nodiscard]] QueryRow query_row(const RowProblem& problem, const Place& query);
+
+// What the gradients of a key need to know of a query that sees it.
+struct QueryState {
+  double lse = 0.0;
+  Sized delta;
+};
+using StateOf = std::function<QueryState(const Place& query, std::size_t branch)>;
+
+struct KeyRow {
+  SizedRow dk;
+  SizedRow dv;
+  double largest_score = 0.0;
+};
+[[nodiscard]] KeyRow key_row(const RowProblem& problem, const Place& key, const StateOf& state_of);
+
+}  // namespace annulus::reference

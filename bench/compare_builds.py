@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from machine import cpu_name
+
 LONGNET = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
 
 
@@ -222,13 +224,6 @@ class Worker:
     def end(self) -> None:
         self.process.stdin.close()
         self.process.wait()
-
-
-def cpu_name() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown CPU"
 
 
 def measure(old: Worker, new: Worker, which: str, rounds: int, turn: float) -> dict[str, Any]:

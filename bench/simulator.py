@@ -19,12 +19,10 @@ import queue
 import subprocess
 import sys
 
-from planning import cpu_name, run
+from machine import ROOT, commit, cpu_name
+from planning import LONGER, LONGNET, run
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 HEADS = "--heads 16 --head-dim 128 --dtype bf16"
-LONGNET = "--pattern longnet --segments 2048,4096,8192,16384,32768 --dilations 1,2,4,8,16"
-LONGER = "--pattern longnet --segments 2048,16384,131072,4194304,1000000000 --dilations 1,2,4,8,16"
 BILLION = f"--tokens 1000000000 --ranks 1024 {HEADS} --schedule ring"
 
 # (what, arguments)
@@ -56,11 +54,6 @@ def facts(args):
         "cores": os.cpu_count(),
         "load_before": args.load,
     }
-
-
-def commit():
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def kept(about, patterns):

@@ -25,7 +25,7 @@ import annulus
 import torch
 import torch.distributed as dist
 from annulus.torch import ProcessGroupTransport
-from planning import cpu_name
+from machine import cpu_name
 
 LIMIT = datetime.timedelta(seconds=60)
 

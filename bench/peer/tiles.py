@@ -21,27 +21,15 @@ import time
 
 import torch
 import torch.nn.functional as F
-from versus_pytorch import (
-    DILATIONS,
-    ROOT,
-    SEGMENTS,
-    Annulus,
-    commit,
-    cpu_name,
-    longnet_pytorch,
-    longnet_pytorch_backward,
-    make,
-    pairs,
-    relative_rms,
-    summary,
-)
+from measure import DILATIONS, ROOT, SEGMENTS, Annulus, commit, cpu_name, make, pairs, relative_rms, summary
+from versus_pytorch import longnet_pytorch, longnet_pytorch_backward
 
 HEADS = 16
 QUIET_GFLOPS = {64: 2000, 128: 2700}  # of PyTorch, where nobody else is busy
 
 
 def alternate(bodies, seconds, least=9):
-    """As versus_pytorch.alternate, for so long and for at least so many rounds; bodies have run once. Short calls run in bursts, as
+    """As measure.alternate, for so long and for at least so many rounds; bodies have run once. Short calls run in bursts, as
     they do in a model, of which the first one, which wakes the threads, does not count: after a pause that takes as long as they do."""
     spent = [[] for _ in bodies]
     start = time.perf_counter()

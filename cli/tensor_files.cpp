@@ -269,8 +269,7 @@ std::vector<std::string> write_outputs(const fs::path& folder, const JobTensors&
   OutputFolder output(folder);
   std::vector<OutputFile> files;
   const auto write = [&](const char* name, const RingTensor& tensor) {
-    const NpyArray array = copy_out(tensor, tensors.order);
-    files.push_back(start_npy(output.path() / name, array.dtype, array.shape, array.data));
+    files.push_back(start_npy(output.path() / name, copy_out(tensor, tensors.order)));
   };
   write(kForwardResults[0], tensors.o);
   write(kForwardResults[1], tensors.lse);

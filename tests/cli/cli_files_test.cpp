@@ -52,7 +52,7 @@ struct Data {
       store_element(bytes.data(), dtype, static_cast<std::int64_t>(i),
                     static_cast<float>(values[i]));
     }
-    write_npy(path, dtype, shape, bytes);
+    start_npy(path, {dtype, shape, std::move(bytes)}).commit();
   }
 
   void save_all(const fs::path& folder) const {

@@ -17,7 +17,7 @@
 #include "cli/sample_check.h"
 #include "core/machine.h"
 #include "kernels/cpu/kernel.h"
-#include "plan/plan_text.h"
+#include "draw/plan_text.h"
 
 namespace annulus::cli {
 namespace {

@@ -14,7 +14,7 @@
 #include "cli/options.h"
 #include "cli/output_file.h"
 #include "kernels/backend.h"
-#include "plan/plan_text.h"
+#include "draw/plan_text.h"
 #include "plan/traffic.h"
 #include "ring/agreement.h"
 #include "ring/option_check.h"

@@ -15,7 +15,7 @@
 #include "cli/report.h"
 #include "cli/tensor_files.h"
 #include "cli/trace.h"
-#include "plan/plan_text.h"
+#include "draw/plan_text.h"
 
 namespace annulus::cli {
 namespace {

@@ -13,8 +13,8 @@
 
 #include "annulus/plan.h"
 #include "plan/pair_counts.h"
-#include "plan/plan_text.h"
-#include "plan/svg_canvas.h"
+#include "draw/plan_text.h"
+#include "draw/svg_canvas.h"
 
 namespace annulus {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "annulus/plan.h"
-#include "plan/plan_text.h"
+#include "draw/plan_text.h"
 
 namespace annulus {
 

@@ -333,16 +333,11 @@ void add_doctor(CLI::App& tool, Action& chosen) {
   const auto flags = std::make_shared<DoctorFlags>();
   add_ranks_flag(*command, flags->problem, "Ranks of the ring check (default 4)", 256);
   add_transport_flag(*command, flags->problem);
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  add_option_flag(*command, flags->problem, "threads");
-  add_option_flag(*command, flags->problem, "device");
+  add_output_flags(*command, flags->json);
+  add_machine_flags(*command, flags->problem);
   command->footer(kExamples);
-  command->callback([flags, command, &chosen] {
-    chosen = [flags, command] {
-      World world(flags->problem, command->config_to_str());
-      return world.run([&] { return doctor(world, *flags); });
-    };
-  });
+  run_in_world(*command, flags->problem, chosen,
+               [flags](World& world) { return doctor(world, *flags); });
 }
 
 }  // namespace annulus::cli

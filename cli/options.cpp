@@ -79,54 +79,6 @@ void add_flags_of(ring::Topic topic, CLI::App& command, ProblemFlags& flags,
   });
 }
 
-}  // namespace
-
-CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
-  const auto check = [least, most](const std::string& text) {
-    std::int64_t value = 0;
-    const char* const end = text.data() + text.size();
-    const auto [stop, problem] = std::from_chars(text.data(), end, value);
-    if (problem == std::errc() && stop == end && value >= least && value <= most) {
-      return std::string();
-    }
-    return fmt::format("found '{}', expected a whole number from {} to {}", text, least, most);
-  };
-  return {check, "", "whole_number"};
-}
-
-CLI::Validator not_empty(const std::string& expected) {
-  const auto check = [expected](const std::string& text) {
-    return text.empty() ? "found '', expected " + expected : std::string();
-  };
-  return {check, "", "not_empty"};
-}
-
-CLI::Validator token_count() {
-  // What it does not understand it leaves alone, for whole_number() to complain about.
-  const auto expand = [](std::string& text) {
-    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() >> 20;
-    std::int64_t value = 0;
-    const char* const end = text.data() + text.size();
-    const auto [stop, problem] = std::from_chars(text.data(), end, value);
-    if (problem != std::errc() || end - stop != 1 || value < 0 || value > kMost) {
-      return std::string();
-    }
-    if (*stop == 'k' || *stop == 'K')
-      text = std::to_string(value << 10);
-    else if (*stop == 'm' || *stop == 'M')
-      text = std::to_string(value << 20);
-    return std::string();
-  };
-  return {expand, "", "token_count"};
-}
-
-CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
-                        const std::vector<std::string>& choices, const std::string& help) {
-  return command.add_option(flag, value, help)
-      ->check(CLI::IsMember(choices).description(""))
-      ->type_name(fmt::format("{}", fmt::join(choices, "|")));
-}
-
 void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Pattern";
   add_choice(command, "--pattern", flags.pattern, {"dense", "head_groups", "longnet"},
@@ -202,6 +154,60 @@ void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
   add_flags_of(ring::Topic::ring, command, flags, group);
 }
 
+}  // namespace
+
+CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
+  const auto check = [least, most](const std::string& text) {
+    std::int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, value);
+    if (problem == std::errc() && stop == end && value >= least && value <= most) {
+      return std::string();
+    }
+    return fmt::format("found '{}', expected a whole number from {} to {}", text, least, most);
+  };
+  return {check, "", "whole_number"};
+}
+
+CLI::Validator not_empty(const std::string& expected) {
+  const auto check = [expected](const std::string& text) {
+    return text.empty() ? "found '', expected " + expected : std::string();
+  };
+  return {check, "", "not_empty"};
+}
+
+CLI::Validator token_count() {
+  // What it does not understand it leaves alone, for whole_number() to complain about.
+  const auto expand = [](std::string& text) {
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() >> 20;
+    std::int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, value);
+    if (problem != std::errc() || end - stop != 1 || value < 0 || value > kMost) {
+      return std::string();
+    }
+    if (*stop == 'k' || *stop == 'K')
+      text = std::to_string(value << 10);
+    else if (*stop == 'm' || *stop == 'M')
+      text = std::to_string(value << 20);
+    return std::string();
+  };
+  return {expand, "", "token_count"};
+}
+
+CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
+                        const std::vector<std::string>& choices, const std::string& help) {
+  return command.add_option(flag, value, help)
+      ->check(CLI::IsMember(choices).description(""))
+      ->type_name(fmt::format("{}", fmt::join(choices, "|")));
+}
+
+void add_problem_flags(CLI::App& command, ProblemFlags& flags) {
+  add_pattern_flags(command, flags);
+  add_shape_flags(command, flags);
+  add_ring_flags(command, flags);
+}
+
 CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::string& help,
                             int most) {
   return command.add_option("--ranks", flags.ranks, help)
@@ -222,6 +228,22 @@ void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
 
 void add_execution_flags(CLI::App& command, ProblemFlags& flags) {
   add_flags_of(ring::Topic::execution, command, flags, "");
+}
+
+void add_machine_flags(CLI::App& command, ProblemFlags& flags) {
+  for (const char* name : {"threads", "device"}) add_option_flag(command, flags, name);
+}
+
+void add_schedule_limit_flag(CLI::App& command, ProblemFlags& flags) {
+  add_option_flag(command, flags, "max_communication_bytes")
+      ->description("Limit per rank that schedule auto respects (default 1 GiB)");
+}
+
+void add_output_flags(CLI::App& command, bool& json, bool* progress) {
+  command.add_flag("--json", json, "Print one JSON object");
+  if (progress == nullptr) return;
+  command.add_flag("--progress", *progress,
+                   "Show progress on standard error even if it is no terminal");
 }
 
 CLI::Option* add_option_flag(CLI::App& command, ProblemFlags& flags, const std::string& name) {

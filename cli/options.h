@@ -54,14 +54,18 @@ struct ProblemFlags {
   [[nodiscard]] bool has(const char* name) const { return given.contains(name); }
 };
 
-void add_pattern_flags(CLI::App& command, ProblemFlags& flags);
-void add_shape_flags(CLI::App& command, ProblemFlags& flags);
-void add_ring_flags(CLI::App& command, ProblemFlags& flags);
+// Pattern, shape and ring.
+void add_problem_flags(CLI::App& command, ProblemFlags& flags);
 CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::string& help,
                             int most);
 CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags);
 void add_limit_flags(CLI::App& command, ProblemFlags& flags);
 void add_execution_flags(CLI::App& command, ProblemFlags& flags);
+void add_machine_flags(CLI::App& command, ProblemFlags& flags);  // --threads, --device
+// --max-communication-bytes where nothing is allocated: it decides between schedules.
+void add_schedule_limit_flag(CLI::App& command, ProblemFlags& flags);
+// --json and, unless null, --progress.
+void add_output_flags(CLI::App& command, bool& json, bool* progress = nullptr);
 // One option of an executor alone, by its name in the list.
 CLI::Option* add_option_flag(CLI::App& command, ProblemFlags& flags, const std::string& name);
 

@@ -13,8 +13,8 @@
 #include "cli/console.h"
 #include "cli/options.h"
 #include "cli/output_file.h"
-#include "kernels/backend.h"
 #include "draw/plan_text.h"
+#include "kernels/backend.h"
 #include "plan/traffic.h"
 #include "ring/agreement.h"
 #include "ring/option_check.h"
@@ -189,12 +189,9 @@ void add_plan(CLI::App& tool, Action& chosen) {
   command->add_option("--svg", flags->svg, "Write a picture of the plan")
       ->check(not_empty("a file name"))
       ->type_name("FILE");
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  add_pattern_flags(*command, flags->problem);
-  add_shape_flags(*command, flags->problem);
-  add_ring_flags(*command, flags->problem);
-  add_option_flag(*command, flags->problem, "max_communication_bytes")
-      ->description("Limit per rank that schedule auto respects (default 1 GiB)");
+  add_output_flags(*command, flags->json);
+  add_problem_flags(*command, flags->problem);
+  add_schedule_limit_flag(*command, flags->problem);
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return plan_command(*flags); }; });
 }

@@ -178,7 +178,6 @@ void add_run(CLI::App& tool, Action& chosen) {
       ->add_option("--output", flags->output, "Folder for o.npy, lse.npy, dq.npy, dk.npy, dv.npy")
       ->check(not_empty("a folder"))
       ->type_name("DIR");
-  command->add_flag("--json", flags->json, "Print one JSON object");
   command
       ->add_option("--repeat", flags->repeat,
                    "Repetitions; times are medians (default 1; use 5 to compare speeds)")
@@ -196,26 +195,20 @@ void add_run(CLI::App& tool, Action& chosen) {
       ->check(not_empty("a file"))
       ->type_name("FILE.html");
   command
-      ->add_option("--log-level", flags->log_level,
-                   "Say on standard error what each rank did: off (default), warning (recoveries), "
-                   "info (passes, too), debug (everything)")
+      ->add_option(
+          "--log-level", flags->log_level,
+          "Log on standard error what each rank does: off (default), warning (recoveries), "
+          "info (also passes), debug (everything)")
       ->check(CLI::IsMember({"off", "warning", "info", "debug"}))
       ->type_name("LEVEL");
-  command->add_flag("--progress", flags->progress,
-                    "Say on standard error what is going on even if it is no terminal");
+  add_output_flags(*command, flags->json, &flags->progress);
   add_execution_flags(*command, flags->problem);
-  add_pattern_flags(*command, flags->problem);
-  add_shape_flags(*command, flags->problem);
-  add_ring_flags(*command, flags->problem);
+  add_problem_flags(*command, flags->problem);
   add_transport_flag(*command, flags->problem)->group("Ring");
   add_limit_flags(*command, flags->problem);
   command->footer(kExamples);
-  command->callback([flags, command, &chosen] {
-    chosen = [flags, command] {
-      World world(flags->problem, command->config_to_str());
-      return world.run([&] { return run(world, *flags); });
-    };
-  });
+  run_in_world(*command, flags->problem, chosen,
+               [flags](World& world) { return run(world, *flags); });
 }
 
 }  // namespace annulus::cli

@@ -204,8 +204,9 @@ std::string check(const World& world, const OracleCheck& oracle, const std::stri
   return kernels;
 }
 
-// Executors that are made while it lives have the portable kernels of their GPU. No other thread
-// reads the environment meanwhile: ranks are gone between two configurations, pools do not.
+// Executors made during its lifetime use the portable kernels of their GPU. No other thread reads
+// the environment then: ranks have ended between two configurations, and thread pools do not read
+// it.
 class PortableKernels {
  public:
   PortableKernels() { ::setenv("ANNULUS_CUDA_KERNELS", "portable", 1); }
@@ -344,19 +345,12 @@ void add_verify(CLI::App& tool, Action& chosen) {
       ->allow_extra_args(false)
       ->type_name("TEXT");
   command->add_option("--seed", flags->seed, "Seed of the data (default 1)")->type_name("S");
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  command->add_flag("--progress", flags->progress,
-                    "Progress even if standard error is no terminal");
-  add_option_flag(*command, flags->execution, "threads");
-  add_option_flag(*command, flags->execution, "device");
+  add_output_flags(*command, flags->json, &flags->progress);
+  add_machine_flags(*command, flags->execution);
   command->footer(kExamples);
   add_transport_flag(*command, flags->execution);
-  command->callback([flags, command, &chosen] {
-    chosen = [flags, command] {
-      World world(flags->execution, command->config_to_str());
-      return world.run([&] { return verify(world, *flags); });
-    };
-  });
+  run_in_world(*command, flags->execution, chosen,
+               [flags](World& world) { return verify(world, *flags); });
 }
 
 }  // namespace annulus::cli

@@ -237,4 +237,14 @@ void World::set_deadline(std::chrono::milliseconds deadline) {
 
 void World::set_no_deadline() { set_deadline(kForever); }
 
+void run_in_world(CLI::App& subcommand, ProblemFlags& flags, Action& chosen,
+                  std::function<int(World&)> command) {
+  subcommand.callback([&subcommand, &flags, &chosen, command = std::move(command)] {
+    chosen = [&subcommand, &flags, command] {
+      World world(flags, subcommand.config_to_str());
+      return world.run([&] { return command(world); });
+    };
+  });
+}
+
 }  // namespace annulus::cli

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "annulus/transport.h"
+#include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/verdict.h"
 
@@ -57,10 +58,14 @@ class World {
   void compare_arguments();
 
   std::string arguments_;
-  std::string complaint_;  // about them, which run() makes once all are known to have the same
+  std::string complaint_;            // about the arguments; run() reports it after comparing them
   std::unique_ptr<Transport> ring_;  // null: threads
   // Only for what ranks say when they are done, which they can also when the ring is broken.
   std::unique_ptr<Transport> verdicts_;
 };
+
+// Makes `command` what the tool runs when that subcommand is given, in the World of its flags.
+void run_in_world(CLI::App& subcommand, ProblemFlags& flags, Action& chosen,
+                  std::function<int(World&)> command);
 
 }  // namespace annulus::cli

@@ -1,4 +1,4 @@
-"""What results say about where they were measured, for the scripts in bench/."""
+"""The CPU and the commit that results were measured with, for the scripts in bench/."""
 
 import pathlib
 import subprocess

@@ -1,12 +1,12 @@
-"""The simulator against measurements, and what it says of large clusters:
+"""Compares the simulator with measurements, and simulates large clusters:
 
 python3 bench/simulator.py measured     # bench/results/simulator.json
 python3 bench/simulator.py simulated    # bench/results/simulated.json
 
-`measured` runs simulator_bench (in-process rings with limited links), with --cpus several of its parts at
-once, with --pattern one pattern (the others' rows are kept), and fails where a prediction is off by more
-than 10 %. `simulated` runs the tool on a billion tokens, and fails where that takes more than 10 s of CPU
-time; its sweep is drawn by bench/plot.py.
+`measured` runs simulator_bench (in-process rings with limited links). --cpus runs several of its parts at the same
+time, --pattern only one pattern (rows of other patterns are kept). It fails if a prediction is off by more than 10 %.
+`simulated` runs the tool on a billion tokens and fails if that takes more than 10 s of CPU time. bench/plot.py draws
+its sweep.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def main():
     parser.add_argument("what", choices=["measured", "simulated"])
     parser.add_argument("--tool", default="build/release/annulus")
     parser.add_argument("--bench", default="build/release/bench/simulator_bench")
-    parser.add_argument("--commit", help="of what is measured (default: that of the checkout)")
+    parser.add_argument("--commit", help="commit of the measured build (default: that of the checkout)")
     parser.add_argument("--seconds", type=float, default=20, help="for which each ring is measured (default: 20)")
     parser.add_argument("--pattern", choices=PATTERNS, help="measure rings of this one (default: all)")
     # A ring computes with one thread, and the other ranks see to their messages meanwhile: both

@@ -1,7 +1,7 @@
 """Fills the tables of docs/performance.md and README.md from bench/results:  python3 bench/tables.py
 
-A table stands below a line `<!-- table: NAME -->`, where NAME is a suite; `<!-- machine: FILE -->` precedes a line that says what a
-result was measured with.
+A table follows a line `<!-- table: NAME -->`, where NAME is a suite. The line after `<!-- machine: FILE -->` names the machine and the
+commit of a result.
 """
 
 import json

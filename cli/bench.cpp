@@ -166,7 +166,7 @@ double peak_of(const RingOptions& options) {
   return cpu::measure_fma_peak_gflops(native) * ThreadPool::of(options.threads)->threads();
 }
 
-// Refuses what the memory cannot hold: the tensors of a whole group are there at once.
+// Refuses a group whose tensors do not fit into memory together.
 void apply_limits(Group& group) {
   for (Case& one : group) {
     RingOptions& options = one.options;
@@ -213,7 +213,7 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
           fill_synthetic(*tensors[i], rank, 1, pool);
           touch_outputs(*tensors[i], rank, pool);
         };
-        if (flags.on_gpu()) {  // the first pass loads the kernels, the second one shows their speed
+        if (flags.on_gpu()) {  // the first pass loads the kernels, so the second one is timed
           settings.repeat = 2;
           one.passes = passes_of(run_job(one.options, *tensors[i], settings));
           settings.repeat = repeat + 1;
@@ -356,11 +356,11 @@ int bench(const BenchFlags& flags) {
 
 void add_bench(CLI::App& tool, Action& chosen) {
   CLI::App* command =
-      tool.add_subcommand("bench", "Measure speed; on the CPU as a share of what it can do");
+      tool.add_subcommand("bench", "Measure speed; on the CPU also as a share of its peak");
   const auto flags = std::make_shared<BenchFlags>();
   add_choice(*command, "--suite", flags->suite, {"kernels", "ring", "scaling", "dilated"},
              "What to measure (default kernels)");
-  command->add_option("--tokens", flags->tokens, "Lengths; 128k works, too")
+  command->add_option("--tokens", flags->tokens, "Sequence lengths, such as 4096 or 128k")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->transform(token_count())

@@ -22,7 +22,7 @@ const std::vector<std::int64_t> kDefaultDilations = {1, 2, 4, 8, 16};
 
 using ring::OptionInfo;
 
-// "--max-qkv-elements", or "--no-backward" for what is usually on.
+// "--max-qkv-elements", or "--no-backward" for an option that is on by default.
 std::string flag_of(const OptionInfo& info, bool usually_on) {
   std::string flag = std::string(usually_on ? "--no-" : "--") + info.name;
   std::replace(flag.begin(), flag.end(), '_', '-');
@@ -69,7 +69,7 @@ CLI::Option* add_flag(CLI::App& command, std::set<std::string>& given, const Opt
   }
 }
 
-// An empty group: among the command's own.
+// With an empty group, the flags are listed among the command's own.
 void add_flags_of(ring::Topic topic, CLI::App& command, ProblemFlags& flags,
                   const std::string& group) {
   ring::for_each_option(flags.options, [&](const OptionInfo& info, auto& option) {
@@ -82,7 +82,7 @@ void add_flags_of(ring::Topic topic, CLI::App& command, ProblemFlags& flags,
 void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Pattern";
   add_choice(command, "--pattern", flags.pattern, {"dense", "head_groups", "longnet"},
-             "Who attends to whom (default longnet)")
+             "Which tokens attend to which (default longnet)")
       ->group(group);
   command
       .add_option("--segments", flags.segments,
@@ -113,7 +113,9 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
 
 void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Shape";
-  command.add_option("--tokens", flags.tokens, "Length; 128k and 1M work, too (default 32768)")
+  command
+      .add_option("--tokens", flags.tokens,
+                  "Sequence length, such as 4096, 128k or 1M (default 32768)")
       ->transform(token_count())
       ->check(whole_number(1, kLargestCount))
       ->type_name("N")
@@ -142,12 +144,13 @@ void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
       ->type_name("TOKENS")
       ->group(group);
   command
-      .add_option("--grid-rows", flags.grid_rows,
-                  "hilbert: the tokens are a grid of that many rows")
+      .add_option("--grid-rows", flags.grid_rows, "hilbert: number of rows of the grid of tokens")
       ->check(whole_number(1, kLargestCount))
       ->type_name("ROWS")
       ->group(group);
-  command.add_option("--grid-cols", flags.grid_cols, "hilbert: ... and columns")
+  command
+      .add_option("--grid-cols", flags.grid_cols,
+                  "hilbert: number of columns of the grid of tokens")
       ->check(whole_number(1, kLargestCount))
       ->type_name("COLS")
       ->group(group);
@@ -177,7 +180,7 @@ CLI::Validator not_empty(const std::string& expected) {
 }
 
 CLI::Validator token_count() {
-  // What it does not understand it leaves alone, for whole_number() to complain about.
+  // Leaves other text as it is: whole_number() then refuses it.
   const auto expand = [](std::string& text) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() >> 20;
     std::int64_t value = 0;
@@ -218,7 +221,7 @@ CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::s
 
 CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags) {
   return add_choice(command, "--transport", flags.transport, {"mpi", "in-process"},
-                    "Ranks are MPI's processes (default under mpirun) or threads");
+                    "Ranks are MPI processes (default under mpirun) or threads");
 }
 
 void add_limit_flags(CLI::App& command, ProblemFlags& flags) {

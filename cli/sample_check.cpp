@@ -14,8 +14,8 @@
 namespace annulus::cli {
 namespace {
 
-// Enough to meet every branch, offset and rank several times; fewer where rows are long, so that
-// checking stays cheap beside computing.
+// Enough for every branch, offset and rank to occur several times. Fewer if rows are long, so that
+// checking takes much less time than computing.
 constexpr int kMostRows = 64;
 constexpr int kFewestRows = 8;
 constexpr double kMultiplyAdds = 4e9;
@@ -30,7 +30,7 @@ struct RowErrors {
 
 void keep_worse(std::optional<SampledError>& worst, const std::optional<SampledError>& other) {
   if (!other) return;
-  // An infinite error is the worst even where fp32 cannot tell and any is allowed.
+  // An infinite error is the worst, even where any error is allowed.
   const auto severity = [](const SampledError& error) {
     return std::isinf(error.allowed) ? error.found : error.found / error.allowed;
   };
@@ -88,15 +88,15 @@ class Checker {
     errors.dk = judge(load(tensors_.dk, place), expected.dk, expected.largest_score);
   }
 
-  // Rows evenly spread, first and last token included, heads and batch entries in turn. Where no
-  // branch selects the head, the next head is tried: rows of zeros prove little.
+  // Evenly spread rows, with the first and last token, and with heads and batch entries in turn. If
+  // no branch selects a head there, the next one is tried: a row of zeros proves little.
   [[nodiscard]] std::vector<Place> places(int count) const {
     std::vector<Place> places;
     for (int i = 0; i < count; ++i) {
       Place place;
       place.position = count == 1 ? tokens_ - 1 : (tokens_ - 1) * i / (count - 1);
       place.batch = i % options_.batch;
-      // Steps of 5 heads meet all of them unless 5 divides their number; a drift sees to that.
+      // Steps of 5 reach all heads unless 5 divides their number; the second term adds a drift.
       for (int attempt = 0; attempt < pattern_.heads; ++attempt) {
         place.head = (i * 5 + i / pattern_.heads + attempt) % pattern_.heads;
         if (std::any_of(pattern_.branches.begin(), pattern_.branches.end(),
@@ -109,7 +109,7 @@ class Checker {
     return places;
   }
 
-  // How many rows are affordable: by the longest row there can be.
+  // How many rows are affordable if all are as long as the longest.
   [[nodiscard]] int affordable_rows() const {
     double keys = 0.0;
     for (const Branch& branch : pattern_.branches) {
@@ -132,7 +132,7 @@ class Checker {
                         reference::allowed_error(options_.dtype, score, measure.cancellation())};
   }
 
-  // A log-sum-exp is fp32 whatever the dtype, and a logarithm: 1 is its unit.
+  // A log-sum-exp is fp32 in every dtype. As a logarithm, its error is absolute.
   [[nodiscard]] static std::optional<SampledError> judge_lse(double found, double expected,
                                                              double score) {
     reference::ErrorMeasure measure;

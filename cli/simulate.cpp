@@ -41,7 +41,7 @@ struct SimulateFlags {
   }
 };
 
-// One configuration, and what became of it.
+// One configuration and its forecast.
 struct Outcome {
   RingOptions options;
   ProblemFlags flags;
@@ -215,7 +215,7 @@ int simulate_command(const SimulateFlags& flags) {
   } else {
     json.update(to_json(outcomes.front(), cluster));
   }
-  // Of a sweep: of its first line.
+  // Of a sweep, the parameters of its first line.
   json["parameters"] = parameters_json(outcomes.front().flags, outcomes.front().options);
   print_json(json);
   return kOk;

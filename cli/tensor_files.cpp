@@ -110,7 +110,7 @@ class OutputFolder {
   bool created_ = false;
 };
 
-// Gradients of an earlier run, which must not lie beside an output that is not theirs.
+// Gradients of an earlier run, which must not stay beside the output of this one.
 std::vector<fs::path> stale_gradients(const fs::path& folder) {
   std::vector<fs::path> stale;
   for (const char* name : kGradients) {
@@ -118,9 +118,10 @@ std::vector<fs::path> stale_gradients(const fs::path& folder) {
     const fs::file_status status = fs::symlink_status(folder / name, error);
     if (!fs::exists(status)) continue;
     if (!fs::is_regular_file(status)) {
-      fail_output(folder, std::string(name) +
-                              " would stay beside results without gradients, and is no plain file "
-                              "that could be replaced: remove it or choose another folder");
+      fail_output(folder,
+                  std::string(name) +
+                      " would stay beside results without gradients, because it is not a plain "
+                      "file: remove it or choose another folder");
     }
     stale.push_back(folder / name);
   }

@@ -33,11 +33,12 @@ constexpr const char* kExamples = R"(Examples:
   mpirun -n 4 annulus verify
       on the ring of four processes
   annulus verify --device cuda
-      on a GPU, where special kernels and portable ones both fit with either
+      on a GPU; problems that have special kernels also run with the portable ones
 
 A problem (pattern, shape, dtype, gradient) is solved by an fp64 oracle once and then computed on many
-rings (ranks, placement, schedule). fp32 must be within 1e-6 (GPU: 2e-6) of the size of the sums' terms (RMS); 16-bit
-results within twice the error of rounding the exact ones. Predicted bytes must equal counted bytes in every run.)";
+rings (ranks, placement, schedule). fp32 must be within 1e-6 (GPU: 2e-6) relative to the terms of the sums (RMS);
+16-bit results within twice the error of rounding the exact ones. Predicted bytes must equal counted bytes in every
+run.)";
 
 struct VerifyFlags {
   bool full = false;
@@ -157,7 +158,7 @@ struct Failure {
 struct Summary {
   int configurations = 0;
   std::map<std::string, int> by_kernels;  // configurations that ran to the end
-  int left_out = 0;                       // kernels that the environment asks for cannot do them
+  int left_out = 0;  // configurations that the kernels forced by the environment cannot compute
   std::vector<Failure> failures;
   // Largest error by "dtype tensor" and, on GPUs, kernels, with what was allowed there.
   std::map<std::string, Deviation> worst;
@@ -215,8 +216,8 @@ class PortableKernels {
   PortableKernels& operator=(const PortableKernels&) = delete;
 };
 
-// The quick run takes a few rings per problem. Steps of 23 through 80 rings meet all of them, and
-// no ring keeps meeting the same dtype or gradient.
+// The quick run takes a few rings per problem. Steps of 23 through 80 rings reach all of them, and
+// every ring gets different dtypes and gradients.
 constexpr std::size_t kQuickRings = 5;
 constexpr std::size_t kQuickStride = 23;
 

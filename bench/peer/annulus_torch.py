@@ -1,10 +1,10 @@
-"""The Python package beside the C++ library it wraps and beside what a PyTorch user has today. Needs the package ('make python').
+"""Compares the Python package with the C++ library and with plain PyTorch code. Needs the package ('make python').
 
     make pytorch-bench                       this and versus_pytorch.py
     .venv/bin/python bench/peer/annulus_torch.py --suite training --out FILE.json
 
 Suites: overhead (annulus.torch.ring_attention over the same call from C++, large and small), training (LongNet attention
-forward and backward against index + SDPA + scatter + merge: time and peak memory, each side in a process of its own for the latter).
+forward and backward against index + SDPA + scatter + merge: time, and peak memory of each side in its own process).
 """
 
 import json
@@ -23,7 +23,7 @@ SIDES = ("detached", "full", "pytorch")  # of the training suite
 
 
 def suite_overhead(args):
-    """Medians of alternating runs; the difference is what Python, autograd and allocation cost."""
+    """Medians of alternating runs; the difference is the cost of Python, autograd and allocation."""
     rows = []
     for tokens, branches, count in (
         (16384, list(zip(SEGMENTS, DILATIONS)), args.repeat),
@@ -115,7 +115,7 @@ def peak_in_a_process(side, dtype, causal, tokens, threads):
 
 
 def remeasure_memory(args):
-    """Peaks of the training suite again, in the results of --out: memory needs no quiet machine."""
+    """Measures only the peaks of the training suite again and puts them into --out: memory needs no quiet machine."""
     result = json.loads(args.out.read_text())
     for row in result["suites"]["training"]:
         for side in args.memory:

@@ -1,4 +1,4 @@
-"""What the scripts in bench/peer share: the library behind c_api.cpp, inputs, runs in turn and their figures."""
+"""Shared by the scripts in bench/peer: the library behind c_api.cpp, inputs, alternating runs, options and results."""
 
 import argparse
 import ctypes
@@ -85,8 +85,8 @@ class Annulus:
 
 
 def alternate(bodies, repeat, pause=0.02):
-    """Runs the bodies in turn, `repeat` rounds after a warm-up one; returns the list of seconds of each. A body returns its own
-    seconds or None. The pause lets the other side's idle threads stop spinning."""
+    """Runs the bodies in turn, `repeat` rounds after one to warm up, and returns a list of seconds for each. A body may return its own
+    seconds instead of None. The pause lets idle threads of the other side stop spinning."""
     seconds = [[] for _ in bodies]
     for round_ in range(repeat + 1):
         for i, body in enumerate(bodies):
@@ -127,7 +127,7 @@ def pairs(tokens, causal):
 
 
 def header(args):
-    """What a result needs to be read later; printed, too."""
+    """Prints and returns the facts that a result is stored with."""
     result = {
         "cpu": cpu_name(),
         "isa": Annulus.lib.annulus_bench_isa().decode(),

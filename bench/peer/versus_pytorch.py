@@ -1,4 +1,4 @@
-"""Annulus beside PyTorch on identical tensors, in one process, runs alternating, medians: ratios that survive a noisy machine.
+"""Compares Annulus with PyTorch on identical tensors, by medians of alternating runs in one process, so that noise affects both.
 
     make pytorch-bench                       everything; results go to bench/results/
     .venv/bin/python bench/peer/versus_pytorch.py --suite forward backward --repeat 9 --out FILE.json
@@ -196,7 +196,7 @@ def suite_dilated(args):
 
 
 def longnet_pytorch(q, k, v, causal, heads):
-    """LongNet as a PyTorch user writes it: per branch and offset slice, SDPA with log-sum-exp, scatter, then merge."""
+    """LongNet in plain PyTorch: for each branch and offset slice, SDPA with log-sum-exp and scatter; then merge."""
     batch, tokens, _, dim = q.shape
     outs, lses = [], []
     for w, r in zip(SEGMENTS, DILATIONS):
@@ -229,8 +229,7 @@ def longnet_pytorch(q, k, v, causal, heads):
 
 
 def longnet_pytorch_backward(q, k, v, out, lse, dout, causal, heads):
-    """Its gradients, as one writes them: flash attention's per branch and offset, with the merged output and log-sum-exp. One batch
-    entry."""
+    """Its gradients: flash attention's for each branch and offset, with the merged output and log-sum-exp. One batch entry."""
     _, tokens, _, dim = q.shape
     sums = [torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)]
     for w, r in zip(SEGMENTS, DILATIONS):

@@ -10,8 +10,9 @@
 #include "annulus/pattern.h"
 #include "kernels/reference/error.h"
 
-// Single rows of the results in fp64, each with the sizes that errors are relative to (error.h):
-// the definition that annulus/reference.h evaluates for all rows, for those that a check chooses.
+// Evaluates the definition in fp64 for single rows, which a check chooses, where
+// annulus/reference.h evaluates all rows. Each row comes with the sizes that its errors are
+// relative to (error.h).
 namespace annulus::reference {
 
 // A row of a tensor. `head` is a query head for q, o, lse, dout and dq, else a key/value head.

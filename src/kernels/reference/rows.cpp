@@ -87,6 +87,28 @@ std::vector<BranchRow> branch_rows(const RowProblem& problem, const Place& query
 
 }  // namespace
 
+RowProblem row_problem(const Pattern& pattern, const Shape& shape, std::span<const double> q,
+                       std::span<const double> k, std::span<const double> v,
+                       std::span<const double> dout, MixGradient mix, std::optional<double> scale) {
+  const auto loads = [&](std::span<const double> tensor, int heads) {
+    return [tensor, heads, tokens = shape.tokens](const Place& place, std::span<double> row) {
+      const std::int64_t index = (place.batch * tokens + place.position) * heads + place.head;
+      std::ranges::copy(tensor.subspan(static_cast<std::size_t>(index) * row.size(), row.size()),
+                        row.begin());
+    };
+  };
+  return {.pattern = pattern,
+          .tokens = shape.tokens,
+          .kv_heads = shape.kv_heads,
+          .head_dim = shape.head_dim,
+          .scale = scale.value_or(1.0 / std::sqrt(shape.head_dim)),
+          .mix = mix,
+          .q = loads(q, shape.q_heads),
+          .k = loads(k, shape.kv_heads),
+          .v = loads(v, shape.kv_heads),
+          .dout = loads(dout, shape.q_heads)};
+}
+
 QueryRow query_row(const RowProblem& problem, const Place& query) {
   const Pattern& pattern = problem.pattern;
   const auto width = static_cast<std::size_t>(problem.head_dim);

@@ -4,10 +4,11 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
-#include "annulus/pattern.h"
+#include "annulus/reference.h"
 #include "kernels/reference/error.h"
 
 // Evaluates the definition in fp64 for single rows, which a check chooses, where
@@ -34,6 +35,13 @@ struct RowProblem {
   Load q, k, v;
   Load dout;  // empty: no gradients
 };
+
+// Of dense tensors, as annulus/reference.h takes them.
+[[nodiscard]] RowProblem row_problem(const Pattern& pattern, const Shape& shape,
+                                     std::span<const double> q, std::span<const double> k,
+                                     std::span<const double> v, std::span<const double> dout,
+                                     MixGradient mix = MixGradient::full,
+                                     std::optional<double> scale = std::nullopt);
 
 struct QueryRow {
   SizedRow o;

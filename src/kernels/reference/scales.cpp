@@ -1,7 +1,5 @@
 #include "kernels/reference/scales.h"
 
-#include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -12,29 +10,8 @@ namespace annulus::reference {
 
 Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                     std::span<const double> k, std::span<const double> v,
-                    std::span<const double> dout, MixGradient mix,
-                    std::optional<double> given_scale) {
-  const auto width = static_cast<std::size_t>(shape.head_dim);
-  const auto index_of = [&](const Place& place, int heads) {
-    return static_cast<std::size_t>((place.batch * shape.tokens + place.position) * heads +
-                                    place.head);
-  };
-  const auto loads = [&](std::span<const double> tensor, int heads) {
-    return [=](const Place& place, std::span<double> row) {
-      const auto values = tensor.subspan(index_of(place, heads) * width, width);
-      std::copy(values.begin(), values.end(), row.begin());
-    };
-  };
-  const RowProblem problem{.pattern = pattern,
-                           .tokens = shape.tokens,
-                           .kv_heads = shape.kv_heads,
-                           .head_dim = shape.head_dim,
-                           .scale = given_scale.value_or(1.0 / std::sqrt(shape.head_dim)),
-                           .mix = mix,
-                           .q = loads(q, shape.q_heads),
-                           .k = loads(k, shape.kv_heads),
-                           .v = loads(v, shape.kv_heads),
-                           .dout = loads(dout, shape.q_heads)};
+                    std::span<const double> dout, MixGradient mix, std::optional<double> scale) {
+  const RowProblem problem = row_problem(pattern, shape, q, k, v, dout, mix, scale);
   const auto for_places = [&](int heads, const auto& body) {
     for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
       for (std::int64_t token = 0; token < shape.tokens; ++token) {
@@ -43,7 +20,7 @@ Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const 
     }
   };
   const auto append = [&](const SizedRow& row, std::vector<double>& scales) {
-    for (std::size_t d = 0; d < width; ++d) scales.push_back(row.scale(d));
+    for (std::size_t d = 0; d < row.value().size(); ++d) scales.push_back(row.scale(d));
   };
 
   struct State {
@@ -60,7 +37,8 @@ Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const 
   });
   for_places(shape.kv_heads, [&](const Place& place) {
     const KeyRow row = key_row(problem, place, [&](const Place& query, std::size_t branch) {
-      const State& state = queries[index_of(query, shape.q_heads)];
+      const State& state = queries[static_cast<std::size_t>(
+          (query.batch * shape.tokens + query.position) * shape.q_heads + query.head)];
       return QueryState{state.lse, state.deltas[branch]};
     });
     append(row.dk, scales.dk);

@@ -1,14 +1,14 @@
-"""Proves that two builds give the same bits: digests of results over some hundred small configurations.
+"""Checks that two builds give the same bits, by digests of the results of some hundred small configurations.
 
     PYTHON_OF_OLD bench/bits.py run old.json
     PYTHON_OF_NEW bench/bits.py run new.json
     python bench/bits.py compare old.json new.json      lists what differs; exit status 1 if anything does
 
-Each PYTHON has one build of the package installed, and PyTorch (for bfloat16). The configurations are the same in every run: all presets,
-placements (an uneven explicit one among them) and rings of 1 to 8 ranks, crossed with seeded draws of everything else: dtype, head dims, GQA,
-batch, causality, schedule, travel, reproducible, mix_gradient, scales, strides, ragged lengths. Inputs depend on the configuration's name
-alone. ANNULUS_ISA and ANNULUS_THREADS choose as always; only runs on one instruction set compare, and only reproducible configurations with
-different numbers of threads. `run FILE --only TEXT` takes the configurations whose name contains TEXT, `--every K` one of K.
+Each PYTHON has one build of the package and PyTorch (for bfloat16) installed. The configurations are the same in every run: all presets,
+placements (with an uneven explicit one) and rings of 1 to 8 ranks, each with seeded draws of everything else: dtype, head dims, GQA, batch,
+causality, schedule, travel, reproducible, mix_gradient, scales, strides, ragged lengths. Inputs depend on the configuration's name alone.
+ANNULUS_ISA and ANNULUS_THREADS work as usual. Compare only runs on the same instruction set, and with the same number of threads unless
+configurations are reproducible. `run FILE --only TEXT` runs the configurations whose name contains TEXT, `--every K` every K-th one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The speed of two builds of the package, side by side.
+"""Compares the speed of two builds of the package.
 
     bench/compare_builds.py OLD_PYTHON NEW_PYTHON --out speed.json
 
-Each PYTHON has one build installed, and PyTorch. Both stay alive as workers that take turns on the same case, the order swapped from round
-to round, so that a machine that slows down slows both. A turn is as many calls as take --turn seconds. The ratio is the median over rounds
-of new / old; 'spread' is half the distance between the quartiles of that; on a machine with other work the ratio of the fastest turns says
-more. With --limit 1.01 the exit status is 1 if a ratio is above it by more than the spread. OLD against itself shows the noise of the
-machine.
+Each PYTHON has one build and PyTorch installed. Both run as workers that take turns on the same case, in swapped order from round to
+round, so that a machine that slows down slows both. A turn has as many calls as fit into --turn seconds. The ratio is the median of
+new / old over rounds; 'spread' is half the distance between its quartiles. On a busy machine the ratio of the fastest turns is more
+reliable. With --limit 1.01 the exit status is 1 if a ratio exceeds the limit by more than its spread. Comparing OLD with itself shows the
+noise of the machine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from machine import cpu_name
 
 LONGNET = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
 
@@ -60,7 +62,7 @@ def cases() -> list[Case]:
         out.append(Case("ring", "dense", 4096, dtype, ranks=4, causal=True, placement="zigzag"))
         out.append(Case("ring", "longnet", 32768, dtype, heads=2, kv_heads=2, ranks=4))
     out.append(Case("ring", "dense", 1024, "fp16"))
-    # So little work that what is left is the cost of a call.
+    # Hardly any work: these measure the cost of a call.
     for ranks in (1, 4):
         out.append(Case("ring", "dense", 64, heads=1, kv_heads=1, ranks=ranks))
     out.append(Case("ring", "dense", 64, "bf16", heads=1, kv_heads=1))
@@ -224,13 +226,6 @@ class Worker:
         self.process.wait()
 
 
-def cpu_name() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown CPU"
-
-
 def measure(old: Worker, new: Worker, which: str, rounds: int, turn: float) -> dict[str, Any]:
     once = min(worker.ask(**{"pass": which, "calls": 1}) for worker in (old, new))
     calls = max(1, math.ceil(turn / max(once, 1e-6)))
@@ -264,7 +259,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--turn", type=float, default=0.1, help="seconds of one turn, at least")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--limit", type=float, help="largest ratio that is no failure")
+    parser.add_argument("--limit", type=float, help="fail if a ratio is larger")
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("--rounds is less than 2: there would be no spread")

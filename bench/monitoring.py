@@ -1,10 +1,9 @@
-"""What monitoring costs:  python bench/monitoring.py
+"""Measures the cost of monitoring:  python bench/monitoring.py
 
-A ring of threads runs forward and backward over 16,384 tokens, with the stream of events off and on in turns (and with an
-exporter that writes every event to a file, "exported"), in one process. Prints the CPU time of the process and the wall
-time of a round, on over off: the ratio of the least times, which a busy machine disturbs least, and the median of the
-ratios of neighbours with its quartiles. Beside them stands what is hardly disturbed: the number of events of a round times
-what one costs, which is measured alone.
+A ring of threads runs forward and backward over 16,384 tokens in one process, in turns with the event stream off, on, and on
+with an exporter that writes every event to a file ("exported"). Prints CPU time of the process and wall time of a round, on
+over off: the ratio of the shortest times, which a busy machine disturbs least, and the median and quartiles of the ratios of
+neighbouring rounds. It also prints the number of events in a round times the cost of one event, measured separately.
 """
 
 from __future__ import annotations

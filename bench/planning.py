@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from machine import commit, cpu_name
+
 LONGNET = "--pattern longnet --segments 2048,4096,8192,16384,32768 --dilations 1,2,4,8,16"
 LONGER = "--pattern longnet --segments 2048,16384,131072,4194304,1000000000 --dilations 1,2,4,8,16"
 BILLION = "--tokens 1000000000 --ranks 4096 --rank 1234"
@@ -49,14 +50,6 @@ def run(command):
     return seconds, usage.ru_maxrss * 1024, json.loads(output), cpu_seconds
 
 
-def cpu_name():
-    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as info:
-        for line in info:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return "unknown"
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", default="build/release/annulus")
@@ -64,7 +57,6 @@ def main():
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
 
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     load = os.getloadavg()[0]
     rows = []
     over = []
@@ -103,7 +95,7 @@ def main():
             over.append(f"{what}: {peak / 1e6:.0f} MB, expected {limit_mb} MB")
     result = {
         "cpu": cpu_name(),
-        "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
+        "commit": commit(),
         "command": " ".join(["python3", *sys.argv]),
         "cores": os.cpu_count(),
         "load_before": load,  # beyond the number of cores, wall times are not ours alone

@@ -16,6 +16,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 OURS, THEIRS, ROOF = "#1f6f8b", "#c9a227", "#999999"
 
 
+def entitle(axis, title):
+    """A title, and no frame above and on the right."""
+    axis.set_title(title, fontsize=9, loc="left")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def save(figure, title, path):
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    figure.savefig(path, metadata={"Date": None})
+
+
 def bars(axis, rows, title):
     """GFLOP/s of both sides per case, the ratio above, the roof as a line."""
     labels = [
@@ -53,10 +65,8 @@ def bars(axis, rows, title):
             color=OURS,
         )
     axis.set_xticks(list(x), labels, fontsize=7)
-    axis.set_title(title, fontsize=9, loc="left")
     axis.set_ylim(0, 1.12 * max(r["peak_gflops"] for r in rows))
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    entitle(axis, title)
 
 
 def gpu_bars(axis, cases, title):
@@ -70,9 +80,7 @@ def gpu_bars(axis, cases, title):
         axis.text(i - 0.2, ours[i] + 6, f"{c['ratio']:.2f}", ha="center", fontsize=7, color=OURS)
     labels = [c["name"].split("_d")[-1].replace("_", "\n").replace("interl", "inter-\nl") for c in cases]
     axis.set_xticks(list(x), [f"D{label}" for label in labels], fontsize=6.5)
-    axis.set_title(title, fontsize=9, loc="left")
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    entitle(axis, title)
 
 
 def draw_gpu(result, images):
@@ -84,13 +92,11 @@ def draw_gpu(result, images):
             gpu_bars(axes[line][column], chosen, f"{pattern.replace('longnet', 'LongNet')} {direction}")
         axes[line][0].set_ylabel("TFLOP/s over allowed pairs", fontsize=8)
     axes[0][1].legend(fontsize=8, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.14))
-    figure.suptitle(
+    save(
+        figure,
         f"{result['machine']['device']}, bf16, 16 heads (above the bars: our time over cuDNN's; its LongNet is without merge)",
-        fontsize=10,
-        x=0.01,
-        ha="left",
+        images / "h200.svg",
     )
-    figure.savefig(images / "h200.svg", metadata={"Date": None})
 
 
 def draw_sweep(result, images):
@@ -118,21 +124,17 @@ def draw_sweep(result, images):
     for axis, title in zip(axes, titles, strict=True):
         axis.set_xscale("log", base=2)
         axis.set_xticks([r["ranks"] for r in first], [r["ranks"] for r in first], fontsize=8)
-        axis.set_title(title, fontsize=9, loc="left")
         axis.set_xlabel("ranks", fontsize=8)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        entitle(axis, title)
     axes[0].set_yscale("log")
     axes[1].set_ylim(0, 105)
     axes[2].set_yscale("log")
     axes[0].legend(fontsize=7, frameon=False)
-    figure.suptitle(
+    save(
+        figure,
         f"Simulated: dense causal attention over 1M tokens, 16 heads of 128, bf16, on '{result['sweep']['cluster']['name']}'",
-        fontsize=10,
-        x=0.01,
-        ha="left",
+        images / "simulated_sweep.svg",
     )
-    figure.savefig(images / "simulated_sweep.svg", metadata={"Date": None})
 
 
 def main():
@@ -160,13 +162,11 @@ def main():
         axes[0][1].legend(
             fontsize=8, frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.2)
         )
-        figure.suptitle(
+        save(
+            figure,
             f"Attention {direction}, 8 heads, {result['cpu']}, {result['threads']} threads (dashed: measured multiply-add peak)",
-            fontsize=10,
-            x=0.01,
-            ha="left",
+            images / f"versus_pytorch_{direction}.svg",
         )
-        figure.savefig(images / f"versus_pytorch_{direction}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The simulator against measurements, and what it says of large clusters:
+"""Compares the simulator with measurements, and simulates large clusters:
 
 python3 bench/simulator.py measured     # bench/results/simulator.json
 python3 bench/simulator.py simulated    # bench/results/simulated.json
 
-`measured` runs simulator_bench (in-process rings with limited links), with --cpus several of its parts at
-once, with --pattern one pattern (the others' rows are kept), and fails where a prediction is off by more
-than 10 %. `simulated` runs the tool on a billion tokens, and fails where that takes more than 10 s of CPU
-time; its sweep is drawn by bench/plot.py.
+`measured` runs simulator_bench (in-process rings with limited links). --cpus runs several of its parts at the same
+time, --pattern only one pattern (rows of other patterns are kept). It fails if a prediction is off by more than 10 %.
+`simulated` runs the tool on a billion tokens and fails if that takes more than 10 s of CPU time. bench/plot.py draws
+its sweep.
 """
 
 import argparse
@@ -19,12 +19,10 @@ import queue
 import subprocess
 import sys
 
-from planning import cpu_name, run
+from machine import ROOT, commit, cpu_name
+from planning import LONGER, LONGNET, run
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 HEADS = "--heads 16 --head-dim 128 --dtype bf16"
-LONGNET = "--pattern longnet --segments 2048,4096,8192,16384,32768 --dilations 1,2,4,8,16"
-LONGER = "--pattern longnet --segments 2048,16384,131072,4194304,1000000000 --dilations 1,2,4,8,16"
 BILLION = f"--tokens 1000000000 --ranks 1024 {HEADS} --schedule ring"
 
 # (what, arguments)
@@ -56,11 +54,6 @@ def facts(args):
         "cores": os.cpu_count(),
         "load_before": args.load,
     }
-
-
-def commit():
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def kept(about, patterns):
@@ -142,7 +135,7 @@ def main():
     parser.add_argument("what", choices=["measured", "simulated"])
     parser.add_argument("--tool", default="build/release/annulus")
     parser.add_argument("--bench", default="build/release/bench/simulator_bench")
-    parser.add_argument("--commit", help="of what is measured (default: that of the checkout)")
+    parser.add_argument("--commit", help="commit of the measured build (default: that of the checkout)")
     parser.add_argument("--seconds", type=float, default=20, help="for which each ring is measured (default: 20)")
     parser.add_argument("--pattern", choices=PATTERNS, help="measure rings of this one (default: all)")
     # A ring computes with one thread, and the other ranks see to their messages meanwhile: both

@@ -1,12 +1,12 @@
-"""What a step of a ring costs over torch.distributed:  python bench/steps.py
+"""Measures the cost of a ring step over torch.distributed:  python bench/steps.py
 
-Every rank sends to the next one and receives from the one before it, as a step of a ring does, in three ways that take turns:
-Gloo called from Python with everything at hand, which nobody who uses it from Python can beat; annulus.torch's transport;
-and a transport that comes to Python for every message, as that one did before. The last two are driven by the library:
-a pass over one token per rank is the ranks' agreement and a step for each other rank.
+In a step, every rank sends to the next rank and receives from the one before. Three ways take turns: bare Gloo called from
+Python with prepared tensors, the fastest way to use Gloo from Python; the transport of annulus.torch; and a transport that calls
+Python for every message, as annulus.torch once did. The library drives the last two: a pass over one token per rank is the
+agreement of the ranks and one step for each other rank.
 
-Records medians over rounds: microseconds per step, wall, CPU of the whole process (Gloo's own thread included) and CPU of the
-thread that calls, which a busy machine changes least.
+Records medians over rounds, in microseconds per step: wall time, CPU time of the whole process (with Gloo's own thread), and CPU
+time of the calling thread, which a busy machine disturbs least.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import annulus
 import torch
 import torch.distributed as dist
 from annulus.torch import ProcessGroupTransport
-from planning import cpu_name
+from machine import cpu_name
 
 LIMIT = datetime.timedelta(seconds=60)
 

@@ -1,7 +1,7 @@
 """Fills the tables of docs/performance.md and README.md from bench/results:  python3 bench/tables.py
 
-A table stands below a line `<!-- table: NAME -->`, where NAME is a suite; `<!-- machine: FILE -->` precedes a line that says what a
-result was measured with.
+A table follows a line `<!-- table: NAME -->`, where NAME is a suite. The line after `<!-- machine: FILE -->` names the machine and the
+commit of a result.
 """
 
 import json
@@ -20,23 +20,29 @@ def table(header, rows):
     return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
 
 
-def dense(rows):
-    """One line per (dtype, head_dim, tokens): full and causal side by side."""
-    by_key = {(r["dtype"], r["head_dim"], r["tokens"], r["causal"]): r for r in rows}
+def full_and_causal(rows, keys, columns, cells):
+    """One line per value of the keys: full and causal side by side, empty where one was not measured."""
+    by_key = {tuple(r[key] for key in (*keys.values(), "causal")): r for r in rows}
     lines = []
-    for dtype, dim, tokens in dict.fromkeys(key[:3] for key in by_key):
-        line = [dtype, dim, tokens]
-        for causal in (False, True):
-            r = by_key[dtype, dim, tokens, causal]
-            line += [
-                f"{r['annulus_gflops']:.0f}",
-                f"{100 * r['share_of_peak']:.0f} %",
-                f"{r['pytorch_gflops']:.0f}",
-                f"**{r['ratio']:.2f}x**",
-            ]
-        lines.append(line)
-    sides = [f"{kind} GFLOP/s, of peak, PyTorch, ratio".split(", ") for kind in KIND.values()]
-    return table(["dtype", "D", "tokens", *sides[0], *sides[1]], lines)
+    for key in dict.fromkeys(key[:-1] for key in by_key):
+        sides = [by_key.get((*key, causal)) for causal in KIND]
+        lines.append([*key, *(cell for r in sides for cell in (cells(r) if r else [""] * len(columns)))])
+    sides = [[f"{kind} {columns[0]}", *columns[1:]] for kind in KIND.values()]
+    return table([*keys, *sides[0], *sides[1]], lines)
+
+
+def dense(rows):
+    return full_and_causal(
+        rows,
+        {"dtype": "dtype", "D": "head_dim", "tokens": "tokens"},
+        ["GFLOP/s", "of peak", "PyTorch", "ratio"],
+        lambda r: [
+            f"{r['annulus_gflops']:.0f}",
+            f"{100 * r['share_of_peak']:.0f} %",
+            f"{r['pytorch_gflops']:.0f}",
+            f"**{r['ratio']:.2f}x**",
+        ],
+    )
 
 
 def longnet(rows):
@@ -255,30 +261,18 @@ def gpu_facts(facts):
 
 
 def tiles(rows):
-    """One line per (threads, head_dim, tokens): full and causal side by side, where both were measured."""
-    by_key = {(r["threads"], r["head_dim"], r["tokens"], r["causal"]): r for r in rows}
-    lines = []
-    for key in dict.fromkeys(key[:3] for key in by_key):
-        line = list(key)
-        for causal in (False, True):
-            r = by_key.get((*key, causal))
-            if r is None:
-                line += ["", "", "", ""]
-                continue
-            errors = [
-                r[name] / r["pytorch_" + name]
-                for name in ("error", "dq_error", "dk_error", "dv_error")
-                if name in r
-            ]
-            line += [
-                f"{r['annulus_gflops']:.0f}",
-                f"{r['pytorch_gflops']:.0f}",
-                f"**{r['ratio']:.2f}x**",
-                f"{max(errors):.2f}",
-            ]
-        lines.append(line)
-    sides = [f"{kind} GFLOP/s, PyTorch, ratio, error".split(", ") for kind in KIND.values()]
-    return table(["threads", "D", "tokens", *sides[0], *sides[1]], lines)
+    names = ("error", "dq_error", "dk_error", "dv_error")
+    return full_and_causal(
+        rows,
+        {"threads": "threads", "D": "head_dim", "tokens": "tokens"},
+        ["GFLOP/s", "PyTorch", "ratio", "error"],
+        lambda r: [
+            f"{r['annulus_gflops']:.0f}",
+            f"{r['pytorch_gflops']:.0f}",
+            f"**{r['ratio']:.2f}x**",
+            f"{max(r[name] / r['pytorch_' + name] for name in names if name in r):.2f}",
+        ],
+    )
 
 
 def tiles_longnet(rows):

@@ -16,8 +16,8 @@
 #include "cli/options.h"
 #include "cli/sample_check.h"
 #include "core/machine.h"
+#include "draw/plan_text.h"
 #include "kernels/cpu/kernel.h"
-#include "plan/plan_text.h"
 
 namespace annulus::cli {
 namespace {
@@ -67,8 +67,8 @@ struct Case {
   double peak_gflops = 0.0;  // 0: unknown
 };
 
-// Cases of one group are taken in turns, so that a noisy machine disturbs all of them alike; ratios
-// are to the first.
+// The cases of a group run in turns, so that noise of the machine disturbs all of them alike.
+// Ratios are relative to the first case.
 using Group = std::vector<Case>;
 
 const std::vector<std::int64_t> kSegments = {2048, 4096, 8192, 16384, 32768};
@@ -166,7 +166,7 @@ double peak_of(const RingOptions& options) {
   return cpu::measure_fma_peak_gflops(native) * ThreadPool::of(options.threads)->threads();
 }
 
-// Refuses what the memory cannot hold: the tensors of a whole group are there at once.
+// Refuses a group whose tensors do not fit into memory together.
 void apply_limits(Group& group) {
   for (Case& one : group) {
     RingOptions& options = one.options;
@@ -182,8 +182,8 @@ void apply_limits(Group& group) {
   }
 }
 
-// A GPU's passes may take less time than starting one and waiting for it: so many that a repetition
-// takes a tenth of a second.
+// On a GPU, starting a pass and waiting for it may take longer than the pass. So a repetition has
+// as many passes as fit into a tenth of a second.
 int passes_of(const JobReport& warm) {
   constexpr double kSeconds = 0.1;
   constexpr double kMost = 200;
@@ -213,7 +213,7 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
           fill_synthetic(*tensors[i], rank, 1, pool);
           touch_outputs(*tensors[i], rank, pool);
         };
-        if (flags.on_gpu()) {  // the first pass loads the kernels, the second one shows their speed
+        if (flags.on_gpu()) {  // the first pass loads the kernels, so the second one is timed
           settings.repeat = 2;
           one.passes = passes_of(run_job(one.options, *tensors[i], settings));
           settings.repeat = repeat + 1;
@@ -356,11 +356,11 @@ int bench(const BenchFlags& flags) {
 
 void add_bench(CLI::App& tool, Action& chosen) {
   CLI::App* command =
-      tool.add_subcommand("bench", "Measure speed; on the CPU as a share of what it can do");
+      tool.add_subcommand("bench", "Measure speed; on the CPU also as a share of its peak");
   const auto flags = std::make_shared<BenchFlags>();
   add_choice(*command, "--suite", flags->suite, {"kernels", "ring", "scaling", "dilated"},
              "What to measure (default kernels)");
-  command->add_option("--tokens", flags->tokens, "Lengths; 128k works, too")
+  command->add_option("--tokens", flags->tokens, "Sequence lengths, such as 4096 or 128k")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->transform(token_count())
@@ -388,11 +388,8 @@ void add_bench(CLI::App& tool, Action& chosen) {
       ->check(whole_number(1, 10000))
       ->type_name("R");
   add_option_flag(*command, flags->execution, "backward");
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  command->add_flag("--progress", flags->progress,
-                    "Progress even if standard error is no terminal");
-  add_option_flag(*command, flags->execution, "threads");
-  add_option_flag(*command, flags->execution, "device");
+  add_output_flags(*command, flags->json, &flags->progress);
+  add_machine_flags(*command, flags->execution);
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return bench(*flags); }; });
 }

@@ -42,7 +42,7 @@ void for_each_member(Cluster& cluster, const Visit& visit) {
   visit("ports_per_host", cluster.ports_per_host);
 }
 
-// Reads an object and says where in which file something is wrong.
+// Reads an object. Errors name the file and the member.
 class Reader {
  public:
   explicit Reader(const std::string& file) : file_(file) {}
@@ -71,7 +71,7 @@ class Reader {
 
  private:
   void take(const Json& json, const std::string& path, std::string& text) const {
-    if (!json.is_string()) refuse(path, json, "a text");
+    if (!json.is_string()) refuse(path, json, "a string");
     text = json.get<std::string>();
   }
   void take(const Json& json, const std::string& path, bool& flag) const {
@@ -109,7 +109,7 @@ Cluster read_file(const std::string& file) {
   try {
     json = Json::parse(text.str());
   } catch (const Json::exception& error) {
-    throw ConfigError(fmt::format("cluster file '{}' is no JSON: {}", file, error.what()));
+    throw ConfigError(fmt::format("cluster file '{}' is not JSON: {}", file, error.what()));
   }
   const Reader reader(file);
   Cluster cluster;
@@ -126,7 +126,7 @@ Cluster read_file(const std::string& file) {
 template <typename Struct>
 Json members_json(const Struct& of) {
   Json json;
-  Struct copy = of;  // one list of members serves both ways
+  Struct copy = of;  // the list of members is for reading, too, and takes no const object
   for_each_member(copy, [&](const char* name, auto& member) {
     if constexpr (std::is_same_v<std::decay_t<decltype(member)>, Wire>) {
       json[name] = members_json(member);

@@ -7,12 +7,12 @@
 
 namespace annulus::cli {
 
-// A preset by its name, or what a JSON file says. A file has the members of `Cluster`; those that
-// are absent are the preset's that it names with "like", or else Cluster's own. ConfigError in
-// words, with the name of the file, for everything else.
+// A preset by its name, or the contents of a JSON file. A file has the members of `Cluster`. Absent
+// members come from the preset that the file names with "like", else from Cluster's defaults.
+// Anything else is a ConfigError that names the file.
 [[nodiscard]] Cluster cluster_from(const std::string& preset_or_file);
 
-// As such a file.
+// The contents of such a file.
 [[nodiscard]] Json to_json(const Cluster& cluster);
 
 }  // namespace annulus::cli

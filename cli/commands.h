@@ -6,8 +6,7 @@
 
 namespace annulus::cli {
 
-// What the process returns. Scripts tell "I asked for nonsense" from "the machine cannot" from "the
-// numbers are wrong".
+// Exit codes of the process, by which scripts distinguish causes.
 enum ExitCode : int {
   kOk = 0,
   kFailed = 1,     // verification failed, or anything that has no code of its own
@@ -16,13 +15,13 @@ enum ExitCode : int {
   kDevice = 4,     // out of memory, missing instruction set
 };
 
-// A result that contradicts what was promised: wrong numbers, or other bytes than predicted.
+// Wrong results, or a number of sent bytes that differs from the prediction.
 class VerificationError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// What main() runs once all arguments have been understood. Returns an ExitCode; errors are thrown.
+// What main() runs after parsing the arguments. Returns an ExitCode; throws errors.
 using Action = std::function<int()>;
 
 // Each adds one subcommand: flags, help with examples, and a callback that sets `chosen`.

@@ -66,7 +66,7 @@ std::string to_text(const Json& value, int indent) {
   return value.dump(indent, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
 }
 
-// A thread of its own redraws the line: the threads that know what is going on are busy with it.
+// A thread of its own redraws the line, because the threads that report phases are busy computing.
 struct Progress::State {
   bool terminal = false;
   bool forced = false;

@@ -8,7 +8,7 @@
 
 namespace annulus::cli {
 
-// Objects keep the order in which they are filled: people read them, too.
+// Keeps the order in which members are added, for readers.
 using Json = nlohmann::ordered_json;
 
 [[nodiscard]] std::string format_bytes(std::int64_t bytes);  // "48.0 MiB"
@@ -18,16 +18,15 @@ using Json = nlohmann::ordered_json;
 
 [[nodiscard]] double median(std::vector<double> values);  // 0 for none
 
-// To standard output, whole: a full disk or a closed pipe is a ConfigError rather than half a
-// result.
+// Write to standard output. ConfigError if not everything could be written (full disk, closed
+// pipe).
 void print(const std::string& text);
 void print_json(const Json& value);
-// As text. What is no UTF-8, in the name of a file for example, becomes U+FFFD: JSON has nothing
-// else for it.
+// As text. Bytes that are not UTF-8, such as in the name of a file, become U+FFFD.
 [[nodiscard]] std::string to_text(const Json& value, int indent = -1);
 
-// Says on standard error what is going on. On a terminal it is one line that counts the seconds;
-// otherwise it is silent, or one line per phase if `forced`.
+// Shows progress on standard error. On a terminal it is one line that counts the seconds. Otherwise
+// it prints nothing, or one line per phase if `forced`.
 class Progress {
  public:
   explicit Progress(bool forced);

@@ -10,8 +10,8 @@
 
 namespace annulus::cli {
 
-// A rank's shards where its executor wants them: views of the host's tensors where work is done
-// when enqueuing returns, which is the CPU; dense images in device memory elsewhere.
+// A rank's shards in the memory of its device: on the CPU, views of the host's tensors; on a GPU,
+// dense copies.
 class DeviceTensors {
  public:
   DeviceTensors(const RingOptions& options, const JobTensors& host, int rank);
@@ -19,8 +19,8 @@ class DeviceTensors {
   TensorView q, k, v, o, lse;
   TensorView dout, dq, dk, dv;  // empty without backward
 
-  // Both return when the copies are done. Results start as NaN, so that a row that nobody writes
-  // shows: device memory may hold the right results of the job before.
+  // Both return when the copies are done. Results start as NaN, so that a row that is never written
+  // is noticed: device memory may still hold the right results of an earlier job.
   void upload();
   void download();
 

@@ -27,13 +27,13 @@ namespace {
 
 constexpr const char* kExamples = R"(Examples:
   annulus doctor
-      what this machine has, what will be used, and whether it works
+      what this machine has, what Annulus will use, and whether it works
   annulus doctor --ranks 16
       the ring check over more ranks
   mpirun -n 4 annulus doctor
-      whether MPI passes messages, and every process computes right
+      does MPI deliver messages, and does every process compute correctly?
   annulus doctor --device cuda:1
-      of all GPUs, check this one; an error where it is not to be had
+      check only this GPU; an error if it cannot be used
   ANNULUS_ISA=avx2 annulus doctor
       does a forced instruction set work here?
   annulus doctor --json > report.json
@@ -50,7 +50,7 @@ struct Check {
   std::string detail;
 };
 
-// What may be linked in. A backend that is absent costs nothing and says so.
+// The optional parts of the library, and whether they are built.
 std::vector<std::pair<std::string, std::string>> backends() {
   return {{"cpu", "built"},
           {"in_process", "built"},
@@ -60,7 +60,7 @@ std::vector<std::pair<std::string, std::string>> backends() {
           {"cuda", cuda_built() ? "built" : "not built"}};
 }
 
-// A GPU that the driver knows; `complaint`: why Annulus cannot use it.
+// A GPU that the driver lists; `complaint` says why Annulus cannot use it.
 struct Gpu {
   Device device;
   CudaDevice facts;
@@ -144,7 +144,7 @@ std::vector<Check> check_links(World& world, int ranks) {
           direction("backward", &RingCheck::backward_ok)};
 }
 
-// Of an MPI job, the ranks may be on different machines: what failed on any of them has failed.
+// The ranks of an MPI job may be on different machines: a check that failed on one rank has failed.
 void add_failures_elsewhere(World& world, std::vector<Check>& checks) {
   Json mine = Json::array();
   for (const Check& check : checks) {
@@ -208,7 +208,7 @@ std::string memory_text() {
 
 int doctor(World& world, const DoctorFlags& flags) {
   const cpu::Kernels& chosen = cpu::chosen_kernels();  // ConfigError names what is possible instead
-  // A device that is asked for has to be there; others may be or not.
+  // A device that the user asks for must exist.
   const bool asked = flags.problem.has("device");
   const DeviceFacts device = device_facts(flags.problem.options.device);
   const std::vector<Gpu> gpus = find_gpus();
@@ -333,16 +333,11 @@ void add_doctor(CLI::App& tool, Action& chosen) {
   const auto flags = std::make_shared<DoctorFlags>();
   add_ranks_flag(*command, flags->problem, "Ranks of the ring check (default 4)", 256);
   add_transport_flag(*command, flags->problem);
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  add_option_flag(*command, flags->problem, "threads");
-  add_option_flag(*command, flags->problem, "device");
+  add_output_flags(*command, flags->json);
+  add_machine_flags(*command, flags->problem);
   command->footer(kExamples);
-  command->callback([flags, command, &chosen] {
-    chosen = [flags, command] {
-      World world(flags->problem, command->config_to_str());
-      return world.run([&] { return doctor(world, *flags); });
-    };
-  });
+  run_in_world(*command, flags->problem, chosen,
+               [flags](World& world) { return doctor(world, *flags); });
 }
 
 }  // namespace annulus::cli

@@ -42,8 +42,8 @@ PassRecord record(const Transport& transport, RingAttention& ring, int passes, c
   return record;
 }
 
-// A pass begins with an agreement that nobody leaves before everybody has come, so ranks that come
-// early only wait: the time of the pass is from the last start to the last end.
+// A pass begins with an agreement of all ranks, for which early ranks wait. So the pass lasts from
+// the last start to the last end.
 PassReport summarise(const std::vector<RankRecord>& ranks,
                      std::vector<PassRecord> RankRecord::*pass, std::int64_t RankRecord::*predicted,
                      const char* name, double flops, int passes) {
@@ -74,8 +74,8 @@ PassReport summarise(const std::vector<RankRecord>& ranks,
   return report;
 }
 
-// What rank 0 has to know of the others. Their clocks are not ours: a pass takes as long as its
-// slowest rank, since all have met before it.
+// What the other ranks report to rank 0. Their clocks may differ from its own, so a pass takes as
+// long as on its slowest rank: all ranks have met just before it.
 Json to_json(const std::vector<PassRecord>& passes) {
   Json json = Json::array();
   for (const PassRecord& pass : passes) {

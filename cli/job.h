@@ -37,23 +37,23 @@ struct JobReport {
 
 struct JobSettings {
   int repeat = 1;
-  // Passes of a repetition, enqueued one after the other and waited for at the end: where the host
-  // only enqueues, one pass alone shows what starting it costs.
+  // Passes of a repetition, enqueued one after the other and waited for at the end. On a GPU, a
+  // single pass would also measure the cost of starting it.
   int passes = 1;
-  // On every rank's thread, once its executor exists (limits have been checked then) and before the
-  // first pass: fills the inputs.
+  // Fills the inputs. Runs on every rank's thread, after its executor was made and its limits were
+  // checked, and before the first pass.
   std::function<void(int rank, ThreadPool& pool)> prepare;
-  // Of an MPI job: the ring is its processes. Null: threads.
+  // Of an MPI job, whose processes are the ring. Null: the ranks are threads.
   World* world = nullptr;
   // On every rank's thread, after each pass.
   std::function<void(int rank)> after_pass;
-  // On the thread of rank 0: what begins now, and how long it took before (0: unknown).
+  // Called on the thread of rank 0 with what begins now, and how long it took before (0: unknown).
   std::function<void(const std::string& phase, double expected_seconds)> on_phase;
 };
 
-// Runs forward, and backward if the options ask for it, on a ring. Throws VerificationError if any
-// rank in any repetition sends other bytes than it predicted. Of an MPI job, rank 0 then has all
-// results and the report; the other ranks have neither.
+// Runs forward, and backward if the options ask for it, on a ring. Throws VerificationError if a
+// rank sends more or fewer bytes than predicted. In an MPI job only rank 0 gets all results and the
+// report.
 [[nodiscard]] JobReport run_job(const RingOptions& options, JobTensors& tensors,
                                 const JobSettings& settings);
 

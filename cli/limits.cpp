@@ -21,7 +21,7 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
   std::string whose = "available memory";
   const Device& device = flags.options.device;
   if (device.kind == Device::Kind::cuda) {
-    // Tensors are in both memories: whichever is smaller.
+    // Tensors are in both memories, so the smaller one is the limit.
     const std::int64_t free = cuda_device(device.index).free_bytes;
     if (!available || free < *available) {
       available = free;
@@ -30,7 +30,7 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
   }
   chosen.origin = "the library's defaults: the memory of this machine is unknown";
   if (available) {
-    // Any placement will do: the real one may cost more than a refusal should.
+    // Any placement will do, and the real one may take long to make.
     RingOptions options{.pattern = pattern_from(flags, shape.heads),
                         .placement = Placement::contiguous(shape.tokens, flags.ranks)};
     options.kv_heads = shape.kv_heads;

@@ -41,8 +41,8 @@ bool wants_json(int argc, char** argv) {
   return false;
 }
 
-// Of an MPI job, all processes see the same wrong arguments, mostly: the first one says so, and
-// mpirun ends the others. Who is still there after a while has arguments of its own.
+// In an MPI job, wrong arguments are usually wrong on all processes: rank 0 reports them, and
+// mpirun ends the others. A process that is still alive after two seconds has arguments of its own.
 int refuse(std::string message, bool json) {
   const Launch launch = launched();
   if (launch.rank != 0) {

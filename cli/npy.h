@@ -3,18 +3,23 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <span>
 #include <vector>
 
 #include "annulus/tensor.h"
-#include "cli/npy_header.h"
 #include "cli/output_file.h"
 
 namespace annulus::cli {
 
-// numpy's file format, restricted to what Annulus computes on: float32 and float16, little endian,
-// C order. Whatever else a file contains is a ConfigError that names the file, what was found and
-// what is expected; bf16 has no code in the format.
+// NumPy's file format, restricted to what Annulus computes on: float32 and float16, little endian,
+// C order. Anything else in a file is a ConfigError that says which file, what was found and what
+// is expected. docs/decisions/023-npy-files.md says why no library reads them.
+
+struct NpyHeader {
+  DType dtype = DType::f32;  // f32 or f16
+  std::vector<std::int64_t> shape;
+  std::int64_t data_offset = 0;  // bytes from the start of the file
+  std::int64_t data_bytes = 0;   // what the shape needs, and exactly what the file has
+};
 
 struct NpyArray {
   DType dtype = DType::f32;
@@ -22,18 +27,12 @@ struct NpyArray {
   std::vector<std::byte> data;
 };
 
-// Formats 1.0, 2.0 and 3.0. Both check the shape against the size of the file before anything of
-// that size is allocated, so a header cannot ask for more memory than the file has bytes.
+// Formats 1.0, 2.0 and 3.0. Both check the shape against the size of the file before they allocate
+// anything of that size, so a header cannot ask for more memory than the file has bytes.
 [[nodiscard]] NpyHeader read_npy_header(const std::filesystem::path& path);
 [[nodiscard]] NpyArray read_npy(const std::filesystem::path& path);
 
-// Format 1.0, by OutputFile's rules: a plain file appears complete or not at all, and a failure
-// leaves what was there as it was.
-void write_npy(const std::filesystem::path& path, DType dtype, std::span<const std::int64_t> shape,
-               std::span<const std::byte> data);
-// The same without the last step, commit(), for files that are put in place together.
-[[nodiscard]] OutputFile start_npy(const std::filesystem::path& path, DType dtype,
-                                   std::span<const std::int64_t> shape,
-                                   std::span<const std::byte> data);
+// Writes format 1.0. The file appears with commit(), alone or together with others.
+[[nodiscard]] OutputFile start_npy(const std::filesystem::path& path, const NpyArray& array);
 
 }  // namespace annulus::cli

@@ -22,7 +22,7 @@ const std::vector<std::int64_t> kDefaultDilations = {1, 2, 4, 8, 16};
 
 using ring::OptionInfo;
 
-// "--max-qkv-elements", or "--no-backward" for what is usually on.
+// "--max-qkv-elements", or "--no-backward" for an option that is on by default.
 std::string flag_of(const OptionInfo& info, bool usually_on) {
   std::string flag = std::string(usually_on ? "--no-" : "--") + info.name;
   std::replace(flag.begin(), flag.end(), '_', '-');
@@ -69,7 +69,7 @@ CLI::Option* add_flag(CLI::App& command, std::set<std::string>& given, const Opt
   }
 }
 
-// An empty group: among the command's own.
+// With an empty group, the flags are listed among the command's own.
 void add_flags_of(ring::Topic topic, CLI::App& command, ProblemFlags& flags,
                   const std::string& group) {
   ring::for_each_option(flags.options, [&](const OptionInfo& info, auto& option) {
@@ -79,58 +79,10 @@ void add_flags_of(ring::Topic topic, CLI::App& command, ProblemFlags& flags,
   });
 }
 
-}  // namespace
-
-CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
-  const auto check = [least, most](const std::string& text) {
-    std::int64_t value = 0;
-    const char* const end = text.data() + text.size();
-    const auto [stop, problem] = std::from_chars(text.data(), end, value);
-    if (problem == std::errc() && stop == end && value >= least && value <= most) {
-      return std::string();
-    }
-    return fmt::format("found '{}', expected a whole number from {} to {}", text, least, most);
-  };
-  return {check, "", "whole_number"};
-}
-
-CLI::Validator not_empty(const std::string& expected) {
-  const auto check = [expected](const std::string& text) {
-    return text.empty() ? "found '', expected " + expected : std::string();
-  };
-  return {check, "", "not_empty"};
-}
-
-CLI::Validator token_count() {
-  // What it does not understand it leaves alone, for whole_number() to complain about.
-  const auto expand = [](std::string& text) {
-    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() >> 20;
-    std::int64_t value = 0;
-    const char* const end = text.data() + text.size();
-    const auto [stop, problem] = std::from_chars(text.data(), end, value);
-    if (problem != std::errc() || end - stop != 1 || value < 0 || value > kMost) {
-      return std::string();
-    }
-    if (*stop == 'k' || *stop == 'K')
-      text = std::to_string(value << 10);
-    else if (*stop == 'm' || *stop == 'M')
-      text = std::to_string(value << 20);
-    return std::string();
-  };
-  return {expand, "", "token_count"};
-}
-
-CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
-                        const std::vector<std::string>& choices, const std::string& help) {
-  return command.add_option(flag, value, help)
-      ->check(CLI::IsMember(choices).description(""))
-      ->type_name(fmt::format("{}", fmt::join(choices, "|")));
-}
-
 void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Pattern";
   add_choice(command, "--pattern", flags.pattern, {"dense", "head_groups", "longnet"},
-             "Who attends to whom (default longnet)")
+             "Which tokens attend to which (default longnet)")
       ->group(group);
   command
       .add_option("--segments", flags.segments,
@@ -161,7 +113,9 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
 
 void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Shape";
-  command.add_option("--tokens", flags.tokens, "Length; 128k and 1M work, too (default 32768)")
+  command
+      .add_option("--tokens", flags.tokens,
+                  "Sequence length, such as 4096, 128k or 1M (default 32768)")
       ->transform(token_count())
       ->check(whole_number(1, kLargestCount))
       ->type_name("N")
@@ -190,16 +144,71 @@ void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
       ->type_name("TOKENS")
       ->group(group);
   command
-      .add_option("--grid-rows", flags.grid_rows,
-                  "hilbert: the tokens are a grid of that many rows")
+      .add_option("--grid-rows", flags.grid_rows, "hilbert: number of rows of the grid of tokens")
       ->check(whole_number(1, kLargestCount))
       ->type_name("ROWS")
       ->group(group);
-  command.add_option("--grid-cols", flags.grid_cols, "hilbert: ... and columns")
+  command
+      .add_option("--grid-cols", flags.grid_cols,
+                  "hilbert: number of columns of the grid of tokens")
       ->check(whole_number(1, kLargestCount))
       ->type_name("COLS")
       ->group(group);
   add_flags_of(ring::Topic::ring, command, flags, group);
+}
+
+}  // namespace
+
+CLI::Validator whole_number(std::int64_t least, std::int64_t most) {
+  const auto check = [least, most](const std::string& text) {
+    std::int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, value);
+    if (problem == std::errc() && stop == end && value >= least && value <= most) {
+      return std::string();
+    }
+    return fmt::format("found '{}', expected a whole number from {} to {}", text, least, most);
+  };
+  return {check, "", "whole_number"};
+}
+
+CLI::Validator not_empty(const std::string& expected) {
+  const auto check = [expected](const std::string& text) {
+    return text.empty() ? "found '', expected " + expected : std::string();
+  };
+  return {check, "", "not_empty"};
+}
+
+CLI::Validator token_count() {
+  // Leaves other text as it is: whole_number() then refuses it.
+  const auto expand = [](std::string& text) {
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() >> 20;
+    std::int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, value);
+    if (problem != std::errc() || end - stop != 1 || value < 0 || value > kMost) {
+      return std::string();
+    }
+    if (*stop == 'k' || *stop == 'K')
+      text = std::to_string(value << 10);
+    else if (*stop == 'm' || *stop == 'M')
+      text = std::to_string(value << 20);
+    return std::string();
+  };
+  return {expand, "", "token_count"};
+}
+
+CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string& value,
+                        const std::vector<std::string>& choices, const std::string& help) {
+  return command.add_option(flag, value, help)
+      ->check(CLI::IsMember(choices).description(""))
+      ->type_name(fmt::format("{}", fmt::join(choices, "|")));
+}
+
+void add_problem_flags(CLI::App& command, ProblemFlags& flags) {
+  add_pattern_flags(command, flags);
+  add_shape_flags(command, flags);
+  add_ring_flags(command, flags);
 }
 
 CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::string& help,
@@ -212,7 +221,7 @@ CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::s
 
 CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags) {
   return add_choice(command, "--transport", flags.transport, {"mpi", "in-process"},
-                    "Ranks are MPI's processes (default under mpirun) or threads");
+                    "Ranks are MPI processes (default under mpirun) or threads");
 }
 
 void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
@@ -222,6 +231,22 @@ void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
 
 void add_execution_flags(CLI::App& command, ProblemFlags& flags) {
   add_flags_of(ring::Topic::execution, command, flags, "");
+}
+
+void add_machine_flags(CLI::App& command, ProblemFlags& flags) {
+  for (const char* name : {"threads", "device"}) add_option_flag(command, flags, name);
+}
+
+void add_schedule_limit_flag(CLI::App& command, ProblemFlags& flags) {
+  add_option_flag(command, flags, "max_communication_bytes")
+      ->description("Limit per rank that schedule auto respects (default 1 GiB)");
+}
+
+void add_output_flags(CLI::App& command, bool& json, bool* progress) {
+  command.add_flag("--json", json, "Print one JSON object");
+  if (progress == nullptr) return;
+  command.add_flag("--progress", *progress,
+                   "Show progress on standard error even if it is no terminal");
 }
 
 CLI::Option* add_option_flag(CLI::App& command, ProblemFlags& flags, const std::string& name) {

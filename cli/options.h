@@ -24,9 +24,8 @@ struct Shape {
   int head_dim = 64;
 };
 
-// The flags that describe a problem, as given: what is absent gets its default when it is known
-// whether files say otherwise. Together the defaults are a LongNet over 32,768 tokens on four
-// ranks.
+// The flags that describe a problem, as given. Absent ones get their defaults later, because input
+// files may determine them. The defaults are LongNet attention over 32,768 tokens on four ranks.
 struct ProblemFlags {
   // pattern
   std::string pattern = "longnet";
@@ -46,22 +45,26 @@ struct ProblemFlags {
   std::int64_t align = 1;      // contiguous only
   std::int64_t grid_rows = 0;  // hilbert only; 0: the squarest grid
   std::int64_t grid_cols = 0;
-  // Everything else that an executor can be told (ring/option_list.h), by the names in `given`;
-  // pattern and placement are not looked at.
+  // All other options of an executor (ring/option_list.h); `given` has the names of those that the
+  // command line sets. Pattern and placement in here are not used.
   RingOptions options{.pattern = {}, .placement = Placement::contiguous(1, 1)};
   std::set<std::string> given;
 
   [[nodiscard]] bool has(const char* name) const { return given.contains(name); }
 };
 
-void add_pattern_flags(CLI::App& command, ProblemFlags& flags);
-void add_shape_flags(CLI::App& command, ProblemFlags& flags);
-void add_ring_flags(CLI::App& command, ProblemFlags& flags);
+// Pattern, shape and ring.
+void add_problem_flags(CLI::App& command, ProblemFlags& flags);
 CLI::Option* add_ranks_flag(CLI::App& command, ProblemFlags& flags, const std::string& help,
                             int most);
 CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags);
 void add_limit_flags(CLI::App& command, ProblemFlags& flags);
 void add_execution_flags(CLI::App& command, ProblemFlags& flags);
+void add_machine_flags(CLI::App& command, ProblemFlags& flags);  // --threads, --device
+// --max-communication-bytes where nothing is allocated: it decides between schedules.
+void add_schedule_limit_flag(CLI::App& command, ProblemFlags& flags);
+// --json and, unless null, --progress.
+void add_output_flags(CLI::App& command, bool& json, bool* progress = nullptr);
 // One option of an executor alone, by its name in the list.
 CLI::Option* add_option_flag(CLI::App& command, ProblemFlags& flags, const std::string& name);
 
@@ -79,7 +82,7 @@ CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string&
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
                                             DType dtype);
 
-// All of it, as chosen, for --json.
+// All options as chosen, for --json.
 [[nodiscard]] Json parameters_json(const ProblemFlags& flags, const RingOptions& options);
 // "longnet, causal: segment/dilation 2048/1, 4096/2"
 [[nodiscard]] std::string describe(const Pattern& pattern);

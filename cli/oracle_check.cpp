@@ -16,8 +16,9 @@ constexpr double kTolerance = 1e-6;     // fp32
 constexpr double kGpuTolerance = 2e-6;  // fp32
 constexpr double kLseTolerance = 2e-6;  // fp32 whatever the dtype
 constexpr double kRoundings = 2.0;      // 16 bit: times the error of rounding alone
-// A typical rounding is 0.4 of half a unit in the last place, relative to the result, of which the
-// scale is two to three times as much. For gradients that vanish or are representable.
+// The least limit, for gradients that are zero or exactly representable. A typical rounding error
+// is 0.4 of half a unit in the last place of the result, and the scale is two to three times the
+// result.
 constexpr double kLeastRounding = 0.1;
 
 using Values = std::vector<double>;
@@ -71,10 +72,10 @@ struct Inputs {
   Values q, k, v, dout;
 };
 
-// What backward makes of a rounded o: delta = dO.O changes by some e per row, hence dQ by
+// The effect of a rounded o on the gradients: delta = dO.O changes by some e per row, hence dQ by
 // -e * scale * sum_k P K, which is an output with K in place of V, and dK by -scale * sum_q P e Q,
-// which is a dV with scale * e * Q in place of dO. Detached mixing would round the branches'
-// outputs, one e each; the merged one is of the same size.
+// which is a dV with scale * e * Q in place of dO. Detached mixing rounds the outputs of the
+// branches instead; the error of the merged output is of the same size.
 void round_deltas(const RingOptions& options, const reference::Shape& shape, const Inputs& in,
                   const Values& exact_o, reference::Gradients& gradients) {
   const Pattern& pattern = options.pattern;

@@ -11,7 +11,7 @@
 namespace annulus::cli {
 
 // Root mean square of one tensor's error over that of its scale (kernels/reference/error.h), and
-// the most that is right.
+// its limit.
 struct Deviation {
   std::string tensor;
   double found = 0.0;
@@ -22,13 +22,13 @@ struct Deviation {
 
 // One small problem on synthetic data with the fp64 oracle's answer, for any number of rings.
 //
-// fp32 results must be within 1e-6, on a GPU within 2e-6. 16-bit ones may be off by twice what the
-// oracle itself is off if it has to round like an executor: inputs (that is no error: it gets
-// rounded ones), results, and between forward and backward o.
+// fp32 results must be within 1e-6, on a GPU within 2e-6. 16-bit results may be off by twice the
+// error of an exact computation that rounds its results, and o between forward and backward. (Its
+// inputs are rounded already, so they add no error.)
 //
-// sample_check.h is the other half: a few rows of a problem of any size and any input, judged row
-// by row, where this solves a small one whole and judges tensors. What both know about errors is in
-// kernels/reference; a common check would have to leave out what makes each of them strict.
+// This checks whole tensors of a small problem. sample_check.h checks a few rows of a problem of
+// any size with any input. Both ask kernels/reference for the right results and the scale of
+// errors.
 class OracleCheck {
  public:
   struct Outcome {
@@ -36,12 +36,12 @@ class OracleCheck {
     std::string kernels;                // that ran
   };
 
-  // Everything in `options` that describes the problem counts; its placement only by its tokens. Of
-  // an MPI job (world), only rank 0 knows what is right and gives deviations.
+  // `options` describe the problem; of the placement only the number of tokens matters. In an MPI
+  // job (world), only rank 0 has the right results and returns deviations.
   OracleCheck(const RingOptions& options, std::uint64_t seed, World* world = nullptr);
 
-  // Runs the problem on the ring that `options` describe: they must agree with the constructor's in
-  // all but placement, schedule, and how things travel.
+  // Runs the problem on the ring that `options` describe. Only placement, schedule and travel may
+  // differ from the constructor's options.
   [[nodiscard]] Outcome run(const RingOptions& options) const;
 
  private:

@@ -20,16 +20,16 @@ namespace {
 
 std::string error_text(int code) { return std::generic_category().message(code); }
 
-// A name in the folder of `target` that nobody else uses. Not derived from the target's, which may
-// already be as long as a name can be. The process and a counter keep writers apart.
+// An unused name in the folder of `target`. The target's name is not part of it, because it may
+// already have the maximal length. Process and counter distinguish writers.
 fs::path name_beside(const fs::path& target) {
   static std::atomic<unsigned> counter{0};
   return target.parent_path() /
          (".annulus-" + std::to_string(::getpid()) + "-" + std::to_string(counter++) + ".tmp");
 }
 
-// The descriptor of standard output or error if `status` is that file, else -1. To rename over it
-// would lose whatever else is printed.
+// The descriptor of standard output or error if `status` is that file, else -1. Renaming over that
+// file would lose other output.
 int standard_descriptor(const struct stat& status) {
   for (const int descriptor : {STDOUT_FILENO, STDERR_FILENO}) {
     struct stat open {};
@@ -41,8 +41,8 @@ int standard_descriptor(const struct stat& status) {
   return -1;
 }
 
-// A file moved out of the way, which comes back unless it is dropped. Nothing was there: whatever
-// is by then is removed.
+// Moves a file out of the way and moves it back unless dropped. If there was no file, whatever is
+// there at the end is removed.
 class MovedAway {
  public:
   explicit MovedAway(fs::path target) : target_(std::move(target)) {
@@ -94,7 +94,7 @@ OutputFile::OutputFile(std::string kind, fs::path path)
     if (fs::is_symlink(fs::symlink_status(path_, error))) {
       fail("is a symbolic link that leads nowhere", ENOENT);
     }
-    // However it is spelled: see commit_together.
+    // One spelling for each file: commit_together compares them.
     const fs::path folder =
         fs::canonical(path_.has_parent_path() ? path_.parent_path() : ".", error);
     if (!error) target_ = folder / path_.filename();
@@ -107,7 +107,7 @@ OutputFile::OutputFile(std::string kind, fs::path path)
     open_through(standard);
     return;
   }
-  // A rename asks the folder for permission only; the file has a say, too.
+  // A rename needs permission for the folder only; check the file's, too.
   if (::access(path_.c_str(), W_OK) != 0) fail("cannot be written", errno);
   std::error_code error;
   target_ = fs::canonical(path_, error);
@@ -173,7 +173,7 @@ void OutputFile::write(const void* data, std::size_t bytes) {
   }
 }
 
-// All that can fail for want of space.
+// Everything that can fail because the disk is full.
 void OutputFile::finish() {
   // Without fsync the rename may reach the disk before the data, and a quota on a network file
   // system may show only now. EINVAL: the file system cannot sync.
@@ -212,7 +212,7 @@ fs::path check_output_file(const char* kind, const std::string& path) {
 
 void commit_together(std::vector<OutputFile>& files, std::span<const fs::path> stale) {
   for (std::size_t i = 0; i < files.size(); ++i) {
-    // By links, two names may be one file, of which only the last content would be left.
+    // Two names may be links to one file, which would then have only the last content.
     for (std::size_t j = 0; j < i; ++j) {
       if (!files[i].temporary_.empty() && !files[j].temporary_.empty() &&
           files[i].target_ == files[j].target_) {

@@ -9,13 +9,11 @@
 
 namespace annulus::cli {
 
-// A file that is being written: every file that the tool writes is one of these.
-//
-// A plain file, existing or new, appears complete or not at all: it is written beside its place
-// under a temporary name and renamed, and keeps its permissions. A symbolic link stays and what it
-// leads to is replaced. What is no plain file (a device, a pipe) would be destroyed by that, and is
-// written through to; so is a file that is this program's standard output or error already.
-// Problems are ConfigErrors that start with `kind` ("npy file") and the path.
+// A file that the tool is writing. A plain file appears complete or not at all: it is written under
+// a temporary name beside its place and then renamed. Permissions of an existing file are kept, and
+// the target of a symbolic link is replaced, not the link. A rename would destroy a device or a
+// pipe, so these are written directly; so is a file that is the standard output or error of this
+// process. Errors are ConfigErrors that start with `kind` ("npy file") and the path.
 class OutputFile {
  public:
   OutputFile(std::string kind, std::filesystem::path path);
@@ -28,7 +26,7 @@ class OutputFile {
   void write(std::string_view text) { write(text.data(), text.size()); }
   // Puts the file in its place.
   void commit();
-  // What commit() replaces; empty: the file is written through.
+  // The file that commit() replaces; empty if the file is written directly.
   [[nodiscard]] std::filesystem::path target() const {
     return temporary_.empty() ? std::filesystem::path() : target_;
   }
@@ -46,12 +44,12 @@ class OutputFile {
   std::string kind_;
   std::filesystem::path path_;
   std::filesystem::path target_;     // path_ with links followed
-  std::filesystem::path temporary_;  // empty: written through, or in its place
+  std::filesystem::path temporary_;  // empty: written directly, or already in its place
   int descriptor_ = -1;
 };
 
-// For a file that is written when all work is done: ConfigError if that is bound to fail. What will
-// be replaced, with links followed; empty: it will be written through.
+// For a file that is written at the end of the work: ConfigError if it cannot be written. Returns
+// the file that will be replaced, with links followed, or nothing if it will be written directly.
 [[nodiscard]] std::filesystem::path check_output_file(const char* kind, const std::string& path);
 
 // Puts all files in place and removes `stale` plain files, or leaves everything as it was.

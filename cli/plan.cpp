@@ -13,8 +13,8 @@
 #include "cli/console.h"
 #include "cli/options.h"
 #include "cli/output_file.h"
+#include "draw/plan_text.h"
 #include "kernels/backend.h"
-#include "plan/plan_text.h"
 #include "plan/traffic.h"
 #include "ring/agreement.h"
 #include "ring/option_check.h"
@@ -70,8 +70,7 @@ std::int64_t bytes_of(std::int64_t unit_rows, std::int64_t row) {
   return unit_rows * row;
 }
 
-// Sent by all ranks, with the records by which they agree on the call: what a transport would
-// count.
+// Bytes that all ranks send, including the records of their agreement: what a transport counts.
 std::int64_t forward_bytes(const RingOptions& options, const Plan& plan) {
   return bytes_of(plan.total_unit_rows(), ring::row_bytes(options, Travel::keys, false).there) +
          plan.ranks() * ring::agreement_bytes(plan.ranks());
@@ -82,7 +81,7 @@ std::int64_t backward_bytes(const RingOptions& options, const Plan& plan) {
   const ring::RowBytes bytes = ring::row_bytes(options, plan.options().travel, true);
   if (!options.reproducible)
     return bytes_of(plan.total_unit_rows(), bytes.there + bytes.back) + agreement;
-  // Both sides travel, once for dQ and once for dK and dV, and nothing comes back.
+  // Keys travel for dQ, queries for dK and dV. Nothing returns.
   std::int64_t sum = agreement;
   for (const Travel travel : {Travel::keys, Travel::queries}) {
     const Plan side({options.pattern, options.placement, options.placement, options.kv_heads,
@@ -133,7 +132,7 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
 int plan_command(const PlanFlags& flags) {
   const Shape shape = shape_from(flags.problem);
   const RingOptions options = ring_options_from(flags.problem, shape, flags.problem.options.dtype);
-  // What nothing can compute is not planned either.
+  // Refuse problems that no kernel computes.
   ring::check_values(options);
   (void)ring::computation_of(options, *backend_of(options.device, options.threads), shape.tokens);
   if (flags.rank && *flags.rank >= options.placement.ranks()) {
@@ -145,7 +144,7 @@ int plan_command(const PlanFlags& flags) {
   const Plan plan = make_plan(options, travel, flags.rank.value_or(0));
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  // All that can fail comes before the picture.
+  // The picture is written last, after everything else that can fail.
   std::string text;
   Json json;
   if (flags.json) {
@@ -179,7 +178,8 @@ int plan_command(const PlanFlags& flags) {
 }  // namespace
 
 void add_plan(CLI::App& tool, Action& chosen) {
-  CLI::App* command = tool.add_subcommand("plan", "Show who computes and sends what in which step");
+  CLI::App* command =
+      tool.add_subcommand("plan", "Show what each rank computes and sends in each step");
   const auto flags = std::make_shared<PlanFlags>();
   add_choice(*command, "--travel", flags->travel, {"keys", "queries"},
              "Which rows leave their owner (default keys)");
@@ -189,12 +189,9 @@ void add_plan(CLI::App& tool, Action& chosen) {
   command->add_option("--svg", flags->svg, "Write a picture of the plan")
       ->check(not_empty("a file name"))
       ->type_name("FILE");
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  add_pattern_flags(*command, flags->problem);
-  add_shape_flags(*command, flags->problem);
-  add_ring_flags(*command, flags->problem);
-  add_option_flag(*command, flags->problem, "max_communication_bytes")
-      ->description("Limit per rank that schedule auto respects (default 1 GiB)");
+  add_output_flags(*command, flags->json);
+  add_problem_flags(*command, flags->problem);
+  add_schedule_limit_flag(*command, flags->problem);
   command->footer(kExamples);
   command->callback([flags, &chosen] { chosen = [flags] { return plan_command(*flags); }; });
 }

@@ -14,7 +14,7 @@ namespace {
 // 18 MiB: a pass of a ring of 64 leaves 30,000.
 constexpr std::size_t kCapacity = 262'144;
 
-// Processes with the same one read the same clock.
+// Processes with the same text read the same clock.
 std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
@@ -100,7 +100,7 @@ Recording::~Recording() {
   try {
     for (int rank = first_rank_; rank < end_rank_; ++rank) log(rank);
   } catch (const std::bad_alloc&) {
-    // Why the run has failed is said elsewhere.
+    // The error that ended the run is reported elsewhere.
   }
 }
 
@@ -120,7 +120,7 @@ void Recording::log(int rank) {
     if (mine && level_of(event.kind) <= level_)
       text += "annulus: " + log_line(event, ranks_) + "\n";
   }
-  // Whole: ranks do not write into each other's lines.
+  // In one call, so that lines of ranks do not mix.
   const std::lock_guard lock(mutex_);
   std::fputs(text.c_str(), stderr);
 }

@@ -12,7 +12,7 @@ extern const char* const kReportPage;  // report.html, put there by CMake
 
 namespace {
 
-// Beyond these a page takes seconds to open; the latest are shown, and sums are of all.
+// A page with more events takes seconds to open. The latest ones are shown; sums include all.
 constexpr std::size_t kMostDrawn = 60'000;
 
 struct RankTimes {
@@ -21,7 +21,7 @@ struct RankTimes {
   std::int64_t wait = 0;
 };
 
-// Only what lies within passes: executors are made outside of them, too.
+// Counts only events inside passes; making an executor records some, too.
 std::vector<RankTimes> times_of(const std::vector<EventRecord>& events, int ranks) {
   std::vector<RankTimes> times(static_cast<std::size_t>(ranks));
   std::vector<std::map<std::int64_t, std::int64_t>> passes(times.size());  // begin to end
@@ -88,7 +88,7 @@ Json report_data(const Recording& recording, const JobReport& job, const Json& f
     all.pass += rank.pass;
     all.wait += rank.wait;
   }
-  // 1: all ranks compute equally long. The slowest one is what the others wait for.
+  // 1: all ranks compute equally long. The others wait for the slowest one.
   data["balance"] = most > 0.0 ? Json(computed / ranks / most) : Json();
   data["waited"] = all.pass > 0 ? Json(seconds(all.wait) / seconds(all.pass)) : Json();
 

@@ -32,11 +32,11 @@ constexpr const char* kExamples = R"(Examples:
   annulus run --input data --output results --ranks 3 --segments 512,2048 --dilations 1,4
       q.npy, k.npy, v.npy, do.npy from data; o, lse, dq, dk, dv.npy into results
   annulus run --device cuda --tokens 256k --dtype bf16 --repeat 5
-      on a GPU: all ranks share it, and tensors are copied there before and back afterwards
+      on a GPU: all ranks share it; tensors are copied to it first and back at the end
   mpirun -n 4 annulus run --input data --output results
       the ring is four processes: rank 0 reads, writes and prints
   annulus run --tokens 64k --trace trace.json --report report.html
-      what every rank did when: for ui.perfetto.dev, and as a page for any browser
+      a timeline of all ranks: for ui.perfetto.dev, and as a page for any browser
   annulus run --tokens 64k --reproducible --json | jq .forward_gflops
       one JSON object for scripts
 
@@ -44,7 +44,7 @@ Results do not depend on the ring, to the last bit with --reproducible. 'sent' i
 by the transport; the run fails if the two differ. 'error' is the largest of about 64 rows against an
 evaluation of the definition in fp64, relative to the size of the terms that were added.)";
 
-// What rank 0 learns from files and its machine, and all ranks have to know.
+// What rank 0 finds out from files and its machine and shares with all ranks.
 struct Setup {
   std::optional<InputFiles> files;  // on rank 0
   Shape shape;
@@ -52,7 +52,7 @@ struct Setup {
   ChosenLimits limits;
 };
 
-// What cannot run is found before any work is done.
+// Finds errors before any work is done.
 Setup set_up(World& world, const RunFlags& flags) {
   const bool backward = flags.problem.options.backward;
   Setup setup;
@@ -129,7 +129,7 @@ int run(World& world, const RunFlags& flags) {
   progress.phase("comparing sampled rows with the definition");
   result.errors = check_sampled_rows(options, tensors, *ThreadPool::of(options.threads));
   const std::string complaint = result.errors.complaint();
-  // Where fp32 cannot even hold the scores any error is allowed, an infinite one, too.
+  // If fp32 cannot even hold the scores, any error is allowed, even an infinite one.
   const bool infinite = std::isinf(result.errors.worst().value_or(0.0));
   if (infinite || result.errors.overflowed()) {
     if (const std::string products = overflowing_products(options, tensors); !products.empty()) {
@@ -178,7 +178,6 @@ void add_run(CLI::App& tool, Action& chosen) {
       ->add_option("--output", flags->output, "Folder for o.npy, lse.npy, dq.npy, dk.npy, dv.npy")
       ->check(not_empty("a folder"))
       ->type_name("DIR");
-  command->add_flag("--json", flags->json, "Print one JSON object");
   command
       ->add_option("--repeat", flags->repeat,
                    "Repetitions; times are medians (default 1; use 5 to compare speeds)")
@@ -186,7 +185,7 @@ void add_run(CLI::App& tool, Action& chosen) {
       ->type_name("R");
   command
       ->add_option("--trace", flags->trace,
-                   "Write what every rank did when, for ui.perfetto.dev or chrome://tracing")
+                   "Write a timeline of all ranks, for ui.perfetto.dev or chrome://tracing")
       ->check(not_empty("a file"))
       ->type_name("FILE");
   command
@@ -196,26 +195,20 @@ void add_run(CLI::App& tool, Action& chosen) {
       ->check(not_empty("a file"))
       ->type_name("FILE.html");
   command
-      ->add_option("--log-level", flags->log_level,
-                   "Say on standard error what each rank did: off (default), warning (recoveries), "
-                   "info (passes, too), debug (everything)")
+      ->add_option(
+          "--log-level", flags->log_level,
+          "Log on standard error what each rank does: off (default), warning (recoveries), "
+          "info (also passes), debug (everything)")
       ->check(CLI::IsMember({"off", "warning", "info", "debug"}))
       ->type_name("LEVEL");
-  command->add_flag("--progress", flags->progress,
-                    "Say on standard error what is going on even if it is no terminal");
+  add_output_flags(*command, flags->json, &flags->progress);
   add_execution_flags(*command, flags->problem);
-  add_pattern_flags(*command, flags->problem);
-  add_shape_flags(*command, flags->problem);
-  add_ring_flags(*command, flags->problem);
+  add_problem_flags(*command, flags->problem);
   add_transport_flag(*command, flags->problem)->group("Ring");
   add_limit_flags(*command, flags->problem);
   command->footer(kExamples);
-  command->callback([flags, command, &chosen] {
-    chosen = [flags, command] {
-      World world(flags->problem, command->config_to_str());
-      return world.run([&] { return run(world, *flags); });
-    };
-  });
+  run_in_world(*command, flags->problem, chosen,
+               [flags](World& world) { return run(world, *flags); });
 }
 
 }  // namespace annulus::cli

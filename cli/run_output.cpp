@@ -15,7 +15,7 @@
 #include "cli/report.h"
 #include "cli/tensor_files.h"
 #include "cli/trace.h"
-#include "plan/plan_text.h"
+#include "draw/plan_text.h"
 
 namespace annulus::cli {
 namespace {
@@ -24,7 +24,7 @@ std::string error_text(const std::optional<SampledError>& error) {
   return error ? fmt::format("{:.1e}", error->found) : "-";
 }
 
-// What was run, in words: {name, text} in the order in which people read them.
+// What was run, as {name, text} in the order of printing.
 std::vector<std::pair<std::string, std::string>> facts_of(const RunFlags& flags,
                                                           const RunResult& result) {
   const RingOptions& options = result.options;
@@ -64,7 +64,7 @@ std::vector<std::pair<std::string, std::string>> facts_of(const RunFlags& flags,
   return facts;
 }
 
-// What the trace and the report say of the run beside its events.
+// Facts about the run that the trace and the report state beside its events.
 Json facts_json(const RunFlags& flags, const RunResult& result) {
   const JobReport& job = result.job;
   Json facts;
@@ -78,12 +78,13 @@ Json facts_json(const RunFlags& flags, const RunResult& result) {
   pass("forward", job.forward);
   if (result.options.backward) pass("backward", job.backward);
   facts["footer"] = fmt::format(
-      "annulus {}. Times are those of the hosts. {} Messages last from posting until the host knew "
-      "that they had arrived.",
+      "annulus {}. Times are those of the hosts. {} Messages last from posting until the host "
+      "knows "
+      "that they have arrived.",
       ANNULUS_VERSION,
       result.device.on_cpu()
           ? "Ranks that are threads of one process share its cores: they compute in turns."
-          : "The device computes later than shown: what is drawn is the time that enqueuing took.");
+          : "The device computes later than shown: bars are the time that enqueuing took.");
   return facts;
 }
 
@@ -119,8 +120,8 @@ void print_table(const RunFlags& flags, const RunResult& result) {
       "lse: absolute");
   if (backward) row("", "", "dv " + error_text(errors.dv));
   if (errors.nonfinite_rows > 0) {
-    text += fmt::format("  {:<9} {} of these rows are NaN, as they should be: is the input?\n", "",
-                        errors.nonfinite_rows);
+    text += fmt::format("  {:<9} {} of these rows are NaN, as expected: check the inputs for NaN\n",
+                        "", errors.nonfinite_rows);
   }
   const auto [least, most] = std::minmax_element(job.peak_bytes.begin(), job.peak_bytes.end());
   const std::string smallest = format_bytes(*least);

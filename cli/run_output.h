@@ -14,7 +14,7 @@
 
 namespace annulus::cli {
 
-// What 'annulus run' was asked for, what it found, and how that is told.
+// The flags of 'annulus run', its results, and how they are printed.
 
 struct RunFlags {
   ProblemFlags problem;
@@ -41,10 +41,10 @@ struct RunResult {
 
 void print_table(const RunFlags& flags, const RunResult& result);
 [[nodiscard]] Json to_json(const RunFlags& flags, const RunResult& result);
-// Before any work: ConfigError if the files of --trace and --report cannot be written, are one, or
-// are among the inputs or results.
+// Called before any work: ConfigError if the files of --trace and --report cannot be written, are
+// the same file, or are among the inputs or results.
 void check_recording_files(const RunFlags& flags);
-// Both or neither.
+// Writes both files or neither.
 void write_recording(const RunFlags& flags, const RunResult& result, const Recording& recording);
 
 }  // namespace annulus::cli

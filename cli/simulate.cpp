@@ -41,7 +41,7 @@ struct SimulateFlags {
   }
 };
 
-// One configuration, and what became of it.
+// One configuration and its forecast.
 struct Outcome {
   RingOptions options;
   ProblemFlags flags;
@@ -215,7 +215,7 @@ int simulate_command(const SimulateFlags& flags) {
   } else {
     json.update(to_json(outcomes.front(), cluster));
   }
-  // Of a sweep: of its first line.
+  // Of a sweep, the parameters of its first line.
   json["parameters"] = parameters_json(outcomes.front().flags, outcomes.front().options);
   print_json(json);
   return kOk;
@@ -232,12 +232,9 @@ void add_simulate(CLI::App& tool, Action& chosen) {
                    "h200 (default), h200-infiniband, h200-one-port, or a JSON file")
       ->check(not_empty("a preset or a file name"))
       ->type_name("NAME");
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  add_pattern_flags(*command, flags->problem);
-  add_shape_flags(*command, flags->problem);
-  add_ring_flags(*command, flags->problem);
-  add_option_flag(*command, flags->problem, "max_communication_bytes")
-      ->description("Limit per rank that schedule auto respects (default 1 GiB)");
+  add_output_flags(*command, flags->json);
+  add_problem_flags(*command, flags->problem);
+  add_schedule_limit_flag(*command, flags->problem);
   add_option_flag(*command, flags->problem, "backward");
   add_option_flag(*command, flags->problem, "blocking");
   const std::string sweep = "Sweep: a line for every combination";

@@ -110,7 +110,7 @@ class OutputFolder {
   bool created_ = false;
 };
 
-// Gradients of an earlier run, which must not lie beside an output that is not theirs.
+// Gradients of an earlier run, which must not stay beside the output of this one.
 std::vector<fs::path> stale_gradients(const fs::path& folder) {
   std::vector<fs::path> stale;
   for (const char* name : kGradients) {
@@ -118,9 +118,10 @@ std::vector<fs::path> stale_gradients(const fs::path& folder) {
     const fs::file_status status = fs::symlink_status(folder / name, error);
     if (!fs::exists(status)) continue;
     if (!fs::is_regular_file(status)) {
-      fail_output(folder, std::string(name) +
-                              " would stay beside results without gradients, and is no plain file "
-                              "that could be replaced: remove it or choose another folder");
+      fail_output(folder,
+                  std::string(name) +
+                      " would stay beside results without gradients, because it is not a plain "
+                      "file: remove it or choose another folder");
     }
     stale.push_back(folder / name);
   }
@@ -269,8 +270,7 @@ std::vector<std::string> write_outputs(const fs::path& folder, const JobTensors&
   OutputFolder output(folder);
   std::vector<OutputFile> files;
   const auto write = [&](const char* name, const RingTensor& tensor) {
-    const NpyArray array = copy_out(tensor, tensors.order);
-    files.push_back(start_npy(output.path() / name, array.dtype, array.shape, array.data));
+    files.push_back(start_npy(output.path() / name, copy_out(tensor, tensors.order)));
   };
   write(kForwardResults[0], tensors.o);
   write(kForwardResults[1], tensors.lse);

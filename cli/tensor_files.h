@@ -10,8 +10,8 @@
 
 namespace annulus::cli {
 
-// The headers of q.npy, k.npy, v.npy and, with backward, do.npy, checked against each other and
-// against what the flags say. Nothing but the headers has been read.
+// Reads the headers of q.npy, k.npy, v.npy and, with backward, do.npy, and checks them against each
+// other and against the flags.
 struct InputFiles {
   std::filesystem::path folder;
   Shape shape;
@@ -23,19 +23,17 @@ struct InputFiles {
 // Reads the data into ring order, converted to the job's dtype, one file after the other.
 void read_inputs(const InputFiles& files, JobTensors& tensors);
 
-// ConfigError if the folder cannot possibly receive results. Creates nothing: called before the
-// work.
+// ConfigError if results cannot be written to the folder. Called before the work; creates nothing.
 void check_output_folder(const std::filesystem::path& folder, bool backward);
 
-// What a run reads and writes, the output folder included, with links followed: nothing else may be
-// written there. Either folder may be empty: there is none.
+// All files that a run reads and writes, and the output folder, with links followed: --trace and
+// --report must be other files. Either argument may be empty.
 [[nodiscard]] std::vector<std::filesystem::path> tensor_files(const std::filesystem::path& input,
                                                               const std::filesystem::path& output);
 
 // o.npy, lse.npy and, with backward, dq.npy, dk.npy, dv.npy in the order of the sequence; float16
-// if the job ran in fp16, else float32. All plain files appear or none (see OutputFile for what is
-// not one). Without backward, gradients of an earlier run are removed: they belong to another o.
-// Returns the names of those.
+// if the job ran in fp16, else float32. The files appear together or not at all (see OutputFile).
+// Without backward, gradients of an earlier run are removed; returns their names.
 std::vector<std::string> write_outputs(const std::filesystem::path& folder,
                                        const JobTensors& tensors);
 

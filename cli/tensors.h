@@ -71,7 +71,7 @@ struct JobTensors {
 };
 
 // Fills a rank's shards of q, k, v and dout with numbers of mean 0 and variance 1 that depend on
-// nothing but the seed and the place in the tensor: the same for every ring.
+// the seed and the place in the tensor alone, so that all rings compute the same problem.
 void fill_synthetic(JobTensors& tensors, int rank, std::uint64_t seed, ThreadPool& pool);
 
 // Writes to the pages of a rank's outputs, so that the first repetition does not measure the page

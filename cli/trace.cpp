@@ -12,8 +12,7 @@
 namespace annulus::cli {
 namespace {
 
-// Beyond all ranks, so that no number stands for two things. Not -1 for what is no rank's: Perfetto
-// takes that for 0.
+// Numbers above all ranks, for events that belong to no rank. Perfetto would take -1 for 0.
 constexpr int kNobody = 999'999;
 constexpr int kFirstTrack = 1'000'000;
 

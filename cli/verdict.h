@@ -7,13 +7,13 @@
 
 namespace annulus::cli {
 
-// How a command ended: its exit code and, unless `kind` is empty, an error in words.
+// How a command ended: its exit code and, unless `kind` is empty, an error message.
 struct Verdict {
   int code = kOk;
   std::string kind;  // "usage", "config", "transport", "device", "verification", "internal"
   std::string message;
   bool echo = false;    // only says that another rank has failed
-  bool silent = false;  // another rank tells it
+  bool silent = false;  // another rank reports it
 };
 
 // Carries a verdict out of a command.
@@ -29,7 +29,8 @@ class Told : public std::exception {
 
 [[nodiscard]] Verdict verdict_of(const std::exception_ptr& error);
 
-// Says it on standard error, and as an object on standard output if `json`. Returns the exit code.
+// Prints the error on standard error and, if `json`, as an object on standard output. Returns the
+// exit code.
 int report(const Verdict& verdict, bool json);
 
 }  // namespace annulus::cli

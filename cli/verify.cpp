@@ -33,11 +33,12 @@ constexpr const char* kExamples = R"(Examples:
   mpirun -n 4 annulus verify
       on the ring of four processes
   annulus verify --device cuda
-      on a GPU, where special kernels and portable ones both fit with either
+      on a GPU; problems that have special kernels also run with the portable ones
 
 A problem (pattern, shape, dtype, gradient) is solved by an fp64 oracle once and then computed on many
-rings (ranks, placement, schedule). fp32 must be within 1e-6 (GPU: 2e-6) of the size of the sums' terms (RMS); 16-bit
-results within twice the error of rounding the exact ones. Predicted bytes must equal counted bytes in every run.)";
+rings (ranks, placement, schedule). fp32 must be within 1e-6 (GPU: 2e-6) relative to the terms of the sums (RMS);
+16-bit results within twice the error of rounding the exact ones. Predicted bytes must equal counted bytes in every
+run.)";
 
 struct VerifyFlags {
   bool full = false;
@@ -157,7 +158,7 @@ struct Failure {
 struct Summary {
   int configurations = 0;
   std::map<std::string, int> by_kernels;  // configurations that ran to the end
-  int left_out = 0;                       // kernels that the environment asks for cannot do them
+  int left_out = 0;  // configurations that the kernels forced by the environment cannot compute
   std::vector<Failure> failures;
   // Largest error by "dtype tensor" and, on GPUs, kernels, with what was allowed there.
   std::map<std::string, Deviation> worst;
@@ -204,8 +205,9 @@ std::string check(const World& world, const OracleCheck& oracle, const std::stri
   return kernels;
 }
 
-// Executors that are made while it lives have the portable kernels of their GPU. No other thread
-// reads the environment meanwhile: ranks are gone between two configurations, pools do not.
+// Executors made during its lifetime use the portable kernels of their GPU. No other thread reads
+// the environment then: ranks have ended between two configurations, and thread pools do not read
+// it.
 class PortableKernels {
  public:
   PortableKernels() { ::setenv("ANNULUS_CUDA_KERNELS", "portable", 1); }
@@ -214,8 +216,8 @@ class PortableKernels {
   PortableKernels& operator=(const PortableKernels&) = delete;
 };
 
-// The quick run takes a few rings per problem. Steps of 23 through 80 rings meet all of them, and
-// no ring keeps meeting the same dtype or gradient.
+// The quick run takes a few rings per problem. Steps of 23 through 80 rings reach all of them, and
+// every ring gets different dtypes and gradients.
 constexpr std::size_t kQuickRings = 5;
 constexpr std::size_t kQuickStride = 23;
 
@@ -344,19 +346,12 @@ void add_verify(CLI::App& tool, Action& chosen) {
       ->allow_extra_args(false)
       ->type_name("TEXT");
   command->add_option("--seed", flags->seed, "Seed of the data (default 1)")->type_name("S");
-  command->add_flag("--json", flags->json, "Print one JSON object");
-  command->add_flag("--progress", flags->progress,
-                    "Progress even if standard error is no terminal");
-  add_option_flag(*command, flags->execution, "threads");
-  add_option_flag(*command, flags->execution, "device");
+  add_output_flags(*command, flags->json, &flags->progress);
+  add_machine_flags(*command, flags->execution);
   command->footer(kExamples);
   add_transport_flag(*command, flags->execution);
-  command->callback([flags, command, &chosen] {
-    chosen = [flags, command] {
-      World world(flags->execution, command->config_to_str());
-      return world.run([&] { return verify(world, *flags); });
-    };
-  });
+  run_in_world(*command, flags->execution, chosen,
+               [flags](World& world) { return verify(world, *flags); });
 }
 
 }  // namespace annulus::cli

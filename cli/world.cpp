@@ -23,7 +23,8 @@ constexpr std::uint32_t kLength = 0x544f4f4c;  // "TOOL": tags that executors do
 constexpr std::uint32_t kText = kLength + 1;
 constexpr std::uint32_t kMeeting = kLength + 2;
 constexpr std::chrono::hours kForever(24 * 365);
-// A rank that has failed waits for what others say: not long, since one of them may be why.
+// A rank that has failed waits for the verdicts of the others, but not long: one of them may be the
+// cause.
 constexpr std::chrono::seconds kLastWords(5);
 
 std::optional<int> number_in(std::initializer_list<const char*> variables) {
@@ -91,8 +92,7 @@ Launch launched() {
 World::World(ProblemFlags& flags, std::string arguments) : arguments_(std::move(arguments)) {
   const Launch launch = launched();
   if (flags.transport.empty() ? !launch.by_mpi : flags.transport == "in-process") return;
-  // Where MPI cannot begin, ranks cannot tell each other: all of them see it, and the first says
-  // it.
+  // If MPI cannot start, ranks cannot communicate. All of them notice; rank 0 reports it.
   try {
     ring_ = make_mpi_transport({.deadline = kForever});
     verdicts_ = make_mpi_transport({.deadline = kForever});
@@ -100,15 +100,15 @@ World::World(ProblemFlags& flags, std::string arguments) : arguments_(std::move(
     Verdict verdict = verdict_of(std::current_exception());
     verdict.silent = launch.rank != 0;
     if (launch.by_mpi && !mpi_built()) {
-      verdict.message += "; --transport in-process does without";
+      verdict.message += "; --transport in-process works without MPI";
     }
     throw Told(verdict);
   }
   if (!flags.has("ranks")) flags.ranks = ring_->size();
   if (flags.ranks != ring_->size()) {
     complaint_ = fmt::format(
-        "--ranks is {}, but MPI has started {} process{}: the ring is MPI's processes; leave it "
-        "out, or start mpirun -n {}",
+        "--ranks is {}, but MPI has started {} process{}: leave --ranks out, or start "
+        "mpirun -n {}",
         flags.ranks, ring_->size(), ring_->size() == 1 ? "" : "es", flags.ranks);
   }
   const char* const threads = std::getenv("ANNULUS_THREADS");  // empty: as if it were not there
@@ -134,7 +134,7 @@ int World::run(const std::function<int()>& command) {
 }
 
 void World::compare_arguments() {
-  // "tokens=600" by lines, without what is a rank's own business: only rank 0 writes and prints.
+  // Lines such as "tokens=600". Some flags may differ, because only rank 0 writes and prints.
   const auto parsed = [](const std::string& text) {
     std::map<std::string, std::string> arguments;
     std::istringstream lines(text);
@@ -173,7 +173,7 @@ Verdict World::agree_on(const Verdict& mine) {
       Verdict common = verdict_from(receive_text(*verdicts_, 0));
       common.silent = true;
       return common;
-    } catch (const TransportError&) {  // rank 0 is lost: everybody speaks for himself
+    } catch (const TransportError&) {  // rank 0 is lost: every rank reports its own error
       return mine;
     }
   }
@@ -236,5 +236,15 @@ void World::set_deadline(std::chrono::milliseconds deadline) {
 }
 
 void World::set_no_deadline() { set_deadline(kForever); }
+
+void run_in_world(CLI::App& subcommand, ProblemFlags& flags, Action& chosen,
+                  std::function<int(World&)> command) {
+  subcommand.callback([&subcommand, &flags, &chosen, command = std::move(command)] {
+    chosen = [&subcommand, &flags, command] {
+      World world(flags, subcommand.config_to_str());
+      return world.run([&] { return command(world); });
+    };
+  });
+}
 
 }  // namespace annulus::cli

@@ -7,12 +7,13 @@
 #include <vector>
 
 #include "annulus/transport.h"
+#include "cli/commands.h"
 #include "cli/options.h"
 #include "cli/verdict.h"
 
 namespace annulus::cli {
 
-// What mpirun and its relatives tell the processes that they start.
+// What mpirun and similar launchers pass to their processes in the environment.
 struct Launch {
   bool by_mpi = false;
   int rank = 0;
@@ -21,13 +22,13 @@ struct Launch {
 };
 [[nodiscard]] Launch launched();
 
-// Who takes part in a command: this process alone, whose rings are threads, or all processes of an
-// MPI job, which are the ring. Then rank 0 reads, writes and prints, and the others are silent.
+// The participants of a command: this process alone, with threads as ranks, or all processes of an
+// MPI job as ranks. In an MPI job only rank 0 reads, writes and prints.
 class World {
  public:
-  // As the flags or the launcher say. Sets the number of ranks and, unless they are given, that of
-  // threads. `arguments` is what run() compares: the command's, as CLI11 writes them. Collective in
-  // an MPI job.
+  // Chosen by the flags or the launcher. Sets the number of ranks and, unless given, the number of
+  // threads. run() compares `arguments`, the command's as CLI11 writes them, between ranks.
+  // Collective in an MPI job.
   World(ProblemFlags& flags, std::string arguments);
 
   [[nodiscard]] bool is_mpi() const { return ring_ != nullptr; }
@@ -36,31 +37,35 @@ class World {
   [[nodiscard]] bool leads() const { return rank() == 0; }
   [[nodiscard]] Transport& ring() { return *ring_; }  // of an MPI job
 
-  // The command on every rank. Whatever goes wrong on any of them ends it on all, with the same
-  // exit code, and is told once.
+  // Runs the command on every rank. An error on one rank ends it on all ranks with the same exit
+  // code, and is reported once.
   int run(const std::function<int()>& command);
 
-  // What rank 0's `make` returns, on all ranks.
+  // Returns on all ranks what `make` returns on rank 0.
   [[nodiscard]] std::string share(const std::function<std::string()>& make);
-  // By rank, on rank 0; elsewhere empty.
+  // Returns the texts by rank on rank 0, nothing on other ranks.
   [[nodiscard]] std::vector<std::string> gather(const std::string& text);
   void meet();  // returns when every rank has come
 
-  // Deadlines are for passes. Otherwise ranks wait for rank 0, which may read for an hour.
+  // Only passes have a deadline. Otherwise ranks wait for rank 0, which may read files for an hour.
   void set_deadline(std::chrono::milliseconds deadline);
   void set_no_deadline();
 
  private:
   [[nodiscard]] Verdict agree_on(const Verdict& mine);
-  // mpirun can start processes with arguments of their own. Ranks that disagree about how often to
-  // repeat would wait for each other for ever.
+  // mpirun can start processes with different arguments. With different numbers of repetitions, for
+  // example, ranks would wait for each other for ever.
   void compare_arguments();
 
   std::string arguments_;
-  std::string complaint_;  // about them, which run() makes once all are known to have the same
+  std::string complaint_;            // about the arguments; run() reports it after comparing them
   std::unique_ptr<Transport> ring_;  // null: threads
   // Only for what ranks say when they are done, which they can also when the ring is broken.
   std::unique_ptr<Transport> verdicts_;
 };
+
+// Makes `command` what the tool runs when that subcommand is given, in the World of its flags.
+void run_in_world(CLI::App& subcommand, ProblemFlags& flags, Action& chosen,
+                  std::function<int(World&)> command);
 
 }  // namespace annulus::cli

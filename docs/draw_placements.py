@@ -24,6 +24,7 @@ PLACEMENTS = {
     "hilbert": "tokens are the cells of an image",
 }
 
+# docs/draw_shared_pairs.py draws with the same colours and shapes.
 # Told apart with every kind of colour vision (Okabe and Ito); the plan's pictures use the same.
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#d55e00"]
 INK, GREY, MASKED, LINE = "#1f2933", "#667380", "#f1f4f7", "#d5dce3"
@@ -79,10 +80,8 @@ def text(
     anchor: str = "start",
     more: str = "",
 ) -> str:
-    return (
-        f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{colour}" text-anchor="{anchor}"'
-        f"{more}>{what}</text>"
-    )
+    place = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{colour}"{place}{more}>{what}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, colour: str, more: str = "") -> str:
@@ -93,6 +92,31 @@ def rect(x: float, y: float, width: float, height: float, colour: str, more: str
 
 BOLD = ' font-weight="600"'
 CRISP = ' shape-rendering="crispEdges"'
+
+
+def axes(left: float, top: float, side: float) -> list[str]:
+    """The names of the axes of a square whose rows are queries and whose columns are keys."""
+    turned = f' transform="translate({left - 12} {top + side / 2:g}) rotate(-90)"'
+    return [
+        text(0, 0, "queries", 12, GREY, "middle", turned),
+        text(left + side / 2, top + side + 18, "keys", 12, GREY, "middle"),
+    ]
+
+
+def page_of(width: int, height: int, title: str, subtitle: str, content: list[str]) -> str:
+    """A whole picture: a frame with a title."""
+    frame = f' rx="12" stroke="{LINE}" stroke-width="1"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="{FONT}" role="img">',
+        f"<title>{title}</title>",
+        rect(0.5, 0.5, width - 1, height - 1, "#ffffff", frame),
+        text(LEFT, 46, title, 22, INK, more=BOLD),
+        text(LEFT, 71, subtitle, 13, GREY),
+        *content,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def strip(x: float, y: float, owner: list[int]) -> list[str]:
@@ -149,7 +173,7 @@ def column(x: float, name: str, subtitle: str) -> list[str]:
     placement = Placement.named(name, TOKENS, RANKS)
     owner, parts = owners(placement), shares(placement)
     drawn = [
-        text(x, 124, name, 18, INK, "start", BOLD),
+        text(x, 124, name, 18, INK, more=BOLD),
         text(x, 143, subtitle, 12.5, GREY),
         *strip(x, 158, owner),
         *triangle(x, TOP, owner),
@@ -172,47 +196,25 @@ def footnote() -> str:
 
 def make() -> str:
     """The text of the picture."""
-    page = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONT}" role="img">',
-        "<title>Which rank holds which tokens, and who does the causal work</title>",
-        rect(
-            0.5, 0.5, WIDTH - 1, HEIGHT - 1, "#ffffff", f' rx="12" stroke="{LINE}" stroke-width="1"'
-        ),
-        text(
-            LEFT, 46, "Who holds which tokens, and who does the causal work", 22, INK, "start", BOLD
-        ),
-        text(
-            LEFT,
-            71,
-            f"{TOKENS} tokens on {RANKS} ranks, dense causal attention. Top: the tokens in the order of the "
-            "sequence. Below: a row is a query, as long as the keys it attends to.",
-            13,
-            GREY,
-        ),
-    ]
+    page = []
     for rank, colour in enumerate(COLOURS):
         x = WIDTH - RIGHT - 74 * (RANKS - rank) + 10
         page += [
             rect(x, 33, 14, 14, colour, ' rx="3"'),
             text(x + 20, 45, f"rank {rank}", 13, INK),
         ]
-    page.append(
-        text(
-            0,
-            0,
-            "queries",
-            12,
-            GREY,
-            "middle",
-            f' transform="translate({LEFT - 12} {TOP + SIDE / 2:g}) rotate(-90)"',
-        )
-    )
-    page.append(text(LEFT + SIDE / 2, TOP + SIDE + 18, "keys", 12, GREY, "middle"))
+    page += axes(LEFT, TOP, SIDE)
     page.append(text(LEFT, HEIGHT - 26, footnote(), 12, GREY))
     for i, (name, subtitle) in enumerate(PLACEMENTS.items()):
         page += column(LEFT + i * (SIDE + GAP), name, subtitle)
-    return "\n".join([*page, "</svg>"]) + "\n"
+    return page_of(
+        WIDTH,
+        HEIGHT,
+        "Who holds which tokens, and who does the causal work",
+        f"{TOKENS} tokens on {RANKS} ranks, dense causal attention. Top: the tokens in the order of the "
+        "sequence. Below: a row is a query, as long as the keys it attends to.",
+        page,
+    )
 
 
 def main() -> int:

@@ -12,6 +12,9 @@ import sys
 
 from annulus import Pattern
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from draw_placements import BOLD, COLOURS, CRISP, GREY, INK, axes, page_of, rect, text
+
 PICTURE = pathlib.Path(__file__).resolve().parent / "images" / "shared_pairs.svg"
 COMMAND = "python docs/draw_shared_pairs.py"
 
@@ -19,10 +22,7 @@ TOKENS = 32
 SEGMENTS, DILATIONS = [8, 16, 32], [1, 2, 4]
 PATTERN = Pattern.longnet(1, SEGMENTS, DILATIONS)
 
-# As in docs/draw_placements.py, one per branch.
-COLOURS = ["#0072b2", "#e69f00", "#009e73"]
-INK, GREY, EMPTY, LINE = "#1f2933", "#667380", "#f1f4f7", "#d5dce3"
-FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+EMPTY = "#f1f4f7"
 
 CELL = 8
 SIDE = TOKENS * CELL
@@ -35,20 +35,6 @@ HEIGHT = TOP + SIDE + 78
 def branches_of(query: int, key: int) -> list[int]:
     """The branches that let the query see the key, finest first."""
     return [b for b in range(len(SEGMENTS)) if PATTERN.allows(b, 0, query, key)]
-
-
-def text(x: float, y: float, what: str, size: float, colour: str = INK, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{colour}"{more}>{what}</text>'
-
-
-def rect(x: float, y: float, width: float, height: float, colour: str, more: str = "") -> str:
-    return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{colour}"{more}/>'
-    )
-
-
-BOLD = ' font-weight="600"'
-CRISP = ' shape-rendering="crispEdges"'
 
 
 def cell(x: float, y: float, query: int, key: int, branch: int, count: int = 1) -> list[str]:
@@ -64,7 +50,7 @@ def cell(x: float, y: float, query: int, key: int, branch: int, count: int = 1) 
 def panel(index: int, title: str, subtitle: str, cells: list[str]) -> list[str]:
     x = LEFT + index * (SIDE + GAP)
     return [
-        text(x, TOP - 32, title, 16, INK, BOLD),
+        text(x, TOP - 32, title, 16, INK, more=BOLD),
         text(x, TOP - 12, subtitle, 12.5, GREY),
         rect(x, TOP, SIDE - 1, SIDE - 1, EMPTY, CRISP),
         *cells,
@@ -73,22 +59,6 @@ def panel(index: int, title: str, subtitle: str, cells: list[str]) -> list[str]:
 
 def make() -> str:
     """The text of the picture."""
-    page = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONT}" role="img">',
-        "<title>Pairs that several branches have are computed once</title>",
-        rect(
-            0.5, 0.5, WIDTH - 1, HEIGHT - 1, "#ffffff", f' rx="12" stroke="{LINE}" stroke-width="1"'
-        ),
-        text(LEFT, 46, "Pairs that several branches have are computed once", 22, INK, BOLD),
-        text(
-            LEFT,
-            71,
-            f"{TOKENS} tokens, one head. A row is a query, a column a key, a coloured cell a pair that a branch has.",
-            13,
-            GREY,
-        ),
-    ]
     pairs = [(q, k) for q in range(TOKENS) for k in range(TOKENS)]
     total = computed = 0
     last = LEFT + len(SEGMENTS) * (SIDE + GAP)
@@ -104,6 +74,7 @@ def make() -> str:
             total += len(having)
             computed += 1
             shared += cell(last, TOP, query, key, having[0], len(having))
+    page = []
     for branch, (segment, dilation) in enumerate(zip(SEGMENTS, DILATIONS)):
         title = f"branch {branch}: segments of {segment}"
         every = {1: "every token", 2: "every 2nd token", 4: "every 4th token"}[dilation]
@@ -115,15 +86,7 @@ def make() -> str:
         shared,
     )
     page += [
-        text(LEFT + SIDE / 2, TOP + SIDE + 18, "keys", 12, GREY, ' text-anchor="middle"'),
-        text(
-            0,
-            0,
-            "queries",
-            12,
-            GREY,
-            f' text-anchor="middle" transform="translate({LEFT - 12} {TOP + SIDE / 2:g}) rotate(-90)"',
-        ),
+        *axes(LEFT, TOP, SIDE),
         text(
             LEFT,
             HEIGHT - 28,
@@ -133,7 +96,13 @@ def make() -> str:
             GREY,
         ),
     ]
-    return "\n".join([*page, "</svg>"]) + "\n"
+    return page_of(
+        WIDTH,
+        HEIGHT,
+        "Pairs that several branches have are computed once",
+        f"{TOKENS} tokens, one head. A row is a query, a column a key, a coloured cell a pair that a branch has.",
+        page,
+    )
 
 
 def main() -> int:

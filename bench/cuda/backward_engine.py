@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Backward of some builds of the library and of cuDNN in one process: python3 backward_engine.py [--seconds S] OLD.so NEW.so...
+"""Compares backward of several builds and of cuDNN in one process: python3 backward_engine.py [--seconds S] OLD.so NEW.so...
 
-A .so is backward_engine.cpp linked with a build's libannulus.a (backward_engine.sh). Checks first: the gradients of all builds are the
-same within rounding, whatever was in memory. Then times: readings of at least 80 ms, shuffled; medians count. And the kernels of a call,
-one by one.
+A .so is backward_engine.cpp linked with a build's libannulus.a (backward_engine.sh). First checks that the gradients of all builds agree
+within rounding, whatever was in memory before. Then takes medians of readings of at least 80 ms, in random order, and lists the time of
+each kernel of a call.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What the library does on a GPU, beside its peers in the same process.
+"""Compares the library on a GPU with its peers, in one process.
 
     make gpu-bench          # builds the package where PyTorch with CUDA is, then runs this
     python3 bench/cuda/gpu_bench.py --out bench/results/h200.json [--only longnet_forward] [--rounds 5]
 
-A case is our time over the peer's. Readings are of at least 80 ms and shuffled; medians count. A card throttles on power, so only
-ratios within one run mean anything. Peers: cuDNN through PyTorch (LongNet: one call per branch and offset on strided views, WITHOUT the
-merge or the accumulation that ours includes), PyTorch's flash backend, FlexAttention, and what a PyTorch user would write.
+The figure of a case is our time over the peer's, by medians of readings of at least 80 ms in random order. A GPU lowers its clock at its
+power limit, so only ratios within one run are meaningful. Peers: cuDNN through PyTorch (LongNet: one call per branch and offset on strided
+views, WITHOUT the merge or the accumulation that ours includes), PyTorch's flash backend, FlexAttention, and plain PyTorch code.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What is no speed: errors beside cuDNN's, the host's share of a call, and memory, on a GPU.
+"""Measures errors beside cuDNN's, host time of a call, and memory, on a GPU.
 
     make gpu-bench          # runs this, too
     python3 bench/cuda/gpu_facts.py --out bench/results/h200.json
 
-Errors are root mean squares against fp64 results of the same rounded inputs, over the root mean square of those results. The host's
-share is wall time of calls that nobody waits for, one head, so that the device keeps up. Memory is what PyTorch's allocator held at
-most plus what the device lost beside it.
+Errors are root mean squares against fp64 results of the same rounded inputs, over the root mean square of those results. Host time is
+the wall time of calls without waiting for the device, with one head, so that the device keeps up. Memory is the peak of PyTorch's
+allocator plus all other memory that the process took from the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the GPU's benches take time, and cuDNN through PyTorch, beside which they take it; needs nothing of ours."""
+"""Timing for the GPU benchmarks, and cuDNN through PyTorch as their peer. Does not import annulus."""
 
 from __future__ import annotations
 

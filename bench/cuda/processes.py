@@ -2,9 +2,8 @@
 
     python3 bench/cuda/processes.py --out bench/results/h200.json [--processes 2] [--tokens 131072]
 
-Dense causal attention, 16 heads of 128, bf16, zigzag. The processes take turns on the GPU, so that 1 is all that can
-be hoped for. Times are of the host, from a barrier to the end of everybody's work; the two kinds take turns, and
-medians count.
+Dense causal attention, 16 heads of 128, bf16, zigzag. The processes take turns on the GPU, so the best possible ratio
+is 1. Times are medians of host times from a barrier to the end of all work; the two kinds run alternately.
 """
 
 from __future__ import annotations

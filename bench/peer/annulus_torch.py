@@ -1,13 +1,12 @@
-"""The Python package beside the C++ library it wraps and beside what a PyTorch user has today. Needs the package ('make python').
+"""Compares the Python package with the C++ library and with plain PyTorch code. Needs the package ('make python').
 
     make pytorch-bench                       this and versus_pytorch.py
     .venv/bin/python bench/peer/annulus_torch.py --suite training --out FILE.json
 
 Suites: overhead (annulus.torch.ring_attention over the same call from C++, large and small), training (LongNet attention
-forward and backward against index + SDPA + scatter + merge: time and peak memory, each side in a process of its own for the latter).
+forward and backward against index + SDPA + scatter + merge: time, and peak memory of each side in its own process).
 """
 
-import argparse
 import json
 import multiprocessing
 import pathlib
@@ -16,25 +15,26 @@ import statistics
 
 import annulus.torch as at
 import torch
-import versus_pytorch as versus
+from measure import DILATIONS, SEGMENTS, Annulus, alternate, commit, make, parser_of, run_suites, summary
+from versus_pytorch import check, longnet_pytorch
 
-BRANCHES = {"segment_lengths": versus.SEGMENTS, "dilation_rates": versus.DILATIONS}
+BRANCHES = {"segment_lengths": SEGMENTS, "dilation_rates": DILATIONS}
 SIDES = ("detached", "full", "pytorch")  # of the training suite
 
 
 def suite_overhead(args):
-    """Medians of alternating runs; the difference is what Python, autograd and allocation cost."""
+    """Medians of alternating runs; the difference is the cost of Python, autograd and allocation."""
     rows = []
     for tokens, branches, count in (
-        (16384, list(zip(versus.SEGMENTS, versus.DILATIONS)), args.repeat),
+        (16384, list(zip(SEGMENTS, DILATIONS)), args.repeat),
         (64, [], 200 * args.repeat),
     ):
         shape = (1, tokens, 8 if tokens > 64 else 1, 64)
-        q, k, v, dout = versus.make(shape, "fp32", 4)
+        q, k, v, dout = make(shape, "fp32", 4)
         o, lse = torch.empty_like(q), torch.empty(shape[:3])
         grads = [torch.empty_like(q) for _ in range(3)]
         options = BRANCHES if branches else {}
-        core = versus.Annulus(shape, "fp32", False, branches=branches, threads=args.threads)
+        core = Annulus(shape, "fp32", False, branches=branches, threads=args.threads)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
         def python_forward():
@@ -48,7 +48,7 @@ def suite_overhead(args):
             torch.autograd.grad(at.ring_attention(*leaves, **options), leaves, dout)
 
         bodies = [lambda: core.forward(q, k, v, o, lse), python_forward, core_both, python_both]
-        seconds = versus.alternate(bodies, count, pause=0.02 if tokens > 64 else 0)
+        seconds = alternate(bodies, count, pause=0.02 if tokens > 64 else 0)
         for name, calls, ours, theirs in (
             ("forward", 1, seconds[1], seconds[0]),
             ("forward and backward", 2, seconds[3], seconds[2]),
@@ -59,8 +59,8 @@ def suite_overhead(args):
                     "tokens": tokens,
                     "heads": shape[2],
                     "what": name,
-                    "python": versus.summary(ours),
-                    "core": versus.summary(theirs),
+                    "python": summary(ours),
+                    "core": summary(theirs),
                     "ratio": a / b,
                     "microseconds_per_call": 1e6 * (a - b) / calls,
                 }
@@ -75,12 +75,12 @@ def suite_overhead(args):
 
 def both_ways(side, dtype, causal, tokens):
     shape = (1, tokens, 8, 64)
-    q, k, v, dout = versus.make(shape, dtype, 4)
+    q, k, v, dout = make(shape, dtype, 4)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def run():
         if side == "pytorch":
-            o, _ = versus.longnet_pytorch(*leaves, causal, 8)
+            o, _ = longnet_pytorch(*leaves, causal, 8)
         else:
             o = at.ring_attention(*leaves, is_causal=causal, mix_gradient=side, **BRANCHES)
         return o.detach(), *torch.autograd.grad(o, leaves, dout)
@@ -115,7 +115,7 @@ def peak_in_a_process(side, dtype, causal, tokens, threads):
 
 
 def remeasure_memory(args):
-    """Peaks of the training suite again, in the results of --out: memory needs no quiet machine."""
+    """Measures only the peaks of the training suite again and puts them into --out: memory needs no quiet machine."""
     result = json.loads(args.out.read_text())
     for row in result["suites"]["training"]:
         for side in args.memory:
@@ -125,7 +125,7 @@ def remeasure_memory(args):
             )
             row[side]["peak_bytes"] = peak
     for side in args.memory:
-        result.setdefault("memory_commits", {})[side] = versus.commit()
+        result.setdefault("memory_commits", {})[side] = commit()
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -138,9 +138,9 @@ def suite_training(args):
             runs = [both_ways(side, dtype, causal, tokens) for side in SIDES]
             found, expected = runs[0](), runs[2]()
             for name, f, e in zip(("o", "dq", "dk", "dv"), found, expected):
-                versus.check(f"training {dtype} {name}", f, e, 1e-5 if dtype == "fp32" else 3e-2)
+                check(f"training {dtype} {name}", f, e, 1e-5 if dtype == "fp32" else 3e-2)
             del found, expected
-            seconds = versus.alternate(
+            seconds = alternate(
                 [lambda run=run: (run(), None)[1] for run in runs], max(3, args.repeat // 3)
             )
             peaks = [
@@ -148,7 +148,7 @@ def suite_training(args):
             ]
             row = {"dtype": dtype, "causal": causal, "tokens": tokens}
             for side, s, peak in zip(SIDES, seconds, peaks):
-                row[side] = {"seconds": versus.summary(s), "peak_bytes": peak}
+                row[side] = {"seconds": summary(s), "peak_bytes": peak}
             rows.append(row)
             times = {side: statistics.median(s) for side, s in zip(SIDES, seconds)}
             print(
@@ -165,16 +165,7 @@ def suite_training(args):
 
 def main():
     suites = {"overhead": suite_overhead, "training": suite_training}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--library", default=versus.ROOT / "build/release/bench/libannulus_bench_c.so"
-    )
-    parser.add_argument("--suite", nargs="+", choices=suites, default=list(suites))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--out", type=pathlib.Path)
+    parser = parser_of(__doc__, suites)
     parser.add_argument(
         "--memory",
         nargs="+",
@@ -185,13 +176,7 @@ def main():
     if args.memory:
         remeasure_memory(args)
         return
-    versus.Annulus.load(args.library)
-    torch.set_num_threads(args.threads)
-    result = versus.header(args)
-    for name in args.suite:
-        result["suites"][name] = suites[name](args)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    run_suites(suites, args)
 
 
 if __name__ == "__main__":

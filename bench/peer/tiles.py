@@ -1,12 +1,12 @@
-"""bf16 on tiles (AMX) beside PyTorch's SDPA, which uses them too: one process, runs alternating, medians.
+"""Compares bf16 on AMX tiles with PyTorch's SDPA, which uses them, too: medians of alternating runs in one process.
 
     .venv/bin/python bench/peer/tiles.py --out bench/results/tiles.json      on a CPU with AMX
     ANNULUS_ISA=avx512 .venv/bin/python bench/peer/tiles.py                  the same with other kernels
     ANNULUS_ISA=amx_bf16_emulated .venv/bin/python bench/peer/tiles.py --suite peaked      errors alone, on any CPU with AVX-512
 
-16 heads; GFLOP/s at 4 D (forward) and 10 D (backward) a pair. Errors are relative RMS against fp64 on some rows, beside those of
-PyTorch. Hosts are shared: a forward of all keys by all threads counts where PyTorch reaches 2.0 (D 64) and 2.7 TFLOP/s (D 128). It is
-run up to three times for that, and the run in which PyTorch was fastest is kept. One thread of either side runs on the same CPU.
+16 heads; GFLOP/s at 4 D (forward) and 10 D (backward) per pair. Errors are relative RMS against fp64 on some rows, beside those of
+PyTorch. Cloud hosts are shared: a full forward by all threads is valid if PyTorch reaches 2.0 (D 64) or 2.7 TFLOP/s (D 128). It runs up to
+three times for that, and the run in which PyTorch was fastest is kept. With one thread, both sides run on the same CPU.
 """
 
 import argparse
@@ -21,28 +21,16 @@ import time
 
 import torch
 import torch.nn.functional as F
-from versus_pytorch import (
-    DILATIONS,
-    ROOT,
-    SEGMENTS,
-    Annulus,
-    commit,
-    cpu_name,
-    longnet_pytorch,
-    longnet_pytorch_backward,
-    make,
-    pairs,
-    relative_rms,
-    summary,
-)
+from measure import DILATIONS, ROOT, SEGMENTS, Annulus, commit, cpu_name, make, pairs, relative_rms, summary
+from versus_pytorch import longnet_pytorch, longnet_pytorch_backward
 
 HEADS = 16
-QUIET_GFLOPS = {64: 2000, 128: 2700}  # of PyTorch, where nobody else is busy
+QUIET_GFLOPS = {64: 2000, 128: 2700}  # of PyTorch on an idle host
 
 
 def alternate(bodies, seconds, least=9):
-    """As versus_pytorch.alternate, for so long and for at least so many rounds; bodies have run once. Short calls run in bursts, as
-    they do in a model, of which the first one, which wakes the threads, does not count: after a pause that takes as long as they do."""
+    """As measure.alternate, for `seconds` and at least `least` rounds; bodies have run once. Short calls run in bursts, as in a model.
+    The first call of a burst does not count: waking the threads after the pause takes as long as the call."""
     spent = [[] for _ in bodies]
     start = time.perf_counter()
     bodies[0]()
@@ -62,7 +50,7 @@ def alternate(bodies, seconds, least=9):
 
 @contextlib.contextmanager
 def on_cpus(threads):
-    """One thread runs where PyTorch's runs: on another core it would have other neighbours."""
+    """Runs single threads of both sides on the same CPU: another core has other neighbours."""
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)} if threads == 1 else cpus)
     try:
@@ -286,7 +274,7 @@ def main():
     parser.add_argument(
         "--suite", nargs="+", default=["forward", "backward", "dilated", "longnet", "peaked"]
     )
-    parser.add_argument("--commit", help="of the library, where there is no repository")
+    parser.add_argument("--commit", help="commit of the library, if there is no repository")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -341,7 +329,7 @@ def main():
         rows = result["suites"]["tiles_" + suite] = []
         for case in cases[suite]:
             rows.append(case())
-            if args.out:  # whoever ends it has what there is
+            if args.out:  # keeps the results so far if the run is interrupted
                 args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

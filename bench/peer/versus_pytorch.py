@@ -1,4 +1,4 @@
-"""Annulus beside PyTorch on identical tensors, in one process, runs alternating, medians: ratios that survive a noisy machine.
+"""Compares Annulus with PyTorch on identical tensors, by medians of alternating runs in one process, so that noise affects both.
 
     make pytorch-bench                       everything; results go to bench/results/
     .venv/bin/python bench/peer/versus_pytorch.py --suite forward backward --repeat 9 --out FILE.json
@@ -7,132 +7,23 @@ Suites: forward, backward (dense SDPA), peaky (large logits), dilated (r = 1..16
 index + SDPA + merge), one_head (two threads against one), ring (P = 4 against P = 1), scaling (2N against N).
 """
 
-import argparse
-import ctypes
-import json
-import pathlib
 import statistics
-import subprocess
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-SEGMENTS = [2048, 4096, 8192, 16384, 32768]
-DILATIONS = [1, 2, 4, 8, 16]
-DTYPES = {"fp32": (torch.float32, 0), "bf16": (torch.bfloat16, 1), "fp16": (torch.float16, 2)}
-
-
-class Annulus:
-    """One executor set of the library behind bench/peer/c_api.cpp."""
-
-    lib = None
-
-    @classmethod
-    def load(cls, path):
-        cls.lib = ctypes.CDLL(str(path))
-        cls.lib.annulus_bench_open.restype = ctypes.c_void_p
-        cls.lib.annulus_bench_error.restype = ctypes.c_char_p
-        cls.lib.annulus_bench_isa.restype = ctypes.c_char_p
-        for name in ("forward", "backward", "peak_gflops"):
-            getattr(cls.lib, "annulus_bench_" + name).restype = ctypes.c_double
-
-    def __init__(
-        self,
-        shape,
-        dtype,
-        causal,
-        branches=(),
-        ranks=1,
-        threads=2,
-        schedule=2,
-        reproducible=False,
-        backward=True,
-    ):
-        batch, tokens, heads, dim = shape
-        n = len(branches)
-        segments = (ctypes.c_int64 * max(n, 1))(*[w for w, _ in branches])
-        dilations = (ctypes.c_int64 * max(n, 1))(*[r for _, r in branches])
-        self.handle = self.lib.annulus_bench_open(
-            ctypes.c_int64(batch),
-            ctypes.c_int64(tokens),
-            heads,
-            heads,
-            dim,
-            DTYPES[dtype][1],
-            int(causal),
-            n,
-            segments,
-            dilations,
-            ranks,
-            threads,
-            schedule,
-            int(reproducible),
-            int(backward),
-        )
-        if not self.handle:
-            raise RuntimeError(self.lib.annulus_bench_error().decode())
-
-    def __del__(self):
-        if getattr(self, "handle", None):
-            self.lib.annulus_bench_close(ctypes.c_void_p(self.handle))
-
-    def forward(self, q, k, v, o, lse):
-        return self.lib.annulus_bench_forward(
-            ctypes.c_void_p(self.handle),
-            *[ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, o, lse)],
-        )
-
-    def backward(self, *tensors):
-        return self.lib.annulus_bench_backward(
-            ctypes.c_void_p(self.handle), *[ctypes.c_void_p(t.data_ptr()) for t in tensors]
-        )
-
-
-def timed(body):
-    start = time.perf_counter()
-    body()
-    return time.perf_counter() - start
-
-
-def alternate(bodies, repeat, pause=0.02):
-    """Runs the bodies in turn, `repeat` rounds after a warm-up one; returns the list of seconds of each. A body returns its own
-    seconds or None. The pause lets the other side's idle threads stop spinning."""
-    seconds = [[] for _ in bodies]
-    for round_ in range(repeat + 1):
-        for i, body in enumerate(bodies):
-            time.sleep(pause)
-            start = time.perf_counter()
-            own = body()
-            spent = own if isinstance(own, float) else time.perf_counter() - start
-            if round_ > 0:
-                seconds[i].append(spent)
-    return seconds
-
-
-def summary(seconds):
-    ordered = sorted(seconds)
-    return {
-        "median": statistics.median(ordered),
-        "min": ordered[0],
-        "max": ordered[-1],
-        "runs": len(ordered),
-    }
-
-
-def make(shape, dtype, count, scale=1.0):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(shape, generator=generator) * (scale if i < 2 else 1.0)).to(DTYPES[dtype][0])
-        for i in range(count)
-    ]
-
-
-def relative_rms(found, expected):
-    """Root mean square of the difference over that of the expected values, as in the tests."""
-    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+from measure import (
+    DILATIONS,
+    SEGMENTS,
+    Annulus,
+    alternate,
+    make,
+    pairs,
+    parser_of,
+    relative_rms,
+    run_suites,
+    summary,
+)
 
 
 def check(name, ours, theirs, limit):
@@ -142,10 +33,6 @@ def check(name, ours, theirs, limit):
             f"versus_pytorch: {name}: results differ by {difference:.2e} relative (limit {limit:.0e}): nothing was timed"
         )
     return difference
-
-
-def pairs(tokens, causal):
-    return tokens * (tokens + 1) / 2 if causal else tokens * tokens
 
 
 def peak(dtype, threads):
@@ -309,7 +196,7 @@ def suite_dilated(args):
 
 
 def longnet_pytorch(q, k, v, causal, heads):
-    """LongNet as a PyTorch user writes it: per branch and offset slice, SDPA with log-sum-exp, scatter, then merge."""
+    """LongNet in plain PyTorch: for each branch and offset slice, SDPA with log-sum-exp and scatter; then merge."""
     batch, tokens, _, dim = q.shape
     outs, lses = [], []
     for w, r in zip(SEGMENTS, DILATIONS):
@@ -342,8 +229,7 @@ def longnet_pytorch(q, k, v, causal, heads):
 
 
 def longnet_pytorch_backward(q, k, v, out, lse, dout, causal, heads):
-    """Its gradients, as one writes them: flash attention's per branch and offset, with the merged output and log-sum-exp. One batch
-    entry."""
+    """Its gradients: flash attention's for each branch and offset, with the merged output and log-sum-exp. One batch entry."""
     _, tokens, _, dim = q.shape
     sums = [torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)]
     for w, r in zip(SEGMENTS, DILATIONS):
@@ -538,41 +424,6 @@ def suite_scaling(args):
     return rows
 
 
-def cpu_name():
-    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as info:
-        for line in info:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return "unknown"
-
-
-def commit():
-    return subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-
-
-def header(args):
-    """What a result needs to be read later; printed, too."""
-    result = {
-        "cpu": cpu_name(),
-        "isa": Annulus.lib.annulus_bench_isa().decode(),
-        "threads": args.threads,
-        "torch": torch.__version__,
-        "commit": commit(),
-        "command": " ".join(sys.argv),
-        "suites": {},
-    }
-    print(
-        f"{result['cpu']}, {result['isa']}, {args.threads} threads, PyTorch {torch.__version__}",
-        flush=True,
-    )
-    return result
-
-
 def main():
     suites = {
         "forward": lambda a: suite_dense("forward", a),
@@ -584,23 +435,9 @@ def main():
         "ring": suite_ring,
         "scaling": suite_scaling,
     }
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--library", default=ROOT / "build/release/bench/libannulus_bench_c.so")
-    parser.add_argument("--suite", nargs="+", choices=suites, default=list(suites))
+    parser = parser_of(__doc__, suites)
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--out", type=pathlib.Path)
-    args = parser.parse_args()
-    Annulus.load(args.library)
-    torch.set_num_threads(args.threads)
-    result = header(args)
-    for name in args.suite:
-        result["suites"][name] = suites[name](args)
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    run_suites(suites, parser.parse_args())
 
 
 if __name__ == "__main__":

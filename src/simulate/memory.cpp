@@ -9,23 +9,17 @@
 namespace annulus::simulation {
 namespace {
 
-// Steps take turns in two slots. Of messages that leave the rank (gradients), or come to it.
+// Steps use two slots in turn, for the messages that leave the rank (gradients) or arrive at it.
 double slot_bytes(const MessageTable& table, int rank, bool leaving) {
   double slots[2] = {0, 0};
   for (int step = 1; step <= table.steps(); ++step) {
-    double bytes = 0;
-    if (leaving) {
-      const MessageTable::Range range = table.outgoing(rank, step);
-      for (std::uint32_t i = range.begin; i < range.end; ++i) bytes += table.all()[i].bytes;
-    } else {
-      bytes = table.received(rank, step);
-    }
+    const double bytes = leaving ? table.sent(rank, step) : table.received(rank, step);
     slots[step % 2] = std::max(slots[step % 2], bytes);
   }
   return slots[0] + slots[1];
 }
 
-// A ring takes all gradients of a step at once, a gather two messages at a time.
+// A ring receives all gradients of a step together, a gather two messages at a time.
 double inbox_bytes(const MessageTable& table, int rank, Schedule schedule) {
   double most = 0;
   for (int step = 1; step <= table.steps(); ++step) {

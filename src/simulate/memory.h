@@ -8,17 +8,17 @@
 
 namespace annulus::simulation {
 
-// Bytes of the own rows that leave their owner, by rank.
+// Bytes of each rank's own rows that other ranks need, by rank.
 [[nodiscard]] std::vector<double> outbox_bytes(const Plan& plan, std::int64_t row_bytes);
 
-// What travels in the passes of an executor; null: it does not.
+// The messages of an executor's passes; null if there are none of that kind.
 struct Tables {
   const MessageTable* keys = nullptr;
   const MessageTable* queries = nullptr;
   const MessageTable* returns = nullptr;
 };
 
-// docs/operations.md, "Memory of one rank", for the rank that needs most.
+// The memory of the rank that needs most, as in "Memory of one rank" in docs/operations.md.
 [[nodiscard]] MemoryForecast memory_forecast(const RingOptions& options, const ring::Plans& plans,
                                              const Tables& tables);
 

@@ -63,6 +63,13 @@ MessageTable::MessageTable(const Plan& plan, Way way, std::int64_t row_bytes)
   }
 }
 
+double MessageTable::sent(int rank, int step) const {
+  const Range range = outgoing(rank, step);
+  double bytes = 0;
+  for (std::uint32_t i = range.begin; i < range.end; ++i) bytes += messages_[i].bytes;
+  return bytes;
+}
+
 double MessageTable::received(int rank, int step) const {
   double bytes = 0;
   for (const std::uint32_t i : incoming(rank, step)) bytes += messages_[i].bytes;

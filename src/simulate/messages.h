@@ -9,8 +9,8 @@
 
 namespace annulus::simulation {
 
-// Every message of one courier, of all ranks and steps. Rows that one rank sends another in one
-// step are one message.
+// All messages of one courier, of all ranks and steps. The rows that a rank sends to another rank
+// in one step are one message.
 class MessageTable {
  public:
   struct Message {
@@ -18,16 +18,16 @@ class MessageTable {
     int to = 0;
     double bytes = 0;
   };
-  // there: rows on their way to those who need them. back: gradients, from those to the owners.
+  // there: rows travel to the ranks that need them. back: their gradients return to the owner.
   enum class Way : std::uint8_t { there, back };
 
   MessageTable(const Plan& plan, Way way, std::int64_t row_bytes);
 
   [[nodiscard]] const std::vector<Message>& all() const { return messages_; }
   [[nodiscard]] int steps() const { return steps_; }
-  // Steps count from 1. Outgoing messages are those from begin to end, in the cyclic order of their
-  // receivers after the sender: messages of a batch share a link in truth, and so do not all begin
-  // at rank 0's port. Incoming ones are listed, by ascending sender.
+  // Steps count from 1. Outgoing messages are a range, in the cyclic order of their receivers after
+  // the sender: real messages of a batch share a link, so they must not all start at rank 0's port.
+  // Incoming messages are a list by ascending sender.
   struct Range {
     std::uint32_t begin = 0;
     std::uint32_t end = 0;
@@ -41,6 +41,7 @@ class MessageTable {
     return std::span(in_).subspan(in_begin_[at], in_begin_[at + 1] - in_begin_[at]);
   }
 
+  [[nodiscard]] double sent(int rank, int step) const;  // bytes
   [[nodiscard]] double received(int rank, int step) const;
   [[nodiscard]] double total_bytes() const;
 

@@ -10,7 +10,7 @@
 namespace annulus::simulation {
 namespace {
 
-// What a rank waits for at one place: a ticket.
+// The messages that one wait of a rank is for.
 struct Batch {
   int open = 0;      // messages whose end is not known yet
   double ready = 0;  // the latest end that is
@@ -20,7 +20,7 @@ struct Batch {
 enum Which : std::uint8_t { kRows, kReturns, kInbox0, kInbox1, kBatches };
 constexpr int kNothing = -1;
 
-// Where a rank goes on. Names say what has just been done.
+// Where a rank continues. The names say what has just happened.
 enum class At : std::uint8_t {
   entered,         // the journey: its rows are still to be packed
   begun,           // a step; its rows are still to come
@@ -48,12 +48,12 @@ struct Rank {
 };
 
 struct Event {
-  // At the same time ranks come first: a port then knows of everything that it may choose from.
+  // At equal times ranks come first, so that a port sees all messages it may choose from.
   enum Kind : std::uint8_t { rank, port };
   double time;
   Kind kind;
   std::uint32_t what;   // rank or port
-  std::uint64_t order;  // of equal ones the first one made comes first
+  std::uint64_t order;  // of creation, for events that are equal otherwise
 
   bool operator>(const Event& other) const {
     return std::tie(time, kind, order) > std::tie(other.time, other.kind, other.order);
@@ -95,7 +95,7 @@ class Replay::Run {
     events_.push({time, kind, what, made_++});
   }
 
-  // True: nothing to wait for. False: the rank goes on at `next`, later.
+  // True: no time passes. False: the rank continues at `next` later.
   bool take(int r, double seconds, At next) {
     of(r).at = next;
     if (seconds <= 0) return true;
@@ -112,7 +112,7 @@ class Replay::Run {
     if (batch.open == 0) push(batch.ready, Event::rank, static_cast<std::uint32_t>(r));
     return false;
   }
-  // The same on the processor, behind what the ranks that share it have asked for before.
+  // The same on the processor, after the earlier requests of the ranks that share it.
   bool process(int r, double seconds, At next) {
     if (seconds <= 0) return take(r, 0, next);
     double& free =
@@ -128,7 +128,7 @@ class Replay::Run {
                             static_cast<std::size_t>(of(r).step)];
   }
 
-  // Everything up to the next point at which time passes.
+  // Runs a rank up to the next point at which time passes.
   void go_on(int r) {
     Rank& rank = of(r);
     if (rank.waits_for != kNothing) {
@@ -140,7 +140,7 @@ class Replay::Run {
     if (rank.at == At::done) now_of(r) = now_;
   }
 
-  // False: time passes, or the rank is through.
+  // False: time passes, or the rank is done.
   bool advance(int r) {
     Rank& rank = of(r);
     const bool returns = journey_.returns != nullptr && rank.step > 0;
@@ -160,8 +160,9 @@ class Replay::Run {
         }
         return take(r, 0, At::posted);
       case At::posted:
-        return process(r, returns ? journey_.clear_per_byte * sent_back(r, rank.step) : 0.0,
-                       At::cleared);
+        return process(
+            r, returns ? journey_.clear_per_byte * journey_.returns->sent(r, rank.step) : 0.0,
+            At::cleared);
       case At::cleared:
         return process(r, compute_seconds(r), At::computed);
       case At::computed:
@@ -176,7 +177,7 @@ class Replay::Run {
         }
         return next_step(r);
       case At::returned:
-        return take_added(r, added_bytes(r, rank.returning));
+        return take_added(r, journey_.returns->received(r, rank.returning));
       case At::inbox_returned:
         return process(r, journey_.add_per_byte * inbox_bytes(r), At::inbox_added);
       case At::inbox_added:
@@ -232,17 +233,9 @@ class Replay::Run {
     if (!process(r, journey_.add_per_byte * bytes, rank.after_returns)) return false;
     return rank.at != At::done;
   }
-  double added_bytes(int r, int step) const { return journey_.returns->received(r, step); }
   double inbox_bytes(int r) {
     const Rank& rank = of(r);
     return journey_.returns->all()[journey_.returns->incoming(r, rank.returning)[rank.inbox]].bytes;
-  }
-  double sent_back(int r, int step) const {
-    const MessageTable::Range range = journey_.returns->outgoing(r, step);
-    double bytes = 0;
-    for (std::uint32_t i = range.begin; i < range.end; ++i)
-      bytes += journey_.returns->all()[i].bytes;
-    return bytes;
   }
 
   // ---- messages
@@ -280,7 +273,7 @@ class Replay::Run {
   static constexpr std::uint8_t kOneSide = 1;
   static constexpr std::uint8_t kOddInbox = 2;
 
-  // The side that comes second puts the message on its way.
+  // The message starts when the second side posts it.
   void post(bool returning, std::uint32_t i, std::uint8_t inbox) {
     std::uint8_t& posted = (returning ? returns_posted_ : rows_posted_)[i];
     posted |= inbox;

@@ -12,15 +12,15 @@
 
 namespace annulus::simulation {
 
-// One journey of rows through the steps of a plan, and what is computed meanwhile: what
-// RingAttention::Impl::run_steps does. Seconds are by rank, and by rank and step.
+// One journey of rows through the steps of a plan, with the work in each step, as in
+// RingAttention::Impl::run_steps. Seconds are by rank, or by rank and step.
 struct Journey {
   const MessageTable* rows = nullptr;
   const MessageTable* returns = nullptr;  // gradients on their way back; null: nothing returns
-  // All messages of a step that return are waited for together (ring), or one by one by ascending
-  // sender, no more than two of them received at a time (gather).
+  // Whether a rank waits for all returning messages of a step together (ring), or for one after the
+  // other by ascending sender with at most two receives posted (gather).
   bool returns_together = true;
-  bool compute_last = false;  // reproducible: nothing is computed before everything is there
+  bool compute_last = false;  // reproducible: computes when all rows have arrived
   bool blocking = false;      // RingOptions::blocking
   std::vector<double> pack;
   std::vector<double> compute;  // [rank][step], or one per rank where compute comes last
@@ -28,15 +28,15 @@ struct Journey {
   double add_per_byte = 0;      // ... where they arrive
 };
 
-// A pass of all ranks on a cluster, event by event in order of time. Journeys of a pass follow each
-// other, each rank going on when it is through with the one before.
+// A pass of all ranks on a cluster, event by event in order of time. A pass may have several
+// journeys; a rank begins the next one when it has finished the one before.
 //
-// A message is on its way once both sides have posted it. It then passes the sender's port and the
-// receiver's, each of which takes one message after the other. The sender's takes the first come
-// whose receiver's port is free, and of those that come at the same time the first in the table;
-// the receiver's begins when the sender's does. Messages that share links in truth take turns here,
-// and no link stands idle that has something to do. Tiles and copies of ranks that share a
-// processor take turns likewise, the first come first.
+// A message starts when both sides have posted it. It passes the sender's port and the receiver's
+// port, each of which serves one message at a time. The sender's port takes the earliest message
+// whose receiver's port is free, and among equally early ones the first in the table. The
+// receiver's port starts at the same time. So messages that share a real link take turns here, and
+// no link is idle while a message waits for it. Tiles and copies of ranks that share a processor
+// take turns, too, in order of arrival.
 class Replay {
  public:
   Replay(const Cluster& cluster, int ranks, double start_seconds);

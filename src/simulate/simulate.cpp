@@ -27,7 +27,7 @@ using simulation::MessageTable;
 using simulation::Replay;
 using simulation::StepWork;
 
-// Floating-point operations per pair and element of a head: 2 for every product that is made.
+// Floating-point operations per pair and element of a head: 2 for each of the products.
 constexpr double kForward = 4;
 constexpr double kBackward = 10;
 constexpr double kQueryGradient = 6;  // reproducible: scores twice, once for dQ
@@ -38,7 +38,7 @@ constexpr double kPacking = 2;
 constexpr double kClearing = 1;
 constexpr double kAdding = 3;
 
-// Ranks agree on every call first: a message each way per doubling of the ranks.
+// Ranks agree before every call: one message each way per doubling of the ranks.
 double agreement_seconds(const Cluster& cluster, int ranks) {
   const Wire& wire = ranks > cluster.ranks_per_host ? cluster.between : cluster.inside;
   double seconds = 0;
@@ -138,7 +138,7 @@ class Simulator {
 Forecast simulate(const RingOptions& options, const Cluster& cluster) {
   cluster.validate();
   ring::check_values(options);
-  // What no kernel computes is not simulated either.
+  // Refuses problems that no kernel computes.
   (void)ring::computation_of(options, *backend_of({}, options.threads), options.placement.tokens());
   const int ranks = options.placement.ranks();
   // A rank in the middle has about as many parcels as any other, under a causal mask, too.

@@ -14,7 +14,7 @@
 namespace annulus::simulation {
 namespace {
 
-// By branch and head: the segment length within which another branch computes the pairs; 0: none.
+// By branch and head: the segment length inside which another branch computes the pairs, or 0.
 using HostSegments = std::vector<std::vector<std::int64_t>>;
 
 HostSegments host_segments(const Plan& plan, bool share) {
@@ -34,8 +34,8 @@ HostSegments host_segments(const Plan& plan, bool share) {
   return segments;
 }
 
-// The pairs that branches leave to others, as a pattern of its own: a guest's rows within segments
-// of its host. Its segment begins at a multiple of its dilation there, so that offsets stay.
+// The pairs that branches leave to others, as a pattern: the rows of a guest inside the segments of
+// its host. These begin at multiples of the guest's dilation, so offsets stay the same.
 Pattern left_out(const Pattern& pattern, const HostSegments& segments) {
   Pattern out = pattern;
   out.branches.clear();
@@ -69,7 +69,7 @@ double pairs_within(const Band& band, const RowSet& queries, const RowSet& keys,
   return pairs;
 }
 
-// Which members of a selection leave pairs out, by the segment of their host.
+// How many heads of a selection leave pairs to a host, by the segment length of the host.
 std::vector<std::pair<std::int64_t, double>> guests_of(const Selection& selection,
                                                        const HostSegments& segments) {
   std::map<std::int64_t, double> heads;
@@ -107,7 +107,7 @@ StepWork::StepWork(const Plan& plan, bool share, double most_row_sets) : steps_(
   }
 }
 
-// Received rows meet local ones; what is left of a rank's pairs has both rows there.
+// Counts pairs of received and local rows. The remaining pairs of a rank have two local rows.
 void StepWork::count(const Plan& plan, bool share) {
   const HostSegments segments = host_segments(plan, share);
   const bool keys_travel = plan.options().travel == Travel::keys;
@@ -136,7 +136,7 @@ void StepWork::count(const Plan& plan, bool share) {
         pairs_[index(rank, 0)] -= pairs;
       }
     }
-    // Sums of large numbers in another order: next to nothing may be left with either sign.
+    // Sums in different orders: rounding may leave a tiny negative number.
     pairs_[index(rank, 0)] = std::max(0.0, pairs_[index(rank, 0)]);
   });
 }
@@ -144,7 +144,7 @@ void StepWork::count(const Plan& plan, bool share) {
 void StepWork::estimate(const Plan& plan) {
   const bool keys_travel = plan.options().travel == Travel::keys;
   const int units = keys_travel ? plan.options().kv_heads : plan.pattern().heads;
-  // Rows take the place of pairs first.
+  // First counts rows in place of pairs.
   std::vector<double> work;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const std::int64_t own = plan.travelling_placement().local_tokens(rank) * units;

@@ -7,22 +7,22 @@
 
 namespace annulus::simulation {
 
-// Pairs that are computed, by rank and step: allowed ones less those that a finer branch computes
-// for a coarser one (pattern/shared_pairs.h).
+// Computed pairs, by rank and step: the allowed pairs less those that a finer branch computes for a
+// coarser one (pattern/shared_pairs.h).
 class StepWork {
  public:
-  // Row sets of all ranks together beyond which their tiles are not walked: some 10 s. Long striped
-  // sequences have as many row sets as segments.
+  // With more row sets than this on all ranks together, tiles are not counted: it would take more
+  // than about 10 s. Long striped sequences have as many row sets as segments.
   static constexpr double kMostRowSets = 1.2e7;
 
-  // The view of a rank that has about as many parcels as any other. `share`: branches share pairs,
-  // as they do unless mixing is detached.
+  // `plan` is the view of a rank with about as many parcels as any other. `share`: branches share
+  // pairs, which they do unless mixing is detached.
   StepWork(const Plan& plan, bool share, double most_row_sets = kMostRowSets);
 
   [[nodiscard]] double pairs(int rank, int step) const { return pairs_[index(rank, step)]; }
   [[nodiscard]] double pairs(int rank) const;
   [[nodiscard]] double total() const;
-  // False: only sums over steps are exact (Forecast::counted).
+  // If false, only the sums over steps are exact (Forecast::counted).
   [[nodiscard]] bool counted() const { return counted_; }
 
  private:

@@ -52,7 +52,7 @@ struct Data {
       store_element(bytes.data(), dtype, static_cast<std::int64_t>(i),
                     static_cast<float>(values[i]));
     }
-    write_npy(path, dtype, shape, bytes);
+    start_npy(path, {dtype, shape, std::move(bytes)}).commit();
   }
 
   void save_all(const fs::path& folder) const {
@@ -213,7 +213,7 @@ TEST_F(Cli, ErrorsAreRelativeToTheTermsWhateverTheInput) {
   EXPECT_EQ(nan["sampled_errors"]["nonfinite_rows"], nan["sampled_errors"]["rows"]);
 }
 
-// The results fit, but not the products on the way to them: nobody's bug.
+// The results fit into fp32, but intermediate products overflow: an error of the inputs.
 TEST_F(Cli, InputsWhoseProductsOverflowAreSaidToDoSo) {
   Data data;
   for (auto* tensor : {&data.q, &data.k}) {
@@ -438,7 +438,7 @@ TEST_F(Cli, ForwardAloneRemovesTheGradientsOfAnEarlierRun) {
   EXPECT_TRUE(after.contains(folder_ / "out" / "lse.npy"));
   EXPECT_EQ(after.at(folder_ / "out" / "notes.txt"), "mine");
 
-  // What is no plain file is not ours to remove.
+  // The tool must not remove anything but plain files.
   write_text(folder_ / "elsewhere.npy", "precious");
   fs::create_symlink("../elsewhere.npy", folder_ / "out" / "dq.npy");
   expect_refused(annulus(run + Words{"--no-backward"}), "dq.npy would stay");

@@ -92,7 +92,7 @@ TEST_F(Cli, SimulateRefusesInWords) {
   };
   expect_refused(annulus(kSimulate + Words{"--cluster", "cray"}), "neither one of h200,");
   expect_refused(annulus(kSimulate + Words{"--cluster", folder_}), "neither one of h200,");
-  expect_refused(with_file("{"), "is no JSON");
+  expect_refused(with_file("{"), "is not JSON");
   expect_refused(with_file("[1]"), "it is [1], expected an object");
   expect_refused(with_file("{}"), "forward_flops_per_second is 0, expected a number above 0");
   expect_refused(with_file(R"({"like": "cray"})"), "there is no cluster 'cray'");

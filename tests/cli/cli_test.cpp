@@ -239,7 +239,7 @@ TEST_F(Cli, ErrorsAreJsonForThoseWhoAskForJson) {
   EXPECT_EQ(config["kind"], "config");
 }
 
-// A name may have any bytes; JSON has U+FFFD for what is no UTF-8.
+// A file name may have any bytes; in JSON, U+FFFD replaces bytes that are not UTF-8.
 TEST_F(Cli, NamesThatAreNoTextDoNotSpoilJson) {
   const std::string name = "\xff";
   const Json error = annulus_json({"run", "--input", folder_ / name}, 2);

@@ -86,7 +86,7 @@ TEST_P(Traced, EventsNestAndNeverOverlapOnATrack) {
   EXPECT_EQ(sent, repeat * (result["measured_bytes"]["forward"].get<std::int64_t>() +
                             result["measured_bytes"]["backward"].get<std::int64_t>()));
   for (int rank = 0; rank < ranks; ++rank) {
-    // A rank alone has nobody to talk to.
+    // A single rank sends nothing.
     const Words kinds =
         ranks > 1 ? Words{"pass", "compute", "send", "receive", "wait"} : Words{"pass", "compute"};
     for (const std::string& kind : kinds)
@@ -205,7 +205,7 @@ TEST_F(Cli, FilesThatCannotBeWrittenAreRefusedBeforeAnyWork) {
   EXPECT_TRUE(fs::is_empty(folder_));
 }
 
-// The trace would replace a tensor, or the other way round, and nobody would be told.
+// Otherwise the trace would silently replace a tensor, or a tensor the trace.
 TEST_F(Cli, TracesAndReportsAreNotPutWhereTensorsAre) {
   const fs::path data = folder_ / "data";
   ASSERT_EQ(annulus(kSmall + Words{"--output", data.string()}).code, 0);

@@ -63,7 +63,7 @@ TEST_F(MpiCli, TracesReportsAndLogsHaveAllRanks) {
     forward[event["pid"].get<int>()] = {begin, begin + event["dur"].get<double>()};
   }
   ASSERT_EQ(forward.size(), 3U);
-  // On one clock: nobody ends before everybody has begun.
+  // All times are on one clock: no rank ends before all have begun.
   for (const auto& [rank, one] : forward) {
     for (const auto& [other_rank, other] : forward) EXPECT_LT(one.first, other.second);
   }
@@ -155,7 +155,7 @@ TEST_F(MpiCli, WhatIsWrongOnOneRankEndsAll) {
   expect_told_once(mpirun(1, Words{tool()} + kSmall + Words{":", "-n", "1", tool()} + kSmall +
                                  Words{"--causal"}),
                    "causal");
-  // Wrong by themselves, too: nobody else can say why the job ends.
+  // Also wrong without MPI, so each process must report the error itself.
   const Words bogus = Words{tool()} + kSmall + Words{"--bogus"};
   expect_told_once(mpirun(2, Words{tool()} + kSmall + Words{":", "-n", "1"} + bogus),
                    "[rank 2/3] The following argument was not expected: --bogus");
@@ -164,7 +164,7 @@ TEST_F(MpiCli, WhatIsWrongOnOneRankEndsAll) {
                    "--ranks is 5, but not given on rank 0");
 }
 
-// Other kernels give other bits, which matters to nobody but those who ask for the same ones.
+// Other kernels give other bits, which is an error only with --reproducible.
 TEST_F(MpiCli, ReproducibleRanksHaveTheSameKernels) {
   const auto with_another_set_on_one = [&](const Words& arguments) {
     return mpirun(1, Words{tool()} + arguments +
@@ -197,7 +197,7 @@ TEST_F(MpiCli, RingOfThreadsIsStillThere) {
 
 // ---- a rank is lost
 
-// Dead, if maybe not buried: nobody has to wait for it. mpirun does not wait, either.
+// A process that has ended, perhaps as a zombie: no rank waits for it, nor does mpirun.
 bool ends(const std::string& process) {
   return test::comes_true([&] {
     const char state = test::kernel_state("/proc/" + process);

@@ -4,11 +4,13 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -142,6 +144,41 @@ TEST_F(OutputFiles, ProblemsSayWhatIsWrongAndChangeNothing) {
     EXPECT_EQ(problem(where).rfind("picture '" + where.string() + "': ", 0), 0U);
   }
   EXPECT_EQ(names(), (std::vector<std::string>{"dangling", "file", "folder"}));
+}
+
+// Lowers the file size limit of the process: write() then fails midway as on a full disk.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    rlimit lowered = before_;
+    lowered.rlim_cur = bytes;
+    ::setrlimit(RLIMIT_FSIZE, &lowered);
+  }
+  ~FileSizeLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  void (*handler_)(int);
+  rlimit before_{};
+};
+
+TEST_F(OutputFiles, KeepTheOldFileWhenTheDiskIsFull) {
+  write_text(path("a"), "old");
+  std::string message;
+  {
+    const FileSizeLimit limit(4096);
+    try {
+      started(path("a"), std::string(100'000, 'x')).commit();
+    } catch (const ConfigError& error) {
+      message = error.what();
+    }
+  }
+  EXPECT_NE(message.find("a': cannot be written: File too large"), std::string::npos) << message;
+  EXPECT_EQ(names(), (std::vector<std::string>{"a"}));
+  EXPECT_EQ(read_text(path("a")), "old");
 }
 
 TEST_F(OutputFiles, AreCommittedTogetherOrNotAtAll) {

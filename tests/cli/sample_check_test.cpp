@@ -1,5 +1,4 @@
-// The check that `annulus run` makes of its own results: right ones pass whatever the input, wrong
-// ones do not.
+// The check of `annulus run` accepts right results of any input and rejects wrong ones.
 
 #include "cli/sample_check.h"
 
@@ -150,7 +149,7 @@ TEST_P(SampleCheck, SaysThatNothingWasComparedWhereAllIsNaN) {
 
 struct Mutation {
   const char* name;
-  // Makes the results those of another problem: changes what is checked, not what was computed.
+  // Changes the problem or the results after the computation, so that they no longer match.
   std::function<void(RingOptions&, JobTensors&)> apply;
 };
 
@@ -193,8 +192,8 @@ TEST_P(SampleCheck, FindsWrongResults) {
         (void)run_job(options, tensors, {});
         mutation.apply(options, tensors);
         const std::string change = mutation.name;
-        // dk is not looked at with detached mixing; a query that sees itself alone sees no mask,
-        // and no other query sees its key.
+        // dk is not checked with detached mixing. With few_keys a query sees only itself, so masks
+        // make no difference, and key 40 is not among the checked rows.
         const bool invisible =
             (change == "nan" && options.mix_gradient == MixGradient::detached) ||
             (std::string(problem.name) == "few_keys" && (change == "mask" || change == "one_key"));

@@ -36,7 +36,7 @@ Sized sized_dot(std::span<const double> a, std::span<const double> b) {
 
 void SizedRow::add(double probability, const Sized& factor, std::span<const double> vector) {
   const double weight = probability * factor.value;
-  // A probability that fp32 cannot hold counts as one that it can.
+  // A probability below the range of fp32 counts as the least one in range.
   const double least = std::fmax(probability, kSmallest);  // NaN is no size
   const double scale = least * factor.scale;
   const double absolute = least * factor.absolute;
@@ -62,7 +62,7 @@ void SizedRow::multiply(double by) {
 
 void ErrorMeasure::add(double found, double expected, double scale, double absolute, DType dtype) {
   if (found == expected ? !std::isfinite(found) : std::isnan(found) && std::isnan(expected)) return;
-  // What overflows on the way, or in the end, may become anything that is not finite.
+  // Where the result or an intermediate value overflows, anything that is not finite is right.
   const bool overflows = std::fabs(expected) > 0.99 * largest(dtype) ||
                          !(absolute < 0.25 * kLargestFloat);  // NaN: so does the sum
   if (!std::isfinite(found) && std::isfinite(expected) && overflows) return;
@@ -101,15 +101,15 @@ double ScoreSizes::largest() const {
 }
 
 double allowed_error(DType dtype, double score, double cancellation) {
-  // Several times what is seen over random and adversarial inputs (sample_check_test.cpp): this
-  // finds wrong results, `annulus verify` measures right ones.
+  // Several times the largest errors of random and adversarial inputs (sample_check_test.cpp). This
+  // limit finds wrong results; `annulus verify` has tighter limits for accuracy.
   constexpr double kRoundings = 3.0;  // of the result; of P or dS, or of o in delta
   constexpr double kFloatRoundings = 32.0;
   constexpr double kScoreRoundings = 24.0;
   constexpr double kPartialSums = 4.0;
   const double rounding =
       dtype == DType::f32 ? kFloatRoundings * kFloatUnit : kRoundings * unit_of(dtype);
-  // Past 2^24 a score has no digits behind the point left, and its probability none at all.
+  // Above 2^24 a score has no fractional digits, and its probability no correct digit.
   const double allowed = rounding + std::expm1(kScoreRoundings * kFloatUnit * score) +
                          kPartialSums * kFloatUnit * cancellation;
   return std::isnan(allowed) ? kInfinity : allowed;

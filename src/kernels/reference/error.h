@@ -7,20 +7,20 @@
 
 #include "annulus/tensor.h"
 
-// How far a result may be from the definition: the one measure of the tool's checks and of the
-// ring's tests. Where no sum cancels, tests and benches take the plain relative root mean square of
-// the results (relative_rms, and named so).
+// How far a result may be from the definition, for the checks of the tool and the tests of the
+// ring. Where no sum cancels, tests and benchmarks use the plain relative root mean square of the
+// results, called relative_rms.
 //
-// A result is a sum of terms. Rounding errors are proportional to the terms, not to what they add
-// up to: dQ of a row with one key is exactly 0, the difference of two equal numbers, and no
-// arithmetic but exact one gets that. So an error is measured against a scale made of
-//   |result|           rounding the result; factors common to all terms, such as 1 / sum(P)
-//   sqrt(sum(terms^2)) errors of single terms, which are independent of each other
+// A result is a sum of terms. Rounding errors are proportional to the terms, not to their sum: dQ
+// of a row with one key is exactly 0, the difference of two equal numbers, which only exact
+// arithmetic computes. So errors are relative to a scale, the sum of
+//   |result|           rounding of the result; factors of all terms, such as 1 / sum(P)
+//   sqrt(sum(terms^2)) independent errors of single terms
 //   |common|           an error that all terms share: in dQ that of delta, times scale * sum(P K)
-// where a term is as large as what it is made of: P (|dP| + |delta|) |K|, and dP and delta
-// themselves count with the scale of *their* sums. Partial sums can be as large as sum(|terms|);
-// what rounding them costs is allowed for on top (`allowed`), as are errors of scores, which are
-// proportional to the scores and multiply P = exp(score - L).
+// The size of a term is that of its parts: P (|dP| + |delta|) |K|, where dP and delta count with
+// the scale of their own sums. `allowed_error` adds the rounding of partial sums, which can be as
+// large as sum(|terms|), and errors of scores, which are proportional to the scores and multiply P
+// = exp(score - L).
 namespace annulus::reference {
 
 // A number that is a sum: its value and its sizes.
@@ -55,8 +55,8 @@ class SizedRow {
   std::vector<double> value_, squares_, absolute_, common_;
 };
 
-// Found against expected. NaN and equal infinities where they are due are right, and say nothing
-// about accuracy; anything else that is not finite is an infinite error.
+// Compares found with expected values. Expected NaNs and infinities are right and do not count. Any
+// other value that is not finite is an infinite error.
 class ErrorMeasure {
  public:
   void add(double found, double expected, double scale, double absolute, DType dtype);
@@ -78,12 +78,12 @@ class ErrorMeasure {
   double absolute_ = 0.0;
 };
 
-// How large the scores of a row are whose probabilities matter beside the others': their rounding
-// errors, and those of their log-sum-exps, are proportional to that.
+// The largest score of a row among those with a relevant probability: rounding errors of scores and
+// of their log-sum-exp are proportional to it.
 class ScoreSizes {
  public:
   void add(const Sized& dot, double scale, double lse, double probability);
-  [[nodiscard]] double largest() const;  // infinite if fp32 cannot hold one
+  [[nodiscard]] double largest() const;  // infinite if one overflows fp32
 
  private:
   struct Entry {
@@ -95,7 +95,7 @@ class ScoreSizes {
 };
 
 // The largest relative error that correct results of a dtype can have in a row whose
-// ScoreSizes::largest is `score`. Infinite where fp32 cannot tell.
+// ScoreSizes::largest is `score`. Infinite if fp32 has no precision left there.
 [[nodiscard]] double allowed_error(DType dtype, double score, double cancellation);
 
 }  // namespace annulus::reference

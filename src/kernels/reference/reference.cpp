@@ -146,9 +146,10 @@ Problem checked_problem(const std::string& where, const Pattern& pattern, const 
   check_at_least(where, "kv_heads", shape.kv_heads, 1);
   check_at_least(where, "head_dim", shape.head_dim, 1);
   if (shape.q_heads % shape.kv_heads != 0) {
-    throw ConfigError(where + ": found " + std::to_string(shape.q_heads) + " query heads and " +
-                      std::to_string(shape.kv_heads) +
-                      " key/value heads, expected a multiple of the latter");
+    throw ConfigError(
+        where + ": found " + std::to_string(shape.q_heads) + " query heads and " +
+        std::to_string(shape.kv_heads) +
+        " key/value heads, expected the query heads to be a multiple of the key/value heads");
   }
   if (pattern.heads != shape.q_heads) {
     throw ConfigError(where + ": pattern '" + pattern.name + "' has " +

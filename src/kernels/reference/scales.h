@@ -8,8 +8,7 @@
 
 namespace annulus::reference {
 
-// What the errors of every element of a result are relative to (error.h), in the layout of the
-// results themselves.
+// The scale of errors for every element of the results (error.h), in the layout of the results.
 struct Scales {
   std::vector<double> o, dq, dk, dv;
 };

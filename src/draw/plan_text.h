@@ -9,14 +9,14 @@
 
 namespace annulus {
 
-// What the tables and the picture of a plan say in the same words.
+// Texts that the tables and the picture of a plan share.
 
-// What the plan's rank computes, keeps, sends and receives.
+// A table of what the plan's rank computes, sends and receives.
 [[nodiscard]] std::string plan_rank_table(const Plan& plan);
 
 struct PlanTotals {
   std::vector<RankTotals> ranks;
-  double pairs = 0.0;           // that they compute together
+  double pairs = 0.0;           // of all ranks
   double balance = 1.0;         // mean over largest of the work
   std::int64_t moved = 0;       // rows x units
   std::int64_t all_gather = 0;  // rows x units if every rank got every row

@@ -1,4 +1,4 @@
-#include "plan/plan_text.h"
+#include "draw/plan_text.h"
 
 #include <fmt/format.h>
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "annulus/plan.h"
-#include "plan/plan_text.h"
+#include "draw/plan_text.h"
 
 namespace annulus {
 
@@ -41,7 +41,7 @@ std::string share_of(const PlanTotals& totals, const RankTotals& rank) {
   return percent(totals.pairs > 0.0 ? rank.work / totals.pairs : 0.0);
 }
 
-// "17, 18 and 19", or how many where they are many.
+// "rank 17, 18, 19", or how many where they are many.
 std::string peers_text(const std::set<int>& peers) {
   if (peers.size() > 8) return fmt::format("{} ranks", peers.size());
   return peers.empty() ? "nobody" : fmt::format("rank {}", fmt::join(peers, ", "));

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "annulus/plan.h"
+#include "draw/plan_text.h"
+#include "draw/svg_canvas.h"
 #include "plan/pair_counts.h"
-#include "plan/plan_text.h"
-#include "plan/svg_canvas.h"
 
 namespace annulus {
 namespace {
@@ -24,8 +24,8 @@ constexpr const char* kMuted = "#667380";
 constexpr double kMargin = 26;
 constexpr const char* kIdle = "#f3f5f7";
 
-// A few ranks get hand-picked colours that differ for colour-blind eyes, too (Okabe and Ito); many
-// ranks go round the hues, neighbours in alternating lightness.
+// Up to 8 ranks get the colours of Okabe and Ito, which colour-blind readers can distinguish. More
+// ranks get evenly spaced hues of alternating lightness.
 std::string rank_color(int rank, int ranks) {
   static constexpr std::array<const char*, 8> kFew = {"#0072b2", "#e69f00", "#009e73", "#d55e00",
                                                       "#56b4e9", "#cc79a7", "#b8a800", "#6b7280"};
@@ -40,14 +40,14 @@ std::string rank_color(int rank, int ranks) {
                  rank % 2 == 0 ? 0.2 : 0.25));
 }
 
-// Lengths are often powers of two, which people know by their digits: 32,768 rather than 32.8K.
+// Lengths are often powers of two, so 32,768 is easier to recognise than 32.8K.
 std::string readable(std::int64_t n) {
   return n < 10'000'000 ? with_commas(n) : compact(static_cast<double>(n));
 }
 
 Color heat(double share) { return mix({0.91, 0.945, 0.98}, {0.03, 0.25, 0.50}, share); }
 
-// Sizes follow the number of ranks: everything is labelled up to 16, beyond only colours remain.
+// Sizes depend on the number of ranks. Cells are labelled up to 16 ranks; beyond, only coloured.
 struct Layout {
   explicit Layout(const Plan& plan) : ranks(plan.ranks()), steps(plan.steps()) {
     struct Size {
@@ -99,7 +99,7 @@ void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
   const auto strips = std::min(tokens, static_cast<std::int64_t>(at.grid_height / 2.0));
   std::vector<std::int64_t> cuts;
   for (std::int64_t i = 0; i <= strips; ++i) cuts.push_back(tokens * i / strips);
-  for (int rank = 0; rank < plan.ranks(); ++rank) {  // blocks that can be seen get exact edges
+  for (int rank = 0; rank < plan.ranks(); ++rank) {  // blocks of visible size get exact edges
     for (const RowSet& range : placement.ranges(rank)) {
       if (range.stride != 1 || range.count < tokens / strips) continue;
       cuts.insert(cuts.end(), {range.first, range.last() + 1});
@@ -231,7 +231,7 @@ struct Arrow {
   std::int64_t rows = 0;
 };
 
-// What every pair of ranks exchanges in a step, all parcels together.
+// The rows that each pair of ranks exchanges in a step, over all parcels.
 std::vector<std::vector<Arrow>> arrows_by_step(const std::vector<Plan>& views) {
   const int steps = views.front().steps();
   std::vector<std::vector<Arrow>> arrows(static_cast<std::size_t>(steps) + 1);
@@ -247,8 +247,8 @@ std::vector<std::vector<Arrow>> arrows_by_step(const std::vector<Plan>& views) {
   return arrows;
 }
 
-// Between the columns of two steps, from sender to receiver, as wide as there are rows. Several
-// arrows at one cell are fanned out in the order of their other ends.
+// Arrows between the columns of two steps, from sender to receiver, with widths in proportion to
+// rows. Several arrows at one cell fan out in the order of their other ends.
 void draw_arrows(Canvas& canvas, const std::vector<Plan>& views, const Layout& at,
                  const std::vector<std::vector<Arrow>>& by_step, std::int64_t most_rows) {
   const double widest = std::clamp(at.cell_height / 10.0, 0.6, 5.0);

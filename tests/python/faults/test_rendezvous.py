@@ -1,5 +1,5 @@
-"""How ranks find each other and, after a loss, those that are left. Ranks are threads here, and their store is a dictionary:
-every order of events can be had."""
+"""How ranks find each other and, after a loss, the survivors. Ranks are threads and their store is a dictionary, so that
+tests can choose the order of events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import pytest
 from support import comes_true
+from support.launch import need_gloo
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
+need_gloo()
 
 import torch.distributed as dist
 from annulus.torch.faults import _reunion
@@ -28,14 +27,13 @@ PREFIX = "annulus/test"
 
 
 def on_ranks(ranks: list[int], function: Callable[[int], object]) -> list:
-    """What the function gives for each, or raises."""
+    """What the function returns or raises on each rank."""
     with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(function, rank) for rank in ranks]
         return [future.exception() or future.result() for future in futures]
 
 
-# Seconds. LONG is for nobody to wait out: a test that does has found a hang. Ranks that are there come within SHORT, on a
-# machine that is busy, too.
+# Seconds. A test that waits for LONG has found a hang. Ranks that are present come within SHORT, also on a busy machine.
 SHORT, LONG = 2.0, 120.0
 
 
@@ -86,7 +84,7 @@ def test_what_is_left_of_an_attempt_is_no_answer_to_the_next() -> None:
         here = [rank for rank in range(3) if rank != absent]
         found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, SHORT))
         assert [error.ranks for error in found] == [[absent]] * 2, found
-    # The words of those who came are there still, of those who were answered, too.
+    # What ranks wrote in earlier attempts is still in the store.
     found = on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, LONG))
     assert isinstance(found[0], str) and len(set(found)) == 1, found
     begin = time.monotonic()
@@ -110,7 +108,7 @@ def test_all_would_meet_by_the_name_of_the_first_ring_that_one_of_them_was_in(mo
     class Group:
         pass
 
-    groups = [Group() for _ in range(3)]  # as each rank has it
+    groups = [Group() for _ in range(3)]  # one object per rank
     store = dist.HashStore()
     for ring, complete_on in (("one", [1]), ("two", [0, 1]), ("three", [0, 1, 2])):
         cards = [_standby.card(group, store).encode() for group in groups]
@@ -125,7 +123,7 @@ def test_all_would_meet_by_the_name_of_the_first_ring_that_one_of_them_was_in(mo
 def meet(
     store: dist.Store, rank: int, size: int, lost: int, seconds: float, least: int = 1, make: Callable | None = None
 ) -> tuple[list[int], str] | str:
-    """The group that a rank gets, as (ranks, name), or why it gets none. They meet at one store."""
+    """The group that a rank gets, as (ranks, name), or why it gets none. All ranks meet at one store."""
     make = make or (lambda left, name, store: (left, name))
     return Reunion(rank, size, lost, least, seconds, {-1: Place("", store)}, make).hold("annulus/test")
 
@@ -134,7 +132,7 @@ def test_all_who_are_there_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     usual = uuid.uuid4
 
     def thought_about() -> uuid.UUID:
-        time.sleep(0.1)  # so that all have seen everybody before one has decided
+        time.sleep(0.1)  # so that all ranks have seen all others before one decides
         return usual()
 
     monkeypatch.setattr(_reunion.uuid, "uuid4", thought_about)
@@ -192,7 +190,7 @@ def test_too_few_decide_nothing_and_may_come_again() -> None:
     store = dist.HashStore()
     alone = meet(store, 2, 5, 1, 0.3, least=3)
     assert isinstance(alone, str) and "only ranks [2] are left, fewer than 3" in alone
-    # It is not there any more: the others do not count it.
+    # Rank 2 has left again, so the others do not count it.
     found = on_ranks([0, 3], lambda rank: meet(store, rank, 5, 1, 3, least=3))
     assert all("only ranks [0, 3] are left" in str(each) for each in found), found
     found = on_ranks([0, 2, 3], lambda rank: meet(store, rank, 5, 1, 4, least=3))
@@ -212,7 +210,7 @@ def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPa
         if name == names[0]:
             others.wait()
             if rank == 1:
-                time.sleep(0.3)  # the others mostly have theirs by then
+                time.sleep(0.3)  # the others mostly have their group by then
                 raise RuntimeError("Connection refused")
         return left, name
 

@@ -105,7 +105,7 @@ def load_shards(folder: pathlib.Path) -> None:
     train(state, 3)  # works only if the optimizer's state is sharded like the parameters
 
 
-def one_full_disk_is_everybodys(folder: pathlib.Path) -> None:
+def a_full_disk_of_one_rank_is_an_error_on_all(folder: pathlib.Path) -> None:
     state = {"data": Data(1)}
     usual = writer._DigestingFile.write
 
@@ -129,7 +129,7 @@ def one_full_disk_is_everybodys(folder: pathlib.Path) -> None:
             assert names(here) == ["step-00000001", "step-00000003"]
 
 
-def one_bad_state_is_everybodys(folder: pathlib.Path) -> None:
+def a_bad_state_of_one_rank_is_an_error_on_all(folder: pathlib.Path) -> None:
     last = dist.get_world_size() - 1
     with at.Checkpoints(folder / "bad", 1) as checkpoints:
         state = {"data": Data(object() if dist.get_rank() == last else 1)}
@@ -146,7 +146,7 @@ def one_bad_state_is_everybodys(folder: pathlib.Path) -> None:
         assert names(folder / "bad") == []
 
 
-def arguments_are_everybodys(folder: pathlib.Path) -> None:
+def bad_arguments_of_one_rank_are_errors_on_all(folder: pathlib.Path) -> None:
     rank = dist.get_rank()
     with pytest.raises(annulus.ConfigError, match="differ between ranks"):
         at.Checkpoints(folder / "arguments", 1, keep=2 + (rank == 1))
@@ -175,7 +175,7 @@ def arguments_are_everybodys(folder: pathlib.Path) -> None:
             checkpoints.resume({"model": nn.Linear(3, 4) if rank == 1 else model})
 
 
-def steps_are_everybodys(folder: pathlib.Path) -> None:
+def different_steps_are_errors_on_all(folder: pathlib.Path) -> None:
     """Different steps, or an invalid step on one rank, are errors on all ranks. The next checkpoint is written."""
     rank, here = dist.get_rank(), folder / "steps"
     with at.Checkpoints(here, 1) as checkpoints:

@@ -1,4 +1,4 @@
-"""Several processes on one GPU: their rows stay on it. What they do is in cuda_worker.py."""
+"""Several processes on one GPU: their rows stay on the GPU. They run cuda_worker.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 
 def run(processes: int, *cases: str, lost: int | None = None, **environment: str) -> list[str]:
-    """What each rank printed. All ranks have to end well, except the one that is to be lost."""
+    """Returns the output of each rank. All ranks have to succeed, except the one that is to be lost."""
     environment = {"GLOO_SOCKET_IFNAME": "lo"} | environment
     with Ranks(processes, pathlib.Path(__file__).with_name("cuda_worker.py"), *cases, **environment) as ranks:
         out = [ranks.output_of(rank) for rank in range(processes)]

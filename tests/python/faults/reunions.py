@@ -46,7 +46,7 @@ def lose_the_last(rank: int, group: dist.ProcessGroup) -> None:
     except annulus.TransportError as error:
         assert error.rank == last, error
     else:
-        raise AssertionError("nobody was missed")
+        raise AssertionError("no loss was noticed")
 
 
 def go_on(say: Callable, group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -105,7 +105,7 @@ def a_mean_has_the_same_bits_on_every_rank() -> None:
         assert len({x.item() for x in found}) == 1, (seed, found)
 
 
-def a_checkpoint_that_rank_0_cannot_write_is_everybodys_error() -> None:
+def a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all_ranks() -> None:
     """A checkpoint of DeepSpeed, for which the other ranks would wait."""
     with tempfile.TemporaryDirectory() as folder:
         if dist.get_rank() == 0:
@@ -238,8 +238,8 @@ def trains(how: str) -> None:
 
 
 def avoid_compiling() -> None:
-    """Turns off DeepSpeed's shared memory for the ranks of one host: Gloo then carries everything. DeepSpeed would compile
-    it for a minute, behind a lock that a killed run leaves to the next one."""
+    """Turns off DeepSpeed's shared memory for the ranks of one host: Gloo then carries everything. DeepSpeed would
+    compile it for a minute, behind a lock that a killed run leaves to the next one."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__ = {}

@@ -168,7 +168,9 @@ TEST(Recovery, GoesOnWhereTheRingScheduleExceedsTheLimit) {
     };
     const std::int64_t gather = needed(Schedule::gather);
     const std::int64_t ring = needed(Schedule::ring);
-    if (transport.rank() == 1) ASSERT_LT(gather, ring);
+    if (transport.rank() == 1) {
+      ASSERT_LT(gather, ring);
+    }
     bytes[static_cast<std::size_t>(transport.rank())] = gather;
   });
   expect_everywhere(outcomes, "", {});

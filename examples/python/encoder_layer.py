@@ -1,4 +1,4 @@
-"""Puts ring attention into torch.nn.TransformerEncoderLayer, weights and all.
+"""Replaces the attention of torch.nn.TransformerEncoderLayer by ring attention, with the same weights.
 
 python examples/python/encoder_layer.py
 """
@@ -9,8 +9,8 @@ from torch import nn
 
 torch.manual_seed(0)
 
-# A trained encoder, or here an untrained one. Dropout of attention weights is the one thing that ring
-# attention refuses; dropout elsewhere in the layer stays as it is.
+# An encoder; usually it would be a trained one. Ring attention does not support dropout of attention weights. Dropout
+# in other parts of the layer stays.
 encoder = nn.TransformerEncoder(
     nn.TransformerEncoderLayer(d_model=128, nhead=4, dropout=0.1, batch_first=True), num_layers=2
 )
@@ -18,7 +18,7 @@ encoder.eval()
 x = torch.randn(2, 1000, 128)
 before = encoder(x)
 
-# The same weights in our module: state dicts are interchangeable.
+# The same weights in ring attention: state dicts are interchangeable.
 for layer in encoder.layers:
     theirs = layer.self_attn
     ours = RingMultiheadDilatedAttention(theirs.embed_dim, theirs.num_heads, batch_first=True)
@@ -30,7 +30,7 @@ difference = (after - before).abs().max().item()
 print(f"dense: largest difference to torch.nn.MultiheadAttention {difference:.1e}")
 assert difference < 1e-5
 
-# Causal and padded calls as before. Padded tokens are ignored as keys; their own rows mean nothing.
+# Causal and padded calls work as before. Padded tokens are ignored as keys; their output rows have no meaning.
 mask = torch.ones(1000, 1000, dtype=torch.bool).triu(1)
 padding = torch.zeros(2, 1000, dtype=torch.bool)
 padding[1, 700:] = True
@@ -40,7 +40,7 @@ difference = (causal[1:, :700] - again).abs().max().item()
 print(f"padded: largest difference to the shorter sequence {difference:.1e}")
 assert difference < 1e-5
 
-# The same weights with a dilated pattern, and a training step through it.
+# The same weights with a dilated pattern, and ten training steps.
 for layer in encoder.layers:
     dilated = RingMultiheadDilatedAttention(
         128, 4, batch_first=True, segment_lengths=[128, 512], dilation_rates=[1, 4]

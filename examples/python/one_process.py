@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Annulus in one process
 #
-# Runs as a script (`python examples/python/one_process.py`) and cell by cell in editors that know `# %%`.
+# Run it as a script (`python examples/python/one_process.py`), or cell by cell in an editor that knows `# %%`.
 
-# %% Arrays in, arrays out: NumPy, PyTorch, or anything else with DLPack, used in place.
+# %% Arrays of NumPy, PyTorch or any other library with DLPack are used without copies.
 import threading
 
 import annulus
@@ -15,7 +15,7 @@ q, k, v = (rng.standard_normal((1, 5000, 8, 64), dtype=np.float32) for _ in rang
 o = annulus.attention(q, k, v, is_causal=True)
 print("dense, causal:", o.shape, o.dtype)
 
-# %% LongNet: near tokens densely, far ones ever more sparsely.
+# %% LongNet: dense attention to near tokens, sparse attention to far ones.
 segments, dilations = [512, 2048, 8192], [1, 4, 16]
 o, lse = annulus.attention(
     q, k, v, segment_lengths=segments, dilation_rates=dilations, is_causal=True, return_lse=True
@@ -24,7 +24,7 @@ pattern = annulus.Pattern.longnet(8, segments, dilations, causal=True)
 share = pattern.allowed_pairs(5000) / annulus.Pattern.dense(8, causal=True).allowed_pairs(5000)
 print(f"{pattern}\ncomputes {share:.0%} of the dense pairs")
 
-# %% Is it right? The reference is fp64 loops that follow the definition.
+# %% Compare with the reference: fp64 loops that follow the definition.
 few = [x[:, :600] for x in (q, k, v)]
 exact, _ = annulus.reference_forward(*(x.astype(np.float64) for x in few), pattern)
 found = annulus.attention(*few, pattern=pattern)
@@ -32,12 +32,12 @@ error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
 print(f"relative error against fp64: {error:.1e}")
 assert error < 2e-6
 
-# %% What would move between four ranks? In a notebook, `plan` alone shows a picture.
+# %% The rows that move between four ranks. In a notebook, `plan` alone shows a picture.
 placement = annulus.Placement.zigzag(5000, 4)
 plan = annulus.Plan(pattern, placement)
 print(plan)
 
-# %% The same on a real ring whose ranks are threads: each has its own tokens and nothing else.
+# %% The same on a ring whose ranks are threads. Each rank has only its own tokens.
 whole = np.empty_like(q)
 
 

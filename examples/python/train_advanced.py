@@ -1,14 +1,16 @@
-"""Trains a small causal model of RingAdvancedDistributedDilatedAttention, with the services it brings.
+"""Trains a small causal model of RingAdvancedDistributedDilatedAttention with its training services.
 
     python examples/python/train_advanced.py                                          # one process
     torchrun --nproc-per-node 4 examples/python/train_advanced.py                     # four: the same losses
     torchrun --nproc-per-node 4 examples/python/train_advanced.py --checkpoints runs/advanced
     torchrun --nproc-per-node 4 examples/python/train_advanced.py --zero-stage 3 --cpu-offload   # pip install deepspeed
 
-With --checkpoints a training that was stopped goes on, and one that loses a process (``kill -9`` any but torchrun's own)
-goes on without it: torchrun would end the others, so start them yourself to see that, as the tests do.
+With --checkpoints, a training that was stopped continues from its newest checkpoint, and a training that loses a process
+continues without it. torchrun itself ends all processes when one is lost. To see the recovery, start the processes
+without torchrun, as the tests do, and ``kill -9`` one of them.
 
-The task is counting: each sequence goes up by 1 to 3 from anywhere, and the model learns to say what comes next.
+The task is counting: each sequence counts up by 1 to 3 from a random start, and the model learns to predict the next
+token.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from annulus.torch import RingAdvancedDistributedDilatedAttention, shard, token_mean
+from annulus.torch import RingAdvancedDistributedDilatedAttention, Training, shard, token_mean
 from torch import nn
 
 TOKENS, VOCABULARY, WIDTH, HEADS, BATCH = 61, 16, 32, 2, 8
@@ -56,12 +58,22 @@ class Model(nn.Module):
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depends on the step alone: nothing to remember in a checkpoint, and every rank can take its part of it."""
+    """Tokens, and the token after each of them. They depend on the step alone, so a checkpoint need not hold them."""
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(0, 16, (BATCH, 1), generator=generator)
     by = torch.randint(1, 4, (BATCH, 1), generator=generator)
     counted = (start + by * torch.arange(TOKENS + 1)) % VOCABULARY
     return counted[:, :-1], counted[:, 1:]
+
+
+def loss_of(training: Training, step: int) -> torch.Tensor:
+    """The mean loss over the tokens of all ranks."""
+    # training.model and training.group change when a rank is lost.
+    ring = {"placement": PLACEMENT, "group": training.group}
+    tokens, following = (shard(x, **ring) for x in batch(step))
+    logits = training.model(tokens)
+    losses = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
+    return token_mean(losses, group=training.group)
 
 
 def train(steps: int, group: dist.ProcessGroup | None, services: dict[str, object]) -> None:
@@ -70,20 +82,11 @@ def train(steps: int, group: dist.ProcessGroup | None, services: dict[str, objec
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
     training = model.attention[0].prepare(model, optimizer)
 
-    def loss_of(step: int) -> torch.Tensor:
-        # What is asked of the training, not remembered: both change when a rank is lost.
-        ring = {"placement": PLACEMENT, "group": training.group}
-        tokens, following = (shard(x, **ring) for x in batch(step))
-        losses = F.cross_entropy(
-            training.model(tokens).flatten(0, 1), following.flatten(), reduction="none"
-        )
-        return token_mean(losses, group=training.group)
-
     def report(step: int, loss: float) -> None:
         if training.group is None or dist.get_rank(training.group) == 0:
             print(f"step {step} loss {loss:.6f}", flush=True)
 
-    training.run(steps, loss_of, report)
+    training.run(steps, lambda step: loss_of(training, step), report)
     info = model.attention[0].get_memory_info()
     report_bytes = {name: info[name] for name in ("parameter_bytes", "workspace_bytes")}
     if training.group is None or dist.get_rank(training.group) == 0:
@@ -92,9 +95,7 @@ def train(steps: int, group: dist.ProcessGroup | None, services: dict[str, objec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--checkpoints", metavar="DIR")
     parser.add_argument("--checkpoint-interval", type=int, metavar="STEPS")

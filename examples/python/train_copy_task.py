@@ -1,10 +1,10 @@
-"""Trains a two-layer causal model to copy, its sequence spread over the processes of a ring.
+"""Trains a two-layer causal model to copy; each sequence is spread over the processes of a ring.
 
     python examples/python/train_copy_task.py                                     # one process
     torchrun --nproc-per-node=4 examples/python/train_copy_task.py                # four: the same losses
 
-Each sequence is 31 random tokens, then the same 31 again; the model learns to predict the second half. Of the
-62 tokens the four ranks hold 15, 15, 16 and 16, in zigzag order, so that causal work is about equal.
+Each sequence is 31 random tokens, then the same 31 again; the model learns to predict the second half. The four ranks
+hold 15, 15, 16 and 16 of the 62 tokens, in zigzag order, so that their causal work is about equal.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Model(nn.Module):
         self.places = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.Sequential(Block(group), Block(group))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
-        # Position embeddings go by the position in the whole sequence, not in the shard. Not a buffer:
-        # DistributedDataParallel would give everybody those of rank 0.
+        # Position embeddings use positions in the whole sequence, not in the shard. This is no buffer, because
+        # DistributedDataParallel would overwrite it with that of rank 0.
         self.positions = positions(TOKENS, placement=PLACEMENT, group=group)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and what comes after each of them, -100 where that cannot be known."""
+    """Tokens, and the token after each of them; -100 where it cannot be predicted."""
     half = torch.randint(VOCABULARY, (BATCH, HALF), generator=generator)
     tokens = torch.cat([half, half], 1)
     following = torch.full_like(tokens, -100)
@@ -73,7 +73,7 @@ def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(steps: int, group: dist.ProcessGroup | None) -> float:
-    """The last step's loss, of the whole sequence."""
+    """Returns the loss of the last step over the whole sequence."""
     torch.manual_seed(0)
     model: nn.Module = Model(group)
     ranks = 1
@@ -84,10 +84,10 @@ def train(steps: int, group: dist.ProcessGroup | None) -> float:
     generator = torch.Generator().manual_seed(1)
     loss = torch.zeros(())
     for step in range(1, steps + 1):
-        # Every rank makes the same batch and keeps its part. Targets are shifted first, then sharded.
+        # Every rank makes the same batch and keeps its shard. Targets are shifted before they are sharded.
         tokens, following = (shard(x, placement=PLACEMENT, group=group) for x in batch(generator))
         logits = model(tokens)
-        # A rank's share of the mean over the whole sequence.
+        # This rank's share of the mean over the whole sequence.
         wanted = BATCH * (HALF - 1)
         loss = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / wanted
         optimizer.zero_grad()
@@ -103,9 +103,7 @@ def train(steps: int, group: dist.ProcessGroup | None) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     if "RANK" not in os.environ:  # not under torchrun

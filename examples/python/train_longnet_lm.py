@@ -2,13 +2,13 @@
 
     python examples/python/train_longnet_lm.py                                        # one process
     torchrun --nproc-per-node=4 examples/python/train_longnet_lm.py                   # four: the same losses
-    torchrun --nproc-per-node=4 examples/python/train_longnet_lm.py --checkpoints runs/lm --steps 400   # goes on
+    torchrun --nproc-per-node=4 examples/python/train_longnet_lm.py --checkpoints runs/lm --steps 400   # continues
 
 Without --text it learns the documents of this repository. The defaults are a model of 0.4 million parameters that gets
 from 5.6 to 2.3 nats per byte in half a minute of one core; --base is the published model, 12 layers of width 768.
 
 Losses do not depend on the number of processes: a batch depends on its step alone, every rank takes its part of it,
-and token_mean is the mean over the tokens of all ranks. A training that was stopped goes on from its last checkpoint,
+and token_mean is the mean over the tokens of all ranks. A training that was stopped continues from its last checkpoint,
 on any number of processes.
 """
 
@@ -38,7 +38,8 @@ def text_of(files: list[str]) -> torch.Tensor:
 
 
 def batch_of(text: torch.Tensor, step: int, batch: int, tokens: int) -> torch.Tensor:
-    """[batch, tokens + 1] bytes from anywhere; where, the step alone decides: nothing to remember in a checkpoint."""
+    """[batch, tokens + 1] bytes from random places. They depend on the step alone, so a checkpoint need not hold
+    them."""
     starts = torch.randint(
         len(text) - tokens, (batch, 1), generator=torch.Generator().manual_seed(step)
     )
@@ -46,7 +47,7 @@ def batch_of(text: torch.Tensor, step: int, batch: int, tokens: int) -> torch.Te
 
 
 def learning_rate(step: int, steps: int, most: float) -> float:
-    """A linear rise over the first tenth, then half a cosine down to a tenth of the most."""
+    """Rises linearly over the first tenth of the steps, then falls by half a cosine to a tenth of the maximum."""
     rise = max(1, steps // 10)
     if step < rise:
         return most * step / rise
@@ -54,14 +55,14 @@ def learning_rate(step: int, steps: int, most: float) -> float:
 
 
 def memory(device: torch.device) -> str:
-    """The most that this process has used so far."""
+    """The peak memory of this process so far."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB"
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB"
 
 
 def show_bar(step: int, steps: int, loss: float) -> None:
-    """One line that is written over and over, where somebody looks."""
+    """A progress bar, if standard error is a terminal."""
     if sys.stderr.isatty():
         done = 40 * step // steps
         bar = "#" * done + "." * (40 - done)
@@ -73,9 +74,7 @@ def train(a: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.
     ring = {"placement": a.placement, "group": group}
     text = text_of(a.text)
     if len(text) <= a.tokens:
-        raise SystemExit(
-            f"the text has {len(text)} bytes: more than --tokens {a.tokens} are needed"
-        )
+        raise SystemExit(f"the text has {len(text)} bytes, expected more than --tokens {a.tokens}")
     torch.manual_seed(0)
     if a.base:
         model = LongNetLM.base(device=device, use_gradient_checkpointing=True, **ring)
@@ -85,12 +84,12 @@ def train(a: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.
         model = LongNetLM(256, *sizes, device=device, **branches, **ring)
     parameters = sum(p.numel() for p in model.parameters())
     model = data_parallel(model, group, bucket_size=a.bucket_size)
-    # A larger eps than usual: where gradients are tiny, Adam's steps would be made of rounding errors.
+    # A larger eps than usual: with tiny gradients, Adam's steps would otherwise consist of rounding errors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=a.learning_rate, eps=1e-6)
 
     def run_step(step: int) -> float:
         whole = batch_of(text, step, a.batch, a.tokens).to(device)
-        # Shifted first, then cut: the next token may be on another rank.
+        # Targets are shifted before they are sharded: the next token may be on another rank.
         tokens, following = shard(whole[:, :-1], **ring), shard(whole[:, 1:], **ring)
         logits = model(tokens, n_global=a.tokens)
         losses = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
@@ -123,9 +122,7 @@ def train(a: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.
             now = time.perf_counter()
             rate = (step - steps_then) * a.batch * a.tokens / (now - then)
             then, steps_then = now, step
-            start = (
-                "\r\033[K" if sys.stdout.isatty() and sys.stderr.isatty() else ""
-            )  # over the bar
+            start = "\r\033[K" if sys.stdout.isatty() and sys.stderr.isatty() else ""  # erases the bar
             print(
                 f"{start}step {step:5d}  loss {loss:.6f}  {rate:9,.0f} tokens/s  {memory(device)}",
                 flush=True,
@@ -137,7 +134,7 @@ def train(a: argparse.Namespace, group: dist.ProcessGroup | None, device: torch.
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: 1 or more was expected")
+        raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
     return number
 
 
@@ -146,14 +143,12 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE")
     parser.add_argument("--steps", type=positive, default=200)
-    parser.add_argument("--stop-after", type=positive, metavar="STEP", help="and go on another time")
+    parser.add_argument("--stop-after", type=positive, metavar="STEP", help="stop here; a later run continues")
     parser.add_argument("--batch", type=positive, default=8)
-    parser.add_argument("--tokens", type=positive, default=255, help="of a sequence")
+    parser.add_argument("--tokens", type=positive, default=255, help="tokens of a sequence")
     parser.add_argument("--layers", type=positive, default=2)
     parser.add_argument("--width", type=positive, default=128)
     parser.add_argument("--heads", type=positive, default=4)

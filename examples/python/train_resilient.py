@@ -1,15 +1,17 @@
-"""Trains a small causal model over a ring of processes that may be killed.
+"""Trains a small causal model over a ring of processes, any of which may be killed.
 
     torchrun --max-restarts 3 --nproc-per-node 4 examples/python/train_resilient.py \\
       --steps 40 --checkpoint-interval 5 --checkpoints runs/resilient
 
-Kill any process at any step (``kill -9``): torchrun starts all of them again, they go on after the newest whole
-checkpoint, and the last line, ``loss <number>``, is that of a run in which nothing happened, to the last bit. So it is if
-one is stopped (``kill -STOP``): after two minutes the others give up waiting, and torchrun starts all of them again. Started
-again on another number of processes, or with plain ``python``, it goes on, too; its loss is then the same to rounding.
+Kill any process at any step (``kill -9``). torchrun then starts all of them again, and they continue from the newest
+complete checkpoint. The last line, ``loss <number>``, has the same bits as in a run without a failure. The same holds for
+a process that is stopped (``kill -STOP``): after two minutes the others report it as lost, and torchrun restarts all of
+them. A run can also continue on another number of processes, or with plain ``python``; its loss is then the same up to
+rounding.
 
-What makes that so: the batch of a step depends on the step alone; the loss is the mean over all tokens, of which a rank
-has its share (61 tokens on 4 ranks: 15 or 16 each); gradients are summed in one tensor, so in the same order every time.
+Three things make the result reproducible: the batch of a step depends on the step alone; the loss is the mean over all
+tokens, to which each rank adds its share (61 tokens on 4 ranks: 15 or 16 each); and all gradients are summed in one
+tensor, so always in the same order.
 """
 
 from __future__ import annotations
@@ -22,51 +24,15 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from annulus.torch import Checkpoints, RingMultiheadDilatedAttention, cleanup, positions, shard
+from annulus.torch import Checkpoints, LongNetLM, cleanup, shard
 from torch import nn
 
 TOKENS, VOCABULARY, WIDTH, HEADS, BATCH = 61, 16, 32, 2, 8
-PLACEMENT = "zigzag"
-TIMEOUT = datetime.timedelta(minutes=2)  # a step takes milliseconds; PyTorch's own is half an hour
-
-
-class Block(nn.Module):
-    def __init__(self, group: dist.ProcessGroup | None):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = RingMultiheadDilatedAttention(
-            *(WIDTH, HEADS),
-            batch_first=True,
-            segment_lengths=[16, 64],
-            dilation_rates=[1, 2],
-            is_causal=True,
-            placement=PLACEMENT,
-            group=group,
-        )
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm1(x)
-        x = x + self.attention(h, h, h, need_weights=False, n_global=TOKENS)[0]
-        return x + self.mlp(self.norm2(x))
-
-
-class Model(nn.Module):
-    def __init__(self, group: dist.ProcessGroup | None):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.Sequential(Block(group), Block(group))
-        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
-        self.positions = positions(TOKENS, placement=PLACEMENT, group=group)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.tokens(tokens) + self.places(self.positions)))
+TIMEOUT = datetime.timedelta(minutes=2)  # a step takes milliseconds; PyTorch's default is half an hour
 
 
 class Progress:
-    """What is to come back beside model and optimizer."""
+    """State that a checkpoint holds in addition to model and optimizer."""
 
     def __init__(self) -> None:
         self.loss = float("nan")
@@ -79,17 +45,15 @@ class Progress:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counting in steps of 1 to 3, from anywhere: tokens, and what comes after each of them."""
+    """Sequences that count up by 1 to 3 from a random start: tokens, and the token after each of them."""
     generator = torch.Generator().manual_seed(step)
-    start, by = (
-        torch.randint(*bounds, (BATCH, 1), generator=generator) for bounds in ((0, 16), (1, 4))
-    )
+    start, by = (torch.randint(*bounds, (BATCH, 1), generator=generator) for bounds in ((0, 16), (1, 4)))
     counted = (start + by * torch.arange(TOKENS + 1)) % VOCABULARY
     return counted[:, :-1], counted[:, 1:]
 
 
 def sum_over_ranks(model: nn.Module, loss: torch.Tensor) -> float:
-    """Gives every rank the whole gradient, and returns the whole loss."""
+    """Sums gradients and loss over all ranks, and returns the loss."""
     grads = [p.grad for p in model.parameters()]
     flat = torch.cat([loss.detach().reshape(1), *(g.flatten() for g in grads)])
     dist.all_reduce(flat)
@@ -100,17 +64,17 @@ def sum_over_ranks(model: nn.Module, loss: torch.Tensor) -> float:
 
 def train(steps: int, interval: int, folder: str, group: dist.ProcessGroup | None) -> float:
     torch.manual_seed(0)
-    model = Model(group)
+    ring = {"placement": "zigzag", "group": group}
+    model = LongNetLM(VOCABULARY, 2, WIDTH, HEADS, segment_lengths=[16, 64], dilation_rates=[1, 2], **ring)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
     progress = Progress()
     state = {"model": model, "optimizer": optimizer, "progress": progress}
     rank = 0 if group is None else dist.get_rank(group)
     with Checkpoints(folder, interval, group=group) as checkpoints:
         for step in range(checkpoints.resume(state).step + 1, steps + 1):
-            tokens, following = (
-                shard(x, placement=PLACEMENT, group=group) for x in batch(step)
-            )  # shifted first, then sharded
-            logits = model(tokens)
+            # Targets are shifted before they are sharded: the next token may be on another rank.
+            tokens, following = (shard(x, **ring) for x in batch(step))
+            logits = model(tokens, n_global=TOKENS)
             loss = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
             loss = loss / (BATCH * TOKENS)
             optimizer.zero_grad()
@@ -124,11 +88,11 @@ def train(steps: int, interval: int, folder: str, group: dist.ProcessGroup | Non
 
 
 def join() -> dist.ProcessGroup:
-    """torch.distributed.init_process_group, also for those who are started again.
+    """torch.distributed.init_process_group, which also works after a restart by torchrun.
 
-    torchrun keeps one store for all attempts, in which those who come later find the addresses of the dead
-    (pytorch/pytorch#135712): each attempt gets a part of its own. Attempts are counted per machine: across machines, have
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and ``--rdzv-backend c10d`` make a new store instead.
+    torchrun keeps one store for all attempts. A restarted process would find the addresses of ended processes in it
+    (pytorch/pytorch#135712), so each attempt uses its own prefix. Attempts are counted per machine. Across machines, set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and ``--rdzv-backend c10d`` to get a new store instead.
     """
     store = None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -141,9 +105,7 @@ def join() -> dist.ProcessGroup:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--checkpoint-interval", type=int, default=5)
     parser.add_argument("--checkpoints", required=True, metavar="DIR")

@@ -14,17 +14,8 @@
 #include "support/problem.h"
 #include "support/random_plans.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::oracle;
-using test::progression;
-using test::random_task;
-using test::relative_rms;
-using test::TaskData;
-using test::TaskOracle;
-using test::TaskResult;
-using test::TaskRun;
 
 // Whoever packs keys, the bits are the same: an engine packs those that several tasks share, and
 // with other numbers of threads others share them. NaN and Inf, too.
@@ -33,7 +24,7 @@ TEST(KernelPacks, PackedKeysGiveTheSameBits) {
     if (kernels->pack_keys == nullptr) continue;
     for (int round = 0; round < 24; ++round) {
       SCOPED_TRACE(std::string(kernels->name) + ", seed " + std::to_string(round));
-      test::Random random(static_cast<std::uint64_t>(round));
+      Random random(static_cast<std::uint64_t>(round));
       const std::int64_t keys = random.between(1, round % 4 == 0 ? 1500 : 300);
       TaskRun run;
       run.canonical_keys = random.coin();
@@ -52,9 +43,9 @@ TEST(KernelPacks, PackedKeysGiveTheSameBits) {
         run.key_cuts = {{keys / 2, 1, keys - keys / 2}, {0, 1, keys / 2}};
       TaskResult own;
       TaskResult packed;
-      test::run_forward(*kernels, data, run, own);
+      run_forward(*kernels, data, run, own);
       run.packed = true;
-      test::run_forward(*kernels, data, run, packed);
+      run_forward(*kernels, data, run, packed);
       const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
         return a.size() == b.size() &&
                std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
@@ -79,7 +70,7 @@ TEST(KernelPacks, ReferencesMoveToKeysOfLaterRounds) {
     TaskRun run;
     run.packed = true;
     TaskResult got;
-    test::run_forward(*kernels, data, run, got);
+    run_forward(*kernels, data, run, got);
     EXPECT_LE(relative_rms(got.lse, want.lse, 1.0), 2e-6) << kernels->name;
     EXPECT_LE(relative_rms(got.o, want.o), 3e-3) << kernels->name;
   }
@@ -116,14 +107,14 @@ TEST(KernelPacks, TasksComputeWithTheKeysThatTheirFilterKeeps) {
             run.canonical_keys = canonical;
             run.packed = true;
             TaskResult packed;
-            test::run_forward(*kernels, data, run, packed);
+            run_forward(*kernels, data, run, packed);
             EXPECT_LE(relative_rms(packed.lse, want.lse, 1.0), 2e-6);
             EXPECT_LE(relative_rms(packed.o, want.o), 3e-3);
             if (!canonical) continue;
             // A key's place is its index, whoever packs it and whatever is left out.
             run.packed = false;
             TaskResult own;
-            test::run_forward(*kernels, data, run, own);
+            run_forward(*kernels, data, run, own);
             EXPECT_EQ(own.o, packed.o);
             EXPECT_EQ(own.lse, packed.lse);
           }
@@ -134,4 +125,4 @@ TEST(KernelPacks, TasksComputeWithTheKeysThatTheirFilterKeeps) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -15,27 +15,13 @@
 #include "support/problem.h"
 #include "support/random_plans.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
 
-using test::oracle;
-using test::progression;
-using test::random_task;
-using test::relative_rms;
-using test::run_task;
-using test::TaskData;
-using test::TaskOracle;
-using test::TaskResult;
-using test::TaskRun;
-
-constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-class KernelRangeTest : public test::EveryKernelSet {};
+class KernelRangeTest : public EveryKernelSet {};
 
 INSTANTIATE_TEST_SUITE_P(Isa, KernelRangeTest, ::testing::ValuesIn(cpu::available_kernels()),
-                         test::name_of_set);
+                         name_of_set);
 
 // ---- logits of 1e4 -----------------------------------------------------------------------------
 
@@ -47,8 +33,7 @@ TaskData with_logits(DType dtype, std::int64_t queries, const std::vector<double
                               progression(0, 1, std::ssize(logits)));
   data.scale = 1;
   for (std::size_t i = 0; i < data.q.size(); ++i) data.q[i] = i % width == 0 ? 1 : 0;
-  for (std::size_t j = 0; j < logits.size(); ++j)
-    data.k[j * width] = test::as_stored(dtype, logits[j]);
+  for (std::size_t j = 0; j < logits.size(); ++j) data.k[j * width] = as_stored(dtype, logits[j]);
   return data;
 }
 
@@ -69,10 +54,10 @@ void expect_within_conditioning(const cpu::Kernels& kernels, const TaskData& dat
     // dQ and dK multiply by k, which is as large as the logits.
     const double unit = m == 1 ? 1.0 : m == 2 ? largest : 1.0;
     for (std::size_t i = 0; i < actual.size(); ++i) {
-      ASSERT_TRUE(std::isfinite(actual[i])) << test::kResultNames[m] << "[" << i << "]";
+      ASSERT_TRUE(std::isfinite(actual[i])) << kResultNames[m] << "[" << i << "]";
       ASSERT_NEAR(actual[i], expected[i],
                   limit * unit * std::max(1.0, static_cast<double>(data.queries())))
-          << test::kResultNames[m] << "[" << i << "]";
+          << kResultNames[m] << "[" << i << "]";
     }
   }
 }
@@ -86,7 +71,7 @@ TEST_P(KernelRangeTest, LogitsUpTo10000NeitherOverflowNorVanish) {
       expect_within_conditioning(kernels(), data);
     }
     SCOPED_TRACE(std::string(name_of(dtype)) + " random");
-    test::Random random(12);
+    Random random(12);
     std::vector<double> logits(300);
     for (double& x : logits) x = static_cast<double>(random.between(-10000, 10000));
     expect_within_conditioning(kernels(), with_logits(dtype, 2, logits));
@@ -113,7 +98,7 @@ TEST_P(KernelRangeTest, OneKeyWithAllTheWeightGivesItsValue) {
         for (const std::vector<float>* const lse : {&nothing, &little}) {
           run.state_lse = lse;
           TaskResult got;
-          test::run_forward(kernels(), data, run, got);
+          run_forward(kernels(), data, run, got);
           for (std::size_t i = 0; i < got.o.size(); ++i)
             ASSERT_NEAR(got.o[i], value[i % static_cast<std::size_t>(dim)], 2e-6) << i;
         }
@@ -134,7 +119,7 @@ TEST_P(KernelRangeTest, LogitsMayJumpBy10000AtAnyKey) {
         for (std::size_t j = at; j < logits.size(); ++j) logits[j] = jump;
         TaskResult got;
         const TaskData data = with_logits(dtype, 1, logits);
-        test::run_forward(kernels(), data, {}, got);
+        run_forward(kernels(), data, {}, got);
         const TaskOracle want = oracle(data);
         const double limit = dtype == DType::bf16 ? 4e-3 : 1e-5;
         for (std::size_t i = 0; i < got.o.size(); ++i) ASSERT_NEAR(got.o[i], want.o[i], limit) << i;
@@ -165,7 +150,7 @@ TEST_P(KernelRangeTest, OneKeyFarAboveTheOthersIsTheOutputAtAnyLevel) {
           logits[at] = level * (1 + 0.03 * trial);
           const TaskData data = with_logits(dtype, 2, logits);
           TaskResult got;
-          test::run_forward(kernels(), data, {}, got);
+          run_forward(kernels(), data, {}, got);
           for (std::size_t i = 0; i < got.o.size(); ++i)
             ASSERT_NEAR(got.o[i], data.v[at * 16 + i % 16], 2e-6);
           ASSERT_NEAR(got.lse[0], data.k[at * 16], 1e-6 * level);
@@ -179,7 +164,7 @@ TEST_P(KernelRangeTest, OneKeyFarAboveTheOthersIsTheOutputAtAnyLevel) {
 TaskData by_thirds(TaskData data) {
   data.scale = 1.0 / 3;
   for (std::size_t j = 0; j < data.k.size(); j += 16)
-    data.k[j] = test::as_stored(data.dtype, 3 * data.k[j]);
+    data.k[j] = as_stored(data.dtype, 3 * data.k[j]);
   return data;
 }
 
@@ -192,7 +177,7 @@ TEST_P(KernelRangeTest, BackwardGivesALoneKeyTheWeightOne) {
       for (const bool repeats : {false, true}) {
         SCOPED_TRACE(std::string(name_of(dtype)) + " at " + std::to_string(level) +
                      (repeats ? " thrice" : ""));
-        test::Random random(13);
+        Random random(13);
         for (int trial = 0; trial < 20; ++trial) {
           // 140 keys, the others far below.
           std::vector<double> logits(140, level - std::abs(level) / 2);
@@ -246,7 +231,7 @@ TEST_P(KernelRangeTest, StateMayBe10000AwayFromTheScores) {
     run.state_o = &o;
     run.state_lse = &lse;
     TaskResult got;
-    test::run_forward(kernels(), data, run, got);
+    run_forward(kernels(), data, run, got);
     const TaskOracle fresh = oracle(data);
     for (std::size_t i = 0; i < got.o.size(); ++i) {
       EXPECT_NEAR(got.o[i], old_lse > 0 ? 0.25 : fresh.o[i], 1e-6);
@@ -264,7 +249,7 @@ TEST_P(KernelRangeTest, ValuesOfAnyMagnitudeKeepTheirPrecision) {
     for (double& x : data.q) x = static_cast<float>(x * 4);  // logits to +-30 and beyond
     for (double& x : data.v) x = static_cast<float>(x * magnitude);
     TaskResult got;
-    test::run_forward(kernels(), data, {}, got);
+    run_forward(kernels(), data, {}, got);
     EXPECT_LE(relative_rms(got.o, oracle(data).o), 4e-6) << magnitude;
   }
 }
@@ -309,7 +294,7 @@ TEST_P(KernelRangeTest, PoisonReachesExactlyTheRowsOfTheOracle) {
         run.query_cuts = {{21, 1, 22}, {1, 2, 10}, {0, 2, 11}};
       }
       const TaskResult bits = run_task(kernels(), clean, run);
-      test::Random random(15);
+      Random random(15);
       for (std::int64_t row = 0; row < kRows; ++row) {
         for (int tensor = 0; tensor < 4; ++tensor) {
           const float poison = kPoisons[(row + tensor) % 3];
@@ -326,10 +311,10 @@ TEST_P(KernelRangeTest, PoisonReachesExactlyTheRowsOfTheOracle) {
             for (std::size_t i = 0; i < want.members()[m]->size(); ++i) {
               const double expected = (*want.members()[m])[i];
               const float actual = (*got.members()[m])[i];
-              const std::string where = std::string(test::kResultNames[m]) + "[" +
-                                        std::to_string(m == 1 ? i : i / 8) + "]";
-              if (m == 0 && want.lse[i / 8] == test::kNegInf) continue;  // not even initialised
-              if (m == 1 && expected == test::kNegInf) {
+              const std::string where =
+                  std::string(kResultNames[m]) + "[" + std::to_string(m == 1 ? i : i / 8) + "]";
+              if (m == 0 && want.lse[i / 8] == kNegInf) continue;  // not even initialised
+              if (m == 1 && expected == kNegInf) {
                 ASSERT_EQ(actual, -kInf) << where;
                 continue;
               }
@@ -364,7 +349,7 @@ TEST_P(KernelRangeTest, PoisonStaysOutOfPaddingWithoutMask) {
             for (std::size_t i = 0; i < want.members()[m]->size(); ++i) {
               ASSERT_EQ(std::isfinite((*got.members()[m])[i]),
                         std::isfinite((*want.members()[m])[i]))
-                  << test::kResultNames[m] << "[" << i << "], " << queries << " queries, " << keys
+                  << kResultNames[m] << "[" << i << "], " << queries << " queries, " << keys
                   << " keys, tensor " << tensor;
             }
           }
@@ -393,13 +378,13 @@ TEST_P(KernelRangeTest, RowsWithNothingButMinusInfinityAreEmpty) {
       const TaskOracle want = oracle(data);
       const TaskResult got = run_task(kernels(), data);
       for (std::size_t i = 0; i < want.lse.size(); ++i) {
-        EXPECT_EQ(got.lse[i] == -kInf, want.lse[i] == test::kNegInf) << "lse " << i;
+        EXPECT_EQ(got.lse[i] == -kInf, want.lse[i] == kNegInf) << "lse " << i;
       }
       for (std::size_t m = 2; m < 5; ++m) {
         for (std::size_t i = 0; i < want.members()[m]->size(); ++i) {
           ASSERT_TRUE(std::isfinite((*want.members()[m])[i]));
           ASSERT_TRUE(std::isfinite((*got.members()[m])[i]))
-              << test::kResultNames[m] << "[" << i / 8 << "]";
+              << kResultNames[m] << "[" << i / 8 << "]";
         }
       }
     }
@@ -418,11 +403,11 @@ TEST_P(KernelRangeTest, RowsWithNothingButMinusInfinityAreZeroWhateverTheValues)
     TaskRun run;
     run.out_dtype = dtype;
     TaskResult got;
-    test::run_forward(kernels(), data, run, got);
+    run_forward(kernels(), data, run, got);
     for (const float x : got.lse) EXPECT_EQ(x, -kInf);
     for (const float x : got.o) EXPECT_EQ(x, 0.0F) << name_of(dtype);
   }
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -19,55 +19,38 @@
 #include "support/problem.h"
 #include "support/random_plans.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
 
-using test::Cut;
-using test::oracle;
-using test::progression;
-using test::random_task;
-using test::relative_rms;
-using test::run_task;
-using test::TaskData;
-using test::TaskOracle;
-using test::TaskResult;
-using test::TaskRun;
-
-constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-class KernelTest : public test::EveryKernelSet {};
+class KernelTest : public EveryKernelSet {};
 
 INSTANTIATE_TEST_SUITE_P(Isa, KernelTest, ::testing::ValuesIn(cpu::available_kernels()),
-                         test::name_of_set);
+                         name_of_set);
 
 double rms_of_rounding(const std::vector<double>& values, DType dtype) {
-  return relative_rms(test::rounded(values, dtype), values) * test::rms(values);
+  return relative_rms(rounded(values, dtype), values) * rms(values);
 }
 
 // fp32: 2e-6. 16 bit: twice the error of rounding the inputs' exact result, plus what short rows
 // cannot avoid.
 void expect_close(const TaskData& data, const TaskResult& got, const TaskOracle& want) {
-  const double joint =
-      std::max(test::rms(want.dv), std::max(test::rms(want.dq), test::rms(want.dk)));
+  const double joint = std::max(rms(want.dv), std::max(rms(want.dq), rms(want.dk)));
   for (std::size_t m = 0; m < 5; ++m) {
     const auto& actual = *got.members()[m];
     const auto& expected = *want.members()[m];
-    const std::string what = std::string(name_of(data.dtype)) + " " + test::kResultNames[m];
+    const std::string what = std::string(name_of(data.dtype)) + " " + kResultNames[m];
     if (data.dtype == DType::f32 || m == 1) {
       const double error = relative_rms(actual, expected, m == 1 ? 1.0 : m == 0 ? 0.0 : joint);
       EXPECT_LE(error, 2e-6) << what;
-      test::note_worst(what + " relative RMS error", error);
+      note_worst(what + " relative RMS error", error);
       continue;
     }
     const double unit = rms_of_rounding(expected, data.dtype);
     const double nominal =
         0.4 * (data.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11) * (m == 0 ? 0.0 : joint);
-    const double error =
-        relative_rms(actual, expected) * test::rms(expected) / std::max(unit, nominal);
+    const double error = relative_rms(actual, expected) * rms(expected) / std::max(unit, nominal);
     EXPECT_LE(error, 2.0) << what;
-    test::note_worst(what + " error / rounding error", error);
+    note_worst(what + " error / rounding error", error);
   }
 }
 
@@ -84,14 +67,14 @@ void expect_within_rounding(const cpu::Kernels& kernels, const TaskData& data, c
   const bool native = data.dtype == DType::bf16 && kernels.native_bf16;
   // O = sum(P V) / sum(P): rounding P touches the sum above and, at most as much, the one below.
   const double weight_unit = native ? 0x1p-8 : 0.0;
-  const test::TaskMagnitudes size = test::magnitudes(data);
+  const TaskMagnitudes size = magnitudes(data);
   for (const std::size_t m : {0U, 2U, 3U, 4U}) {
     const auto& actual = *got.members()[m];
     const auto& expected = *want.members()[m];
     const auto& rounded_terms = *size.rounded.members()[m];
     const auto& terms = *size.exact.members()[m];
     const DType out = m == 0 ? run.out_dtype : DType::f32;
-    const std::string what = std::string(name_of(data.dtype)) + " " + test::kResultNames[m];
+    const std::string what = std::string(name_of(data.dtype)) + " " + kResultNames[m];
     double worst = 0;
     for (std::size_t i = 0; i < expected.size(); ++i) {
       const double bound = (m == 0 ? 2 : 1) * weight_unit * rounded_terms[i] + kFp32 * terms[i] +
@@ -99,7 +82,7 @@ void expect_within_rounding(const cpu::Kernels& kernels, const TaskData& data, c
       worst = std::max(worst, std::abs(actual[i] - expected[i]) / bound);
     }
     EXPECT_LE(worst, 1.0) << what;
-    test::note_worst(what + " error / bound" + (native ? ", native" : ""), worst);
+    note_worst(what + " error / bound" + (native ? ", native" : ""), worst);
   }
 }
 
@@ -135,7 +118,7 @@ TEST_P(KernelTest, MatchesOracleForEveryHeadDim) {
       TaskRun run;
       run.out_dtype = dtype;
       expect_close(data, run_task(kernels(), data, run), oracle(data));
-      ASSERT_TRUE(test::shared_scratch().fence_stands()) << "wrote past the scratch";
+      ASSERT_TRUE(shared_scratch().fence_stands()) << "wrote past the scratch";
     }
   }
 }
@@ -145,7 +128,7 @@ TEST_P(KernelTest, MatchesOracleForRandomRuns) {
   const int rounds = 60;
   for (int round = 0; round < rounds; ++round) {
     SCOPED_TRACE("seed " + std::to_string(round));
-    test::Random random(static_cast<std::uint64_t>(round));
+    Random random(static_cast<std::uint64_t>(round));
     const bool large = round % 8 == 0;
     const std::int64_t queries = random.between(1, large ? 300 : 40);
     const std::int64_t keys = random.between(1, large ? 300 : 40);
@@ -314,15 +297,15 @@ TEST_P(KernelTest, ScratchIsEnoughForTheLargestTasks) {
       TaskData wide = random_task(5, dtype, dim, true, progression(0, 1, cpu::kQueryBlock),
                                   progression(0, 1, cpu::kKeyBlock + 9));
       wide.repeats = repeats;
-      test::run_forward(kernels(), wide, {}, result);
-      ASSERT_TRUE(test::shared_scratch().fence_stands()) << "forward wrote past the scratch";
+      run_forward(kernels(), wide, {}, result);
+      ASSERT_TRUE(shared_scratch().fence_stands()) << "forward wrote past the scratch";
 
       TaskData deep = random_task(6, dtype, dim, true, progression(0, 1, cpu::kGradBlock + 2),
                                   progression(0, 1, cpu::max_key_chunk(dim)));
       deep.repeats = repeats;
       const std::vector<double> zeros(deep.q_index.size(), 0.0);
-      test::run_backward(kernels(), deep, {}, zeros, zeros, result);
-      ASSERT_TRUE(test::shared_scratch().fence_stands()) << "backward wrote past the scratch";
+      run_backward(kernels(), deep, {}, zeros, zeros, result);
+      ASSERT_TRUE(shared_scratch().fence_stands()) << "backward wrote past the scratch";
     }
   }
 }
@@ -335,8 +318,8 @@ TEST_P(KernelTest, TooLittleScratchIsAnErrorAndNotOverrun) {
   TaskRun run;
   run.scratch_bytes = std::size_t{256} << 10;  // neither kernel's task fits
   TaskResult result;
-  EXPECT_THROW(test::run_forward(kernels(), data, run, result), DeviceError);
-  EXPECT_THROW(test::run_backward(kernels(), data, run, want.lse, delta, result), DeviceError);
+  EXPECT_THROW(run_forward(kernels(), data, run, result), DeviceError);
+  EXPECT_THROW(run_backward(kernels(), data, run, want.lse, delta, result), DeviceError);
 }
 
 TEST_P(KernelTest, StateCarriesForwardOverSeveralTasks) {
@@ -353,7 +336,7 @@ TEST_P(KernelTest, StateCarriesForwardOverSeveralTasks) {
         run.key_cuts = {part};
         run.state_o = &o;
         run.state_lse = &lse;
-        test::run_forward(kernels(), data, run, result);
+        run_forward(kernels(), data, run, result);
         // Rows without any key so far hold zeros or rubbish; the executor clears them at the end.
         o = result.o;
         lse = result.lse;
@@ -372,7 +355,7 @@ TEST_P(KernelTest, GradientsAreAddedToWhatIsThere) {
   std::vector<double> delta;
   const TaskOracle want = oracle(data, &delta);
   TaskResult got;
-  test::run_backward(kernels(), data, {}, want.lse, delta, got, 2.0F);
+  run_backward(kernels(), data, {}, want.lse, delta, got, 2.0F);
   for (auto* part : {&got.dq, &got.dk, &got.dv}) {
     for (float& x : *part) x -= 2.0F;
   }
@@ -389,13 +372,13 @@ TEST_P(KernelTest, GradientsCanBeAskedForSeparately) {
     std::vector<double> delta;
     const TaskOracle want = oracle(data, &delta);
     TaskResult both, queries, keys;
-    test::run_backward(kernels(), data, {}, want.lse, delta, both);
+    run_backward(kernels(), data, {}, want.lse, delta, both);
     TaskRun run;
     run.key_grad = false;
-    test::run_backward(kernels(), data, run, want.lse, delta, queries);
+    run_backward(kernels(), data, run, want.lse, delta, queries);
     run.key_grad = true;
     run.query_grad = false;
-    test::run_backward(kernels(), data, run, want.lse, delta, keys);
+    run_backward(kernels(), data, run, want.lse, delta, keys);
     EXPECT_EQ(queries.dq, both.dq);
     EXPECT_EQ(keys.dk, both.dk);
     EXPECT_EQ(keys.dv, both.dv);
@@ -417,15 +400,15 @@ TEST_P(KernelTest, CanonicalOrderIgnoresHowRowsAreCut) {
       TaskRun whole;
       whole.canonical_keys = true;
       TaskResult expected;
-      test::run_forward(kernels(), data, whole, expected);
+      run_forward(kernels(), data, whole, expected);
       TaskRun queries_only = whole;
       queries_only.key_grad = false;
-      test::run_backward(kernels(), data, queries_only, want.lse, delta, expected);
+      run_backward(kernels(), data, queries_only, want.lse, delta, expected);
       const std::vector<float> dq = expected.dq;
       TaskRun keys_only;
       keys_only.canonical_queries = true;
       keys_only.query_grad = false;
-      test::run_backward(kernels(), data, keys_only, want.lse, delta, expected);
+      run_backward(kernels(), data, keys_only, want.lse, delta, expected);
 
       // Three stripes, then blocks: as shards would be.
       const std::vector<Cut> stripes = {{0, 3, 101}, {1, 3, 100}, {2, 3, 100}};
@@ -435,16 +418,16 @@ TEST_P(KernelTest, CanonicalOrderIgnoresHowRowsAreCut) {
         TaskRun run = whole;
         run.key_cuts = cuts;
         run.query_cuts = cuts;
-        test::run_forward(kernels(), data, run, got);
+        run_forward(kernels(), data, run, got);
         EXPECT_EQ(got.o, expected.o);
         EXPECT_EQ(got.lse, expected.lse);
         run.key_grad = false;
-        test::run_backward(kernels(), data, run, want.lse, delta, got);
+        run_backward(kernels(), data, run, want.lse, delta, got);
         EXPECT_EQ(got.dq, dq);
         run = keys_only;
         run.key_cuts = cuts;
         run.query_cuts = cuts;
-        test::run_backward(kernels(), data, run, want.lse, delta, got);
+        run_backward(kernels(), data, run, want.lse, delta, got);
         EXPECT_EQ(got.dk, expected.dk);
         EXPECT_EQ(got.dv, expected.dv);
       }
@@ -456,7 +439,7 @@ TEST_P(KernelTest, CanonicalOrderIgnoresHowRowsAreCut) {
         run.key_cuts = {{first, 1, 301 - first}};
         run.query_cuts = {{first, 1, 301 - first}};
         TaskResult got;
-        test::run_backward(kernels(), data, run, want.lse, delta, got);
+        run_backward(kernels(), data, run, want.lse, delta, got);
         const auto at = first * data.dim;
         EXPECT_TRUE(std::equal(got.dk.begin() + at, got.dk.end(), expected.dk.begin() + at))
             << first;
@@ -474,11 +457,11 @@ TEST_P(KernelTest, RowsDoNotDependOnTheirNeighbours) {
     const TaskData data =
         random_task(9, dtype, 16, true, progression(100, 1, 40), progression(0, 1, 140));
     TaskResult together;
-    test::run_forward(kernels(), data, {}, together);
+    run_forward(kernels(), data, {}, together);
     TaskData wild = data;
     for (std::size_t d = 0; d < 16; ++d) wild.q[5 * 16 + d] *= 2000;
     TaskResult beside;
-    test::run_forward(kernels(), wild, {}, beside);
+    run_forward(kernels(), wild, {}, beside);
     const auto bits = [](const TaskResult& result, std::size_t at) {
       std::vector<std::uint32_t> row(16);
       std::memcpy(row.data(), &result.o[at], row.size() * sizeof(float));
@@ -488,7 +471,7 @@ TEST_P(KernelTest, RowsDoNotDependOnTheirNeighbours) {
       TaskResult alone;
       TaskRun run;
       run.query_cuts = {{row, 1, 1}};
-      test::run_forward(kernels(), data, run, alone);
+      run_forward(kernels(), data, run, alone);
       const auto at = static_cast<std::size_t>(row) * 16;
       EXPECT_EQ(bits(alone, at), bits(together, at)) << "row " << row;
       EXPECT_EQ(alone.lse[static_cast<std::size_t>(row)],
@@ -506,7 +489,7 @@ std::vector<float> awkward_floats() {
                             -65520.0F,  1e30F,     6e-8F,     2.9e-8F,  3e-8F,    6.1e-5F,
                             6.097e-5F,  5.96e-8F,  kInf,      -kInf,    kNaN,     0x1.004p0F,
                             0x1.00cp0F, 0x1.01p0F, 0x1.03p0F, 3.4e38F,  1e-38F,   1e-40F};
-  test::Random random(18);
+  Random random(18);
   while (out.size() % 256 != 0 || out.size() < 4096) {
     out.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random.between(0, 0xffffffff))));
   }
@@ -556,4 +539,4 @@ TEST_P(KernelTest, DotRowsWidensEveryHalfExactly) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -17,12 +17,8 @@
 #include "ring/option_text.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::make_problem;
-using test::Problem;
-using test::Shard;
 
 constexpr int kRanks = 2;
 
@@ -36,7 +32,7 @@ RingOptions options_of(std::int64_t tokens, int ranks = kRanks) {
 
 void on_every_rank(const std::function<void(RingAttentionCache&, Transport&)>& body,
                    std::size_t capacity = 20) {
-  const auto outcomes = test::run_ranks(kRanks, [&](Transport& transport) {
+  const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
     RingAttentionCache cache(transport, capacity);
     body(cache, transport);
   });
@@ -99,8 +95,8 @@ TEST(Cache, CapacityOneRebuildsOnEveryChange) {
 TEST(Cache, EvictedExecutorStillWorksForWhoeverHoldsIt) {
   const Problem problem = problem_of(17);
   const RingOptions options = options_of(17);
-  const test::Inputs inputs = test::random_inputs(problem, 1);
-  test::Results results = test::empty_results(options);
+  const Inputs inputs = random_inputs(problem, 1);
+  Results results = empty_results(options);
   on_every_rank(
       [&](RingAttentionCache& cache, Transport& transport) {
         const std::shared_ptr<RingAttention> held = cache.get(options);
@@ -115,7 +111,7 @@ TEST(Cache, EvictedExecutorStillWorksForWhoeverHoldsIt) {
         shard.collect(results);
       },
       2);
-  test::expect_matches(problem, results, test::reference_of(problem, inputs));
+  expect_matches(problem, results, reference_of(problem, inputs));
 }
 
 TEST(Cache, ClearIsIdempotentAndReleasesEverything) {
@@ -230,8 +226,8 @@ TEST(Cache, RefusedOptionsLeaveItAsItWas) {
 }
 
 TEST(Cache, NeedsACapacity) {
-  const auto outcomes = test::run_ranks(
-      1, [](Transport& transport) { const RingAttentionCache cache(transport, 0); });
+  const auto outcomes =
+      run_ranks(1, [](Transport& transport) { const RingAttentionCache cache(transport, 0); });
   EXPECT_EQ(outcomes[0].kind, "ConfigError");
   EXPECT_NE(outcomes[0].message.find("capacity is 0"), std::string::npos);
 }
@@ -239,11 +235,11 @@ TEST(Cache, NeedsACapacity) {
 // Ranks ask in the same order, whatever they hold: results come from the right executor.
 TEST(Cache, ServesChangingShapes) {
   constexpr std::int64_t kShapes[] = {9, 16, 30};
-  std::vector<test::Results> results;
-  std::vector<test::Inputs> inputs;
+  std::vector<Results> results;
+  std::vector<Inputs> inputs;
   for (const std::int64_t tokens : kShapes) {
-    results.push_back(test::empty_results(options_of(tokens)));
-    inputs.push_back(test::random_inputs(problem_of(tokens), 5));
+    results.push_back(empty_results(options_of(tokens)));
+    inputs.push_back(random_inputs(problem_of(tokens), 5));
   }
   on_every_rank(
       [&](RingAttentionCache& cache, Transport& transport) {
@@ -261,7 +257,7 @@ TEST(Cache, ServesChangingShapes) {
       2);
   for (std::size_t i = 0; i < results.size(); ++i) {
     const Problem problem = problem_of(kShapes[i]);
-    test::expect_matches(problem, results[i], test::reference_of(problem, inputs[i]));
+    expect_matches(problem, results[i], reference_of(problem, inputs[i]));
   }
 }
 
@@ -309,4 +305,4 @@ TEST(LeasePool, KeepsTheLatestItemAndSoManyBytesBesideIt) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

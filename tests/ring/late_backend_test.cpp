@@ -21,39 +21,23 @@
 #include "support/gate.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
 
-using test::LateBackends;
-using test::Problem;
-using test::Shard;
-
-struct Case {
-  std::string name;
-  Schedule schedule;
-  BackwardTravel travel;
-  bool reproducible;
-};
-
-// How often the host waited while it enqueued both passes, without the fixture's wait after each:
-// backward is enqueued behind forward.
+// How often the host waited while it enqueued both passes.
 std::int64_t waits_of_both(RingAttention& ring, Shard& shard) {
-  const std::int64_t before = test::host_waits();
-  ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view());
-  ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(), shard.lse.view(),
-                shard.dout.view(), shard.dq.view(), shard.dk.view(), shard.dv.view());
-  return test::host_waits() - before;
+  const std::int64_t before = host_waits();
+  shard.enqueue(ring);
+  return host_waits() - before;
 }
 
-class LateBackend : public testing::TestWithParam<Case> {
+class LateBackend : public testing::TestWithParam<RowTravel> {
  protected:
   LateBackend()
-      : problem_(test::make_problem("late", pattern(), 2, 150, 24)),
-        inputs_(test::random_inputs(problem_, 11)),
-        options_(test::ring_options(problem_, Placement::zigzag(150, 3))) {
-    options_.schedule = GetParam().schedule;
-    options_.backward_travel = GetParam().travel;
-    options_.reproducible = GetParam().reproducible;
+      : problem_(make_problem("late", pattern(), 2, 150, 24)),
+        inputs_(random_inputs(problem_, 11)),
+        options_(ring_options(problem_, Placement::zigzag(150, 3))) {
+    GetParam().apply(options_);
   }
 
   static Pattern pattern() {
@@ -63,12 +47,12 @@ class LateBackend : public testing::TestWithParam<Case> {
   }
 
   // Results, and how often a host thread waited inside the passes.
-  std::pair<test::Results, std::int64_t> run(bool host_only, bool reaches, bool shared = false) {
+  std::pair<Results, std::int64_t> run(bool host_only, bool reaches, bool shared = false) {
     const LateBackends late(shared);
-    test::Results results = test::empty_results(options_);
+    Results results = empty_results(options_);
     std::atomic<std::int64_t> waited{0};
     run_in_process(3, [&](Transport& transport) {
-      test::HostOnlyTransport host(transport, reaches);
+      HostOnlyTransport host(transport, reaches);
       Transport& link = host_only ? static_cast<Transport&>(host) : transport;
       RingAttention ring(options_, link);
       Shard shard(options_, link.rank());
@@ -81,48 +65,42 @@ class LateBackend : public testing::TestWithParam<Case> {
   }
 
   Problem problem_;
-  test::Inputs inputs_;
+  Inputs inputs_;
   RingOptions options_;
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    , LateBackend,
-    testing::Values(Case{"ring_keys", Schedule::ring, BackwardTravel::keys, false},
-                    Case{"ring_queries", Schedule::ring, BackwardTravel::queries, false},
-                    Case{"gather_keys", Schedule::gather, BackwardTravel::keys, false},
-                    Case{"gather_queries", Schedule::gather, BackwardTravel::queries, false},
-                    Case{"reproducible", Schedule::gather, BackwardTravel::automatic, true}),
-    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(, LateBackend, testing::ValuesIn(kRowTravels),
+                         [](const auto& info) { return info.param.name; });
 
 TEST_P(LateBackend, GivesTheSameBitsAsAtOnce) {
-  const test::Results at_once = test::run_ring(options_, inputs_);
-  const test::Results late = run(false, true).first;
-  EXPECT_EQ(test::first_difference(at_once, late), "");
-  test::expect_matches(problem_, late, test::reference_of(problem_, inputs_));
+  const Results at_once = run_ring(options_, inputs_);
+  const Results late = run(false, true).first;
+  EXPECT_EQ(first_difference(at_once, late), "");
+  expect_matches(problem_, late, reference_of(problem_, inputs_));
 }
 
 TEST_P(LateBackend, IsCarriedByTransportsThatKnowHostMemoryOnly) {
-  const test::Results at_once = test::run_ring(options_, inputs_);
+  const Results at_once = run_ring(options_, inputs_);
   const auto [direct, direct_waits] = run(true, true);
-  EXPECT_EQ(test::first_difference(at_once, direct), "");
+  EXPECT_EQ(first_difference(at_once, direct), "");
   EXPECT_GT(direct_waits, 0);
   const auto [staged, staged_waits] = run(true, false);
-  EXPECT_EQ(test::first_difference(at_once, staged), "") << "rows that were staged";
+  EXPECT_EQ(first_difference(at_once, staged), "") << "rows that were staged";
   EXPECT_GT(staged_waits, 0);
 }
 
 TEST_P(LateBackend, SharesItsMemoryWithOtherProcesses) {
-  const test::Results at_once = test::run_ring(options_, inputs_);
+  const Results at_once = run_ring(options_, inputs_);
   const auto [shared, waits] = run(true, false, true);
-  EXPECT_EQ(test::first_difference(at_once, shared), "");
+  EXPECT_EQ(first_difference(at_once, shared), "");
 }
 
 TEST_P(LateBackend, BatchesMayBeCarriedOutOneAfterTheOther) {
-  const test::Results at_once = test::run_ring(options_, inputs_);
-  test::Results results = test::empty_results(options_);
+  const Results at_once = run_ring(options_, inputs_);
+  Results results = empty_results(options_);
   const LateBackends late;
-  const auto outcomes = test::run_ranks(3, [&](Transport& inner) {
-    test::InOrderTransport transport(inner);
+  const auto outcomes = run_ranks(3, [&](Transport& inner) {
+    InOrderTransport transport(inner);
     RingAttention ring(options_, transport);
     Shard shard(options_, transport.rank());
     shard.load(inputs_);
@@ -130,21 +108,20 @@ TEST_P(LateBackend, BatchesMayBeCarriedOutOneAfterTheOther) {
     shard.backward(ring);
     shard.collect(results);
   });
-  for (const test::RankOutcome& outcome : outcomes) EXPECT_EQ(outcome.message, "");
-  EXPECT_EQ(test::first_difference(at_once, results), "");
+  for (const RankOutcome& outcome : outcomes) EXPECT_EQ(outcome.message, "");
+  EXPECT_EQ(first_difference(at_once, results), "");
 }
 
 // Memory of a pass still holds the rows of the one before it, which look right: other inputs follow
 // at once.
 TEST_P(LateBackend, PassesWithOtherInputsFollowAtOnce) {
   for (const bool shared : {false, true}) {
-    const test::Inputs others = test::random_inputs(problem_, 12);
-    const test::Results at_once[] = {test::run_ring(options_, inputs_),
-                                     test::run_ring(options_, others)};
-    test::Results results[] = {test::empty_results(options_), test::empty_results(options_)};
+    const Inputs others = random_inputs(problem_, 12);
+    const Results at_once[] = {run_ring(options_, inputs_), run_ring(options_, others)};
+    Results results[] = {empty_results(options_), empty_results(options_)};
     const LateBackends late(shared);
     run_in_process(3, [&](Transport& inner) {
-      test::HostOnlyTransport host(inner, false);
+      HostOnlyTransport host(inner, false);
       Transport& transport = shared ? static_cast<Transport&>(host) : inner;
       Shard first(options_, transport.rank());
       Shard second(options_, transport.rank());
@@ -162,7 +139,7 @@ TEST_P(LateBackend, PassesWithOtherInputsFollowAtOnce) {
       first.collect(results[0]);
       second.collect(results[1]);
     });
-    for (int i = 0; i < 2; ++i) EXPECT_EQ(test::first_difference(at_once[i], results[i]), "") << i;
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(first_difference(at_once[i], results[i]), "") << i;
   }
 }
 
@@ -173,7 +150,7 @@ TEST_P(LateBackend, HostNeverWaitsInsideAPass) {
     std::atomic<std::int64_t> waited{0};
     std::atomic<int> enqueued{0};
     run_in_process(3, [&](Transport& inner) {
-      test::HostOnlyTransport host(inner, false);
+      HostOnlyTransport host(inner, false);
       Transport& transport = shared ? static_cast<Transport&>(host) : inner;
       RingAttention ring(options_, transport);
       EXPECT_EQ(ring.transfers(), shared ? "shared device memory" : "device memory");
@@ -193,10 +170,10 @@ TEST_P(LateBackend, HostNeverWaitsInsideAPass) {
 // Rows on their way through the host when a batch cannot be posted: the executor must not free
 // their memory before they are there.
 TEST(Link, FinishWaitsForCopiesOfABatchThatWasNotPosted) {
-  const std::shared_ptr<Backend> backend = test::make_late(backend_of(Device{}, 1));
+  const std::shared_ptr<Backend> backend = make_late(backend_of(Device{}, 1));
   const auto ring = make_in_process_ring(2);
-  test::HostOnlyTransport host(*ring[0], false);
-  test::WatchedTransport failing(host);
+  HostOnlyTransport host(*ring[0], false);
+  WatchedTransport failing(host);
   failing.fail_after(5, 0);
   const std::shared_ptr<Queue> queue = backend->make_queue();
   ring::Link link(failing, *backend, queue);
@@ -207,7 +184,7 @@ TEST(Link, FinishWaitsForCopiesOfABatchThatWasNotPosted) {
   ring::Batch batch;
   for (std::int64_t i = 0; i < kMessages; ++i) batch.add(Way::send, 1, 5, box, i * kBytes, kBytes);
 
-  const auto gate = std::make_shared<test::Gate>();
+  const auto gate = std::make_shared<Gate>();
   queue->wait(Event(gate));
   EXPECT_THROW((void)link.post(batch, link.queue().record()), std::runtime_error);
   std::thread opening([&] {
@@ -223,4 +200,4 @@ TEST(Link, FinishWaitsForCopiesOfABatchThatWasNotPosted) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -25,8 +25,6 @@
 namespace annulus::test {
 namespace {
 
-using List = std::vector<std::int64_t>;
-
 // ---- the contract's messages, between processes
 
 void run_on_processes(int ranks, const std::function<void(Transport&)>& body) {

@@ -18,8 +18,6 @@
 namespace annulus::test {
 namespace {
 
-using List = std::vector<std::int64_t>;
-
 struct Held {
   std::int64_t resident = resident_bytes();
   std::int64_t descriptors = entries_of("/proc/self/fd");

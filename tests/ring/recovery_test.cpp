@@ -21,16 +21,8 @@
 #include "support/injected_failures.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::BadMemory;
-using test::FailingMemory;
-using test::make_problem;
-using test::Problem;
-using test::Shard;
-using List = std::vector<std::int64_t>;
-using Texts = std::vector<std::string>;
 
 Texts texts_of(const RingOptions& options) {
   Texts texts;
@@ -97,11 +89,11 @@ TEST(Recovery, PatternOfSomeHeadsAllowsTheSamePairs) {
 }
 
 // A few hundred failures; the soak has thousands.
-TEST(Recovery, FromFailuresEverywhere) { test::inject_many(300); }
+TEST(Recovery, FromFailuresEverywhere) { inject_many(300); }
 
 TEST(Recovery, GivesUpOnAllRanksWithNumbers) {
   const RingOptions options = small_options(3);
-  const auto outcomes = test::run_ranks(3, [&](Transport& transport) {
+  const auto outcomes = run_ranks(3, [&](Transport& transport) {
     {
       const FailingMemory failing(transport.rank() == 1 ? BadMemory{.every = 1} : BadMemory{});
       try {
@@ -122,7 +114,7 @@ TEST(Recovery, GivesUpOnAllRanksWithNumbers) {
     const RingAttention ring(options, transport);  // the ring is as good as it was
     EXPECT_EQ(ring.recovery(), "");
   });
-  test::expect_everywhere(outcomes, "", {});
+  expect_everywhere(outcomes, "", {});
 }
 
 // Numbers that a rank can do something with: what is needed at the least, and what would fit.
@@ -148,11 +140,11 @@ TEST(Recovery, SaysWhatWouldFit) {
 TEST(Recovery, CanBeForbidden) {
   RingOptions options = small_options(2);
   options.recover = false;
-  const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+  const auto outcomes = run_ranks(2, [&](Transport& transport) {
     const FailingMemory failing(transport.rank() == 1 ? BadMemory{.first = 0} : BadMemory{});
     const RingAttention ring(options, transport);
   });
-  for (const test::RankOutcome& outcome : outcomes) {
+  for (const RankOutcome& outcome : outcomes) {
     EXPECT_EQ(outcome.kind, "DeviceError") << outcome.message;
     EXPECT_EQ(outcome.message.find("tried"), std::string::npos) << outcome.message;
   }
@@ -168,7 +160,7 @@ TEST(Recovery, GoesOnWhereTheRingScheduleExceedsTheLimit) {
   options.head_dim = 16;
   options.schedule = Schedule::gather;
   std::vector<std::int64_t> bytes(kRanks);
-  auto outcomes = test::run_ranks(kRanks, [&](Transport& transport) {
+  auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
     const auto needed = [&](Schedule schedule) {
       RingOptions other = options;
       other.schedule = schedule;
@@ -176,22 +168,24 @@ TEST(Recovery, GoesOnWhereTheRingScheduleExceedsTheLimit) {
     };
     const std::int64_t gather = needed(Schedule::gather);
     const std::int64_t ring = needed(Schedule::ring);
-    if (transport.rank() == 1) ASSERT_LT(gather, ring);
+    if (transport.rank() == 1) {
+      ASSERT_LT(gather, ring);
+    }
     bytes[static_cast<std::size_t>(transport.rank())] = gather;
   });
-  test::expect_everywhere(outcomes, "", {});
+  expect_everywhere(outcomes, "", {});
   const auto limited = [&](int rank) {
     RingOptions mine = options;
     mine.limits.communication_bytes = bytes[static_cast<std::size_t>(rank)];
     return mine;
   };
   for (const bool everywhere : {true, false}) {
-    outcomes = test::run_ranks(kRanks, [&](Transport& transport) {
+    outcomes = run_ranks(kRanks, [&](Transport& transport) {
       const int rank = transport.rank();
       const FailingMemory failing(rank == 3 ? BadMemory{.plans = 2} : BadMemory{});
       const RingAttention ring(everywhere || rank == 1 ? limited(rank) : options, transport);
     });
-    for (const test::RankOutcome& outcome : outcomes) {
+    for (const RankOutcome& outcome : outcomes) {
       EXPECT_EQ(outcome.kind, "DeviceError") << outcome.message;
       for (const char* part : {"out of memory: 0 bytes for plans", "are free",
                                "tried in vain: caches dropped; by the ring schedule, whose "
@@ -201,23 +195,23 @@ TEST(Recovery, GoesOnWhereTheRingScheduleExceedsTheLimit) {
     }
   }
   // Asked for by the caller, it is the caller's error.
-  outcomes = test::run_ranks(kRanks, [&](Transport& transport) {
+  outcomes = run_ranks(kRanks, [&](Transport& transport) {
     RingOptions mine = limited(transport.rank());
     mine.schedule = Schedule::ring;
     const RingAttention ring(mine, transport);
   });
-  test::expect_everywhere(outcomes, "ConfigError", {"limits.communication_bytes"});
+  expect_everywhere(outcomes, "ConfigError", {"limits.communication_bytes"});
 }
 
 // One rank has no memory, another one has wrong options: nothing to recover from.
 TEST(Recovery, DoesNotHideWhatElseIsWrong) {
-  const auto outcomes = test::run_ranks(3, [&](Transport& transport) {
+  const auto outcomes = run_ranks(3, [&](Transport& transport) {
     RingOptions options = small_options(3);
     if (transport.rank() == 2) options.head_dim = 60;
     const FailingMemory failing(transport.rank() == 1 ? BadMemory{.first = 0} : BadMemory{});
     const RingAttention ring(options, transport);
   });
-  test::expect_everywhere(outcomes, "ConfigError", {});
+  expect_everywhere(outcomes, "ConfigError", {});
 }
 
 // Ranks whose options differ would not try the same things: a rank that has no memory before it can
@@ -228,14 +222,14 @@ TEST(Recovery, IsNotBegunByRanksThatDiffer) {
   for (const std::function<void(RingOptions&)>& change :
        {std::function(forbid), std::function(cut_batch)}) {
     for (const int unlucky : {0, 1}) {
-      const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+      const auto outcomes = run_ranks(2, [&](Transport& transport) {
         RingOptions options = small_options(2);
         if (transport.rank() == 1) change(options);
         const FailingMemory failing(transport.rank() == unlucky ? BadMemory{.plans = 1}
                                                                 : BadMemory{});
         const RingAttention ring(options, transport);
       });
-      test::expect_everywhere(outcomes, "ConfigError", {"disagree"});
+      expect_everywhere(outcomes, "ConfigError", {"disagree"});
     }
   }
 }
@@ -247,9 +241,9 @@ TEST(Recovery, PiecesKeepTheirPromises) {
         make_problem("pieces", longnet(4, List{16, 64}, List{1, 4}, true), 4, 130, 16, 2);
     RingOptions options = ring_options(problem, Placement::striped(130, 2));
     options.schedule = Schedule::ring;
-    const test::Inputs inputs = test::random_inputs(problem, 3);
-    test::Results results = test::empty_results(options);
-    const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+    const Inputs inputs = random_inputs(problem, 3);
+    Results results = empty_results(options);
+    const auto outcomes = run_ranks(2, [&](Transport& transport) {
       const RingAttention whole(options, transport);
       std::unique_ptr<RingAttention> ring;
       {
@@ -280,8 +274,8 @@ TEST(Recovery, PiecesKeepTheirPromises) {
           ConfigError);
       shard.forward(*ring);
     });
-    test::expect_everywhere(outcomes, "", {});
-    test::expect_matches(problem, results, test::reference_of(problem, inputs));
+    expect_everywhere(outcomes, "", {});
+    expect_matches(problem, results, reference_of(problem, inputs));
   }
 }
 
@@ -294,10 +288,10 @@ TEST(Recovery, PiecesGiveTheBitsOfTheWhole) {
     RingOptions options = ring_options(problem, Placement::contiguous(640, 2));
     options.reproducible = reproducible;
     options.threads = 2;
-    const test::Inputs inputs = test::random_inputs(problem, 3);
-    test::Results results[2] = {test::empty_results(options), test::empty_results(options)};
+    const Inputs inputs = random_inputs(problem, 3);
+    Results results[2] = {empty_results(options), empty_results(options)};
     for (const bool in_pieces : {false, true}) {
-      const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+      const auto outcomes = run_ranks(2, [&](Transport& transport) {
         const FailingMemory failing(BadMemory{.plans = in_pieces ? 4 : 0});
         RingAttention ring(options, transport);
         EXPECT_EQ(ring.recovery(), in_pieces ? "1 of 4 K/V heads of one sequence at a time" : "");
@@ -307,17 +301,16 @@ TEST(Recovery, PiecesGiveTheBitsOfTheWhole) {
         shard.backward(ring);
         shard.collect(results[in_pieces ? 1 : 0]);
       });
-      test::expect_everywhere(outcomes, "", {});
+      expect_everywhere(outcomes, "", {});
     }
     if (!reproducible) {
-      for (std::vector<float> test::Results::*const member :
-           {&test::Results::dq, &test::Results::dk, &test::Results::dv}) {
+      for (std::vector<float> Results::*const member : {&Results::dq, &Results::dk, &Results::dv}) {
         for (std::size_t i = 0; i < (results[0].*member).size(); ++i)
           ASSERT_NEAR((results[1].*member)[i], (results[0].*member)[i], 1e-6);
-        for (test::Results& each : results) (each.*member).clear();
+        for (Results& each : results) (each.*member).clear();
       }
     }
-    EXPECT_EQ(test::first_difference(results[1], results[0]), "") << reproducible;
+    EXPECT_EQ(first_difference(results[1], results[0]), "") << reproducible;
   }
 }
 
@@ -326,10 +319,10 @@ TEST(Recovery, PiecesGiveTheBitsOfTheWhole) {
 TEST(Recovery, PassThatRunsOutOfMemoryIsAnErrorOfAll) {
   Problem problem = make_problem("pass", longnet(4, List{16, 64}, List{1, 4}), 4, 130, 16);
   const RingOptions options = ring_options(problem, Placement::contiguous(130, 2));
-  const test::Inputs inputs = test::random_inputs(problem, 3);
-  test::Results results = test::empty_results(options);
+  const Inputs inputs = random_inputs(problem, 3);
+  Results results = empty_results(options);
   const std::int64_t in_use = memory_in_use();
-  const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+  const auto outcomes = run_ranks(2, [&](Transport& transport) {
     std::unique_ptr<RingAttention> ring;
     {
       const FailingMemory failing(BadMemory{.plans = 3});
@@ -349,33 +342,33 @@ TEST(Recovery, PassThatRunsOutOfMemoryIsAnErrorOfAll) {
     shard.backward(*ring);
     shard.collect(results);
   });
-  test::expect_everywhere(outcomes, "", {});
-  test::expect_matches(problem, results, test::reference_of(problem, inputs));
+  expect_everywhere(outcomes, "", {});
+  expect_matches(problem, results, reference_of(problem, inputs));
   EXPECT_EQ(memory_in_use(), in_use);
 }
 
 TEST(Recovery, PiecesCanBeInterrupted) {
   Problem problem = make_problem("interrupted", longnet(4, List{16, 64}, List{1, 4}), 4, 130, 16);
   const RingOptions options = ring_options(problem, Placement::contiguous(130, 1));
-  const auto outcomes = test::run_ranks(1, [&](Transport& transport) {
+  const auto outcomes = run_ranks(1, [&](Transport& transport) {
     std::unique_ptr<RingAttention> ring;
     {
       const FailingMemory failing(BadMemory{.plans = 3});
       ring = std::make_unique<RingAttention>(options, transport);
     }
     Shard shard(options, 0);
-    shard.load(test::random_inputs(problem, 3));
+    shard.load(random_inputs(problem, 3));
     ring->interrupt();
     EXPECT_THROW(shard.forward(*ring), Interrupted);
   });
-  test::expect_everywhere(outcomes, "", {});
+  expect_everywhere(outcomes, "", {});
 }
 
 TEST(Recovery, BranchStateIsWorthTheCaches) {
   Problem problem = make_problem("state", longnet(4, List{16, 64}, List{1, 4}), 4, 64, 16, 1,
                                  MixGradient::detached);
   const RingOptions options = ring_options(problem, Placement::contiguous(64, 1));
-  const auto outcomes = test::run_ranks(1, [&](Transport& transport) {
+  const auto outcomes = run_ranks(1, [&](Transport& transport) {
     RingAttentionCache cache(transport);
     const std::shared_ptr<RingAttention> ring = cache.get(options);
     const FailingMemory failing(BadMemory{.first = 0});
@@ -383,7 +376,7 @@ TEST(Recovery, BranchStateIsWorthTheCaches) {
     EXPECT_EQ(failing.failed(), 1);
     EXPECT_EQ(cache.size(), 0U);
   });
-  test::expect_everywhere(outcomes, "", {});
+  expect_everywhere(outcomes, "", {});
 }
 
 // ---- what is kept, under pressure ---------------------------------------------------------------
@@ -452,7 +445,7 @@ TEST(Eviction, DropsEverythingIdleWhenMemoryRunsOut) {
 // A rank that has dropped an executor which the others still have makes it anew, with them.
 TEST(Eviction, OfOneRankIsNoMismatch) {
   const RingOptions options = small_options(2);
-  const auto outcomes = test::run_ranks(2, [&](Transport& transport) {
+  const auto outcomes = run_ranks(2, [&](Transport& transport) {
     RingAttentionCache cache(transport);
     const std::weak_ptr<RingAttention> first = cache.get(options);
     if (transport.rank() == 1) cache.clear_cache();
@@ -460,8 +453,8 @@ TEST(Eviction, OfOneRankIsNoMismatch) {
     EXPECT_TRUE(first.expired());
     EXPECT_EQ(cache.get(options), second);
   });
-  test::expect_everywhere(outcomes, "", {});
+  expect_everywhere(outcomes, "", {});
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -19,15 +19,8 @@
 #include "kernels/cpu/kernel.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::Inputs;
-using test::make_problem;
-using test::Problem;
-using test::Results;
-
-using List = std::vector<std::int64_t>;
 
 Pattern windowed(Pattern pattern, std::int64_t before, std::int64_t after) {
   pattern.window = {before, after};
@@ -82,11 +75,11 @@ class ReproducibleTest : public ::testing::TestWithParam<Case> {
  protected:
   ReproducibleTest() : problem_(problems()[std::get<0>(GetParam())]) {
     problem_.dtype = std::get<1>(GetParam());
-    inputs_ = test::random_inputs(problem_, test::seed_of(problem_.name));
+    inputs_ = random_inputs(problem_, seed_of(problem_.name));
   }
 
   [[nodiscard]] RingOptions options(const std::string& placement, int ranks) const {
-    return ring_options(problem_, test::placement_of(placement, problem_.shape.tokens, ranks));
+    return ring_options(problem_, placement_of(placement, problem_.shape.tokens, ranks));
   }
 
   Problem problem_;
@@ -94,23 +87,23 @@ class ReproducibleTest : public ::testing::TestWithParam<Case> {
 };
 
 TEST_P(ReproducibleTest, BitsAreEqualForEveryRingSizeAndPlacement) {
-  SCOPED_TRACE("seed " + std::to_string(test::seed_of(problem_.name)));
+  SCOPED_TRACE("seed " + std::to_string(seed_of(problem_.name)));
   RingOptions alone = options("contiguous", 1);
   alone.reproducible = true;
-  const Results expected = test::run_ring(alone, inputs_);
+  const Results expected = run_ring(alone, inputs_);
   int turn = 0;
   for (const int ranks : {1, 2, 3, 5, 8}) {
-    for (const char* placement : test::kPlacementNames) {
+    for (const char* placement : kPlacementNames) {
       if (ranks == 1 && std::string(placement) != "explicit") continue;
-      if (test::slowness() > 1 && ranks % 5 != 3) continue;  // instrumented code is slow
+      if (slowness() > 1 && ranks % 5 != 3) continue;  // instrumented code is slow
       SCOPED_TRACE(std::to_string(ranks) + " ranks, " + placement);
       RingOptions ring = options(placement, ranks);
       ring.reproducible = true;
       ring.schedule = turn % 2 == 0 ? Schedule::automatic : Schedule::gather;
       ring.blocking = turn % 5 == 4;
-      const auto layout = turn % 3 == 0 ? test::Layout::heads_major : test::Layout::dense;
+      const auto layout = turn % 3 == 0 ? Layout::heads_major : Layout::dense;
       turn += 1;
-      EXPECT_EQ(test::first_difference(test::run_ring(ring, inputs_, layout), expected), "");
+      EXPECT_EQ(first_difference(run_ring(ring, inputs_, layout), expected), "");
     }
   }
 }
@@ -119,21 +112,20 @@ TEST_P(ReproducibleTest, BitsAreEqualForEveryRingSizeAndPlacement) {
 TEST_P(ReproducibleTest, BitsDoNotDependOnTheNumberOfThreads) {
   RingOptions ring = options("zigzag", 3);
   ring.reproducible = true;
-  const Results expected = test::run_ring(ring, inputs_);
+  const Results expected = run_ring(ring, inputs_);
   for (const int threads : {1, 3, 7}) {
     ring.threads = threads;
-    EXPECT_EQ(test::first_difference(test::run_ring(ring, inputs_), expected), "")
-        << threads << " threads";
+    EXPECT_EQ(first_difference(run_ring(ring, inputs_), expected), "") << threads << " threads";
   }
 }
 
 TEST_P(ReproducibleTest, MatchesReference) {
   if (problem_.shape.tokens > 250) problem_.shape.tokens = 151;  // the oracle is slow
-  inputs_ = test::random_inputs(problem_, test::seed_of(problem_.name));
-  const test::Expected expected = test::reference_of(problem_, inputs_);
+  inputs_ = random_inputs(problem_, seed_of(problem_.name));
+  const Expected expected = reference_of(problem_, inputs_);
   RingOptions ring = options("striped", 4);
   ring.reproducible = true;
-  test::expect_matches(problem_, test::run_ring(ring, inputs_), expected);
+  expect_matches(problem_, run_ring(ring, inputs_), expected);
 }
 
 // Nothing is asked for here: sums are made in a fixed order anyway.
@@ -141,13 +133,13 @@ TEST_P(ReproducibleTest, OrdinaryRunsRepeatBitForBit) {
   int turn = 0;
   for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
     for (const BackwardTravel travel : {BackwardTravel::keys, BackwardTravel::queries}) {
-      RingOptions ring = options(test::kPlacementNames[turn % 6], 2 + turn);
+      RingOptions ring = options(kPlacementNames[turn % 6], 2 + turn);
       turn += 1;
       ring.schedule = schedule;
       ring.backward_travel = travel;
-      const Results first = test::run_ring(ring, inputs_);
+      const Results first = run_ring(ring, inputs_);
       for (int repeat = 0; repeat < 3; ++repeat) {
-        EXPECT_EQ(test::first_difference(test::run_ring(ring, inputs_), first), "")
+        EXPECT_EQ(first_difference(run_ring(ring, inputs_), first), "")
             << name_of(schedule) << ", travel " << static_cast<int>(travel);
       }
     }
@@ -162,7 +154,7 @@ INSTANTIATE_TEST_SUITE_P(All, ReproducibleTest,
 TEST(Reproducible, NamesTheKernelsThatRan) {
   const Problem problem = make_problem("isa", dense(1), 1, 4, 8);
   std::string isa;
-  const auto outcomes = test::run_ranks(1, [&](Transport& transport) {
+  const auto outcomes = run_ranks(1, [&](Transport& transport) {
     isa = RingAttention(ring_options(problem, Placement::contiguous(4, 1)), transport).kernels();
   });
   EXPECT_EQ(outcomes[0].message, "");
@@ -189,4 +181,4 @@ TEST(Reproducible, HoldsForEveryKernelSet) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

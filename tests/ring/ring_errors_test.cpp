@@ -21,30 +21,10 @@
 #include "ring/agreement.h"
 #include "ring/tags.h"
 #include "support/ring_fixture.h"
+#include "support/small_ring.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::expect_everywhere;
-using test::make_problem;
-using test::Problem;
-using test::RankOutcome;
-using test::run_ranks;
-using test::Shard;
-
-using List = std::vector<std::int64_t>;
-using Texts = std::vector<std::string>;
-
-constexpr int kRanks = 3;
-constexpr std::int64_t kTokens = 22;  // 8, 7 and 7 of them
-
-Problem small_problem(MixGradient mix = MixGradient::full) {
-  return make_problem("small", longnet(4, List{8, 16}, List{1, 2}, true), 2, kTokens, 16, 2, mix);
-}
-
-RingOptions small_options(MixGradient mix = MixGradient::full) {
-  return ring_options(small_problem(mix), Placement::contiguous(kTokens, kRanks));
-}
 
 // ---- tensors -----------------------------------------------------------------------------------
 
@@ -107,9 +87,9 @@ void expect_refused(const std::string& tensor, const Fault& fault, bool backward
                (all_ranks ? ", all ranks" : ", rank 1"));
   const Problem problem = small_problem();
   const RingOptions options = small_options();
-  const test::Inputs inputs = test::random_inputs(problem, 1);
-  static const test::Expected expected = test::reference_of(problem, inputs);
-  test::Results results = test::empty_results(options);
+  const Inputs inputs = random_inputs(problem, 1);
+  static const Expected expected = reference_of(problem, inputs);
+  Results results = empty_results(options);
   std::vector<RankOutcome> refusals(kRanks);
   const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
     RingAttention ring(options, transport);
@@ -138,7 +118,7 @@ void expect_refused(const std::string& tensor, const Fault& fault, bool backward
     EXPECT_NE(refusals[0].message.find("rank 1 "), std::string::npos) << refusals[0].message;
     EXPECT_NE(refusals[2].message.find("rank 1 "), std::string::npos) << refusals[2].message;
   }
-  test::expect_matches(problem, results, expected);
+  expect_matches(problem, results, expected);
 }
 
 TEST(RingErrors, WrongForwardTensorIsAConfigErrorOnEveryRank) {
@@ -216,7 +196,7 @@ TEST(RingErrors, MessageSaysWhatWasFoundAndWhatWasExpected) {
 
 TEST(RingErrors, ForwardHereAndBackwardThereIsAConfigErrorEverywhere) {
   const RingOptions options = small_options();
-  const test::Inputs inputs = test::random_inputs(small_problem(), 1);
+  const Inputs inputs = random_inputs(small_problem(), 1);
   std::atomic<int> fine{0};
   const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
     RingAttention ring(options, transport);
@@ -248,7 +228,7 @@ TEST(RingErrors, RefusalOfOneRankIsAConfigErrorEverywhere) {
     // Nothing is broken: the next construction works, and its call can be refused, too.
     RingAttention ring(options, transport);
     Shard shard(options, transport.rank());
-    shard.load(test::random_inputs(small_problem(), 1));
+    shard.load(random_inputs(small_problem(), 1));
     shard.forward(ring);
     if (refuses) RingAttention::refuse(transport, "still not");
     shard.forward(ring);
@@ -273,7 +253,7 @@ TEST(RingErrors, ExecutorsThatAreMixedUpAreAConfigErrorEverywhere) {
       RingAttention two(other, transport);
       const bool odd = transport.rank() == 1;
       Shard shard(odd ? other : options, transport.rank());
-      shard.load(test::random_inputs(small_problem(), 1));
+      shard.load(random_inputs(small_problem(), 1));
       shard.forward(odd ? two : one);
     });
     expect_everywhere(outcomes, "ConfigError", {"disagree", "rank 1"});
@@ -288,7 +268,7 @@ TEST(RingErrors, BackwardNeedsAnExecutorBuiltForIt) {
     EXPECT_EQ(ring.predicted_backward_bytes(), 0);
     EXPECT_THROW((void)ring.backward_plan(), ConfigError);
     Shard shard(options, transport.rank());
-    shard.load(test::random_inputs(small_problem(), 1));
+    shard.load(random_inputs(small_problem(), 1));
     shard.forward(ring);
     shard.backward(ring);
   });
@@ -301,7 +281,7 @@ TEST(RingErrors, DetachedNeedsTheStateOfForward) {
     const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
       RingAttention ring(options, transport);
       Shard shard(options, transport.rank());
-      shard.load(test::random_inputs(small_problem(), 1));
+      shard.load(random_inputs(small_problem(), 1));
       shard.forward(ring);
       const Views views(shard);
       const bool without = everywhere || transport.rank() == 2;
@@ -343,7 +323,7 @@ TEST(RingErrors, StateOfAnotherShapeIsAConfigError) {
       RingAttention ring(options, transport);
       RingAttention stranger(other, transport);
       Shard shard(options, transport.rank());
-      shard.load(test::random_inputs(small_problem(), 1));
+      shard.load(random_inputs(small_problem(), 1));
       BranchState state = stranger.make_branch_state();
       Views(shard).forward(ring, &state);
     });
@@ -352,7 +332,7 @@ TEST(RingErrors, StateOfAnotherShapeIsAConfigError) {
       RingAttention ring(options, transport);
       RingAttention stranger(other, transport);
       Shard shard(options, transport.rank());
-      shard.load(test::random_inputs(small_problem(), 1));
+      shard.load(random_inputs(small_problem(), 1));
       shard.forward(ring);
       const BranchState state = stranger.make_branch_state();
       Views(shard).backward(ring, &state);
@@ -367,7 +347,7 @@ TEST(RingErrors, StateOfAnotherShapeIsAConfigError) {
 TEST(RingErrors, SecondCallerOfABusyExecutorGetsAConfigErrorAndEndsTheRing) {
   const Problem problem = make_problem("busy", dense(2), 2, 16, 8);
   const RingOptions options = ring_options(problem, Placement::contiguous(16, 2));
-  const test::Inputs inputs = test::random_inputs(problem, 1);
+  const Inputs inputs = random_inputs(problem, 1);
   std::atomic<bool> refused{false};
   std::vector<RankOutcome> callers(2);
   const auto outcomes = run_ranks(2, [&](Transport& transport) {
@@ -413,7 +393,7 @@ TEST(RingErrors, SecondCallerOfABusyExecutorGetsAConfigErrorAndEndsTheRing) {
 
 TEST(RingFailures, RankThatDiesDuringAPassIsATransportErrorOnTheOthers) {
   const Problem problem = make_problem("dies", dense(2, true), 1, 40, 16);
-  const test::Inputs inputs = test::random_inputs(problem, 1);
+  const Inputs inputs = random_inputs(problem, 1);
   struct Death {
     const char* name;
     std::uint32_t tag;
@@ -426,7 +406,7 @@ TEST(RingFailures, RankThatDiesDuringAPassIsATransportErrorOnTheOthers) {
     RingOptions options = ring_options(problem, Placement::zigzag(40, 4));
     options.schedule = Schedule::ring;
     const auto outcomes = run_ranks(4, [&](Transport& inner) {
-      test::WatchedTransport transport(inner);
+      WatchedTransport transport(inner);
       RingAttention ring(options, transport);
       Shard shard(options, transport.rank());
       shard.load(inputs);
@@ -454,7 +434,7 @@ TEST(RingFailures, RankThatNeverComesIsATransportErrorOnTheOthers) {
     try {
       RingAttention ring(options, transport);  // the others may still be at it when rank 1 leaves
       Shard shard(options, transport.rank());
-      shard.load(test::random_inputs(small_problem(), 1));
+      shard.load(random_inputs(small_problem(), 1));
       if (transport.rank() == 1) throw std::runtime_error("out of coffee");
       shard.forward(ring);
     } catch (const TransportError& error) {
@@ -469,7 +449,7 @@ TEST(RingFailures, RankThatNeverComesIsATransportErrorOnTheOthers) {
 }
 
 // Does something when the first rows are posted: in the middle of a pass.
-class OnFirstRows final : public test::ForwardingTransport {
+class OnFirstRows final : public ForwardingTransport {
  public:
   using ForwardingTransport::ForwardingTransport;
 
@@ -517,10 +497,10 @@ TEST(RingFailures, InterruptEndsAPassOnEveryRank) {
 TEST(RingFailures, CallsAfterAFailureFailAtOnce) {
   const RingOptions options = small_options();
   const auto outcomes = run_ranks(kRanks, [&](Transport& inner) {
-    test::WatchedTransport transport(inner);
+    WatchedTransport transport(inner);
     RingAttention ring(options, transport);
     Shard shard(options, transport.rank());
-    shard.load(test::random_inputs(small_problem(), 1));
+    shard.load(random_inputs(small_problem(), 1));
     if (transport.rank() == 0) transport.fail_after(ring::kTagParcels, 0);
     EXPECT_ANY_THROW(shard.forward(ring));
     for (int again = 0; again < 3; ++again) EXPECT_THROW(shard.forward(ring), TransportError);
@@ -530,4 +510,4 @@ TEST(RingFailures, CallsAfterAFailureFailAtOnce) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -19,11 +19,8 @@
 #include "support/random_plans.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::Problem;
-using test::Random;
 
 struct Configuration {
   Problem problem;
@@ -34,10 +31,9 @@ Configuration random_configuration(std::uint64_t seed) {
   Random random(seed);
   const std::int64_t tokens = random.between(1, 64);
   const int ranks = static_cast<int>(random.between(1, 6));
-  Problem problem =
-      test::make_problem("random", test::any_pattern(random, tokens, 2), 1, tokens, 8, 1,
-                         random.coin() ? MixGradient::full : MixGradient::detached);
-  RingOptions options = ring_options(problem, test::any_placement(random, tokens, ranks));
+  Problem problem = make_problem("random", any_pattern(random, tokens, 2), 1, tokens, 8, 1,
+                                 random.coin() ? MixGradient::full : MixGradient::detached);
+  RingOptions options = ring_options(problem, any_placement(random, tokens, ranks));
   options.reproducible = random.between(0, 4) == 0;
   options.schedule = options.reproducible || random.coin() ? Schedule::gather : Schedule::ring;
   options.backward_travel =
@@ -127,9 +123,9 @@ void expect_whole(const std::vector<EventRecord>& events, const RingOptions& opt
 TEST(RingEvents, TellOfEveryByteAndNeverOverlap) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     const Configuration c = random_configuration(seed);
-    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const Inputs inputs = random_inputs(c.problem, seed);
     const Recording recording;
-    (void)test::run_ring(c.options, inputs);
+    (void)run_ring(c.options, inputs);
     const std::vector<EventRecord> events = recording.events();
     SCOPED_TRACE("seed " + std::to_string(seed));
     expect_whole(events, c.options);
@@ -140,12 +136,12 @@ TEST(RingEvents, TellOfEveryByteAndNeverOverlap) {
 
 // The host only enqueues: its events are those of enqueuing, and in order all the same.
 TEST(RingEvents, NeverOverlapWhereWorkIsQueued) {
-  const test::LateBackends late;
+  const LateBackends late;
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     const Configuration c = random_configuration(seed);
-    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const Inputs inputs = random_inputs(c.problem, seed);
     const Recording recording;
-    (void)test::run_ring(c.options, inputs);
+    (void)run_ring(c.options, inputs);
     SCOPED_TRACE("seed " + std::to_string(seed));
     expect_whole(recording.events(), c.options);
     expect_tracks_in_order(recording.events());
@@ -156,20 +152,20 @@ TEST(RingEvents, NeverOverlapWhereWorkIsQueued) {
 TEST(RingEvents, NothingIsRecordedWhileOff) {
   const Configuration c = random_configuration(1);
   const std::uint64_t before = event_stream().next();
-  (void)test::run_ring(c.options, test::random_inputs(c.problem, 1));
+  (void)run_ring(c.options, random_inputs(c.problem, 1));
   EXPECT_EQ(event_stream().next(), before);
 }
 
 TEST(RingEvents, ResultsAreTheSameBits) {
   const Configuration c = random_configuration(7);
-  const test::Inputs inputs = test::random_inputs(c.problem, 7);
-  const test::Results off = test::run_ring(c.options, inputs);
+  const Inputs inputs = random_inputs(c.problem, 7);
+  const Results off = run_ring(c.options, inputs);
   const Recording recording;
-  EXPECT_EQ(test::first_difference(off, test::run_ring(c.options, inputs)), "");
+  EXPECT_EQ(first_difference(off, run_ring(c.options, inputs)), "");
 }
 
 TEST(RingEvents, AFailedPassSaysSo) {
-  const Problem problem = test::make_problem("dense", dense(1), 1, 16, 8);
+  const Problem problem = make_problem("dense", dense(1), 1, 16, 8);
   const RingOptions options = ring_options(problem, Placement::contiguous(problem.shape.tokens, 1));
   const Recording recording;
   run_in_process(1, [&](Transport& transport) {
@@ -183,4 +179,4 @@ TEST(RingEvents, AFailedPassSaysSo) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

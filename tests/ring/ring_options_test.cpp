@@ -25,29 +25,10 @@
 #include "ring/option_list.h"
 #include "support/bad_luck.h"
 #include "support/ring_fixture.h"
+#include "support/small_ring.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::expect_everywhere;
-using test::make_problem;
-using test::Problem;
-using test::RankOutcome;
-using test::run_ranks;
-
-using List = std::vector<std::int64_t>;
-using Texts = std::vector<std::string>;
-
-constexpr int kRanks = 3;
-constexpr std::int64_t kTokens = 22;  // 8, 7 and 7 of them
-
-Problem small_problem() {
-  return make_problem("small", longnet(4, List{8, 16}, List{1, 2}, true), 2, kTokens, 16, 2);
-}
-
-RingOptions small_options() {
-  return ring_options(small_problem(), Placement::contiguous(kTokens, kRanks));
-}
 
 // A member that the list does not have is compared by no rank, tells no executors apart and has
 // neither flag nor argument. A new one does not compile here until it has a name.
@@ -143,15 +124,15 @@ INSTANTIATE_TEST_SUITE_P(
 // What one rank fails at without anybody's doing: its own error says what it is, and the others,
 // who would wait for it, hear of it at once.
 TEST(RingOptions, BadLuckOfOneRankIsAnErrorOfAll) {
-  const test::FeignedLuck feigned;
-  for (const auto& [bad, text] : {std::pair{test::Luck::no_memory, "out of memory while planning"},
-                                  {test::Luck::no_device, "on fire"}}) {
+  const FeignedLuck feigned;
+  for (const auto& [bad, text] :
+       {std::pair{Luck::no_memory, "out of memory while planning"}, {Luck::no_device, "on fire"}}) {
     const auto outcomes = run_ranks(kRanks, [&, bad = bad, text = text](Transport& transport) {
-      test::FeignedLuck::of_this_thread = transport.rank() == 1 ? bad : test::Luck::good;
-      if (bad == test::Luck::no_memory) {
-        test::expect_refusal<OutOfMemory>(small_options(), transport, text);
+      FeignedLuck::of_this_thread = transport.rank() == 1 ? bad : Luck::good;
+      if (bad == Luck::no_memory) {
+        expect_refusal<OutOfMemory>(small_options(), transport, text);
       } else {
-        test::expect_refusal<DeviceError>(small_options(), transport, text);
+        expect_refusal<DeviceError>(small_options(), transport, text);
       }
     });
     expect_everywhere(outcomes, "", {});
@@ -268,12 +249,12 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(RingOptions, OutputScaleOfZeroGivesZeros) {
   Problem problem = small_problem();
   problem.pattern.output_scale = 0;
-  const test::Inputs inputs = test::random_inputs(problem, 1);
+  const Inputs inputs = random_inputs(problem, 1);
   const RingOptions options = ring_options(problem, Placement::contiguous(kTokens, kRanks));
   try {
-    const test::Results results = test::run_ring(options, inputs);
+    const Results results = run_ring(options, inputs);
     for (const std::size_t m : {0U, 2U, 3U, 4U}) {
-      for (const float x : *test::members(results)[m]) ASSERT_EQ(x, 0.0F) << test::kResultNames[m];
+      for (const float x : *members(results)[m]) ASSERT_EQ(x, 0.0F) << kResultNames[m];
     }
   } catch (const ConfigError& error) {  // as good
     EXPECT_NE(std::string(error.what()).find("output_scale"), std::string::npos);
@@ -398,4 +379,4 @@ TEST(RingLimits, AutomaticScheduleGathersBelowMinTokensForRing) {
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -32,13 +32,8 @@
 #include "support/random_plans.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
-
-using test::Layout;
-using test::Problem;
-using test::Random;
-using test::Shard;
 
 struct Configuration {
   Problem problem;
@@ -54,14 +49,14 @@ Configuration random_configuration(std::uint64_t seed) {
   const int group = random.one_of<int>({1, 1, 2, 4, 8});
   const int kv_heads = static_cast<int>(random.between(1, group > 2 ? 1 : 3));
   Problem problem =
-      test::make_problem("random", test::any_pattern(random, tokens, group * kv_heads), kv_heads,
-                         tokens, random.one_of<int>({8, 8, 16, 24, 40, 64}), random.between(1, 2),
-                         random.coin() ? MixGradient::full : MixGradient::detached);
+      make_problem("random", any_pattern(random, tokens, group * kv_heads), kv_heads, tokens,
+                   random.one_of<int>({8, 8, 16, 24, 40, 64}), random.between(1, 2),
+                   random.coin() ? MixGradient::full : MixGradient::detached);
   if (random.between(0, 3) == 0)
     problem.pattern.output_scale = random.one_of<double>({0.5, 1.0 / 3, -2.0});
   if (random.between(0, 3) == 0) problem.scale = 0.3;
   problem.dtype = random.one_of<DType>({DType::f32, DType::f32, DType::bf16, DType::f16});
-  RingOptions options = ring_options(problem, test::any_placement(random, tokens, ranks));
+  RingOptions options = ring_options(problem, any_placement(random, tokens, ranks));
   options.reproducible = random.between(0, 4) == 0;
   options.schedule =
       random.one_of<Schedule>({Schedule::ring, Schedule::gather, Schedule::automatic});
@@ -90,21 +85,19 @@ Configuration random_configuration(std::uint64_t seed) {
 // fp32 as everywhere. In a handful of 16-bit rows the rounding of one score is no statistic: a
 // looser bound, on all results. The log-sum-exp of a short row on AMX tiles is good to 3e-6, which
 // is what their exponentials are.
-void expect_right(const Configuration& c, const test::Results& results,
-                  const test::Expected& expected) {
+void expect_right(const Configuration& c, const Results& results, const Expected& expected) {
   if (c.problem.dtype == DType::f32) {
-    test::expect_matches(c.problem, results, expected);
+    expect_matches(c.problem, results, expected);
     return;
   }
   const double unit = c.problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
-  const double gradients =
-      std::max({test::rms(expected.gradients.dq), test::rms(expected.gradients.dk),
-                test::rms(expected.gradients.dv)});
+  const double gradients = std::max(
+      {rms(expected.gradients.dq), rms(expected.gradients.dk), rms(expected.gradients.dv)});
   for (std::size_t m = 0; m < 5; ++m) {
     const double floor = m == 1 ? 1.0 : m == 0 ? 0.0 : gradients;
-    EXPECT_LE(test::relative_rms(*test::members(results)[m], *test::members(expected)[m], floor),
+    EXPECT_LE(relative_rms(*members(results)[m], *members(expected)[m], floor),
               m == 1 ? 4e-6 : 2 * unit)
-        << test::kResultNames[m];
+        << kResultNames[m];
   }
 }
 
@@ -112,9 +105,8 @@ TEST(RingProperty, RandomConfigurationsMatchTheReference) {
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
-    const test::Inputs inputs = test::random_inputs(c.problem, seed);
-    expect_right(c, test::run_ring(c.options, inputs, c.layout),
-                 test::reference_of(c.problem, inputs));
+    const Inputs inputs = random_inputs(c.problem, seed);
+    expect_right(c, run_ring(c.options, inputs, c.layout), reference_of(c.problem, inputs));
     if (HasFailure()) return;
   }
 }
@@ -180,11 +172,11 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
   for (std::uint64_t seed = 1000; seed < 1300; ++seed) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
-    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const Inputs inputs = random_inputs(c.problem, seed);
     const std::int64_t row_bytes = c.options.batch * c.options.head_dim * 2 *
                                    static_cast<std::int64_t>(size_of(c.options.dtype));
     run_in_process(c.options.placement.ranks(), [&](Transport& inner) {
-      test::WatchedTransport transport(inner);
+      WatchedTransport transport(inner);
       const int rank = transport.rank();
       RingAttention ring(c.options, transport);
       Shard shard(c.options, rank);
@@ -238,7 +230,7 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
 // Sizes of all messages, in order, by tag and peer. A transport's own counters cannot show a
 // message that nobody receives, or a receive that nobody answers: it counts both ends when it
 // delivers.
-class PostedTransport : public test::WatchedTransport {
+class PostedTransport : public WatchedTransport {
  public:
   using WatchedTransport::WatchedTransport;
   using Posts = std::map<std::pair<std::uint32_t, int>, std::vector<std::int64_t>>;
@@ -260,7 +252,7 @@ TEST(RingProperty, EverythingSentIsReceived) {
   for (std::uint64_t seed = 2000; seed < 2040; ++seed) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
-    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const Inputs inputs = random_inputs(c.problem, seed);
     const auto ranks = static_cast<std::size_t>(c.options.placement.ranks());
     std::vector<PostedTransport::Posts> sends(ranks);
     std::vector<PostedTransport::Posts> receives(ranks);
@@ -291,7 +283,7 @@ TEST(RingProperty, EverythingSentIsReceived) {
 
 // Calls look() before every batch that has so large a message: rows, and none of those by which
 // ranks agree.
-class LookedThroughTransport final : public test::ForwardingTransport {
+class LookedThroughTransport final : public ForwardingTransport {
  public:
   LookedThroughTransport(Transport& inner, std::int64_t bytes, std::function<void()> look)
       : ForwardingTransport(inner), bytes_(bytes), look_(std::move(look)) {}
@@ -380,11 +372,11 @@ TEST(RingProperty, AutomaticTravelNeverSendsMoreThanTheForcedOnes) {
 // What `body` and everything that runs beside it allocate.
 template <typename Body>
 std::int64_t allocations_of(const Body& body) {
-  test::allocations_seen = 0;
-  test::allocations_watched = true;
+  allocations_seen = 0;
+  allocations_watched = true;
   body();
-  test::allocations_watched = false;
-  return test::allocations_seen;
+  allocations_watched = false;
+  return allocations_seen;
 }
 
 TEST(RingProperty, AllocationsAreCountedOfEveryKindAndThread) {
@@ -438,7 +430,7 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
   for (std::uint64_t seed = 4000; seed < 4120; ++seed) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
-    const test::Inputs inputs = test::random_inputs(c.problem, seed);
+    const Inputs inputs = random_inputs(c.problem, seed);
     const int ranks = c.options.placement.ranks();
     // All ranks are watched together, and so are the pool's threads, which work for any of them:
     // none may still prepare, or already clean up.
@@ -466,18 +458,18 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
       forward();
       shard.backward(ring);
       in_turn([] {
-        test::allocations_seen = 0;
-        test::allocations_watched = true;
+        allocations_seen = 0;
+        allocations_watched = true;
       });
       forward();
-      in_turn([&] { in_forward = test::allocations_seen; });
+      in_turn([&] { in_forward = allocations_seen; });
       shard.backward(ring);
       in_turn([&] {
-        test::allocations_watched = false;
-        in_both = test::allocations_seen;
+        allocations_watched = false;
+        in_both = allocations_seen;
       });
     });
-    test::allocations_watched = false;
+    allocations_watched = false;
     EXPECT_EQ(in_forward, 0) << "forward";
     EXPECT_EQ(in_both - in_forward, 0) << "backward";
     if (HasFailure()) return;
@@ -486,7 +478,7 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
 
 // A limit of exactly the bytes that are needed is enough, one byte less is refused by all ranks.
 // What messages leave from and arrive in.
-class ExposedTransport final : public test::ForwardingTransport {
+class ExposedTransport final : public ForwardingTransport {
  public:
   using ForwardingTransport::ForwardingTransport;
   Region expose(std::span<std::byte> memory, const Device& device,
@@ -542,11 +534,10 @@ TEST(RingProperty, StridesChangeNoBit) {
   for (std::uint64_t seed = 6000; seed < 6120; ++seed) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
-    const test::Inputs inputs = test::random_inputs(c.problem, seed);
-    const test::Results dense = test::run_ring(c.options, inputs, Layout::dense);
-    EXPECT_EQ(test::first_difference(test::run_ring(c.options, inputs, Layout::heads_major), dense),
-              "");
-    EXPECT_EQ(test::first_difference(test::run_ring(c.options, inputs, Layout::padded), dense), "");
+    const Inputs inputs = random_inputs(c.problem, seed);
+    const Results dense = run_ring(c.options, inputs, Layout::dense);
+    EXPECT_EQ(first_difference(run_ring(c.options, inputs, Layout::heads_major), dense), "");
+    EXPECT_EQ(first_difference(run_ring(c.options, inputs, Layout::padded), dense), "");
     if (HasFailure()) return;
   }
 }
@@ -554,20 +545,20 @@ TEST(RingProperty, StridesChangeNoBit) {
 // Strides may be negative, and 0 for inputs: a sequence stored backwards, and one K/V for the whole
 // batch.
 TEST(RingProperty, NegativeAndZeroStridesWork) {
-  const Problem problem = test::make_problem("strides", dense(2, true), 2, 30, 16, 2);
+  const Problem problem = make_problem("strides", dense(2, true), 2, 30, 16, 2);
   const RingOptions options = ring_options(problem, Placement::zigzag(30, 3));
-  test::Inputs inputs = test::random_inputs(problem, 1);
+  Inputs inputs = random_inputs(problem, 1);
   const std::size_t half = inputs.k.size() / 2;
   for (auto* tensor : {&inputs.k, &inputs.v})
     std::copy_n(tensor->begin(), half, tensor->begin() + static_cast<std::ptrdiff_t>(half));
-  const test::Results expected = test::run_ring(options, inputs);
-  test::Results results = test::empty_results(options);
+  const Results expected = run_ring(options, inputs);
+  Results results = empty_results(options);
   run_in_process(3, [&](Transport& transport) {
     RingAttention ring(options, transport);
     Shard shard(options, transport.rank());
     shard.load(inputs);
     const std::int64_t local = shard.q.view().shape[1];
-    const auto reversed = [&](test::ShardTensor& tensor) {
+    const auto reversed = [&](ShardTensor& tensor) {
       TensorView view = tensor.view();
       view.data = static_cast<std::byte*>(view.data) +
                   (local - 1) * view.stride[1] * static_cast<std::int64_t>(size_of(view.dtype));
@@ -575,7 +566,7 @@ TEST(RingProperty, NegativeAndZeroStridesWork) {
       return view;
     };
     // Store q and dout backwards, read results backwards.
-    for (test::ShardTensor* tensor : {&shard.q, &shard.dout}) {
+    for (ShardTensor* tensor : {&shard.q, &shard.dout}) {
       for (std::int64_t b = 0; b < 2; ++b) {
         for (std::int64_t t = 0; t < local / 2; ++t) {
           for (std::int64_t h = 0; h < 2; ++h) {
@@ -597,8 +588,8 @@ TEST(RingProperty, NegativeAndZeroStridesWork) {
     ring.synchronize();
     shard.collect(results);
   });
-  EXPECT_EQ(test::first_difference(results, expected), "");
+  EXPECT_EQ(first_difference(results, expected), "");
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

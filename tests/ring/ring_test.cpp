@@ -16,24 +16,14 @@
 #include "support/random_plans.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
 
-using test::Expected;
-using test::Inputs;
-using test::Layout;
-using test::make_problem;
-using test::Problem;
-using test::Results;
-
 constexpr int kMaxRanks = 8;
-constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 constexpr Schedule kSchedules[] = {Schedule::ring, Schedule::gather, Schedule::automatic};
 constexpr BackwardTravel kTravels[] = {BackwardTravel::keys, BackwardTravel::queries,
                                        BackwardTravel::automatic};
 constexpr Layout kLayouts[] = {Layout::dense, Layout::padded, Layout::heads_major};
-
-using List = std::vector<std::int64_t>;
 
 // Over all of them: head dims 8, 24, 40, 64, 80, 128, 256; GQA ratios 1, 2, 8; N ragged and below
 // the ring size.
@@ -104,10 +94,10 @@ std::vector<Case> cases() {
   for (std::size_t p = 0; p < problems().size(); ++p) {
     for (const DType dtype : kDTypes) {
       for (int ranks = 1; ranks <= kMaxRanks; ++ranks) {
-        for (const char* placement : test::kPlacementNames) {
+        for (const char* placement : kPlacementNames) {
           // fp16 is fp32 with other loads and stores: half of it will do. Instrumented code is
           // slow: a sample of the same.
-          const std::size_t take = test::slowness() > 1 ? 7 : dtype == DType::f16 ? 2 : 1;
+          const std::size_t take = slowness() > 1 ? 7 : dtype == DType::f16 ? 2 : 1;
           if (turn % take == p % take) {
             out.push_back({p, dtype, ranks, placement, kSchedules[turn % 3], kTravels[turn / 3 % 3],
                            kLayouts[turn / 2 % 3], turn % 7 == 0});
@@ -133,8 +123,8 @@ const Solved& solved(std::size_t index, DType dtype) {
   if (const auto found = cache.find(key); found != cache.end()) return found->second;
   Solved made{problems()[index], {}, {}};
   made.problem.dtype = dtype;
-  made.inputs = test::random_inputs(made.problem, test::seed_of(made.problem.name));
-  made.expected = test::reference_of(made.problem, made.inputs);
+  made.inputs = random_inputs(made.problem, seed_of(made.problem.name));
+  made.expected = reference_of(made.problem, made.inputs);
   return cache.emplace(key, std::move(made)).first->second;
 }
 
@@ -143,14 +133,14 @@ class RingTest : public ::testing::TestWithParam<Case> {};
 TEST_P(RingTest, MatchesReference) {
   const Case& c = GetParam();
   const Solved& s = solved(c.problem, c.dtype);
-  SCOPED_TRACE("seed " + std::to_string(test::seed_of(s.problem.name)));
+  SCOPED_TRACE("seed " + std::to_string(seed_of(s.problem.name)));
   RingOptions options =
-      ring_options(s.problem, test::placement_of(c.placement, s.problem.shape.tokens, c.ranks));
+      ring_options(s.problem, placement_of(c.placement, s.problem.shape.tokens, c.ranks));
   options.schedule = c.schedule;
   options.min_tokens_for_ring = 64;  // `auto` decides by prediction for most problems
   options.backward_travel = c.travel;
   options.blocking = c.blocking;
-  test::expect_matches(s.problem, test::run_ring(options, s.inputs, c.layout), s.expected);
+  expect_matches(s.problem, run_ring(options, s.inputs, c.layout), s.expected);
 }
 
 INSTANTIATE_TEST_SUITE_P(AllRings, RingTest, ::testing::ValuesIn(cases()),
@@ -166,16 +156,16 @@ TEST_P(LongRowsTest, MatchReference) {
   problem.dtype = dtype;
   const std::uint64_t seed = 11;
   SCOPED_TRACE("seed " + std::to_string(seed));
-  const Inputs inputs = test::random_inputs(problem, seed);
-  const Expected expected = test::reference_of(problem, inputs);
+  const Inputs inputs = random_inputs(problem, seed);
+  const Expected expected = reference_of(problem, inputs);
   for (const int ranks : {1, 2, 3}) {
     for (const BackwardTravel travel : {BackwardTravel::keys, BackwardTravel::queries}) {
       SCOPED_TRACE(std::to_string(ranks) + " ranks");
-      RingOptions options = ring_options(
-          problem, test::placement_of(ranks == 3 ? "striped" : "contiguous", 1187, ranks));
+      RingOptions options =
+          ring_options(problem, placement_of(ranks == 3 ? "striped" : "contiguous", 1187, ranks));
       options.schedule = ranks == 2 ? Schedule::gather : Schedule::ring;
       options.backward_travel = travel;
-      test::expect_matches(problem, test::run_ring(options, inputs), expected);
+      expect_matches(problem, run_ring(options, inputs), expected);
     }
   }
 }
@@ -200,23 +190,22 @@ TEST_P(SixteenBitTest, ErrorDoesNotGrowWithRanks) {
         const std::uint64_t seed = 23;
         SCOPED_TRACE("seed " + std::to_string(seed) + (causal ? " causal " : " full ") +
                      name_of(schedule));
-        const Inputs inputs = test::random_inputs(problem, seed);
-        const Expected expected = test::reference_of(problem, inputs);
+        const Inputs inputs = random_inputs(problem, seed);
+        const Expected expected = reference_of(problem, inputs);
         const auto ratios = [&](int ranks) {
           RingOptions options = ring_options(problem, Placement::zigzag(256, ranks));
           options.schedule = schedule;
           options.backward_travel = travel;
-          return test::error_ratios(problem, test::run_ring(options, inputs), expected);
+          return error_ratios(problem, run_ring(options, inputs), expected);
         };
-        const test::Errors one = ratios(1);
-        const test::Errors eight = ratios(8);
+        const Errors one = ratios(1);
+        const Errors eight = ratios(8);
         for (std::size_t m = 0; m < 5; ++m) {
           if (m == 1) continue;  // lse is fp32
           const double growth = eight.value[m] / one.value[m];
-          EXPECT_LT(growth, 1.1) << test::kResultNames[m] << ": " << one.value[m] << " on 1 rank, "
+          EXPECT_LT(growth, 1.1) << kResultNames[m] << ": " << one.value[m] << " on 1 rank, "
                                  << eight.value[m] << " on 8";
-          test::note_worst(std::string(name_of(problem.dtype)) + " error on 8 ranks / on 1",
-                           growth);
+          note_worst(std::string(name_of(problem.dtype)) + " error on 8 ranks / on 1", growth);
         }
       }
     }
@@ -229,26 +218,26 @@ INSTANTIATE_TEST_SUITE_P(All, SixteenBitTest, ::testing::Values(DType::bf16, DTy
 TEST(Ring, ScaleOptionReplacesTheDefault) {
   Problem problem = make_problem("scale", dense(2, true), 1, 40, 16);
   problem.scale = 0.7;
-  const Inputs inputs = test::random_inputs(problem, 3);
-  const Expected expected = test::reference_of(problem, inputs);
+  const Inputs inputs = random_inputs(problem, 3);
+  const Expected expected = reference_of(problem, inputs);
   const RingOptions options = ring_options(problem, Placement::zigzag(40, 3));
-  test::expect_matches(problem, test::run_ring(options, inputs), expected);
+  expect_matches(problem, run_ring(options, inputs), expected);
 }
 
 TEST(Ring, ForwardOnlyExecutorMatchesReference) {
   for (const DType dtype : kDTypes) {
     Problem problem = make_problem("forward only", longnet(4, List{8, 32}, List{1, 2}), 4, 50, 24);
     problem.dtype = dtype;
-    const Inputs inputs = test::random_inputs(problem, 5);
-    const Expected expected = test::reference_of(problem, inputs);
+    const Inputs inputs = random_inputs(problem, 5);
+    const Expected expected = reference_of(problem, inputs);
     for (const int ranks : {1, 3}) {
       RingOptions options = ring_options(problem, Placement::striped(50, ranks));
-      Results with = test::run_ring(options, inputs);
+      Results with = run_ring(options, inputs);
       options.backward = false;
-      const Results without = test::run_ring(options, inputs);
+      const Results without = run_ring(options, inputs);
       EXPECT_EQ(with.o, without.o);
       EXPECT_EQ(with.lse, without.lse);
-      test::expect_matches(problem, with, expected);
+      expect_matches(problem, with, expected);
     }
   }
 }
@@ -256,17 +245,17 @@ TEST(Ring, ForwardOnlyExecutorMatchesReference) {
 // Asking for the branches' outputs must not change the answer beyond rounding.
 TEST(Ring, BranchStateGivesTheSameForward) {
   Problem problem = make_problem("state", longnet(4, List{8, 32}, List{1, 2}, true), 2, 61, 16, 2);
-  const Inputs inputs = test::random_inputs(problem, 9);
-  const Expected expected = test::reference_of(problem, inputs);
+  const Inputs inputs = random_inputs(problem, 9);
+  const Expected expected = reference_of(problem, inputs);
   problem.mix = MixGradient::detached;
-  const Expected detached = test::reference_of(problem, inputs);
-  EXPECT_GT(test::relative_rms(
-                std::vector<float>(expected.gradients.dq.begin(), expected.gradients.dq.end()),
-                detached.gradients.dq),
-            1e-3)
+  const Expected detached = reference_of(problem, inputs);
+  EXPECT_GT(
+      relative_rms(std::vector<float>(expected.gradients.dq.begin(), expected.gradients.dq.end()),
+                   detached.gradients.dq),
+      1e-3)
       << "the two mix gradients should differ here";
-  const Results results = test::run_ring(ring_options(problem, Placement::zigzag(61, 4)), inputs);
-  test::expect_matches(problem, results, detached);
+  const Results results = run_ring(ring_options(problem, Placement::zigzag(61, 4)), inputs);
+  expect_matches(problem, results, detached);
 }
 
 // The same executor again and again, forward and backward in any order, with new data each time.
@@ -274,14 +263,14 @@ TEST(Ring, ExecutorKeepsNoStateBetweenCalls) {
   const Problem problem =
       make_problem("again", longnet(4, List{16, 64}, List{1, 2}, true), 2, 70, 16);
   const RingOptions options = ring_options(problem, Placement::zigzag(70, 3));
-  const Inputs a = test::random_inputs(problem, 1);
-  const Inputs b = test::random_inputs(problem, 2);
-  Results first = test::empty_results(options);
-  Results again = test::empty_results(options);
-  const auto outcomes = test::run_ranks(3, [&](Transport& transport) {
+  const Inputs a = random_inputs(problem, 1);
+  const Inputs b = random_inputs(problem, 2);
+  Results first = empty_results(options);
+  Results again = empty_results(options);
+  const auto outcomes = run_ranks(3, [&](Transport& transport) {
     RingAttention ring(options, transport);
-    test::Shard shard_a(options, transport.rank());
-    test::Shard shard_b(options, transport.rank(), Layout::padded);
+    Shard shard_a(options, transport.rank());
+    Shard shard_b(options, transport.rank(), Layout::padded);
     shard_a.load(a);
     shard_b.load(b);
     shard_a.forward(ring);
@@ -294,8 +283,8 @@ TEST(Ring, ExecutorKeepsNoStateBetweenCalls) {
     shard_a.collect(again);
   });
   for (const auto& outcome : outcomes) EXPECT_EQ(outcome.message, "");
-  EXPECT_EQ(test::first_difference(first, again), "");
-  test::expect_matches(problem, first, test::reference_of(problem, a));
+  EXPECT_EQ(first_difference(first, again), "");
+  expect_matches(problem, first, reference_of(problem, a));
 }
 
 // A NaN or an infinity anywhere poisons exactly the elements that it poisons in the reference, on
@@ -312,9 +301,9 @@ TEST_P(PoisonTest, ReachesExactlyTheRowsOfTheReference) {
                                  -std::numeric_limits<double>::infinity()};
   for (Problem& problem : list) {
     problem.dtype = GetParam();
-    const std::uint64_t seed = test::seed_of(problem.name);
-    test::Random random(seed);
-    const Inputs clean = test::random_inputs(problem, seed);
+    const std::uint64_t seed = seed_of(problem.name);
+    Random random(seed);
+    const Inputs clean = random_inputs(problem, seed);
     for (int round = 0; round < 24; ++round) {
       Inputs inputs = clean;
       std::vector<double>* const tensors[] = {&inputs.q, &inputs.k, &inputs.v, &inputs.dout};
@@ -325,24 +314,24 @@ TEST_P(PoisonTest, ReachesExactlyTheRowsOfTheReference) {
       const auto at = static_cast<std::size_t>(random.between(0, std::ssize(tensor) - 1));
       tensor[at] = kPoisons[round % 4 < 2 && !one_branch ? 0 : round / 4 % 3];
       const int ranks = static_cast<int>(random.between(1, 5));
-      const std::string placement = test::kPlacementNames[random.between(0, 5)];
+      const std::string placement = kPlacementNames[random.between(0, 5)];
       RingOptions options =
-          ring_options(problem, test::placement_of(placement, problem.shape.tokens, ranks));
+          ring_options(problem, placement_of(placement, problem.shape.tokens, ranks));
       options.schedule = round % 2 == 0 ? Schedule::ring : Schedule::gather;
       options.backward_travel = kTravels[random.between(0, 2)];
       SCOPED_TRACE(problem.name + ", seed " + std::to_string(seed) + ", round " +
                    std::to_string(round) + ": element " + std::to_string(at) + " of " +
                    std::string("qkvd").substr(static_cast<std::size_t>(round % 4), 1) + ", " +
                    std::to_string(ranks) + " ranks, " + placement);
-      const Expected expected = test::reference_of(problem, inputs);
-      const Results results = test::run_ring(options, inputs);
-      const Results unpoisoned = test::run_ring(options, clean);
-      const Expected clean_expected = test::reference_of(problem, clean);
+      const Expected expected = reference_of(problem, inputs);
+      const Results results = run_ring(options, inputs);
+      const Results unpoisoned = run_ring(options, clean);
+      const Expected clean_expected = reference_of(problem, clean);
       for (std::size_t m = 0; m < 5; ++m) {
-        const auto& want = *test::members(expected)[m];
-        const auto& base = *test::members(clean_expected)[m];
-        const auto& got = *test::members(results)[m];
-        const auto& bits = *test::members(unpoisoned)[m];
+        const auto& want = *members(expected)[m];
+        const auto& base = *members(clean_expected)[m];
+        const auto& got = *members(results)[m];
+        const auto& bits = *members(unpoisoned)[m];
         std::size_t wrong = 0;
         std::size_t changed = 0;
         for (std::size_t i = 0; i < want.size(); ++i) {
@@ -355,9 +344,9 @@ TEST_P(PoisonTest, ReachesExactlyTheRowsOfTheReference) {
           // vanished.)
           if (want[i] == base[i] && want[i] != 0 && got[i] != bits[i]) changed += 1;
         }
-        EXPECT_EQ(wrong, 0U) << test::kResultNames[m]
+        EXPECT_EQ(wrong, 0U) << kResultNames[m]
                              << ": finite where the reference is not, or the other way";
-        EXPECT_EQ(changed, 0U) << test::kResultNames[m] << ": other bits where nothing changed";
+        EXPECT_EQ(changed, 0U) << kResultNames[m] << ": other bits where nothing changed";
       }
       if (HasFailure()) return;
     }
@@ -368,4 +357,4 @@ INSTANTIATE_TEST_SUITE_P(All, PoisonTest, ::testing::ValuesIn(kDTypes),
                          [](const auto& info) { return name_of(info.param); });
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

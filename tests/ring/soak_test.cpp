@@ -19,17 +19,11 @@
 #include "support/resources.h"
 #include "support/ring_fixture.h"
 
-namespace annulus {
+namespace annulus::test {
 namespace {
 
-using test::make_problem;
-using test::Problem;
-using test::Shard;
-
-using List = std::vector<std::int64_t>;
-
 // Sanitizers: fewer rounds of the same.
-int rounds(int count) { return test::slowness() > 1 ? std::max(10, count / 20) : count; }
+int rounds(int count) { return slowness() > 1 ? std::max(10, count / 20) : count; }
 
 class SoakTest : public ::testing::TestWithParam<int> {};
 
@@ -42,8 +36,8 @@ TEST_P(SoakTest, ThousandIterationsGiveTheSameBits) {
     RingOptions options = ring_options(problem, Placement::zigzag(131, ranks));
     options.reproducible = reproducible;
     options.schedule = reproducible ? Schedule::gather : Schedule::ring;
-    const test::Inputs inputs = test::random_inputs(problem, 1);
-    test::Results first = test::empty_results(options);
+    const Inputs inputs = random_inputs(problem, 1);
+    Results first = empty_results(options);
     std::atomic<int> changed{0};
     run_in_process(ranks, [&](Transport& transport) {
       RingAttention ring(options, transport);
@@ -65,7 +59,7 @@ TEST_P(SoakTest, ThousandIterationsGiveTheSameBits) {
       }
     });
     EXPECT_EQ(changed, 0);
-    test::expect_matches(problem, first, test::reference_of(problem, inputs));
+    expect_matches(problem, first, reference_of(problem, inputs));
   }
 }
 
@@ -76,7 +70,7 @@ TEST(Soak, ResidentMemoryIsFlatOverTenThousandCalls) {
   const int calls = rounds(10'000);
   const Problem problem = make_problem("flat", dense(2), 1, 24, 8, 1, MixGradient::full);
   const RingOptions options = ring_options(problem, Placement::contiguous(24, 3));
-  const test::Inputs inputs = test::random_inputs(problem, 1);
+  const Inputs inputs = random_inputs(problem, 1);
   std::int64_t before = 0;
   std::int64_t after = 0;
   run_in_process(3, [&](Transport& transport) {
@@ -85,21 +79,21 @@ TEST(Soak, ResidentMemoryIsFlatOverTenThousandCalls) {
     shard.load(inputs);
     for (int i = 0; i < calls; ++i) {
       // Warm-up: thread stacks, the pool's scratch, the allocator's own arenas.
-      if (i == calls / 10 && transport.rank() == 0) before = test::resident_bytes();
+      if (i == calls / 10 && transport.rank() == 0) before = resident_bytes();
       shard.forward(ring);
       shard.backward(ring);
     }
-    if (transport.rank() == 0) after = test::resident_bytes();
+    if (transport.rank() == 0) after = resident_bytes();
   });
   std::printf("[   RSS    ] %.1f MiB after a tenth of the calls, %.1f MiB after all\n",
               static_cast<double>(before) / 0x1p20, static_cast<double>(after) / 0x1p20);
-  EXPECT_LE(after - before, test::slowness() > 1 ? 64 << 20 : 1 << 20);
+  EXPECT_LE(after - before, slowness() > 1 ? 64 << 20 : 1 << 20);
 }
 
 TEST(Soak, ExecutorsComeAndGoWithoutATrace) {
   const Problem problem =
       make_problem("come and go", longnet(2, List{16, 64}, List{1, 2}), 2, 64, 16);
-  const test::Inputs inputs = test::random_inputs(problem, 1);
+  const Inputs inputs = random_inputs(problem, 1);
   const auto round = [&](int i) {
     RingOptions options = ring_options(problem, Placement::contiguous(64, 2 + i % 3));
     options.schedule = i % 2 == 0 ? Schedule::ring : Schedule::gather;
@@ -115,13 +109,13 @@ TEST(Soak, ExecutorsComeAndGoWithoutATrace) {
     });
   };
   for (int i = 0; i < rounds(60); ++i) round(i);
-  const std::int64_t memory = test::resident_bytes();
-  const std::int64_t threads = test::entries_of("/proc/self/task");
-  const std::int64_t descriptors = test::entries_of("/proc/self/fd");
+  const std::int64_t memory = resident_bytes();
+  const std::int64_t threads = entries_of("/proc/self/task");
+  const std::int64_t descriptors = entries_of("/proc/self/fd");
   for (int i = 0; i < rounds(600); ++i) round(i);
-  EXPECT_EQ(test::settled_threads(threads), threads);
-  EXPECT_EQ(test::entries_of("/proc/self/fd"), descriptors);
-  EXPECT_LE(test::resident_bytes() - memory, test::slowness() > 1 ? 256 << 20 : 8 << 20);
+  EXPECT_EQ(settled_threads(threads), threads);
+  EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
+  EXPECT_LE(resident_bytes() - memory, slowness() > 1 ? 256 << 20 : 8 << 20);
 }
 
 // Refused constructions and calls leave nothing behind either.
@@ -131,27 +125,27 @@ TEST(Soak, FailuresLeaveNoTrace) {
     RingOptions bad = ring_options(problem, Placement::contiguous(20, 3));
     bad.head_dim = 12;
     const auto refused =
-        test::run_ranks(3, [&](Transport& transport) { const RingAttention ring(bad, transport); });
+        run_ranks(3, [&](Transport& transport) { const RingAttention ring(bad, transport); });
     EXPECT_EQ(refused[0].kind, "ConfigError");
     const RingOptions options = ring_options(problem, Placement::contiguous(20, 3));
-    const auto died = test::run_ranks(3, [&](Transport& inner) {
-      test::WatchedTransport transport(inner);
+    const auto died = run_ranks(3, [&](Transport& inner) {
+      WatchedTransport transport(inner);
       RingAttention ring(options, transport);
       Shard shard(options, transport.rank());
-      shard.load(test::random_inputs(problem, 1));
+      shard.load(random_inputs(problem, 1));
       if (transport.rank() == 1) transport.fail_after(2, 0);  // parcels
       shard.forward(ring);
     });
     EXPECT_EQ(died[0].kind, "TransportError");
   };
   for (int i = 0; i < rounds(50); ++i) round();
-  const std::int64_t memory = test::resident_bytes();
-  const std::int64_t threads = test::entries_of("/proc/self/task");
-  const std::int64_t descriptors = test::entries_of("/proc/self/fd");
+  const std::int64_t memory = resident_bytes();
+  const std::int64_t threads = entries_of("/proc/self/task");
+  const std::int64_t descriptors = entries_of("/proc/self/fd");
   for (int i = 0; i < rounds(400); ++i) round();
-  EXPECT_EQ(test::settled_threads(threads), threads);
-  EXPECT_EQ(test::entries_of("/proc/self/fd"), descriptors);
-  EXPECT_LE(test::resident_bytes() - memory, test::slowness() > 1 ? 256 << 20 : 8 << 20);
+  EXPECT_EQ(settled_threads(threads), threads);
+  EXPECT_EQ(entries_of("/proc/self/fd"), descriptors);
+  EXPECT_LE(resident_bytes() - memory, slowness() > 1 ? 256 << 20 : 8 << 20);
 }
 
 // Different executors at once in different threads, on one pool: each gets its own answer.
@@ -159,16 +153,16 @@ TEST(Soak, ConcurrentExecutorsDoNotDisturbEachOther) {
   struct Job {
     Problem problem;
     RingOptions options;
-    test::Inputs inputs;
-    test::Results alone;
+    Inputs inputs;
+    Results alone;
   };
   std::vector<Job> jobs;
   const auto add = [&](Problem problem, Placement placement, DType dtype, bool reproducible) {
     problem.dtype = dtype;
     RingOptions options = ring_options(problem, std::move(placement));
     options.reproducible = reproducible;
-    Job job{problem, options, test::random_inputs(problem, test::seed_of(problem.name)), {}};
-    job.alone = test::run_ring(options, job.inputs);
+    Job job{problem, options, random_inputs(problem, seed_of(problem.name)), {}};
+    job.alone = run_ring(options, job.inputs);
     jobs.push_back(std::move(job));
   };
   add(make_problem("a", dense(2, true), 1, 200, 64), Placement::zigzag(200, 3), DType::f32, false);
@@ -183,8 +177,7 @@ TEST(Soak, ConcurrentExecutorsDoNotDisturbEachOther) {
   for (const Job& job : jobs) {
     threads.emplace_back([&wrong, &job] {
       for (int i = 0; i < rounds(60); ++i) {
-        if (!test::first_difference(test::run_ring(job.options, job.inputs), job.alone).empty())
-          ++wrong;
+        if (!first_difference(run_ring(job.options, job.inputs), job.alone).empty()) ++wrong;
       }
     });
   }
@@ -197,11 +190,11 @@ TEST(Soak, ManyRanksShareOneThread) {
   const Problem problem = make_problem("one thread", dense(2, true), 2, 96, 16);
   RingOptions options = ring_options(problem, Placement::zigzag(96, 8));
   options.threads = 1;
-  const test::Inputs inputs = test::random_inputs(problem, 1);
-  const test::Expected expected = test::reference_of(problem, inputs);
+  const Inputs inputs = random_inputs(problem, 1);
+  const Expected expected = reference_of(problem, inputs);
   for (int i = 0; i < rounds(100); ++i)
-    test::expect_matches(problem, test::run_ring(options, inputs), expected);
+    expect_matches(problem, run_ring(options, inputs), expected);
 }
 
 }  // namespace
-}  // namespace annulus
+}  // namespace annulus::test

@@ -18,8 +18,6 @@
 namespace annulus::test {
 namespace {
 
-using List = std::vector<std::int64_t>;
-
 thread_local FailingMemory* of_this_thread = nullptr;
 
 // Whether all bits should be those of the undisturbed run: unless rows were added in the order of

@@ -28,6 +28,8 @@
 namespace annulus::test {
 
 inline constexpr double kNegInf = -std::numeric_limits<double>::infinity();
+inline constexpr float kInf = std::numeric_limits<float>::infinity();
+inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 struct TaskData {
   DType dtype = DType::f32;

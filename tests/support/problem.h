@@ -16,6 +16,9 @@
 // the measures that compare results with it.
 namespace annulus::test {
 
+using List = std::vector<std::int64_t>;
+inline constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
+
 // What is computed, whatever the ring.
 struct Problem {
   std::string name;

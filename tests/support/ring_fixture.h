@@ -29,6 +29,26 @@ namespace annulus::test {
 [[nodiscard]] Results run_ring(const RingOptions& options, const Inputs& inputs,
                                Layout layout = Layout::dense);
 
+// The ways in which rows reach other ranks, for tests that need all of them.
+struct RowTravel {
+  std::string name;
+  Schedule schedule;
+  BackwardTravel travel;
+  bool reproducible;
+
+  void apply(RingOptions& options) const {
+    options.schedule = schedule;
+    options.backward_travel = travel;
+    options.reproducible = reproducible;
+  }
+};
+inline const RowTravel kRowTravels[] = {
+    {"ring_keys", Schedule::ring, BackwardTravel::keys, false},
+    {"ring_queries", Schedule::ring, BackwardTravel::queries, false},
+    {"gather_keys", Schedule::gather, BackwardTravel::keys, false},
+    {"gather_queries", Schedule::gather, BackwardTravel::queries, false},
+    {"reproducible", Schedule::gather, BackwardTravel::automatic, true}};
+
 // Runs body(transport) on one thread per rank without any abort: every rank has to end by itself.
 struct RankOutcome {
   std::string kind;  // "", "ConfigError", "TransportError", "DeviceError" or "other"
@@ -40,10 +60,11 @@ struct RankOutcome {
 [[nodiscard]] std::vector<RankOutcome> run_ranks(std::span<const std::unique_ptr<Transport>> ring,
                                                  const std::function<void(Transport&)>& body);
 
+using Texts = std::vector<std::string>;
 // Every rank ended as `kind`, with a message that holds all of `texts`, and not because its
 // deadline was over.
 void expect_everywhere(const std::vector<RankOutcome>& outcomes, const std::string& kind,
-                       const std::vector<std::string>& texts);
+                       const Texts& texts);
 
 // Forwards to another transport and keeps books: bytes and messages by tag and peer. May refuse to
 // send.

@@ -176,6 +176,12 @@ void Shard::backward(RingAttention& ring) {
   for (const ShardTensor* tensor : {&q, &k, &v, &dout, &dq, &dk, &dv}) tensor->download();
 }
 
+void Shard::enqueue(RingAttention& ring) const {
+  ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view());
+  ring.backward(q.view(), k.view(), v.view(), o.view(), lse.view(), dout.view(), dq.view(),
+                dk.view(), dv.view());
+}
+
 void Shard::collect(Results& results) const {
   const auto copy = [&](const ShardTensor& from, std::vector<float>& to) {
     for_each_element(from, [&](std::size_t at, auto... place) { to[at] = from.get(place...); });

@@ -56,6 +56,8 @@ struct Shard {
   void load(const Inputs& inputs);    // and fills the outputs with NaN: nothing may survive
   void forward(RingAttention& ring);  // makes a branch state where backward will need one
   void backward(RingAttention& ring);
+  // Both passes, backward enqueued behind forward without a wait between them.
+  void enqueue(RingAttention& ring) const;
   void collect(Results& results) const;  // own rows only: ranks may do so at the same time
   [[nodiscard]] std::string damage()
       const;  // inputs or gaps that changed since load(); empty: none

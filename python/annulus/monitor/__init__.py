@@ -1,16 +1,16 @@
-"""What the ranks of this process are doing, as a bounded stream of events, and where to send it.
+"""Monitoring of the ranks of this process: a bounded stream of events, and exporters.
 
-Off until `start()`. From then on every pass, step, computation, message, wait, cached executor and recovery leaves an
-`Event` in a stream that keeps the latest 65,536 and sums over all of them. `read` and `totals` are for programs; the
-rest writes what is read somewhere else:
+Monitoring is off until `start()`. Then every pass, step, computation, message, wait, cached executor and recovery adds
+an `Event` to a stream, which keeps the latest 65,536 events and sums over all of them. Programs use `read` and
+`totals`. Exporters write the events elsewhere:
 
 - `JsonLines` appends every event to a file,
-- `write_chrome_trace` makes a file for chrome://tracing or ui.perfetto.dev,
+- `write_chrome_trace` writes a file for chrome://tracing or ui.perfetto.dev,
 - `PrometheusExporter` answers scrapes (package prometheus-client),
-- `WandbExporter` logs to Weights & Biases, offline, too (package wandb),
-- `LogExporter` and `set_log_level` say it to Python's logging, with the rank in front.
+- `WandbExporter` logs to Weights & Biases, also offline (package wandb),
+- `LogExporter` and `set_log_level` write to Python's logging, with the rank in front.
 
-`profile_memory` samples what the process holds.
+`profile_memory` samples the memory of the process.
 """
 
 from annulus._core import Event, EventTotal

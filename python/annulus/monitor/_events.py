@@ -1,4 +1,4 @@
-"""The stream of events: on and off, reading, and events of one's own."""
+"""The stream of events: start and stop, reading, and events of the program."""
 
 import contextlib
 import math
@@ -7,7 +7,7 @@ import time
 
 from annulus import _core
 
-# Waits that are in no pass: while an executor is made, and for the device when a program asks for that.
+# Waits outside of passes: while an executor is made, and when a program synchronizes with the device.
 _OUTSIDE = ("construction", "synchronize")
 
 _MOST_EVENTS = 2**24  # 1.2 GB
@@ -16,10 +16,10 @@ KINDS = ("pass", "step", "compute", "send", "receive", "wait", "cache", "recover
 
 
 def start(capacity: int | None = None) -> None:
-    """Turns monitoring on, if it is not yet.
+    """Turns monitoring on if it is off.
 
-    `capacity`: how many events are kept, 72 bytes each (65,536 unless told, at most 16,777,216). Where nobody reads in
-    time the oldest ones are overwritten; `read` says how many. Another capacity than before keeps the latest events.
+    `capacity`: how many events are kept, 72 bytes each (default 65,536, at most 16,777,216). Events that are not read
+    in time are overwritten, the oldest first; `read` returns how many. Changing the capacity keeps the latest events.
     """
     if capacity is None:
         capacity = _core.events_capacity() or 65536
@@ -27,7 +27,7 @@ def start(capacity: int | None = None) -> None:
 
 
 def stop() -> None:
-    """Turns monitoring off. What was recorded can still be read."""
+    """Turns monitoring off. Recorded events can still be read."""
     _core.events_stop()
 
 
@@ -45,29 +45,29 @@ _clears = 0
 
 
 def clears() -> int:
-    """How often `clear` was called: totals of different times are not those of one sum."""
+    """How often `clear` was called. Totals from before and after a clear cannot be compared."""
     return _clears
 
 
 def clear() -> None:
-    """Forgets all events and totals. Places of readers stay valid."""
+    """Deletes all events and totals. The places of readers stay valid."""
     global _clears
     _core.events_clear()
     _clears += 1
 
 
 def read(place: int = 0) -> tuple[list[_core.Event], int, int]:
-    """(events, next place, dropped): what was recorded since `place`, where to read on, and how many were overwritten."""
+    """(events, next place, dropped): events since `place`, where to continue, and how many were overwritten."""
     return _core.events_read(place)
 
 
 def totals() -> list[_core.EventTotal]:
-    """Sums per kind, name, rank and (of messages) peer since `clear`, over dropped events, too."""
+    """Sums per kind, name, rank and, for messages, peer since `clear`. They include dropped events."""
     return _core.events_totals()
 
 
 def check_whole(where: str, name: str, value: object, least: int, most: int) -> int:
-    """The number; ConfigError, if it is none of those."""
+    """The value as a number. Raises ConfigError unless it is a whole number from `least` to `most`."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -80,7 +80,7 @@ def check_whole(where: str, name: str, value: object, least: int, most: int) -> 
 
 
 def check_seconds(where: str, value: object) -> float:
-    """The interval; ConfigError, if it is none."""
+    """The interval in seconds. Raises ConfigError unless it is a number above 0."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -97,7 +97,7 @@ def _check(where: str, kind: str, bytes: int) -> None:
         raise _core.ConfigError(
             f"annulus.monitor.{where}: kind is {kind!r}, expected one of {', '.join(KINDS)}"
         )
-    if bytes < 0:  # sums are counters, which never fall
+    if bytes < 0:  # totals are counters, which never decrease
         raise _core.ConfigError(f"annulus.monitor.{where}: bytes is {bytes}, expected at least 0")
 
 
@@ -113,9 +113,9 @@ def record(
     end_ns: int | None = None,
     failed: bool = False,
 ) -> None:
-    """Adds an event of one's own; nothing while monitoring is off.
+    """Adds an event of the program. Does nothing while monitoring is off.
 
-    Times are of `time.monotonic_ns()`; without them the event happened now and took no time.
+    Times are those of `time.monotonic_ns()`. Without them, the event happens now and has no duration.
     """
     _check("record", kind, bytes)
     if not _core.events_on():
@@ -131,8 +131,8 @@ def record(
 
 @contextlib.contextmanager
 def span(kind: str, name: str, *, rank: int = -1, step: int = -1, bytes: int = 0):
-    """An event that lasts as long as the block; failed, if an exception ends it."""
-    _check("span", kind, bytes)  # before the block: afterwards it would hide what the block raised
+    """Records an event that lasts as long as the block. It is failed if an exception ends the block."""
+    _check("span", kind, bytes)  # before the block: an error after it would hide an error of the block
     begin = time.monotonic_ns()
     failed = True
     try:
@@ -143,12 +143,13 @@ def span(kind: str, name: str, *, rank: int = -1, step: int = -1, bytes: int = 0
 
 
 def waited(row: dict[str, float]) -> float:
-    """The share of the passes' time."""
+    """The share of the passes' time that was spent waiting."""
     return row["wait_seconds"] / row["pass_seconds"] if row["pass_seconds"] > 0 else 0.0
 
 
 def summary() -> dict[int, dict[str, float]]:
-    """Per rank of this process: passes, seconds in passes, computing and waiting (in passes), the share waited, and bytes."""
+    """Per rank of this process: passes, their seconds, seconds of computing and waiting in them, the share waited, and
+    bytes."""
     ranks: dict[int, dict[str, float]] = {}
     for total in totals():
         if total.rank < 0:

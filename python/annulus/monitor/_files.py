@@ -10,7 +10,7 @@ from annulus import _core
 from annulus.monitor import _events
 from annulus.monitor._readers import Reader
 
-# In traces. Beyond all ranks; and not -1, which Perfetto takes for 0.
+# Process number in traces for events of no rank. Not -1, which Perfetto reads as 0.
 _NOBODY = 999_999
 _FIRST_TRACK = 1_000_000
 
@@ -18,13 +18,12 @@ _FIRST_TRACK = 1_000_000
 class JsonLines(Reader):
     """Appends every event to a file, one JSON object a line, every `interval` seconds, at `close` and at exit.
 
-    `time` is the beginning in seconds since 1970; where events were overwritten before they were read, a line says
-    {"dropped": how many}.
+    `time` is the begin in seconds since 1970. If events were overwritten before they were read, a line contains
+    {"dropped": number}.
     """
 
     def __init__(self, path: str | os.PathLike, interval: float = 1.0):
-        # Unbuffered: lines of processes that append to one file stay whole, and nothing that could
-        # not be written is left for close().
+        # Unbuffered, so that lines of several processes do not mix, and close() has nothing left to write.
         self._file = open(path, "ab", buffering=0)
         try:
             super().__init__(interval)
@@ -43,7 +42,7 @@ class JsonLines(Reader):
                 "name": event.name,
                 "rank": event.rank,
             }
-            # Absent where there is none: most events have no peer.
+            # Left out if there is none: most events have no peer.
             line |= {
                 key: value
                 for key in ("step", "peer")
@@ -70,14 +69,14 @@ def _process(rank: int) -> int:
 
 
 def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | None = None) -> None:
-    """Writes events (all that the stream has, unless given) for chrome://tracing and ui.perfetto.dev.
+    """Writes events, by default all of the stream, for chrome://tracing and ui.perfetto.dev.
 
-    A process per rank (what is no rank's has its own) and a track per kind; steps lie within their passes, and messages
-    that are under way together have tracks of their own, so that nothing overlaps. The file appears whole or not at all.
+    There is a process for each rank, one for events of no rank, and a track for each kind. Steps are drawn within their
+    passes. Messages that overlap get separate tracks. The file appears complete or not at all.
     """
     path = os.fsdecode(path)
     if not path:
-        raise _core.ConfigError("write_chrome_trace: the name is empty, expected that of a file")
+        raise _core.ConfigError("write_chrome_trace: path is empty, expected the name of a file")
     dropped = 0
     if events is None:
         events, _, dropped = _events.read()
@@ -87,7 +86,7 @@ def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | 
     for event, lane in zip(events, _core.event_lanes(events)):
         kind = "pass" if event.kind == "step" else event.kind
         places.append((event.rank, _events.KINDS.index(kind), lane))
-    # Of all processes together: Perfetto names threads by their tid alone.
+    # Numbered over all processes, because Perfetto identifies threads by their tid alone.
     tracks = {place: _FIRST_TRACK + i for i, place in enumerate(sorted(set(places)))}
     rows = []
     for event, place in zip(events, places):
@@ -130,7 +129,7 @@ def write_chrome_trace(path: str | os.PathLike, events: Sequence[_core.Event] | 
 
 
 def _write_whole(path: str, text: str) -> None:
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device: a rename would destroy it
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device, which a rename would replace
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return
@@ -140,7 +139,7 @@ def _write_whole(path: str, text: str) -> None:
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-            if mode is None:  # mkstemp lets nobody else read
+            if mode is None:  # mkstemp makes files that only the owner can read
                 mask = os.umask(0)
                 os.umask(mask)
                 mode = 0o666 & ~mask

@@ -1,4 +1,4 @@
-"""Events, and whatever else ranks have to say, for Python's logging, with the rank in front."""
+"""Events, and messages of ranks, in Python's logging, with the rank in front."""
 
 import logging
 import threading
@@ -36,7 +36,7 @@ def logger(rank: int, ranks: int | None = None) -> logging.LoggerAdapter:
 
 
 def event_text(event: _core.Event) -> str:
-    """An event as people read it: "send rows, step 2 to rank 3: 0.41 ms, 1048576 bytes"."""
+    """An event as text: "send rows, step 2 to rank 3: 0.41 ms, 1048576 bytes"."""
     text = "" if event.kind == "pass" else event.kind + " "
     if event.kind == "step":
         text += str(event.step)
@@ -51,9 +51,11 @@ def event_text(event: _core.Event) -> str:
 
 
 class LogExporter(Reader):
-    """Tells the logger annulus of events: recoveries are warnings, passes and caches infos, the rest is for debugging.
+    """Logs events to the logger annulus: recoveries as warnings, passes and caches as infos, all others as debug
+    messages.
 
-    `rank`: only of this one. `ranks`: how many there are, for the tag. `set_log_level` makes one and is mostly enough.
+    `rank`: only events of this rank. `ranks`: the number of ranks, for the tag. Most programs use `set_log_level`
+    instead.
     """
 
     def __init__(self, rank: int | None = None, ranks: int | None = None, interval: float = 0.5):
@@ -64,7 +66,7 @@ class LogExporter(Reader):
 
     def _write(self, events: list[_core.Event], dropped: int) -> None:
         if dropped:
-            self._logger.info("%d events were overwritten before they could be told", dropped)
+            self._logger.info("%d events were overwritten before they could be logged", dropped)
         for event in events:
             level = _EVENT_LEVELS.get(event.kind, logging.DEBUG)
             if not self._logger.isEnabledFor(level) or self._rank not in (None, event.rank):
@@ -74,10 +76,11 @@ class LogExporter(Reader):
 
 
 def set_log_level(level: str, *, rank: int | None = None, ranks: int | None = None) -> None:
-    """Which events the logger annulus tells of: "debug" (all), "info" (passes, caches), "warning" (recoveries), "error", "off".
+    """Chooses the events that the logger annulus logs: "debug" (all), "info" (passes, caches), "warning" (recoveries),
+    "error", "off".
 
-    `rank`: only those of this rank; `ranks`: how many there are, for the tag "[rank 1/4]". Monitoring is turned on, except
-    by "error" and "off". Lines go where the program has told logging to put them, else to standard error.
+    `rank`: only events of this rank. `ranks`: the number of ranks, for the tag "[rank 1/4]". Turns monitoring on,
+    except for "error" and "off". Lines go to the handlers of the program, or to standard error if there are none.
     """
     global _current
     if not isinstance(level, str) or level not in LEVELS:
@@ -87,7 +90,7 @@ def set_log_level(level: str, *, rank: int | None = None, ranks: int | None = No
     target = logging.getLogger("annulus")
     with _lock:
         if _current is not None:
-            _current.close()  # what came before is told as it was to be told then
+            _current.close()  # writes earlier events with the earlier level
             _current = None
         target.setLevel(LEVELS[level])
         if level in ("error", "off"):
@@ -100,7 +103,7 @@ def set_log_level(level: str, *, rank: int | None = None, ranks: int | None = No
 
 
 def log_as_it_is() -> Callable[[], None]:
-    """What makes the log again as it is now."""
+    """A function that restores the present state of the log."""
     target = logging.getLogger("annulus")
     level, exporter = target.level, _current
 
@@ -118,7 +121,7 @@ def log_as_it_is() -> Callable[[], None]:
 
 
 def flush_log() -> None:
-    """Tells of everything that was recorded so far."""
+    """Logs everything that was recorded so far."""
     with _lock:
         if _current is not None:
             _current.flush()

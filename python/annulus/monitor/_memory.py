@@ -1,4 +1,4 @@
-"""What the process holds while a block runs."""
+"""Memory of the process while a block runs."""
 
 import os
 import sys
@@ -15,11 +15,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes at one moment, `seconds` after the beginning."""
+    """Bytes at one moment, `seconds` after the begin."""
 
     seconds: float
     process: int  # resident
-    cached: int  # of executors that annulus.attention keeps
+    cached: int  # held by executors that annulus.attention keeps
     device: int  # allocated by PyTorch on the CUDA device; 0 without one
 
 
@@ -37,14 +37,14 @@ def _high_water() -> int:
 
 
 class profile_memory:  # noqa: N801: a context manager that reads like a function
-    """Samples what this process holds, every `interval` seconds, while a block runs:
+    """Samples the memory of this process every `interval` seconds while a block runs:
 
         with annulus.monitor.profile_memory() as profile:
             step()
         print(profile.report())
 
-    `device`: a CUDA device, whose memory as PyTorch counts it is sampled, too. At most 4,096 samples are kept: then every
-    second one is dropped and the interval doubled. `start` and `stop` are there for what is no block.
+    `device`: a CUDA device, whose memory as counted by PyTorch is sampled, too. At most 4,096 samples are kept: then
+    every second one is dropped and the interval is doubled. Use `start` and `stop` where a block is not possible.
     """
 
     def __init__(self, interval: float = 0.01, device=None):
@@ -80,9 +80,9 @@ class profile_memory:  # noqa: N801: a context manager that reads like a functio
         )
 
     def start(self) -> "profile_memory":
-        """Takes the first sample, and more from now on."""
+        """Takes the first sample and starts to take more."""
         if self._thread is not None:
-            raise _core.ConfigError("profile_memory: started already; stop() comes first")
+            raise _core.ConfigError("profile_memory: started already: call stop() first")
         self.samples = []
         self._begin = time.monotonic()
         self._marks = (_high_water(), self._device_bytes(peak=True))
@@ -104,7 +104,7 @@ class profile_memory:  # noqa: N801: a context manager that reads like a functio
         self._thread.join()
         self._thread = None
         self._sample()
-        # The kernel's and PyTorch's own records see what lies between two samples, where they were broken.
+        # The records of the kernel and of PyTorch include peaks between two samples, if they have risen since start.
         marks = (_high_water(), self._device_bytes(peak=True))
         self._peaks = tuple(now if now > before else 0 for now, before in zip(marks, self._marks))
 
@@ -119,7 +119,7 @@ class profile_memory:  # noqa: N801: a context manager that reads like a functio
 
     @property
     def begin_bytes(self) -> int:
-        """What the process held when the block began."""
+        """What the process held at the begin of the block."""
         return self.samples[0].process if self.samples else 0
 
     @property
@@ -129,11 +129,11 @@ class profile_memory:  # noqa: N801: a context manager that reads like a functio
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most that PyTorch had allocated on the device; 0 without one."""
+        """The most that PyTorch had allocated on the device; 0 without a device."""
         return self._peak("device", 1)
 
     def report(self) -> dict[str, float]:
-        """The profile in numbers; keys are always the same."""
+        """The profile as numbers. The keys are always the same."""
         last = self.samples[-1] if self.samples else MemorySample(0.0, 0, 0, 0)
         return {
             "seconds": last.seconds,

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, made from the stream's totals when somebody asks."""
+"""Metrics for Prometheus, computed from the stream's totals at each scrape."""
 
 import os
 
@@ -10,9 +10,9 @@ from annulus.monitor._readers import optional
 class PrometheusExporter:
     """Answers scrapes at http://address:port/metrics until `close`. Needs the package prometheus-client.
 
-    Metrics are made from `totals` at each scrape: exact also where the stream has overwritten events, and of bounded
-    size. `port` 0 takes a free one (see the attribute `port`). `registry`: one of prometheus_client, where the metrics
-    then stand beside the program's own; without a registry there is a new one.
+    Metrics are computed from `totals` at each scrape. They are exact even if the stream has overwritten events, and
+    their size is bounded. `port` 0 takes a free port (see the attribute `port`). `registry`: a registry of
+    prometheus_client, to which the metrics are added; by default a new one.
     """
 
     def __init__(self, port: int = 0, address: str = "127.0.0.1", registry=None):
@@ -28,17 +28,17 @@ class PrometheusExporter:
         except BaseException:
             self.registry.unregister(self._collector)
             raise
-        _events.start()  # not where the port is taken
+        _events.start()  # only if the port was free
         self._process = os.getpid()
         self.port: int = self._server.server_port
         host = f"[{address}]" if ":" in address else address
         self.url = f"http://{host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Ends the server and takes the metrics out of the registry. Idempotent."""
+        """Stops the server and removes the metrics from the registry. Idempotent."""
         if self._server is None:
             return
-        if os.getpid() != self._process:  # a forked child has no thread that shutdown() could wait for
+        if os.getpid() != self._process:  # a forked child has no server thread, for which shutdown() would wait
             self._server.socket.close()
             self._server = None
             return
@@ -60,12 +60,12 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         labels = ("rank", "kind", "name")
-        count = CounterMetricFamily("annulus_events", "What happened, how often", labels=labels)
+        count = CounterMetricFamily("annulus_events", "Number of events", labels=labels)
         failures = CounterMetricFamily(
-            "annulus_event_failures", "What of it ended with an exception", labels=labels
+            "annulus_event_failures", "Number of events that ended with an exception", labels=labels
         )
         seconds = CounterMetricFamily(
-            "annulus_event_seconds", "How long it took, as the host saw it", labels=labels
+            "annulus_event_seconds", "Duration of events, as measured by the host", labels=labels
         )
         sent = CounterMetricFamily(
             "annulus_sent_bytes", "Bytes of messages, by link", labels=("rank", "peer")
@@ -90,12 +90,12 @@ class _Collector:
         for (kind, rank, peer), value in links.items():
             (sent if kind == "send" else received).add_metric((rank, peer), value)
         waited = GaugeMetricFamily(
-            "annulus_waited_ratio", "Share of the passes' time that was waited", labels=("rank",)
+            "annulus_waited_ratio", "Share of the passes' time that was spent waiting", labels=("rank",)
         )
         for rank, row in _events.summary().items():
             waited.add_metric((str(rank),), row["waited"])
         cached = GaugeMetricFamily(
-            "annulus_cached_bytes", "What executors hold that annulus.attention keeps between calls"
+            "annulus_cached_bytes", "Bytes of executors that annulus.attention keeps between calls"
         )
         cached.add_metric((), _core.cache_info()["bytes"])
         yield from (count, failures, seconds, sent, received, waited, cached)

@@ -1,4 +1,4 @@
-"""What exporters share: a thread that reads the stream from time to time, and packages that may be missing."""
+"""Common parts of exporters: a thread that reads the stream periodically, and imports of optional packages."""
 
 import atexit
 import importlib
@@ -13,7 +13,7 @@ from annulus.monitor import _events
 
 
 def optional(module: str, package: str, who: str) -> types.ModuleType:
-    """The module, or an ImportError that says what to install."""
+    """Imports a module, or raises an ImportError that says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -26,10 +26,11 @@ _open: "weakref.WeakSet[Reader]" = weakref.WeakSet()
 
 
 class Reader:
-    """Gives `_write(events, dropped)` what was recorded, every `interval` seconds and at the end, also that of the program.
+    """Calls `_write(events, dropped)` with new events every `interval` seconds, at close, and at the end of the
+    program.
 
-    Starts the stream. What fails on the thread is told once by the logger annulus, and ends the reading: training goes on.
-    A forked child has no such thread, and does not write what its parent writes.
+    Starts the stream. An error on the thread is logged once by the logger annulus and ends the reading; the program
+    continues. A forked child has no such thread and writes nothing.
     """
 
     def __init__(self, interval: float):
@@ -37,7 +38,7 @@ class Reader:
         _events.start()
         self._process = os.getpid()
         self._place = _core.events_next()
-        self._lock = threading.Lock()  # of _place and of what _write writes to
+        self._lock = threading.Lock()  # guards _place and the target of _write
         self._stop = threading.Event()
         # The thread must not keep its exporter alive.
         self._thread = threading.Thread(
@@ -53,9 +54,9 @@ class Reader:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Writes what was recorded so far."""
+        """Writes all events so far."""
         if os.getpid() != self._process:
-            return  # the lock may be held by a thread that was not inherited
+            return  # a thread of the parent may hold the lock
         with self._lock:
             if self._stop.is_set():
                 return
@@ -64,7 +65,7 @@ class Reader:
                 self._write(events, dropped)
 
     def close(self) -> None:
-        """Writes the rest and ends the thread. Monitoring stays on: others may read."""
+        """Writes the remaining events and ends the thread. Monitoring stays on, because there may be other readers."""
         if self._stop.is_set() or os.getpid() != self._process:
             return
         try:
@@ -87,7 +88,7 @@ def _read_until_stopped(reader: weakref.ref, stop: threading.Event, interval: fl
             return
         try:
             living.flush()
-        except Exception as error:  # noqa: BLE001: monitoring must not end what it monitors
+        except Exception as error:  # noqa: BLE001: monitoring must not end the program
             stop.set()
             logging.getLogger("annulus").warning(
                 "%s stops: %s", type(living).__name__, error, exc_info=error
@@ -97,9 +98,9 @@ def _read_until_stopped(reader: weakref.ref, stop: threading.Event, interval: fl
 
 @atexit.register
 def _close_all() -> None:
-    """Nobody closes what set_log_level has made, and programs forget the rest."""
+    """Closes the reader of set_log_level, and those that the program has not closed."""
     for reader in list(_open):
         try:
             reader.close()
-        except Exception as error:  # noqa: BLE001: the other ones have something to write, too
+        except Exception as error:  # noqa: BLE001: the other readers must still write
             logging.getLogger("annulus").warning("%s: %s", type(reader).__name__, error)

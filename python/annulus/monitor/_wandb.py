@@ -1,14 +1,14 @@
-"""Weights & Biases: what happened since the last step, beside the run's own metrics."""
+"""Weights & Biases: metrics of the ranks since the last step, in addition to the run's own metrics."""
 
 from annulus.monitor import _events
 from annulus.monitor._readers import optional
 
 
 class WandbExporter:
-    """Logs what the ranks of this process did since the last `log` to a run of Weights & Biases. Needs the package wandb.
+    """Logs metrics of this process's ranks since the last `log` to a run of Weights & Biases. Needs the package wandb.
 
-    `run`: the program's own; without it one is made by `wandb.init(**init)` and finished by `close`. With mode="offline"
-    nothing is sent anywhere; `wandb sync` can do so later.
+    `run`: a run of the program. Without it, `wandb.init(**init)` makes one, and `close` finishes it. With
+    mode="offline" nothing is sent; `wandb sync` can send it later.
     """
 
     def __init__(self, run=None, **init):
@@ -17,7 +17,7 @@ class WandbExporter:
             self._own = True
         elif init:
             raise TypeError(
-                f"WandbExporter: a run is given, and so are arguments for a new one: {', '.join(init)}"
+                f"WandbExporter: expected either a run or arguments for a new one, found both: run, {', '.join(init)}"
             )
         else:
             self._own = False
@@ -27,7 +27,7 @@ class WandbExporter:
         self._clears = _events.clears()
 
     def log(self, step: int | None = None, **more) -> dict[str, float]:
-        """Logs, and returns, annulus/rank0/compute_seconds, .../waited and the like, and `more` beside them."""
+        """Logs and returns metrics such as annulus/rank0/compute_seconds and .../waited. Also logs `more`."""
         metrics: dict[str, float] = {}
         if self._clears != _events.clears():
             self._before, self._clears = {}, _events.clears()
@@ -42,7 +42,7 @@ class WandbExporter:
         return metrics
 
     def close(self) -> None:
-        """Finishes the run, if it was made here. Idempotent."""
+        """Finishes the run if this exporter has made it. Idempotent."""
         if self._own:
             self._own = False
             self.run.finish()

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import errno
-import faulthandler
 import os
 import pathlib
 import random
 import signal
-import socket
 import sys
 import time
-import traceback
+from collections.abc import Callable
 
 import annulus
 import annulus.torch as at
 import numpy as np
 import pytest
+import small_training
 import torch
 import torch.distributed as dist
 from annulus.torch.checkpoints import _files as files
 from annulus.torch.checkpoints import _writer as writer
+from support import HANG
+from support.process_ring import joined_ring
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+# In these cases rank 1 is killed or hangs.
+LOSES_RANK_1 = {"killed_while_writing", "stopped_while_writing", "stopped_and_lost_by_the_ring"}
 
 
 class Data:
@@ -38,14 +42,14 @@ class Data:
 
 
 def names(folder: pathlib.Path) -> list[str]:
-    dist.barrier()  # rank 0 clears up
-    found = sorted(name for name in os.listdir(folder) if name != ".lock")
+    dist.barrier()  # rank 0 removes files
+    found = small_training.names(folder)
     dist.barrier()
     return found
 
 
 def sharded() -> dict:
-    """A model whose parameters do not divide, and one of which has fewer rows than there may be ranks."""
+    """A model whose parameters do not divide by the ranks; one has fewer rows than there may be ranks."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 2), nn.LayerNorm(2))
     if dist.get_world_size() > 1:
@@ -57,7 +61,7 @@ def sharded() -> dict:
 
 
 def train(state: dict, step: int) -> None:
-    # The same batch everywhere: FSDP's mean of the gradients is each one's.
+    # All ranks have the same batch, so FSDP's mean of the gradients equals the gradient of each rank.
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
     state["model"](x).square().mean().backward()
     state["optimizer"].step()
@@ -73,7 +77,7 @@ def whole(state: dict) -> list[torch.Tensor]:
 
 
 def save_shards(folder: pathlib.Path) -> None:
-    """For other numbers of ranks."""
+    """Writes checkpoints that other numbers of ranks load."""
     state = sharded()
     with at.Checkpoints(folder / "shards", 1) as checkpoints:
         for step in (1, 2):
@@ -92,16 +96,16 @@ def load_shards(folder: pathlib.Path) -> None:
     with at.Checkpoints(folder / "shards", None) as checkpoints:
         resumed = checkpoints.resume(state)
     assert resumed.step == 2 and state["data"].position == 2
-    # Of the three, only PyTorch's was seeded.
+    # Of the three generators, only PyTorch's has the same seed on all ranks.
     same = dist.get_world_size() == 3
     assert resumed.random_anew == (() if same else ("numpy", "python"))
     expected = torch.load(folder / "expected.pt")
     for mine, theirs in zip(whole(state), expected, strict=True):
         assert torch.equal(mine, theirs)
-    train(state, 3)  # shards of the optimizer's state are where its parameters' are
+    train(state, 3)  # works only if the optimizer's state is sharded like the parameters
 
 
-def one_full_disk_is_everybodys(folder: pathlib.Path) -> None:
+def a_full_disk_of_one_rank_is_an_error_on_all(folder: pathlib.Path) -> None:
     state = {"data": Data(1)}
     usual = writer._DigestingFile.write
 
@@ -125,7 +129,7 @@ def one_full_disk_is_everybodys(folder: pathlib.Path) -> None:
             assert names(here) == ["step-00000001", "step-00000003"]
 
 
-def one_bad_state_is_everybodys(folder: pathlib.Path) -> None:
+def a_bad_state_of_one_rank_is_an_error_on_all(folder: pathlib.Path) -> None:
     last = dist.get_world_size() - 1
     with at.Checkpoints(folder / "bad", 1) as checkpoints:
         state = {"data": Data(object() if dist.get_rank() == last else 1)}
@@ -142,7 +146,7 @@ def one_bad_state_is_everybodys(folder: pathlib.Path) -> None:
         assert names(folder / "bad") == []
 
 
-def arguments_are_everybodys(folder: pathlib.Path) -> None:
+def bad_arguments_of_one_rank_are_errors_on_all(folder: pathlib.Path) -> None:
     rank = dist.get_rank()
     with pytest.raises(annulus.ConfigError, match="differ between ranks"):
         at.Checkpoints(folder / "arguments", 1, keep=2 + (rank == 1))
@@ -158,12 +162,12 @@ def arguments_are_everybodys(folder: pathlib.Path) -> None:
     (folder / "file").touch()
     with pytest.raises(at.CheckpointError, match="file"):
         at.Checkpoints(folder / ("file" if rank == 1 else "arguments"), 1)
-    # Nobody holds the folder after that.
+    # No rank holds the folder after these errors.
     with at.Checkpoints(folder / "arguments", 1) as checkpoints:
         files._PATIENCE = 0.1
         with pytest.raises(at.CheckpointError, match="writes checkpoints there already"):
             at.Checkpoints(folder / "arguments", 1)
-        # A model that only one rank has changed.
+        # A model that differs on one rank.
         model = nn.Linear(3, 3)
         checkpoints.save(1, {"model": model})
         checkpoints.wait()
@@ -171,8 +175,8 @@ def arguments_are_everybodys(folder: pathlib.Path) -> None:
             checkpoints.resume({"model": nn.Linear(3, 4) if rank == 1 else model})
 
 
-def steps_are_everybodys(folder: pathlib.Path) -> None:
-    """Also one that cannot be: nobody waits for the rank that passes it, and the next checkpoint is written."""
+def different_steps_are_errors_on_all(folder: pathlib.Path) -> None:
+    """Different steps, or an invalid step on one rank, are errors on all ranks. The next checkpoint is written."""
     rank, here = dist.get_rank(), folder / "steps"
     with at.Checkpoints(here, 1) as checkpoints:
         checkpoints.save(1 + rank, {"data": Data(1)})
@@ -223,7 +227,7 @@ def draw(generator: torch.Generator) -> tuple[float, ...]:
 
 
 def random_numbers_of_others(folder: pathlib.Path) -> None:
-    """After random_numbers_go_on of another number of ranks."""
+    """Loads what random_numbers_go_on has written with another number of ranks."""
     for name, anew in (
         ("same", {"numpy"}),
         ("own", {"numpy", "python", "torch", "state/generator"}),
@@ -280,7 +284,7 @@ def some_of_the_ranks(folder: pathlib.Path) -> None:
 
 
 def killed_while_writing(folder: pathlib.Path) -> None:
-    """Rank 1 is killed with half a file written: the others hear of it, and what was there is there."""
+    """Rank 1 is killed with half a file written. The other ranks get an error, and older checkpoints stay."""
     state = {"model": nn.Linear(100, 100), "data": Data(1)}
     checkpoints = at.Checkpoints(folder / "killed", 1)
     checkpoints.save(1, state)
@@ -302,7 +306,7 @@ def killed_while_writing(folder: pathlib.Path) -> None:
 
 
 def stopped_while_writing(folder: pathlib.Path) -> None:
-    """Rank 1 hangs in a write, and the training of the others ends with an error: they do not wait for it."""
+    """Rank 1 hangs in a write. The other ranks' training ends with an error, and they do not wait for rank 1."""
     from annulus.torch.checkpoints import _background, _checkpoints
 
     _checkpoints.GRACE = _background.GRACE = 1.0
@@ -320,7 +324,7 @@ def stopped_while_writing(folder: pathlib.Path) -> None:
 
 
 def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
-    """Rank 1 hangs in a write. Once the ring has lost it, nobody waits for the checkpoint as long as its timeout is."""
+    """Rank 1 hangs in a write. After the ring has lost it, no rank waits for the timeout of the checkpoint."""
     from annulus.torch.checkpoints import _background, _checkpoints
 
     _checkpoints.GRACE = _background.GRACE = 1.0
@@ -330,12 +334,8 @@ def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
     if dist.get_rank() == 1:
         writer._DigestingFile.write = lambda self, data: time.sleep(3600)
     checkpoints.save(1, {"data": Data(1)})
-    over = folder / "lost" / "over"
     if dist.get_rank() == 1:
-        until = time.monotonic() + 600
-        while not over.exists() and time.monotonic() < until:
-            time.sleep(0.1)
-        os._exit(0)
+        time.sleep(3600)  # until the parent ends it
     with pytest.raises(annulus.TransportError):
         at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=5.0)
     begun = time.monotonic()
@@ -344,51 +344,29 @@ def stopped_and_lost_by_the_ring(folder: pathlib.Path) -> None:
     with pytest.raises(annulus.TransportError, match="lost each other"):
         checkpoints.resume({"data": Data()})
     assert time.monotonic() - begun < 120  # not for as long as it hangs
-    print("stopped_and_lost_by_the_ring done", flush=True)
-    over.touch()
-    os._exit(0)  # what waits for rank 1 waits
 
 
-def be_rank(rank: int, ranks: int, port: int, folder: pathlib.Path, cases: list[str]) -> None:
-    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ |= {"ANNULUS_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.set_num_threads(1)
+def be_rank(rank: int, say: Callable, folder: pathlib.Path, cases: list[str]) -> None:
     random.seed(rank)
     np.random.seed(rank)
-    dist.init_process_group("gloo")
     for case in cases:
-        faulthandler.dump_traceback_later(60, exit=True)  # where a rank hangs
         globals()[case](folder)
-        print(f"{case} done", flush=True)
-        if case not in ("killed_while_writing", "stopped_while_writing"):
+        if case not in LOSES_RANK_1:
             dist.barrier()
-    dist.destroy_process_group()
+    say("done")
 
 
-def main() -> None:
-    """Ranks are forked, so that PyTorch is imported once."""
+def main() -> int:
+    """Prints what went wrong in ranks that were not to be lost."""
     folder, ranks, cases = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(ranks):
-        children.append(os.fork())
-        if children[-1] == 0:
-            status = 1
-            try:
-                be_rank(rank, ranks, port, folder, cases)
-                status = 0
-            except BaseException:  # noqa: BLE001: a child does not go on where its parent was
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(status)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(*codes)
+    with joined_ring(ranks, be_rank, folder, cases, seconds=HANG) as ring:
+        left = [rank for rank in range(ranks) if rank != 1 or LOSES_RANK_1.isdisjoint(cases)]
+        if ring.wait("done", left, HANG):
+            return 0
+        for rank in left:
+            print(f"rank {rank} of {ranks}: {(ring.ranks[rank].last('broke') or {}).get('text', 'hangs')}")
+        return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A small training for checkpoints, and what tests ask of their folder."""
+"""A small training for checkpoints, and helpers to look into their folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Position:
-    """Where a training is in its data: numbers, texts, a tuple, a tensor, keys that are no texts."""
+    """The position in the data: numbers, strings, a tuple, a tensor, keys that are not strings."""
 
     def __init__(self) -> None:
         self.state: dict = {"epoch": 0}
@@ -27,7 +27,7 @@ class Position:
 
 
 class Training:
-    """A few steps that use everything a checkpoint holds. Random numbers make every step another."""
+    """Uses everything that a checkpoint holds. Every step depends on random numbers."""
 
     def __init__(self, seed: int = 0):
         torch.manual_seed(seed)

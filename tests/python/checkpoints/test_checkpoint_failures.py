@@ -61,7 +61,7 @@ def full(self: object, data: bytes) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_said_and_training_goes_on(
+def test_a_full_disk_is_logged_and_training_continues(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from annulus.torch.checkpoints import _writer as writer
@@ -78,7 +78,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
                 checkpoints.step(step, training.state)
             with pytest.raises(at.CheckpointError, match=r"step 4 .* rank 0: .*No space left"):
                 checkpoints.wait()
-            checkpoints.wait()  # once is enough
+            checkpoints.wait()  # the error is raised only once
         assert names(tmp_path) == ["step-00000001", "step-00000002"]
         assert checkpoints.failures == 2
         assert sum("No space left" in text for _, text in said(caplog)) == 2
@@ -153,12 +153,12 @@ def test_one_job_at_a_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
         assert "another job writes" in out and f"process {os.getpid()} on" in out
     with at.Checkpoints(link, 1) as checkpoints:
         checkpoints.save(1, Training().state)
-        link.unlink()  # was followed when it was opened
+        link.unlink()  # the link was resolved at the start
     assert names(tmp_path / "real") == ["step-00000001"]
 
 
 def killed_at_any_moment(folder: pathlib.Path, steps: int) -> None:
-    """In a forked child: saves step after step until it is killed."""
+    """Runs in a forked child: saves after every step until it is killed."""
     with at.Checkpoints(folder, 1) as checkpoints:
         state = {"position": Position()}
         first = checkpoints.resume(state).step + 1
@@ -171,7 +171,7 @@ def whole_ones(folder: pathlib.Path) -> list[str]:
     return [name for name in names(folder) if not name.endswith((".partial", ".old"))]
 
 
-def test_killed_at_any_moment_the_newest_is_whole(tmp_path: pathlib.Path) -> None:
+def test_killed_at_any_moment_the_newest_is_complete(tmp_path: pathlib.Path) -> None:
     generator = random.Random(1)
     reached = rounds = 0
     while rounds < 25:
@@ -191,7 +191,7 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: pathlib.Path) -> Non
         position = Position()
         with at.Checkpoints(tmp_path, None) as checkpoints:
             found = checkpoints.resume({"position": position})
-        # All that was passed over is what was being written.
+        # Only unfinished checkpoints were passed over.
         assert all(reason == "it was never finished" for _, reason in found.passed_over)
         assert found.step >= reached
         reached = found.step

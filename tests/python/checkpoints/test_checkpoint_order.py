@@ -1,4 +1,4 @@
-"""What a power failure leaves is decided by the order in which things reach the disk: every byte, then every name."""
+"""Power failures: every byte of a checkpoint must reach the disk before its name does."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import annulus.torch as at
 from annulus.torch.checkpoints import _background
 from annulus.torch.checkpoints import _files as files
 
-Event = tuple[str, str]  # what was done, to which path below the folder
+Event = tuple[str, str]  # a call, and the path below the folder
 
 
 @pytest.fixture
 def events(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """What is done to the folder, in its order."""
+    """The calls that change the folder, in order."""
     seen: list[Event] = []
     root = os.path.realpath(tmp_path)
 
@@ -79,20 +79,20 @@ def test_a_checkpoint_loses_its_name_before_its_files(
     assert gone > [path.endswith(" step-00000003") for _, path in events].index(True), "too early"
 
 
-def test_the_names_of_new_folders_last(tmp_path: pathlib.Path, events: list[Event]) -> None:
+def test_the_names_of_new_folders_are_durable(tmp_path: pathlib.Path, events: list[Event]) -> None:
     files.make_folder(tmp_path / "a" / "b")
     assert {("fsync", "."), ("fsync", "a")} <= set(events)
 
 
-def test_what_a_job_had_begun_to_remove_goes_and_nothing_else(tmp_path: pathlib.Path) -> None:
+def test_only_begun_removals_are_finished(tmp_path: pathlib.Path) -> None:
     for name in ("step-00000001.old", "step-00000002", "step-00000003.x.partial", "mine.old"):
         (tmp_path / name).mkdir()
     files.finish_removals(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["mine.old", "step-00000002", "step-00000003.x.partial"]
 
 
-def test_no_thread_that_writes_is_left_as_the_process_ends() -> None:
-    class Slow:  # as tensors that are given back
+def test_the_end_of_the_process_waits_for_writing_threads() -> None:
+    class Slow:  # like tensors that are freed slowly
         def __del__(self) -> None:
             time.sleep(0.5)
 

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: what is saved comes back, what is damaged is passed over."""
+"""Checkpoints in one process: saved states are loaded, damaged checkpoints are passed over."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_resumed_training_has_the_bits_of_the_undisturbed(tmp_path: pathlib.Path
 def test_keeps_the_newest_by_step(tmp_path: pathlib.Path) -> None:
     train(tmp_path, 9)
     assert names(tmp_path) == ["step-00000006", "step-00000008"]
-    # Clocks may jump: the older one has the newer time.
+    # Clocks may jump: here the older checkpoint has the newer time.
     os.utime(tmp_path / "step-00000006", (2e9, 2e9))
     os.utime(tmp_path / "step-00000008", (0, 0))
     assert resumed(tmp_path).step == 8
@@ -72,7 +72,7 @@ def change_manifest(path: pathlib.Path, change: object) -> None:
 
 
 def change_content(path: pathlib.Path, change: object) -> None:
-    """By somebody who knows how digests are made."""
+    """Changes the manifest and updates its digest."""
 
     def both(manifest: dict) -> None:
         change(manifest["content"])
@@ -82,7 +82,7 @@ def change_content(path: pathlib.Path, change: object) -> None:
 
 
 DAMAGES = {
-    "truncated": (lambda f: truncate(only_file(f, "")), "bytes of"),
+    "truncated": (lambda f: truncate(only_file(f, "")), "bytes, expected"),
     "flipped": (lambda f: flip(only_file(f, "")), "SHA-256"),
     "flipped_header": (lambda f: flip(only_file(f, ""), 20), "SHA-256"),
     "emptied": (lambda f: only_file(f, "").write_bytes(b""), "has 0 bytes"),
@@ -96,7 +96,7 @@ DAMAGES = {
     "half_a_manifest": (lambda f: truncate(f / "manifest.json"), "not JSON"),
     "junk_manifest": (lambda f: (f / "manifest.json").write_bytes(b"\xff\0" * 99), "not JSON"),
     "deep_manifest": (lambda f: (f / "manifest.json").write_text("[" * 10**5), "not JSON"),
-    "another_manifest": (lambda f: (f / "manifest.json").write_text("[1]"), "says no version"),
+    "another_manifest": (lambda f: (f / "manifest.json").write_text("[1]"), "has no version"),
     "another_version": (
         lambda f: change_manifest(f / "manifest.json", lambda m: m.update(version=2)),
         "version 2",
@@ -126,7 +126,7 @@ def six_steps(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_is_passed_over_said_and_kept(
+def test_a_damaged_checkpoint_is_passed_over_logged_and_kept(
     damage: str, six_steps: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -138,7 +138,7 @@ def test_damaged_is_passed_over_said_and_kept(
     ((name, why),) = found.passed_over
     assert name == "step-00000006" and reason in why
     assert any(name in text and reason in text for _, text in said(caplog))
-    # Training reaches the step again, gives it another name, and goes on. What was damaged stays.
+    # Training reaches the step again and gives it another name. The damaged checkpoint stays.
     train(folder, 10)
     assert names(folder) == ["step-00000006", "step-00000008", "step-00000010"]
     assert resumed(folder).step == 10
@@ -154,7 +154,7 @@ def test_another_step_by_name_is_passed_over(
     assert found.step == 6 and "step 4" in found.passed_over[0][1]
 
 
-def test_none_is_whole(
+def test_no_checkpoint_is_complete(
     six_steps: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -182,7 +182,7 @@ def test_old_but_damaged_is_never_removed(
         "step-00000010",
         "step-00000012",
     ]
-    levels = [level for level, text in said(caplog) if "left alone" in text]
+    levels = [level for level, text in said(caplog) if "is not removed" in text]
     assert levels == [logging.WARNING] * 2
 
 
@@ -201,7 +201,7 @@ def test_damaged_after_this_job_wrote_it_is_never_removed(tmp_path: pathlib.Path
     assert "SHA-256" in damage_of(tmp_path, "step-00000002")
 
 
-def test_what_killed_jobs_left_goes_once_there_is_better(
+def test_unfinished_checkpoints_are_removed_once_a_later_one_is_complete(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path, 2)
@@ -227,7 +227,7 @@ def test_what_killed_jobs_left_goes_once_there_is_better(
     assert len(removed) == 2 and all("killed" in text for text in removed)
 
 
-def test_a_relative_folder_is_where_it_was(
+def test_a_relative_folder_is_resolved_at_the_start(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tmp_path / "here", 2)
@@ -265,8 +265,8 @@ def test_another_models_checkpoint_is_an_error_and_changes_nothing(tmp_path: pat
     ("state", "words"),
     [
         ({"x": 3}, "state_dict"),
-        ({"rng": Position()}, "no name"),
-        ({"a/b": Position()}, "no name"),
+        ({"rng": Position()}, "is a name in the state"),
+        ({"a/b": Position()}, "is a name in the state"),
         ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])}, "no one module"),
     ],
 )

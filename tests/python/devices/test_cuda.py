@@ -1,4 +1,4 @@
-"""CUDA devices: tensors stay where they are, work goes to the caller's stream, and what is not there says so."""
+"""CUDA devices: tensors stay in place, work goes to the caller's stream, and missing devices are reported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stream_means_nothing_on_the_cpu() -> None:
 
 
 class Foreign:
-    """An array on a CUDA device of a framework that nobody knows; nothing reads its memory."""
+    """An array of an unknown framework on a CUDA device. Its memory is never read."""
 
     def __init__(self) -> None:
         self.array = np.zeros((1, 12, 2, 16), np.float32)
@@ -145,7 +145,7 @@ def test_rows_with_nothing_but_minus_infinity_are_zero_whatever_the_values(
 def test_scores_may_grow_or_fall_from_tile_to_tile(
     cuda: types.ModuleType, name: str, dim: int, dtype: str
 ) -> None:
-    """Hopper looks for a row's highest score in the first tile, and must notice higher ones."""
+    """Hopper kernels take a row's highest score from the first tile, and must notice higher ones later."""
     from annulus.torch import ring_attention
 
     q, k, v, _ = tensors(cuda, 1000, dim=dim)
@@ -257,7 +257,7 @@ def test_tensors_of_two_devices_are_refused(cuda: types.ModuleType) -> None:
         ring.forward(q, k, v.cpu())
     with pytest.raises(annulus.ConfigError, match="lse is on cpu, expected cuda:0"):
         ring.forward(q, k, v, None, cuda.empty(2, 32, 4))
-    ring.forward(q, k, v)  # nothing is broken by it
+    ring.forward(q, k, v)  # the executor still works
 
 
 def test_pytorch_counts_the_workspace(cuda: types.ModuleType) -> None:
@@ -316,7 +316,7 @@ def test_what_pytorch_keeps_for_later_is_no_shortage(cuda: types.ModuleType) -> 
     cuda.cuda.empty_cache()
     most = cuda.empty(int(0.95 * cuda.cuda.mem_get_info()[0]), dtype=cuda.uint8, device="cuda")
     del most  # PyTorch keeps it
-    time.sleep(0.2)  # what is known of the device is up to a tenth of a second old
+    time.sleep(0.2)  # the memory report is up to a tenth of a second old
     assert cuda.cuda.mem_get_info()[0] < 0.1 * cuda.cuda.mem_get_info()[1]
     lengths = range(64, 64 + 8)
     for tokens in lengths:
@@ -418,7 +418,7 @@ def test_the_module_agrees_with_the_cpu(cuda: types.ModuleType, masked: bool) ->
 
 
 def test_the_process_ends_quietly(cuda: types.ModuleType) -> None:
-    """Executors outlive the interpreter's modules, whoever still holds them."""
+    """Executors may outlive the interpreter's modules."""
     import subprocess
     import sys
 

@@ -1,50 +1,30 @@
-"""Several processes on one GPU: their rows stay on it. What they do is in cuda_worker.py."""
+"""Several processes on one GPU: their rows stay on the GPU. They run cuda_worker.py."""
 
 from __future__ import annotations
 
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import annulus
 import pytest
-from support import HANG
+from support.launch import Ranks, need_gloo
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+need_gloo()
+
+import torch  # noqa: E402
+
 if annulus.cuda_complaint():
     pytest.skip(annulus.cuda_complaint(), allow_module_level=True)
-if not torch.cuda.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this PyTorch has no CUDA or no Gloo", allow_module_level=True)
-
-HERE = pathlib.Path(__file__).parent
+if not torch.cuda.is_available():
+    pytest.skip("this PyTorch has no CUDA", allow_module_level=True)
 
 
 def run(processes: int, *cases: str, lost: int | None = None, **environment: str) -> list[str]:
-    """What each rank printed; all end well, but for the one that is to be lost."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "cuda_worker.py"), *cases],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | common | environment | {"RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
-    try:
-        out = [process.communicate(timeout=HANG)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for rank, process in enumerate(ranks):
-        assert rank == lost or process.returncode == 0, f"rank {rank}:\n{out[rank]}"
+    """Returns the output of each rank. All ranks have to succeed, except the one that is to be lost."""
+    environment = {"GLOO_SOCKET_IFNAME": "lo"} | environment
+    with Ranks(processes, pathlib.Path(__file__).with_name("cuda_worker.py"), *cases, **environment) as ranks:
+        out = [ranks.output_of(rank) for rank in range(processes)]
+        for rank, process in enumerate(ranks.processes):
+            assert rank == lost or process.returncode == 0, f"rank {rank}:\n{out[rank]}"
     return out
 
 

@@ -1,4 +1,4 @@
-"""CUDA streams and graphs: whose stream the work is on, who waits for whom, whose memory it is."""
+"""CUDA streams and graphs: the stream of the work, waits between streams, and the stream that owns memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.reference import relative_rms
 
 @pytest.mark.parametrize("passes", ["forward", "both"])
 def test_work_goes_to_the_current_stream(cuda: types.ModuleType, passes: str) -> None:
-    """Inputs that are made late and results that are used at once, on streams that nobody waits for."""
+    """Inputs are ready late and results are used at once, on streams without other waits."""
     from annulus.torch import ring_attention
 
     inputs = tensors(cuda, 700)
@@ -72,7 +72,7 @@ def test_a_graph_can_be_captured(cuda: types.ModuleType, name: str, dtype: str) 
     graph = cuda.cuda.CUDAGraph()
     with cuda.cuda.graph(graph):
         captured = step()
-    annulus.torch.clear_cache()  # its workspace is not among what is dropped
+    annulus.torch.clear_cache()  # the workspace of the graph is kept
     for scale in (1.0, 0.5):
         with cuda.no_grad():
             for x, y in zip((*static, grad), inputs):
@@ -95,7 +95,7 @@ def test_capturing_a_first_call_is_refused(cuda: types.ModuleType) -> None:
 
 
 def a_stream_of_ones_own() -> tuple[Any, int]:
-    """CUDA's runtime, and a stream that is ours to destroy."""
+    """CUDA's runtime, and a stream that the test destroys."""
     for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
         try:
             runtime = ctypes.CDLL(name)
@@ -136,7 +136,7 @@ def test_results_are_memory_of_the_stream_that_writes_them(cuda: types.ModuleTyp
         late = cuda.full_like(q, 1.0)
         cuda.cuda._sleep(20_000_000)
         copy = late * 2.0  # reads it about 10 ms from now
-        del late  # whose memory is free again for this stream, and for no other
+        del late  # its memory may be reused on this stream only
         o = annulus.attention(q, k, v, stream=side.cuda_stream)
         cuda.cuda.synchronize()
         assert (copy == 2).all() and cuda.equal(o, expected)
@@ -200,7 +200,7 @@ def test_executors_may_go_while_their_stream_is_captured(cuda: types.ModuleType)
 
 
 def test_first_calls_on_a_side_stream_find_their_tables(cuda: types.ModuleType) -> None:
-    """Forward alone, with tables of some megabytes that have just been made."""
+    """Forward only, with new tables of some megabytes."""
     side = cuda.cuda.Stream()
     for tokens in range(60_000, 60_008):
         q, k, v = (cuda.randn(1, tokens, 4, 8, device="cuda") for _ in range(3))

@@ -1,14 +1,14 @@
-"""What can happen to rings of processes and their checkpoints, again and again, and what came of it: make chaos.
+"""Injects faults into rings of processes and their checkpoints: make chaos.
 
 Each round is a new ring of processes over torch.distributed (Gloo). Prints a table with one line per fault:
 
-- injected: rounds in which it was done;
-- detected: ranks that raised an error which names the right rank (of those that had to), or said which file is damaged;
-- time to detect: from the fault to that error, in seconds. A slow link and strangers are no faults: nobody may raise;
-- recovered: rounds in which all went on as they should: with the survivors, with the next checkpoint, after a restart;
-- wrong results: results, before or after, that are not those of one undisturbed process.
+- injected: rounds with this fault;
+- detected: ranks that raised an error which names the right rank or file, of the ranks that had to;
+- time to detect: from the fault to that error, in seconds. Slow links and strangers are no faults: no rank may raise;
+- recovered: rounds that continued as they should: with the survivors, with the next checkpoint, or after a restart;
+- wrong results: results, before or after the fault, that differ from those of one undisturbed process.
 
-Ends with 1 unless everything was detected and recovered, and no result was wrong.
+Exits with 1 unless everything was detected and recovered, and no result was wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import annulus
 import annulus.torch as at
@@ -44,7 +44,7 @@ _SO_MAX_PACING_RATE = 47  # socket(7); Python has no name for it
 
 @dataclasses.dataclass
 class Outcome:
-    """Of one round."""
+    """The outcome of one round."""
 
     detected: int
     expected: int
@@ -62,7 +62,7 @@ Said = list[dict | None]
 
 
 def judge(said: Said, expected: int, results: Said, ring: process_ring.Ring) -> Outcome:
-    """From the lines of the ranks that had to detect a fault and of those that had to have results."""
+    """The outcome, from the lines of the ranks that had to detect a fault and of those that had to have results."""
     times = [line["seconds"] for line in said if line is not None and line["right"]]
     wrong = sum(line is not None and not line["right"] for line in results)
     complaints = [f"{line}" for line in said if line is not None and not line["right"]]
@@ -87,37 +87,25 @@ def lose(fault: str, ranks: int, choose: random.Random) -> Outcome:
     return Outcome(len(named), ranks - 1, times, lost.reformed is not None, wrong, lost.complaints)
 
 
-# ---- rings that are slow, or that others talk to
+# ---- slow links, and strangers
 
 
-def compute(
-    rank: int, say: Callable, orders: int, ranks: int, port: int, passes: int, slow: bool
-) -> None:
-    process_ring.join(rank, ranks, port)
+def compute(rank: int, say: Callable, passes: int, slow: bool) -> None:
     group = torch.distributed.group.WORLD
     wanted = process_ring.expected(group, "short")
     process_ring.both_ways(group, 60.0, "short")
     if slow:
-        for connection in connections():
+        for connection in process_ring.connections():
             connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, SLOW_BYTES_PER_SECOND)
     say("ready")
     correct = all(
         [process_ring.right(process_ring.both_ways(group, 60.0, "short"), wanted) for _ in range(passes)]
     )
     say("result", right=correct)
-    time.sleep(2 * process_ring.PATIENCE)  # the parent ends it
-
-
-def connections() -> Iterator[socket.socket]:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.type == socket.SOCK_STREAM and connection.getpeername():
-                    yield connection
 
 
 def listening(processes: list[int]) -> set[int]:
-    """Ports at which these processes can be talked to."""
+    """Ports on which these processes listen."""
     inodes = set()
     for process in processes:
         with contextlib.suppress(OSError):
@@ -134,14 +122,11 @@ def listening(processes: list[int]) -> set[int]:
 
 
 class Strangers:
-    """Somebody else who talks to all ports of a ring, from before it begins."""
+    """A thread that connects to all ports of a ring, from before the ring begins."""
 
     def __init__(self, ring: process_ring.Ring, port: int, greeting: Callable[[], bytes]):
-        self._processes, self._port, self._greeting = (
-            [r.process for r in ring.ranks],
-            port,
-            greeting,
-        )
+        self._processes = [rank.process for rank in ring.ranks]
+        self._port, self._greeting = port, greeting
         self._open: list[socket.socket] = []
         self.calls = 0
         self._done = threading.Event()
@@ -156,7 +141,7 @@ class Strangers:
                     self._open.append(stranger)
                     stranger.sendall(self._greeting())
                     self.calls += 1
-            while len(self._open) > 30:  # some stay for a while
+            while len(self._open) > 30:  # the others stay open for a while
                 self._open.pop(0).close()
 
     def leave(self) -> None:
@@ -167,16 +152,16 @@ class Strangers:
 
 
 def junk(choose: random.Random) -> bytes:
-    """Half of it begins like a client of a TCPStore: query 0, with the number that it wants to see."""
+    """Random bytes. Half of them begin like a client of a TCPStore: query 0, with its magic number."""
     begin = b"\0" + (0x3C85F7CE).to_bytes(4, "little") if choose.random() < 0.5 else b""
     return begin + choose.randbytes(choose.randrange(1, 999))
 
 
 def use_store(port: int) -> None:
-    """A stranger who speaks the language, and has keys of its own in the ring's store."""
+    """A stranger that speaks the protocol and sets keys of its own in the ring's store."""
     until = time.monotonic() + 2 * process_ring.PATIENCE
     while time.monotonic() < until:
-        with contextlib.suppress(RuntimeError):  # the store is not there yet, or no more
+        with contextlib.suppress(RuntimeError):  # the store does not exist yet, or any more
             store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
             for number in range(100):
                 store.set(f"stranger{number}", "x" * number)
@@ -185,10 +170,10 @@ def use_store(port: int) -> None:
 
 
 def undisturbed(fault: str, ranks: int, choose: random.Random) -> Outcome:
-    """Nobody may raise, and results are right."""
+    """No rank may raise, and results must be right."""
     port = process_ring.free_port()
     with contextlib.ExitStack() as stack:
-        ring = stack.enter_context(process_ring.Ring(ranks, compute, ranks, port, 5, fault == "slow"))
+        ring = stack.enter_context(process_ring.joined_ring(ranks, compute, 5, fault == "slow", port=port))
         strangers = None
         if fault != "slow":
             body = lambda rank, say, orders: use_store(port)  # noqa: E731
@@ -200,7 +185,7 @@ def undisturbed(fault: str, ranks: int, choose: random.Random) -> Outcome:
             strangers.leave()
         outcome = judge([], 0, [rank.last("result") for rank in ring.ranks], ring)
         if strangers is not None and strangers.calls < 3:
-            outcome.complaints.append("nobody could be talked to")
+            outcome.complaints.append("the strangers could not connect")
             outcome.recovered = False
         return outcome
 
@@ -217,9 +202,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.state = {"model": self.model, "optimizer": self.optimizer}
 
-    def to(
-        self, last: int, first: int = 1, after: Callable[[int], None] = lambda step: None
-    ) -> Training:
+    def to(self, last: int, first: int = 1, after: Callable[[int], None] = lambda step: None) -> Training:
         for step in range(first, last + 1):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
             self.optimizer.zero_grad()
@@ -233,19 +216,28 @@ class Training:
         return all(torch.equal(one, another) for one, another in pairs)
 
 
-def fill_disk(
-    rank: int, say: Callable, orders: int, ranks: int, port: int, folder: pathlib.Path, victim: int
-) -> None:
-    """Two checkpoints are there, the next does not fit. Then there is room again."""
-    process_ring.join(rank, ranks, port)
+def save_two(checkpoints: at.Checkpoints) -> None:
+    for step in (1, 2):
+        checkpoints.save(step, Training().to(step).state)
+    checkpoints.wait()
+    torch.distributed.barrier()
+
+
+def goes_on(training: Training, first: int, checkpoints: at.Checkpoints) -> bool:
+    """Trains up to step 4. Whether the checkpoint of step 4 is that of an undisturbed training."""
+    training.to(4, first, lambda step: checkpoints.step(step, training.state))
+    checkpoints.wait()
+    found = Training()
+    return checkpoints.resume(found.state).step == 4 and found.equals(Training().to(4))
+
+
+def fill_disk(rank: int, say: Callable, folder: pathlib.Path, victim: int) -> None:
+    """Writes two checkpoints, fails to write the third, and then has room for the fourth."""
     training = Training().to(2)
     with at.Checkpoints(folder, 1) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, Training().to(step).state)
-        checkpoints.wait()
+        save_two(checkpoints)
         filler = folder / "filler"
         real = os.path.ismount(folder)
-        torch.distributed.barrier()
         if real and rank == 0:
             filled = 1 << 20
             with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -268,30 +260,13 @@ def fill_disk(
             filler.unlink()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         torch.distributed.barrier()
-        training.to(4, 4, lambda step: checkpoints.step(step, training.state))
-        checkpoints.wait()
-        found = Training()
-        resumed = checkpoints.resume(found.state)
-        say("result", right=resumed.step == 4 and found.equals(Training().to(4)))
+        say("result", right=goes_on(training, 4, checkpoints))
 
 
-def damage(
-    rank: int,
-    say: Callable,
-    orders: int,
-    ranks: int,
-    port: int,
-    folder: pathlib.Path,
-    how: str,
-    seed: int,
-) -> None:
-    """The newest checkpoint's: it is passed over, and training goes on after the one before."""
-    process_ring.join(rank, ranks, port)
+def damage(rank: int, say: Callable, folder: pathlib.Path, how: str, seed: int) -> None:
+    """Damages the newest checkpoint. It must be passed over, and training continue from the one before."""
     with at.Checkpoints(folder, 1) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, Training().to(step).state)
-        checkpoints.wait()
-        torch.distributed.barrier()
+        save_two(checkpoints)
         choose = random.Random(seed)
         path = choose.choice(sorted((folder / "step-00000002").glob("*")))
         place = choose.randrange(path.stat().st_size)
@@ -309,18 +284,11 @@ def damage(
         said = [reason for name, reason in resumed.passed_over if name == "step-00000002"]
         right = resumed.step == 1 and len(said) == 1 and path.name in said[0]
         say("detected", right=right, seconds=time.monotonic() - begin, text=str(resumed))
-        training.to(4, resumed.step + 1, lambda step: checkpoints.step(step, training.state))
-        checkpoints.wait()
-        found = Training()
-        checkpoints.resume(found.state)
-        say("result", right=found.equals(Training().to(4)) and path.exists())
+        say("result", right=goes_on(training, resumed.step + 1, checkpoints) and path.exists())
 
 
-def save_until_lost(
-    rank: int, say: Callable, orders: int, ranks: int, port: int, folder: pathlib.Path, last: int
-) -> None:
-    """Checkpoint after checkpoint, until somebody is killed over it; or to the end."""
-    process_ring.join(rank, ranks, port)
+def save_until_lost(rank: int, say: Callable, folder: pathlib.Path, last: int) -> None:
+    """Writes a checkpoint after every step, until a rank is killed or the last step is done."""
     training = Training()
     with (
         contextlib.suppress(at.CheckpointError),
@@ -341,18 +309,8 @@ def save_until_lost(
             say("detected", right=True, text=str(error))
 
 
-def train_with_survivors(
-    rank: int,
-    say: Callable,
-    orders: int,
-    ranks: int,
-    port: int,
-    folder: pathlib.Path,
-    victim: int,
-    last: int,
-) -> None:
-    """Those that are left go on after the newest checkpoint, in the processes they have."""
-    process_ring.join(rank, ranks, port)
+def train_with_survivors(rank: int, say: Callable, folder: pathlib.Path, victim: int, last: int) -> None:
+    """Trains; after the loss of the victim, the survivors continue from the newest checkpoint in the same processes."""
     group = torch.distributed.group.WORLD
     while True:
         training = Training()
@@ -383,8 +341,7 @@ def lose_and_resume(fault: str, ranks: int, choose: random.Random) -> Outcome:
     last = 60
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        arguments = (ranks, process_ring.free_port(), folder, victim, last)
-        with process_ring.Ring(ranks, train_with_survivors, *arguments) as ring:
+        with process_ring.joined_ring(ranks, train_with_survivors, folder, victim, last) as ring:
             ring.wait("ready", list(range(ranks)), process_ring.PATIENCE)
             time.sleep(choose.uniform(0, 0.3))
             begin = time.monotonic()
@@ -411,7 +368,7 @@ def checkpoint_fault(fault: str, ranks: int, choose: random.Random) -> Outcome:
             body, arguments = fill_disk, (folder, victim)
         else:
             body, arguments = damage, (folder, fault, choose.randrange(10**6))
-        ring = stack.enter_context(process_ring.Ring(ranks, body, ranks, process_ring.free_port(), *arguments))
+        ring = stack.enter_context(process_ring.joined_ring(ranks, body, *arguments))
         ring.wait("result", everybody, process_ring.PATIENCE)
         said, results = (
             [rank.last(what) for rank in ring.ranks] for what in ("detected", "result")
@@ -420,9 +377,9 @@ def checkpoint_fault(fault: str, ranks: int, choose: random.Random) -> Outcome:
 
 
 def killed_writing(folder: pathlib.Path, ranks: int, victim: int, choose: random.Random) -> Outcome:
-    """Then all are started again."""
+    """A rank is killed while it writes. Then all are started again."""
     survivors = [rank for rank in range(ranks) if rank != victim]
-    with process_ring.Ring(ranks, save_until_lost, ranks, process_ring.free_port(), folder, 10**6) as ring:
+    with process_ring.joined_ring(ranks, save_until_lost, folder, 10**6) as ring:
         if not ring.wait("ready", list(range(ranks)), process_ring.PATIENCE):
             return judge([None], ranks - 1, [], ring)
         time.sleep(choose.uniform(0, 0.2))
@@ -432,9 +389,7 @@ def killed_writing(folder: pathlib.Path, ranks: int, victim: int, choose: random
         said = [ring.ranks[rank].last("detected") for rank in survivors]
         lost = judge(said_with_seconds(said, begin), ranks - 1, [], ring)
     reached = max((int(p.name[5:13]) for p in folder.glob("step-????????")), default=0)
-    with process_ring.Ring(
-        ranks, save_until_lost, ranks, process_ring.free_port(), folder, reached + 3
-    ) as ring:
+    with process_ring.joined_ring(ranks, save_until_lost, folder, reached + 3) as ring:
         ring.wait("result", list(range(ranks)), process_ring.PATIENCE)
         results = [rank.last("result") for rank in ring.ranks]
         outcome = judge(said_with_seconds(said, begin), ranks - 1, results, ring)
@@ -449,7 +404,7 @@ def said_with_seconds(said: Said, begin: float) -> Said:
     return [None if line is None else line | {"seconds": line["at"] - begin} for line in said]
 
 
-# ---- all of it
+# ---- the table
 
 FAULTS: dict[str, tuple[str, Callable[[str, int, random.Random], Outcome], int]] = {
     "kill": ("a rank is killed", lose, 20),
@@ -467,17 +422,14 @@ FAULTS: dict[str, tuple[str, Callable[[str, int, random.Random], Outcome], int]]
 }
 
 
-def quantile(values: list[float], q: float) -> str:
-    return f"{sorted(values)[min(len(values) - 1, int(q * len(values)))]:.3f}" if values else "-"
-
-
 def line(name: str, outcomes: list[Outcome]) -> str:
     times = [each for o in outcomes for each in o.times]
+    median, most_of_them, longest = (f"{kill_ranks.quantile(times, q):.3f}" if times else "-" for q in (0.5, 0.99, 1))
     expected = sum(o.expected for o in outcomes)
     detected = f"{sum(o.detected for o in outcomes)}/{expected}" if expected else "none to"
     return (
-        f"{name:32} {len(outcomes):8} {detected:>9} {quantile(times, 0.5):>8} {quantile(times, 0.99):>7} "
-        f"{quantile(times, 1):>7} {sum(o.recovered for o in outcomes):6}/{len(outcomes):<3} "
+        f"{name:32} {len(outcomes):8} {detected:>9} {median:>8} {most_of_them:>7} "
+        f"{longest:>7} {sum(o.recovered for o in outcomes):6}/{len(outcomes):<3} "
         f"{sum(o.wrong for o in outcomes):13}"
     )
 
@@ -487,13 +439,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
-    parser.add_argument("--rounds", type=int, help="of each fault; default: a few minutes in all")
+    parser.add_argument("--rounds", type=int, help="rounds of each fault; default: a few minutes in all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[3, 4])
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    logging.getLogger("annulus.checkpoints").setLevel(
-        logging.CRITICAL
-    )  # they say what is tried here
+    logging.getLogger("annulus.checkpoints").setLevel(logging.CRITICAL)  # silent about the injected faults
     print(
         f"{'fault':32} {'injected':>8} {'detected':>9} {'median s':>8} {'p99 s':>7} {'max s':>7} {'recovered':>10} "
         f"{'wrong results':>13}"

@@ -1,7 +1,8 @@
-"""Rings of processes that lose a rank: it is killed, stopped or cut off.
+"""Rings of processes that lose a rank, which is killed, stopped or cut off.
 
-Every rank computes forward and backward over the group until a call fails, says which rank it names and when, goes on
-with the survivors, and says whether what it computes then is right. `test_faults.py` runs a few; as many as asked for:
+Every rank computes forward and backward over the group until a call fails. It then reports when that was and which rank
+the error names, continues with the survivors, and reports whether the next results are right. `test_faults.py` runs a few
+rings. To run more:
 
     PYTHONPATH=tests/python python tests/python/faults/kill_ranks.py --kill 200 --stop 10 --cut 20
 """
@@ -18,15 +19,11 @@ from collections.abc import Callable, Iterator
 import annulus
 import annulus.torch as at
 import torch.distributed as dist
-from support.process_ring import PATIENCE, SIZES, Ring, both_ways, expected, free_port, join, obey, right
+from support.process_ring import PATIENCE, SIZES, both_ways, expected, joined_ring, right
 
 
-def compute_until_lost(
-    rank: int, say: Callable, orders: int, ranks: int, port: int, deadline: float, size: str
-) -> None:
-    """Then go on with those that are left."""
-    join(rank, ranks, port)
-    obey(orders)
+def compute_until_lost(rank: int, say: Callable, deadline: float, size: str) -> None:
+    """Computes until a rank is lost, then with the survivors."""
     group = dist.group.WORLD
     wanted = expected(group, size)
     both_ways(group, 60.0, size)
@@ -52,25 +49,24 @@ def compute_until_lost(
     wanted = expected(left, size)
     correct = all(right(both_ways(left, 60.0, size), wanted) for _ in range(3))
     say("result", right=correct)
-    time.sleep(2 * PATIENCE)  # the parent ends it: the others may not be done
 
 
-# ---- what happens to them
+# ---- faults
 
 
 @dataclasses.dataclass
 class Outcome:
-    """Of one fault."""
+    """The outcome of one fault."""
 
     fault: str
     ranks: int
     victim: int
     raised: dict[int, float]  # seconds until a survivor's call raised, by rank
-    named: dict[int, int]  # whom it named
-    reformed: float | None  # seconds until all survivors had a new group; None: they did not
+    named: dict[int, int]  # the rank that its error named
+    reformed: float | None  # seconds until all survivors had a new group; None: they got none
     right: bool  # the next results
     complaints: list[str] = dataclasses.field(default_factory=list)
-    # Who may be named: of a cut connection between two that live, both ends.
+    # Ranks that may be named. A cut connection has two ends, and both ranks live.
     suspects: set[int] = dataclasses.field(default_factory=set)
 
     @property
@@ -83,7 +79,7 @@ def inflict(fault: str, ranks: int, deadline: float, size: str, choose: random.R
     victim = choose.randrange(ranks)
     survivors = [rank for rank in range(ranks) if rank != victim]
     outcome = Outcome(fault, ranks, victim, {}, {}, None, False, suspects={victim})
-    with Ring(ranks, compute_until_lost, ranks, free_port(), deadline, size) as ring:
+    with joined_ring(ranks, compute_until_lost, deadline, size) as ring:
         if not ring.wait("ready", list(range(ranks)), PATIENCE):
             outcome.complaints.append(f"never began: {[r.said for r in ring.ranks]}")
             return outcome
@@ -93,7 +89,7 @@ def inflict(fault: str, ranks: int, deadline: float, size: str, choose: random.R
         ring.wait("lost", survivors, deadline + PATIENCE)
         ring.wait("result", survivors, PATIENCE)
         if fault == "stop":
-            # It comes back: nobody waits for it, and it learns so.
+            # It comes back and must learn that the others have continued without it.
             ring.resume(victim)
             if not ring.wait("alone", [victim], deadline + PATIENCE):
                 outcome.complaints.append(f"the victim goes on: {ring.ranks[victim].said}")
@@ -111,7 +107,7 @@ def inflict(fault: str, ranks: int, deadline: float, size: str, choose: random.R
                     outcome.complaints.append(f"rank {rank}: {ring.ranks[rank].last(what)}")
         results = [ring.ranks[rank].last("result") for rank in survivors]
         groups = [ring.ranks[rank].last("reformed") for rank in survivors]
-        # One that was cut off lives and may be back in time.
+        # A rank that was cut off lives and may rejoin in time.
         whole = [survivors] + ([list(range(ranks))] if fault == "cut" else [])
         if all(groups) and groups[0]["left"] in whole and all(g["left"] == groups[0]["left"] for g in groups):
             outcome.reformed = max(g["at"] for g in groups) - begin

@@ -1,12 +1,11 @@
-"""The ranks of test_survivors.py: reunions.py CASE... What can go wrong while those that are left of a ring meet.
+"""The ranks of test_survivors.py: reunions.py CASE... Faults that happen while the survivors of a ring meet.
 
-Each case is a ring of processes. CASES says, by rank, which groups it has to get, one after the other.
+Each case is a ring of processes. CASES says, by rank, which groups the rank has to get, one after the other.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import datetime
 import os
 import signal
 import sys
@@ -20,10 +19,10 @@ import torch
 import torch.distributed as dist
 from annulus.torch.faults import _places, _reunion, _survivors
 from annulus.torch.ring import _registry, _standby
-from support import process_ring
+from support.process_ring import joined_ring
 
-PATIENCE = 240.0  # seconds: what takes that long has waited for somebody in vain
-QUICK = 120.0  # on a busy machine, whose name server does not always answer
+PATIENCE = 240.0  # seconds; longer means that a rank waits for one that never comes
+QUICK = 120.0  # seconds for survivors(), on a busy machine whose name server does not always answer
 
 
 def attend(group: dist.ProcessGroup, timeout: float = PATIENCE) -> None:
@@ -34,28 +33,20 @@ def attend(group: dist.ProcessGroup, timeout: float = PATIENCE) -> None:
     assert torch.allclose(o, wanted, atol=1e-5)
 
 
-def join(rank: int, ranks: int, port: int) -> dist.ProcessGroup:
-    torch.set_num_threads(1)
-    os.environ["ANNULUS_THREADS"] = "1"
-    limit = datetime.timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, world_size=ranks, rank=rank)
-    attend(dist.group.WORLD)
-    return dist.group.WORLD
-
-
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_the_last(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    if rank == ranks - 1:
+def lose_the_last(rank: int, group: dist.ProcessGroup) -> None:
+    last = dist.get_world_size(group) - 1
+    if rank == last:
         die()
     try:
         attend(group)
     except annulus.TransportError as error:
-        assert error.rank == ranks - 1, error
+        assert error.rank == last, error
     else:
-        raise AssertionError("nobody was missed")
+        raise AssertionError("no loss was noticed")
 
 
 def go_on(say: Callable, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -67,41 +58,37 @@ def go_on(say: Callable, group: dist.ProcessGroup) -> dist.ProcessGroup:
     return left
 
 
-def killed_when_decided(rank: int, say: Callable, ranks: int, port: int, victim: int) -> None:
-    """Another rank goes when all know who is left and make the group."""
-    group = join(rank, ranks, port)
-    lose_the_last(rank, ranks, group)
+def killed_when_decided(rank: int, say: Callable, group: dist.ProcessGroup, victim: int) -> None:
+    """Another rank is killed when all know who is left and make the group."""
+    lose_the_last(rank, group)
     if rank == victim:
         _survivors._new_group = die
     go_on(say, group)
 
 
-def killed_while_meeting(rank: int, say: Callable, ranks: int, port: int, victim: int) -> None:
-    """Another rank goes before all know who is left."""
-    group = join(rank, ranks, port)
-    lose_the_last(rank, ranks, group)
+def killed_while_meeting(rank: int, say: Callable, group: dist.ProcessGroup, victim: int) -> None:
+    """Another rank is killed before all know who is left."""
+    lose_the_last(rank, group)
     _reunion._GRACE = 5.0
     if rank == victim:
         threading.Timer(0.1, die).start()
     go_on(say, group)
 
 
-def two_at_once(rank: int, say: Callable, ranks: int, port: int) -> None:
-    """Nobody has to have noticed both."""
-    group = join(rank, ranks, port)
+def two_at_once(rank: int, say: Callable, group: dist.ProcessGroup) -> None:
+    """Two ranks are killed. No rank needs to have noticed both losses."""
     if rank in (1, 3):
         die()
     try:
         attend(group)
     except annulus.TransportError as error:
         assert error.rank in (1, 3), error
-        _registry._groups[group.group_name].transport._failed_rank = 3  # all report the same one
+        _registry._groups[group.group_name].transport._failed_rank = 3  # all report the same rank
     go_on(say, group)
 
 
-def slandered(rank: int, say: Callable, ranks: int, port: int) -> None:
-    """Rank 1 has lost rank 0, which lives: a connection was cut. They do not meet at different places."""
-    group = join(rank, ranks, port)
+def slandered(rank: int, say: Callable, group: dist.ProcessGroup) -> None:
+    """Rank 1 has lost rank 0, which lives, because a connection was cut. All must meet at one place."""
     if rank == 1:
         transport = _registry._groups[group.group_name].transport
         with transport._lock:
@@ -115,9 +102,8 @@ def slandered(rank: int, say: Callable, ranks: int, port: int) -> None:
     go_on(say, group)
 
 
-def another_place(rank: int, say: Callable, ranks: int, port: int) -> None:
-    """Rank 0 does not answer the others, because it is busy, but it is there, and waits at its own store."""
-    group = join(rank, ranks, port)
+def another_place(rank: int, say: Callable, group: dist.ProcessGroup) -> None:
+    """Rank 0 is too busy to answer the others and waits at its own store."""
     usual = _places.Place.open
     first = _standby.meeting_of(group).addresses[0]
 
@@ -130,9 +116,8 @@ def another_place(rank: int, say: Callable, ranks: int, port: int) -> None:
     go_on(say, group)
 
 
-def place_of_one_who_is_here(rank: int, say: Callable, ranks: int, port: int) -> None:
-    """Rank 0 is too busy to answer some when they come; they wait at rank 1's, and rank 1 itself at rank 0's."""
-    group = join(rank, ranks, port)
+def place_of_one_who_is_here(rank: int, say: Callable, group: dist.ProcessGroup) -> None:
+    """Rank 0 is too busy to answer some ranks at first. They wait at rank 1's store, and rank 1 at rank 0's."""
     usual = _places.Place.open
     first = _standby.meeting_of(group).addresses[0]
     busy_until = time.monotonic() + 1.0
@@ -146,19 +131,17 @@ def place_of_one_who_is_here(rank: int, say: Callable, ranks: int, port: int) ->
     go_on(say, group)
 
 
-def twice(rank: int, say: Callable, ranks: int, port: int) -> None:
-    """With the group that was, as somebody does who always passes None."""
-    group = join(rank, ranks, port)
-    lose_the_last(rank, ranks, group)
+def twice(rank: int, say: Callable, group: dist.ProcessGroup) -> None:
+    """survivors() is called with the first group both times, as callers do that always pass None."""
+    lose_the_last(rank, group)
     go_on(say, group)
     if rank == 1:
         die()
     go_on(say, group)
 
 
-def too_few_then_enough(rank: int, say: Callable, ranks: int, port: int) -> None:
-    """One that comes first and finds nobody may come again."""
-    group = join(rank, ranks, port)
+def too_few_then_enough(rank: int, say: Callable, group: dist.ProcessGroup) -> None:
+    """A rank that comes first and finds no other may come again."""
     if rank == 0:
         try:
             at.survivors(group, timeout=0.5)
@@ -172,9 +155,8 @@ def too_few_then_enough(rank: int, say: Callable, ranks: int, port: int) -> None
     go_on(say, group)
 
 
-def waits_for_a_checkpoint(rank: int, say: Callable, ranks: int, port: int, silent: int) -> None:
-    """Rank 0 waits in the ring, one rank for a checkpoint, and the `silent` one is why: that is who is named."""
-    group = join(rank, ranks, port)
+def waits_for_a_checkpoint(rank: int, say: Callable, group: dist.ProcessGroup, silent: int) -> None:
+    """Rank 0 waits in the ring, another rank for a checkpoint. The error must name the `silent` rank."""
     if rank == silent:
         time.sleep(PATIENCE)
     elif rank != 0:
@@ -216,14 +198,13 @@ CASES: dict[str, tuple[Callable, int, tuple, dict[int, list[list[int]]]]] = {
 
 def run(name: str) -> bool:
     body, ranks, arguments, wanted = CASES[name]
-    port = process_ring.free_port()
 
-    def be(rank: int, say: Callable, orders: int) -> None:
-        body(rank, say, ranks, port, *arguments)
+    def be(rank: int, say: Callable) -> None:
+        attend(dist.group.WORLD)
+        body(rank, say, dist.group.WORLD, *arguments)
         say("done")
-        time.sleep(2 * PATIENCE)  # the parent ends it: the others may not be done
 
-    with process_ring.Ring(ranks, be) as ring:
+    with joined_ring(ranks, be, seconds=PATIENCE) as ring:
         ring.wait("done", list(wanted), 3 * PATIENCE)
         good = True
         for rank, groups in wanted.items():

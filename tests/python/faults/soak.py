@@ -1,11 +1,12 @@
-"""Rings of processes for a long time:  make soak
+"""Runs rings of processes for a long time:  make soak
 
-    PYTHONPATH=tests/python python tests/python/faults/soak.py --steps 100000 --ranks 3   # forward and backward, again and again
-    PYTHONPATH=tests/python python tests/python/faults/soak.py --cycles 200               # kill and re-form, in processes that stay
+    PYTHONPATH=tests/python python tests/python/faults/soak.py --steps 100000 --ranks 3   # repeated forward and backward
+    PYTHONPATH=tests/python python tests/python/faults/soak.py --cycles 200               # kill a rank, re-form the ring
 
-With --cycles, two ranks live through all of them. In each they make a group with a new third one, compute, lose it by kill -9,
-go on as two, and compute again. Every result is compared. Resident memory, descriptors and threads must not grow, once
-caches are full: after a quarter of the steps, or of the cycles. Prints one line for each, and ends with 1 if they do.
+With --cycles, two ranks stay for all cycles. In each cycle they make a group with a new third rank, compute, lose that
+rank by kill -9, and compute again as two. Every result is compared. After a quarter of the steps or cycles, when caches
+are full, resident memory, descriptors and threads must not grow any more. Prints one line for each rank, and exits with 1
+if they grow.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import annulus
 import annulus.torch as at
 import torch
 import torch.distributed as dist
-from support.process_ring import PATIENCE, Ring, both_ways, expected, free_port, join, right
+from support.process_ring import PATIENCE, Ring, both_ways, expected, free_port, join, joined_ring, right
 
 DEADLINE = 20.0
-# The allocator has its way, and a connection takes a moment to end. 200 bytes of every step would be 15 MB.
+# The allocator may hold a little more, and a connection may still be closing. 200 bytes per step would be 15 MB.
 MOST = {"resident": 8 << 20, "descriptors": 2, "threads": 2}
 
 
@@ -38,7 +39,7 @@ def resources() -> dict[str, int]:
 
 
 def verdict(what: str, number: int, seconds: float, history: list[list[dict]]) -> bool:
-    """Prints what the ranks had after a quarter and at the end; whether that is flat."""
+    """Prints what the ranks held after a quarter and at the end. Returns whether that is flat."""
     quarter, end = history[len(history) // 4], history[-1]
     flat = True
     for rank, (before, after) in enumerate(zip(quarter, end)):
@@ -69,10 +70,9 @@ def pass_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> l
     return [o.detach()] + [x.grad for x in leaves]
 
 
-def compute(rank: int, say: Callable, orders: int, ranks: int, port: int, steps: int) -> None:
-    join(rank, ranks, port)
+def compute(rank: int, say: Callable, steps: int) -> None:
     group = dist.group.WORLD
-    # Rows of another step would be another result.
+    # Three sets of inputs in turn: rows of another step would change the result.
     whole = [inputs(seed) for seed in range(3)]
     mine, wanted = (
         [[at.shard(x, placement="zigzag", group=group) for x in each] for each in sets]
@@ -92,11 +92,10 @@ def compute(rank: int, say: Callable, orders: int, ranks: int, port: int, steps:
         if step * samples // steps > (step - 1) * samples // steps:
             say("so far", step=step, **resources())
     say("done", seconds=time.monotonic() - begin)
-    time.sleep(PATIENCE)  # the parent ends it: the others may not be done
 
 
 def soak_steps(steps: int, ranks: int) -> bool:
-    with Ring(ranks, compute, ranks, free_port(), steps) as ring:
+    with joined_ring(ranks, compute, steps) as ring:
         if not ring.wait("done", list(range(ranks)), PATIENCE + 0.1 * steps):
             print(f"steps: {[rank.said[-1:] for rank in ring.ranks]}")
             return False
@@ -133,7 +132,7 @@ def stay(rank: int, say: Callable, orders: int, steps: int) -> None:
             cycle(rank, say, int(line), steps)
 
 
-def come_and_go(rank: int, say: Callable, orders: int, port: int, steps: int) -> None:
+def be_third(rank: int, say: Callable, orders: int, port: int, steps: int) -> None:
     cycle(2, say, port, steps)
 
 
@@ -146,7 +145,7 @@ def soak_cycles(cycles: int, steps: int = 5) -> bool:
             for rank in ring.ranks:
                 rank.said.clear()
                 os.write(rank.orders, f"{port}\n".encode())
-            with Ring(1, come_and_go, port, steps) as third:
+            with Ring(1, be_third, port, steps) as third:
                 ready = third.wait("ready", [0], PATIENCE) and ring.wait("ready", [0, 1], PATIENCE)
                 if ready:
                     third.kill(0)
@@ -165,7 +164,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=3, help="that make the steps")
+    parser.add_argument("--ranks", type=int, default=3, help="ranks of the ring that runs the steps")
     parser.add_argument("--cycles", type=int, default=0)
     options = parser.parse_args()
     flat = options.steps == 0 or soak_steps(options.steps, options.ranks)

@@ -1,4 +1,4 @@
-"""make chaos works, and finds nothing in one round of what no other test does."""
+"""One round of those faults of make chaos that no other test injects."""
 
 from __future__ import annotations
 

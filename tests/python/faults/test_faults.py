@@ -1,4 +1,4 @@
-"""What becomes of a ring of processes when one is lost. What they do is in kill_ranks.py; as a program it runs hundreds."""
+"""Rings of processes that lose a rank. They run kill_ranks.py, which as a program runs hundreds of rings."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_a_rank_that_is_cut_off_is_named_and_may_come_back() -> None:
     run_program(PROGRAM, "--cut", "4", "--deadline", "20")
 
 
-def test_nothing_is_left_of_steps_and_of_rings_that_were_lost() -> None:
+def test_steps_and_lost_rings_leave_no_memory_descriptors_and_threads() -> None:
     soak = PROGRAM.with_name("soak.py")
     run_program(soak, "--steps", "400", "--ranks", "3", "--cycles", "8")

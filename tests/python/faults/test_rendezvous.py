@@ -1,5 +1,5 @@
-"""How ranks find each other and, after a loss, those that are left. Ranks are threads here, and their store is a dictionary:
-every order of events can be had."""
+"""How ranks find each other and, after a loss, the survivors. Ranks are threads and their store is a dictionary, so
+that tests can choose the order of events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import pytest
 from support import comes_true
+from support.launch import need_gloo
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
+need_gloo()
 
 import torch.distributed as dist
 from annulus.torch.faults import _reunion
@@ -28,14 +27,14 @@ PREFIX = "annulus/test"
 
 
 def on_ranks(ranks: list[int], function: Callable[[int], object]) -> list:
-    """What the function gives for each, or raises."""
+    """What the function returns or raises on each rank."""
     with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(function, rank) for rank in ranks]
         return [future.exception() or future.result() for future in futures]
 
 
-# Seconds. LONG is for nobody to wait out: a test that does has found a hang. Ranks that are there come within SHORT, on a
-# machine that is busy, too.
+# Seconds. A test that waits for LONG has found a hang. Ranks that are present come within SHORT, also on a busy
+# machine.
 SHORT, LONG = 2.0, 120.0
 
 
@@ -54,14 +53,14 @@ def test_a_ring_has_one_name_and_never_the_same_again() -> None:
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
-def test_whoever_does_not_come_is_named_by_all(absent: int) -> None:
+def test_an_absent_rank_is_named_by_all(absent: int) -> None:
     store = dist.HashStore()
     here = [rank for rank in range(3) if rank != absent]
     found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, SHORT))
     assert all(isinstance(error, Missing) and error.ranks == [absent] for error in found), found
 
 
-def test_rank_0_tells_those_that_are_there_who_is_not() -> None:
+def test_rank_0_tells_present_ranks_who_is_absent() -> None:
     store = dist.HashStore()
     patience = {0: SHORT, 1: LONG}
     begin = time.monotonic()
@@ -70,7 +69,7 @@ def test_rank_0_tells_those_that_are_there_who_is_not() -> None:
     assert seconds_since(begin) < LONG
 
 
-def test_who_loses_patience_before_rank_0_names_the_same() -> None:
+def test_a_rank_that_gives_up_before_rank_0_names_the_same() -> None:
     store = dist.HashStore()
     on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, LONG))  # then, all were there
     patience = {0: 2 * SHORT, 1: SHORT, 2: SHORT}
@@ -80,13 +79,13 @@ def test_who_loses_patience_before_rank_0_names_the_same() -> None:
         assert isinstance(found[1], Missing) and found[1].ranks == [absent], found
 
 
-def test_what_is_left_of_an_attempt_is_no_answer_to_the_next() -> None:
+def test_an_earlier_attempt_does_not_answer_the_next() -> None:
     store = dist.HashStore()
     for absent in (2, 1, 0):
         here = [rank for rank in range(3) if rank != absent]
         found = on_ranks(here, lambda rank: new_name(store, PREFIX, rank, 3, SHORT))
         assert [error.ranks for error in found] == [[absent]] * 2, found
-    # The words of those who came are there still, of those who were answered, too.
+    # What ranks wrote in earlier attempts is still in the store.
     found = on_ranks([0, 1, 2], lambda rank: new_name(store, PREFIX, rank, 3, LONG))
     assert isinstance(found[0], str) and len(set(found)) == 1, found
     begin = time.monotonic()
@@ -95,7 +94,7 @@ def test_what_is_left_of_an_attempt_is_no_answer_to_the_next() -> None:
     assert seconds_since(begin) >= 0.3
 
 
-def test_nothing_of_it_stays_in_the_store_but_a_word_of_each_rank() -> None:
+def test_only_one_key_of_each_rank_stays_in_the_store() -> None:
     store = dist.HashStore()
     numbers = []
     for _ in range(3):
@@ -104,13 +103,13 @@ def test_nothing_of_it_stays_in_the_store_but_a_word_of_each_rank() -> None:
     assert numbers == [numbers[0]] * 3
 
 
-def test_all_would_meet_by_the_name_of_the_first_ring_that_one_of_them_was_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_meet_under_the_name_of_the_first_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANNULUS_STANDBY_STORE", "0")
 
     class Group:
         pass
 
-    groups = [Group() for _ in range(3)]  # as each rank has it
+    groups = [Group() for _ in range(3)]  # one object per rank
     store = dist.HashStore()
     for ring, complete_on in (("one", [1]), ("two", [0, 1]), ("three", [0, 1, 2])):
         cards = [_standby.card(group, store).encode() for group in groups]
@@ -125,16 +124,16 @@ def test_all_would_meet_by_the_name_of_the_first_ring_that_one_of_them_was_in(mo
 def meet(
     store: dist.Store, rank: int, size: int, lost: int, seconds: float, least: int = 1, make: Callable | None = None
 ) -> tuple[list[int], str] | str:
-    """The group that a rank gets, as (ranks, name), or why it gets none. They meet at one store."""
+    """The group that a rank gets, as (ranks, name), or why it gets none. All ranks meet at one store."""
     make = make or (lambda left, name, store: (left, name))
     return Reunion(rank, size, lost, least, seconds, {-1: Place("", store)}, make).hold("annulus/test")
 
 
-def test_all_who_are_there_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_present_ranks_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = uuid.uuid4
 
     def thought_about() -> uuid.UUID:
-        time.sleep(0.1)  # so that all have seen everybody before one has decided
+        time.sleep(0.1)  # so that all ranks have seen all others before one decides
         return usual()
 
     monkeypatch.setattr(_reunion.uuid, "uuid4", thought_about)
@@ -145,7 +144,7 @@ def test_all_who_are_there_agree_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seconds_since(begin) < LONG
 
 
-def test_a_rank_that_one_has_lost_is_waited_for_by_nobody() -> None:
+def test_a_rank_that_one_has_lost_is_not_waited_for() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
     found = on_ranks([0, 1, 3], lambda rank: meet(store, rank, 4, 2 if rank == 3 else -1, LONG))
@@ -153,7 +152,7 @@ def test_a_rank_that_one_has_lost_is_waited_for_by_nobody() -> None:
     assert _reunion._GRACE <= seconds_since(begin) < LONG
 
 
-def test_what_each_has_lost_is_not_waited_for_by_all() -> None:
+def test_ranks_that_any_rank_has_lost_are_not_waited_for() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
     found = on_ranks([0, 1, 2], lambda rank: meet(store, rank, 5, 4 if rank == 2 else 3, LONG))
@@ -161,7 +160,7 @@ def test_what_each_has_lost_is_not_waited_for_by_all() -> None:
     assert seconds_since(begin) < LONG
 
 
-def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(
+def test_a_rank_that_is_lost_to_some_may_come_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_reunion, "_GRACE", LONG)
@@ -175,31 +174,31 @@ def test_a_rank_that_is_lost_to_some_and_comes_in_time_is_taken(
     begin = time.monotonic()
     found = on_ranks([0, 1, 2], come)
     assert found == [found[0]] * 3 and found[0][0] == [0, 1, 2]
-    assert seconds_since(begin) < LONG, "all are there: nobody else is to be waited for"
+    assert seconds_since(begin) < LONG, "all are present, and it waited nevertheless"
 
 
-def test_a_rank_that_nobody_has_lost_is_waited_for_to_the_end() -> None:
+def test_a_missing_rank_that_is_not_lost_is_waited_for_until_the_timeout() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
     found = on_ranks([0, 2], lambda rank: meet(store, rank, 3, -1, 3))
     assert found == [found[0]] * 2 and found[0][0] == [0, 2]
     assert seconds_since(begin) >= 3
     late = meet(store, 1, 3, -1, 30)
-    assert isinstance(late, str) and "gone on without this rank, as [0, 2]" in late
+    assert isinstance(late, str) and "continued without this rank, as [0, 2]" in late
 
 
-def test_too_few_decide_nothing_and_may_come_again() -> None:
+def test_too_few_ranks_decide_nothing_and_may_try_again() -> None:
     store = dist.HashStore()
     alone = meet(store, 2, 5, 1, 0.3, least=3)
     assert isinstance(alone, str) and "only ranks [2] are left, fewer than 3" in alone
-    # It is not there any more: the others do not count it.
+    # Rank 2 has left again, so the others do not count it.
     found = on_ranks([0, 3], lambda rank: meet(store, rank, 5, 1, 3, least=3))
     assert all("only ranks [0, 3] are left" in str(each) for each in found), found
     found = on_ranks([0, 2, 3], lambda rank: meet(store, rank, 5, 1, 4, least=3))
     assert found == [found[0]] * 3 and found[0][0] == [0, 2, 3]
 
 
-def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_not_all_could_make_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[object] = []
     monkeypatch.setattr(_reunion.dist, "destroy_process_group", dropped.append)
     store = dist.HashStore()
@@ -212,7 +211,7 @@ def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPa
         if name == names[0]:
             others.wait()
             if rank == 1:
-                time.sleep(0.3)  # the others mostly have theirs by then
+                time.sleep(0.3)  # the others mostly have their group by then
                 raise RuntimeError("Connection refused")
         return left, name
 
@@ -225,7 +224,7 @@ def test_a_group_that_not_all_could_make_is_nobodys(monkeypatch: pytest.MonkeyPa
     assert dropped == [([0, 1, 2], names[0])] * 2
 
 
-def test_a_group_that_comes_about_after_its_round_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_made_after_its_round_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: queue.SimpleQueue = queue.SimpleQueue()
     monkeypatch.setattr(_reunion.dist, "destroy_process_group", dropped.put)
     store = dist.HashStore()
@@ -253,7 +252,7 @@ def test_a_group_that_comes_about_after_its_round_is_nobodys(monkeypatch: pytest
     assert dropped.get(timeout=LONG) == ([0, 1], names[0])
 
 
-def test_who_cannot_make_any_group_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_make_groups_reports_it_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_reunion.dist, "destroy_process_group", lambda group: None)
     store = dist.HashStore()
 

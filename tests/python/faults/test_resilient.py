@@ -1,4 +1,4 @@
-"""examples/python/train_resilient.py cannot be killed: whatever happens to its processes, the loss is the same."""
+"""The loss of examples/python/train_resilient.py is the same whenever its processes are killed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ import time
 
 import pytest
 from support import HANG, ROOT
+from support.launch import ENVIRONMENT, need_gloo
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+need_gloo()
 pytest.importorskip("safetensors", reason="safetensors is not installed")
-if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-    pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
-
-ENVIRONMENT = os.environ | {"ANNULUS_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def command(ranks: int, folder: pathlib.Path) -> list[str]:
@@ -56,7 +53,7 @@ def train(
     kills: dict[int, int] | None = None,
     how: signal.Signals = signal.SIGKILL,
 ) -> str:
-    """The last line. `kills`: after which step which rank is killed, once."""
+    """Returns the last line. `kills`: after which step which rank is killed, once."""
     kills = dict(kills or {})
     generator = random.Random(str(kills))
     log = folder.with_suffix(".log")
@@ -74,7 +71,7 @@ def train(
                 lines.append(line.strip())
                 step = re.match(r"step (\d+) ", line)
                 if step and int(step[1]) in kills:
-                    time.sleep(generator.uniform(0, 0.02))  # any moment of what comes next
+                    time.sleep(generator.uniform(0, 0.02))  # a random moment of the next steps
                     kill(run.pid, kills.pop(int(step[1])), how)
             assert run.wait(HANG) == 0
         except BaseException:

@@ -1,4 +1,4 @@
-"""Those that are left of a ring become a group again, whatever happens meanwhile. What they do is in reunions.py."""
+"""The survivors of a ring become a group again, whatever happens meanwhile. They run reunions.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stream of events from Python, and where it is sent. Exporters are tried with the real packages, or skipped in words."""
+"""The stream of events from Python, and its exporters. They are tested with the real packages if these are
+installed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("monitoring_off_afterwards")
 
 
 def run_ring(ranks: int = 3, tokens: int = 48, **options: object) -> int:
-    """Forward and backward; how many bytes the transports have counted."""
+    """Runs forward and backward. Returns the bytes that the transports have counted."""
     transports = annulus.make_in_process_ring(ranks)
     placement = annulus.Placement.striped(tokens, ranks)
 
@@ -54,7 +55,7 @@ def test_nothing_is_recorded_until_started() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
-def test_events_tell_of_every_byte(schedule: str) -> None:
+def test_events_count_every_byte(schedule: str) -> None:
     monitor.start()
     counted = run_ring(schedule=schedule)
     events, _, dropped = monitor.read()
@@ -92,7 +93,7 @@ def test_the_stream_is_bounded_and_totals_are_not_affected() -> None:
         monitor.start(capacity=65536)
 
 
-def test_spans_last_as_long_as_their_block_and_know_how_it_ended() -> None:
+def test_spans_last_as_long_as_their_block_and_record_failures() -> None:
     monitor.start()
     with monitor.span("recovery", "split heads", rank=2, bytes=5):
         time.sleep(0.01)
@@ -155,7 +156,7 @@ def test_json_lines_have_every_event(tmp_path: pathlib.Path) -> None:
     assert len(path.read_text().splitlines()) == len(rows) + 1, "files are appended to"
 
 
-def test_json_lines_say_what_was_lost(tmp_path: pathlib.Path) -> None:
+def test_json_lines_count_overwritten_events(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "events.jsonl"
     monitor.start(capacity=8)
     try:
@@ -169,7 +170,7 @@ def test_json_lines_say_what_was_lost(tmp_path: pathlib.Path) -> None:
     assert len(rows) == 9
 
 
-def test_an_exporter_that_fails_ends_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exporter_that_fails_ends_and_the_program_continues(caplog: pytest.LogCaptureFixture) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full")
     lines = monitor.JsonLines("/dev/full", interval=0.01)
@@ -179,12 +180,12 @@ def test_an_exporter_that_fails_ends_and_harms_nobody(caplog: pytest.LogCaptureF
             run_ring()
             time.sleep(0.01)
     assert "JsonLines stops" in caplog.text and "No space left" in caplog.text
-    lines.close()  # it has been told; the program's end is no place to fail
+    lines.close()  # the error was logged already and is not raised again
     run_ring()
     with monitor.JsonLines("/dev/full", interval=1000) as lines:
         run_ring()
         with pytest.raises(OSError, match="No space left"):
-            lines.flush()  # whoever asks is answered
+            lines.flush()  # flush() raises it
 
 
 def tracks_of(trace: dict) -> dict[tuple[int, int], list[tuple[int, int, str]]]:
@@ -240,8 +241,8 @@ def _umask() -> int:
     return mask
 
 
-def test_tracks_are_told_apart_as_perfetto_does(tmp_path: pathlib.Path) -> None:
-    """It takes a negative pid for 0, and names threads by their tid, whatever their process."""
+def test_tracks_are_distinct_for_perfetto(tmp_path: pathlib.Path) -> None:
+    """Perfetto reads a negative pid as 0, and identifies threads by their tid, whatever their process."""
     monitor.start()
     for rank in (-1, 0, 1):
         monitor.record("pass", "forward", rank=rank)
@@ -253,7 +254,7 @@ def test_tracks_are_told_apart_as_perfetto_does(tmp_path: pathlib.Path) -> None:
     tids = [row["tid"] for row in rows if row["name"] == "thread_name"]
     assert len(set(tids)) == 6 and not set(tids) & set(pids.values())
     assert {row["tid"] for row in rows if row["ph"] == "X"} == set(tids)
-    with pytest.raises(annulus.ConfigError, match="the name is empty"):
+    with pytest.raises(annulus.ConfigError, match="path is empty"):
         monitor.write_chrome_trace("")
 
 
@@ -333,7 +334,7 @@ def test_metrics_can_stand_in_the_programs_own_registry() -> None:
 
 
 def records_of(log: bytes) -> list[bytes]:
-    """What a .wandb file holds: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    """The content of a .wandb file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
     assert log[:4] == b":W&B"
     records, at, parts = [], 7, b""
     while at + 7 <= len(log):
@@ -354,7 +355,7 @@ def records_of(log: bytes) -> list[bytes]:
 @pytest.mark.slow
 def test_weights_and_biases_offline_run_can_be_read(tmp_path: pathlib.Path) -> None:
     wandb = pytest.importorskip("wandb", reason="the package wandb is not installed")
-    # A process of its own: wandb leaves threads and a service behind. No network, and no account.
+    # In a separate process, because wandb leaves threads and a service behind. No network, and no account.
     code = """
         import sys, annulus, numpy as np
         from annulus import monitor
@@ -397,7 +398,7 @@ def test_weights_and_biases_offline_run_can_be_read(tmp_path: pathlib.Path) -> N
 
 
 class FakeRun:
-    """The program's own run: what WandbExporter asks of it is `log` only."""
+    """A run of the program. WandbExporter calls only `log`."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int | None, dict]] = []
@@ -419,7 +420,7 @@ def test_weights_and_biases_log_what_happened_since_the_last_time() -> None:
     passes = [(step, row["annulus/rank1/passes"]) for step, row in run.rows if row]
     assert passes == [(7, 2), (8, 0), (9, 2)]
     assert run.rows[1][1]["annulus/rank0/waited"] == 0.0
-    with pytest.raises(TypeError, match="a run is given, and so are arguments .* project"):
+    with pytest.raises(TypeError, match="found both: run, project"):
         monitor.WandbExporter(run, project="x")
 
 
@@ -451,7 +452,7 @@ def test_a_missing_package_is_named(
         ("off", set()),
     ],
 )
-def test_log_levels_choose_what_is_told_with_the_rank_in_front(
+def test_log_levels_choose_events_and_lines_begin_with_the_rank(
     level: str, told: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor.start()
@@ -469,7 +470,7 @@ def test_log_levels_choose_what_is_told_with_the_rank_in_front(
         assert "[rank 1/2] cache evict: 0.00 ms, 7 bytes" in caplog.messages
 
 
-def test_one_rank_alone_can_be_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_of_one_rank_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
     monitor.set_log_level("info", rank=1)
     run_ring(ranks=3)
     monitor.flush_log()
@@ -505,7 +506,7 @@ def test_without_handlers_lines_go_to_standard_error() -> None:
 # ---- memory
 
 
-def test_profile_memory_sees_what_a_block_takes() -> None:
+def test_profile_memory_sees_the_memory_of_a_block() -> None:
     with monitor.profile_memory(interval=0.005) as profile:
         block = np.ones(64 << 20, np.uint8)
         seen = len(profile.samples)

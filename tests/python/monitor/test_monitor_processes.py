@@ -23,7 +23,7 @@ def in_a_process(program: str, *arguments: object) -> subprocess.CompletedProces
     )
 
 
-def test_programs_that_just_end_have_told_everything(tmp_path: pathlib.Path) -> None:
+def test_the_end_of_a_program_writes_all_events(tmp_path: pathlib.Path) -> None:
     program = """
         import sys
         from annulus import monitor

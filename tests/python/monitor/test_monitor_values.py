@@ -57,7 +57,7 @@ def test_totals_are_values() -> None:
 
 
 def test_other_processes_read_events() -> None:
-    """That have not imported anything of ours yet."""
+    """Processes that have not imported annulus yet."""
     events = record_two()
     code = "import pickle, sys; print([repr(e) for e in pickle.load(sys.stdin.buffer)])"
     done = subprocess.run(
@@ -66,7 +66,7 @@ def test_other_processes_read_events() -> None:
     assert eval(done.stdout) == [repr(event) for event in events]
 
 
-def test_what_is_no_event_is_refused_when_it_is_loaded() -> None:
+def test_invalid_pickled_events_are_refused() -> None:
     event = record_two()[0]
     state = event.__getstate__()
     for wrong in ((), None, ("nothing", *state[1:]), (*state[:2], -1, *state[3:]), state[:-1]):
@@ -79,7 +79,7 @@ def test_what_is_no_event_is_refused_when_it_is_loaded() -> None:
     "capacity", [0, -1, True, 1.5, math.nan, "9", 2**24 + 1, 2**62, 2**70], ids=repr
 )
 def test_streams_of_no_or_endless_capacity_are_refused(capacity: object) -> None:
-    """2**33 events would be had from the kernel, and their memory from all other processes."""
+    """The kernel would grant the memory of 2**33 events, and other processes would lose theirs."""
     monitor.start(100)
     with pytest.raises(annulus.ConfigError, match="start: capacity is .* from 1 to 16777216"):
         monitor.start(capacity)
@@ -92,7 +92,7 @@ def _json_lines(interval: object) -> object:
 
 @pytest.mark.parametrize("interval", [0, -1.0, True, "1", None, math.nan], ids=repr)
 @pytest.mark.parametrize("make", [_json_lines, monitor.profile_memory])
-def test_intervals_are_times(make: Callable, interval: object) -> None:
+def test_invalid_intervals_are_refused(make: Callable, interval: object) -> None:
     with pytest.raises(annulus.ConfigError, match="interval is .*seconds above 0"):
         make(interval)
     assert not monitor.running()
@@ -105,7 +105,7 @@ def test_unknown_log_levels_are_refused(level: object) -> None:
 
 
 def test_an_event_does_not_begin_before_the_clock() -> None:
-    """The difference would not fit, either."""
+    """The duration would overflow, too."""
     monitor.start()
     with pytest.raises(annulus.ConfigError, match="begin_ns is -1"):
         monitor.record("cache", "old", begin_ns=-1, end_ns=2**63 - 1)

@@ -1,4 +1,4 @@
-"""What several tests use. Modules of this package are for one kind of test each."""
+"""Helpers of several tests. Each module of this package is for one kind of test."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import annulus
 import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-# Seconds after which something hangs, however busy the machine is. No test fails because it was slow.
+# Seconds. What takes longer hangs, however busy the machine is: no test fails because it is slow.
 HANG = 1800.0
 
 
 def comes_true(question: Callable[[], object]) -> bool:
-    """Waits for it. False: it has not come true for so long that it never will."""
+    """Waits until the answer is true. Returns False if it stays false for two minutes."""
     until = time.monotonic() + 120
     while not question():
         if time.monotonic() > until:
@@ -28,7 +28,7 @@ def comes_true(question: Callable[[], object]) -> bool:
 
 
 def python_calls(call: Callable[[], object]) -> list[str]:
-    """Names of the functions that a call makes on this thread: Python's and C's, as far as Python sees them."""
+    """Names of the Python and C functions that a call calls on this thread, as far as Python sees them."""
     names: list[str] = []
 
     def see(frame: Any, event: str, argument: Any) -> None:
@@ -47,7 +47,7 @@ def python_calls(call: Callable[[], object]) -> list[str]:
 
 
 def executors_missed(call: Callable[[], object]) -> int:
-    """How often a call found no executor in a cache, and made one; -1: it did not even look."""
+    """How often a call found no executor in the cache and made one; -1: it did not look into the cache."""
     from annulus import monitor
 
     monitor.clear()
@@ -93,7 +93,7 @@ def make_ring(tokens: int, heads: int, dim: int, **options: Any) -> annulus.Ring
 def on_ranks(
     transports: Sequence[annulus.Transport], body: Callable[[annulus.Transport], Any]
 ) -> list[Any]:
-    """body(transport) on one thread per rank: results, or the exceptions that ended them."""
+    """Runs body(transport) on one thread per rank. Returns results, or the exceptions that ended them."""
 
     def run(transport: annulus.Transport) -> Any:
         try:

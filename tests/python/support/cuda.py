@@ -1,4 +1,4 @@
-"""What tests with a CUDA device use."""
+"""Helpers of tests with a CUDA device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
         "group_scale": True,
     },
 }
-# Relative errors of outputs and gradients in one piece; twice that is too much.
+# Relative errors of outputs and gradients computed in one piece. Tests allow twice as much.
 LIMITS = {"float32": 2e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 
 

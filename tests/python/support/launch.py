@@ -1,4 +1,5 @@
-"""Programs of tests in processes of their own: workers under torchrun, alone, or as ranks that are started one by one."""
+"""Starts programs of tests as processes: workers under torchrun, single processes, or ranks that are started one by
+one."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 
 from support import HANG, ROOT
 
-# Children find this package, too.
+# So that children find this package, too.
 _PATH = [str(ROOT / "tests" / "python"), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = os.environ | {
     "ANNULUS_THREADS": "1",
@@ -22,14 +23,15 @@ ENVIRONMENT = os.environ | {
 
 
 def need_gloo() -> None:
-    """Skips a test module where ranks cannot be processes."""
+    """Skips a test module if PyTorch or Gloo is missing."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this PyTorch has no Gloo", allow_module_level=True)
 
 
 def run_program(program: pathlib.Path, *arguments: str, ranks: int = 0) -> str:
-    """What a program prints, which has to succeed. `ranks` processes under torchrun; 0: one process without it."""
+    """Runs a program, which must succeed, and returns its output. `ranks`: processes under torchrun; 0: one process
+    without."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [sys.executable, *(torchrun if ranks > 0 else []), str(program), *arguments],
@@ -48,7 +50,7 @@ def run_program(program: pathlib.Path, *arguments: str, ranks: int = 0) -> str:
 
 
 class Ranks:
-    """Ranks that are started one by one: torchrun would end the others as soon as it sees that one was killed."""
+    """Ranks that are started one by one. torchrun would end all ranks when one is killed."""
 
     def __init__(self, count: int, program: pathlib.Path, *arguments: str, **environment: str):
         with socket.socket() as free:

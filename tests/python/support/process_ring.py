@@ -1,6 +1,6 @@
-"""Rings of processes that a test can order about, and kill, stop or cut off.
+"""Rings of processes that a test can kill, stop or cut off.
 
-Ranks are forked from a process that has PyTorch loaded and has not used it yet: a ring then costs half a second.
+Ranks are forked from a process that has loaded PyTorch but not used it yet, so a ring starts in half a second.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import annulus.torch as at
 import torch
 import torch.distributed as dist
 
-# Messages of a step: some KB, or some 100 KB, most of which are half through when something happens.
+# Messages of a step have some KB, or some 100 KB, which are mostly half transferred when a fault happens.
 SIZES = {"short": (360, 2, 32), "long": (2400, 4, 64)}  # tokens, heads, head dim
-PATIENCE = 180.0  # seconds for what takes one or two: the machine may be busy
+PATIENCE = 180.0  # seconds; what is waited for usually takes one or two, but the machine may be busy
 PATTERN = {"segment_lengths": [60, 180], "dilation_rates": [1, 3], "is_causal": True}
 
 
@@ -40,8 +40,8 @@ def free_port() -> int:
 @dataclasses.dataclass
 class Rank:
     process: int
-    reports: int  # end of the pipe by which it tells
-    orders: int  # and by which it is told
+    reports: int  # read end of the pipe from the rank
+    orders: int  # write end of the pipe to the rank
     said: list[dict] = dataclasses.field(default_factory=list)
     ended: bool = False
     rest: bytes = b""
@@ -73,20 +73,20 @@ class Ring:
             os.write(reports, json.dumps(line).encode() + b"\n")
 
         try:
-            with contextlib.suppress(AttributeError):  # PR_SET_PDEATHSIG: not to outlive a parent that is killed
+            with contextlib.suppress(AttributeError):  # PR_SET_PDEATHSIG: end with a parent that is killed
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-            for other in self.ranks:  # whose ends only the parent is to have
+            for other in self.ranks:  # only the parent keeps these ends open
                 os.close(other.reports)
                 os.close(other.orders)
-            faulthandler.register(signal.SIGUSR1)  # says where it is
+            faulthandler.register(signal.SIGUSR1)  # prints the stack
             body(rank, say, orders, *arguments)
-        except BaseException:  # noqa: BLE001: a child does not go on where its parent was
+        except BaseException:  # noqa: BLE001: a child must not return into the parent's code
             with contextlib.suppress(OSError):
                 say("broke", text=traceback.format_exc()[-3000:])
         os._exit(0)
 
     def wait(self, what: str, ranks: list[int], seconds: float) -> bool:
-        """Until these ranks have said it; False: not in time, or one has ended before."""
+        """Waits until these ranks have said it. False: one of them has not in time, or has ended without it."""
         until = time.monotonic() + seconds
         while not all(self.ranks[rank].last(what) for rank in ranks):
             left = until - time.monotonic()
@@ -104,6 +104,7 @@ class Ring:
                 self._selector.unregister(rank.reports)
             *lines, rank.rest = (rank.rest + data).split(b"\n")
             rank.said += [json.loads(line) for line in lines]
+            rank.ended = rank.ended or rank.last("finished") is not None
 
     def kill(self, rank: int) -> None:
         os.kill(self.ranks[rank].process, signal.SIGKILL)
@@ -115,7 +116,7 @@ class Ring:
         os.kill(self.ranks[rank].process, signal.SIGCONT)
 
     def cut(self, rank: int) -> None:
-        """Ends all its connections; it lives."""
+        """Ends all connections of a rank, but not the rank."""
         os.write(self.ranks[rank].orders, b"cut\n")
 
     def close(self) -> None:
@@ -138,7 +139,7 @@ class Ring:
 
 
 def obey(orders: int) -> None:
-    """Does what the parent says, on a thread of its own: the main one may wait in a call."""
+    """Follows the parent's orders on a second thread, because the main thread may wait in a call."""
 
     def listen() -> None:
         with open(orders) as lines:
@@ -149,27 +150,46 @@ def obey(orders: int) -> None:
     threading.Thread(target=listen, daemon=True).start()
 
 
-def cut_connections() -> None:
-    connections = []
+def connections() -> Iterator[socket.socket]:
+    """The connected stream sockets of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
-            connection = socket.socket(fileno=os.dup(int(name)))
-            connection.getpeername()  # an error of those that listen
-            connections.append(connection)
-    for connection in connections:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.getpeername():
+                    yield connection
+
+
+def cut_connections() -> None:
+    for connection in connections():
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
-    for connection in connections:
-        connection.close()
 
 
-def join(rank: int, ranks: int, port: int) -> None:
+def join(rank: int, ranks: int, port: int, seconds: float = 60.0) -> None:
     torch.set_num_threads(1)
     os.environ["ANNULUS_THREADS"] = "1"
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port}", limit, world_size=ranks, rank=rank
-    )
+    limit = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, world_size=ranks, rank=rank)
+
+
+def joined_ring(
+    ranks: int, body: Callable[..., None], *arguments: object, port: int | None = None, seconds: float = 60.0
+) -> Ring:
+    """A ring whose ranks join a process group and then run body(rank, say, *arguments).
+
+    A rank whose body has returned waits until the parent ends it, because other ranks may still need it.
+    """
+    port = free_port() if port is None else port
+
+    def run(rank: int, say: Callable, orders: int) -> None:
+        join(rank, ranks, port, seconds)
+        obey(orders)
+        body(rank, say, *arguments)
+        say("finished")
+        while True:
+            signal.pause()
+
+    return Ring(ranks, run)
 
 
 def whole(size: str) -> list[torch.Tensor]:
@@ -178,7 +198,7 @@ def whole(size: str) -> list[torch.Tensor]:
 
 
 def both_ways(group: dist.ProcessGroup | None, deadline: float, size: str) -> list[torch.Tensor]:
-    """Forward and backward of this rank's part; without a group, of all of it."""
+    """Forward and backward of this rank's shard; without a group, of the whole sequence."""
     *inputs, do = (at.shard(x, placement="zigzag", group=group) for x in whole(size))
     mine = [x.clone().requires_grad_() for x in inputs]
     place = {} if group is None else {"group": group, "placement": "zigzag", "timeout": deadline}
@@ -189,7 +209,7 @@ def both_ways(group: dist.ProcessGroup | None, deadline: float, size: str) -> li
 
 
 def expected(group: dist.ProcessGroup, size: str) -> list[torch.Tensor]:
-    """This rank's part of what one process alone computes."""
+    """This rank's shard of what one process computes."""
     return [at.shard(x, placement="zigzag", group=group) for x in both_ways(None, 0, size)]
 
 

@@ -13,7 +13,7 @@ from annulus import Transport
 
 
 class Mesh:
-    """What the ranks share."""
+    """State that the ranks share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -39,7 +39,7 @@ class Receive:
         self.cancelled = False
 
     def wait(self) -> None:
-        # Polls, so that an abort is heard.
+        # Polls, so that an abort is noticed.
         while True:
             self.transport.check()
             try:
@@ -65,7 +65,7 @@ class Receive:
 
 
 class MeshTransport(Transport):
-    """What both kinds below have in common."""
+    """Common base of the two kinds below."""
 
     def __init__(self, rank: int, size: int, mesh: Mesh) -> None:
         super().__init__(rank, size, "queues")
@@ -135,7 +135,7 @@ class PreparingTransport(MeshTransport):
 
 
 class Receives:
-    """Those of one batch."""
+    """The messages of one batch."""
 
     def __init__(self, receives: list[Receive]) -> None:
         self.receives = receives

@@ -1,4 +1,4 @@
-"""What a rank of a test does: worker.py <case>[:<argument>...]..., under torchrun, or alone in one process."""
+"""Runs the cases of a test on a rank: worker.py <case>[:<argument>...]..., under torchrun, or alone in one process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 def run_cases(
     worker: dict[str, object], more: Mapping[str, object] | None = None, patience: float = 60
 ) -> None:
-    """Calls those functions of a worker's globals() that the program's arguments name, or of `more`.
+    """Calls the functions that the program's arguments name, from a worker's globals() or from `more`.
 
-    Its WORLD is the group of all ranks then; None: it is alone.
+    Sets the worker's WORLD to the group of all ranks, or to None if it is alone.
     """
     torch.set_num_threads(1)
     world = None
@@ -34,6 +34,6 @@ def run_cases(
         rank = "" if world is None else f"rank {dist.get_rank()}: "
         print(f"{rank}{case} done in {time.monotonic() - begin:.1f} s", flush=True)
     if world is not None:
-        dist.barrier()  # who closes ends what others still wait for
+        dist.barrier()  # closing would end transfers for which other ranks still wait
         at.cleanup()
         dist.destroy_process_group()

@@ -81,9 +81,10 @@ def attention(
 
 
 def relative_rms(found: Any, expected: Any) -> float:
-    """Root mean square of the difference over that of the expected values, arrays or tensors (test::relative_rms in C++).
+    """Root mean square of the difference over that of the expected values, arrays or tensors (test::relative_rms in
+    C++).
 
-    For results that are large beside rounding errors of their terms; the tool's checks measure by the terms.
+    Only for results that are large compared with the rounding errors of their terms.
     """
 
     def exact(x: Any) -> Array:

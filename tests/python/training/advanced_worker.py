@@ -1,77 +1,47 @@
 """One rank of test_advanced.py: advanced_worker.py <case>... Under torchrun, or alone in one process.
 
-``advanced_worker.py survive:<place>`` forks its ranks itself, one of which dies at that place.
+The model is that of examples/python/train_advanced.py. ``advanced_worker.py survive:<place>`` forks its ranks itself,
+one of which dies at that place.
 """
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import logging
 import os
 import pathlib
+import re
 import signal
+import sys
 import tempfile
-import time
 from collections.abc import Callable
 
 import annulus
 import annulus.torch as at
+import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from annulus import monitor
-from support import process_ring
+from annulus import ConfigError, monitor
+from support import ROOT, process_ring
 from support.rank_cases import run_cases
 from torch import nn
-from training_worker import BRANCHES, TOKENS, VOCABULARY, assert_same, batch, gradients
+from training_worker import assert_same, avoid_compiling, gradients
+
+sys.path.insert(0, str(ROOT / "examples" / "python"))
+import train_advanced
+from train_advanced import WIDTH, loss_of
 
 WORLD = None
-WIDTH, STEPS = 32, 20
-# DeepSpeed's figures as a test wants them: several buckets, and nothing small enough to stay whole.
+STEPS = 20
+# Makes DeepSpeed use several buckets, and shard every parameter.
 SMALL = 0.02
 
 
-class Model(nn.Module):
-    def __init__(self, group: dist.ProcessGroup | None, **services: object):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(
-            at.RingAdvancedDistributedDilatedAttention(
-                *(WIDTH, 2),
-                batch_first=True,
-                is_causal=True,
-                placement="zigzag",
-                group=group,
-                **BRANCHES,
-                **services,
-            )
-            for _ in range(2)
-        )
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens)
-        for norm, layer in zip(self.norms, self.layers):
-            h = norm(x)
-            x = x + layer(h, h, h, need_weights=False, n_global=TOKENS)[0]
-        return self.head(self.norms[2](x))
-
-
 def make_training(group: dist.ProcessGroup | None, **services: object) -> at.Training:
-    model = Model(group, **services)
+    torch.manual_seed(0)
+    model = train_advanced.Model(group, **services)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6, weight_decay=0.01)
-    return model.layers[0].prepare(model, optimizer)
-
-
-def loss_of(training: at.Training, step: int) -> torch.Tensor:
-    ring = {"placement": "zigzag", "group": training.group}
-    tokens, following = (x if training.group is None else at.shard(x, **ring) for x in batch(step))
-    logits = training.model(tokens)
-    losses = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="none")
-    return at.token_mean(losses, group=training.group)
+    return model.attention[0].prepare(model, optimizer)
 
 
 def print_loss(step: int, loss: float) -> None:
@@ -95,16 +65,8 @@ def services_of(how: str) -> dict[str, object]:
     return services
 
 
-def avoid_compiling() -> None:
-    """Of DeepSpeed's shared memory for the ranks of one host, for a minute, behind a lock that a run that is killed
-    leaves to the next one: Gloo carries everything."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__ = {}
-
-
 def trains(how: str, steps: str = str(STEPS), folder: str = "") -> None:
-    """Prints losses."""
+    """Trains and prints losses."""
     services = services_of(how)
     if services.get("use_deepspeed"):
         avoid_compiling()
@@ -126,30 +88,23 @@ def trains(how: str, steps: str = str(STEPS), folder: str = "") -> None:
 
 
 def cannot_go_on(how: str, folder: str, words: str) -> None:
-    """From a checkpoint of others, which DeepSpeed cannot load."""
-    try:
+    """A checkpoint that another configuration wrote, which DeepSpeed cannot load."""
+    with pytest.raises(at.CheckpointError, match=f"was made with {words}, and DeepSpeed cannot load it"):
         trains(how, folder=folder)
-    except at.CheckpointError as error:
-        assert f"was made with {words}, and DeepSpeed cannot load it" in str(error), error
-    else:
-        raise AssertionError(f"it went on from {folder}")
 
 
 def nvme() -> None:
-    """Trains with the optimizer's state on disk, and parameters, too, where DeepSpeed can; or says why not."""
+    """Trains with the optimizer's state on disk, and parameters where DeepSpeed can; otherwise prints the reason."""
     avoid_compiling()
     usual = services_of("zero3+nvme")
-    try:
+    # Parameters in float32 would come back as bfloat16.
+    with pytest.raises(ConfigError, match="libaio|in bfloat16 only") as refused:
         make_training(WORLD, **usual)
-    except annulus.ConfigError as error:
-        print(f"refused: {error}", flush=True)
-        if "libaio" in str(error):
-            return
-        assert "in bfloat16 only" in str(error)
-    else:
-        raise AssertionError("parameters in float32 would come back as bfloat16")
+    print(f"refused: {refused.value}", flush=True)
+    if "libaio" in str(refused.value):
+        return
     trains("zero3+nvme+cpu")
-    # Less than a MB of a rank stays in memory: what is seen on the disk is of a larger module.
+    # A larger module: DeepSpeed keeps less than a MB per rank in memory.
     for number, (more, parts) in enumerate(
         (
             ({"cpu_offload": True}, ["optimizer"]),
@@ -178,12 +133,8 @@ def nvme() -> None:
 def ranks_that_disagree_are_told() -> None:
     for name, usual, other in (("bucket_size", 25, 10), ("overlap_comm", True, False)):
         said = other if dist.get_rank() == 1 else usual
-        try:
+        with pytest.raises(ConfigError, match=f"(?s){name}.*{other}"):
             make_training(WORLD, **{name: said})
-        except annulus.ConfigError as error:
-            assert name in str(error) and repr(other) in str(error), error
-        else:
-            raise AssertionError(f"{name} went unnoticed")
     for what, other in (
         ("the model's parameters", {"dtype": torch.bfloat16}),  # Gloo would abort
         ("the model's parameters", {"bias": False}),
@@ -196,34 +147,17 @@ def ranks_that_disagree_are_told() -> None:
         layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **others)
         if "optimizer" in prepare:
             prepare["optimizer"] = prepare["optimizer"](layer.parameters())
-        try:
+        with pytest.raises(ConfigError, match=re.escape(f"disagree about {what} (rank")):
             layer.prepare(**prepare)
-        except annulus.ConfigError as error:
-            assert f"disagree about {what} (rank" in str(error), error
-        else:
-            raise AssertionError(f"{what} went unnoticed")
     training = make_training(WORLD)
-    try:
+    with pytest.raises(ConfigError, match="Training.run: steps is 0.5"):
         training.run(0.5 if dist.get_rank() == 1 else 2, lambda step: loss_of(training, step))
-    except annulus.ConfigError as error:
-        assert "Training.run: steps is 0.5" in str(error), error
-    else:
-        raise AssertionError("half a step went unnoticed")
     layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD)
-    try:  # what is wrong on one rank alone
+    with pytest.raises(ConfigError, match="no part of the model"):  # wrong on one rank only
         layer.prepare(nn.Linear(1, 1) if dist.get_rank() == 2 else None)
-    except annulus.ConfigError as error:
-        assert "no part of the model" in str(error), error
-    else:
-        raise AssertionError("another model went unnoticed")
-
     services = {"enable_fault_tolerance": True, "checkpoint_folder": "never made"}
-    try:
+    with pytest.raises(ConfigError, match="train apart"):  # four trainings would write one checkpoint
         make_training(None, **services)
-    except annulus.ConfigError as error:
-        assert "train apart" in str(error), error
-    else:
-        raise AssertionError("four trainings write one checkpoint")
 
 
 def fsdp_is_refused_and_held_bytes_are_the_shards() -> None:
@@ -233,16 +167,12 @@ def fsdp_is_refused_and_held_bytes_are_the_shards() -> None:
     whole = layer.get_memory_info()["parameter_bytes"]
     fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     assert layer.get_memory_info()["parameter_bytes"] == whole // dist.get_world_size()
-    try:
+    with pytest.raises(ConfigError, match="FSDP"):  # gradients would be averaged twice
         layer.prepare()
-    except annulus.ConfigError as error:
-        assert "FSDP" in str(error), error
-    else:
-        raise AssertionError("gradients would be averaged twice")
 
 
 def rings_of_some_ranks_are_logged() -> None:
-    """Where a training has several rings, a process is another rank of its own."""
+    """Where a training has several rings, the rank in the log is the rank in the ring."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -264,15 +194,11 @@ def rings_of_some_ranks_are_logged() -> None:
 
 def ddp_is_refused() -> None:
     layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD)
-    try:
+    with pytest.raises(ConfigError, match="DistributedDataParallel already"):  # likewise
         layer.prepare(at.data_parallel(layer, WORLD))
-    except annulus.ConfigError as error:
-        assert "DistributedDataParallel already" in str(error), error
-    else:
-        raise AssertionError("gradients would be averaged twice")
 
 
-def a_package_that_one_rank_misses_is_everybodys_error() -> None:
+def a_package_that_one_rank_misses_is_an_error_on_all_ranks() -> None:
     tolerant = {"enable_fault_tolerance": True, "checkpoint_folder": "never made"}
     for package, services in (
         ("deepspeed", {"use_deepspeed": True, "zero_stage": 1}),
@@ -282,39 +208,29 @@ def a_package_that_one_rank_misses_is_everybodys_error() -> None:
         importlib.util.find_spec = lambda name: found("torch")
         layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, group=WORLD, **services)
         importlib.util.find_spec = lambda name: None if missed else found("torch")
-        try:
+        with pytest.raises(ConfigError, match=f"pip install {package}"):
             layer.prepare()
-        except annulus.ConfigError as error:
-            assert f"pip install {package}" in str(error), error
-        else:
-            raise AssertionError(f"rank 1 has no {package}")
-        finally:
-            importlib.util.find_spec = found
-
-
-def deepspeed_takes_one_dtype() -> None:
-    """It would cast the others, whatever the layers expect."""
-    found = importlib.util.find_spec
-    importlib.util.find_spec = lambda name: found("torch")  # before it is asked for anything
-    try:
-        layer = at.RingAdvancedDistributedDilatedAttention(
-            WIDTH, 2, group=WORLD, use_deepspeed=True, dtype=torch.bfloat16
-        )
-        layer.prepare(nn.ModuleList([layer, nn.Linear(1, 1)]))
-    except annulus.ConfigError as error:
-        assert "torch.bfloat16 and torch.float32" in str(error), error
-    else:
-        raise AssertionError("two dtypes went unnoticed")
-    finally:
         importlib.util.find_spec = found
 
 
+def deepspeed_takes_one_dtype() -> None:
+    """It would cast parameters of other dtypes."""
+    found = importlib.util.find_spec
+    importlib.util.find_spec = lambda name: found("torch")  # DeepSpeed counts as installed, and is not called
+    layer = at.RingAdvancedDistributedDilatedAttention(
+        WIDTH, 2, group=WORLD, use_deepspeed=True, dtype=torch.bfloat16
+    )
+    with pytest.raises(ConfigError, match="torch.bfloat16 and torch.float32"):
+        layer.prepare(nn.ModuleList([layer, nn.Linear(1, 1)]))
+    importlib.util.find_spec = found
+
+
 def buckets_leave_when_they_are_told_to() -> None:
-    """bucket_size and overlap_comm: how many messages there are, and when they leave. The same gradients."""
+    """bucket_size and overlap_comm decide how many messages are sent and when. Gradients stay the same."""
     expected = None
     for bucket_size, overlap_comm in ((25, True), (0.004, True), (25, False), (0.004, False)):
         training = make_training(WORLD, bucket_size=bucket_size, overlap_comm=overlap_comm)
-        loss_of(training, 1).backward()  # after the first one, DDP sorts its buckets
+        loss_of(training, 1).backward()  # after the first backward, DDP sorts its buckets
         events: list[str] = []
         usual = dist.all_reduce
 
@@ -327,7 +243,7 @@ def buckets_leave_when_they_are_told_to() -> None:
             return sent.then(lambda done: done.value()[0] / dist.get_world_size())
 
         if overlap_comm:
-            training.model.register_comm_hook(None, hook)  # what DDP does without
+            training.model.register_comm_hook(None, hook)  # what DDP does without a hook
         for parameter in training.model.parameters():
             parameter.register_hook(lambda grad: events.append("gradient"))
         training.model.zero_grad()
@@ -345,26 +261,15 @@ def buckets_leave_when_they_are_told_to() -> None:
         assert_same(gradients(training.model), expected, bucket_size, overlap_comm)
 
 
-def min_tokens_for_ring_decides() -> None:
-    for least, gathers in ((50, False), (51, True)):
-        layer = at.RingAdvancedDistributedDilatedAttention(
-            WIDTH, 2, batch_first=True, group=WORLD, min_tokens_for_ring=least
-        )
-        x = at.shard(torch.randn(1, 50, WIDTH), group=WORLD)
-        layer.clear_cache()
-        layer(x, x, x, need_weights=False)
-        info = layer.get_memory_info()
-        assert info["ring_size"] == dist.get_world_size() and info["communication_bytes"] > 0
-        assert ("every needed row" in info["complexity"]) == gathers, info
-
-
 def caches_of_a_ring_are_its_own() -> None:
     layer = at.RingAdvancedDistributedDilatedAttention(WIDTH, 2, batch_first=True, group=WORLD)
     x = torch.randn(1, 50, WIDTH)
     layer(x, x, x, need_weights=False)
     q = x.unflatten(-1, (2, -1))
     at.ring_attention(q, q, q)  # in this process alone
-    assert layer.get_memory_info()["cached_workspaces"] >= 2
+    info = layer.get_memory_info()
+    assert info["ring_size"] == dist.get_world_size() and info["communication_bytes"] > 0
+    assert info["cached_workspaces"] >= 2
     layer.clear_cache()
     assert layer.get_memory_info()["cached_workspaces"] == 1
     layer.clear_cache(force=True)
@@ -378,19 +283,13 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_until_lost(
-    rank: int, say: Callable, orders: int, ranks: int, port: int, place: str, services: dict
-) -> None:
-    torch.set_num_threads(1)
-    os.environ["ANNULUS_THREADS"] = "1"
-    limit = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", limit, world_size=ranks, rank=rank)
+def train_until_lost(rank: int, say: Callable, place: str, services: dict) -> None:
     training = make_training(dist.group.WORLD, **services)
     victims = [1, 2] if place == "twice" else [1]
     if place == "recovering" and rank == 2:
-        training._start = lambda _: die()  # when all know who is left
+        training._start = lambda _: die()  # when all know the survivors
     if place == "gradients" and rank in victims:
-        # The last gradient of all: rings are done, the others wait for its bucket.
+        # The last gradient: the rings are done, and the other ranks wait for its bucket.
         weight = training.model.module.tokens.weight
         weight.register_hook(lambda _: die() if training.done == 4 else None)
 
@@ -409,11 +308,10 @@ def train_until_lost(
     training.close()
     left = dist.get_process_group_ranks(training.group)
     say("done", left=left, recoveries=training.recoveries)
-    time.sleep(60)  # the parent ends it: the others may not be done
 
 
 def survive(place: str) -> None:
-    """One rank of three, or two of five, one after the other. The losses are those of a run without."""
+    """Loses one rank of three, or two of five one after the other. Losses equal those of an undisturbed run."""
     training = make_training(None)
     wanted: list[float] = []
     training.run(10, lambda step: loss_of(training, step), lambda _, value: wanted.append(value))
@@ -422,8 +320,7 @@ def survive(place: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         services = {"enable_fault_tolerance": True, "checkpoint_folder": folder}
         services |= {"checkpoint_interval": 2, "enable_monitoring": True}
-        arguments = (ranks, process_ring.free_port(), place, services)
-        with process_ring.Ring(ranks, train_until_lost, *arguments) as ring:
+        with process_ring.joined_ring(ranks, train_until_lost, place, services, seconds=30) as ring:
             ring.wait("done", left, 120)
             for rank in left:
                 said = ring.ranks[rank].said
@@ -437,14 +334,13 @@ def survive(place: str) -> None:
 
 
 def raises(place: str, *more: str) -> None:
-    """Without fault tolerance, or where it may not recover, the loss of a rank is an error."""
+    """Without fault tolerance, or with max_recoveries=0, the loss of a rank is an error."""
     with tempfile.TemporaryDirectory() as folder:
         services: dict[str, object] = {}
         if "none" in more:
             services = {"enable_fault_tolerance": True, "checkpoint_folder": folder}
             services["max_recoveries"] = 0
-        arguments = (3, process_ring.free_port(), place, services)
-        with process_ring.Ring(3, train_until_lost, *arguments) as ring:
+        with process_ring.joined_ring(3, train_until_lost, place, services, seconds=30) as ring:
             ring.wait("raised", [0, 2], 120)
             for rank in (0, 2):
                 raised = ring.ranks[rank].last("raised")

@@ -1,4 +1,5 @@
-"""RingAdvancedDistributedDilatedAttention: every argument acts, or is refused. What ranks do is in advanced_worker.py."""
+"""RingAdvancedDistributedDilatedAttention: every argument has an effect or is refused. The ranks run
+advanced_worker.py."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def make(**arguments: object) -> Advanced:
 
 @pytest.fixture(autouse=True)
 def pretend_that_deepspeed_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration can be made without it."""
+    """The configuration of DeepSpeed can be made without DeepSpeed."""
     if not HAS_DEEPSPEED:
         monkeypatch.setattr(_deepspeed, "check_installed", lambda: None)
 
@@ -99,7 +100,7 @@ def run(made: at.Training, steps: int) -> dict[int, float]:
         ({"dropout": 0.1}, "not supported"),
     ],
 )
-def test_what_would_do_nothing_or_cannot_be_done_is_refused(arguments: dict, words: str) -> None:
+def test_arguments_without_effect_or_that_cannot_work_are_refused(arguments: dict, words: str) -> None:
     with pytest.raises(annulus.ConfigError, match=words):
         make(**arguments)
 
@@ -108,8 +109,8 @@ NOT_A_NUMBER = [True, "25", None, [25], 25j, torch.ones(2), math.nan, math.inf, 
 
 
 @pytest.mark.parametrize("value", [*NOT_A_NUMBER, 0, 1e300, 1e-300, 2**21, 10**400], ids=repr)
-def test_bucket_sizes_that_nobody_could_send_are_refused(value: object) -> None:
-    """DDP would overflow, DeepSpeed allocate them."""
+def test_impossible_bucket_sizes_are_refused(value: object) -> None:
+    """DDP would overflow, and DeepSpeed would allocate them."""
     with pytest.raises(annulus.ConfigError, match=r"bucket_size is .*MB above 0 .* up to 2\*\*20"):
         make(bucket_size=value)
     with pytest.raises(annulus.ConfigError, match=r"data_parallel: bucket_size is"):
@@ -118,7 +119,7 @@ def test_bucket_sizes_that_nobody_could_send_are_refused(value: object) -> None:
 
 @pytest.mark.parametrize("value", [*NOT_A_NUMBER, 0.5, 10**30], ids=repr)
 @pytest.mark.parametrize("name", ["checkpoint_interval", "max_recoveries", "zero_stage"])
-def test_what_is_no_number_of_something_is_refused(name: str, value: object) -> None:
+def test_values_that_are_no_counts_are_refused(name: str, value: object) -> None:
     services = {"use_deepspeed": True}
     if name != "zero_stage":
         services = {"enable_fault_tolerance": True, "checkpoint_folder": "never made"}
@@ -146,12 +147,12 @@ def test_a_training_is_of_a_whole_number_of_steps(steps: object) -> None:
     assert made.done == 0
 
 
-def test_a_word_that_nobody_knows_is_refused() -> None:
+def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="zero_step"):
         make(zero_step=3)
 
 
-def test_services_of_a_model_are_of_one_mind() -> None:
+def test_modules_of_a_model_need_the_same_services() -> None:
     layers = torch.nn.ModuleList([make(), make(bucket_size=10)])
     with pytest.raises(annulus.ConfigError, match=r"bucket_size: 25\.0 and 10"):
         layers[0].prepare(layers)
@@ -161,13 +162,13 @@ def test_services_of_a_model_are_of_one_mind() -> None:
         layers[0].prepare(state={"model": layers[1]})
 
 
-def test_a_training_is_of_a_model_and_its_optimizer() -> None:
+def test_prepare_checks_model_optimizer_and_state() -> None:
     layer, other = make(), make()
     with pytest.raises(annulus.ConfigError, match="model is a str"):
         layer.prepare("layer")
-    with pytest.raises(annulus.ConfigError, match="optimizer is a function"):
+    with pytest.raises(annulus.ConfigError, match="optimizer is a function, expected"):
         layer.prepare(optimizer=torch.optim.AdamW.__init__)
-    with pytest.raises(annulus.ConfigError, match="none of the model's"):
+    with pytest.raises(annulus.ConfigError, match="not the model's"):
         layer.prepare(optimizer=torch.optim.SGD(other.parameters()))
     with pytest.raises(annulus.ConfigError, match="state is a list"):
         layer.prepare(state=[other])
@@ -178,7 +179,7 @@ def test_a_training_is_of_a_model_and_its_optimizer() -> None:
 
 
 def test_no_step_follows_the_end() -> None:
-    """It would be in no checkpoint."""
+    """Such a step would be in no checkpoint."""
     made = make().prepare()
     run(made, 1)
     made.close()
@@ -188,13 +189,13 @@ def test_no_step_follows_the_end() -> None:
 
 
 @needs_safetensors
-def test_a_training_that_could_not_go_on_makes_no_step(
+def test_a_failed_recovery_closes_the_training(
     one_rank: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its model is not wrapped any more: each rank would go a way of its own."""
+    """Its model is not wrapped any more, so each rank would train alone."""
 
-    def nobody(group: dist.ProcessGroup) -> dist.ProcessGroup:
-        raise annulus.TransportError("nobody is left")
+    def no_survivors(group: dist.ProcessGroup) -> dist.ProcessGroup:
+        raise annulus.TransportError("no survivors")
 
     def lost(step: int) -> torch.Tensor:
         raise annulus.TransportError("a rank is lost")
@@ -202,8 +203,8 @@ def test_a_training_that_could_not_go_on_makes_no_step(
     services = {"enable_fault_tolerance": True, "checkpoint_folder": tmp_path}
     made = make(group=dist.group.WORLD, enable_monitoring=True, **services).prepare()
     run(made, 1)
-    monkeypatch.setattr("annulus.torch.training._training.survivors", nobody)
-    with pytest.raises(annulus.TransportError, match="nobody is left"):
+    monkeypatch.setattr("annulus.torch.training._training.survivors", no_survivors)
+    with pytest.raises(annulus.TransportError, match="no survivors"):
         made.run(2, lost)
     assert not monitor.running()
     with pytest.raises(annulus.ConfigError, match="closed"):
@@ -211,10 +212,10 @@ def test_a_training_that_could_not_go_on_makes_no_step(
     assert made.done == 1
 
 
-def test_what_killed_jobs_left_takes_no_checkpoints_place(
+def test_unfinished_checkpoints_of_killed_jobs_do_not_count(
     one_rank: None, tmp_path: pathlib.Path
 ) -> None:
-    """Of DeepSpeed's checkpoints, of which the newest two are kept."""
+    """The newest two of DeepSpeed's checkpoints are kept. Unfinished ones do not count."""
 
     class Engine:
         def save_checkpoint(self, folder: str, tag: str, client_state: dict) -> None:
@@ -274,7 +275,7 @@ def test_gradient_checkpointing_keeps_inputs_only() -> None:
 
         def keep(t: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
             saved.append(t)
-            return t.clone()  # as those do who store it elsewhere
+            return t.clone()  # as hooks that offload tensors do
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             out, _ = layer(x, x, x, need_weights=False)
@@ -296,7 +297,7 @@ def test_checkpoints_come_at_the_interval_and_are_resumed(tmp_path: pathlib.Path
     found = run(made, 5)
     counter.last_epoch = 42
     found |= run(made, 6)
-    with pytest.raises(at.CheckpointError, match="already"):  # it is still open
+    with pytest.raises(at.CheckpointError, match="already"):  # the first training is still open
         make(checkpoint_interval=3, **services).prepare(state={"counter": counter})
     layer.cleanup()
     layer.cleanup()
@@ -386,7 +387,7 @@ def test_monitoring_records_while_a_training_goes_on() -> None:
     assert monitor.running() and monitor.summary()[0]["passes"] == 4  # forward and backward
     watched.cleanup()
     assert not monitor.running()
-    monitor.start()  # who has done so himself finds it on
+    monitor.start()  # the program's own monitoring stays on
     run(watched.prepare(), 1)
     watched.cleanup()
     assert monitor.running()
@@ -459,7 +460,7 @@ def test_memory_is_profiled_while_a_training_goes_on() -> None:
     x = torch.zeros(1, 1, 32)
 
     def loss(step: int) -> torch.Tensor:
-        held = torch.ones(2**25)  # 128 MB, until it has been seen
+        held = torch.ones(2**25)  # 128 MB, until two samples have been taken
         before = profiled.memory_report()["samples"]
         while profiled.memory_report()["samples"] < before + 2:
             time.sleep(0.01)
@@ -474,7 +475,7 @@ def test_memory_is_profiled_while_a_training_goes_on() -> None:
 
 
 @needs_safetensors
-def test_nothing_is_left_of_trainings(tmp_path: pathlib.Path) -> None:
+def test_trainings_leave_no_threads_and_descriptors(tmp_path: pathlib.Path) -> None:
     counts = []
     for number in range(6):
         services = {"enable_fault_tolerance": True, "checkpoint_folder": tmp_path / str(number)}
@@ -482,7 +483,7 @@ def test_nothing_is_left_of_trainings(tmp_path: pathlib.Path) -> None:
         layer = make(checkpoint_interval=1, **services)
         run(layer.prepare(), 2)
         layer.cleanup()
-        for thread in threading.enumerate():  # has written, and may be on its way out
+        for thread in threading.enumerate():  # it has written and may still be ending
             if thread.name == "annulus checkpoint":
                 thread.join(60)
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
@@ -503,11 +504,10 @@ def alone() -> list[float]:
 def test_ranks(alone: list[float]) -> None:
     cases = [
         "buckets_leave_when_they_are_told_to",
-        "min_tokens_for_ring_decides",
         "caches_of_a_ring_are_its_own",
         "ranks_that_disagree_are_told",
         "rings_of_some_ranks_are_logged",
-        "a_package_that_one_rank_misses_is_everybodys_error",
+        "a_package_that_one_rank_misses_is_an_error_on_all_ranks",
         "deepspeed_takes_one_dtype",
         "ddp_is_refused",
         "fsdp_is_refused_and_held_bytes_are_the_shards",
@@ -519,21 +519,21 @@ def test_ranks(alone: list[float]) -> None:
 
 
 @needs_safetensors
-def test_a_rank_that_dies_is_an_error_or_is_survived() -> None:
-    """While gradients are on their way, which PyTorch's own error tells; in forward, our own does."""
+def test_a_killed_rank_is_an_error_or_is_recovered_from() -> None:
+    """During the transfer of gradients PyTorch reports the loss; in forward, Annulus does."""
     run_program(WORKER, "survive:gradients", "raises:forward")
 
 
 @pytest.mark.slow
 @needs_safetensors
-def test_ranks_that_die_one_after_the_other_are_survived_as_often_as_is_allowed() -> None:
+def test_several_losses_are_recovered_from_up_to_max_recoveries() -> None:
     places = ["survive:forward", "survive:twice", "survive:recovering"]
     run_program(WORKER, *places, "raises:forward:none")
 
 
 @needs_deepspeed
 def test_deepspeed_trains_as_one_process_does(alone: list[float]) -> None:
-    """Every stage, offloaded to the host or not, with and without overlap and gradient checkpointing."""
+    """Every stage, with and without offload to the host, overlap and gradient checkpointing."""
     cases = [
         "trains:zero1",
         "trains:zero1+cpu",
@@ -565,7 +565,7 @@ def test_deepspeed_goes_on_from_its_checkpoint(
 def test_nvme_is_used_or_refused_with_the_reason(
     alone: list[float], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is libaio, DeepSpeed compiles its async_io at first, for minutes."""
+    """With libaio, DeepSpeed first compiles its async_io, which takes minutes."""
     monkeypatch.setitem(ENVIRONMENT, "NVME_PATH", str(tmp_path))
     out = run_program(WORKER, "nvme", ranks=2)
     refused = re.findall("refused: (.*)", out)

@@ -73,7 +73,7 @@ def test_rotary_scores_depend_on_distances_alone() -> None:
         a, b = turned
         return (a * b).sum().item()
 
-    # Angles near a million come from float64; what is left is the rounding of their cosines to float32.
+    # Angles near a million are computed in float64; only their cosines are rounded to float32.
     assert score(1_000_007, 1_000_000) == pytest.approx(score(7, 0), abs=1e-5)
     assert abs(score(9, 0) - score(7, 0)) > 1e-3
 
@@ -104,7 +104,7 @@ def test_rotary_attention_is_that_of_turned_queries_and_keys() -> None:
 
 def test_encoder_knows_the_order_of_its_tokens() -> None:
     torch.manual_seed(4)
-    encoder = at.LongNet(2, 32, 2)  # dense: nothing but positions tells tokens apart
+    encoder = at.LongNet(2, 32, 2)  # dense: tokens differ only by position
     x = torch.randn(1, 30, 32)
     order = torch.randperm(30)
     assert (encoder(x[:, order]) - encoder(x)[:, order]).abs().max() > 0.01
@@ -196,7 +196,7 @@ def test_bf16_is_close_to_fp32() -> None:
         (lambda: at.data_parallel(torch.nn.Linear(1, 1), group="all"), "ProcessGroup"),
     ],
 )
-def test_what_cannot_be_is_refused(call: types.FunctionType, words: str) -> None:
+def test_invalid_arguments_are_refused(call: types.FunctionType, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         call()
 
@@ -226,8 +226,8 @@ def test_token_mean_is_the_mean_of_what_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_token_mean_of_16_bits_is_summed_in_more(dtype: torch.dtype) -> None:
-    """100,000 losses of 1.5 are 150,000, which float16 does not hold, and bfloat16 takes for 149,504."""
+def test_token_mean_of_16_bits_is_summed_in_float32(dtype: torch.dtype) -> None:
+    """100,000 losses of 1.5 are 150,000, which overflows float16 and is 149,504 in bfloat16."""
     losses = torch.full((100_000,), 1.5, dtype=dtype, requires_grad=True)
     for weights in (None, torch.ones(100_000, dtype=dtype), torch.ones(100_000) > 0):
         mean = at.token_mean(losses, weights=weights)

@@ -1,4 +1,4 @@
-"""LongNet models train on rings as they do in one process. What the ranks do is in training_worker.py."""
+"""LongNet models train on rings as they do in one process. The ranks run training_worker.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLE = ROOT / "examples" / "python" / "train_longnet_lm.py"
             [
                 "losses_and_gradients_are_those_of_one_process",
                 "a_mean_has_the_same_bits_on_every_rank",
-                "a_checkpoint_that_rank_0_cannot_write_is_everybodys_error",
+                "a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all_ranks",
                 "ring_or_gather_by_length",
             ],
         ),
@@ -71,7 +71,7 @@ def test_example_goes_on_with_any_number_of_processes(tmp_path: pathlib.Path) ->
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 50)
     small = ["--text", str(text), "--batch", "2", "--tokens", "61", "--width", "32"]
-    # The rate of learning depends on how many steps there will be: all runs are told the same.
+    # The learning rate depends on the total number of steps, so all runs get the same number.
     small += ["--steps", "12", "--log-interval", "1"]
     whole = losses_of(run_program(EXAMPLE, *small))
     assert len(whole) == 12 and whole[0] == pytest.approx(5.545, abs=0.1) and whole[-1] < 5.2

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import annulus
 import annulus.torch as at
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ def make_model(**options: object) -> at.LongNetLM:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counting in steps of 1 to 3, from anywhere: tokens, and what comes after each of them."""
+    """Sequences that count up by 1 to 3 from a random start: tokens, and the token after each of them."""
     generator = torch.Generator().manual_seed(step)
     start, by = (torch.randint(*b, (BATCH, 1), generator=generator) for b in ((0, 40), (1, 4)))
     counted = (start + by * torch.arange(TOKENS + 1)) % VOCABULARY
@@ -66,7 +67,7 @@ def of_one_process(tokens: torch.Tensor, following: torch.Tensor) -> tuple[float
 
 def losses_and_gradients_are_those_of_one_process() -> None:
     tokens, following = batch(7)
-    following[1, 30:] = -100  # what counts is uneven, too
+    following[1, 30:] = -100  # the ranks have different numbers of tokens that count
     loss, expected = of_one_process(tokens, following)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     of_our_own = [TOKENS - 5 * (ranks - 2)] + [5] * (ranks - 2) + [0] if ranks > 1 else [TOKENS]
@@ -92,7 +93,7 @@ def losses_and_gradients_are_those_of_one_process() -> None:
 
 
 def a_mean_has_the_same_bits_on_every_rank() -> None:
-    """Whoever goes by it, to stop or to skip a step, goes the way of the others."""
+    """A rank that decides by it, to stop or to skip a step, must decide like the others."""
     ranks = dist.get_world_size()
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
@@ -104,28 +105,24 @@ def a_mean_has_the_same_bits_on_every_rank() -> None:
         assert len({x.item() for x in found}) == 1, (seed, found)
 
 
-def a_checkpoint_that_rank_0_cannot_write_is_everybodys_error() -> None:
-    """DeepSpeed's: the others would wait for it."""
+def a_checkpoint_that_rank_0_cannot_write_is_an_error_on_all_ranks() -> None:
+    """A checkpoint of DeepSpeed, for which the other ranks would wait."""
     with tempfile.TemporaryDirectory() as folder:
         if dist.get_rank() == 0:
-            (pathlib.Path(folder) / "deepspeed").touch()  # a file, where the folder goes
-        _deepspeed.check_installed = lambda: None  # DeepSpeed itself takes no part
+            (pathlib.Path(folder) / "deepspeed").touch()  # a file in place of the folder
+        _deepspeed.check_installed = lambda: None  # DeepSpeed itself is not called
         module = at.RingAdvancedDistributedDilatedAttention(
             *(16, 2),
             **{"group": WORLD, "segment_lengths": [16], "dilation_rates": [1], "use_deepspeed": True},
             **{"enable_fault_tolerance": True, "checkpoint_interval": 1, "checkpoint_folder": folder},
         )
         checkpoints = _deepspeed.EngineCheckpoints(module._services, torch.nn.Identity())
-        try:
+        with pytest.raises(at.CheckpointError, match="writing a checkpoint: rank 0: "):
             checkpoints.step(1, {})
-        except at.CheckpointError as error:
-            assert "writing a checkpoint: rank 0: " in str(error), error
-        else:
-            raise AssertionError("it was written")
 
 
 def buckets_are_as_large_as_they_should_be() -> None:
-    """However large they are, gradients are those without buckets; they leave while backward computes."""
+    """Gradients are those without buckets, whatever the bucket size. Buckets are sent while backward computes."""
     tokens, following = (at.shard(x, placement="zigzag", group=WORLD) for x in batch(3))
     model = make_model(placement="zigzag", group=WORLD)
     loss_of(model, tokens, following, WORLD).backward()
@@ -136,7 +133,7 @@ def buckets_are_as_large_as_they_should_be() -> None:
     size = sum(4 * p.numel() for p in model.parameters())
     largest = max(4 * p.numel() for p in model.parameters())
 
-    # What DDP does without a hook; not annotated, because DDP compares annotations with types, and here they are texts.
+    # What DDP does without a hook. Not annotated: DDP compares annotations with types, and here they are strings.
     def send(state, bucket):
         state.append(4 * bucket.buffer().numel())
         sent = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
@@ -146,14 +143,14 @@ def buckets_are_as_large_as_they_should_be() -> None:
         parallel = at.data_parallel(
             make_model(placement="zigzag", group=WORLD), WORLD, bucket_size=bucket_size
         )
-        events: list = []  # bytes of a bucket that leaves, or what else happens
+        events: list = []  # bytes of a bucket that is sent, or the name of another event
         first = parallel.module.longnet.blocks[0]
         first.register_full_backward_hook(lambda *_, events=events: events.append("first layer"))
         plain = loss_of(parallel, tokens, following, WORLD)
         plain.backward()
         assert_same(gradients(parallel), expected, bucket_size)
         parallel.register_comm_hook(events, send)
-        for _ in range(3):  # after the first one, DDP sorts its buckets by when they are ready
+        for _ in range(3):  # after the first backward, DDP sorts its buckets by when they are ready
             events.clear()
             parallel.zero_grad()
             loss_of(parallel, tokens, following, WORLD).backward()
@@ -162,13 +159,13 @@ def buckets_are_as_large_as_they_should_be() -> None:
         assert sum(sizes) == size, (sizes, size)
         if bucket_size == 25:
             assert len(sizes) == 1, sizes
-        else:  # a bucket is full once it has that much: the last gradient in it may exceed it
+        else:  # the last gradient of a bucket may exceed its size
             assert len(sizes) > 3 and max(sizes) < bucket_size * 2**20 + largest, sizes
             assert events.index("first layer") > 1, events
 
 
 def ranks_that_disagree_are_told() -> None:
-    """Whoever has other tokens than the placement gives it, or another number of them in mind, tells all."""
+    """A wrong number of tokens, or a wrong n_global on one rank, is an error on all ranks."""
     model = make_model(group=WORLD)
     rank = dist.get_rank()
     tokens = at.shard(batch(1)[0], group=WORLD)
@@ -176,23 +173,15 @@ def ranks_that_disagree_are_told() -> None:
         {"n_global": 99 if rank == 1 else TOKENS},
         {"n_global": None if rank == 1 else TOKENS},
     ):
-        try:
+        with pytest.raises(annulus.ConfigError):
             model(tokens, **wrong)
-        except annulus.ConfigError:
-            pass
-        else:
-            raise AssertionError(f"{wrong} went unnoticed")
-    try:  # a token that there is none of, on one rank alone
+    with pytest.raises(annulus.ConfigError, match="IndexError"):  # a token beyond the vocabulary, on one rank
         model(tokens + VOCABULARY if rank == 1 else tokens)
-    except annulus.ConfigError as error:
-        assert "IndexError" in str(error), error
-    else:
-        raise AssertionError("tokens beyond the vocabulary went unnoticed")
-    model(tokens, n_global=TOKENS)  # the ring works on
+    model(tokens, n_global=TOKENS)  # the ring still works
 
 
 def ring_or_gather_by_length() -> None:
-    """min_tokens_for_ring: from that many tokens on rows go round, below it they are gathered. The same result."""
+    """From min_tokens_for_ring tokens on, the schedule is ring, below it gather. Results are the same."""
     for tokens, gathers in ((63, True), (64, False), (65, False)):
         q, k, v = torch.randn(3, 1, tokens, 2, 16, generator=torch.Generator().manual_seed(tokens))
         mine = [at.shard(x, group=WORLD) for x in (q, k, v)]
@@ -206,7 +195,7 @@ def ring_or_gather_by_length() -> None:
 
 
 def steps_of(model: nn.Module, step: Callable[[int, torch.Tensor], None]) -> None:
-    """20 steps of a training; prints losses."""
+    """Trains 20 steps and prints losses."""
     ring = {"placement": "zigzag", "group": WORLD}
     for number in range(1, 21):
         tokens, following = (x if WORLD is None else at.shard(x, **ring) for x in batch(number))
@@ -248,12 +237,18 @@ def trains(how: str) -> None:
     steps_of(wrapped, step)
 
 
+def avoid_compiling() -> None:
+    """Turns off DeepSpeed's shared memory for the ranks of one host: Gloo then carries everything. DeepSpeed would
+    compile it for a minute, behind a lock that a killed run leaves to the next one."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
 def trains_with_deepspeed(model: nn.Module, stage: int) -> None:
     import deepspeed
 
-    # Not its shared memory for the ranks of one host, which it would compile now, for a minute, behind a lock that a run
-    # that is killed leaves to the next one: Gloo carries everything.
-    deepspeed.ops.__compatible_ops__ = {}
+    avoid_compiling()
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": 1,
@@ -262,7 +257,7 @@ def trains_with_deepspeed(model: nn.Module, stage: int) -> None:
             "type": "AdamW",
             "params": {"lr": 3e-3, "eps": 1e-6, "weight_decay": 0.01, "torch_adam": True},
         },
-        # Few elements, so that there are several buckets and, at stage 3, nothing is small enough to stay whole.
+        # Small, so that there are several buckets and stage 3 shards every parameter.
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": False,

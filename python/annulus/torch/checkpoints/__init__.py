@@ -1,7 +1,7 @@
 """Checkpoints of a training: written in the background, checked when they are read, loaded by any number of ranks.
 
-Here belongs everything about the folder of checkpoints: names, manifests and digests, writing, loading and removal, and
-the agreement of the ranks about it. When to write one is the caller's decision; see :mod:`annulus.torch.training`.
+This package contains everything about the folder of checkpoints: names, manifests and digests, writing, loading and
+removal, and the agreement of the ranks. The caller decides when to write one; see :mod:`annulus.torch.training`.
 Needs safetensors, which is imported on first use.
 """
 

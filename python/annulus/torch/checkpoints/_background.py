@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from annulus.torch.ring._registry import has_lost
 
-GRACE = 10.0  # seconds for the last checkpoint of a training that ends with an error, or has lost a rank
-# Checkpoints of the whole process that are being written: its end waits for them, if a training has not.
+GRACE = 10.0  # seconds for the last checkpoint of a training that ends with an error or has lost a rank
+# Checkpoints that this process is writing. The end of the process waits for them.
 _unfinished: dict[concurrent.futures.Future, threading.Thread] = {}
 
 
@@ -23,13 +23,14 @@ def _finish_all() -> None:
 
 
 def in_background(function: Callable, *arguments: object) -> concurrent.futures.Future:
-    """Runs the function on a daemon thread: a thread that waits in vain for a rank must not keep the process alive."""
+    """Runs the function on a daemon thread, because a thread that waits for a lost rank must not keep the process
+    alive."""
     future: concurrent.futures.Future = concurrent.futures.Future()
 
     def run() -> None:
         try:
             future.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001: raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001: result() raises it
             future.set_exception(error)
 
     for old in [old for old, thread in _unfinished.items() if not thread.is_alive()]:
@@ -41,5 +42,5 @@ def in_background(function: Callable, *arguments: object) -> concurrent.futures.
 
 
 def abandon(future: concurrent.futures.Future) -> None:
-    """The end of the process does not wait for this one."""
+    """Makes the end of the process not wait for this one."""
     _unfinished.pop(future, None)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training, written every few steps while it goes on."""
+"""Checkpoints of a training, written every few steps in the background."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("annulus.checkpoints")
 
 
 def check_installed() -> None:
-    """Raises where there are no safetensors."""
+    """Raises ModuleNotFoundError if safetensors is not installed."""
     if importlib.util.find_spec("safetensors") is None:
         raise ModuleNotFoundError(
             "annulus.torch.Checkpoints needs safetensors (pip install safetensors)",
@@ -41,14 +41,14 @@ def check_installed() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """What :meth:`Checkpoints.resume` has found.
+    """The result of :meth:`Checkpoints.resume`.
 
     Args:
-        step: the step after which training goes on; 0: from the start.
-        folder: where the checkpoint is; None: there was none.
-        passed_over: (name, reason) of what is newer or unfinished and was not loaded. It is still there.
-        random_anew: which generators of random numbers do not go on where they stood. None, if the number of ranks
-            is the same; else those that stood at different places on the ranks.
+        step: the step after which training continues; 0: from the start.
+        folder: the folder of the checkpoint; None: there was none.
+        passed_over: (name, reason) of newer or unfinished checkpoints that were not loaded. They stay on disk.
+        random_anew: random number generators that do not continue from their saved state. Empty if the number of ranks
+            is the same; otherwise those whose states differed between ranks.
     """
 
     step: int
@@ -58,7 +58,7 @@ class Resumed:
 
 
 class Checkpoints:
-    """Saves a training every few steps, in the background, and finds the newest whole checkpoint again.
+    """Saves a training every few steps, in the background, and loads the newest complete checkpoint.
 
         checkpoints = Checkpoints("runs/7", checkpoint_interval=100)
         state = {"model": model, "optimizer": optimizer, "data": data}
@@ -67,29 +67,29 @@ class Checkpoints:
             checkpoints.step(step, state)
         checkpoints.close()
 
-    A state is a dict of modules, optimizers, ``torch.Generator`` s, and anything else with ``state_dict`` and
-    ``load_state_dict``: schedulers, the position in the data. Tensors may be sharded (``DTensor``: FSDP); others are
-    the same on every rank, and so is whatever is no tensor. Random number generators (PyTorch's, Python's, NumPy's)
-    are always part of it, each rank's own.
+    A state is a dict of modules, optimizers, ``torch.Generator`` s, and other objects with ``state_dict`` and
+    ``load_state_dict``: schedulers, the position in the data. Tensors may be sharded (``DTensor``: FSDP). All other
+    values must be the same on every rank. Each rank's random number generators (PyTorch's, Python's, NumPy's) are
+    always saved.
 
-    A checkpoint is a folder ``step-00000100``: safetensors files, one from each rank, written by
-    ``torch.distributed.checkpoint``, and ``manifest.json``, which has their SHA-256 and what is no tensor. It has that
-    name only once all of it is on disk. Nothing in it is pickled. Any number of ranks can load it.
+    A checkpoint is a folder ``step-00000100``. It contains safetensors files, one from each rank, written by
+    ``torch.distributed.checkpoint``, and ``manifest.json`` with their SHA-256 and all values that are not tensors. The
+    folder gets this name only when everything is on disk. Nothing in it is pickled. Any number of ranks can load it.
 
     Every method is collective: all ranks of the group call it. All of them must see the folder. Only one job at a
     time can write there.
 
     Args:
-        folder: made if it is not there, unless it is only read; a link is followed.
-        checkpoint_interval: steps from one checkpoint to the next; None: none are written, and ``folder`` is only
+        folder: created if it does not exist, unless it is only read. A link is followed.
+        checkpoint_interval: steps from one checkpoint to the next; None: nothing is written, and ``folder`` is only
             read.
-        keep: how many checkpoints to keep, 2 at least. Older ones are removed once a new one is whole; damaged ones
-            never are. What a killed job has left unfinished is removed, and that is logged, once there is a whole one
-            of that step or later.
-        auto_resume: False: start at the beginning. The folder must then be free of checkpoints.
+        keep: how many checkpoints to keep, at least 2. Older ones are removed when a new one is complete. Damaged ones
+            are never removed. Unfinished checkpoints of killed jobs are removed, and logged, when a checkpoint of the
+            same step or a later one is complete.
+        auto_resume: False: start from the beginning. The folder must not contain checkpoints.
         max_failures: how many checkpoints in a row may fail before :meth:`step` raises.
-        timeout: seconds that a rank may keep the others waiting: longer than it takes to write a checkpoint; None: that
-            of the group.
+        timeout: seconds that a rank may keep the others waiting. It must be longer than writing a checkpoint takes.
+            None: that of the group.
         group: the ranks; None: all of them, or this process alone without ``torch.distributed``.
 
     Raises:
@@ -113,7 +113,7 @@ class Checkpoints:
 
         self._loading, self._state, self._writer = _loading, _state, _writer
         in_time = timeout is None or (type(timeout) in (int, float) and 0 < timeout < 1e9)
-        # They meet first: what is wrong on one rank the others hear of at once.
+        # The ranks connect first, so that an error of one rank reaches the others at once.
         self._ranks = Ranks(group, timeout if in_time else None)
         self._interval, self._keep = checkpoint_interval, keep
         self._auto_resume, self._max_failures = auto_resume, max_failures
@@ -126,8 +126,8 @@ class Checkpoints:
         error: Exception | None = None
         try:
             if not in_time:
-                raise ConfigError(f"Checkpoints: timeout is {timeout!r}: seconds, or None")
-            if os.fspath(folder) == "":  # which pathlib takes for where the program was started
+                raise ConfigError(f"Checkpoints: timeout is {timeout!r}, expected seconds above 0, or None")
+            if os.fspath(folder) == "":  # for pathlib, this is the working directory
                 raise ValueError("an empty path")
             self._open(pathlib.Path(folder))
         except (ConfigError, CheckpointError) as failure:
@@ -146,7 +146,7 @@ class Checkpoints:
                     "Checkpoints: checkpoint_interval, keep, auto_resume and max_failures differ between ranks: "
                     f"{told}"
                 )
-            # Of this job alone, so that nothing of another is taken for its own.
+            # An identifier of this job, to tell its unfinished folders from those of other jobs.
             self._job = self._ranks.gather(uuid.uuid4().hex[:12])[0]
         except BaseException:
             self._release()
@@ -162,7 +162,7 @@ class Checkpoints:
             if name == "checkpoint_interval" and value is None:
                 continue
             if type(value) is not int or value < least:
-                raise ConfigError(f"Checkpoints: {name} is {value!r}, and must be {least} or more")
+                raise ConfigError(f"Checkpoints: {name} is {value!r}, expected a whole number of at least {least}")
         if self._interval is None:
             self._folder = folder.absolute()
             return
@@ -175,7 +175,7 @@ class Checkpoints:
         if found and not self._auto_resume:
             raise CheckpointError(
                 f"Checkpoints: {self._folder} has checkpoints ({found[0].name} is the newest) and auto_resume is "
-                "False: a later run could not tell them from this one's. Choose another folder"
+                "False: a later run could not tell them from those of this run. Choose another folder"
             )
 
     @property
@@ -184,16 +184,16 @@ class Checkpoints:
         return self._failures
 
     def step(self, step: int, state: Mapping[str, object]) -> bool:
-        """Call it after every step: saves after every ``checkpoint_interval``-th.
+        """Saves after every ``checkpoint_interval``-th step. Call it after every step.
 
-        A checkpoint that fails (a full disk) is logged, and training goes on to the next one; max_failures limits
-        how often in a row. It waits for the checkpoint before, if that is still being written.
+        A checkpoint that fails, for instance on a full disk, is logged, and training continues; max_failures limits
+        how many may fail in a row. Waits for the checkpoint before if that is still being written.
 
         Returns:
             whether a checkpoint was begun.
 
         Raises:
-            CheckpointError: more than max_failures in a row have failed; on all ranks.
+            CheckpointError: more than max_failures in a row have failed. Raised on all ranks.
         """
         if not self._closed and (self._interval is None or step % self._interval != 0):
             return False
@@ -204,10 +204,10 @@ class Checkpoints:
         return True
 
     def save(self, step: int, state: Mapping[str, object]) -> None:
-        """Begins a checkpoint: returns when the state has been copied, and it may change.
+        """Begins a checkpoint. Returns when the state has been copied and may change.
 
         Raises:
-            CheckpointError: the checkpoint before has failed, and :meth:`wait` was not called.
+            CheckpointError: the checkpoint before has failed and :meth:`wait` was not called.
         """
         error = self._finish()
         if error is not None:
@@ -215,17 +215,17 @@ class Checkpoints:
         self._begin(step, state)
 
     def wait(self) -> None:
-        """Waits until what was begun is on disk.
+        """Waits until the checkpoint that was begun is on disk.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks, naming the one and the reason.
+            CheckpointError: it could not be written. Raised on all ranks, with the rank that failed and the reason.
         """
         error = self._finish()
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Waits like :meth:`wait`, and lets other jobs write there. Call it before
+        """Waits like :meth:`wait`, and releases the folder for other jobs. Call it before
         ``torch.distributed.destroy_process_group``. Idempotent."""
         try:
             self.wait()
@@ -238,7 +238,7 @@ class Checkpoints:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
-        else:  # which is what the caller is to see
+        else:  # the caller gets the error of the block
             self._finish(GRACE)
             self._release()
 
@@ -254,13 +254,13 @@ class Checkpoints:
 
     def _begin(self, step: int, state: Mapping[str, object]) -> None:
         if self._closed or self._interval is None:
-            how = "closed" if self._closed else "made to read only (checkpoint_interval=None)"
-            raise ConfigError(f"Checkpoints: nothing can be saved: it was {how}")
+            how = "closed" if self._closed else "read only (checkpoint_interval=None)"
+            raise ConfigError(f"Checkpoints: cannot save, because these checkpoints are {how}")
         failure: Exception | None = None
         plain, tensors, random_digests = {}, {}, {}
         try:
             if type(step) is not int or not 0 <= step < 10**18:
-                raise ConfigError(f"Checkpoints: step {step!r}: a number from 0 on was expected")
+                raise ConfigError(f"Checkpoints: step is {step!r}, expected a whole number of at least 0")
             plain, live = self._state.take(state)
             tensors = self._state.stage(live)
             mine = self._state.stage(self._state.take_random(state))
@@ -268,10 +268,10 @@ class Checkpoints:
                 name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in mine.items()
             }
             tensors |= {f"rng/{self._ranks.rank}/{name}": t for name, t in mine.items()}
-        except Exception as error:  # the others are to know of it, too
+        except Exception as error:  # the writer reports it to the other ranks
             failure, tensors = error, {}
         if type(step) is not int:
-            step = 0  # nothing is written by that name
+            step = 0  # nothing is written under that name
         partial = self._folder / f"{files.name_of(step)}.{self._job}{files.PARTIAL}"
         content = {"step": step, "torch": torch.__version__, "state": plain}
         writer = self._writing = self._writer.Writer(partial, content, random_digests, failure)
@@ -280,8 +280,8 @@ class Checkpoints:
             raise failure
 
     def _finish(self, patience: float | None = None) -> CheckpointError | None:
-        """The error of the checkpoint that was begun last. Lets it come to its end, but where a rank is known to be
-        lost, does not wait for ever."""
+        """Waits for the checkpoint that was begun last, and returns its error. If a rank is known to be lost, the wait
+        is limited."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -292,7 +292,7 @@ class Checkpoints:
         if pending.done():
             error = pending.result()
         else:
-            # Nothing ends a collective of Gloo. Its thread and its connections end with the process.
+            # A collective of Gloo cannot be cancelled. Its thread and connections end with the process.
             abandon(pending)
             error = CheckpointError(
                 "gave up waiting for the last checkpoint: a rank does not answer"
@@ -308,7 +308,7 @@ class Checkpoints:
         return error
 
     def _write(self, step: int, tensors: dict, writer: Writer) -> CheckpointError | None:
-        """In the background."""
+        """Writes a checkpoint, in the background."""
         import torch.distributed.checkpoint as dcp
 
         partial, group = pathlib.Path(writer.path), self._ranks.group
@@ -321,12 +321,12 @@ class Checkpoints:
                 no_dist=group is None,
             )
         except dcp.CheckpointException as error:
-            # All ranks are here, none writes any more. The next one needs the room.
+            # All ranks have stopped writing. The next checkpoint needs the space.
             rank, (why, _) = min(error.failures.items())
             if self._ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             failed = CheckpointError(
-                f"the checkpoint of step {step} is not written: rank {rank}: {why}. Earlier ones are as they were"
+                f"the checkpoint of step {step} is not written: rank {rank}: {why}. Earlier checkpoints are unchanged"
             )
         except Exception as error:  # a rank is lost
             failed = CheckpointError(f"the checkpoint of step {step} is not written: {error}")
@@ -341,14 +341,14 @@ class Checkpoints:
         return failed
 
     def resume(self, state: Mapping[str, object]) -> Resumed:
-        """Loads the newest whole checkpoint into a state: all of it or nothing, unless a ``load_state_dict`` raises.
+        """Loads the newest complete checkpoint into a state: all of it or nothing, unless a ``load_state_dict`` raises.
 
-        Every byte is checked first. What is damaged, unfinished or of another version is passed over, logged, and
-        left where it is.
+        Every byte is checked first. Checkpoints that are damaged, unfinished or of another version are passed over,
+        logged, and not changed.
 
         Raises:
-            ConfigError: the newest whole one is of another model. The state is as it was.
-            CheckpointError: it cannot be read, or a ``load_state_dict`` has raised.
+            ConfigError: the newest complete checkpoint does not fit the model. The state is unchanged.
+            CheckpointError: the checkpoint cannot be read, or a ``load_state_dict`` has raised.
         """
         self.wait()
         if not self._auto_resume:
@@ -378,7 +378,7 @@ class Checkpoints:
             self._say(logging.WARNING, "passed over %s: %s", self._folder / name, reason)
         if candidate is None:
             if found:
-                self._say(logging.ERROR, "no checkpoint in %s is whole", self._folder)
+                self._say(logging.ERROR, "no checkpoint in %s is complete", self._folder)
             return Resumed(0, None, tuple(passed_over), ())
         path = self._folder / candidate.name
         anew = self._loading.load(path, content, state, self._ranks)
@@ -387,13 +387,13 @@ class Checkpoints:
         if anew:
             self._say(
                 logging.WARNING,
-                "random numbers start anew (%s): %s has those of %d ranks, and these are %d",
+                "random number generators start anew (%s): %s was written by %d ranks, and now there are %d",
                 *(", ".join(anew), path.name, content["ranks"], self._ranks.size),
             )
         return Resumed(candidate.step, str(path), tuple(passed_over), anew)
 
     def _check(self, candidate: files.Found) -> tuple[dict, str | None]:
-        """Its manifest, or why it is not to be loaded. The ranks share the reading."""
+        """The manifest of a checkpoint, and why it cannot be loaded, or None. Each rank reads a part of the files."""
         path = self._folder / candidate.name
         content: dict = {}
         mine = None
@@ -406,6 +406,6 @@ class Checkpoints:
         if all(reason is None for reason in reasons):
             return content, None
         rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
-        # By size everybody sees it; what one alone sees may be that rank's own trouble.
+        # All ranks see wrong sizes. An error on some ranks only may be a fault of those ranks.
         alone = sum(each is not None for each in reasons) < len(reasons)
         return content, f"rank {rank}: {reason}" if alone else reason

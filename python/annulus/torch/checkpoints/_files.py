@@ -1,11 +1,11 @@
-"""Checkpoints as folders: their names, manifests and digests, which are whole, and which may go. No tensors here.
+"""The files of checkpoints: names, manifests, digests and locks. Tensors are not handled here.
 
 A folder of checkpoints holds
 
-- ``step-00000010``: a checkpoint. It got this name once everything in it, the manifest included, was on disk.
-- ``step-00000010.1``: another of the same step, because something that may not be overwritten has the name.
-- ``step-00000010.<job>.partial``: being written, or left by a job that was killed. Nobody reads it; a later job removes
-  it once it has a whole one of that step or later.
+- ``step-00000010``: a checkpoint. It got this name when all its files, including the manifest, were on disk.
+- ``step-00000010.1``: another checkpoint of the same step. Existing folders are never overwritten.
+- ``step-00000010.<job>.partial``: being written, or left by a killed job. It is never read. A later job removes it
+  when it has a complete checkpoint of the same step or a later one.
 - ``step-00000010.old``: being removed.
 - ``.lock``: locked by the job that writes.
 """
@@ -31,17 +31,17 @@ VERSION = 1
 PARTIAL, OLD = ".partial", ".old"
 _CHECKPOINT = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 _UNFINISHED = re.compile(r"step-(\d{8,18})\.([0-9a-f]{12})\.partial")
-_PATIENCE = 10.0  # seconds for a writer that is being ended to be gone
+_PATIENCE = 10.0  # seconds to wait for another job to end
 _MIB = 1 << 20
 
 
 class Damaged(Exception):
-    """Why a checkpoint is not to be loaded."""
+    """Why a checkpoint cannot be loaded."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Found:
-    """A folder with the name of a checkpoint. The order is that of training: clocks have no part in it."""
+    """A folder with the name of a checkpoint. Ordered by step, not by time."""
 
     step: int
     again: int
@@ -53,7 +53,7 @@ def name_of(step: int, again: int = 0) -> str:
 
 
 def find(folder: pathlib.Path) -> list[Found]:
-    """What has the name of a checkpoint, newest first."""
+    """Folders with the name of a checkpoint, newest first."""
     matches = (_CHECKPOINT.fullmatch(name) for name in os.listdir(folder))
     return sorted((Found(int(m[1]), int(m[2] or 0), m[0]) for m in matches if m), reverse=True)
 
@@ -63,7 +63,7 @@ def find_partial(folder: pathlib.Path) -> list[str]:
 
 
 def find_left_behind(folder: pathlib.Path, step: int, job: str) -> list[str]:
-    """What other jobs than this one have begun, up to a step, and not finished."""
+    """Unfinished checkpoints of other jobs, up to a step."""
     matches = (_UNFINISHED.fullmatch(name) for name in os.listdir(folder))
     return [
         m[0]
@@ -78,26 +78,25 @@ def digest_of(content: object) -> str:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Makes names in a folder last."""
+    """Makes the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def make_folder(folder: pathlib.Path) -> pathlib.Path:
-    """The folder, made if need be. Links are followed here, once: what one is changed to later is not."""
+    """Creates the folder if it does not exist. Links are resolved here, once; later changes of a link have no
+    effect."""
     folder = pathlib.Path(os.path.realpath(folder))
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        with contextlib.suppress(
-            PermissionError
-        ):  # to open a folder takes more than to make one in it
+        with contextlib.suppress(PermissionError):  # opening a folder may be forbidden where creating one is not
             sync_folder(each.parent)
     return folder
 
@@ -112,7 +111,7 @@ def write_manifest(folder: pathlib.Path, content: dict) -> None:
 
 
 def read_manifest(folder: pathlib.Path, step: int) -> dict:
-    """The content of a manifest that is as it was written; Damaged otherwise."""
+    """The content of a manifest. Raises Damaged unless it is exactly as written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -122,10 +121,10 @@ def read_manifest(folder: pathlib.Path, step: int) -> dict:
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is not JSON: {error}") from None
     if not isinstance(manifest, dict) or "version" not in manifest:
-        raise Damaged(f"{MANIFEST} says no version")
+        raise Damaged(f"{MANIFEST} has no version")
     if manifest["version"] != VERSION:
         raise Damaged(
-            f"{MANIFEST} has version {manifest['version']!r}, and this Annulus reads version {VERSION}"
+            f"{MANIFEST} has version {manifest['version']!r}, but this Annulus reads version {VERSION}"
         )
     content = manifest.get("content")
     if not isinstance(content, dict) or digest_of(content) != manifest.get("sha256"):
@@ -138,14 +137,15 @@ def read_manifest(folder: pathlib.Path, step: int) -> dict:
         ("same_random", list),
     ):
         if type(content.get(key)) is not kind:
-            raise Damaged(f"{MANIFEST} is not one of Annulus: its {key!r} is {content.get(key)!r}")
+            raise Damaged(f"{MANIFEST} was not written by Annulus: {key!r} is {content.get(key)!r}")
     if content["step"] != step:
-        raise Damaged(f"{MANIFEST} is that of step {content['step']}")
+        raise Damaged(f"{MANIFEST} belongs to step {content['step']}")
     return content
 
 
 def check_files(folder: pathlib.Path, content: dict, share: int = 0, shares: int = 1) -> None:
-    """Damaged unless the files are those of the manifest: all by size, and every `shares`-th by its bytes."""
+    """Raises Damaged unless the files match the manifest: compares all sizes, and the digest of every `shares`-th
+    file."""
     wanted: dict[str, dict] = content["files"]
     try:
         for name in sorted(os.listdir(folder)):
@@ -154,7 +154,7 @@ def check_files(folder: pathlib.Path, content: dict, share: int = 0, shares: int
         for index, (name, expected) in enumerate(sorted(wanted.items())):
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
-                raise Damaged(f"{name} has {size} bytes of {expected['bytes']}")
+                raise Damaged(f"{name} has {size} bytes, expected {expected['bytes']}")
             if index % shares == share and _digest_of_file(folder / name) != expected["sha256"]:
                 raise Damaged(f"{name} is not what was written: its SHA-256 differs")
     except FileNotFoundError as error:
@@ -172,26 +172,26 @@ def _digest_of_file(path: pathlib.Path) -> str:
 
 
 def commit(partial: pathlib.Path, step: int) -> Found:
-    """Gives what has been written its name. From here on it is a checkpoint."""
+    """Gives a written folder its final name, which makes it a checkpoint."""
     folder = partial.parent
     sync_folder(partial)
     again = 0
     while os.path.lexists(folder / name_of(step, again)):
-        again += 1  # perhaps damaged: never overwritten
+        again += 1  # never overwrite, even if the other is damaged
     os.rename(partial, folder / name_of(step, again))
     sync_folder(folder)
     return Found(step, again, name_of(step, again))
 
 
 def remove(folder: pathlib.Path, name: str) -> None:
-    """Removes a checkpoint: first its name, so that no reader finds an incomplete one."""
+    """Removes a checkpoint. Renames it first, so that no reader finds an incomplete one."""
     old = folder / (name + OLD)
     os.rename(folder / name, old)
     shutil.rmtree(old)
 
 
 def finish_removals(folder: pathlib.Path) -> None:
-    """Of a job that was killed over it."""
+    """Finishes removals that a killed job had begun."""
     for name in os.listdir(folder):
         was = name.removesuffix(OLD)
         if was != name and (_CHECKPOINT.fullmatch(was) or _UNFINISHED.fullmatch(was)):
@@ -203,16 +203,16 @@ def is_link(folder: pathlib.Path, name: str) -> bool:
 
 
 class Lock:
-    """Keeps a folder to one writing job. It ends with the process, however that ends.
+    """Allows only one job to write into a folder. The lock ends with the process.
 
-    A record lock: forked children, a data loader's workers, do not hold it, and NFS knows it.
+    It is a record lock: forked children, such as a data loader's workers, do not hold it, and it works on NFS.
     """
 
     _held: set[pathlib.Path] = set()
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        if folder in Lock._held:  # the kernel would not mind, and would free both at once
+        if folder in Lock._held:  # within a process, the kernel would grant it again, and release both at once
             raise BlockingIOError(errno.EAGAIN, "this process writes checkpoints there already")
         self._file = open(folder / ".lock", "a+b", buffering=0)
         until = time.monotonic() + _PATIENCE
@@ -234,7 +234,7 @@ class Lock:
                 self._file.close()
                 raise OSError(error.errno, f"cannot be locked: {error.strerror}") from None
         Lock._held.add(folder)
-        with contextlib.suppress(OSError):  # a full disk: who holds it is then not said
+        with contextlib.suppress(OSError):  # on a full disk the name of the owner is missing
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a state, on all ranks or none."""
+"""Loading a checkpoint into a state, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from annulus import ConfigError, TransportError
 from annulus.torch.checkpoints import _state
 from annulus.torch.checkpoints._ranks import CheckpointError, Ranks
 
-# A single process saves and loads without torch.distributed on purpose.
+# A single process intentionally saves and loads without torch.distributed.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 
@@ -22,12 +22,11 @@ def load(
 ) -> tuple[str, ...]:
     """Loads a checked checkpoint into a state. Collective.
 
-    Returns the names of the generators of random numbers that do not go on where they stood.
+    Returns the names of the random number generators that do not continue from their saved state.
     """
-
     error: Exception | None = None
     tensors: dict[str, torch.Tensor] = {}
-    # Generators of another number of ranks fit no rank, unless they were equal on all.
+    # With another number of ranks, only generators that were equal on all ranks can be restored.
     same = content["ranks"] == ranks.size
     prefix = f"rng/{ranks.rank if same else 0}/"
     anew = []
@@ -61,9 +60,9 @@ def load(
         _state.put(content["state"], tensors, state)
         mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         _state.put_random(mine, state)
-    except Exception as failure:  # of a load_state_dict
+    except Exception as failure:  # raised by a load_state_dict
         error = CheckpointError(
-            f"{path}: {type(failure).__name__}: {failure}. What came before it in the state is loaded"
+            f"{path}: {type(failure).__name__}: {failure}. Earlier parts of the state are already loaded"
         )
     ranks.agree(error)
     return tuple(anew)

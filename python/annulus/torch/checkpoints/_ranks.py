@@ -1,4 +1,4 @@
-"""The ranks that write and read a checkpoint together, and how they come to the same conclusion."""
+"""The ranks that write and read a checkpoint together, and how they agree."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from annulus.torch.ring._transport import timeout_of
 
 
 class CheckpointError(Error):
-    """A checkpoint could not be written or read. Those from before are as they were."""
+    """A checkpoint could not be written or read. Earlier checkpoints are unchanged."""
 
 
 class Ranks:
-    """Those who write together. They talk over connections of their own: training has its own collectives."""
+    """The ranks that write together. They use separate connections, because the training's collectives use its own."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None):
         self.group: dist.ProcessGroup | None = None
@@ -35,11 +35,11 @@ class Ranks:
                 limit = timeout_of(parent) if timeout is None else timeout
                 self.group = self._connect(parent, datetime.timedelta(seconds=limit))
             except RuntimeError as error:
-                raise TransportError(f"Checkpoints: the ranks do not meet: {error}") from error
+                raise TransportError(f"Checkpoints: the ranks cannot connect: {error}") from error
 
     def _connect(self, parent: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
-        # Not dist.new_group: that takes all processes of the job, or else gives a group that is made again a name it had
-        # before, under which the store has the old addresses.
+        # Not dist.new_group, which needs all processes of the job, or else gives a second group of the same ranks the
+        # name of the first, under which the store has old addresses.
         name = [f"annulus_{uuid.uuid4().hex}"]
         ranks = dist.get_process_group_ranks(parent)
         dist.broadcast_object_list(name, src=ranks[0], group=parent)
@@ -52,32 +52,30 @@ class Ranks:
         return group
 
     def give_up(self, waiting: bool = False) -> None:
-        """They have lost each other: their connections are of no further use. Whether a thread still waits in one."""
+        """Stops using the connections, because a rank is lost. `waiting`: a thread still waits in one."""
         self._given_up = self.size > 1
         if waiting:
-            self.group = None  # to destroy it would be to wait for that thread
+            self.group = None  # destroying it would wait for that thread
 
     def check(self) -> None:
         if self._given_up:
-            raise TransportError(
-                "Checkpoints: the ranks have lost each other before: make new ones"
-            )
+            raise TransportError("Checkpoints: the ranks have lost each other before: make a new Checkpoints object")
 
     def gather(self, mine: object) -> list:
-        """Everybody's, by rank."""
+        """The values of all ranks, by rank."""
         self.check()
         if self.group is None:
             return [mine]
-        everybodys: list = [None] * self.size
+        values: list = [None] * self.size
         try:
-            dist.all_gather_object(everybodys, mine, group=self.group)
+            dist.all_gather_object(values, mine, group=self.group)
         except RuntimeError as error:
             self.give_up()
             raise TransportError(f"Checkpoints: a rank is lost: {error}") from error
-        return everybodys
+        return values
 
     def agree(self, error: Exception | None) -> None:
-        """An error of one rank is everybody's, and of the same kind."""
+        """Raises an error of one rank on all ranks, with the same type."""
         kinds = {ConfigError: "config", CheckpointError: "checkpoint"}
         told = self.gather(None if error is None else (kinds.get(type(error), ""), str(error)))
         if error is not None:

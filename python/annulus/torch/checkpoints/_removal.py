@@ -1,4 +1,4 @@
-"""Which checkpoints may go, and their removal."""
+"""Removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("annulus.checkpoints")
 class OldCheckpoints:
     """Removes old checkpoints. Used by rank 0, which has the folder's lock.
 
-    Only a checkpoint that is known to be whole counts among those to keep, and only a whole one is removed.
+    Only complete checkpoints count among those to keep, and only complete ones are removed.
     """
 
     def __init__(self, folder: pathlib.Path, keep: int, job: str):
@@ -22,7 +22,7 @@ class OldCheckpoints:
         self._left_alone: set[str] = set()
 
     def remove(self) -> None:
-        """Removes what is older than the newest `keep` whole checkpoints, and what killed jobs have left unfinished."""
+        """Removes all but the newest `keep` complete checkpoints, and unfinished checkpoints of killed jobs."""
         self._remove_unfinished()
         kept = sorted(self.whole, reverse=True)[: self._keep]
         if len(kept) < self._keep:
@@ -39,9 +39,7 @@ class OldCheckpoints:
                         files.check_files(path, files.read_manifest(path, found.step))
                 except files.Damaged as reason:
                     self._left_alone.add(found.name)
-                    _log.warning(
-                        "%s is old, but is left alone: %s", found.name, reason
-                    )
+                    _log.warning("the old checkpoint %s is not removed: %s", found.name, reason)
                     continue
                 files.remove(self._folder, found.name)
                 _log.info("removed %s", found.name)
@@ -53,6 +51,6 @@ class OldCheckpoints:
         try:
             for name in files.find_left_behind(self._folder, max(self.whole).step, self._job):
                 files.remove(self._folder, name)
-                _log.warning("removed %s, which a job that was killed left", name)
+                _log.warning("removed %s, an unfinished checkpoint of a killed job", name)
         except OSError as error:
             _log.warning("unfinished checkpoints are not removed: %s", error)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: objects of a training as JSON and named tensors, and back."""
+"""Conversion of a training's objects to JSON and named tensors, and back."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def encode(value: object, path: str, tensors: Tensors) -> object:
-    """A value as JSON. Its tensors go into `tensors`, by their path; what is neither is a ConfigError."""
+    """Encodes a value as JSON and puts its tensors into `tensors`, by path. Raises ConfigError for other types."""
     if isinstance(value, torch.Tensor):
         if path in tensors:
-            raise ConfigError(f"Checkpoints: two tensors of the state are {path!r}")
+            raise ConfigError(f"Checkpoints: two tensors of the state have the path {path!r}")
         tensors[path] = value
         return {"$tensor": path}
     if isinstance(value, np.generic):
@@ -43,7 +43,7 @@ def encode(value: object, path: str, tensors: Tensors) -> object:
         listed = [encode(each, f"{path}/{i}", tensors) for i, each in enumerate(value)]
         return listed if type(value) is list else {"$tuple": listed}
     raise ConfigError(
-        f"Checkpoints: {path} is a {type(value).__name__}: a state dict may hold tensors, numbers, texts, None, "
+        f"Checkpoints: {path} is a {type(value).__name__}: a state dict may hold tensors, numbers, strings, None, "
         "and lists, tuples and dicts of these"
     )
 
@@ -79,21 +79,21 @@ def _module_of(name: str, optimizer: torch.optim.Optimizer, state: Mapping) -> t
         if isinstance(thing, torch.nn.Module) and mine <= {id(p) for p in thing.parameters()}:
             return thing
     raise ConfigError(
-        f"Checkpoints: state[{name!r}] is an optimizer of parameters that no one module of the state has: put the "
-        "module in, too"
+        f"Checkpoints: no one module in the state has all parameters of the optimizer state[{name!r}]: add the module "
+        "to the state"
     )
 
 
 def _state_dict_of(name: str, state: Mapping[str, object], to_load: bool = False) -> object:
-    # PyTorch's own functions give parameters and their optimizer's state the names they have without DDP, FSDP and
-    # torch.compile: another number of ranks, or none of these, finds them again.
+    # PyTorch's functions use the parameter names without DDP, FSDP and torch.compile. So a checkpoint can be loaded
+    # with other wrappers and by another number of ranks.
     thing = state[name]
     if isinstance(thing, torch.nn.Module):
         return get_model_state_dict(thing)
     if isinstance(thing, torch.optim.Optimizer):
         fresh = not thing.state
         taken = get_optimizer_state_dict(_module_of(name, thing, state), thing)
-        if fresh:  # PyTorch has made a step with gradients of zero, to have something to load into
+        if fresh:  # PyTorch has made a step with zero gradients to create the state
             thing.state.clear()
             taken["state"] = taken["state"] if to_load else {}
         return taken
@@ -103,7 +103,9 @@ def _state_dict_of(name: str, state: Mapping[str, object], to_load: bool = False
 def check(state: Mapping[str, object]) -> None:
     for name, thing in state.items():
         if type(name) is not str or not name or "/" in name or name == "rng":
-            raise ConfigError(f"Checkpoints: {name!r} is no name for a part of the state")
+            raise ConfigError(
+                f"Checkpoints: {name!r} is a name in the state, expected a string without '/' other than 'rng'"
+            )
         if isinstance(thing, torch.Generator):
             continue
         if not callable(getattr(thing, "state_dict", None)) or not callable(
@@ -117,7 +119,7 @@ def check(state: Mapping[str, object]) -> None:
 
 
 def take(state: Mapping[str, object]) -> tuple[dict, Tensors]:
-    """The state as JSON and tensors. The tensors are the live ones."""
+    """The state as JSON and tensors. The tensors are not copied."""
     check(state)
     tensors: Tensors = {}
     plain = {
@@ -129,7 +131,7 @@ def take(state: Mapping[str, object]) -> tuple[dict, Tensors]:
 
 
 def stage(tensors: Tensors) -> Tensors:
-    """Copies in host memory, each on its own: training may go on, and tied weights are two tensors in the file."""
+    """Separate copies in host memory, so that training can continue. Tied weights become two tensors."""
     return {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
     }
@@ -138,8 +140,8 @@ def stage(tensors: Tensors) -> Tensors:
 def targets(
     plain: dict, state: Mapping[str, object], saved: Mapping[str, TensorStorageMetadata]
 ) -> Tensors:
-    """Tensors to load into: nothing live, so that a load that fails changes nothing. ConfigError if the checkpoint
-    is another model's. `saved`: by name, what the files have."""
+    """New tensors to load into, so that a failed load changes nothing. Raises ConfigError if the checkpoint does not
+    fit the model. `saved`: the tensors of the files, by name."""
     check(state)
     here = sorted(name for name, thing in state.items() if not isinstance(thing, torch.Generator))
     if here != sorted(plain):
@@ -163,7 +165,7 @@ def targets(
             ]
     if wrong:
         more = f", and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise ConfigError(f"Checkpoints: not this model's: {', '.join(wrong[:4])}{more}")
+        raise ConfigError(f"Checkpoints: the checkpoint does not fit the model: {', '.join(wrong[:4])}{more}")
     made = {}
     for path in tensors_of(plain):
         if isinstance(live.get(path), DTensor):
@@ -174,14 +176,14 @@ def targets(
 
 
 def put(plain: dict, tensors: Tensors, state: Mapping[str, object]) -> None:
-    """Gives the objects of a training what was loaded."""
+    """Puts loaded values into the objects of a training."""
     parts = {name: decode(value, tensors) for name, value in plain.items()}
     for name, part in parts.items():
         thing = state[name]
         if isinstance(thing, torch.nn.Module):
             set_model_state_dict(thing, part)
         elif isinstance(thing, torch.optim.Optimizer):
-            # Not strict: a parameter that had no gradient yet has no state. Names were compared with the module's.
+            # Not strict: a parameter without a gradient so far has no state. targets() has compared the names.
             module = _module_of(name, thing, state)
             set_optimizer_state_dict(module, thing, part, options=StateDictOptions(strict=False))
         else:
@@ -189,7 +191,7 @@ def put(plain: dict, tensors: Tensors, state: Mapping[str, object]) -> None:
 
 
 def take_random(state: Mapping[str, object]) -> Tensors:
-    """Where this rank's generators of random numbers stand: PyTorch's, Python's, NumPy's and those of the state."""
+    """The states of this rank's random number generators: PyTorch's, Python's, NumPy's and those of the state."""
     kind, words, *rest = np.random.get_state()
     taken = {
         "torch": torch.get_rng_state(),
@@ -205,7 +207,7 @@ def take_random(state: Mapping[str, object]) -> Tensors:
 
 
 def put_random(taken: Tensors, state: Mapping[str, object]) -> None:
-    """Those of them that there are."""
+    """Restores the generators that are in `taken`."""
     if "torch" in taken:
         torch.set_rng_state(taken["torch"])
     if "cuda" in taken and torch.cuda.is_available():

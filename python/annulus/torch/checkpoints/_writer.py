@@ -1,4 +1,4 @@
-"""Writing a checkpoint: torch.distributed.checkpoint's plan and safetensors files, then manifest and name."""
+"""Writing a checkpoint: safetensors files by torch.distributed.checkpoint, then the manifest and the final name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def _as_text(function: F) -> F:
-    """Errors travel to all ranks: what they hold may not, but their text can."""
+    """Turns errors into text, because they are sent to all ranks and their objects may not be picklable."""
 
     @functools.wraps(function)
     def guarded(*args, **kwargs):
@@ -36,7 +36,7 @@ def _as_text(function: F) -> F:
 
 
 class _DigestingFile:
-    """A new file that knows the digest of what it was given, which is not always what a disk has.
+    """A new file that computes the digest of the written bytes; the bytes on a faulty disk may differ.
 
     Unbuffered: FileSystemWriter calls fsync without a flush before it.
     """
@@ -87,7 +87,7 @@ class _DigestingFiles(FileSystem):
 
 @dataclasses.dataclass
 class _Written:
-    """What one rank did."""
+    """What one rank has written."""
 
     files: dict[str, dict]
     plain_digest: str
@@ -95,9 +95,9 @@ class _Written:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes into a folder of a temporary name; rank 0 gives it a manifest and its name once all ranks are done.
+    """Writes into a folder with a temporary name. When all ranks are done, rank 0 adds the manifest and renames it.
 
-    What fails on one rank, :func:`torch.distributed.checkpoint.save` makes known to all, and the name is not given.
+    If one rank fails, :func:`torch.distributed.checkpoint.save` reports it to all, and the folder is not renamed.
     """
 
     def __init__(
@@ -111,11 +111,9 @@ class Writer(HuggingFaceStorageWriter):
         self.fs = _DigestingFiles()
         self._content = content
         self._random_digests = random_digests
-        self._failure = failure  # of this rank, before it came here
+        self._failure = failure  # an earlier error of this rank
         self.committed: files.Found | None = None
-        self.given_up = (
-            False  # then it may come to its end whenever it likes, but not become a checkpoint
-        )
+        self.given_up = False  # True: it may finish later, but must not become a checkpoint
 
     @_as_text
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -132,7 +130,7 @@ class Writer(HuggingFaceStorageWriter):
 
     @_as_text
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
-        os.makedirs(self.path, exist_ok=True)  # not before all are known to mean the same one
+        os.makedirs(self.path, exist_ok=True)  # only after all ranks have agreed on the step
         super().write_data(plan, planner).wait()
         plain_digest = files.digest_of(self._content["state"])
         result: Future = Future()
@@ -152,7 +150,7 @@ class Writer(HuggingFaceStorageWriter):
         for rank, written in enumerate(ranks):
             if written.plain_digest != ranks[0].plain_digest:
                 raise ValueError(
-                    f"what is no tensor in the state differs between rank 0 and rank {rank}: which one is meant?"
+                    f"a value of the state that is not a tensor differs between rank 0 and rank {rank}: make it equal"
                 )
             for name, expected in written.files.items():
                 with contextlib.suppress(FileNotFoundError):
@@ -160,7 +158,7 @@ class Writer(HuggingFaceStorageWriter):
                         content["files"][name] = expected
                         continue
                 raise FileNotFoundError(
-                    f"rank 0 does not see {name} as rank {rank} wrote it: do all ranks share the folder?"
+                    f"rank 0 does not find {name} as written by rank {rank}: do all ranks share the folder?"
                 )
         files.write_manifest(partial, content)
         if self.given_up:

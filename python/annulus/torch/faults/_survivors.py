@@ -14,7 +14,7 @@ from annulus.torch.ring import _registry, _standby
 from annulus.torch.ring._process_groups import group_size_and_rank
 from annulus.torch.ring._transport import timeout_of
 
-# How many groups of survivors this rank has got from a group: ranks with the same count meet.
+# How many groups of survivors this rank has made from a group. Ranks with the same count meet.
 _epochs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -24,42 +24,42 @@ def survivors(
     timeout: float | None = None,
     least: int | None = None,
 ) -> dist.ProcessGroup:
-    """A new group of the ranks that are left of one that has lost some.
+    """A new process group of the remaining ranks of a group that has lost some.
 
-    Collective over those that are left: each calls it when a call on the group has raised a
-    :class:`annulus.TransportError`. They meet at a store which one of them serves (every process that has been in a
-    ring serves one), so that the loss of the process that served the group's own is a loss like any other, and so is a
-    loss while they meet: they begin again. The group that was is of no further use; its ring is closed, and no message
-    of it can reach the new one, which has its own connections.
+    Collective over the remaining ranks: each calls it when a call on the group has raised a
+    :class:`annulus.TransportError`. They meet at a store that one of them serves; every process that has been in a ring
+    serves one. So the process that served the group's own store may be lost, too. If another rank is lost while they
+    meet, they start again. The old group cannot be used any more: its ring is closed, and its messages cannot reach the
+    new group, which has new connections.
 
-    Returns a process group with the ranks in the order they had. Pass it as ``group`` from now on; the next call
-    plans for it. Rows that only a lost rank had are lost: see :func:`shard` for those that every rank can make again.
-    Called again with the group that was, it gives yet another group, of those that are left by then.
+    Returns a process group with the ranks in the old order. Pass it as ``group`` from now on; the next call plans for
+    it. Rows that only a lost rank had are lost. See :func:`shard` for data that every rank can make again. A second
+    call with the old group makes another group, of the ranks that remain then.
 
     Args:
-        group: the ranks as they were; None: all of them.
-        timeout: seconds that the others may take to come, and the new group's own; None: that of `group`. It is
-            waited for only if ranks are missing that nobody has reported as lost and whose processes have not ended.
-        least: fewest ranks to go on with. None: more than half of the group, so that the parts of a network that
-            was cut in two do not both go on.
+        group: the old group; None: all ranks.
+        timeout: seconds to wait for the other ranks, and the timeout of the new group; None: that of `group`. Ranks
+            that were reported as lost, or whose processes have ended, are not waited for.
+        least: fewest ranks to continue with. None: more than half of the group, so that the two parts of a divided
+            network do not both continue.
 
     Raises:
-        TransportError: there are fewer than `least`, or the others have gone on without this rank.
+        TransportError: fewer than `least` ranks remain, or the other ranks have continued without this one.
     """
     whole = dist.group.WORLD if group is None else group
     size, me = group_size_and_rank(whole)
     if least is None:
         least = size // 2 + 1
     if type(least) is not int or not 1 <= least <= size:
-        raise ConfigError(f"survivors: least is {least!r}: a number from 1 to {size} was expected")
+        raise ConfigError(f"survivors: least is {least!r}, expected a whole number from 1 to {size}")
     if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < 1e9):
-        raise ConfigError(f"survivors: timeout is {timeout!r}: seconds were expected, or None")
+        raise ConfigError(f"survivors: timeout is {timeout!r}, expected seconds above 0, or None")
     seconds = timeout_of(whole) if timeout is None else timeout
     meeting, lost = _standby.meeting_of(whole), _registry.leave(whole)
     epoch = _epochs.get(whole, 0)
 
     def make(left: list[int], name: str, store: dist.Store) -> dist.ProcessGroup:
-        if meeting.addresses:  # else it is the group's own
+        if meeting.addresses:  # otherwise this is the group's own store
             store.set_timeout(datetime.timedelta(seconds=seconds))
         made = _new_group(whole, left, name, store, seconds)
         addresses = [meeting.addresses[rank] for rank in left] if meeting.addresses else []

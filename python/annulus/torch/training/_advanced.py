@@ -1,4 +1,4 @@
-"""Multihead attention over a ring, with the services around a training."""
+"""Multihead attention over a ring, with services for training."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ from annulus.torch.training._training import Training, close_those_of
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
-    """:class:`RingMultiheadDilatedAttention` and the services around a training: DeepSpeed, gradient buckets,
-    checkpoints, going on without a rank that was lost, monitoring.
+    """:class:`RingMultiheadDilatedAttention` with services for training: DeepSpeed, gradient buckets, checkpoints,
+    recovery from a lost rank, monitoring.
 
-    Parameters, state dict and :meth:`forward` are those of :class:`RingMultiheadDilatedAttention`. The services serve a
-    model that has such modules in it, or consists of one: :meth:`prepare` makes a :class:`Training` of it. An argument
-    that is out of place is a :class:`ConfigError`, and so is one that would do nothing.
+    Parameters, state dict and :meth:`forward` are those of :class:`RingMultiheadDilatedAttention`. The services apply
+    to a model that contains such modules, or is one: :meth:`prepare` makes a :class:`Training` of it. Arguments that do
+    not fit together, or would have no effect, are a :class:`ConfigError`.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, device, dtype: as in
-            :class:`RingMultiheadDilatedAttention`, and so are all that are not below: segment_lengths, dilation_rates,
+            :class:`RingMultiheadDilatedAttention`, like all that are not below: segment_lengths, dilation_rates,
             layer_norm, gamma_init, is_causal, group, placement, min_tokens_for_ring and so on.
         batch_first: tensors are [batch, tokens, features]; False: [tokens, batch, features].
-        use_gradient_checkpointing: keeps the inputs only, and computes everything again for backward.
-        use_deepspeed: the model, whose parameters have one dtype, trains under DeepSpeed, which has to be installed
-            (``pip install deepspeed``). False: under :func:`data_parallel`.
-        zero_stage: DeepSpeed shards the optimizer's state (1), gradients, too (2), and parameters (3); None: 3.
-        cpu_offload: DeepSpeed keeps the optimizer's state in host memory, at stage 3 parameters, too.
+        use_gradient_checkpointing: keep only the inputs, and compute everything again for backward.
+        use_deepspeed: train under DeepSpeed, which has to be installed (``pip install deepspeed``). All parameters of
+            the model must have one dtype. False: under :func:`data_parallel`.
+        zero_stage: DeepSpeed shards the optimizer's state (1), also gradients (2), also parameters (3); None: 3.
+        cpu_offload: DeepSpeed keeps the optimizer's state in host memory, at stage 3 also parameters.
         nvme_offload: DeepSpeed keeps the optimizer's state and parameters on a local disk; with cpu_offload, parameters
             in host memory. Stage 3 only; its async_io needs libaio.
-        nvme_path: the folder for that.
-        overlap_comm: gradients are sent while backward computes. False: after it.
-        bucket_size: of a message of gradients, in MB (2**20 bytes); up to 2**20.
-        enable_fault_tolerance: checkpoints, and with :meth:`Training.run` going on without a rank that is lost. False:
-            its loss is an error.
-        checkpoint_folder: for the checkpoints; all ranks see it. None: the folder that the environment variable
-            ``ANNULUS_CHECKPOINTS`` names, else ``checkpoints/<name of the program>`` in the working directory.
-            DeepSpeed's can be loaded by as many ranks at the same stage only.
-        checkpoint_interval: steps from one to the next; None: 100.
-        auto_resume: go on from the newest checkpoint there; None: True. False: the folder has to be free of them.
-        max_recoveries: how often to go on without a lost rank; None: 3. Not with DeepSpeed, which cannot: there
-            ``torchrun --max-restarts`` starts all ranks again, and they go on from the newest checkpoint.
-        enable_monitoring: records what ranks do in the stream of ``annulus.monitor``, from which exporters take it,
-            while a training goes on.
-        log_level: "debug", "info", "warning", "error" or "off", in capitals or not: what the logger ``annulus`` says of
-            this rank, as :func:`annulus.monitor.set_log_level` does; None: as it is.
-        profile_memory: samples what the process holds while a training goes on: :meth:`Training.memory_report`.
+        nvme_path: the folder for nvme_offload.
+        overlap_comm: gradients are sent while backward computes. False: after backward.
+        bucket_size: size of a message of gradients in MB (2**20 bytes); up to 2**20.
+        enable_fault_tolerance: write checkpoints and, in :meth:`Training.run`, continue without a lost rank. False: the
+            loss of a rank is an error.
+        checkpoint_folder: the folder of the checkpoints, which all ranks must see. None: the folder that the
+            environment variable ``ANNULUS_CHECKPOINTS`` names, else ``checkpoints/<name of the program>`` in the
+            working directory. DeepSpeed's checkpoints can be loaded only by as many ranks at the same stage.
+        checkpoint_interval: steps from one checkpoint to the next; None: 100.
+        auto_resume: continue from the newest checkpoint; None: True. False: the folder must not contain checkpoints.
+        max_recoveries: how often to continue without a lost rank; None: 3. Not with DeepSpeed, which cannot do this:
+            there ``torchrun --max-restarts`` restarts all ranks, and they continue from the newest checkpoint.
+        enable_monitoring: record events in the stream of ``annulus.monitor`` during a training.
+        log_level: level of the logger ``annulus`` for this rank during a training, as in
+            :func:`annulus.monitor.set_log_level`: "debug", "info", "warning", "error" or "off", upper or lower case.
+            None: unchanged.
+        profile_memory: sample the memory of the process during a training: :meth:`Training.memory_report`.
         attention: further arguments of :class:`RingMultiheadDilatedAttention`.
     """
 
@@ -146,21 +146,21 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         if not (self.use_gradient_checkpointing and torch.is_grad_enabled()):
             return super().forward(query, key, value, *args, **kwargs)
         attend = super().forward
-        # Self-attention is told by identity, which an input does not keep where it is stored elsewhere meanwhile.
+        # Self-attention is recognised by identity, which inputs lose if they are offloaded meanwhile.
         inputs = (query,) if query is key and key is value else (query, key, value)
 
         def again(*kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             return attend(*(kept if len(kept) == 3 else kept * 3), *args, **kwargs)
 
-        # Nothing is random: there is no state of generators to keep.
+        # Nothing is random, so the state of generators need not be kept.
         return checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     @property
     def deepspeed_config(self) -> dict[str, object] | None:
-        """What ``deepspeed.initialize(config=...)`` takes, for those who call it themselves; None without use_deepspeed.
+        """The configuration for ``deepspeed.initialize(config=...)``, to call it yourself; None without use_deepspeed.
 
-        Buckets are in elements of the parameters' dtype, as DeepSpeed counts them, gradients are not clipped, and
-        optimizers are yours.
+        Bucket sizes are in elements, as DeepSpeed counts them. Gradients are not clipped. The configuration contains no
+        optimizer.
         """
         return self._services.deepspeed_config(self)
 
@@ -173,23 +173,23 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         state: Mapping[str, object] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Training:
-        """A training of a model with the services of this module. Collective: models, optimizers and states have to be
-        alike on all ranks.
+        """Makes a training of a model with the services of this module. Collective: models, optimizers and states must
+        be alike on all ranks.
 
         With fault tolerance the newest checkpoint is loaded: see :attr:`Training.done`.
 
         Args:
-            model: which this module is part of; None: it is the model. If others of its kind are in it, they were made
-                with the same services.
-            optimizer: of the model's parameters; None: AdamW with PyTorch's own settings.
-            state: what else belongs into a checkpoint, as in :class:`Checkpoints`: schedulers, the position in the data.
-            group: the ranks over whose gradients the mean is taken: all, where there are several rings; None: those of
-                the ring. DeepSpeed always takes all.
+            model: a model that contains this module; None: this module. Other modules of this class in it must have the
+                same services.
+            optimizer: optimizer of the model's parameters; None: AdamW with PyTorch's default settings.
+            state: further objects for a checkpoint, as in :class:`Checkpoints`: schedulers, the position in the data.
+            group: the ranks over which gradients are averaged: all ranks if there are several rings; None: those of the
+                ring. DeepSpeed always averages over all ranks.
         """
         model = self if model is None else model
         if state is not None and not isinstance(state, Mapping):
             raise ConfigError(
-                f"{type(self).__name__}: prepare: state is a {type(state).__name__}: a dict was expected"
+                f"{type(self).__name__}: prepare: state is a {type(state).__name__}, expected a dict"
             )
         state = {} if state is None else dict(state)
         ranks = self._ranks_of({"group": group})
@@ -208,7 +208,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         return Training(self._services, model, optimizer, state, ranks, self)
 
     def _ranks_of(self, given: Mapping[str, object]) -> dist.ProcessGroup | None:
-        """Those who train together, given the arguments of prepare."""
+        """The ranks that train together, given the arguments of prepare."""
         if self._services.use_deepspeed:
             return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         group = given.get("group")
@@ -218,15 +218,13 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         self, model: nn.Module, optimizer: object, state: dict, group: object
     ) -> str | None:
         if not isinstance(model, nn.Module):
-            return f"model is a {type(model).__name__}: a torch.nn.Module was expected"
+            return f"model is a {type(model).__name__}, expected a torch.nn.Module"
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            return (
-                f"optimizer is a {type(optimizer).__name__}: a torch.optim.Optimizer was expected"
-            )
+            return f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer"
         kind = RingAdvancedDistributedDilatedAttention
         layers = [layer for layer in model.modules() if isinstance(layer, kind)]
         if not any(layer is self for layer in layers):
-            return "this module is no part of the model"
+            return "this module is no part of the model: call prepare of a module that is"
         for layer in layers:
             for field in dataclasses.fields(Services):
                 mine, other = (getattr(x._services, field.name) for x in (self, layer))
@@ -234,54 +232,50 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
                     return f"the model's modules differ in {field.name}: {mine!r} and {other!r}"
         if any(hasattr(p, "to_local") for p in model.parameters()):
             return (
-                "the model is sharded by FSDP, which averages gradients itself: this would do it once more. Train it as it "
-                "is, with Checkpoints"
+                "the model is sharded by FSDP, which averages gradients itself, so they would be averaged twice. Train "
+                "it without prepare, and use Checkpoints"
             )
         if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in model.modules()):
-            return "the model is in a DistributedDataParallel already: pass its module"
+            return "the model is in a DistributedDataParallel already: pass the module inside"
         if optimizer is not None:
             known = set(model.parameters())
             if not all(p in known for g in optimizer.param_groups for p in g["params"]):
-                return "the optimizer has parameters that are none of the model's: nobody would average their gradients"
+                return "the optimizer has parameters that are not the model's: their gradients would not be averaged"
         for name in ("model", "optimizer"):
             if name in state:
-                return f"state has a {name!r} of its own"
+                return f"state has a {name!r} of its own: choose another name"
         for name in state:
             if not isinstance(name, str):
-                return f"state has {name!r} as a name: a string was expected"
+                return f"state has {name!r} as a name, expected a string"
         services = self._services
         for name, thing in state.items() if services.use_deepspeed else ():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                return f"state has a {type(thing).__name__} as {name!r}: state_dict and load_state_dict were expected"
+                found = type(thing).__name__
+                return f"state has a {found} as {name!r}, expected an object with state_dict and load_state_dict"
         apart = self._ranks_of({"group": group}) is None and dist.is_initialized()
         if services.enable_fault_tolerance and apart and dist.get_world_size() > 1:
-            return (
-                "without a group the ranks train apart, but their checkpoints are one: pass group"
-            )
+            return "without a group the ranks train apart, but they would write the same checkpoints: pass group"
         if services.use_deepspeed and group is not None:
             size, _ = group_size_and_rank(group)
             if size != dist.get_world_size():
                 return (
-                    f"group has {size} of {dist.get_world_size()} ranks, but DeepSpeed takes the mean over all: pass no "
-                    "group"
+                    f"group has {size} of {dist.get_world_size()} ranks, but DeepSpeed averages over all: pass no group"
                 )
         return None
 
     def get_memory_info(self) -> dict[str, object]:
-        """:func:`get_memory_info` of this process, and of this module:
+        """:func:`get_memory_info` of this process, and for this module:
 
-        - 'ring_size': ranks of its ring.
-        - 'parameter_bytes', 'gradient_bytes': held by this rank; of sharded ones, its shards.
-        - 'memory_complexity': how the memory of calls on its ring grows with the sequence, in words, and the bytes per
-          rank that the largest of them holds; 'memory_complexity_bytes' is that number.
-        - 'model_parallel_buffers': workspaces that are kept for calls on its ring, 20 at most.
-        - 'gpu_utilization_percent': only with parameters on a GPU, and where ``nvidia-ml-py`` is installed.
+        - 'ring_size': the number of ranks of its ring.
+        - 'parameter_bytes', 'gradient_bytes': bytes on this rank; if they are sharded, bytes of its shards.
+        - 'memory_complexity': a text: how the memory of calls on its ring grows with the sequence, and the bytes per
+          rank of the largest call; 'memory_complexity_bytes' is that number.
+        - 'model_parallel_buffers': workspaces that are kept for calls on its ring, at most 20.
+        - 'gpu_utilization_percent': only with parameters on a GPU and if ``nvidia-ml-py`` is installed.
         """
         parameters = list(self.parameters())
         size, _ = group_size_and_rank(self.attention.group)
-        complexity, most, buffers = cached_calls_of(
-            self.attention.group, self.attention.schedule
-        )
+        complexity, most, buffers = cached_calls_of(self.attention.group, self.attention.schedule)
         info = {
             **get_memory_info(),
             "ring_size": size,
@@ -298,11 +292,11 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         return info
 
     def clear_cache(self, force: bool = False) -> None:
-        """Drops the workspaces of this module's ring, which calls over the same group share. Harmless at any time.
+        """Frees the workspaces of this module's ring, which all calls over its group share. Safe at any time.
 
         Args:
-            force: those of all rings of this process, too, what :func:`annulus.attention` keeps, and what PyTorch's
-                allocators keep of CUDA devices.
+            force: also free those of all rings of this process, what :func:`annulus.attention` keeps, and what
+                PyTorch's allocators keep of CUDA devices.
         """
         wrong = flag_complaint("force", force)
         if wrong is not None:
@@ -316,15 +310,15 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             torch.cuda.empty_cache()
 
     def cleanup(self) -> None:
-        """Ends the trainings that this module has prepared, waits for their checkpoints, and closes the rings of this
-        process, as :func:`cleanup` does. Call it before ``torch.distributed.destroy_process_group``. Idempotent; the
-        module can still be called."""
+        """Closes the trainings that this module has prepared, waits for their checkpoints, and closes the rings of this
+        process like :func:`cleanup`. Call it before ``torch.distributed.destroy_process_group``. Idempotent. The module
+        can still be called."""
         close_those_of(self)
         _registry.cleanup()
 
 
 def _claims_of(model: nn.Module, optimizer: object, state: dict) -> dict[str, object]:
-    """What all ranks have to bring along alike: with other shapes or dtypes Gloo ends the process of whoever has less."""
+    """What must be equal on all ranks. With different shapes or dtypes Gloo would end a process."""
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     every = [(n, list(t.shape), str(t.dtype), t.requires_grad) for n, t in parameters + buffers]
     digest = hashlib.sha256(repr(every).encode()).hexdigest()[:8]
@@ -342,7 +336,7 @@ def _claims_of(model: nn.Module, optimizer: object, state: dict) -> dict[str, ob
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:
-    """That this rank holds of it."""
+    """The bytes of a tensor on this rank."""
     held = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's shard of a parameter
     held = held.to_local() if hasattr(held, "to_local") else held  # FSDP's
     return held.numel() * held.element_size()

@@ -20,12 +20,12 @@ from annulus.torch.training._services import Services
 T = TypeVar("T")
 _log = logging.getLogger("annulus.training")
 _KEEP = 2
-_MADE_BY = "annulus.json"  # which DeepSpeed's own files do not say in words
-_OURS = "annulus"  # of what DeepSpeed keeps for others, beside its own names
+_MADE_BY = "annulus.json"  # the ranks and the stage that wrote a checkpoint
+_OURS = "annulus"  # our key in the client state that DeepSpeed stores
 
 
 def check_installed() -> None:
-    """Raises where DeepSpeed is not installed."""
+    """Raises ModuleNotFoundError if DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ModuleNotFoundError(
             "use_deepspeed=True needs DeepSpeed: pip install deepspeed", name="deepspeed"
@@ -33,17 +33,17 @@ def check_installed() -> None:
 
 
 def check(services: Services, model: nn.Module) -> None:
-    """Raises where DeepSpeed cannot do it in this process, before others wait for it."""
+    """Raises if DeepSpeed cannot run in this process, before other ranks wait for it."""
     check_installed()
     if not dist.is_initialized():
         raise ConfigError(
-            "use_deepspeed: torch.distributed is not initialised: start with torchrun, and call init_process_group"
+            "use_deepspeed: torch.distributed is not initialised: start with torchrun and call init_process_group"
         )
     dtypes = sorted({str(p.dtype) for p in model.parameters()})
     if len(dtypes) > 1:
         raise ConfigError(
-            f"use_deepspeed: the model's parameters are {' and '.join(dtypes)}: DeepSpeed would make one dtype of them "
-            "without a word, so that layers get what they do not expect. Make the model in one"
+            f"use_deepspeed: the model's parameters are {' and '.join(dtypes)}: DeepSpeed would silently cast them to "
+            "one dtype. Make the model in one dtype"
         )
     wrong = _nvme_complaint(services, model) if services.nvme_offload else None
     if wrong is not None:
@@ -61,30 +61,30 @@ def start(services: Services, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _nvme_complaint(services: Services, model: nn.Module) -> str | None:
-    """Why DeepSpeed could not do it here."""
+    """Why DeepSpeed cannot offload to a disk here; None if it can."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         return (
-            "DeepSpeed cannot build its async_io here, which needs libaio: install libaio-dev (or libaio-devel), or set "
-            "CFLAGS and LDFLAGS to where it is"
+            "DeepSpeed cannot build async_io here, because it needs libaio: install libaio-dev (or libaio-devel), or "
+            "set CFLAGS and LDFLAGS to its folder"
         )
-    # Found in DeepSpeed 0.19: its swapper of parameters takes them for bfloat16 there.
+    # DeepSpeed 0.19: the parameter swapper assumes bfloat16 on such accelerators.
     accelerator = get_accelerator()
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if services.cpu_offload or accelerator.is_fp16_supported() or dtypes == {torch.bfloat16}:
         return None
     return (
-        f"on a {accelerator._name} DeepSpeed keeps parameters on disk in bfloat16 only, and these are "
-        f"{', '.join(sorted(map(str, dtypes)))}: make the model in bfloat16, or leave parameters in host memory with "
+        f"on a {accelerator._name} DeepSpeed keeps parameters on disk in bfloat16 only, and the model has "
+        f"{', '.join(sorted(map(str, dtypes)))}: make the model in bfloat16, or keep parameters in host memory with "
         "cpu_offload=True"
     )
 
 
 def _by_first(what: str, find: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank: folders come late over networks. What fails there fails everywhere: the others
-    would wait for it."""
+    """The result of rank 0, on every rank. Only rank 0 looks, because network file systems show new folders late. An
+    error of rank 0 is raised on every rank, because the others would wait."""
     said: list = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -100,8 +100,8 @@ def _by_first(what: str, find: Callable[[], T]) -> T:
 class EngineCheckpoints:
     """DeepSpeed's checkpoints, every few steps: the part of :class:`Checkpoints` that a training needs.
 
-    They are in DeepSpeed's format, and for the number of ranks that wrote them. DeepSpeed names the newest one in a file
-    once all of it is written, so that a job that is killed before goes on from the one before.
+    They have DeepSpeed's format and can be loaded only by as many ranks as wrote them. DeepSpeed names the newest
+    checkpoint in a file once it is complete, so a job that is killed earlier continues from the one before.
     """
 
     def __init__(self, services: Services, engine: nn.Module):
@@ -115,7 +115,7 @@ class EngineCheckpoints:
             )
 
     def resume(self, state: Mapping[str, object]) -> int:
-        """The step after which training goes on."""
+        """Loads the newest checkpoint. Returns its step, or 0."""
         newest = _by_first("looking for checkpoints", self._newest)
         if not self._resumes or newest is None:
             return 0
@@ -133,14 +133,14 @@ class EngineCheckpoints:
         return kept[_OURS]["step"]
 
     def _newest(self) -> dict[str, int] | None:
-        """By whom the newest one was made, as far as it says; None: there is none."""
+        """The ranks and the stage that wrote the newest checkpoint, as far as known; None: there is no checkpoint."""
         try:
             tag = (self._folder / "latest").read_text().strip()
         except FileNotFoundError:
             return None
         try:
             return json.loads((self._folder / tag / _MADE_BY).read_text())
-        except (OSError, ValueError):  # DeepSpeed will say what is wrong with the rest
+        except (OSError, ValueError):  # DeepSpeed reports other errors
             return {}
 
     def step(self, step: int, state: Mapping[str, object]) -> None:
@@ -152,19 +152,19 @@ class EngineCheckpoints:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _MADE_BY).write_text(json.dumps(self._made_by))
 
-        _by_first("writing a checkpoint", begin)  # once DeepSpeed is done it is the newest one
+        _by_first("writing a checkpoint", begin)  # before DeepSpeed makes it the newest one
         kept = {"step": step, "state": {name: thing.state_dict() for name, thing in state.items()}}
         self._engine.save_checkpoint(
             str(self._folder), tag=folder.name, client_state={_OURS: kept}
         )
         if dist.get_rank() == 0:
-            # Checkpoints of later steps are unfinished ones of killed jobs: they do not count among those to keep.
+            # Checkpoints of later steps are unfinished ones of killed jobs. They do not count.
             written = sorted(f for f in self._folder.glob("step-*") if f.name <= folder.name)
             for old in written[:-_KEEP]:
                 try:
                     shutil.rmtree(old)
-                except OSError as error:  # the others train on
+                except OSError as error:  # no reason to stop the training
                     _log.warning("%s is not removed: %s", old, error)
 
     def close(self) -> None:
-        """What was saved is on disk already."""
+        """Does nothing: what was saved is on disk already."""

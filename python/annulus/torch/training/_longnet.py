@@ -23,7 +23,8 @@ _BASE = {
     "segment_lengths": (2048, 4096, 8192, 16384, 32768),
     "dilation_rates": (1, 2, 4, 6, 12),
 }
-# Of embeddings, as in GPT-2: logits of tied ones then begin near 0, and the loss at the logarithm of the vocabulary.
+# Standard deviation of embeddings, as in GPT-2. Logits of tied embeddings start near 0, and the loss near
+# log(vocabulary).
 _STD = 0.02
 
 
@@ -38,7 +39,7 @@ def _check(where: str, *complaints: str | None) -> None:
 
 
 class _Block(nn.Module):
-    """Pre-norm: what passes through unchanged is never normalised, so that deep stacks train without warm-up tricks."""
+    """A pre-norm block: the residual path is never normalised, so that deep stacks train without warm-up tricks."""
 
     def __init__(self, width: int, heads: int, mlp_width: int, layers: int, **attention: object):
         super().__init__()
@@ -49,7 +50,7 @@ class _Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, mlp_width, **where), nn.GELU(), nn.Linear(mlp_width, width, **where)
         )
-        # 2 * layers terms are summed up: each gets this much smaller, so that their sum does not grow with depth.
+        # The residual path adds 2 * layers terms. They are scaled down, so that the sum does not grow with depth.
         with torch.no_grad():
             for last in (self.attention.out_proj, self.mlp[2]):
                 last.weight.mul_((2 * layers) ** -0.5)
@@ -72,17 +73,17 @@ class _Block(nn.Module):
 class LongNet(nn.Module):
     """A pre-norm transformer encoder of dilated attention with rotary positions, over a ring.
 
-    Every rank passes the embeddings of its tokens and gets their encodings: the same, up to rounding, for every number
-    of ranks and every placement, because positions are those in the whole sequence. Parameters are the same on every
-    rank: see :func:`token_mean` for their gradients.
+    Every rank passes the embeddings of its tokens and gets their encodings. Results are the same, up to rounding, for
+    every number of ranks and every placement, because positions are those in the whole sequence. Parameters are the
+    same on every rank. See :func:`token_mean` for their gradients.
 
     Args:
-        layers, width, heads: of the stack; width / heads has to be a multiple of 8 up to 256.
+        layers, width, heads: size of the stack; width / heads must be a multiple of 8 up to 256.
         segment_lengths, dilation_rates: branches as in :func:`ring_attention`; None: dense attention.
         mlp_width: hidden features of the MLPs; None: 4 x width.
         rotary_base: as in :func:`rotary_table`.
-        use_gradient_checkpointing: layers keep their input only, and are computed again for backward.
-        is_causal: tokens see themselves and earlier ones only.
+        use_gradient_checkpointing: layers keep only their input and are computed again for backward.
+        is_causal: tokens attend only to themselves and earlier tokens.
         attention: further arguments of :class:`RingMultiheadDilatedAttention`: group, placement, device, dtype,
             timeout, schedule and so on.
     """
@@ -128,10 +129,10 @@ class LongNet(nn.Module):
         dilations 1, 2, 4, 6, 12. `changes` are arguments of the constructor."""
         return cls(**{**_BASE, **changes})
 
-    # Kept by the layers, which know how to copy and to store it.
+    # Kept by the layers, which can copy and store it.
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks of the ring. Can be set, for all layers at once: to those that :func:`survivors` finds."""
+        """The ranks of the ring. Set it to the group of :func:`survivors` after a loss; this sets it for all layers."""
         return self.blocks[0].attention.attention.group
 
     @group.setter
@@ -160,12 +161,12 @@ class LongNet(nn.Module):
         Args:
             x: embeddings of this rank's tokens, [batch, local tokens, width].
             key_padding_mask: [batch, local tokens], as in :class:`RingMultiheadDilatedAttention`.
-            n_global: tokens of the whole sequence, on all ranks or none. Without it the ranks of a group tell each
-                other how many they have, once per call; contiguous shards may then have any lengths.
+            n_global: tokens of the whole sequence, given on all ranks or none. Without it the ranks of a group exchange
+                their numbers of tokens in every call, and contiguous shards may have any lengths.
         """
         if x.dim() != 3:
             raise ConfigError(
-                f"LongNet: x has {x.dim()} axes: [batch, local tokens, width] was expected"
+                f"LongNet: x has {x.dim()} axes, expected [batch, local tokens, width]"
             )
         where = own_positions("LongNet", x.shape[1], n_global, self.placement, self.group)
         head_dim = self.blocks[0].attention.head_dim
@@ -183,9 +184,9 @@ class LongNetLM(nn.Module):
     """A causal language model: token embeddings, a :class:`LongNet`, and logits of the next token.
 
     Args:
-        vocabulary: how many tokens there are; 256 for bytes.
+        vocabulary: number of different tokens; 256 for bytes.
         layers, width, heads: as in :class:`LongNet`.
-        tie_embeddings: logits are products with the embeddings, which are then parameters only once.
+        tie_embeddings: use the embeddings as weights of the logits, too.
         longnet: further arguments of :class:`LongNet`.
     """
 
@@ -225,7 +226,7 @@ class LongNetLM(nn.Module):
         """Logits of the token after each of this rank's tokens, [batch, local tokens, vocabulary].
 
         Args:
-            tokens: this rank's tokens, whole numbers [batch, local tokens].
+            tokens: this rank's tokens, integers [batch, local tokens].
             n_global: as in :meth:`LongNet.forward`.
         """
         return self.head(self.longnet(self.tokens(tokens), n_global=n_global))

@@ -16,7 +16,7 @@ from annulus.monitor._logging import LEVELS
 from annulus.torch._options import bucket_complaint, flag_complaint, name_complaint, whole_complaint
 
 _MB = 2**20
-# These may differ between ranks: the path of a folder, and what is monitored.
+# These may differ between ranks: paths, and what is monitored.
 _OF_ONE_RANK = (
     "nvme_path",
     "checkpoint_folder",
@@ -30,7 +30,7 @@ _OF_ONE_RANK = (
 class Services:
     """The arguments of :class:`RingAdvancedDistributedDilatedAttention` that are not about attention.
 
-    None: not given. An argument that would have no effect is an error.
+    None means that an argument was not given. An argument that would have no effect is an error.
     """
 
     use_deepspeed: bool
@@ -57,7 +57,7 @@ class Services:
                 object.__setattr__(self, field.name, value.item())
 
     def complaint(self) -> str | None:
-        """What is wrong with the arguments; None: nothing."""
+        """The first error in the arguments; None if there is none."""
         complaints = [
             flag_complaint(name, getattr(self, name))
             for name in (
@@ -79,7 +79,7 @@ class Services:
             if path is not None and (
                 not isinstance(path, (str, os.PathLike)) or os.fspath(path) in ("", b"")
             ):
-                complaints.append(f"{name} is {path!r}: the path of a folder was expected")
+                complaints.append(f"{name} is {path!r}, expected the path of a folder")
         wrong = next((text for text in complaints if text is not None), None)
         if wrong is not None:  # the checks below rely on the types
             return wrong
@@ -90,29 +90,29 @@ class Services:
         if not self.use_deepspeed:
             for name in ("zero_stage", "cpu_offload", "nvme_offload", "nvme_path"):
                 if getattr(self, name) is not None and getattr(self, name) is not False:
-                    return (
-                        f"{name} is {getattr(self, name)!r}, which DeepSpeed would do: it needs "
-                        "use_deepspeed=True"
-                    )
+                    return f"{name} is {getattr(self, name)!r}, which needs use_deepspeed=True"
             return None
         if self.zero_stage is not None and (
             type(self.zero_stage) is not int or self.zero_stage not in (1, 2, 3)
         ):
             return (
-                f"zero_stage is {self.zero_stage!r}: 1, 2 or 3 was expected; where nothing is to be sharded, "
+                f"zero_stage is {self.zero_stage!r}, expected 1, 2 or 3. To shard nothing, pass "
                 "use_deepspeed=False"
             )
         if self.nvme_offload and self.stage != 3:
-            return f"nvme_offload needs zero_stage 3, and it is {self.stage}: DeepSpeed's others cannot do it"
+            return f"nvme_offload needs zero_stage 3, and zero_stage is {self.stage}"
         if self.nvme_offload != (self.nvme_path is not None):
-            return "nvme_offload and nvme_path go together: the folder of a local disk in which every process may write"
+            return (
+                "nvme_offload and nvme_path go together: pass both, with a folder on a local disk in which every "
+                "process may write"
+            )
         if self.nvme_offload and not _can_be_written_to(self.nvme_path):
-            return f"nvme_path is {str(self.nvme_path)!r}: a folder that can be written to was expected"
+            return f"nvme_path is {str(self.nvme_path)!r}, expected a folder that can be written to"
         if self.max_recoveries is not None:
             return (
-                "max_recoveries means nothing with use_deepspeed: ZeRO's shards of a lost rank are lost, and DeepSpeed's "
-                "engine cannot change its ranks. Let torchrun --max-restarts start all of them again: they go on from "
-                "their last checkpoint"
+                "max_recoveries cannot be used with use_deepspeed: ZeRO's shards are lost with their rank, and "
+                "DeepSpeed's engine cannot continue with other ranks. Start with torchrun --max-restarts: it restarts "
+                "all ranks, and they continue from the newest checkpoint"
             )
         return None
 
@@ -125,9 +125,7 @@ class Services:
                 "max_recoveries",
             ):
                 if getattr(self, name) is not None:
-                    return (
-                        f"{name} is {getattr(self, name)!r}: it needs enable_fault_tolerance=True"
-                    )
+                    return f"{name} is {getattr(self, name)!r}, which needs enable_fault_tolerance=True"
             return None
         complaints = (
             whole_complaint("checkpoint_interval", self.interval, least=1),
@@ -137,7 +135,7 @@ class Services:
         return next((text for text in complaints if text is not None), None)
 
     def claims(self) -> dict[str, object]:
-        """What must be equal on all ranks, by name."""
+        """The arguments that must be equal on all ranks, by name."""
         every = dataclasses.asdict(self)
         return {name: value for name, value in every.items() if name not in _OF_ONE_RANK}
 
@@ -147,7 +145,7 @@ class Services:
 
     @functools.cached_property
     def folder(self) -> pathlib.Path:
-        """For the checkpoints."""
+        """The folder of the checkpoints."""
         given = self.checkpoint_folder or os.environ.get("ANNULUS_CHECKPOINTS")
         if given is None or given == "":
             given = pathlib.Path("checkpoints", _name_of_program())
@@ -163,7 +161,7 @@ class Services:
 
     @property
     def level(self) -> object:
-        """Of the log, as annulus.monitor writes it."""
+        """The log level as annulus.monitor spells it."""
         return self.log_level.lower() if isinstance(self.log_level, str) else self.log_level
 
     @property
@@ -199,18 +197,17 @@ class Services:
             disk = {"device": "nvme", "nvme_path": str(pathlib.Path(self.nvme_path).absolute())}
             zero["offload_optimizer"] = disk | {"pin_memory": pinned}
             if not self.cpu_offload:
-                # DeepSpeed's own size of a buffer is 10**8 elements, and there are five; and it keeps 10**9 elements in
-                # host memory all the same.
+                # By default DeepSpeed allocates five buffers of 10**8 elements, and keeps 10**9 elements in host memory
+                # nevertheless.
                 largest = max((_whole_size(p) for p in parameters), default=1)
                 zero["offload_param"] = disk | {"buffer_size": largest, "max_in_cpu": 0}
                 zero["offload_param"]["pin_memory"] = pinned
         return {
-            # A rank's tokens are part of the same sequences: there is nothing that could be counted here, and DeepSpeed
-            # asks for a number.
+            # DeepSpeed requires a number. It has no meaning here, because all ranks hold parts of the same sequences.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,  # DeepSpeed's own is 1
-            # Any optimizer: DeepSpeed would insist on its own where states are on the host.
+            "gradient_clipping": 0.0,  # the default is 1
+            # Allow any optimizer: DeepSpeed requires its own by default when states are in host memory.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": dtype == torch.bfloat16},
@@ -221,7 +218,7 @@ class Services:
 
 def _name_of_program() -> str:
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:  # typed in
+    if file is None:  # an interactive session
         return "annulus"
     path = pathlib.Path(file).absolute()
     return path.parent.name if path.stem == "__main__" else path.stem  # python -m package
@@ -235,5 +232,5 @@ def _can_be_written_to(folder: str | os.PathLike) -> bool:
 
 
 def _whole_size(parameter: nn.Parameter) -> int:
-    """Elements of all of it, also where DeepSpeed has taken it apart."""
+    """Elements of the whole parameter, also if DeepSpeed has sharded it."""
     return getattr(parameter, "ds_numel", parameter.numel())

@@ -42,7 +42,8 @@ class Training:
         training.run(1000, loss_of)
         training.close()
 
-    Every method is collective. Whatever is made for a group is made anew where :attr:`group` has changed.
+    Every method is collective. When :attr:`group` has changed, objects that were made for the old group must be made
+    again.
     """
 
     def __init__(
@@ -78,22 +79,22 @@ class Training:
 
     @property
     def model(self) -> nn.Module:
-        """What to call: the model as DistributedDataParallel or DeepSpeed has wrapped it."""
+        """The model to call, as wrapped by DistributedDataParallel or DeepSpeed."""
         return self._model
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that train now, over which a loss is to be the mean; None: this process alone."""
+        """The ranks that train now. A loss has to be the mean over their tokens. None: this process alone."""
         return self._group
 
     @property
     def done(self) -> int:
-        """Steps so far, those before the checkpoint it resumed from included."""
+        """Steps so far, including those before the checkpoint that was loaded."""
         return self._done
 
     @property
     def recoveries(self) -> int:
-        """How often it has gone on without a rank that was lost."""
+        """How often the training has continued without a lost rank."""
         return self._recoveries
 
     def _state(self) -> dict[str, object]:
@@ -108,9 +109,9 @@ class Training:
             self._checkpoints = checkpoints
 
     def _start(self, resumes: bool) -> None:
-        """With the group as it is now."""
+        """Starts with the current group."""
         services = self._services
-        # First: it gives all ranks the parameters of rank 0.
+        # This comes first, because it sends the parameters of rank 0 to all ranks.
         self._model = data_parallel(
             self._module,
             self._group,
@@ -124,17 +125,17 @@ class Training:
         )
         resumed = self._checkpoints.resume(self._state())
         self._done = resumed.step
-        if resumed.folder is None:  # what the loss of a rank before the first one leads back to
+        if resumed.folder is None:  # so that there is always a checkpoint to return to
             self._checkpoints.save(0, self._state())
 
     def step(self, loss: torch.Tensor) -> None:
-        """One step: gradients of all ranks, the optimizer's step, and a checkpoint where one is due.
+        """One step: gradients of all ranks, the optimizer's step, and a checkpoint if one is due.
 
         Args:
-            loss: of this step, the mean over the tokens of all ranks: from :func:`token_mean`.
+            loss: the loss of this step, from :func:`token_mean`: the mean over the tokens of all ranks.
         """
         if self._closed:
-            raise ConfigError("Training.step: it is closed, and would make no checkpoints any more")
+            raise ConfigError("Training.step: this training is closed: prepare a new one")
         if self._services.use_deepspeed:
             self._model.backward(loss)
             self._model.step()
@@ -153,20 +154,21 @@ class Training:
         loss_of: Callable[[int], torch.Tensor],
         report: Callable[[int, float], None] | None = None,
     ) -> None:
-        """All steps that are left of `steps`.
+        """Runs the remaining steps of `steps`.
 
-        With fault tolerance, and without DeepSpeed, a rank that is lost is a loss like this: the others agree on who is
-        left, go back to the newest checkpoint, and go on from there, `max_recoveries` times. The steps since are made
-        again. Without fault tolerance the error is raised. A training that has tried to go on in vain is closed.
+        With fault tolerance, and without DeepSpeed, the training continues after the loss of a rank, up to
+        `max_recoveries` times: the other ranks agree on who is left, load the newest checkpoint and repeat the steps
+        since. Without fault tolerance the error is raised. If a recovery fails, the training is closed.
 
         Args:
-            steps: of the whole training, those before a checkpoint included.
-            loss_of: the loss of a step, counted from 1, made with :attr:`model` and :attr:`group` as they are then. It
-                may be asked for a step again.
-            report: is told a step and its loss, after it.
+            steps: steps of the whole training, including those before a checkpoint.
+            loss_of: returns the loss of a step, counted from 1. It must use the current :attr:`model` and
+                :attr:`group`, and may be called more than once for a step.
+            report: called with a step and its loss after each step.
 
         Raises:
-            TransportError: a rank is lost, and it cannot go on. Where PyTorch has noticed it first, its own error.
+            TransportError: a rank is lost and the training cannot continue. If PyTorch has noticed the loss first, its
+                error is raised instead.
         """
         self._check_steps(steps)
         while self._done < steps:
@@ -175,12 +177,12 @@ class Training:
                 try:
                     reason = self._recover(reason)
                 except BaseException:
-                    # Its model is no longer wrapped: a step would be this rank's own, and without checkpoints.
+                    # The model is no longer wrapped: another step would be this rank's alone, without checkpoints.
                     self._end()
                     self.close()
                     raise
 
-    # The others wait in the ring of the first layer.
+    # An error must reach the other ranks in the ring of the first layer, where they wait.
     @collective(lambda self, *_: (_ring_of(self._module), None))
     def _check_steps(self, steps: object) -> None:
         wrong = whole_complaint("steps", steps)
@@ -192,7 +194,8 @@ class Training:
         loss_of: Callable[[int], torch.Tensor],
         report: Callable[[int, float], None] | None,
     ) -> str | None:
-        """One step. If a rank is lost, returns the error as a text: the error itself would keep the step's tensors alive."""
+        """One step. If a rank is lost, returns the error as a text: the error itself would keep the step's tensors
+        alive."""
         value = 0.0
         try:
             loss = loss_of(self._done + 1)
@@ -210,18 +213,19 @@ class Training:
     def _can_recover(self, error: Exception) -> bool:
         if self._group is None or self._recoveries >= self._services.recoveries:
             return False
-        # Where there are several rings, those who are left of all ranks are not those of one.
+        # With several rings, the survivors of all ranks are not those of one ring.
         one_ring = all(layer.group in (None, self._group) for layer in _layers(self._module))
         return one_ring and _is_loss(error)
 
     def _recover(self, reason: str) -> str | None:
-        """Goes back to the newest checkpoint with the ranks that are left. If another one is lost, returns the error's text."""
+        """Goes back to the newest checkpoint with the ranks that are left. If another one is lost, returns the error's
+        text."""
         before = dist.get_world_size(self._group)
         self._end()
         if isinstance(self._model, nn.parallel.DistributedDataParallel):
             self._model._remove_autograd_hooks()
         self._model = self._module
-        self._optimizer.zero_grad()  # gradients are part of its buckets
+        self._optimizer.zero_grad()  # gradients are views of the old buckets
         old, self._group = self._group, survivors(self._group)
         for layer in _layers(self._module):
             if layer.group is old:
@@ -237,24 +241,24 @@ class Training:
                 raise
             return f"{type(error).__name__}: {error}"
         _log.warning(
-            "[rank %d/%d] went on after step %d with %d of %d ranks: %s",
+            "[rank %d/%d] continued after step %d with %d of %d ranks: %s",
             *(rank, ranks, self._done, ranks, before, reason),
         )
         return None
 
     def _end(self) -> None:
-        """As a training that has failed ends its checkpoints: what was begun gets a few seconds."""
+        """Ends the checkpoints after a failure: one that is being written gets a few seconds."""
         checkpoints, self._checkpoints = self._checkpoints, None
         if checkpoints is not None:
             checkpoints.__exit__(TransportError, None, None)
 
     def memory_report(self) -> dict[str, float] | None:
-        """What the process has held so far, in the words of :class:`annulus.monitor.profile_memory`: 'peak_bytes' and so
-        on; None without profile_memory."""
+        """The report of :class:`annulus.monitor.profile_memory` so far: 'peak_bytes' and so on; None without
+        profile_memory."""
         return self._watch.memory_report()
 
     def close(self) -> None:
-        """Waits for the last checkpoint and ends the monitoring; no step may follow. Call it before
+        """Waits for the last checkpoint and ends monitoring. No step may follow. Call it before
         ``torch.distributed.destroy_process_group``. Idempotent."""
         _open.discard(self)
         self._closed = True
@@ -281,7 +285,7 @@ def _say_where_checkpoints_go(services: Services, group: dist.ProcessGroup | Non
 
 
 def close_those_of(maker: nn.Module) -> None:
-    """Ends the trainings that a module has prepared."""
+    """Closes the trainings that a module has prepared."""
     for training in [training for training in _open if training._maker() is maker]:
         training.close()
 
@@ -291,7 +295,7 @@ def _layers(model: nn.Module) -> list[RingDilatedAttention]:
 
 
 def _ring_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """That of the first of its layers: trainings log for one."""
+    """The ring of the first layer, whose rank the log shows."""
     return next((layer.group for layer in _layers(model)), None)
 
 

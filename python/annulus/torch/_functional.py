@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from annulus import ConfigError
 from annulus.torch import _fast_path
-from annulus.torch._config import text_of
+from annulus.torch._config import call_of, config_of, text_of
 from annulus.torch._operator import attend, attend_directly
 from annulus.torch._options import DEFAULTS, branch_numbers, flag_complaint, with_options
 from annulus.torch._tensor_checks import DEVICES, DTYPES, tensor_complaint
@@ -25,12 +25,24 @@ HAS_MASK = "_has_key_padding_mask"
 # Constant in a compiled graph: dynamo does not trace it. Defaults are filled in here, because dynamo takes
 # numbers in dictionaries for variables where shapes are dynamic.
 @torch.compiler.assume_constant_result
-def _text_of(names: tuple[str, ...], values: tuple, needs_gradient: bool, *call: object) -> str:
-    """Of options that are given, by name, and the other fields of Config in their order."""
-    return text_of(*call, *{**DEFAULTS, **dict(zip(names, values))}.values(), needs_gradient)
+def _text_of(names: tuple[str, ...], values: tuple, needs_gradient: bool, *arguments: object) -> str:
+    """text_of, given some of the options by name, and before them the other fields of Config in their order."""
+    return text_of(*arguments, *{**DEFAULTS, **dict(zip(names, values))}.values(), needs_gradient)
 
 
-def _call(
+def _cast_for_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if (
+        isinstance(q, torch.Tensor)
+        and q.device.type in DEVICES
+        and torch.is_autocast_enabled(q.device.type)
+        and all(isinstance(x, torch.Tensor) and x.dtype in DTYPES for x in (q, k, v))
+    ):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
+
+
+def _valid_text(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -40,16 +52,8 @@ def _call(
     dilation_rates: Sequence[int] | None,
     *others: object,
     options: dict[str, object],
-) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """(o, lse) and the configuration, given the fields of Config in their order, up to the options."""
-    if (
-        isinstance(q, torch.Tensor)
-        and q.device.type in DEVICES
-        and torch.is_autocast_enabled(q.device.type)
-        and all(isinstance(x, torch.Tensor) and x.dtype in DTYPES for x in (q, k, v))
-    ):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+) -> str:
+    """The text of a valid call's Config, given the fields of Config in their order, up to the options."""
     complaint = tensor_complaint(q, k, v, group)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
@@ -67,11 +71,7 @@ def _call(
     text = _text_of(names, values, needs_gradient, group, pattern, segments, rates, *others)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
-    if _fast_path.only_autograd_active(q, k, v):
-        o, lse = attend_directly(q, k, v, text)
-    else:
-        o, lse = attend(q, k, v, text)
-    return o, lse, text
+    return text
 
 
 @collective(lambda *_, group=None, timeout=None, **__: (group, timeout))
@@ -155,15 +155,24 @@ def ring_attention(
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    call = (group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
-    call += (group_scale, placement, n_global, timeout, has_mask)
-    plain = not torch.compiler.is_compiling()
-    signature = _fast_path.call_signature(q, k, v, call, options) if plain else None
-    text = None if signature is None else _fast_path.text_of(signature)
-    if text is not None:
-        o, lse = attend_directly(q, k, v, text)
+    arguments = (group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
+    arguments += (group_scale, placement, n_global, timeout, has_mask)
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._is_any_autocast_enabled():
+        q, k, v = _cast_for_autocast(q, k, v)
+    if compiling:
+        o, lse = attend(q, k, v, _valid_text(q, k, v, *arguments, options=options))
     else:
-        o, lse, text = _call(q, k, v, *call, options=options)
-        if signature is not None:
-            _fast_path.remember(signature, text)
+        plain = _fast_path.only_autograd_active(q, k, v)
+        signature = None
+        if plain or _fast_path.is_eager(q, k, v):
+            signature = _fast_path.call_signature(q, k, v, arguments, options)
+        call = _fast_path.known_call(signature)
+        if call is None:
+            call = call_of(config_of(_valid_text(q, k, v, *arguments, options=options)), q, k)
+            _fast_path.remember(signature, call)
+        if plain:
+            o, lse = attend_directly(q, k, v, call)
+        else:
+            o, lse = attend(q, k, v, call.config.text)
     return (o, lse) if return_lse else o

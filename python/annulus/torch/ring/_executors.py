@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,12 +10,11 @@ import torch
 import annulus
 from annulus import ConfigError, Pattern, Placement, RingAttention
 from annulus._core import ExecutorPool
-from annulus.torch._config import Config, pattern_of
+from annulus.torch._config import Call, Config, pattern_of
 from annulus.torch._memory import LOG
 
 T = TypeVar("T")
 
-MOST_CALLS = 1000  # different calls whose executors are remembered; all are forgotten when there are more
 _NO_LIMIT = 2**62
 # Executors that CUDA graphs use. Their owner may replay a graph at any time, so their memory is kept.
 _captured: dict[int, RingAttention] = {}
@@ -40,7 +38,7 @@ def make_executor(
         dtype=q.dtype,
         device=str(q.device),
         max_qkv_elements=_NO_LIMIT,
-        **config.options,
+        **config.executor_options,
     )
     if executor.recovery:
         here = f"[rank {transport.rank()}/{transport.size()}] " if transport.size() > 1 else ""
@@ -53,12 +51,10 @@ class LocalExecutors:
 
     def __init__(self) -> None:
         self.pool = ExecutorPool()
-        self._keys: dict[tuple, str] = {}
-        self._next_key = itertools.count()
 
     def run(
         self,
-        config: Config,
+        call: Call,
         q: torch.Tensor,
         k: torch.Tensor,
         body: Callable[[RingAttention], T],
@@ -66,12 +62,7 @@ class LocalExecutors:
         shape = q.shape
         if shape[0] == 0 or shape[1] == 0:
             return None
-        signature = (config.executors, shape, k.shape[2], q.dtype, q.device)
-        key = self._keys.get(signature)
-        if key is None:
-            if len(self._keys) >= MOST_CALLS:
-                self._keys.clear()
-            key = self._keys[signature] = str(next(self._next_key))
+        config, key = call
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         executor = self.pool.take(key)
         if executor is None:

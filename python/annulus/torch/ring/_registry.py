@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, RingAttention, TransportError
-from annulus.torch._config import Config
+from annulus.torch._config import Call
 from annulus.torch.ring._executors import LocalExecutors, forget_captured
 from annulus.torch.ring._group_ring import GroupRing, reason_of
 from annulus.torch.ring._process_groups import group_name, rank_in
@@ -118,16 +118,17 @@ def existing_ring(name: str) -> GroupRing | None:
 
 def run(
     what: str,
-    config: Config,
+    call: Call,
     q: torch.Tensor,
     k: torch.Tensor,
     body: Callable[[RingAttention], T],
 ) -> T | None:
     """body(executor), with the executor for this call; None where there is nothing to compute."""
+    config = call.config
     if config.group is None:
-        return _local.run(config, q, k, body)
+        return _local.run(call, q, k, body)
     with ring_of_group(config.group, config.timeout) as ring:
-        return ring.run(what, config, q, k, body)
+        return ring.run(what, call, q, k, body)
 
 
 def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:

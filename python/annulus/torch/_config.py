@@ -149,22 +149,11 @@ def pattern_of(config: Config, heads: int) -> Pattern:
     """The pattern of a configuration for this many query heads."""
     if config.pattern == "dense":
         return Pattern.dense(heads, causal=config.is_causal)
+    branches = (heads, config.segment_lengths, config.dilation_rates)
+    options = {"causal": config.is_causal, "group_scale": config.group_scale}
     if config.pattern == "head_groups":
-        return Pattern.head_groups(
-            heads,
-            config.segment_lengths,
-            config.dilation_rates,
-            causal=config.is_causal,
-            group_scale=config.group_scale,
-        )
-    return Pattern.longnet(
-        heads,
-        config.segment_lengths,
-        config.dilation_rates,
-        causal=config.is_causal,
-        offsets=config.offsets,
-        group_scale=config.group_scale,
-    )
+        return Pattern.head_groups(*branches, **options)
+    return Pattern.longnet(*branches, offsets=config.offsets, **options)
 
 
 def placement_of_lengths(name: str, lengths: list[int], n_global: int | None = None) -> Placement:

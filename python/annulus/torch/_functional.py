@@ -11,7 +11,13 @@ from annulus import ConfigError
 from annulus.torch import _fast_path
 from annulus.torch._config import call_of, config_of, text_of
 from annulus.torch._operator import attend, attend_directly
-from annulus.torch._options import DEFAULTS, branch_numbers, flag_complaint, with_options
+from annulus.torch._options import (
+    DEFAULTS,
+    branch_numbers,
+    flag_complaint,
+    refuse_unknown,
+    with_options,
+)
 from annulus.torch._tensor_checks import DEVICES, DTYPES, tensor_complaint
 from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective
@@ -149,9 +155,7 @@ def ring_attention(
         OutOfMemory: on every rank, whichever of them has no memory left; says what was tried and would fit.
     """
     has_mask = options.pop(HAS_MASK, False)
-    for name in options:
-        if name not in DEFAULTS:
-            raise TypeError(f"ring_attention() got an unexpected keyword argument {name!r}")
+    refuse_unknown("ring_attention", options, DEFAULTS)
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")

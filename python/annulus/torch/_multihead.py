@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -18,14 +17,13 @@ from annulus.torch._key_masks import (
     key_bias,
     scale_of,
 )
-from annulus.torch._modules import RingDilatedAttention
+from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
-    DEFAULTS,
     MOST_NUMBER,
     flag_complaint,
     number_complaint,
+    refuse_unknown,
     whole_complaint,
-    with_options,
 )
 from annulus.torch._published import takes_published_names
 from annulus.torch._rotary import rotate
@@ -53,11 +51,12 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         gamma_init: MAGNETO's gain of the value and output projections; initialises all projections by
             Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
         is_causal: every call is causal.
-        all others: as in :func:`ring_attention`.
+        options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern, offsets,
+            group_scale, group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names
-    @with_options
+    @with_fixed_options
     def __init__(
         self,
         embed_dim: int,
@@ -77,19 +76,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         layer_norm: bool = False,
         layer_norm_eps: float = 1e-5,
         gamma_init: float | None = None,
-        is_causal: bool = False,
-        pattern: str | None = None,
-        offsets: str = "blocked",
-        group_scale: bool = False,
-        group: dist.ProcessGroup | None = None,
-        placement: str = "contiguous",
-        timeout: float | None = None,
         **options: object,
     ):
         here = type(self).__name__
-        for name in options:
-            if name not in DEFAULTS:
-                raise TypeError(f"{here}() got an unexpected keyword argument {name!r}")
+        refuse_unknown(here, options, FIXED)
         for name, value in (
             ("dropout", dropout),
             ("add_bias_kv", add_bias_kv),
@@ -126,18 +116,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         # nn.TransformerEncoderLayer's fused path would take the weights and compute dense attention
         # itself; this is the attribute that keeps it off.
         self._qkv_same_embed_dim = False
-        self.attention = RingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            pattern=pattern,
-            is_causal=is_causal,
-            offsets=offsets,
-            group_scale=group_scale,
-            group=group,
-            placement=placement,
-            timeout=timeout,
-            **options,
-        )
+        self.attention = RingDilatedAttention(segment_lengths, dilation_rates, **options)
         self.layer_norm = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
             if layer_norm

@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -145,14 +145,36 @@ def option_complaint(name: str, value: object) -> str | None:
     return number_complaint(name, value, MOST_NUMBER)
 
 
+def refuse_unknown(where: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises the TypeError that Python raises for a function without **options."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
+
+
+def with_parameters(function: F, parameters: Iterable[inspect.Parameter]) -> F:
+    """Replaces **options in the signature of a function by these parameters, except those that it has already."""
+    signature = inspect.signature(function)
+    own = {n: p for n, p in signature.parameters.items() if p.kind != p.VAR_KEYWORD}
+    added = (p for p in parameters if p.name not in own)
+    function.__signature__ = signature.replace(parameters=[*own.values(), *added])
+    return function
+
+
 def with_options(function: F) -> F:
     """Adds the options to the signature of a function with **options, and to its docstring those that it leaves out."""
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-    for name, o in OPTIONS.items():
-        new = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=o["default"])
-        parameters.append(new.replace(annotation=o["annotation"].replace("typing.", "")))
-    function.__signature__ = signature.replace(parameters=parameters)
+    with_parameters(
+        function,
+        (
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=o["default"],
+                annotation=o["annotation"].replace("typing.", ""),
+            )
+            for name, o in OPTIONS.items()
+        ),
+    )
     head, arguments, rest = re.fullmatch(
         r"(.*\n    Args:\n)?(.*?)(\n\n    [A-Z].*)?", function.__doc__ or "", re.DOTALL
     ).groups()

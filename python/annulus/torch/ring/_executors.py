@@ -1,4 +1,4 @@
-"""Executors: how they are made, and those of calls in this process alone."""
+"""Making executors, and the executors of calls without a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from annulus.torch._memory import LOG
 T = TypeVar("T")
 
 _NO_LIMIT = 2**62
-# Executors that CUDA graphs use. Their owner may replay a graph at any time, so their memory is kept.
+# Executors that CUDA graphs use. A graph may be replayed at any time, so the memory of its executors is kept.
 _captured: dict[int, RingAttention] = {}
 
 
@@ -47,7 +47,7 @@ def make_executor(
 
 
 class LocalExecutors:
-    """Executors of calls without a group. Threads may call at the same time: each takes an executor of its own."""
+    """Executors of calls without a group. Threads that call at the same time take different executors."""
 
     def __init__(self) -> None:
         self.pool = ExecutorPool()
@@ -83,10 +83,10 @@ class LocalExecutors:
         if capturing:
             _captured[id(executor)] = executor
         result = body(executor)
-        self.pool.give_back(key, executor)  # after an error its transport may be dead
+        self.pool.give_back(key, executor)  # not after an error: its transport may have failed
         return result
 
 
 def forget_captured() -> None:
-    """Gives up the executors of CUDA graphs: these must not be replayed any more."""
+    """Drops the executors of CUDA graphs. The graphs must not be replayed any more."""
     _captured.clear()

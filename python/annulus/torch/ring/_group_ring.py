@@ -23,10 +23,10 @@ T = TypeVar("T")
 class GroupRing:
     """The ring over one process group.
 
-    An executor compares the call with those of the other ranks before rows move. Which executor a call needs depends on
-    the other ranks' lengths, which this rank does not know. It tries the executor of its last call with the same
-    key, which is nearly always right. If that is wrong on any rank, or a rank has none, or a rank refuses the
-    call, the comparison raises a ConfigError on all ranks. Then all ranks exchange their claims and lengths.
+    An executor compares the call with the calls of the other ranks before rows move. Which executor a call needs
+    depends on the lengths of the other ranks, which this rank does not know. It tries the executor of its last call
+    with the same key, which is nearly always right. If it is wrong on any rank, or a rank has none, or a rank refuses
+    the call, the comparison raises a ConfigError on all ranks. Then all ranks exchange their claims and lengths.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class GroupRing:
         raise AssertionError("compare returned although there was a complaint")
 
     def agree(self, call: str, claims: dict, own: T) -> tuple[T, ...]:
-        """Every rank's `own` (its number of tokens, or its shapes) in a call that needs no executor.
+        """The value `own` (number of tokens, or shapes) of every rank, in a call that needs no executor.
 
-        A ConfigError on all ranks unless all make this call with equal claims, also if others make another call."""
+        Raises a ConfigError on all ranks unless all of them make this call with equal claims."""
         if self.transport.size() > 1:
             with contextlib.suppress(ConfigError):
                 RingAttention.refuse(self.transport, f"this rank calls {call}")
@@ -105,14 +105,14 @@ class GroupRing:
         expected = None if executor is None else lengths
         lengths, all_knew = compare(self.transport, None, claims, q.shape[1], expected)
         if all_knew:
-            raise failure  # lengths and claims are as expected: the error has another cause
+            raise failure  # lengths and claims are as expected, so the error has another cause
         key = f"{lengths} {call.executor_key}"
         if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
             return None
         executor = self.pool.take(key)
         kept = b"" if executor is None else b"kept"
         if not all(annulus.gather_records(self.transport, kept)):
-            executor = None  # making one is collective: if one rank has none, all make theirs
+            executor = None  # construction is collective: if one rank has none, all ranks make a new one
         messages = self.messages()
         try:
             if executor is None:
@@ -145,7 +145,7 @@ class GroupRing:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error, as the other ranks get it."""
+    """The text of an error for the other ranks."""
     try:
         text = str(error)
     except Exception:

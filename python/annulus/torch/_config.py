@@ -55,11 +55,11 @@ class _ConfigMethods:
             )
         if dense == bool(self.segment_lengths) or (dense and self.group_scale):
             return (
-                "pattern 'dense' has no segment_lengths, dilation_rates or group_scale, the others need "
-                "segment_lengths and dilation_rates"
+                f"pattern {self.pattern!r}: 'dense' has no segment_lengths, dilation_rates or group_scale; the other "
+                "patterns need segment_lengths and dilation_rates"
             )
         if self.offsets != "blocked" and self.pattern != "longnet":
-            return f"offsets is {self.offsets!r}, which means something for pattern 'longnet' only"
+            return f"offsets is {self.offsets!r}, but pattern is {self.pattern!r}: offsets needs pattern 'longnet'"
         for name in ("segment_lengths", "dilation_rates"):
             values = getattr(self, name)
             if not all(is_whole(x, 1) for x in values):
@@ -157,8 +157,7 @@ def pattern_of(config: Config, heads: int) -> Pattern:
 
 
 def placement_of_lengths(name: str, lengths: list[int], n_global: int | None = None) -> Placement:
-    """The placement of these numbers of tokens per rank. Contiguous shards may have any lengths, unless
-    n_global says how many tokens there are to share out."""
+    """The placement of shards of these lengths. Contiguous shards may have any lengths, unless n_global is given."""
     tokens = sum(lengths) if n_global is None else n_global
     placement = Placement.named(name, tokens, len(lengths))
     if all(placement.local_tokens(r) == n for r, n in enumerate(lengths)):

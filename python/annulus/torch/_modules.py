@@ -72,11 +72,11 @@ class RingDilatedAttention(nn.Module):
         is_causal: bool | None = None,
         n_global: int | None = None,
     ) -> torch.Tensor:
-        """The output for this rank's queries, like `query`.
+        """The output for this rank's queries, with the shape and dtype of `query`.
 
         Args:
             query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
-            is_causal: overrides the module's own; None: does not.
+            is_causal: overrides the value of the module; None: the module's.
             n_global: as in :func:`ring_attention`.
         """
         causal = self.is_causal if is_causal is None else is_causal
@@ -99,7 +99,7 @@ class RingDilatedAttention(nn.Module):
         return f"{shown}, is_causal={self.is_causal}, placement={self.placement!r}"
 
     def __getstate__(self) -> dict[str, object]:
-        # A process group cannot be copied or stored: copies share it, files do without.
+        # A process group cannot be stored. Its name is, so that copies in this process find the same group.
         state = dict(self.__dict__)
         state["group"] = group_name(self.group)
         return state

@@ -438,7 +438,7 @@ def damaged(change: str) -> None:
         at.check_ring(WORLD)
     except annulus.TransportError as error:
         assert error.rank == 0 and "rank 1: " in str(error), error
-        assert ("byte 7" if change == "blocks" else "came wrong from rank 0") in str(error), error
+        assert ("byte 7" if change == "blocks" else "received a wrong tensor from rank 0") in str(error), error
     else:
         raise AssertionError(f"damaged {change} went unnoticed")
     for name, function in kept.items():

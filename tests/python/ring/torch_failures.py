@@ -464,7 +464,7 @@ def death(how: str) -> None:
         try:
             at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=4.0)
         except annulus.TransportError as error:
-            assert error.rank == 1 and "The ring before this one ended so" in str(error), error
+            assert error.rank == 1 and "The ring before this one failed" in str(error), error
             print(f"rank {dist.get_rank()} misses rank {error.rank} ({how})", flush=True)
         else:
             raise AssertionError("a ring without rank 1 worked")

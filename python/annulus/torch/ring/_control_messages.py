@@ -113,7 +113,7 @@ class ControlMessages:
         return next((each for each in latest if each is not None and each.kind == LEAVES), None)
 
     def awaited(self, rank: int, peer: int) -> int:
-        """The rank that causes the wait of `rank` for `peer`: peer itself, or the rank that peer waits for, and so on."""
+        """The rank that causes the wait of `rank` for `peer`: peer, or the rank that peer waits for, and so on."""
         seen = {rank}
         while peer not in seen:
             seen.add(peer)

@@ -43,7 +43,8 @@ def ring_pass(
 
     Args:
         tensor: on the CPU or a CUDA device, of any dtype that is not quantized, any shape and strides. The dtype, the
-            number of axes, the kind of device and whether a gradient is needed are equal on all ranks; sizes may differ.
+            number of axes, the kind of device and whether a gradient is needed are the same on all ranks; sizes may
+            differ.
         group: the ranks of the ring; None: this process alone, which gets a copy.
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
 
@@ -52,9 +53,9 @@ def ring_pass(
         on several hosts. Otherwise they go through host memory, and the call waits for them.
 
     Raises:
-        ConfigError: wrong arguments, on every rank, whichever rank they are wrong on; the ranks' calls differ; two
-            threads call on one group at a time.
-        TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
+        ConfigError: an argument is wrong on any rank; the ranks' calls differ; two threads call on one group at the
+            same time. Raised on every rank.
+        TransportError: a rank died, left or took too long; its ``rank`` is the rank at fault, if known.
     """
     return _pass_on("ring_pass", {"tensor": tensor}, group, timeout)[0]
 
@@ -115,7 +116,7 @@ def _pass_on(
     group: dist.ProcessGroup | None,
     timeout: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    name = group_name(group)  # refuses what is no group
+    name = group_name(group)
     complaint = _complaint(tensors) or timeout_complaint(timeout)
     if complaint is not None:
         raise ConfigError(f"{call}: {complaint}")
@@ -188,7 +189,7 @@ def _move(hop: _Hop, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...
         arrived = with_room(_empty, packed, [places[-1][1]])
         exchange(ring.transport, [(target, packed)], [(source, arrived)])
     return tuple(
-        # .data, so that autograd does not treat the results as views of one tensor, which must not be modified in place.
+        # .data, because autograd forbids to modify several views of one tensor in place.
         arrived[first:last].view(x.dtype).view(shape).data
         for x, shape, (first, last) in zip(tensors, shapes[source], places)
     )

@@ -132,7 +132,7 @@ def run(
 
 
 def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:
-    """The number of tokens of every rank of a group. A ConfigError unless all ranks make this call with equal claims."""
+    """The number of tokens of every rank of a group. ConfigError unless all ranks make this call with equal claims."""
     with ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
         return ring.agree(call, claims, tokens)

@@ -1,4 +1,4 @@
-"""Waits that end with a connection, on threads that can be left behind."""
+"""Waits for long messages end when their connection ends. Their threads can be abandoned."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support import comes_true
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from annulus.torch.ring import _patience
-from annulus.torch.ring._patience import Waiters
+from annulus.torch.ring import _long_messages
+from annulus.torch.ring._long_messages import Waiters
 
 LIMIT = datetime.timedelta(seconds=120)
 
@@ -62,7 +62,7 @@ def test_waits_share_a_thread_and_give_their_errors() -> None:
 def test_a_message_that_was_whole_at_the_end_of_its_connection_is_taken(
     told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_patience, "_GRACE", 120.0)
+    monkeypatch.setattr(_long_messages, "_GRACE", 120.0)
     waiters = Waiters()
 
     def ended(peer: int) -> bool:

@@ -78,7 +78,7 @@ def _work(jobs: queue.SimpleQueue) -> None:
             work.wait(limit)
             answers.put(None)
         except RuntimeError as error:
-            # The text only: an exception refers to its frames, which would keep the ring alive until garbage collection.
+            # The text only: an exception refers to frames, which would keep the ring alive until garbage collection.
             answers.put(str(error))
         del job, work, answers  # they refer to the executor's memory
 

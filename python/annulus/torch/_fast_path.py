@@ -31,7 +31,7 @@ def _function_mode_active() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-def is_eager(*tensors: torch.Tensor) -> bool:
+def is_eager(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether there is no compiler, tracer or transform (torch.func), and no tensor subclass."""
     return (
         not torch.compiler.is_compiling()
@@ -44,7 +44,7 @@ def is_eager(*tensors: torch.Tensor) -> bool:
 def only_autograd_active(*tensors: torch.Tensor) -> bool:
     """Whether only autograd takes part in a call: no compiler, tracer, profiler or mode, and no tensor subclass."""
     return (
-        is_eager(*tensors)
+        is_eager(tensors)
         and torch._C._len_torch_dispatch_stack() == 0
         and (torch._C._len_torch_function_stack() == 0 or not _function_mode_active())
         and not torch.autograd._profiler_enabled()

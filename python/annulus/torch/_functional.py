@@ -157,7 +157,8 @@ def ring_attention(
         OutOfMemory: memory ran out on any rank. Raised on every rank; says what was tried and what would fit.
     """
     has_mask = options.pop(HAS_MASK, False)
-    refuse_unknown("ring_attention", options, DEFAULTS)
+    if options:
+        refuse_unknown("ring_attention", options, DEFAULTS)
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
@@ -171,7 +172,7 @@ def ring_attention(
     else:
         plain = _fast_path.only_autograd_active(q, k, v)
         signature = None
-        if plain or _fast_path.is_eager(q, k, v):
+        if plain or _fast_path.is_eager((q, k, v)):
             signature = _fast_path.call_signature(q, k, v, arguments, options)
         call = _fast_path.known_call(signature)
         if call is None:

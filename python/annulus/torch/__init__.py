@@ -4,11 +4,11 @@
 
     o = ring_attention(q, k, v, segment_lengths=[2048, 8192], dilation_rates=[1, 4], is_causal=True)
 
-Tensors may be on the CPU or on a CUDA device, whose current stream does the work: calls do not wait for it.
-Workspaces there come from PyTorch's allocator. With ``group=`` every rank passes its shard of the sequence; see
+Tensors may be on the CPU or on a CUDA device. There, calls enqueue work on the current stream without waiting for it,
+and workspaces come from PyTorch's allocator. With ``group=`` every rank passes its shard of the sequence; see
 :func:`ring_attention`.
 
-Attention is in this package itself. Its rooms are :mod:`annulus.torch.ring` (connections between ranks),
+Attention is in this package itself. Its sub-packages are :mod:`annulus.torch.ring` (connections between ranks),
 :mod:`annulus.torch.training`, :mod:`annulus.torch.checkpoints`, :mod:`annulus.torch.faults` and
 :mod:`annulus.torch.variants` (names of published code). All public names can be imported from here.
 """
@@ -107,7 +107,7 @@ __all__ = [
 for _name in __all__:
     if not globals()[_name].__module__.endswith(".variants"):
         globals()[_name].__module__ = __name__
-# Modules that torch.save has stored name the modules that defined their classes before there were sub-packages.
+# Models that torch.save stored before there were sub-packages refer to the modules that defined their classes then.
 for _old, _new in {
     "_advanced": "training._advanced",
     "_longnet": "training._longnet",

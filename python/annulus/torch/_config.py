@@ -1,12 +1,13 @@
-"""Config: everything about a call that is not a tensor, and what follows from it (pattern, placement)."""
+"""Config: the options of one call of ring_attention, validated. Call: a Config and the shapes of the tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+from typing import NamedTuple
 
-import numpy as np
+import torch
 
 from annulus import ConfigError, Pattern, Placement
 from annulus.torch._options import (
@@ -25,17 +26,18 @@ from annulus.torch._options import (
     whole_complaint,
 )
 
-_MOST_TEXTS = 1000
+MOST_CALLS = 1000  # different calls that one cache holds
 
 
-class _Call:
-    """Everything about a call that is not a tensor.
+class _ConfigMethods:
+    """The methods of Config, whose fields are listed below.
 
-    Operators take it as JSON text, which is complete: another process may load a compiled graph that holds it.
+    Operators of PyTorch take a Config as JSON text. The text is complete, because another process may load a compiled
+    graph that holds it.
     """
 
     def complaint(self) -> str | None:
-        """What is wrong with the call, as far as that does not depend on its tensors."""
+        """What is wrong with the options; None: nothing."""
         complaints = [name_complaint(n, getattr(self, n), names) for n, names in NAMES.items()]
         complaints += [option_complaint(name, getattr(self, name)) for name in OPTIONS]
         complaints += [flag_complaint(n, getattr(self, n)) for n in ("is_causal", "group_scale")]
@@ -53,45 +55,47 @@ class _Call:
             )
         if dense == bool(self.segment_lengths) or (dense and self.group_scale):
             return (
-                "pattern 'dense' has no segment_lengths, dilation_rates or group_scale, the others need "
-                "segment_lengths and dilation_rates"
+                f"pattern {self.pattern!r}: 'dense' has no segment_lengths, dilation_rates or group_scale; the other "
+                "patterns need segment_lengths and dilation_rates"
             )
         if self.offsets != "blocked" and self.pattern != "longnet":
-            return f"offsets is {self.offsets!r}, which means something for pattern 'longnet' only"
+            return f"offsets is {self.offsets!r}, but pattern is {self.pattern!r}: offsets needs pattern 'longnet'"
         for name in ("segment_lengths", "dilation_rates"):
             values = getattr(self, name)
             if not all(is_whole(x, 1) for x in values):
                 return f"{name} is {list(values)}: whole numbers from 1 to 2**63 - 1 were expected"
         return None
 
+    @functools.cached_property
     def text(self) -> str:
+        """The fields as JSON; config_of is the inverse."""
         # Numbers of NumPy and tensors of one element are valid, too. Not dataclasses.astuple, which copies the values.
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         return json.dumps(fields, default=plain)
 
     @functools.cached_property
-    def executors(self) -> str:
-        """The text of the part that executors depend on."""
-        calls = {name: o["default"] for name, o in OF_CALLS.items()}
-        return dataclasses.replace(self, timeout=None, **calls).text()
+    def executor_text(self) -> str:
+        """The text without the fields on which executors do not depend."""
+        defaults = {name: o["default"] for name, o in OF_CALLS.items()}
+        return dataclasses.replace(self, timeout=None, **defaults).text
 
     @functools.cached_property
-    def options(self) -> dict[str, object]:
-        """The arguments of annulus.RingAttention."""
+    def executor_options(self) -> dict[str, object]:
+        """The options as arguments of annulus.RingAttention."""
         return {name: getattr(self, name) for name in (*OF_EXECUTORS, "backward")}
 
     @functools.cached_property
     def claims(self) -> dict[str, object]:
-        """What must be equal on all ranks, by name."""
-        every = dataclasses.asdict(self)
-        said = {
-            MASKED: every.pop("has_key_padding_mask"),
-            "whether gradients are needed": every.pop("backward"),
+        """The values that must be equal on all ranks, by name."""
+        fields = dataclasses.asdict(self)
+        renamed = {
+            MASKED: fields.pop("has_key_padding_mask"),
+            "whether gradients are needed": fields.pop("backward"),
         }
-        return said | {name: value for name, value in every.items() if name not in OF_ONE_RANK}
+        return renamed | {name: value for name, value in fields.items() if name not in OF_ONE_RANK}
 
 
-# The fields, in the order of text_of's arguments.
+# The order of the fields is that of text_of's arguments.
 Config = dataclasses.make_dataclass(
     "Config",
     [
@@ -109,76 +113,51 @@ Config = dataclasses.make_dataclass(
         *((name, o["annotation"]) for name, o in OPTIONS.items()),
         ("backward", "bool"),  # whether gradients are needed
     ],
-    bases=(_Call,),
+    bases=(_ConfigMethods,),
     frozen=True,
 )
 
 
-# Texts and configurations of the calls so far. Programs make few different calls; if there are many, all are forgotten.
-# Only calls whose arguments are immutable: a tensor that holds another number is still the same object.
-_CONSTANTS = (str, int, float, type(None), np.generic)
-_texts: dict[tuple, str] = {}
-_configs: dict[str, Config] = {}
+def text_of(*fields: object) -> str:
+    """The text of a Config with these fields, in their order. If one is wrong: "!" and what is wrong with it."""
+    config = Config(*fields)
+    complaint = config.complaint()
+    return config.text if complaint is None else "!" + complaint
 
 
-def text_of(*values: object) -> str:
-    """The text of a configuration, given the fields in their order; or "!" and what is wrong with it."""
-    # With the types, because 6 == 6.0 == np.int64(6) and 1 == True: one is not valid because another is.
-    key = (values, *map(type, values), *map(type, values[2]), *map(type, values[3]))
-    try:
-        text = _texts.get(key)
-    except Exception:  # an argument that cannot be hashed, which is hardly valid
-        key = text = None
-    if text is None:
-        config = Config(*values)
-        complaint = config.complaint()
-        if complaint is not None:
-            return "!" + complaint
-        text = config.text()
-        if key is not None and all(
-            isinstance(x, _CONSTANTS) for x in (*values[:2], *values[2], *values[3], *values[4:])
-        ):
-            if len(_texts) >= _MOST_TEXTS:
-                _texts.clear()
-            _texts[key] = text
-    return text
-
-
+@functools.lru_cache(maxsize=MOST_CALLS)
 def config_of(text: str) -> Config:
-    config = _configs.get(text)
-    if config is None:
-        if len(_configs) >= _MOST_TEXTS:
-            _configs.clear()
-        config = Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
-        _configs[text] = config
-    return config
+    """The Config of a text, whose values are plain numbers, strings and tuples."""
+    return Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
+
+
+class Call(NamedTuple):
+    """A call of ring_attention without the contents of its tensors."""
+
+    config: Config
+    executor_key: str  # of the executors that can run it
+
+
+def call_of(config: Config, q: torch.Tensor, k: torch.Tensor) -> Call:
+    batch, tokens, heads, head_dim = q.shape
+    # The shape first: keys are compared from the beginning.
+    shape = f"{batch} {tokens} {heads} {k.shape[2]} {head_dim}"
+    return Call(config, f"{shape} {q.dtype} {q.device} {config.executor_text}")
 
 
 def pattern_of(config: Config, heads: int) -> Pattern:
     """The pattern of a configuration for this many query heads."""
     if config.pattern == "dense":
         return Pattern.dense(heads, causal=config.is_causal)
+    branches = (heads, config.segment_lengths, config.dilation_rates)
+    options = {"causal": config.is_causal, "group_scale": config.group_scale}
     if config.pattern == "head_groups":
-        return Pattern.head_groups(
-            heads,
-            config.segment_lengths,
-            config.dilation_rates,
-            causal=config.is_causal,
-            group_scale=config.group_scale,
-        )
-    return Pattern.longnet(
-        heads,
-        config.segment_lengths,
-        config.dilation_rates,
-        causal=config.is_causal,
-        offsets=config.offsets,
-        group_scale=config.group_scale,
-    )
+        return Pattern.head_groups(*branches, **options)
+    return Pattern.longnet(*branches, offsets=config.offsets, **options)
 
 
 def placement_of_lengths(name: str, lengths: list[int], n_global: int | None = None) -> Placement:
-    """The placement of these numbers of tokens per rank. Contiguous shards may have any lengths, unless
-    n_global says how many tokens there are to share out."""
+    """The placement of shards of these lengths. Contiguous shards may have any lengths, unless n_global is given."""
     tokens = sum(lengths) if n_global is None else n_global
     placement = Placement.named(name, tokens, len(lengths))
     if all(placement.local_tokens(r) == n for r, n in enumerate(lengths)):

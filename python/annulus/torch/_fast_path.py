@@ -1,7 +1,7 @@
-"""The fast path: no dispatcher and no validation if an identical call succeeded before.
+"""The fast path: no dispatcher and no validation if an identical call was valid before.
 
 PyTorch's work around a registered operator, and the validation of a call, take longer than the attention of a few
-thousand tokens on a GPU. A call without a group takes the fast path if only autograd takes part in it.
+thousand tokens on a GPU.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from annulus.torch._config import MOST_CALLS, Call
+
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-# The configuration texts of valid calls, by call signature. Programs make few different calls; if there are many, all are
-# forgotten and validated again. Only calls whose arguments are immutable: a tensor that holds another number is still
-# the same object.
-_texts: dict[tuple, str] = {}
-_MOST_TEXTS = 1000
+# Valid calls by their signatures. Programs make few different calls; if there are many, all are forgotten and validated
+# again. Only calls whose arguments are immutable: a tensor that holds another number is still the same object.
+_calls: dict[tuple, Call] = {}
 _CONSTANTS = (str, int, float, type(None), np.generic)
 _LISTS = (list, tuple)
 
@@ -31,16 +31,23 @@ def _function_mode_active() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
+def is_eager(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether there is no compiler, tracer or transform (torch.func), and no tensor subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
 def only_autograd_active(*tensors: torch.Tensor) -> bool:
     """Whether only autograd takes part in a call: no compiler, tracer, profiler or mode, and no tensor subclass."""
     return (
-        not torch.compiler.is_compiling()
+        is_eager(tensors)
         and torch._C._len_torch_dispatch_stack() == 0
         and (torch._C._len_torch_function_stack() == 0 or not _function_mode_active())
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
         and not torch.autograd._profiler_enabled()
-        and _PLAIN.issuperset(map(type, tensors))
         and not any(map(torch.is_neg, tensors))  # the lazy negation bit: the memory has the other sign
     )
 
@@ -49,29 +56,24 @@ def call_signature(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    call: tuple,
+    arguments: tuple,
     options: dict[str, object],
 ) -> tuple | None:
-    """Everything that the validity and the text of a call depend on. None: the call cannot take the fast path.
+    """Everything on which the validity of an eager call and its Call depend. None: it has to be validated again.
 
-    `call` has its fields of Config before the options.
+    `arguments` has the fields of Config before the options.
     """
-    group, pattern, segment_lengths, dilation_rates = call[:4]
-    if (
-        group is not None
-        or not only_autograd_active(q, k, v)
-        or torch._C._is_any_autocast_enabled()
-        or forward_ad._current_level >= 0
-    ):
+    if forward_ad._current_level >= 0:
         return None
+    group, pattern, segment_lengths, dilation_rates = arguments[:4]
     numbers: tuple = ()
     if segment_lengths is not None or dilation_rates is not None:
         if type(segment_lengths) not in _LISTS or type(dilation_rates) not in _LISTS:
             return None  # an iterator, perhaps, which can be read only once
-        call = (pattern, len(segment_lengths), *call[4:])
+        arguments = (group, pattern, len(segment_lengths), *arguments[4:])
         numbers = (*segment_lengths, *dilation_rates)
     if options:
-        call = (*call, *options, *options.values())
+        arguments = (*arguments, *options, *options.values())
     try:
         tensors = (
             *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
@@ -80,22 +82,24 @@ def call_signature(
     except RuntimeError:  # nested tensors have no shape
         return None
     # With the types, because 1 == True and 6 == 6.0: one is not valid because another is.
-    return tensors, call, numbers, (*map(type, call), *map(type, numbers))
+    return tensors, arguments, numbers, (*map(type, arguments), *map(type, numbers))
 
 
-def text_of(signature: tuple) -> str | None:
-    """The text of an earlier valid call with this signature."""
+def known_call(signature: tuple | None) -> Call | None:
+    """The earlier valid call with this signature."""
     try:
-        return _texts.get(signature)
+        return _calls.get(signature)
     except TypeError:  # an argument that cannot be hashed, which is hardly valid
         return None
 
 
-def remember(signature: tuple, text: str) -> None:
-    """Stores the text of a valid call."""
-    _, call, numbers, _ = signature
-    if not all(isinstance(x, _CONSTANTS) for x in (*call, *numbers)):
+def remember(signature: tuple | None, call: Call) -> None:
+    """Stores a valid call."""
+    if signature is None:
         return
-    if len(_texts) >= _MOST_TEXTS:
-        _texts.clear()
-    _texts[signature] = text
+    _, arguments, numbers, _ = signature
+    if not all(isinstance(x, _CONSTANTS) for x in (*arguments, *numbers)):
+        return
+    if len(_calls) >= MOST_CALLS:
+        _calls.clear()
+    _calls[signature] = call

@@ -9,28 +9,46 @@ import torch.distributed as dist
 
 from annulus import ConfigError
 from annulus.torch import _fast_path
-from annulus.torch._config import text_of
+from annulus.torch._config import call_of, config_of, text_of
 from annulus.torch._operator import attend, attend_directly
-from annulus.torch._options import DEFAULTS, branch_numbers, flag_complaint, with_options
+from annulus.torch._options import (
+    DEFAULTS,
+    branch_numbers,
+    flag_complaint,
+    refuse_unknown,
+    with_options,
+)
 from annulus.torch._tensor_checks import DEVICES, DTYPES, tensor_complaint
 from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
 
-# An argument of ring_attention that modules pass when some columns of q and k stand for a key_padding_mask: all ranks
-# have to pass one, or none.
+# A private argument of ring_attention: some columns of q and k represent a key_padding_mask. Either all ranks or none
+# pass a mask.
 HAS_MASK = "_has_key_padding_mask"
 
 
-# Constant in a compiled graph: dynamo does not trace it. Defaults are filled in here, because dynamo takes
-# numbers in dictionaries for variables where shapes are dynamic.
+# Its result is a constant in a compiled graph: dynamo does not trace it. Defaults are filled in here, because with
+# dynamic shapes dynamo treats numbers in dictionaries as variables.
 @torch.compiler.assume_constant_result
-def _text_of(names: tuple[str, ...], values: tuple, needs_gradient: bool, *call: object) -> str:
-    """Of options that are given, by name, and the other fields of Config in their order."""
-    return text_of(*call, *{**DEFAULTS, **dict(zip(names, values))}.values(), needs_gradient)
+def _text_of(names: tuple[str, ...], values: tuple, needs_gradient: bool, *arguments: object) -> str:
+    """Calls text_of. `arguments` has the fields of Config before the options; options are given by name or default."""
+    return text_of(*arguments, *{**DEFAULTS, **dict(zip(names, values))}.values(), needs_gradient)
 
 
-def _call(
+def _cast_for_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if (
+        isinstance(q, torch.Tensor)
+        and q.device.type in DEVICES
+        and torch.is_autocast_enabled(q.device.type)
+        and all(isinstance(x, torch.Tensor) and x.dtype in DTYPES for x in (q, k, v))
+    ):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
+
+
+def _valid_text(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -40,16 +58,8 @@ def _call(
     dilation_rates: Sequence[int] | None,
     *others: object,
     options: dict[str, object],
-) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """(o, lse) and the configuration, given the fields of Config in their order, up to the options."""
-    if (
-        isinstance(q, torch.Tensor)
-        and q.device.type in DEVICES
-        and torch.is_autocast_enabled(q.device.type)
-        and all(isinstance(x, torch.Tensor) and x.dtype in DTYPES for x in (q, k, v))
-    ):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+) -> str:
+    """The text of a valid call's Config, given the fields of Config in their order, up to the options."""
     complaint = tensor_complaint(q, k, v, group)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
@@ -67,11 +77,7 @@ def _call(
     text = _text_of(names, values, needs_gradient, group, pattern, segments, rates, *others)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
-    if _fast_path.only_autograd_active(q, k, v):
-        o, lse = attend_directly(q, k, v, text)
-    else:
-        o, lse = attend(q, k, v, text)
-    return o, lse, text
+    return text
 
 
 @collective(lambda *_, group=None, timeout=None, **__: (group, timeout))
@@ -96,16 +102,18 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a group.
 
-    Every rank passes its shard and gets its shard of the output; gradients flow back the same way. The
-    result is that of one process holding the whole sequence, whatever the number of ranks and the
-    placement: masks and dilation follow the tokens' positions in the whole sequence.
+    Every rank passes its shard and gets its shard of the output and, in backward, of the gradients. The
+    result is the same as in one process with the whole sequence, for any number of ranks and any
+    placement: masks and dilation depend on the tokens' positions in the whole sequence.
 
-    On a CUDA device work is enqueued on the current stream, and the call returns without waiting for it. A
-    graph (``torch.cuda.graph``) of a call in one process can be captured once the same call has been made
-    before. It uses the workspace that other calls of the same shape use, too: replay it on the stream on
-    which these are made, or order them by events. On a group, a call waits for the other ranks to make it,
-    too. Rows go from device to device between processes of one host, and between hosts by a group whose CUDA
-    backend is NCCL; else through host memory, and the call waits for them.
+    On a CUDA device the call enqueues work on the current stream and returns without waiting for it. With a
+    group, the call waits until the other ranks make it, too. Rows go from device to device between processes of
+    one host, and between hosts if the group's CUDA backend is NCCL. Otherwise they go through host memory, and
+    the call waits for them.
+
+    A call without a group can be captured in a graph (``torch.cuda.graph``) if the same call has been made
+    before. The graph uses the same workspace as other calls of this shape: replay it on their stream, or order
+    them by events.
 
     Args:
         q: [batch, local tokens, heads, head_dim] on the CPU or a CUDA device; float32, bfloat16 or float16,
@@ -114,10 +122,10 @@ def ring_attention(
         k, v: the same with as many or fewer heads (a divisor: grouped-query attention). Query head h uses
             head h // (heads // kv_heads) of k and v: neighbours share one.
         segment_lengths, dilation_rates: one branch each, as in LongNet; without them attention is dense.
-        pattern: "dense", "longnet" (every head is in every branch) or "head_groups" (the branches share
-            the heads out); None: "dense" without segment lengths, else "longnet".
+        pattern: "dense", "longnet" (every head is in every branch) or "head_groups" (every head is in one
+            branch); None: "dense" without segment lengths, else "longnet".
         is_causal: tokens attend to themselves and earlier positions only.
-        offsets: of a dilated branch's rows, by head: "blocked" or "interleaved".
+        offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved".
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps for it every branch's output of the
             rows that the branch selects.
@@ -126,44 +134,52 @@ def ring_attention(
         group: the ranks of the ring; None: this process alone.
         placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make
             shards with :func:`shard`; contiguous shards may also have lengths of your own.
-        n_global: tokens of the whole sequence, on all ranks or none: the shards must then have the lengths
-            that the placement gives them. A check, which saves nothing: lengths are part of what the ranks
-            agree on in any case.
+        n_global: tokens of the whole sequence, on all ranks or none. The shards must then have the lengths
+            that the placement gives them. This is only a check: ranks compare their lengths in any case.
         schedule: "ring", "gather" or "auto".
-        reproducible: the same bits for every number of ranks and every placement; slower.
+        reproducible: gives the same bits for every number of ranks and every placement; slower.
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
         max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
-        recover: when memory runs out on any rank, all try again with less: without what is cached, some
-            sequences, then some heads at a time, then by schedule "ring". The results are the same (to rounding,
-            unless reproducible); the logger "annulus" says what was done. False: the first failure is the error.
-        allow_half: when all that is not enough for float32, compute in bfloat16. The result is float32 with
-            bfloat16's precision.
+        recover: when memory runs out on any rank, all ranks try again with less: without cached workspaces, with
+            some sequences at a time, with some heads at a time, with schedule "ring". The results are the same (up
+            to rounding, unless reproducible). The logger "annulus" reports what was done. False: the first failure
+            is an error.
+        allow_half: if recovery is not enough for float32, compute in bfloat16. The result is float32 with the
+            precision of bfloat16.
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
         return_lse: also return the log-sum-exp of every row, [batch, local tokens, heads], without
             gradient.
 
     Raises:
-        ConfigError: wrong arguments, on every rank, whichever rank they are wrong on; the ranks' calls
-            differ; two threads call on one group at a time.
-        TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
-        OutOfMemory: on every rank, whichever of them has no memory left; says what was tried and would fit.
+        ConfigError: an argument is wrong on any rank; the ranks' calls differ; two threads call on one group at
+            the same time. Raised on every rank.
+        TransportError: a rank died, left or took too long; its ``rank`` is the rank at fault, if known.
+        OutOfMemory: memory ran out on any rank. Raised on every rank; says what was tried and what would fit.
     """
     has_mask = options.pop(HAS_MASK, False)
-    for name in options:
-        if name not in DEFAULTS:
-            raise TypeError(f"ring_attention() got an unexpected keyword argument {name!r}")
+    if options:
+        refuse_unknown("ring_attention", options, DEFAULTS)
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    call = (group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
-    call += (group_scale, placement, n_global, timeout, has_mask)
-    plain = not torch.compiler.is_compiling()
-    signature = _fast_path.call_signature(q, k, v, call, options) if plain else None
-    text = None if signature is None else _fast_path.text_of(signature)
-    if text is not None:
-        o, lse = attend_directly(q, k, v, text)
+    arguments = (group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
+    arguments += (group_scale, placement, n_global, timeout, has_mask)
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._is_any_autocast_enabled():
+        q, k, v = _cast_for_autocast(q, k, v)
+    if compiling:
+        o, lse = attend(q, k, v, _valid_text(q, k, v, *arguments, options=options))
     else:
-        o, lse, text = _call(q, k, v, *call, options=options)
-        if signature is not None:
-            _fast_path.remember(signature, text)
+        plain = _fast_path.only_autograd_active(q, k, v)
+        signature = None
+        if plain or _fast_path.is_eager((q, k, v)):
+            signature = _fast_path.call_signature(q, k, v, arguments, options)
+        call = _fast_path.known_call(signature)
+        if call is None:
+            call = call_of(config_of(_valid_text(q, k, v, *arguments, options=options)), q, k)
+            _fast_path.remember(signature, call)
+        if plain:
+            o, lse = attend_directly(q, k, v, call)
+        else:
+            o, lse = attend(q, k, v, call.config.text)
     return (o, lse) if return_lse else o

@@ -1,4 +1,4 @@
-"""Masks of keys: a key_padding_mask as more columns of q and k, and the matrix of weights that a caller may ask for."""
+"""key_padding_mask, computed with additional columns of q and k; and the matrix of attention weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from annulus.torch._functional import HAS_MASK, ring_attention
 from annulus.torch._modules import RingDilatedAttention
 
-MOST_HEAD_DIM = 248  # with a mask: 256 less the columns that it takes
-# Its square times the scale, subtracted from a score, gives far less than any other score. float16 holds it.
+MOST_HEAD_DIM = 248  # with a mask: 256 less the 8 columns of the mask
+# A score minus the square of this number times the scale is far below all other scores. float16 can represent it.
 _LARGE = 60000.0
-# The part of a bias that exceeds float16 has a column of its own, divided by this.
+# The part of a bias that exceeds the range of float16 is in another column, divided by this.
 _REST = 256.0
 
 
 def key_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to a key's scores, in float32 or wider; -inf: the key is left out."""
+    """The bias that is added to each key's scores, in float32 or wider; -inf: the key is ignored."""
     wide = dtype if dtype == torch.float64 else torch.float32
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=wide).masked_fill_(mask, -torch.inf)
@@ -38,23 +38,23 @@ def attend_with_bias(
     causal: bool,
     n_global: int | None,
 ) -> torch.Tensor:
-    """Attention with a bias of each key, as eight more columns of q and k.
+    """Attention with a bias for each key, computed with eight additional columns of q and k.
 
     Column 0: q has 1, k the bias divided by the scale. Column 1: q has a large number, and k its negative if the key is
-    left out (a bias of -inf), else 0. Column 2: what float16 cannot hold of column 0; with a scale of 1/16, a bias of
-    -10,000 is too large already. The others are 0: head_dim has to be a multiple of 8.
+    ignored (a bias of -inf), else 0. Column 2: the part of column 0 that exceeds the range of float16; with a scale of
+    1/16, this happens from a bias of -10,000 on. The other columns are 0, because head_dim has to be a multiple of 8.
     """
     head_dim = q.shape[3]
     scale = scale_of(attention, head_dim)
     out = bias == -torch.inf
     most = torch.finfo(q.dtype).max
-    # At most a tenth of what a key that is left out gets.
+    # At most a tenth of the bias of an ignored key.
     whole = (bias.masked_fill(out, 0) / scale).clamp(min=-0.1 * _LARGE * _LARGE)
     part = whole.clamp(-most, most)
-    # A gradient of this column could overflow where that of the first one does not.
+    # detach(): the gradient of this column could overflow although that of column 0 does not.
     rest = ((whole - part).detach() / _REST).clamp(-most, most)
     columns = torch.stack([part.to(q.dtype), out.to(q.dtype) * -_LARGE, rest.to(q.dtype)], -1)
-    # Filled on the device: a copy from the host would wait, and cannot be part of a CUDA graph.
+    # Filled on the device: a copy from the host would wait, and a CUDA graph cannot capture it.
     ones = torch.cat([q.new_ones(1), q.new_full((1,), _LARGE), q.new_full((1,), _REST)])
     ones = F.pad(ones, (0, 5))
     q8 = torch.cat([q, ones.expand(*q.shape[:3], 8)], -1)
@@ -63,7 +63,7 @@ def attend_with_bias(
     changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
     changes[HAS_MASK] = True
     o, lse = ring_attention(q8, k8, v8, **{**attention._options(), **changes})
-    # Rows that attend to no key, or only to keys that are left out.
+    # Rows that attend to no key, or only to ignored keys.
     empty = (lse < -0.5 * _LARGE * _LARGE * scale)[..., None]
     return o[..., : head_dim].masked_fill(empty, 0)
 

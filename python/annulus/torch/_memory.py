@@ -1,5 +1,4 @@
-"""Memory of CUDA devices from PyTorch's allocator: it then counts our workspaces, and uses their memory again. And
-what to do when there is none left for results."""
+"""Device memory from PyTorch's allocator, which then counts and reuses it; and a retry when memory runs out."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ LOG = logging.getLogger("annulus")
 
 
 def _is_shortage(error: Exception) -> bool:
-    # Of the CPU's allocator there is nothing but the text.
+    # The CPU allocator raises a RuntimeError, which only its text tells from others.
     return (
         isinstance(error, (MemoryError, torch.OutOfMemoryError))
         or "can't allocate memory" in str(error)
@@ -27,7 +26,7 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def with_room(make: Callable[..., T], *args: object) -> T:
-    """make(*args), and once more without our caches if memory runs out."""
+    """Returns make(*args). If memory runs out, drops the caches of this library and tries once more."""
     try:
         return make(*args)
     except (MemoryError, RuntimeError) as error:
@@ -38,20 +37,20 @@ def with_room(make: Callable[..., T], *args: object) -> T:
 
 
 def _allocate(device: int, size: int) -> int:
-    """Only executors that are being made get here."""
+    """Allocates device memory for an executor that is being made; 0: there is not enough."""
     found: list[int] = []
     errors: list[Exception] = []
 
     def allocate() -> None:
         try:
             found.append(torch.cuda.caching_allocator_alloc(size, device))
-            # What had this memory before may still be at work with it on that stream, and executors use others.
+            # Earlier work on this stream may still use the memory, and executors use other streams.
             torch.cuda.current_stream(device).synchronize()
         except Exception as error:  # noqa: BLE001: raised below
             errors.append(error)
 
-    # On a thread of its own, with the default stream: while compiled code is warmed up for CUDA graphs, what its
-    # thread allocates comes from their pool, and must not stay.
+    # On a new thread, with the default stream: while PyTorch warms up compiled code for CUDA graphs, allocations of its
+    # thread come from the pool of the graphs, which must not contain executors.
     thread = threading.Thread(target=allocate)
     thread.start()
     thread.join()
@@ -65,11 +64,11 @@ def _free(device: int, address: int) -> None:
 
 
 def _spare(device: int) -> int:
-    """Bytes that PyTorch has reserved on the device and does not use: memory has not run out while there are some."""
+    """Bytes that PyTorch has reserved on the device and does not use. They are available to executors."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def install() -> None:
-    """Touches no device: a process that has only imported this may still be forked."""
+    """Makes executors use PyTorch's allocator. Uses no device, so that a process may be forked after the import."""
     if annulus.cuda_built() and torch.version.cuda is not None:
         use_cuda_allocator(_allocate, _free, _spare)

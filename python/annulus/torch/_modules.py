@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,55 +12,55 @@ from torch import nn
 
 from annulus import ConfigError
 from annulus.torch._functional import ring_attention
-from annulus.torch._options import DEFAULTS, branch_numbers, with_options
+from annulus.torch._options import branch_numbers, refuse_unknown, with_parameters
 from annulus.torch._published import takes_published_names
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
+
+F = TypeVar("F", bound=Callable)
+
+# Arguments of ring_attention that may differ between the calls of one module.
+_OF_CALLS = ("n_global", "return_lse")
+_PARAMETERS = [
+    p
+    for p in inspect.signature(ring_attention).parameters.values()
+    if p.kind == p.KEYWORD_ONLY and p.name not in _OF_CALLS
+]
+# The other ones, which a module fixes, and their defaults.
+FIXED = {p.name: p.default for p in _PARAMETERS}
+
+
+def with_fixed_options(init: F) -> F:
+    """Adds the arguments that a module fixes to the signature of its constructor, which takes them as **options."""
+    return with_parameters(init, _PARAMETERS)
 
 
 class RingDilatedAttention(nn.Module):
     """:func:`ring_attention` with its options fixed; no parameters.
 
-    Without segment lengths and dilation rates attention is dense. Every argument is as in
-    :func:`ring_attention`. A copy shares the process group; set ``group = None`` before storing the module
-    in a file.
+    Without segment lengths and dilation rates attention is dense. A copy shares the process group; set
+    ``group = None`` before storing the module in a file.
+
+    Args:
+        segment_lengths, dilation_rates: as in :func:`ring_attention`.
+        options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern,
+            is_causal, offsets, group_scale, group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names
-    @with_options
+    @with_fixed_options
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] | None = None,
-        *,
-        pattern: str | None = None,
-        is_causal: bool = False,
-        offsets: str = "blocked",
-        group_scale: bool = False,
-        group: dist.ProcessGroup | None = None,
-        placement: str = "contiguous",
-        timeout: float | None = None,
         **options: object,
     ):
         super().__init__()
-        for name in options:
-            if name not in DEFAULTS:
-                raise TypeError(
-                    f"{type(self).__name__}() got an unexpected keyword argument {name!r}"
-                )
-        self.segment_lengths = self.dilation_rates = None
-        if segment_lengths is not None:
-            self.segment_lengths = branch_numbers("segment_lengths", segment_lengths)
-        if dilation_rates is not None:
-            self.dilation_rates = branch_numbers("dilation_rates", dilation_rates)
-        self.pattern = pattern
-        self.is_causal = is_causal
-        self.offsets = offsets
-        self.group_scale = group_scale
-        self.group = group
-        self.placement = placement
-        self.timeout = timeout
-        for name, value in {**DEFAULTS, **options}.items():
+        refuse_unknown(type(self).__name__, options, FIXED)
+        branches = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        for name, values in branches.items():
+            options[name] = None if values is None else branch_numbers(name, values)
+        for name, value in (FIXED | options).items():
             setattr(self, name, value)
 
     @collective(lambda self, *_, **__: (self.group, self.timeout))
@@ -70,11 +72,11 @@ class RingDilatedAttention(nn.Module):
         is_causal: bool | None = None,
         n_global: int | None = None,
     ) -> torch.Tensor:
-        """The output for this rank's queries, like `query`.
+        """The output for this rank's queries, with the shape and dtype of `query`.
 
         Args:
             query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
-            is_causal: overrides the module's own; None: does not.
+            is_causal: overrides the value of the module; None: the module's.
             n_global: as in :func:`ring_attention`.
         """
         causal = self.is_causal if is_causal is None else is_causal
@@ -84,18 +86,7 @@ class RingDilatedAttention(nn.Module):
 
     def _options(self) -> dict[str, object]:
         """The arguments of ring_attention that this module fixes."""
-        return {
-            "segment_lengths": self.segment_lengths,
-            "dilation_rates": self.dilation_rates,
-            "pattern": self.pattern,
-            "is_causal": self.is_causal,
-            "offsets": self.offsets,
-            "group_scale": self.group_scale,
-            "group": self.group,
-            "placement": self.placement,
-            "timeout": self.timeout,
-            **{name: getattr(self, name) for name in DEFAULTS},
-        }
+        return {name: getattr(self, name) for name in FIXED}
 
     def extra_repr(self) -> str:
         shown = (
@@ -108,7 +99,7 @@ class RingDilatedAttention(nn.Module):
         return f"{shown}, is_causal={self.is_causal}, placement={self.placement!r}"
 
     def __getstate__(self) -> dict[str, object]:
-        # A process group cannot be copied or stored: copies share it, files do without.
+        # A process group cannot be stored. Its name is, so that copies in this process find the same group.
         state = dict(self.__dict__)
         state["group"] = group_name(self.group)
         return state
@@ -123,4 +114,4 @@ class RingDilatedAttention(nn.Module):
                     f"RingDilatedAttention: the process group {name!r} of the stored module does not exist "
                     "here; set `group = None` before storing it"
                 ) from error
-        super().__setstate__({**DEFAULTS, **state})  # options may be younger than what was stored
+        super().__setstate__(FIXED | state)  # a module that was stored earlier lacks newer options

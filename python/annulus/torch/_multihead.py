@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -18,14 +17,13 @@ from annulus.torch._key_masks import (
     key_bias,
     scale_of,
 )
-from annulus.torch._modules import RingDilatedAttention
+from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
-    DEFAULTS,
     MOST_NUMBER,
     flag_complaint,
     number_complaint,
+    refuse_unknown,
     whole_complaint,
-    with_options,
 )
 from annulus.torch._published import takes_published_names
 from annulus.torch._rotary import rotate
@@ -35,29 +33,30 @@ from annulus.torch.ring._errors import collective
 class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` over a ring, dense or dilated.
 
-    Constructor, parameters, state dict, :meth:`forward` and what it returns are those of
-    ``torch.nn.MultiheadAttention``: either loads the other's state dict, and with a dense pattern on one
-    process both give the same numbers. It can stand as ``self_attn`` in ``nn.TransformerEncoderLayer``.
+    Constructor, parameters, state dict, :meth:`forward` and its result are those of
+    ``torch.nn.MultiheadAttention``: either loads the other's state dict, and with a dense pattern in one
+    process both give the same numbers. It can be used as ``self_attn`` in ``nn.TransformerEncoderLayer``.
     With a `group`, every rank passes its shard of the sequence.
 
-    Of nn.MultiheadAttention's options these are refused with a :class:`ConfigError`, because they cannot be
-    had without the matrix of scores or would silently change the result: ``dropout`` > 0 (of attention
-    weights), ``add_bias_kv``, ``add_zero_attn``.
+    These options of nn.MultiheadAttention raise a :class:`ConfigError`, because they need the matrix of scores
+    or would silently change the result: ``dropout`` > 0 (of attention weights), ``add_bias_kv``,
+    ``add_zero_attn``.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
             dtype: as in nn.MultiheadAttention. embed_dim / num_heads has to be a multiple of 8 up to 256.
-        segment_lengths, dilation_rates: branches as in LongNet; dense without them.
-        layer_norm: MAGNETO's sub-LayerNorm: normalises the heads' joint output before ``out_proj``.
-        layer_norm_eps: of that.
-        gamma_init: MAGNETO's gain of the value and output projections; initialises all projections by
+        segment_lengths, dilation_rates: branches as in LongNet; without them attention is dense.
+        layer_norm: MAGNETO's sub-LayerNorm: normalises the joint output of the heads before ``out_proj``.
+        layer_norm_eps: the eps of this normalisation.
+        gamma_init: MAGNETO's gain of the value and output projections. All projections are initialised by
             Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
         is_causal: every call is causal.
-        all others: as in :func:`ring_attention`.
+        options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern, offsets,
+            group_scale, group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names
-    @with_options
+    @with_fixed_options
     def __init__(
         self,
         embed_dim: int,
@@ -77,19 +76,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         layer_norm: bool = False,
         layer_norm_eps: float = 1e-5,
         gamma_init: float | None = None,
-        is_causal: bool = False,
-        pattern: str | None = None,
-        offsets: str = "blocked",
-        group_scale: bool = False,
-        group: dist.ProcessGroup | None = None,
-        placement: str = "contiguous",
-        timeout: float | None = None,
         **options: object,
     ):
         here = type(self).__name__
-        for name in options:
-            if name not in DEFAULTS:
-                raise TypeError(f"{here}() got an unexpected keyword argument {name!r}")
+        refuse_unknown(here, options, FIXED)
         for name, value in (
             ("dropout", dropout),
             ("add_bias_kv", add_bias_kv),
@@ -123,21 +113,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             dtype=dtype,
         )
         self._packed = self._qkv_same_embed_dim
-        # nn.TransformerEncoderLayer's fused path would take the weights and compute dense attention
-        # itself; this is the attribute that keeps it off.
+        # The fused path of nn.TransformerEncoderLayer would compute dense attention with the weights of this
+        # module. This attribute disables it.
         self._qkv_same_embed_dim = False
-        self.attention = RingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            pattern=pattern,
-            is_causal=is_causal,
-            offsets=offsets,
-            group_scale=group_scale,
-            group=group,
-            placement=placement,
-            timeout=timeout,
-            **options,
-        )
+        self.attention = RingDilatedAttention(segment_lengths, dilation_rates, **options)
         self.layer_norm = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
             if layer_norm
@@ -147,7 +126,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._init_magneto(gamma_init)
 
     def _check_arguments(self, sizes: dict, flags: dict, numbers: dict) -> None:
-        """Before PyTorch takes them for something else, or fails in words of its own."""
+        """Checks before PyTorch does, which accepts wrong values or raises less clear errors."""
         complaints = [
             *(whole_complaint(n, x, 2**31 - 1, least=1) for n, x in sizes.items()),
             *(flag_complaint(n, x) for n, x in flags.items()),
@@ -163,7 +142,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _reset_parameters(self) -> None:
-        made = "_packed" in self.__dict__  # else nn.MultiheadAttention's constructor is at work
+        made = "_packed" in self.__dict__  # else the constructor of nn.MultiheadAttention is running
         if made:
             self._qkv_same_embed_dim = self._packed
         super()._reset_parameters()
@@ -207,21 +186,21 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
 
         Args:
             query, key, value: [tokens, batch, features], or [batch, tokens, features] if batch_first, or
-                [tokens, features]; of equal length, because keys are told apart by position.
+                [tokens, features]. Their lengths are equal, because masks and branches depend on positions.
             key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
-                floating point, added to the key's scores. (A tokenizer's attention_mask is neither: pass
-                ``attention_mask == 0``.) A row that is left without any key gives zeros before ``out_proj``
-                (nn.MultiheadAttention gives NaN). Takes eight more columns of q and k: embed_dim / num_heads
+                floating point, added to the scores of the key. (A tokenizer's attention_mask is neither: pass
+                ``attention_mask == 0``.) A row without any key gives zeros before ``out_proj``
+                (nn.MultiheadAttention gives NaN). A mask needs eight more columns of q and k: embed_dim / num_heads
                 is at most 248 with it.
-            need_weights: whether to return the weights, at the price of their matrix. True needs the dense
-                pattern and one process. None: True where that holds, else False.
-            average_attn_weights: the returned weights are the mean over the heads.
-            attn_mask: [tokens, tokens] or [batch x heads, tokens, tokens], boolean or floating point; honoured
-                if it is the causal mask of the whole sequence in one process, which makes the call causal, as
-                `is_causal` does, or masks nothing; any other mask is refused.
-            is_causal: the call is causal; no mask is needed for it. With it, attn_mask is not looked at.
+            need_weights: whether to return the attention weights, which computes their whole matrix. True needs
+                the dense pattern and one process. None: True if both hold, else False.
+            average_attn_weights: whether the returned weights are the mean over the heads.
+            attn_mask: [tokens, tokens] or [batch x heads, tokens, tokens], boolean or floating point, in one
+                process. Accepted if it masks nothing or is the causal mask of the whole sequence, which has the
+                effect of `is_causal`.
+            is_causal: whether the call is causal, without a mask. If it is True, attn_mask is ignored.
             n_global: as in :func:`ring_attention`.
-            rotary: turns queries and keys by their positions: what :func:`rotary_table` gives for this shard's.
+            rotary: rotates queries and keys by their positions: the result of :func:`rotary_table` for this shard.
 
         Returns:
             (output like query, weights or None).
@@ -262,7 +241,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         need_weights = has_weights if need_weights is None else need_weights
         if need_weights and not has_weights:
             self._refuse(
-                "need_weights is honoured only for the dense pattern in one process: pass need_weights=False"
+                "need_weights is supported only for the dense pattern in one process: pass need_weights=False"
             )
         causal = is_causal or self.attention.is_causal
         if attn_mask is not None and not is_causal:
@@ -305,10 +284,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         attn_mask: torch.Tensor | None,
         is_causal: bool,
     ) -> tuple[torch.Tensor, None]:
-        """nn.TransformerEncoder makes nested tensors of padded ones when it is not training."""
+        """forward with nested tensors, which nn.TransformerEncoder makes of padded ones when it is not training."""
         if query is not key or key is not value or need_weights or self.attention.group is not None:
             self._refuse(
-                "nested tensors are honoured for self-attention in one process with need_weights=False only"
+                "nested tensors are supported only for self-attention in one process with need_weights=False"
             )
         lengths = torch.tensor([len(x) for x in query.unbind()])
         padded = query.to_padded_tensor(0.0)
@@ -339,12 +318,11 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if mask.dtype != torch.bool and not mask.is_floating_point():
             self._refuse(
                 f"key_padding_mask is {mask.dtype}: torch.bool (True: the key is ignored) or floating point (added "
-                "to the scores) was expected; of a tokenizer's attention_mask, which is 1 where there is a token, "
-                "pass attention_mask == 0"
+                "to the scores) was expected. A tokenizer's attention_mask has 1 for a token: pass attention_mask == 0"
             )
 
     def _is_causal_mask(self, mask: torch.Tensor, batch: int, tokens: int) -> bool:
-        """Whether every pair may attend (False) or exactly the causal ones (True)."""
+        """Whether a call with this mask is causal. Refuses a mask that is neither empty nor causal."""
         if self.attention.group is not None:
             self._refuse("attn_mask cannot be used with a group: pass is_causal=True")
         if mask.dtype != torch.bool and not mask.is_floating_point():

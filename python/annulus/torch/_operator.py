@@ -1,20 +1,20 @@
 """Ring attention as operators of PyTorch, with their gradients.
 
 ``annulus::attend`` and ``annulus::attend_backward`` take plain tensors and the text of a Config, so that torch.compile,
-checkpointing and autograd take them as they are. :class:`_Attention` is the same function without the cost of an operator.
+checkpointing and autograd can handle them. :class:`_Attention` is the same function without the cost of an operator.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import NoReturn
+from collections.abc import Callable, Sequence
 
 import torch
 
 import annulus
 from annulus import ConfigError, OutOfMemory, monitor
 from annulus.torch import _fast_path
-from annulus.torch._config import Config, config_of, pattern_of
+from annulus.torch._config import Call, Config, call_of, config_of, pattern_of
 from annulus.torch._memory import LOG, with_room
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring import _registry
@@ -77,65 +77,53 @@ def _kept_rows(q: torch.Tensor, c: Config) -> int | torch.SymInt:
     return batch * rows
 
 
-def _attend_now(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    o, lse, states = _forward(q, k, v, config_of(config))
-    return o, lse, *(states or _states(q, 0))
-
-
-_attend = torch.library.custom_op(
-    "annulus::attend", _attend_now, mutates_args=(), device_types=DEVICES
-)
-
-
 def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if c.group is None else report_errors_to_ranks(c.group, c.timeout)
 
 
-def _in_half(c: Config, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in bfloat16, after memory ran out. All ranks get here or none: OutOfMemory is raised on all."""
+def _with_recovery(
+    compute: Callable[..., tuple[torch.Tensor, ...]],
+    call: Call,
+    tensors: Sequence[torch.Tensor],
+    statistics: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
+    """compute(call, tensors, statistics). If memory runs out and `allow_half` is set, again with tensors in bfloat16.
+
+    All ranks try again or none: OutOfMemory is raised on all.
+    """
+    c = call.config
+    try:
+        if c.group is None:
+            return compute(call, tensors, statistics)
+        with _errors_of_all(c):
+            return compute(call, tensors, statistics)
+    except OutOfMemory:
+        if not c.allow_half or tensors[0].dtype != torch.float32:
+            raise
     monitor.record("recovery", "half precision", rank=rank_in(c.group))
     LOG.warning("ring_attention: memory ran out: float32 is computed in bfloat16, as allow_half says")
     with _errors_of_all(c):
-        return [with_room(x.to, torch.bfloat16) for x in tensors]
-
-
-def _may_halve(x: torch.Tensor, c: Config) -> bool:
-    return c.allow_half and x.dtype == torch.float32
+        half = [with_room(x.to, torch.bfloat16) for x in tensors]
+        results = compute(call_of(c, half[0], half[1]), half, statistics)
+    return tuple(x.to(torch.float32) for x in results)
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    call: Call, tensors: Sequence[torch.Tensor], _: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """o, lse and the two states, if there are any."""
-    try:
-        if c.group is None:
-            return _forward_here(q, k, v, c)
-        with _errors_of_all(c):
-            return _forward_here(q, k, v, c)
-    except OutOfMemory:
-        if not _may_halve(q, c):
-            raise
-    half = _in_half(c, q, k, v)
-    with _errors_of_all(c):
-        o, lse, states = _forward_here(*half, c)
-    return o.to(q.dtype), lse, tuple(x.to(torch.float32) for x in states)
-
-
-def _forward_here(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c: Config
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    q, k, v = tensors
+    c = call.config
     o, lse = with_room(_results_like, q)
-    states: tuple[torch.Tensor, ...] = ()
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(
-                *(x.cpu().numpy() for x in (q, k, v)), pattern_of(c, q.shape[2]), scale=c.scale
+                *(x.cpu().numpy() for x in tensors), pattern_of(c, q.shape[2]), scale=c.scale
             )
             o.copy_(torch.from_numpy(o64))
             lse.copy_(torch.from_numpy(lse64))
-        return o, lse, states
+        return o, lse
+    states: tuple[torch.Tensor, ...] = ()
 
     def body(executor: annulus.RingAttention) -> None:
         nonlocal states
@@ -145,65 +133,16 @@ def _forward_here(
             state = executor.make_branch_state(o=states[0], lse=states[1])
         executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
 
-    _registry.run("forward", c, q, k, body)
-    return o, lse, states
-
-
-@_attend.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    c = config_of(config)
-    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows: int | torch.SymInt = 0
-    if _keeps_branches(q, c):
-        # On a group it depends on the other ranks' lengths: they decide where this rank's tokens are.
-        rows = _kept_rows(q, c) if c.group is None else torch.library.get_ctx().new_dynamic_size()
-    return o, lse, *_states(q, rows)
-
-
-def _attend_backward_now(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    state_o: torch.Tensor,
-    state_lse: torch.Tensor,
-    grad: torch.Tensor,
-    config: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    c = config_of(config)
-    try:
-        if c.group is None:
-            return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
-        with _errors_of_all(c):
-            return _backward(q, k, v, o, lse, state_o, state_lse, grad, c)
-    except OutOfMemory:
-        if not _may_halve(q, c):
-            raise
-    *half, state_o, grad = _in_half(c, q, k, v, o, state_o, grad)
-    with _errors_of_all(c):
-        grads = _backward(*half, lse, state_o, state_lse, grad, c)
-    return tuple(x.to(q.dtype) for x in grads)
-
-
-_attend_backward = torch.library.custom_op(
-    "annulus::attend_backward", _attend_backward_now, mutates_args=(), device_types=DEVICES
-)
+    _registry.run("forward", call, q, k, body)
+    return o, lse, *states
 
 
 def _backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    state_o: torch.Tensor,
-    state_lse: torch.Tensor,
-    grad: torch.Tensor,
-    c: Config,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call: Call, tensors: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    q, k, v, o, grad, *state_o = tensors
+    lse, *state_lse = statistics
+    c = call.config
     grads = with_room(_gradients_like, q, k, v)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
@@ -218,42 +157,76 @@ def _backward(
     def body(executor: annulus.RingAttention) -> None:
         state = None
         if c.mix_gradient == "detached":
-            state = executor.make_branch_state(o=state_o, lse=state_lse, filled=True)
+            state = executor.make_branch_state(o=state_o[0], lse=state_lse[0], filled=True)
         inputs = [_readable(x) for x in (q, k, v, o)]
         executor.backward(*inputs, lse, _readable(grad), *grads, state)
 
-    _registry.run("backward", c, q, k, body)
+    _registry.run("backward", call, q, k, body)
     return grads
 
 
-@_attend_backward.register_fake
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+) -> tuple[torch.Tensor, ...]:
+    o, lse, *states = _with_recovery(_forward, call_of(config_of(config), q, k), (q, k, v))
+    return o, lse, *(states or _states(q, 0))
+
+
+def _gradients(
+    call: Call, saved: Sequence[torch.Tensor], grad: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv, given the tensors that _save keeps and the gradient of o."""
+    q, k, v, o, lse, *states = saved
+    return _with_recovery(_backward, call, (q, k, v, o, grad, *states[:1]), (lse, *states[1:]))
+
+
+def _attend_backward(*arguments: torch.Tensor | str) -> tuple[torch.Tensor, ...]:
+    *saved, grad, config = arguments
+    return _gradients(call_of(config_of(config), saved[0], saved[1]), saved, grad)
+
+
+_attend_operator = torch.library.custom_op(
+    "annulus::attend",
+    _attend,
+    mutates_args=(),
+    device_types=DEVICES,
+    schema="(Tensor q, Tensor k, Tensor v, str config) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+_attend_backward_operator = torch.library.custom_op(
+    "annulus::attend_backward",
+    _attend_backward,
+    mutates_args=(),
+    device_types=DEVICES,
+    schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor state_o, Tensor state_lse, Tensor grad, "
+    "str config) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_attend_operator.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    state_o: torch.Tensor,
-    state_lse: torch.Tensor,
-    grad: torch.Tensor,
-    config: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _result_like(q), _result_like(k), _result_like(v)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    c = config_of(config)
+    o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    rows: int | torch.SymInt = 0
+    if _keeps_branches(q, c):
+        # On a group it depends on the other ranks' lengths: they decide where this rank's tokens are.
+        rows = _kept_rows(q, c) if c.group is None else torch.library.get_ctx().new_dynamic_size()
+    return o, lse, *_states(q, rows)
 
 
-def _save(ctx, inputs: tuple, output: tuple) -> None:
+@_attend_backward_operator.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return _gradients_like(q, k, v)
+
+
+def _save(ctx, inputs: tuple, output: tuple, call: Call | None = None) -> None:
     q, k, v, ctx.config = inputs
-    o, lse, state_o, state_lse = output
-    ctx.save_for_backward(q, k, v, o, lse, state_o, state_lse)
-    ctx.mark_non_differentiable(lse, state_o, state_lse)
+    ctx.call = call
+    o, lse, *states = output
+    ctx.save_for_backward(q, k, v, o, lse, *states)
+    ctx.mark_non_differentiable(lse, *states)
     ctx.set_materialize_grads(False)
-
-
-def _refuse_gradient(grad: torch.Tensor, c: Config) -> NoReturn:
-    with _errors_of_all(c):
-        raise ConfigError(
-            f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
-        )
 
 
 def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
@@ -261,36 +234,33 @@ def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
         return None, None, None, None
     # Autograd checks dtype, device and shape. A sparse gradient would fail in PyTorch for want of a kernel.
     if grad.layout != torch.strided:
-        _refuse_gradient(grad, config_of(ctx.config))
-    q, k, v, o, lse, *states = ctx.saved_tensors
-    states = states or _states(q, 0)
-    backward = torch.ops.annulus.attend_backward
+        with _errors_of_all(config_of(ctx.config)):
+            raise ConfigError(
+                f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
+            )
+    saved = ctx.saved_tensors
+    q, k, v = saved[:3]
     if not torch.is_grad_enabled() and _fast_path.only_autograd_active(q, k, v, grad):
-        backward = _attend_backward_now
-    dq, dk, dv = backward(q, k, v, o, lse, *states, grad, ctx.config)
-    return dq, dk, dv, None
+        return *_gradients(ctx.call or call_of(config_of(ctx.config), q, k), saved, grad), None
+    states = _states(q, 0) if len(saved) == 5 else ()  # the operator takes states, also if there are none
+    return *torch.ops.annulus.attend_backward(*saved, *states, grad, ctx.config), None
 
 
-_attend.register_autograd(_differentiate, setup_context=_save)
+_attend_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 class _Attention(torch.autograd.Function):
-    """annulus::attend and its gradient."""
+    """annulus::attend and its gradient, without the operator."""
 
     @staticmethod
     def forward(
-        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, states = _forward(q, k, v, config_of(config))
-        ctx.config = config
-        ctx.save_for_backward(q, k, v, o, lse, *states)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
+        o, lse, *states = _with_recovery(_forward, call, (q, k, v))
+        _save(ctx, (q, k, v, call.config.text), (o, lse, *states), call)
         return o, lse
 
-    @staticmethod
-    def backward(ctx, *grads: torch.Tensor | None) -> tuple:
-        return _differentiate(ctx, *grads)
+    backward = staticmethod(_differentiate)
 
 
 def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
@@ -299,7 +269,7 @@ def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
     )
 
 
-_attend_backward.register_autograd(_refuse_second_derivative)
+_attend_backward_operator.register_autograd(_refuse_second_derivative)
 
 
 def attend(
@@ -311,11 +281,10 @@ def attend(
 
 
 def attend_directly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse without the operator: only autograd sees the call."""
-    config = config_of(text)
-    if config.backward:
-        return _Attention.apply(q, k, v, text)
-    o, lse, _ = _forward(q, k, v, config)
+    if call.config.backward:
+        return _Attention.apply(q, k, v, call)
+    o, lse, *_ = _with_recovery(_forward, call, (q, k, v))
     return o, lse

@@ -1,4 +1,4 @@
-"""Options of a call: their names and defaults, and checks of single values."""
+"""The options of a call: names and defaults, and checks of single values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -21,19 +21,19 @@ NAMES = {
     "offsets": ("blocked", "interleaved"),
     "placement": ("contiguous", "zigzag", "striped", "hilbert"),
 }
-# Options of an executor that are not arguments of a call, and where they come from.
+# Options of an executor that are not arguments of a call, with the source of their values.
 NO_ARGUMENTS = {
     "batch": "the tensors",
     "kv_heads": "the tensors",
     "head_dim": "the tensors",
     "dtype": "the tensors",
     "device": "the tensors",
-    "max_qkv_elements": "the tensors, which exist already: there is nothing to protect them from",
+    "max_qkv_elements": "the tensors, which exist already, so that no limit is needed",
     "backward": "autograd",
 }
 # All other options, as the C++ library lists them: names, defaults and valid values.
 OF_EXECUTORS = {o["name"]: o for o in ring_options() if o["name"] not in NO_ARGUMENTS}
-# Options that Python handles, because it can convert tensors.
+# Options that Python implements, because C++ cannot convert tensors.
 OF_CALLS = {
     "allow_half": {
         "kind": "flag",
@@ -49,18 +49,18 @@ DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
 OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
 # The name of the mask claim: if it differs, only that is reported, because other differences follow from it.
 MASKED = "whether there is a key_padding_mask"
-MOST_NUMBER = 3.4e38  # what fp32 holds
-_MOST_SECONDS = 1e9  # what a clock counts
-_MOST_WHOLE = 2**63 - 1  # what C++ holds
+MOST_NUMBER = 3.4e38  # the range of fp32
+_MOST_SECONDS = 1e9  # the range of C++ clocks
+_MOST_WHOLE = 2**63 - 1  # the range of int64
 
 
 def _is_flag(x: object) -> bool:
-    """A flag of Python, NumPy or PyTorch. Python counts bool among the numbers."""
+    """Whether x is a flag of Python, NumPy or PyTorch. For Python, bool is a number, too."""
     return isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool")
 
 
-# Objects of other libraries may raise anything when they are converted to a number (a tensor without data raises a
-# RuntimeError). Then they are not a number.
+# Objects of other libraries may raise any exception when they are converted to a number (a tensor without data raises a
+# RuntimeError). Then they are not numbers.
 
 
 def is_whole(x: object, least: int, most: int = _MOST_WHOLE) -> bool:
@@ -78,7 +78,7 @@ def _is_finite(x: object) -> bool:
 
 
 def plain(x: object) -> bool | int | float:
-    """A valid option of another library's type, or a Fraction, as a type that JSON has."""
+    """Converts a valid option of another library's type, or a Fraction, to a type that JSON has."""
     if isinstance(x, np.bool_):
         return bool(x)
     try:
@@ -90,7 +90,7 @@ def plain(x: object) -> bool | int | float:
 def number_complaint(name: str, value: object, most: float) -> str | None:
     if getattr(value, "requires_grad", False):
         instead = " or multiply q by it" if name == "scale" else ""
-        return f"{name} requires a gradient, which it would not get: pass {name}.item(){instead}"
+        return f"{name} requires a gradient, which is not computed: pass {name}.item(){instead}"
     if _is_finite(value) and 0 < float(value) <= most:
         return None
     return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
@@ -115,7 +115,7 @@ def flag_complaint(name: str, value: object) -> str | None:
     return f"{name} is {value!r}: True or False was expected"
 
 
-# In MB: a byte, and more than any device holds. DeepSpeed allocates buckets, and DDP counts their bytes in 64 bits.
+# In MB: a byte, and more than the memory of any device. DeepSpeed allocates buckets, and DDP counts bytes in 64 bits.
 _LEAST_BUCKET, _MOST_BUCKET = 2.0**-20, 2.0**20
 
 
@@ -145,14 +145,36 @@ def option_complaint(name: str, value: object) -> str | None:
     return number_complaint(name, value, MOST_NUMBER)
 
 
+def refuse_unknown(where: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises the TypeError that Python raises for a function without **options."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
+
+
+def with_parameters(function: F, parameters: Iterable[inspect.Parameter]) -> F:
+    """Replaces **options in the signature of a function by these parameters, except those that it has already."""
+    signature = inspect.signature(function)
+    own = {n: p for n, p in signature.parameters.items() if p.kind != p.VAR_KEYWORD}
+    added = (p for p in parameters if p.name not in own)
+    function.__signature__ = signature.replace(parameters=[*own.values(), *added])
+    return function
+
+
 def with_options(function: F) -> F:
     """Adds the options to the signature of a function with **options, and to its docstring those that it leaves out."""
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind != p.VAR_KEYWORD]
-    for name, o in OPTIONS.items():
-        new = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=o["default"])
-        parameters.append(new.replace(annotation=o["annotation"].replace("typing.", "")))
-    function.__signature__ = signature.replace(parameters=parameters)
+    with_parameters(
+        function,
+        (
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=o["default"],
+                annotation=o["annotation"].replace("typing.", ""),
+            )
+            for name, o in OPTIONS.items()
+        ),
+    )
     head, arguments, rest = re.fullmatch(
         r"(.*\n    Args:\n)?(.*?)(\n\n    [A-Z].*)?", function.__doc__ or "", re.DOTALL
     ).groups()

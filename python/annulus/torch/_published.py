@@ -1,7 +1,7 @@
-"""Arguments in the spelling of the published ring-dilated-attention modules.
+"""Arguments with the names of the published ring-dilated-attention modules.
 
-Code written for these modules runs here unchanged. Every argument of theirs is translated, checked, or reported as
-having no effect; none is dropped silently.
+Code written for these modules runs unchanged. Each of their arguments is translated, checked, or reported as having no
+effect. None is dropped silently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RENAMED = {
     "overlap_communication": "overlap_comm",
     "use_checkpointing": "use_gradient_checkpointing",
 }
-# The one value that describes what happens here, and what to do instead of asking for another.
+# Arguments of which one value is supported, and what to do instead of passing another one.
 _FIXED: dict[str, tuple[object, str]] = {
     "compile_model": (False, "call torch.compile on the model"),
     "data_parallel": (True, "train each process on its own, without Training"),
@@ -37,11 +37,11 @@ _FIXED: dict[str, tuple[object, str]] = {
     "model_parallel": (False, "shard the projections with torch.distributed.tensor.parallel"),
     "sequence_parallel": (True, "pass group=None"),
     "use_8bit_optimizer": (False, "pass the optimizer of your choice to prepare()"),
-    "use_flash_attention": (True, "there is no other kind: no kernel stores the matrix of scores"),
+    "use_flash_attention": (True, "no kernel stores the matrix of scores"),
     "use_gradient_checkpointing": (False, "call torch.utils.checkpoint.checkpoint on the module"),
     "use_gradient_compression": (False, "register a communication hook on Training.model"),
 }
-# These tune implementations; no value of theirs changes a result.
+# Arguments that tune the published implementations. They change no result.
 _WITHOUT_EFFECT = {
     "block_size": "kernels choose their block sizes",
     "chunk_size_kv": "kernels choose their block sizes",
@@ -60,7 +60,7 @@ _NAMES = {*_RENAMED, *_FIXED, *_WITHOUT_EFFECT, *_CHECKED}
 
 
 def takes_published_names(init: F) -> F:
-    """Lets a module's constructor take the published arguments, too. Its own arguments keep their meaning."""
+    """Decorates the constructor of a module to take the published arguments, too. Its own arguments are unchanged."""
     own = inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -93,7 +93,7 @@ def _translated(where: str, given: dict[str, object], own: Collection[str]) -> d
 
 
 def _level_of_caller() -> int:
-    """For a warning where this is called from: how far away the code is that uses this package."""
+    """The stacklevel for a warning of the caller that points to the code that uses this package."""
     frame, level = sys._getframe(1), 1
     while frame is not None and frame.f_globals.get("__name__", "").startswith("annulus."):
         frame, level = frame.f_back, level + 1
@@ -118,7 +118,7 @@ def _complaint(name: str, value: object, group: dist.ProcessGroup | None) -> str
             )
         return found
     if name == "communication_backend" and group is not None:
-        group_size_and_rank(group)  # refuses what is no group
+        group_size_and_rank(group)  # checks the group
         backend = dist.get_backend(group)
         if value is not None and value != backend:
             return f"communication_backend is {value!r}, but the group's backend is {backend!r}"

@@ -1,4 +1,4 @@
-"""Shards from one placement to another, and to rings of other sizes."""
+"""reshard: moves shards from one placement to another, also between different numbers of ranks."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ def reshard(
     group: dist.ProcessGroup | None = None,
     dim: int = 1,
 ) -> torch.Tensor:
-    """This rank's part of a tensor by another placement, or by one over other ranks of the group.
+    """This rank's shard of a tensor by another placement, or by a placement over other ranks of the group.
 
-    Collective: every rank of the group calls it. Each row goes straight to the rank that is to hold it, unless that
-    holds it already: the fewest bytes that will do. Differentiable: gradients go the way back.
+    Collective: every rank of the group calls it. Each row that changes its rank is sent once, directly to its new rank.
+    Differentiable: gradients go back to the old placement.
 
         x = reshard(x, "contiguous", "zigzag", group=group)
         x = reshard(x, ("zigzag", [0, 1, 2]), ("zigzag", [0, 1, 2, 3]), group=group)  # rank 3 joins
 
     Args:
-        x: this rank's shard; one that holds nothing yet passes a tensor with 0 tokens.
-        source: how the tokens lie: a placement by name over all ranks of the group, a pair of a name and the ranks in
-            their order, or an :class:`annulus.Placement` over the ranks of the group. Contiguous shards may have any lengths.
-        target: how they are to lie, likewise.
+        x: this rank's shard; a rank without tokens passes a tensor with 0 tokens.
+        source: the present placement: a name, over all ranks of the group; a pair of a name and a list of ranks in
+            their order; or an :class:`annulus.Placement` over the ranks of the group. Contiguous shards may have any
+            lengths.
+        target: the new placement, in the same forms.
         group: the ranks; None: this process alone.
         dim: the axis of the tokens.
     """
-    name = group_name(group)  # refuses what is no group
+    name = group_name(group)
     dim = _axis("reshard", x, dim)
     ranks, _ = group_size_and_rank(group)
     old, new = _checked("source", source, ranks), _checked("target", target, ranks)
@@ -68,7 +69,7 @@ class _Reshard(torch.autograd.Function):
 
 
 def _checked(what: str, where: Where, ranks: int) -> Where:
-    """In the same words on every rank: ranks as a list, whatever they came in."""
+    """A valid source or target, in a form that is equal on every rank: ranks are a list of numbers."""
     if isinstance(where, Placement):
         if where.ranks != ranks:
             raise ConfigError(
@@ -82,7 +83,7 @@ def _checked(what: str, where: Where, ranks: int) -> Where:
         raise ConfigError(
             f"reshard: the ranks of {what} are {held_by!r}: some of 0..{ranks - 1} were expected, each once"
         )
-    Placement.named(name, 1, len(numbers))  # refuses what is no placement
+    Placement.named(name, 1, len(numbers))  # checks the name
     return name, numbers
 
 
@@ -113,7 +114,8 @@ def _placed(what: str, where: Where, lengths: Sequence[int] | None, tokens: int,
     held = [placement.local_tokens(rank) for rank in range(ranks)]
     if placement.tokens != tokens or (lengths is not None and held != list(lengths)):
         raise ConfigError(
-            f"reshard: {what} places {placement.tokens} tokens as {held}, and the ranks hold {list(lengths or [tokens])}"
+            f"reshard: {what} gives the ranks {held} of {placement.tokens} tokens, but they have "
+            f"{list(lengths or [tokens])}"
         )
     return placement
 
@@ -123,8 +125,8 @@ def _index(rows: Sequence[range], device: torch.device) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def _said(where: Where) -> str:
-    """By which ranks find out whether they mean the same: placements of one name may place tokens differently."""
+def _claim_of(where: Where) -> str:
+    """A text that is equal if and only if the placements are. Explicit placements of one name may differ."""
     if not isinstance(where, Placement):
         return f"{where[0]} over ranks {where[1]}"
     ranges = repr([where.ranges(rank) for rank in range(where.ranks)])
@@ -138,7 +140,7 @@ def _move(
         return _carry(x, source, target, [x.shape[dim]], None, ranks, dim)
     others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
     claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others}
-    claims |= {"source": _said(source), "target": _said(target)}
+    claims |= {"source": _claim_of(source), "target": _claim_of(target)}
     with ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
         lengths = list(ring.agree(call, claims, x.shape[dim]))

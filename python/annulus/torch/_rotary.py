@@ -1,4 +1,4 @@
-"""Rotary position embeddings of tokens that may be anywhere in the sequence."""
+"""Rotary position embeddings for the tokens of a shard."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines for :class:`RingMultiheadDilatedAttention`, float32 [tokens, 1, head_dim / 2] each.
 
-    Pair i of a head, its features i and i + head_dim / 2, is turned by position x base ** (-2i / head_dim).
+    Features i and i + head_dim / 2 of a head form pair i, which is rotated by position x base ** (-2i / head_dim).
 
     Args:
-        where: the position in the whole sequence of each token, [tokens], as :func:`positions` gives it.
+        where: the position of each token in the whole sequence, [tokens], as :func:`positions` returns it.
         head_dim: features of a head, an even number.
-        base: the longest wave has 2 pi x base tokens, nearly.
+        base: the longest wavelength is nearly 2 pi x base tokens.
     """
     if not isinstance(where, torch.Tensor) or where.dim() != 1:
-        raise ConfigError("rotary_table: where is no tensor [tokens]")
+        raise ConfigError("rotary_table: where is wrong: a tensor [tokens] of positions was expected")
     if head_dim < 2 or head_dim % 2 != 0:
         raise ConfigError(f"rotary_table: head_dim is {head_dim!r}: an even number was expected")
     if not base > 0:
@@ -40,7 +40,7 @@ def rotary_table(
 
 
 def rotate(x: torch.Tensor, table: Table) -> torch.Tensor:
-    """x [batch, tokens, heads, head_dim], each token turned by its position; computed in float32 at least."""
+    """Rotates each token of x, [batch, tokens, heads, head_dim], by its position. Computes in float32 or wider."""
     cos, sin = table
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
@@ -53,9 +53,9 @@ def own_positions(
     placement: str,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """The position of each of this rank's tokens. Without n_global the ranks tell each other how many they have."""
+    """The position of each token of this rank. With a group and without n_global, ranks exchange their lengths."""
     if group is None:
-        # Not `positions`: this much a compiler can trace.
+        # Not `positions`, which torch.compile cannot trace.
         mine = torch.arange(tokens)
     elif n_global is not None:
         mine = positions(n_global, placement=placement, group=group)

@@ -1,4 +1,4 @@
-"""Tokens to ranks and back."""
+"""shard, unshard and positions: the tokens of a rank, by placement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from annulus.torch.ring._registry import lengths_of_all
 
 
 def _axis(where: str, x: torch.Tensor, dim: int) -> int:
-    """The axis of the tokens, counted from the front; ConfigError for what is no tensor that has it."""
+    """The axis of the tokens, counted from the front. ConfigError if x is not a dense tensor with this axis."""
     if not isinstance(x, torch.Tensor):
         raise ConfigError(f"{where}: x is a {type(x).__name__}: a torch.Tensor was expected")
     if x.layout != torch.strided or x.is_nested:
@@ -33,16 +33,16 @@ def positions(
     group: dist.ProcessGroup | None = None,
     rank: int | None = None,
 ) -> torch.Tensor:
-    """The position in the whole sequence of each token that this rank holds, int64 [local tokens].
+    """The position in the whole sequence of each token of this rank, int64 [local tokens].
 
-    Rotary and other position-dependent embeddings need it: under "zigzag", "striped" and "hilbert" local
-    tokens are not neighbours. No communication.
+    Rotary and other position embeddings need it: with "zigzag", "striped" and "hilbert", the tokens of a rank
+    are not neighbours in the sequence. No communication.
 
     Args:
         n_global: tokens of the whole sequence.
         placement: "contiguous", "zigzag", "striped" or "hilbert".
         group: the ranks of the ring; None: this process alone, which holds all tokens in order.
-        rank: another rank of the group than this process's own.
+        rank: the rank in the group; None: the rank of this process.
     """
     ranks, own = group_size_and_rank(group)
     rank = own if rank is None else rank
@@ -53,7 +53,7 @@ def positions(
     ):
         if complaint is not None:
             raise ConfigError(f"positions: {complaint}")
-    # A placement has at least one token: of none, its name and the rank are checked all the same.
+    # A placement has at least one token. For an empty sequence, it is made to check the name and the rank.
     placed = Placement.named(placement, 1 if n_global == 0 else n_global, ranks)
     mine = torch.from_numpy(placed.positions(rank))
     return mine[:n_global]
@@ -66,9 +66,9 @@ def shard(
     group: dist.ProcessGroup | None = None,
     dim: int = 1,
 ) -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole.
+    """This rank's shard of a tensor that every rank has whole.
 
-    A view where the placement is contiguous, else a copy. Differentiable. No communication.
+    A view if the placement is contiguous, else a copy. Differentiable. No communication.
 
     Args:
         x: the whole tensor, with the tokens of the sequence along `dim`: embeddings, q, k, v, labels.
@@ -89,7 +89,7 @@ class _Gather(torch.autograd.Function):
         parts = [x.new_empty((*x.shape[:dim], n, *x.shape[dim + 1 :])) for n in lengths]
         ctx.lengths, ctx.group, ctx.dim = lengths, group, dim
         ctx.order = order
-        # Gloo's all_gather wants equal sizes: broadcasts take any.
+        # Gloo's all_gather needs equal sizes. Broadcasts do not.
         rank = dist.get_rank(group)
         for source, part in enumerate(parts):
             if source == rank:
@@ -100,7 +100,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # A copy: others may hold what came in. A sparse one is made dense: gradients of the ranks are summed.
+        # A copy, because all_reduce writes to it. A sparse gradient becomes dense, so that all_reduce can add it.
         grad = grad.to_dense().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         rank = dist.get_rank(ctx.group)
@@ -121,22 +121,21 @@ def unshard(
 
     Collective: every rank of the group calls it. Contiguous shards may have any lengths.
 
-    Its gradient is that of the sum of all ranks' losses: what the ranks send back for a token is summed
-    up. If every rank computes the same loss from the whole tensor, count it on one rank or divide it by
-    the number of ranks.
+    The gradient is that of the sum of all ranks' losses: gradients of all ranks are added. If every rank
+    computes the same loss from the whole tensor, use it on one rank only or divide it by the number of ranks.
 
     Args:
         x: this rank's shard.
-        placement: the one that the shards were made with.
+        placement: the placement of the shards.
         group: the ranks of the ring; None: this process alone.
         dim: the axis of the tokens.
     """
-    name = group_name(group)  # refuses what is no group
+    name = group_name(group)
     dim = _axis("unshard", x, dim)
     if name is None:
         order = positions(x.shape[dim], placement=placement)
         return x.index_select(dim, torch.argsort(order).to(x.device)) if placement == "hilbert" else x
-    positions(0, placement=placement, group=group)  # refuses what is no placement
+    positions(0, placement=placement, group=group)  # checks the name of the placement
     others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
     claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others, "placement": placement}
     lengths = list(lengths_of_all("unshard", name, claims, x.shape[dim]))

@@ -1,4 +1,4 @@
-"""Which tensors ring_attention takes."""
+"""Checks of the tensors of ring_attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import annulus
 
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_complaints: list[str] = []  # the answer of annulus.cuda_complaint, which is asked once
+_complaints: list[str] = []  # the result of annulus.cuda_complaint, which is called once
 
 
 @torch.compiler.assume_constant_result
@@ -45,12 +45,12 @@ def tensor_complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: o
         shape = (batch, tokens, shape[2], head_dim)  # k and v may have fewer heads
     if k.shape != shape or v.shape != shape:
         return (
-            f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: equal shapes were expected, but "
+            f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: equal shapes were expected, except "
             "that k and v may have fewer heads"
         )
     if q.dtype == torch.float64:
         if group is not None:
-            return "float64 runs on the reference, in one process only: use float32 with a group"
+            return "q is float64, which runs in one process only: use float32 with a group"
     elif q.dtype not in DTYPES:
         return f"q is {q.dtype}: float32, bfloat16 or float16 was expected"
     return None

@@ -1,4 +1,4 @@
-"""Calls inside torch.func and forward-mode derivatives, which would lose them."""
+"""Refuses calls inside torch.func transforms and forward-mode derivatives, which would give wrong derivatives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 
 def refuse_transforms(call: str, *tensors: torch.Tensor) -> bool:
-    """Raises where forward-mode or functional derivatives would be lost. Returns whether vmap is active."""
+    """Raises if the result would lack forward-mode or functional derivatives. Returns whether vmap is active."""
     if forward_ad._current_level >= 0:
         for x in tensors:
             if forward_ad.unpack_dual(x).tangent is not None:

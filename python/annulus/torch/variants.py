@@ -1,8 +1,8 @@
 """The published variants of ring dilated attention, by their published names.
 
-Each class is :class:`annulus.torch.RingDilatedAttention` with some of its options fixed: all variants run on one
-engine and give the same results. They exist so that code written for the published modules runs unchanged. New code
-uses :class:`~annulus.torch.RingDilatedAttention` or :func:`~annulus.torch.ring_attention`.
+Each class is :class:`annulus.torch.RingDilatedAttention` with some options fixed. All variants use the same
+implementation and give the same results. They exist so that code written for the published modules runs unchanged. New
+code uses :class:`~annulus.torch.RingDilatedAttention` or :func:`~annulus.torch.ring_attention`.
 
 A variant is called as ``module(q, k, v, is_causal=True)`` with tensors ``[batch, tokens, heads, head_dim]``: whole
 sequences without a `group`, each rank's shard with one. It has no parameters. Other arguments are those of
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class _Variant(RingDilatedAttention):
-    """Fixes some options."""
+    """RingDilatedAttention with some options fixed."""
 
     _fixed: ClassVar[Mapping[str, object]] = {}
 
@@ -46,7 +46,7 @@ class _Variant(RingDilatedAttention):
             given = options.setdefault(name, value)
             if not isinstance(given, str) or given != value:
                 raise ConfigError(
-                    f"{type(self).__name__}: {name} is {given!r}: this variant stands for {name}={value!r}; use "
+                    f"{type(self).__name__}: {name} is {given!r}, but this variant fixes {name}={value!r}: use "
                     "RingDilatedAttention"
                 )
         super().__init__(*args, **options)
@@ -61,7 +61,7 @@ class _Variant(RingDilatedAttention):
         attention_mask: None = None,
         n_global: int | None = None,
     ) -> torch.Tensor:
-        """As :meth:`RingDilatedAttention.forward`. An `attention_mask` is refused: pass `is_causal`."""
+        """As :meth:`RingDilatedAttention.forward`. An `attention_mask` is an error: pass `is_causal`."""
         if attention_mask is not None:
             raise ConfigError(
                 f"{type(self).__name__}: attention_mask is not supported: pass is_causal=True for a causal mask"
@@ -70,18 +70,17 @@ class _Variant(RingDilatedAttention):
 
 
 class RingDilatedAttentionV2Collective(_Variant):
-    """Gathers the rows of other ranks that a rank needs, then computes once. Rows that no query selects stay where they
-    are, so one gather serves short and long sequences alike.
+    """Gathers the rows of other ranks that a rank needs, then computes once. Rows that no query selects are not sent.
 
     New code: ``RingDilatedAttention(..., schedule="gather")``, or the default ``schedule="auto"``, which gathers below
-    32,768 tokens and passes rows round the ring from there on.
+    32,768 tokens.
     """
 
     _fixed: ClassVar = {"schedule": "gather"}
 
 
 class RingDilatedAttentionTrue(_Variant):
-    """Passes rows from neighbour to neighbour, in O(tokens / ranks) memory; nothing is gathered.
+    """Passes rows from neighbour to neighbour, in O(tokens / ranks) memory.
 
     New code: ``RingDilatedAttention(..., schedule="ring")``.
     """
@@ -90,7 +89,7 @@ class RingDilatedAttentionTrue(_Variant):
 
 
 class RingDilatedAttentionV2Robust(_Variant):
-    """Passes rows round the ring. Deadlines, and errors that reach every rank, are part of every schedule here.
+    """Passes rows around the ring. All schedules have deadlines, and errors that are raised on every rank.
 
     New code: ``RingDilatedAttention(..., schedule="ring")``.
     """
@@ -99,7 +98,7 @@ class RingDilatedAttentionV2Robust(_Variant):
 
 
 class RingDilatedAttentionV2DeepSpeed(_Variant):
-    """Stands in models that DeepSpeed trains. It does not need DeepSpeed itself: its rows travel over `group`.
+    """For models that DeepSpeed trains. It does not need DeepSpeed itself: its rows travel over `group`.
 
     New code: :class:`RingDilatedAttention`, and :class:`RingAdvancedDistributedDilatedAttention` for DeepSpeed's
     configuration.
@@ -107,25 +106,25 @@ class RingDilatedAttentionV2DeepSpeed(_Variant):
 
 
 class RingDilatedAttentionV2FSDP(_Variant):
-    """Stands in models whose parameters FSDP shards. It has no parameters itself: its rows travel over `group`.
+    """For models whose parameters FSDP shards. It has no parameters itself: its rows travel over `group`.
 
     New code: :class:`RingDilatedAttention`.
     """
 
 
 class RingDilatedAttentionSDPA(_Variant):
-    """Computes with fused kernels, as every class here does: the matrix of scores is never stored.
+    """Computes with fused kernels, like every class of this module: the matrix of scores is never stored.
 
     New code: :class:`RingDilatedAttention`.
     """
 
 
 class RingDilatedAttentionHilbertGPUOptimized(_Variant):
-    """Places tokens on the ranks along a Hilbert curve: make the shards with ``shard(..., placement="hilbert")``. Without
-    a group there is nothing to place, and tensors are in the order of the sequence. Results are those of every other
-    placement.
+    """Places tokens on the ranks along a Hilbert curve: make the shards with ``shard(..., placement="hilbert")``.
 
-    New code: ``RingDilatedAttention(..., placement="hilbert")``, if the model needs that placement; "zigzag" balances
+    Without a group, tensors are in the order of the sequence. All placements give the same results.
+
+    New code: ``RingDilatedAttention(..., placement="hilbert")`` if the model needs this placement; "zigzag" balances
     causal work better.
     """
 

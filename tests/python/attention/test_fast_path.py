@@ -1,6 +1,8 @@
-"""Calls that take a short cut past PyTorch: who would see them all the same, and what they must not be mistaken for."""
+"""Calls on the fast path: modes still see them, and wrong or different calls are not mistaken for earlier ones."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 from support import executors_missed, python_calls
@@ -23,7 +25,7 @@ def tensors(
 
 
 class _Seen:
-    """Names of what a mode is shown."""
+    """Records the names of the functions that a mode sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class SeenOperators(_Seen, TorchDispatchMode):
 @pytest.mark.parametrize("mode", [SeenFunctions, SeenOperators])
 @pytest.mark.parametrize("grad", [False, True])
 def test_modes_see_a_call_and_its_gradient(mode: type, grad: bool) -> None:
-    """Also one that looks like those before, which nobody has seen."""
+    """Also if the same call was made before without a mode."""
     q, k, v, do = tensors(grad)
     plain = [at.ring_attention(q, k, v) for _ in range(2)][1]
     with mode() as seen:
@@ -76,8 +78,8 @@ def test_modes_may_do_something_else() -> None:
     assert at.ring_attention(q, k, v).any()
 
 
-def test_a_default_device_is_nobody_who_looks() -> None:
-    """Though it is a mode: those who set one would pay for it with every call."""
+def test_a_default_device_does_not_leave_the_fast_path() -> None:
+    """torch.set_default_device is a mode, too, but it does not concern a call."""
     q, k, v, _ = tensors()
     with torch.device("cpu"):
         assert at._fast_path.only_autograd_active(q, k, v)
@@ -87,7 +89,7 @@ def test_a_default_device_is_nobody_who_looks() -> None:
         assert at.ring_attention(q, k, v).device.type == "cpu"
 
 
-def test_a_right_call_excuses_no_wrong_one_that_looks_like_it() -> None:
+def test_a_wrong_call_is_refused_after_a_similar_valid_one() -> None:
     q, k, v, _ = tensors()
     right = dict(segment_lengths=[16, 32], dilation_rates=[1, 2], is_causal=True, scale=1)
     for _ in range(2):
@@ -109,7 +111,7 @@ def test_a_right_call_excuses_no_wrong_one_that_looks_like_it() -> None:
             at.ring_attention(q, k, x, **right)
 
 
-def test_calls_that_look_alike_may_be_different_ones() -> None:
+def test_similar_calls_are_different_calls() -> None:
     q, k, v, _ = tensors()
     scale = torch.tensor(1.0)
     first = at.ring_attention(q, k, v, scale=scale)
@@ -126,8 +128,28 @@ def test_calls_that_look_alike_may_be_different_ones() -> None:
         assert at.ring_attention(q, k, v).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, SeenOperators, SeenFunctions])
+def test_equal_calls_are_validated_once(
+    mode: type, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated = []
+    validate = at._functional.tensor_complaint
+    monkeypatch.setattr(at._fast_path, "_calls", {})
+    monkeypatch.setattr(
+        at._functional, "tensor_complaint", lambda *x: validated.append(x[0].dtype) or validate(*x)
+    )
+    q, k, v, _ = tensors()
+    for group in (None, torch.distributed.group.WORLD):
+        for _ in range(3):
+            with mode():
+                at.ring_attention(q, k, v, group=group)
+                with torch.autocast("cpu", torch.bfloat16):
+                    at.ring_attention(q, k, v, group=group)
+    assert validated == [torch.float32, torch.bfloat16] * 2
+
+
 def test_small_calls_do_little() -> None:
-    """How long they take is measured by 'make perf'. Of PyTorch's own calls there are more or less in another version."""
+    """'make perf' measures their time. Other versions of PyTorch make more or fewer calls of their own."""
     q, k, v, do = tensors(True, tokens=8, heads=1, batch=1)
 
     def forward() -> None:
@@ -137,15 +159,15 @@ def test_small_calls_do_little() -> None:
     def both() -> None:
         at.ring_attention(q, k, v).backward(do)
 
-    for call, most in ((forward, 75), (both, 205)):  # 61 and 171; without the short cut 98 and 233
+    for call, most in ((forward, 75), (both, 205)):  # 61 and 171; without the fast path 98 and 233
         call()
         assert executors_missed(call) == 0
         called = python_calls(call)
         assert len(called) <= most, (len(called), called)
 
 
-def test_a_tensor_whose_memory_has_the_other_sign() -> None:
-    """As the imaginary part of a conjugate, which is no copy."""
+def test_tensors_with_the_lazy_negation_bit() -> None:
+    """For example the imaginary part of a conjugate, which is a view."""
     x, grad = torch.randn(2, 1, 32, 2, 16).unbind()
     q, k, v = x.requires_grad_(), torch.randn(1, 32, 2, 16), torch.randn(1, 32, 2, 16)
     assert torch.equal(at.ring_attention(torch._neg_view(q), k, v), at.ring_attention(-q, k, v))

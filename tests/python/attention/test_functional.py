@@ -120,7 +120,7 @@ def test_directional_derivative_in_float32() -> None:
     assert (ends[0] - ends[1]) / 2e-2 == pytest.approx(slope, rel=2e-3)
 
 
-def test_second_derivative_is_refused_in_words() -> None:
+def test_a_second_derivative_is_an_error() -> None:
     q, k, v, do = tensors()
     (dq,) = torch.autograd.grad(at.ring_attention(q, k, v), q, do, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
@@ -139,7 +139,8 @@ def test_return_lse_has_no_gradient() -> None:
 def test_operators_pass_pytorchs_own_checks(mix: str) -> None:
     q, k, v, _ = tensors()
     at.ring_attention(q, k, v, mix_gradient=mix, **LONGNET)
-    text = next(t for t in at._config._configs if f'"{mix}"' in t and "[16, 32, 64]" in t)
+    texts = (call.config.text for call in at._fast_path._calls.values())
+    text = next(t for t in texts if f'"{mix}"' in t and "[16, 32, 64]" in t)
     torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, text))
 
 
@@ -170,7 +171,7 @@ def test_compile_takes_it_as_one_operator(mix: str, dynamic: bool) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_detached_keeps_selected_rows_only(dtype: torch.dtype, branches: dict) -> None:
-    """As many as compilers expect, whatever the length."""
+    """The number of rows is the one that compilers expect, for every length."""
     for tokens in (1, 5, 64, 70, 131):
         q, k, v, _ = tensors(tokens, dtype=dtype)
         calls = []
@@ -275,10 +276,10 @@ def test_keeps_nothing_but_q_k_v_o_and_lse() -> None:
     assert [tuple(x.shape) for x in others] == [(2, 70, 4)]  # lse
 
 
-def test_second_thread_on_a_group_is_noticed_from_the_first_moment(
+def test_a_second_thread_on_a_group_is_noticed_before_there_is_a_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first one has its turn but no ring yet that could be given up: it has to find out by itself."""
+    """The first thread has the lock, but no ring that the second one could abort. It has to abort the ring itself."""
     dist = torch.distributed
     begun = threading.Event()
     tried = threading.Event()
@@ -405,7 +406,7 @@ def test_wrong_arguments_are_config_errors(change, words: list[str]) -> None:
         assert word in str(caught.value)
 
 
-def test_what_is_wrong_does_not_depend_on_earlier_calls() -> None:
+def test_a_wrong_call_is_refused_whatever_calls_came_before() -> None:
     """6 == 6.0 and True == 1, but one is a segment length and the other is not."""
     q, k, v, _ = tensors(grad=False)
     at.ring_attention(q, k, v, segment_lengths=[6], dilation_rates=[1], is_causal=True)
@@ -421,7 +422,7 @@ def test_what_is_wrong_does_not_depend_on_earlier_calls() -> None:
 
 
 def test_options_that_change_in_place_are_read_anew() -> None:
-    """A tensor is the same object when it holds another number: what was made of it must not be kept."""
+    """A tensor that holds another number is the same object, so that its call must not be cached."""
     q, k, v, _ = tensors(grad=False)
     scale, length = torch.tensor(0.1), torch.tensor(8)
     for new_scale, new_length in ((0.1, 8), (2.0, 20)):
@@ -451,7 +452,7 @@ def test_options_that_change_in_place_are_read_anew() -> None:
     ],
     ids=str,
 )
-def test_objects_that_are_no_numbers_are_refused_in_words(wrong: dict[str, object]) -> None:
+def test_objects_that_are_not_numbers_are_config_errors(wrong: dict[str, object]) -> None:
     q, k, v, _ = tensors(grad=False)
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         at.ring_attention(q, k, v, **wrong)
@@ -472,7 +473,7 @@ def test_default_dtypes_change_nothing(default: torch.dtype, mix: str) -> None:
         assert torch.equal(f, e)
 
 
-def test_numbers_of_numpy_are_fine() -> None:
+def test_numpy_numbers_are_valid() -> None:
     q, k, v, _ = tensors(grad=False)
     plain = at.ring_attention(q, k, v, scale=0.25, **LONGNET)
     lengths = np.array(LONGNET["segment_lengths"])
@@ -486,7 +487,7 @@ def test_numbers_of_numpy_are_fine() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 4, 16), (0, 5, 4, 16)])
-def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
+def test_empty_tensors_give_empty_results(shape: tuple[int, ...]) -> None:
     q = torch.empty(shape, requires_grad=True)
     o = at.ring_attention(q, q, q, is_causal=True, mix_gradient="detached", **LONGNET)
     o.sum().backward()
@@ -495,7 +496,7 @@ def test_nothing_gives_nothing(shape: tuple[int, ...]) -> None:
     assert o64.shape == shape
 
 
-def test_placements_of_nothing() -> None:
+def test_placements_of_empty_sequences() -> None:
     x = torch.empty(2, 0, 3)
     for placement in ("contiguous", "zigzag", "striped", "hilbert"):
         assert at.positions(0, placement=placement).tolist() == []
@@ -504,7 +505,7 @@ def test_placements_of_nothing() -> None:
         at.positions(0, placement="zig-zag")
 
 
-def test_other_ways_to_differentiate_are_refused_in_words() -> None:
+def test_other_kinds_of_derivatives_are_errors() -> None:
     q, k, v, _ = tensors(kv_heads=4, grad=False)
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(lambda q: at.ring_attention(q, k, v), (q,), (k,))

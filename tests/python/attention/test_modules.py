@@ -1,4 +1,4 @@
-"""The modules beside torch.nn.MultiheadAttention."""
+"""The modules, compared with torch.nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_equals_multihead_attention(bias: bool, batch_first: bool, call: dict) -
     check_equal(theirs, ours, [x, x, x], **call)
 
 
-def test_equals_it_without_a_batch_and_for_separate_inputs() -> None:
+def test_equals_multihead_attention_without_a_batch_and_for_separate_inputs() -> None:
     theirs, ours = pair()
     x = torch.randn(50, 64, requires_grad=True)
     check_equal(theirs, ours, [x, x, x])
@@ -111,7 +111,7 @@ def test_rows_without_any_key_give_zeros() -> None:
     "biases", [(60000.0,), (-60000.0,), (30000.0, 20000.0), (-20000.0, -30000.0)], ids=str
 )
 def test_large_biases_are_added_in_every_dtype(biases: tuple, dtype: torch.dtype) -> None:
-    """Divided by the scale they exceed what float16 holds. Two keep their order, also where all keys have one."""
+    """Divided by the scale they exceed the range of float16. Two biases keep their order, also if all keys have one."""
     theirs = nn.MultiheadAttention(64, 1, batch_first=True, dtype=dtype)
     ours = RingMultiheadDilatedAttention(64, 1, batch_first=True, dtype=dtype)
     ours.load_state_dict(theirs.state_dict())
@@ -125,7 +125,7 @@ def test_large_biases_are_added_in_every_dtype(biases: tuple, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_padding_and_dilation(dtype: torch.dtype) -> None:
-    """Padded keys are as if they were not there: outputs do not change with them."""
+    """Padded keys do not change the outputs."""
     torch.manual_seed(3)
     ours = RingMultiheadDilatedAttention(64, 4, batch_first=True, dtype=dtype, **LONGNET)
     x = torch.randn(3, 50, 64).to(dtype)
@@ -148,7 +148,7 @@ def encoder(layer: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_stands_in_a_transformer_encoder(mode: str) -> None:
+def test_works_in_a_transformer_encoder(mode: str) -> None:
     torch.manual_seed(2)
     theirs = encoder(nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True))
     ours = copy.deepcopy(theirs)
@@ -174,7 +174,7 @@ def test_stands_in_a_transformer_encoder(mode: str) -> None:
 
 
 def test_dilation_is_not_bypassed_by_the_fused_layer() -> None:
-    """In evaluation nn.TransformerEncoderLayer would compute dense attention from the weights itself."""
+    """In evaluation mode, nn.TransformerEncoderLayer would compute dense attention with the weights itself."""
     torch.manual_seed(2)
     layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
     layer.self_attn = RingMultiheadDilatedAttention(64, 4, batch_first=True, **LONGNET)
@@ -277,12 +277,12 @@ def test_modules_can_be_stored() -> None:
         ({"segment_lengths": [16], "dilation_rates": 1}, "dilation_rates is 1"),
     ],
 )
-def test_refuses_what_it_cannot_do(options: dict, words: str) -> None:
+def test_unsupported_options_are_errors(options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RingMultiheadDilatedAttention(**({"embed_dim": 64, "num_heads": 4} | options))
 
 
-def test_refuses_calls_that_it_cannot_honour() -> None:
+def test_unsupported_calls_are_errors() -> None:
     _, ours = pair(batch_first=True)
     dilated = RingMultiheadDilatedAttention(64, 4, batch_first=True, **LONGNET)
     x = torch.randn(3, 50, 64)
@@ -333,7 +333,7 @@ def test_weights_have_the_dtype_of_the_module(dtype: torch.dtype) -> None:
 
 
 def test_swapped_into_an_encoder_that_makes_nested_tensors() -> None:
-    """An encoder decides for nested tensors when it is made, before its layers are changed."""
+    """An encoder decides on nested tensors when it is constructed, before its layers are replaced."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1).eval()
@@ -350,7 +350,7 @@ def test_swapped_into_an_encoder_that_makes_nested_tensors() -> None:
 
 
 @pytest.mark.parametrize("low", [-5000.0, -10000.0, -1e6])
-def test_low_biases_are_not_missing_keys(low: float) -> None:
+def test_keys_with_low_biases_are_not_ignored(low: float) -> None:
     theirs = nn.MultiheadAttention(64, 4, batch_first=True)
     ours = at.RingMultiheadDilatedAttention(64, 4, batch_first=True)
     ours.load_state_dict(theirs.state_dict())

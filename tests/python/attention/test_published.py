@@ -1,4 +1,4 @@
-"""Code written for the published ring-dilated-attention modules runs as it is. What ranks do is in published_worker.py."""
+"""Code written for the published ring-dilated-attention modules runs unchanged. published_worker.py is run by ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_deepspeed() -> None:
 # ---- spellings
 
 
-def test_published_names_are_other_names_of_ours() -> None:
+def test_published_names_are_translated() -> None:
     layer = advanced(
         overlap_communication=False, min_seq_for_distributed=100, use_checkpointing=True, attention_dropout=0.0
     )
@@ -90,13 +90,13 @@ def test_published_names_are_other_names_of_ours() -> None:
         ({"compile_model": True}, "torch.compile"),
     ],
 )
-def test_what_cannot_be_done_is_refused(given: dict[str, object], words: str) -> None:
+def test_unsupported_values_are_errors(given: dict[str, object], words: str) -> None:
     with pytest.raises(annulus.ConfigError, match=words):
         advanced(**given)
 
 
 @pytest.mark.parametrize("make", [advanced, multihead, *(lambda k=k, **o: k(**BRANCHES, **o) for k in ALL)])
-def test_what_holds_anyway_is_accepted(make: type) -> None:
+def test_the_supported_values_are_accepted(make: type) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         make(
@@ -114,14 +114,14 @@ def test_what_holds_anyway_is_accepted(make: type) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_refusals_name_the_class(kind: type) -> None:
+def test_errors_name_the_class(kind: type) -> None:
     for given in ({"ring_size": 3}, {"dropout": 0.5}, {"use_checkpointing": True}):
         with pytest.raises(annulus.ConfigError, match=kind.__name__):
             kind(**BRANCHES, **given)
 
 
 @pytest.mark.parametrize("name", ["enable_memory_pool", "flash_chunk_size", "use_tf32", "block_size", "device"])
-def test_what_has_no_effect_is_said(name: str) -> None:
+def test_arguments_without_effect_give_a_warning(name: str) -> None:
     with pytest.warns(UserWarning, match=f"{name} has no effect") as said:
         at.RingDilatedAttention(**BRANCHES, **{name: 1})
     assert said[0].filename == __file__
@@ -131,7 +131,7 @@ def test_what_has_no_effect_is_said(name: str) -> None:
         assert said[0].filename == __file__, make
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_valid() -> None:
     for zero in (np.float32(0), np.float64(0), np.int64(0)):
         at.RingDilatedAttentionSDPA(**BRANCHES, dropout=zero, model_parallel=np.False_, ring_size=np.int64(1))
         with pytest.raises(annulus.ConfigError, match="dropout is"):
@@ -177,14 +177,14 @@ def test_a_variant_fixes_its_options() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_masks_are_refused_not_dropped(kind: type) -> None:
+def test_masks_are_errors(kind: type) -> None:
     x = torch.randn(1, 8, 2, 16)
     module = kind(**BRANCHES)
     with pytest.raises((annulus.ConfigError, TypeError), match="attention_mask"):
         module(x, x, x, attention_mask=torch.ones(8, 8, dtype=torch.bool))
 
 
-def test_the_deprecated_name_says_so_and_works() -> None:
+def test_the_deprecated_name_warns_and_works() -> None:
     with pytest.warns(DeprecationWarning, match="use RingDilatedAttention") as said:
         module = at.RingDistributedDilatedAttention(**BRANCHES)
     assert said[0].filename == __file__
@@ -207,7 +207,7 @@ def test_the_deprecated_name_says_so_and_works() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_group_that_is_set_later_has_the_same_placement() -> None:
-    """Other shards than those that the variant stands for would give wrong results without a word."""
+    """With another placement than that of the shards, results would be wrong."""
     module = at.RingDilatedAttentionHilbertGPUOptimized(**BRANCHES)
     x = torch.randn(1, 203, 2, 16)
     expected = at.ring_attention(x, x, x, **BRANCHES)
@@ -220,7 +220,7 @@ def test_a_group_that_is_set_later_has_the_same_placement() -> None:
 # ---- the module with everything around it
 
 
-def test_tensors_are_batch_first_and_weights_come_where_they_can() -> None:
+def test_tensors_are_batch_first_and_weights_are_returned_if_possible() -> None:
     x = torch.randn(2, 50, 32)
     layer = advanced(is_causal=True)
     output, weights = layer(x, x, x)
@@ -234,7 +234,7 @@ def test_tensors_are_batch_first_and_weights_come_where_they_can() -> None:
         layer(None, x, x)
 
 
-def test_memory_complexity_is_that_of_the_calls() -> None:
+def test_memory_complexity_describes_the_calls() -> None:
     at.cleanup()
     layer = advanced(schedule="ring")
     before = layer.get_memory_info()
@@ -260,7 +260,7 @@ def test_memory_complexity_is_that_of_the_calls() -> None:
 
 
 @needs_safetensors
-def test_checkpoints_have_a_folder_of_their_own_accord(
+def test_checkpoints_have_a_default_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("ANNULUS_CHECKPOINTS", raising=False)
@@ -282,7 +282,7 @@ def test_checkpoints_have_a_folder_of_their_own_accord(
     assert (tmp_path / "mine" / "step-00000000").is_dir()
 
 
-def test_a_package_names_its_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_names_the_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANNULUS_CHECKPOINTS", raising=False)
     monkeypatch.chdir(tmp_path)
     for program, name in (("/jobs/train/__main__.py", "train"), ("/jobs/train.py", "train"), (None, "annulus")):
@@ -291,7 +291,7 @@ def test_a_package_names_its_folder(tmp_path: pathlib.Path, monkeypatch: pytest.
 
 
 @needs_safetensors
-def test_a_file_is_no_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_instead_of_a_folder_is_an_error(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("ANNULUS_CHECKPOINTS", str(file))

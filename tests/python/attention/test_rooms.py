@@ -1,4 +1,4 @@
-"""The rooms of annulus.torch: which may import which, and names that must stay where they are."""
+"""The sub-packages of annulus.torch (rooms): which may import which, and names that must not move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "faults": {"options", "ring"},
     "training": {"options", "ring", "", "checkpoints", "faults"},
 }
-# What all rooms may use: it imports none of them.
+# Modules that all rooms may import. They import none of them.
 OPTIONS = {"_config", "_memory", "_options", "_transforms"}
 # variants.py has the published names of attention and of training.
 TOP = {"__init__", "variants"}
@@ -58,7 +58,7 @@ def test_rooms_import_only_those_below_them() -> None:
 
 
 @pytest.mark.parametrize("room", ["checkpoints", "faults", "ring", "training", "variants"])
-def test_rooms_can_be_imported_first_and_say_what_they_are_for(room: str) -> None:
+def test_rooms_can_be_imported_first_and_have_docstrings(room: str) -> None:
     optional = ["deepspeed", "safetensors", "torch.distributed.checkpoint", "wandb"]
     code = (
         f"import sys, annulus.torch.{room} as room, annulus.torch as at\n"

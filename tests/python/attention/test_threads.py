@@ -19,8 +19,8 @@ LONGNET = {"segment_lengths": [16, 48], "dilation_rates": [1, 3], "is_causal": T
 
 
 def at_once(bodies: list[Callable[[int], None]], background: list[Callable[[int], None]] = ()) -> None:
-    """Each on a thread of its own: ROUNDS times, or, in the background, until the others are done. Raises what one
-    raises."""
+    """Runs each function on its own thread: ROUNDS times, or, in the background, until the others are done. Raises the
+    first error."""
     errors: list[BaseException] = []
     over = threading.Event()
     start = threading.Barrier(len(bodies) + len(background))
@@ -56,7 +56,7 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def both_ways(module: torch.nn.Module, x: torch.Tensor, **options: object) -> list[torch.Tensor]:
-    """The output, and gradients of the input and the parameters: not in .grad, which threads would share."""
+    """The output, and gradients of the input and the parameters. They are not in .grad, which threads would share."""
     leaf = x.clone().requires_grad_()
     o = module(leaf, leaf, leaf, **options)
     o = o[0] if isinstance(o, tuple) else o
@@ -110,7 +110,7 @@ def test_eight_threads_use_the_same_modules(monitoring_off_afterwards: None) -> 
 
 
 def test_threads_on_one_ring_get_right_results_or_are_refused() -> None:
-    """Whoever comes while another calls is refused, and that one's ring is given up: it may see so."""
+    """A call during another thread's call is refused. The ring of the other call is aborted, so it may fail, too."""
     dist = torch.distributed
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("this PyTorch has no Gloo")
@@ -139,8 +139,8 @@ def test_threads_on_one_ring_get_right_results_or_are_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_cleanup_may_come_at_any_time() -> None:
-    """From several threads at once, while others make rings and use them: they get right results or an error."""
+def test_cleanup_is_safe_at_any_time() -> None:
+    """Several threads call cleanup while others make and use rings, which get right results or an error."""
     dist = torch.distributed
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("this PyTorch has no Gloo")

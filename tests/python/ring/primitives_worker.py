@@ -21,13 +21,13 @@ DTYPES += [torch.float64, torch.complex64]
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    """What a rank holds: every rank knows what the others hold."""
+    """The tensors of a rank. Every rank can compute those of the others."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (4 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 def ring() -> tuple[int, int, int, int]:
-    """This rank, how many there are, the previous one and the next one."""
+    """This rank, the number of ranks, the previous rank and the next rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return rank, ranks, (rank - 1) % ranks, (rank + 1) % ranks
 
@@ -52,7 +52,7 @@ def everybody_gets_the_previous_ranks_tensor() -> None:
 
 
 def views_of(x: torch.Tensor) -> list[torch.Tensor]:
-    """Of [4, 6, 8]: what has other strides, or bits that say how its memory is to be read."""
+    """Tensors [4, 6, 8] with other strides, or with the conjugate or negation bit."""
     return [
         x.transpose(0, 2),
         x[::2, 1:, ::3],
@@ -79,7 +79,7 @@ def strides_are_any() -> None:
 
 
 def shapes_may_differ() -> None:
-    """Of ranks, and of k and v: also nothing to send for some, or for all."""
+    """Sizes differ between ranks, and between k and v. Some or all ranks have nothing to send."""
     rank, _, previous, _ = ring()
     for lengths in ([5, 0, 17, 9], [0, 0, 0, 3], [0, 0, 0, 0]):
         shapes = [(2, n, 3) for n in lengths]
@@ -141,7 +141,7 @@ def results_may_be_written_to() -> None:
 
 
 def loss_of(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Of what a rank has received: another function on each."""
+    """A loss of the received tensor, with another function on each rank."""
     return ((rank + 1) * x.sin() * torch.arange(1, x.numel() + 1).view(x.shape)).sum()
 
 
@@ -168,7 +168,7 @@ def gradients_go_the_other_way() -> None:
 
 
 def gradients_are_the_numerical_ones() -> None:
-    """Of the sum of all ranks' losses, by central differences in float64."""
+    """The derivative of the sum of all ranks' losses, by central differences in float64."""
     rank, ranks, _, _ = ring()
     k, v = (numbers(rank, 2, 2, seed=s).requires_grad_() for s in (1, 2))
 
@@ -252,7 +252,7 @@ def compiled_code_steps_aside() -> None:
 
 
 def timeouts_are_any_numbers() -> None:
-    """Of one rank, too."""
+    """Also with one rank."""
     rank, _, previous, _ = ring()
     for timeout in (np.float32(60), np.int64(60), fractions.Fraction(60), torch.tensor(60.0)):
         for mine in (timeout, timeout if rank == 0 else 60.0):
@@ -340,7 +340,7 @@ def what_is_no_group_is_refused_here() -> None:
 
 
 def two_threads_on_one_group() -> None:
-    """One gets a ConfigError, and the other, on all ranks, a TransportError: no tensor goes to the wrong call."""
+    """One call gets a ConfigError, the other one a TransportError on all ranks. No tensor goes to the wrong call."""
     rank, ranks, previous, _ = ring()
     for turn, call in enumerate(
         (lambda: at.ring_pass(numbers(rank, 9), WORLD), lambda: at.check_ring(WORLD))
@@ -377,7 +377,7 @@ def two_threads_on_one_group() -> None:
 
 
 def groups_without_a_store_get_one() -> None:
-    """As those of the MPI backend, which this PyTorch does not have: PyTorch gives them a placeholder."""
+    """Groups like those of the MPI backend, which this PyTorch lacks: their store is a placeholder."""
     rank, ranks, previous, _ = ring()
     group = dist.new_group()
     kept = dist.distributed_c10d._world.pg_map
@@ -419,7 +419,7 @@ def reports_are_the_same_on_all_ranks() -> None:
 
 
 def damaged(change: str) -> None:
-    """Blocks that come wrong are an error on all ranks, which says from whom they came to whom."""
+    """Wrong blocks are an error on all ranks, which names the sender and the receiver."""
     rank, ranks, _, _ = ring()
     at.check_ring(WORLD)
     transport = at.ring._registry._groups[WORLD.group_name].transport
@@ -438,7 +438,7 @@ def damaged(change: str) -> None:
         at.check_ring(WORLD)
     except annulus.TransportError as error:
         assert error.rank == 0 and "rank 1: " in str(error), error
-        assert ("byte 7" if change == "blocks" else "came wrong from rank 0") in str(error), error
+        assert ("byte 7" if change == "blocks" else "received a wrong tensor from rank 0") in str(error), error
     else:
         raise AssertionError(f"damaged {change} went unnoticed")
     for name, function in kept.items():
@@ -451,8 +451,8 @@ def damaged(change: str) -> None:
 
 
 def rings_of_several_groups_are_made_at_once() -> None:
-    """By a thread for each, which come in another order on every rank: they have one store, whose client does one
-    operation at a time, also where that waits for other ranks."""
+    """One thread for each group, in another order on every rank. The groups share a store, whose client does one
+    operation at a time, also one that waits for other ranks."""
     rank, _, previous, _ = ring()
     for _ in range(3):
         groups = [dist.new_group() for _ in range(4)]
@@ -473,8 +473,8 @@ def rings_of_several_groups_are_made_at_once() -> None:
 
 
 def threads_with_groups_of_their_own() -> None:
-    """Eight threads: calls over four groups, a module in this process alone, monitoring, statistics, and what
-    drops workspaces. All results are right."""
+    """Eight threads: calls over four groups, a module without a group, monitoring, statistics, and functions that
+    drop workspaces. All results are right."""
     rank, ranks, previous, _ = ring()
     groups = [dist.new_group() for _ in range(4)]
     torch.manual_seed(5)

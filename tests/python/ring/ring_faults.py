@@ -24,7 +24,7 @@ DEADLINES = {"kill": LONG, "stop": 5.0, "slow": LONG}
 
 
 def once(call: str, rank: int, timeout: float) -> None:
-    """One call, whose result is looked at."""
+    """One call, with a check of its result."""
     previous = (rank - 1) % RANKS
     if call == "check_ring":
         assert at.check_ring(dist.group.WORLD, timeout=timeout).ranks == RANKS
@@ -56,7 +56,7 @@ def call_until_lost(
 def wait_for_the_slow_one(
     rank: int, say: Callable, orders: int, port: int, call: str, timeout: float
 ) -> None:
-    """Rank 2 comes when the others have waited for it, longer than calls take."""
+    """Rank 2 calls after the others have waited longer than a call takes."""
     join(rank, RANKS, port)
     once(call, rank, LONG)
     store = dist.distributed_c10d._get_default_store()
@@ -82,7 +82,7 @@ def wait_for_the_slow_one(
 
 
 def inflict(call: str, fault: str) -> str | None:
-    """What is wrong with how they took it; None: nothing."""
+    """What is wrong with the results of the ranks; None: nothing."""
     timeout, everybody = DEADLINES[fault], list(range(RANKS))
     if fault == "slow":
         with Ring(RANKS, wait_for_the_slow_one, free_port(), call, timeout) as ring:

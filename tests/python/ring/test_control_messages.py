@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their rows. Ranks are threads here, over Gloo's own connections."""
+"""Control messages between ranks. Ranks are threads here, connected by Gloo."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def soon(question: Callable[[], object], wanted: object) -> bool:
     return comes_true(lambda: question() == wanted)
 
 
-def test_the_rank_at_the_end_of_those_that_wait_is_the_one(ring: list[ControlMessages]) -> None:
+def test_the_awaited_rank_is_at_the_end_of_the_chain_of_waits(ring: list[ControlMessages]) -> None:
     assert ring[0].awaited(0, 1) == 1, "nobody has said anything"
     ring[1].tell(WAITS, 2)
     ring[2].tell(WAITS, 3)
@@ -55,13 +55,13 @@ def test_the_rank_at_the_end_of_those_that_wait_is_the_one(ring: list[ControlMes
     assert ring[0].awaited(0, 3) == 3
 
 
-def test_words_are_heard_in_their_order_however_many(ring: list[ControlMessages]) -> None:
+def test_any_number_of_messages_arrive_in_order(ring: list[ControlMessages]) -> None:
     for number in range(50):
         ring[1].tell(WAITS, number % SIZE, f"word {number}")
         assert soon(lambda: ring[0].of(1), ControlMessage(WAITS, number % SIZE, f"word {number}"))
 
 
-def test_half_a_word_is_none(ring: list[ControlMessages]) -> None:
+def test_half_a_message_is_ignored(ring: list[ControlMessages]) -> None:
     ring[1].tell(WAITS, 2, "x" * 400)
     row = ring[0]._memory[0, 1]
     assert comes_true(lambda: zlib.crc32(row[4:]).to_bytes(4, "little") == row[:4].tobytes())
@@ -72,7 +72,7 @@ def test_half_a_word_is_none(ring: list[ControlMessages]) -> None:
     assert ring[0].of(1) == ControlMessage(WAITS, 2, "x" * 400)
 
 
-def test_who_leaves_because_of_another_is_told_from_who_closes(ring: list[ControlMessages]) -> None:
+def test_leaving_after_a_failure_differs_from_closing(ring: list[ControlMessages]) -> None:
     ring[2].tell(WAITS, 1)  # which nobody has listened to yet
     ring[2].leave(CLOSES, 2, "closed its ring")
     assert soon(lambda: ring[0].of(2), ControlMessage(CLOSES, 2, "closed its ring"))
@@ -84,7 +84,7 @@ def test_who_leaves_because_of_another_is_told_from_who_closes(ring: list[Contro
     assert ring[0].awaited(0, 3) == 3, "it waits no more"
 
 
-def test_the_last_word_wakes_who_waits_for_it(ring: list[ControlMessages]) -> None:
+def test_the_last_message_ends_the_wait_for_it(ring: list[ControlMessages]) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         heard = pool.submit(ring[0].wait_for_the_last, 1)
         time.sleep(0.05)
@@ -96,7 +96,7 @@ def test_the_last_word_wakes_who_waits_for_it(ring: list[ControlMessages]) -> No
     assert ring[0].of(1) == ControlMessage(LEAVES, 2, "why")
 
 
-def test_who_leaves_ends_what_others_wait_for(ring: list[ControlMessages]) -> None:
+def test_leaving_ends_the_waits_of_others(ring: list[ControlMessages]) -> None:
     row = torch.zeros(1, dtype=torch.uint8)
     waits = [(peer, ring[peer]._gloo.recv([row.clone()], 1, 5)) for peer in (0, 2)]
     ring[1].leave(LEAVES, 3, "why")
@@ -109,7 +109,7 @@ def test_who_leaves_ends_what_others_wait_for(ring: list[ControlMessages]) -> No
     assert ring[0].of(1).kind == LEAVES
 
 
-def test_long_texts_and_odd_ones_are_cut_and_escaped(ring: list[ControlMessages]) -> None:
+def test_long_texts_are_cut_and_invalid_characters_escaped(ring: list[ControlMessages]) -> None:
     ring[1].leave(LEAVES, 3, "ä" * 600)
     assert soon(lambda: ring[0].of(1) is not None, True)
     text = ring[0].of(1).text

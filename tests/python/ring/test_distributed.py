@@ -1,4 +1,4 @@
-"""Real processes under torchrun, over Gloo. What they do is in torch_worker.py."""
+"""Processes under torchrun, connected by Gloo. They run torch_worker.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "arguments_are_everybodys",
                 "two_threads",
                 "fully_sharded",
-                "ranks_agree_on_who_carries_device_memory",
+                "ranks_agree_on_the_transport_of_device_memory",
                 "forked_children_end",
                 "rings_are_made_anew",
                 "group_made_again",
@@ -45,7 +45,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "errors_are_everybodys",
                 "memory_is_everybodys",
                 "arguments_are_everybodys",
-                "what_nobody_thought_of_ends_the_ring",
+                "an_unexpected_error_ends_the_ring",
                 "messages_are_few",
                 "two_threads",
                 "unshard_and_its_gradient",

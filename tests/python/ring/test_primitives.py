@@ -59,7 +59,7 @@ def test_processes(processes: int, cases: list[str]) -> None:
 # ---- one process
 
 
-def test_alone_a_tensor_is_copied() -> None:
+def test_one_process_gets_a_copy() -> None:
     x = torch.randn(3, 4).t().requires_grad_()
     y = at.ring_pass(x)
     assert torch.equal(x, y) and y.is_contiguous() and y.data_ptr() != x.data_ptr()
@@ -104,7 +104,7 @@ def test_transforms_are_refused() -> None:
         torch.func.vmap(at.ring_pass)(x)
 
 
-def test_a_process_alone_has_a_report() -> None:
+def test_one_process_gets_a_report() -> None:
     report = at.check_ring()
     assert report.ranks == 1 and report.links == ()
     assert "Ring of 1 rank:" in str(report) and "one rank" in report.device_path
@@ -125,6 +125,6 @@ QUICK = [("check_ring", "kill"), ("ring_pass_kv", "stop"), ("ring_pass", "slow")
         for fault in ("kill", "stop", "slow")
     ],
 )
-def test_one_of_four(call: str, fault: str) -> None:
+def test_a_fault_of_one_of_four_processes(call: str, fault: str) -> None:
     # In a process of its own: ranks are forked from one that has no threads yet.
     run_program(FAULTS, call, fault)

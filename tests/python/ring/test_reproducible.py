@@ -1,4 +1,4 @@
-"""`reproducible` means the same bits whoever carries the rows: threads, MPI's processes, torch.distributed's."""
+"""`reproducible` gives the same bits with every transport: threads, MPI and torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong, on one rank of a group or between its threads: cases of torch_worker.py."""
+"""Failures on one rank of a group or between its threads: cases of torch_worker.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def refused(call, words: list[str]) -> None:
-    """Every rank gets a ConfigError with these words. Who waited in vain would have a TransportError."""
+    """Every rank gets a ConfigError with these words. A rank that waited in vain would get a TransportError."""
     try:
         call()
     except annulus.ConfigError as error:
@@ -25,7 +25,7 @@ def refused(call, words: list[str]) -> None:
 
 
 def tell(what: str) -> None:
-    """Something has happened on this rank that others wait for: a sleep is too short on a busy machine."""
+    """Tells the other ranks that an event has happened on this rank. A sleep would be too short on a busy machine."""
     dist.distributed_c10d._get_default_store().set(f"test/{what}", "")
 
 
@@ -34,14 +34,14 @@ def hear(what: str) -> None:
 
 
 class Undecodable:
-    """Lengths from a file whose name Python cannot say."""
+    """Lengths from a file whose name cannot be encoded."""
 
     def __iter__(self):
         raise FileNotFoundError(2, "No such file", "lengths\udcff")
 
 
 def errors_are_everybodys() -> None:
-    """One rank's call is wrong, or another than the other ranks'."""
+    """The call of one rank is wrong, or differs from those of the other ranks."""
     rank, tokens = dist.get_rank(), 8 * dist.get_world_size()
     q = torch.randn(1, 8, 2, 16)
     more = torch.randn(2, 8, 2, 16)
@@ -150,7 +150,7 @@ def errors_are_everybodys() -> None:
 
 
 def arguments_are_everybodys() -> None:
-    """What never reaches the operator: arguments that there are not, wrong types, gradients, shards."""
+    """Errors before the operator: unknown arguments, wrong types, gradients, shards."""
     rank, group = dist.get_rank(), dist.group.WORLD
     q = torch.randn(1, 8, 2, 16)
     x = torch.randn(1, 8, 32)
@@ -226,12 +226,12 @@ def arguments_are_everybodys() -> None:
 
 
 def memory_is_everybodys() -> None:
-    """Memory that runs out on one rank: all do with less, or all raise an OutOfMemory."""
+    """If memory runs out on one rank, all ranks use less, or all raise OutOfMemory."""
     rank, group = dist.get_rank(), dist.group.WORLD
     q = torch.randn(1, 8, 2, 16)
 
     def call(unlucky_plans: int, **options) -> torch.Tensor:
-        """With as many attempts of rank 1 that find no memory."""
+        """Calls while this number of attempts of rank 1 find no memory."""
         at.clear_cache()
         left = [unlucky_plans if rank == 1 else 0]
 
@@ -265,7 +265,7 @@ def memory_is_everybodys() -> None:
 
 
 def bad_luck_is_everybodys() -> None:
-    """What goes wrong on one rank without anybody's doing: the environment, memory."""
+    """Errors on one rank that the caller has not caused: the environment, memory."""
     rank = dist.get_rank()
     q = torch.randn(1, 8, 2, 16)
 
@@ -321,8 +321,8 @@ def bad_luck_is_everybodys() -> None:
     o.sum().backward()
 
 
-def what_nobody_thought_of_ends_the_ring() -> None:
-    """Between two agreements a rank cannot refuse; the others must not wait all the same."""
+def an_unexpected_error_ends_the_ring() -> None:
+    """Between two agreements a rank cannot refuse a call. The other ranks must not wait nevertheless."""
     rank = dist.get_rank()
     q = torch.randn(1, 8, 2, 16)
     at.ring_attention(q, q, q, group=dist.group.WORLD)
@@ -346,7 +346,7 @@ def what_nobody_thought_of_ends_the_ring() -> None:
 
 
 def two_threads() -> None:
-    """Calls of two threads meet the other ranks' in any order. No rank gets rows of the wrong one."""
+    """The calls of two threads have any order on other ranks. No rank gets rows of the wrong call."""
     rank = dist.get_rank()
     q = torch.randn(1, 256, 2, 16)
     expected = at.ring_attention(q, q, q, group=dist.group.WORLD)
@@ -416,7 +416,7 @@ def rings_are_made_anew() -> None:
 
 
 def forked_children_end() -> None:
-    """A child has its parent's connections, but not the threads that could close them."""
+    """A child has the connections of its parent, but not the threads that could close them."""
     q = torch.randn(1, 8, 2, 16)
     at.ring_attention(q, q, q, group=dist.group.WORLD)
     child = os.fork()
@@ -437,8 +437,8 @@ def forked_children_end() -> None:
 
 
 def death(how: str) -> None:
-    """Rank 1 goes; everybody else gets a TransportError that names it, and another one when it goes on to call.
-    Unless it is silent, they know long before their timeout, which the test would not wait for."""
+    """Rank 1 leaves. All others get a TransportError that names it, and another one at their next call. Unless rank 1
+    is stopped, they get it long before their timeout, for which the test does not wait."""
     q = torch.randn(1, 600, 4, 64)
     at.ring_attention(q, q, q, group=dist.group.WORLD)
     for call in range(1000):
@@ -464,7 +464,7 @@ def death(how: str) -> None:
         try:
             at.ring_attention(q, q, q, group=dist.group.WORLD, timeout=4.0)
         except annulus.TransportError as error:
-            assert error.rank == 1 and "The ring before this one ended so" in str(error), error
+            assert error.rank == 1 and "The ring before this one failed" in str(error), error
             print(f"rank {dist.get_rank()} misses rank {error.rank} ({how})", flush=True)
         else:
             raise AssertionError("a ring without rank 1 worked")

@@ -72,7 +72,7 @@ def equals_one_process() -> None:
 
 
 def compiled_equals_eager() -> None:
-    """Of how many rows a rank keeps branches' outputs depends on the others' lengths: no compiler can know."""
+    """The number of rows of stored branch outputs depends on the lengths of other ranks. Compilers do not know it."""
     options = {"segment_lengths": [16, 64], "dilation_rates": [1, 4], "mix_gradient": "detached"}
 
     def function(*x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def lengths_of_your_own() -> None:
 
 
 def messages_are_few() -> None:
-    """One agreement per pass, and the rows: with lengths of one's own as with n_global."""
+    """A pass sends one agreement and the rows, with and without n_global."""
     ranks = dist.get_world_size()
     rounds = (ranks - 1).bit_length()
     q = torch.randn(1, 8, 2, 16).requires_grad_()
@@ -130,7 +130,7 @@ def messages_are_few() -> None:
 
 
 def lengths_that_change() -> None:
-    """On one rank alone: the others cannot see it from their own shards."""
+    """On one rank only: the others cannot tell from their own shards."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for number, first in enumerate((5, 9, 5, 5, 0, 9, 0)):
         if number == 3 and rank == 1:
@@ -176,7 +176,7 @@ def groups_that_not_everybody_is_in() -> None:
 
 
 def alone() -> None:
-    """A group of one rank, which has nobody to talk to."""
+    """A group of one rank."""
     q = torch.randn(1, 8, 2, 16)
     o = at.ring_attention(q, q, q, group=WORLD)
     assert torch.equal(o, at.ring_attention(q, q, q))
@@ -185,8 +185,8 @@ def alone() -> None:
 
 
 def group_made_again() -> None:
-    """Without cleanup() in between. Over stores of its own: PyTorch's groups now and then meet the addresses of
-    the ones before them in torchrun's. Last of its process: the worker's own group is gone."""
+    """Without cleanup() in between. With its own stores: in the store of torchrun, groups of PyTorch sometimes find the
+    addresses of earlier groups. The last case of its process, because it destroys the group of the worker."""
     q = torch.randn(1, 8, 2, 16)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for number in range(2):
@@ -292,7 +292,7 @@ def placed_over_all(where: tuple[str, list[int]], tokens: int, ranks: int) -> an
 
 
 def groups_beside_data_parallelism() -> None:
-    """2 x 2: rings of two within data parallelism of two, by a DeviceMesh; DDP averages over all."""
+    """2 x 2: rings of two ranks and data parallelism of two, by a DeviceMesh; DDP averages over all ranks."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
     ring = mesh.get_group("ring")
     torch.manual_seed(3)
@@ -338,7 +338,7 @@ def fully_sharded() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-4)
 
 
-def ranks_agree_on_who_carries_device_memory() -> None:
+def ranks_agree_on_the_transport_of_device_memory() -> None:
     rank = dist.get_rank()
     host = at.ring._transport._host
     for names, wanted, nccl in (
@@ -361,7 +361,7 @@ def ranks_agree_on_who_carries_device_memory() -> None:
 
 
 def contract(name: str) -> None:
-    """One check of transport_contract.py on a ring of its own."""
+    """One check of transport_contract.py on a new ring."""
     transport = at.ProcessGroupTransport(WORLD, timeout=30)
     transport_contract.CHECKS[name](transport)
     dist.barrier()  # closing is leaving: the others may still wait for this rank

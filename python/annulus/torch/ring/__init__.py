@@ -1,9 +1,9 @@
 """The ring over a process group: connections between ranks, agreement on calls, and messages around the ring.
 
-Here belongs what several ranks do together: how they find each other (rendezvous), the transport over
-torch.distributed, control messages, deadlines, errors that reach all ranks, the rings and executors that this process
-keeps, and the primitives that send tensors from rank to rank. Attention, models and training are built on it; nothing
-here imports them.
+This package has everything that several ranks do together: rendezvous, the transport over torch.distributed, control
+messages, deadlines, errors that are raised on all ranks, the cached rings and executors of this process, and the
+primitives that send tensors from rank to rank. Attention, models and training are built on it. Nothing here imports
+them.
 """
 
 from annulus.torch.ring._memory_info import get_memory_info

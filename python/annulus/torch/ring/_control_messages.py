@@ -1,4 +1,4 @@
-"""Control messages between the ranks of a ring: which rank they wait for, and why they leave."""
+"""Control messages between the ranks of a ring: which rank a rank waits for, and why a rank leaves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# Kinds. A rank that waits for long sends WAITS, and GOES_ON when the wait is over. LEAVES is its last message, after a
-# failure. CLOSES is its last message when it closes the ring and no rank has failed.
+# Kinds of messages. During a long wait a rank sends WAITS, and GOES_ON after it. Its last message is LEAVES after a
+# failure, or CLOSES if it closes the ring and no rank has failed.
 WAITS, GOES_ON, LEAVES, CLOSES = 1, 2, 3, 4
 
-# An executor's tags are smaller. The last message has a tag of its own, so that it can be received before earlier ones.
+# Executors use smaller tags. The last message has its own tag, so that it can be received before earlier messages.
 _TAG, _LAST_TAG = 2**30, 2**30 + 1
 _NEVER = 2**30 + 2  # no rank sends with this tag
 _HEAD = struct.Struct("<Iiii")  # checksum of the rest, kind, rank, bytes of the text
@@ -24,27 +24,28 @@ _BYTES = 512
 _TEXT = _BYTES - _HEAD.size
 _FOREVER = datetime.timedelta(days=365)
 _MOMENT = datetime.timedelta(milliseconds=1)
-_GRACE = datetime.timedelta(milliseconds=200)  # a message is written at once, unless a socket is full
+_GRACE = datetime.timedelta(milliseconds=200)  # a message is written immediately, unless a socket is full
 
 
-# Sent instead of a rank by one that waits outside of the ring, for a checkpoint: it waits for one of the others, but it
-# does not know which.
+# The awaited rank in WAITS, if a rank waits outside of the ring (for example for a checkpoint) and does not know for
+# which rank.
 ANY_RANK = -1
 
 
 class ControlMessage(NamedTuple):
     kind: int
-    rank: int  # for whom it waits, or because of whom it leaves
+    rank: int  # the rank that the sender waits for, or because of which it leaves
     text: str
 
 
 class ControlMessages:
-    """Control messages over a ring's own connections: they arrive in order, and before the end of a connection.
+    """Sends and receives control messages over the connections of a ring.
 
-    This distinguishes a rank that died from one that left because of another rank: the latter has sent LEAVES. It needs
-    no store, which may have died with the process that served it, and no timeout. Receives are posted at the beginning.
-    The receive buffer shows whether a message has arrived: Gloo has no test without a wait, and a wait that times out
-    ends all connections.
+    A rank that died and a rank that left because of another rank can be told apart: the latter has sent LEAVES before
+    its connections ended. This needs no timeout and no store; the process that serves the store may have died, too.
+
+    Receives are posted at the beginning. To find out whether a message has arrived, the receive buffer is read: Gloo
+    has no test without a wait, and a wait that times out ends all connections.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int):
@@ -70,7 +71,7 @@ class ControlMessages:
             pass  # the connection has ended
 
     def _take(self, last: int, peer: int) -> bool:
-        """Whether there was another message of a rank."""
+        """Reads the next message of a rank into `_latest`. Returns whether there may be another one."""
         row = self._memory[last, peer]
         check = int.from_bytes(row[:4].tobytes(), "little")
         if check == 0 or zlib.crc32(row[4:]) != check:
@@ -80,14 +81,14 @@ class ControlMessages:
         text = data[_HEAD.size : _HEAD.size + length].decode(errors="replace")
         self._latest[peer] = ControlMessage(kind, rank, text)
         if last:
-            return False  # it stays
+            return False  # no message follows
         self._works.pop((last, peer), None)
         row[:] = 0
         self._listen(last, peer)
         return True
 
     def of(self, peer: int) -> ControlMessage | None:
-        """The latest message of a rank, if there is one. If its connection has ended, that is the last one it sent."""
+        """The latest message of a rank, if there is one. If its connection has ended, that is its last message."""
         with self._lock:
             while self._take(0, peer):
                 pass
@@ -97,7 +98,7 @@ class ControlMessages:
     def wait_for_the_last(self, peer: int) -> None:
         """Waits until a rank has sent its last message or its connection has ended.
 
-        The end of a connection always ends this wait: a control message is too short to be received in parts.
+        Gloo does not end the wait for a message that has arrived in part. Control messages are too short for that.
         """
         work = self._works.get((1, peer))
         try:
@@ -107,12 +108,12 @@ class ControlMessages:
             pass
 
     def leaver(self) -> ControlMessage | None:
-        """The last message of a rank that has left after a failure, if one has."""
+        """The LEAVES message of a rank that has left after a failure; None: no rank has."""
         latest = (self.of(peer) for peer in self._peers)
         return next((each for each in latest if each is not None and each.kind == LEAVES), None)
 
     def awaited(self, rank: int, peer: int) -> int:
-        """The rank that keeps `rank` waiting, which waits for `peer`: follows the ranks that wait for others."""
+        """The rank that causes the wait of `rank` for `peer`: peer, or the rank that peer waits for, and so on."""
         seen = {rank}
         while peer not in seen:
             seen.add(peer)
@@ -129,6 +130,7 @@ class ControlMessages:
         return message is not None and message.kind == WAITS
 
     def tell(self, kind: int, rank: int, text: str = "") -> list[tuple[int, object]]:
+        """Sends a message to all other ranks. Returns pairs of a rank and the send operation."""
         data = text.encode("utf-8", "backslashreplace")[:_TEXT]
         rest = _HEAD.pack(0, kind, rank, len(data))[4:] + data.ljust(_TEXT, b"\0")
         message = torch.frombuffer(
@@ -146,21 +148,21 @@ class ControlMessages:
         return sent
 
     def leave(self, kind: int, rank: int, text: str) -> None:
-        """Sends the reason and ends all connections: every wait in this process, or for it, fails at once."""
+        """Sends the reason and ends all connections. All waits in this process, or for it, then fail immediately."""
         for peer, work in self.tell(kind, rank, text):
             if peer == rank:
-                continue  # that rank may be stopped, with a full socket
+                continue  # this rank may be stopped with a full socket
             try:
                 work.wait(_GRACE)
             except RuntimeError:
                 pass
-        # Only a wait that times out ends Gloo's connections: its abort() does not.
+        # A wait that times out ends Gloo's connections. Its abort() does not.
         gloo, self._gloo = self._gloo, None
         for peer in self._peers if gloo is not None else ():
             try:
                 gloo.recv([torch.zeros(1, dtype=torch.uint8)], peer, _NEVER).wait(_MOMENT)
             except RuntimeError:
                 pass
-        # These hold the connections, which must end now, not when garbage is collected.
+        # These objects keep the connections alive until the next garbage collection.
         self._works.clear()
         self._sent.clear()

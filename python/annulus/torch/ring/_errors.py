@@ -1,4 +1,4 @@
-"""Errors of one rank that become errors of all ranks of its group."""
+"""Errors of one rank that are raised on all ranks of its group."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ F = TypeVar("F", bound=Callable)
 
 @contextlib.contextmanager
 def report_errors_to_ranks(group: str, timeout: object) -> Iterator[None]:
-    """Reports an exception of the block to the other ranks, unless they know of the call already.
+    """Reports an exception of the block to the other ranks, unless the call itself reports it.
 
-    On them it is a ConfigError. On this rank it is a ConfigError, too, but a NotImplementedError stays what it is.
+    The other ranks raise a ConfigError. This rank raises a ConfigError, too, except for a NotImplementedError, which
+    is raised as it is.
     """
     ring = existing_ring(group)
     usable = ring is not None and not ring.transport.failed
@@ -34,27 +35,27 @@ def report_errors_to_ranks(group: str, timeout: object) -> Iterator[None]:
         now = existing_ring(group)
         if now is not None and (usable or now is not ring):
             if now.transport.failed or now.messages() != messages or now.transport.size() == 1:
-                raise  # the other ranks know of this call: its own agreement reports the error
+                raise  # this rank has sent messages of the call: the agreement of the call reports the error
         limit = timeout if isinstance(timeout, (int, float)) and 0 < timeout < 1e9 else None
-        told: BaseException = error
+        reported: BaseException = error
         with ring_of_group(group, limit) as ring:
             ring.set_timeout(limit)
             try:
                 ring.refuse(reason_of(error))
             except ConfigError as refusal:
-                told = refusal
-        # Outside of the ring's block: a refused call does not break the ring.
-        raise (error if isinstance(error, NotImplementedError) else told) from error
+                reported = refusal
+        # Raised outside of ring_of_group, which aborts the ring after other errors than annulus.Error.
+        raise (error if isinstance(error, NotImplementedError) else reported) from error
 
 
-def collective(of: Callable[..., tuple[object, object]]) -> Callable[[F], F]:
-    """Decorates a function that all ranks of a group call: its errors are reported to all ranks, also a TypeError for
-    wrong arguments. `of` gets the arguments and returns the group and the timeout."""
+def collective(group_and_timeout: Callable[..., tuple[object, object]]) -> Callable[[F], F]:
+    """Decorates a function that all ranks of a group call. Its errors are raised on all ranks, also a TypeError for
+    wrong arguments. `group_and_timeout` gets the arguments and returns the group and the timeout."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def call(*args: object, **kwargs: object) -> object:
-            group, timeout = of(*args, **kwargs)
+            group, timeout = group_and_timeout(*args, **kwargs)
             if group is None or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             with report_errors_to_ranks(group_name(group), timeout):

@@ -1,8 +1,7 @@
-"""Executors: how they are made, and those of calls in this process alone."""
+"""Making executors, and the executors of calls without a group."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,14 +10,13 @@ import torch
 import annulus
 from annulus import ConfigError, Pattern, Placement, RingAttention
 from annulus._core import ExecutorPool
-from annulus.torch._config import Config, pattern_of
+from annulus.torch._config import Call, Config, pattern_of
 from annulus.torch._memory import LOG
 
 T = TypeVar("T")
 
-MOST_CALLS = 1000  # different calls whose executors are remembered; all are forgotten when there are more
 _NO_LIMIT = 2**62
-# Executors that CUDA graphs use. Their owner may replay a graph at any time, so their memory is kept.
+# Executors that CUDA graphs use. A graph may be replayed at any time, so the memory of its executors is kept.
 _captured: dict[int, RingAttention] = {}
 
 
@@ -40,7 +38,7 @@ def make_executor(
         dtype=q.dtype,
         device=str(q.device),
         max_qkv_elements=_NO_LIMIT,
-        **config.options,
+        **config.executor_options,
     )
     if executor.recovery:
         here = f"[rank {transport.rank()}/{transport.size()}] " if transport.size() > 1 else ""
@@ -49,16 +47,14 @@ def make_executor(
 
 
 class LocalExecutors:
-    """Executors of calls without a group. Threads may call at the same time: each takes an executor of its own."""
+    """Executors of calls without a group. Threads that call at the same time take different executors."""
 
     def __init__(self) -> None:
         self.pool = ExecutorPool()
-        self._keys: dict[tuple, str] = {}
-        self._next_key = itertools.count()
 
     def run(
         self,
-        config: Config,
+        call: Call,
         q: torch.Tensor,
         k: torch.Tensor,
         body: Callable[[RingAttention], T],
@@ -66,12 +62,7 @@ class LocalExecutors:
         shape = q.shape
         if shape[0] == 0 or shape[1] == 0:
             return None
-        signature = (config.executors, shape, k.shape[2], q.dtype, q.device)
-        key = self._keys.get(signature)
-        if key is None:
-            if len(self._keys) >= MOST_CALLS:
-                self._keys.clear()
-            key = self._keys[signature] = str(next(self._next_key))
+        config, key = call
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         executor = self.pool.take(key)
         if executor is None:
@@ -92,10 +83,10 @@ class LocalExecutors:
         if capturing:
             _captured[id(executor)] = executor
         result = body(executor)
-        self.pool.give_back(key, executor)  # after an error its transport may be dead
+        self.pool.give_back(key, executor)  # not after an error: its transport may have failed
         return result
 
 
 def forget_captured() -> None:
-    """Gives up the executors of CUDA graphs: these must not be replayed any more."""
+    """Drops the executors of CUDA graphs. The graphs must not be replayed any more."""
     _captured.clear()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import annulus
 from annulus import ConfigError, RingAttention, TransportError
 from annulus._core import ExecutorPool
-from annulus.torch._config import Config, pattern_of, placement_of_lengths
-from annulus.torch.ring._executors import MOST_CALLS, make_executor
+from annulus.torch._config import MOST_CALLS, Call, Config, pattern_of, placement_of_lengths
+from annulus.torch.ring._executors import make_executor
 from annulus.torch.ring._records import CALL, claims_of, compare
 from annulus.torch.ring._transport import ProcessGroupTransport, sendable, timeout_of
 
@@ -23,10 +23,10 @@ T = TypeVar("T")
 class GroupRing:
     """The ring over one process group.
 
-    An executor compares the call with those of the other ranks before rows move. Which executor a call needs depends on
-    the other ranks' lengths, which this rank does not know. It tries the executor of its last call with the same
-    signature, which is nearly always right. If that is wrong on any rank, or a rank has none, or a rank refuses the
-    call, the comparison raises a ConfigError on all ranks. Then all ranks exchange their claims and lengths.
+    An executor compares the call with the calls of the other ranks before rows move. Which executor a call needs
+    depends on the lengths of the other ranks, which this rank does not know. It tries the executor of its last call
+    with the same key, which is nearly always right. If it is wrong on any rank, or a rank has none, or a rank refuses
+    the call, the comparison raises a ConfigError on all ranks. Then all ranks exchange their claims and lengths.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class GroupRing:
         self.transport = ProcessGroupTransport._instead_of(loss, group, timeout)
         self._usual_deadline = timeout_of(group)
         self.pool = ExecutorPool()
-        # By call signature: the tokens of all ranks when the call was last made, and the key of its executor.
-        self._last: dict[tuple, tuple[tuple[int, ...], str]] = {}
+        # By Call.executor_key: the tokens of all ranks when the call was last made, and the key of its executor.
+        self._last: dict[str, tuple[tuple[int, ...], str]] = {}
 
     def messages(self) -> int:
         """The number of messages sent so far. If it has not changed, the other ranks have not heard from this one."""
@@ -60,9 +60,9 @@ class GroupRing:
         raise AssertionError("compare returned although there was a complaint")
 
     def agree(self, call: str, claims: dict, own: T) -> tuple[T, ...]:
-        """Every rank's `own` (its number of tokens, or its shapes) in a call that needs no executor.
+        """The value `own` (number of tokens, or shapes) of every rank, in a call that needs no executor.
 
-        A ConfigError on all ranks unless all make this call with equal claims, also if others make another call."""
+        Raises a ConfigError on all ranks unless all of them make this call with equal claims."""
         if self.transport.size() > 1:
             with contextlib.suppress(ConfigError):
                 RingAttention.refuse(self.transport, f"this rank calls {call}")
@@ -71,7 +71,7 @@ class GroupRing:
     def run(
         self,
         what: str,
-        config: Config,
+        call: Call,
         q: torch.Tensor,
         k: torch.Tensor,
         body: Callable[[RingAttention], T],
@@ -81,9 +81,9 @@ class GroupRing:
                 "ring_attention: a call on a group cannot be part of a CUDA graph: ranks have to agree on "
                 "every call"
             )
+        config = call.config
         self.set_timeout(config.timeout)
-        signature = (config.executors, q.shape, k.shape[2], q.dtype, q.device)
-        lengths, key = self._last.get(signature, (None, ""))
+        lengths, key = self._last.get(call.executor_key, (None, ""))
         executor = None if lengths is None else self.pool.take(key)
         messages = self.messages()
         try:
@@ -105,14 +105,14 @@ class GroupRing:
         expected = None if executor is None else lengths
         lengths, all_knew = compare(self.transport, None, claims, q.shape[1], expected)
         if all_knew:
-            raise failure  # lengths and claims are as expected: the error has another cause
-        key = f"{signature} {lengths}"
+            raise failure  # lengths and claims are as expected, so the error has another cause
+        key = f"{lengths} {call.executor_key}"
         if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
             return None
         executor = self.pool.take(key)
         kept = b"" if executor is None else b"kept"
         if not all(annulus.gather_records(self.transport, kept)):
-            executor = None  # making one is collective: if one rank has none, all make theirs
+            executor = None  # construction is collective: if one rank has none, all ranks make a new one
         messages = self.messages()
         try:
             if executor is None:
@@ -127,7 +127,7 @@ class GroupRing:
         self.pool.give_back(key, executor)
         if len(self._last) >= MOST_CALLS:
             self._last.clear()
-        self._last[signature] = lengths, key
+        self._last[call.executor_key] = lengths, key
         return result
 
     def _refuse_because_of(self, error: Exception) -> NoReturn:
@@ -145,7 +145,7 @@ class GroupRing:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error, as the other ranks get it."""
+    """The text of an error for the other ranks."""
     try:
         text = str(error)
     except Exception:

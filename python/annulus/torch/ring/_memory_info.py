@@ -17,7 +17,7 @@ _COMPLEXITY["auto"] = " or ".join(_COMPLEXITY.values()) + ", as the first call d
 
 
 def cached_calls_of(group: dist.ProcessGroup | None, schedule: str) -> tuple[str, int, int]:
-    """Of one group's ring: how memory grows (a text), bytes per rank of its largest call, number of cached workspaces."""
+    """For the ring of one group: how memory grows (a text), bytes per rank of the largest call, cached workspaces."""
     infos = [executor.memory_info for executor in _registry.executors_of(group)]
     if not infos:
         return _COMPLEXITY[schedule] + "; no call yet", 0, 0
@@ -36,9 +36,9 @@ def get_memory_info() -> dict[str, object]:
 
     The keys are those of :attr:`annulus.RingAttention.memory_info` and always present; bytes are sums over
     all rings, except scratch_bytes, which they share. 'device' names all devices, if there are several.
-    'device_utilization' is the share of a GPU's memory that is in use, by whomever, of the fullest of these
-    devices; None where no ring is on a GPU. 'recovered_workspaces' counts those that were made when memory had
-    run out (see ``recover``): they go on in pieces until :func:`clear_cache`.
+    'device_utilization' is the share of memory that all processes use on the fullest of these GPUs; None if no
+    ring is on a GPU. 'recovered_workspaces' counts those that were made after memory had run out (see
+    ``recover``): they compute in pieces until :func:`clear_cache`.
     """
     executors = _registry.executors()
     total: dict[str, object] = {

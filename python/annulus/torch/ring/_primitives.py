@@ -1,4 +1,4 @@
-"""One hop around a ring."""
+"""ring_pass and ring_pass_kv: sending tensors to the next rank of a ring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from annulus.torch.ring._messages import bytes_of, exchange
 from annulus.torch.ring._process_groups import group_name, group_size_and_rank
 from annulus.torch.ring._registry import ring_of_group
 
-# Of each tensor in a message, in bytes: every dtype can be read in place.
+# Alignment of each tensor in a message, in bytes, for every dtype.
 _ALIGNMENT = 64
 
 
@@ -31,30 +31,31 @@ def ring_pass(
     *,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """The tensor of the previous rank: rank r receives from rank r - 1 and sends to rank r + 1, the last one to rank 0.
+    """Sends a tensor to the next rank of a ring, and returns the tensor of the previous rank.
 
-    Collective: every rank of the group calls it. Differentiable: the backward passes gradients to the previous rank,
-    and every rank has to run it (with create_graph all or none: their graphs have to be alike). After as many
-    passes as there are ranks, every rank has its own tensor again:
+    Rank r sends to rank r + 1, the last rank to rank 0. Collective: every rank of the group calls it. Differentiable:
+    backward sends gradients to the previous rank. Every rank has to run backward, and all ranks or none with
+    create_graph. After as many passes as there are ranks, every rank has its own tensor again:
 
         for _ in range(dist.get_world_size(group)):
             use(x)
             x = ring_pass(x, group)
 
     Args:
-        tensor: on the CPU or a CUDA device, of any dtype that is not quantized, any shape and strides. Ranks agree on
-            the dtype, the number of axes, the kind of device and whether a gradient is needed; sizes may differ.
+        tensor: on the CPU or a CUDA device, of any dtype that is not quantized, any shape and strides. The dtype, the
+            number of axes, the kind of device and whether a gradient is needed are the same on all ranks; sizes may
+            differ.
         group: the ranks of the ring; None: this process alone, which gets a copy.
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
 
     Returns:
-        a new contiguous tensor on this rank's device. CUDA tensors go by NCCL where the group has it and its ranks are
-        on several hosts, else through host memory, which the call waits for.
+        a new contiguous tensor on this rank's device. NCCL carries CUDA tensors if the group has it and its ranks are
+        on several hosts. Otherwise they go through host memory, and the call waits for them.
 
     Raises:
-        ConfigError: wrong arguments, on every rank, whichever rank they are wrong on; the ranks' calls differ; two
-            threads call on one group at a time.
-        TransportError: a rank died, left or took too long; its ``rank`` is the one at fault where known.
+        ConfigError: an argument is wrong on any rank; the ranks' calls differ; two threads call on one group at the
+            same time. Raised on every rank.
+        TransportError: a rank died, left or took too long; its ``rank`` is the rank at fault, if known.
     """
     return _pass_on("ring_pass", {"tensor": tensor}, group, timeout)[0]
 
@@ -70,10 +71,10 @@ def ring_pass_kv(
     *,
     timeout: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`ring_pass` of two tensors in one message: (k, v) of the previous rank.
+    """As :func:`ring_pass`, for two tensors in one message. Returns k and v of the previous rank.
 
-    Shapes and dtypes of k and v may differ; both are on one device. If only one of them requires a gradient, only its
-    gradient travels back.
+    Shapes and dtypes of k and v may differ; both are on one device. If only one of them requires a gradient, backward
+    sends only its gradient.
 
         k, v = ring_pass_kv(k, v, group)
 
@@ -86,17 +87,17 @@ def ring_pass_kv(
 
 @dataclasses.dataclass(frozen=True)
 class _Hop:
-    """What a pass is, apart from its tensors."""
+    """Everything about a pass except the contents of its tensors."""
 
     call: str
     names: tuple[str, ...]  # of the tensors
     needs_gradient: tuple[bool, ...]
     group: str
     timeout: float | None
-    step: int = 1  # to rank + step
+    step: int = 1  # rank r sends to rank r + step
 
     def back(self, gradients: Sequence[torch.Tensor]) -> _Hop:
-        """The pass of the gradients of those that need one; or of theirs."""
+        """The pass of the gradients of the tensors that need one."""
         names = tuple(n for n, needed in zip(self.names, self.needs_gradient) if needed)
         call = self.call if self.call.startswith("backward of ") else f"backward of {self.call}"
         return dataclasses.replace(
@@ -115,14 +116,14 @@ def _pass_on(
     group: dist.ProcessGroup | None,
     timeout: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    name = group_name(group)  # refuses what is no group
+    name = group_name(group)
     complaint = _complaint(tensors) or timeout_complaint(timeout)
     if complaint is not None:
         raise ConfigError(f"{call}: {complaint}")
     if refuse_transforms(call, *tensors.values()):
         raise ConfigError(f"{call} does not work inside torch.func.vmap: pass the whole batch")
     timeout = None if timeout is None else float(timeout)
-    # No ring: nothing has to be agreed on.
+    # One rank sends nothing.
     if name is None or group_size_and_rank(group)[0] == 1:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors.values())
     values = tuple(tensors.values())
@@ -137,7 +138,7 @@ def _complaint(tensors: dict[str, torch.Tensor]) -> str | None:
         if x.layout != torch.strided or x.is_nested:
             kind = "nested" if x.is_nested else x.layout
             return f"{name} is a {kind} tensor: a dense one was expected"
-        # Neither bytes nor scales are where those of a tensor are.
+        # The memory of a subclass may have another layout.
         if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"{name} is a {type(x).__name__}: a plain torch.Tensor was expected (of a DTensor: to_local())"
         if x.is_quantized:
@@ -161,7 +162,7 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         hop = ctx.hop
-        # Where only some outputs were used, PyTorch brings zeros for the others: what travels is the same on all ranks.
+        # PyTorch passes zeros for unused outputs, so that all ranks send the same gradients.
         with report_errors_to_ranks(hop.group, hop.timeout):
             needed = [g.to_dense() for g, needs in zip(grads, hop.needs_gradient) if needs]
         passed = iter(_Pass.apply(hop.back(needed), *needed))
@@ -188,7 +189,7 @@ def _move(hop: _Hop, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...
         arrived = with_room(_empty, packed, [places[-1][1]])
         exchange(ring.transport, [(target, packed)], [(source, arrived)])
     return tuple(
-        # .data: a view that autograd does not know as one, so that it may be written to.
+        # .data, because autograd forbids to modify several views of one tensor in place.
         arrived[first:last].view(x.dtype).view(shape).data
         for x, shape, (first, last) in zip(tensors, shapes[source], places)
     )
@@ -199,7 +200,7 @@ def _empty(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of all, each from a multiple of the alignment on."""
+    """The bytes of all tensors, each starting at a multiple of the alignment."""
     parts = []
     for x in tensors:
         part = bytes_of(x)
@@ -210,7 +211,7 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _places(
     tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Where tensors of these shapes lie in what _packed makes of them: first byte, and end."""
+    """The first byte of each tensor in the result of _packed, and its end, given the shapes of the tensors."""
     places: list[tuple[int, int]] = []
     end = 0
     for x, shape in zip(tensors, shapes):

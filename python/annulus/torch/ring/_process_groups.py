@@ -1,4 +1,4 @@
-"""Process groups as arguments: what is a group, and this process's place in it."""
+"""Process groups as arguments: their check, their names, and this process's rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from annulus import ConfigError
 
 
 def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Ranks of a ring and this process's place in it; without a group, one and 0."""
+    """The number of ranks of a group and this process's rank in it; without a group, 1 and 0."""
     if group is None:
         return 1, 0
     if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -22,11 +22,12 @@ def group_size_and_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def rank_in(name: str | None) -> int:
-    """This process's place in a ring, given the name of its group."""
+    """This process's rank in a ring, given the name of its group; without a group, 0."""
     return 0 if name is None else dist.get_rank(dist.distributed_c10d._resolve_process_group(name))
 
 
 def group_name(group: dist.ProcessGroup | None) -> str | None:
+    """The name of a group, which PyTorch can resolve; None without a group. ConfigError if it is not a group."""
     if group is None:
         return None
     group_size_and_rank(group)

@@ -1,4 +1,4 @@
-"""Records: what the ranks of a group tell each other about a call, and the errors if they disagree."""
+"""Records: what the ranks of a group send each other about a call, and the error if the calls differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALL = "the call"
 def claims_of(
     what: str, config: Config, shape: tuple[int, ...], kv_heads: int, dtype: str, device: str
 ) -> dict:
-    """What all ranks have to pass alike, by name. `shape` is q's."""
+    """The values that all ranks have to pass equally, by name. `shape` is the shape of q."""
     return {
         CALL: what,
         "dtype": dtype,
@@ -46,8 +46,9 @@ def compare(
 ) -> tuple[tuple[T, ...], bool]:
     """Compares the claims of all ranks. Collective.
 
-    Returns every rank's `own`, which may differ (the number of tokens, or another JSON value), and whether every rank
-    expected these. Raises a ConfigError on every rank if one has a complaint, or if the claims differ: it says which.
+    Returns the value `own` of every rank, which may differ (the number of tokens, or another JSON value), and whether
+    every rank passed these values as `expected`. Raises a ConfigError on every rank if a rank has a complaint or if the
+    claims differ.
     """
     mine = {
         "complaint": complaint,
@@ -70,7 +71,8 @@ def compare(
         if rank is not None:
             other = records[rank]["claims"].get(name)
             differences[name] = f"{name} (rank 0: {value!r}, rank {rank}: {other!r})"
-    # Of different calls, only the call is reported. With a mask, head_dim and scale differ, too: only the mask is reported.
+    # If the calls differ, only they are reported. If one rank has a mask, head_dim and scale differ, too: then only the
+    # mask is reported.
     for name in (CALL, MASKED):
         if name in differences:
             differences = {name: differences[name]}

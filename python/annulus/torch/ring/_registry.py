@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, RingAttention, TransportError
-from annulus.torch._config import Config
+from annulus.torch._config import Call
 from annulus.torch.ring._executors import LocalExecutors, forget_captured
 from annulus.torch.ring._group_ring import GroupRing, reason_of
 from annulus.torch.ring._process_groups import group_name, rank_in
@@ -31,16 +31,16 @@ _losses: dict[str, TransportError] = {}
 
 
 class CallLock:
-    """Allows one call at a time on a group's ring. It never waits: on another rank, the two calls of two threads could
-    come in the other order."""
+    """Allows one call at a time on a group's ring. It never waits: two threads of another rank might make their two
+    calls in the other order."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # held for a moment only
+        self._lock = threading.Lock()  # protects the two flags
         self._taken = False
         self.disturbed = False
 
     def take(self) -> bool:
-        """Whether the caller has the lock now. If not, `disturbed` tells its holder of the second call."""
+        """Returns whether the caller has the lock now. If not, sets `disturbed`, which its holder reads."""
         with self._lock:
             self.disturbed = self._taken
             if self._taken:
@@ -54,7 +54,7 @@ class CallLock:
 
 
 _call_locks: dict[str, CallLock] = {}
-_SURVIVORS_GO_ON = "it goes on with those that are left"
+_SURVIVORS_GO_ON = "it continues with the remaining ranks"
 _TWO_THREADS = (
     "two threads of rank {} call on one process group at the same time: give each a group of its own, or "
     "let one wait for the other"
@@ -67,7 +67,7 @@ def ring_of_group(
 ) -> Iterator[GroupRing]:
     """The ring over a group, made on first use, for one call at a time.
 
-    A second caller gets a ConfigError. The ring is then given up, so that no rank gets rows of the wrong call.
+    A second caller gets a ConfigError. Then the ring is aborted, so that no rank gets rows of the wrong call.
     """
     lock = _call_locks.setdefault(name, CallLock())
     if not lock.take():
@@ -78,12 +78,12 @@ def ring_of_group(
         raise ConfigError(f"{call}: {_TWO_THREADS.format(rank)}")
     try:
         ring = _working_ring(name, timeout)
-        if lock.disturbed:  # by a call that came before there was a ring to abort
+        if lock.disturbed:  # by a second call that found no ring to abort
             ring.transport.abort(_TWO_THREADS.format(ring.transport.rank()))
         yield ring
     except annulus.Error:
-        raise  # the other ranks know of it
-    except BaseException as error:  # Ctrl-C, for example: without an abort the other ranks would wait for this one
+        raise  # it has been raised on the other ranks, too
+    except BaseException as error:  # for example Ctrl-C: without an abort the other ranks would wait for this one
         ring = _groups.get(name)
         if ring is not None:
             ring.transport.abort(reason_of(error))
@@ -96,7 +96,7 @@ def _working_ring(name: str, timeout: float | None) -> GroupRing:
     """The group's ring, or a new one if it has broken."""
     ring = _groups.get(name)
     group = dist.distributed_c10d._resolve_process_group(name)
-    # PyTorch uses the names of groups again once all groups have been destroyed: then this is another group.
+    # PyTorch reuses the names of groups after all groups have been destroyed. Then this is another group.
     if ring is not None and ring.process_group is not group:
         _losses.pop(name, None)
     elif ring is not None and not ring.transport.failed:
@@ -118,20 +118,21 @@ def existing_ring(name: str) -> GroupRing | None:
 
 def run(
     what: str,
-    config: Config,
+    call: Call,
     q: torch.Tensor,
     k: torch.Tensor,
     body: Callable[[RingAttention], T],
 ) -> T | None:
-    """body(executor), with the executor for this call; None where there is nothing to compute."""
+    """Returns body(executor), with the executor for this call; None if there is nothing to compute."""
+    config = call.config
     if config.group is None:
-        return _local.run(config, q, k, body)
+        return _local.run(call, q, k, body)
     with ring_of_group(config.group, config.timeout) as ring:
-        return ring.run(what, config, q, k, body)
+        return ring.run(what, call, q, k, body)
 
 
 def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:
-    """The number of tokens of every rank of a group. A ConfigError unless all ranks make this call with equal claims."""
+    """The number of tokens of every rank of a group. ConfigError unless all ranks make this call with equal claims."""
     with ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
         return ring.agree(call, claims, tokens)
@@ -144,10 +145,10 @@ def has_lost() -> bool:
 
 @contextlib.contextmanager
 def waiting_elsewhere(done: Callable[[float], object]) -> Iterator[None]:
-    """Around a wait for other ranks outside of a ring, such as the end of a checkpoint.
+    """A context for waiting for other ranks outside of a ring, for example for the end of a checkpoint.
 
-    If the wait is long (done(seconds) is false), the other ranks are told. Otherwise they would take this rank for the
-    one that keeps the ring waiting.
+    If the wait is long (done(seconds) is false), this rank tells the other ranks. Otherwise they would report this rank
+    as lost when their deadline expires.
     """
     told = [] if done(_BRIEF_WAIT) else [ring.transport for ring in list(_groups.values())]
     for transport in told:
@@ -167,9 +168,9 @@ def leave(group: dist.ProcessGroup) -> int:
     loss = _losses.pop(name, None)
     lost = -1 if loss is None else loss.rank
     if ring is not None and ring.process_group is group:
-        health = ring.transport.health()  # the others may take this rank for the lost one
+        health = ring.transport.health()  # may report this rank as the lost one
         lost = lost if health["alive"] else health["lost_rank"]
-        if _SURVIVORS_GO_ON in health["reason"]:  # that rank is not lost: it waits in survivors()
+        if _SURVIVORS_GO_ON in health["reason"]:  # the reported rank is not lost: it waits in survivors()
             lost = -1
         ring.transport.abort(_SURVIVORS_GO_ON)
     return lost
@@ -201,7 +202,7 @@ def clear_cache() -> None:
 
 
 def clear_cache_of(group: dist.ProcessGroup | None) -> None:
-    """As clear_cache, for one group's ring only; None: for calls without a group."""
+    """Does clear_cache for the ring of one group only; None: for calls without a group."""
     ring = _owner_of(group)
     if ring is not None:
         ring.pool.clear()
@@ -222,15 +223,15 @@ def cleanup() -> None:
             ring.transport.close()
 
 
-# The threads of connections must end before Python does.
+# The threads of connections must end before the interpreter exits.
 atexit.register(cleanup)
 
 
 def _forget_after_fork() -> None:
-    """A forked child has neither the threads of the executors nor a right to the connections."""
+    """A forked child has no threads of the executors, and must not use the connections of its parent."""
     global _local, _groups
-    _local = LocalExecutors()  # a thread that the child does not have may hold the lock of the old one
-    # Kept, but never used: closing a connection means waiting for its threads, which the child does not have.
+    _local = LocalExecutors()  # the lock of the old one may be held by a thread of the parent
+    # Kept, but never used: closing a connection waits for its threads, which the child does not have.
     _inherited.append(_groups)
     _groups = {}
     _losses.clear()

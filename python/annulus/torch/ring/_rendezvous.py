@@ -1,4 +1,4 @@
-"""How the ranks of a ring find each other: over the store of their process group, within the deadline."""
+"""Rendezvous of the ranks of a ring: over the store of their process group, within the deadline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_ANSWERED = b"answered"  # in the place of a word
+_ANSWERED = b"answered"  # replaces the ID of a request
+
 
 class Missing(RuntimeError):
-    """Ranks that did not come to make a ring."""
+    """Ranks that did not take part in making a ring."""
 
     def __init__(self, ranks: list[int]):
         super().__init__(ranks)
@@ -25,15 +26,17 @@ class Missing(RuntimeError):
 
 
 def within(seconds: float, function: Callable[[], T], what: str) -> T:
-    """function(), or a TimeoutError if it takes longer: a store's operations have no limit of their own when the
-    process that serves it is stopped. Ctrl-C is heard."""
+    """Returns function(), or raises a TimeoutError if it takes longer. Ctrl-C interrupts it.
+
+    Operations of a store have no timeout when the process that serves the store is stopped.
+    """
     outcome: list = []
     done = threading.Event()
 
     def run() -> None:
         try:
             outcome.append((function(), None))
-        except BaseException as error:  # noqa: BLE001: it is the caller's
+        except BaseException as error:  # noqa: BLE001: raised in the caller's thread
             outcome.append((None, error))
         done.set()
 
@@ -48,18 +51,18 @@ def within(seconds: float, function: Callable[[], T], what: str) -> T:
             raise error
         return result
     finally:
-        del error  # which would hold this frame, and be held by it
+        del error  # breaks a reference cycle: the error refers to this frame
 
 
-# Of groups that have none of their own.
+# The stores of groups for which PyTorch has none.
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """A client of a group's store, for the caller alone.
+    """A client of a group's store that only the caller uses.
 
-    Clients of a TCPStore do one operation at a time, also where it waits for other ranks. Two threads that make rings
-    of two groups by one client would wait for each other, if those of another rank come in another order.
+    A client of a TCPStore does one operation at a time, also one that waits for other ranks. Two threads that make
+    rings of two groups with one client could deadlock if another rank makes the rings in the other order.
     """
     store = dist.distributed_c10d._world.pg_map[group][1]
     base = _base(store)
@@ -68,7 +71,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
         base = store
     if not isinstance(base, dist.TCPStore) or not hasattr(store, "clone"):
         return store
-    store.check(["alive"])  # an error at once where its process has ended: a new client would try for long
+    store.check(["alive"])  # fails immediately if the serving process has ended: a new client would retry for long
     return store.clone()
 
 
@@ -79,10 +82,10 @@ def _base(store: dist.Store) -> dist.Store:
 
 
 def _serve(group: dist.ProcessGroup) -> dist.Store:
-    """A store for a group that has none: those of PyTorch's MPI backend have a placeholder without operations.
+    """A store for a group without one: groups of PyTorch's MPI backend have a placeholder without operations.
 
-    The first rank serves it, and tells the others its address by a broadcast in the group, which all ranks join when
-    they first need it. The broadcast has no deadline of its own: call this by :func:`within`.
+    The first rank serves the store and broadcasts its address in the group; all ranks join the broadcast when they
+    first need the store. The broadcast has no deadline: call this by :func:`within`.
     """
     address: list = [None]
     if dist.get_rank(group) == 0:
@@ -97,7 +100,7 @@ def _serve(group: dist.ProcessGroup) -> dist.Store:
 
 
 def value_of(store: dist.Store, key: str, until: float) -> bytes | None:
-    """What a key holds as soon as it does; None: not in time."""
+    """Waits for a key and returns its value; None: the key did not exist in time."""
     nap = 0.001
     while not store.check([key]):
         if time.monotonic() >= until:
@@ -110,14 +113,15 @@ def value_of(store: dist.Store, key: str, until: float) -> bytes | None:
 def new_name(store: dist.Store, prefix: str, rank: int, size: int, seconds: float) -> str:
     """A name that no ring had before, the same on every rank. Collective; raises Missing.
 
-    Over the store alone: neither do the ranks' other groups have to be the same ones, nor is a message of
-    the caller's group left behind when a rank is missing. Every other rank asks rank 0 by a word of its
-    own, so that what is left of an earlier attempt is never taken for an answer to this one.
+    Uses only the store: the ranks need not have the same other groups, and no message of the caller's group is left
+    over when a rank is missing. Every other rank sends rank 0 a request with a unique ID, so that keys of an earlier
+    attempt are never taken for an answer to this one.
     """
     store = dist.PrefixStore(prefix, store)
     until = time.monotonic() + seconds
-    # Who is there, for those that wait in vain: nothing while a rank waits, then when it went, by a clock that all share. Who
-    # gives up first is not taken for the one that never came, nor one that was there for an earlier attempt for one that came.
+    # present/<rank> is empty while a rank waits, and afterwards has the time at which the rank left. The clock is a
+    # counter that all ranks share. Ranks that wait in vain read from these keys which ranks are missing: not a rank
+    # that gave up earlier, but also a rank that was present for an earlier attempt only.
     began = store.add("clock", 1)
     store.set(f"present/{rank}", "")
     try:
@@ -128,22 +132,22 @@ def new_name(store: dist.Store, prefix: str, rank: int, size: int, seconds: floa
         store.set(f"present/{rank}", str(store.add("clock", 1)))
 
 
-def _came(store: dist.Store, rank: int, began: int) -> bool:
-    """Whether a rank has been there since then."""
+def _was_present(store: dist.Store, rank: int, began: int) -> bool:
+    """Whether a rank has been present at or after the time `began`."""
     if not store.check([f"present/{rank}"]):
         return False
-    went = store.get(f"present/{rank}")
-    return not went or int(went) > began
+    left = store.get(f"present/{rank}")
+    return not left or int(left) > began
 
 
 def _ask_name(store: dist.Store, rank: int, size: int, until: float, began: int) -> str:
-    word = uuid.uuid4().hex
-    store.set(f"request/{rank}", word)
-    answer = value_of(store, f"answer/{word}", until)
-    store.delete_key(f"answer/{word}")
+    request = uuid.uuid4().hex
+    store.set(f"request/{rank}", request)
+    answer = value_of(store, f"answer/{request}", until)
+    store.delete_key(f"answer/{request}")
     if answer is None:
         store.delete_key(f"request/{rank}")
-        absent = [p for p in range(size) if p != rank and not _came(store, p, began)]
+        absent = [p for p in range(size) if p != rank and not _was_present(store, p, began)]
         raise Missing(absent or [0])
     if answer.startswith(b"!"):
         raise Missing([int(answer[1:])])
@@ -151,35 +155,35 @@ def _ask_name(store: dist.Store, rank: int, size: int, until: float, began: int)
 
 
 def _give_name(store: dist.Store, size: int, until: float) -> str:
-    words = {}
+    requests = {}
     for peer in range(1, size):
-        word = _new_word(store, peer, until)
-        if word is None:
-            # Those that are there, too, need not wait until they have waited as long.
+        request = _new_request(store, peer, until)
+        if request is None:
+            # The ranks that are present get an answer now, and need not wait for their own deadlines.
             for other in range(1, size):
-                word = _new_word(store, other, 0)
-                if word is not None:
-                    _answer(store, other, word, f"!{peer}")
+                request = _new_request(store, other, 0)
+                if request is not None:
+                    _answer(store, other, request, f"!{peer}")
             raise Missing([peer])
-        words[peer] = word
+        requests[peer] = request
     name = uuid.uuid4().hex
-    for peer, word in words.items():
-        _answer(store, peer, word, name)
+    for peer, request in requests.items():
+        _answer(store, peer, request, name)
     return name
 
 
-def _answer(store: dist.Store, peer: int, word: bytes, answer: str) -> None:
-    # It may have given up, and ask by another word by now: that one stays.
-    store.compare_set(f"request/{peer}", word.decode(), _ANSWERED.decode())
-    store.set(f"answer/{word.decode()}", answer)
+def _answer(store: dist.Store, peer: int, request: bytes, answer: str) -> None:
+    # The rank may have given up and sent a newer request, which stays.
+    store.compare_set(f"request/{peer}", request.decode(), _ANSWERED.decode())
+    store.set(f"answer/{request.decode()}", answer)
 
 
-def _new_word(store: dist.Store, peer: int, until: float) -> bytes | None:
-    """The word by which a rank asks, once it is one that was not answered."""
-    word = value_of(store, f"request/{peer}", until)
-    while word == _ANSWERED:
+def _new_request(store: dist.Store, peer: int, until: float) -> bytes | None:
+    """Waits for a request of a rank that has not been answered, and returns its ID; None: there was none in time."""
+    request = value_of(store, f"request/{peer}", until)
+    while request == _ANSWERED:
         if time.monotonic() >= until:
             return None
         time.sleep(0.005)
-        word = value_of(store, f"request/{peer}", until)
-    return word
+        request = value_of(store, f"request/{peer}", until)
+    return request

@@ -1,4 +1,4 @@
-"""Whether a ring works, and how fast its links are."""
+"""check_ring: checks that a ring works, and measures its links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from annulus.torch.ring._process_groups import group_name, group_size_and_rank
 from annulus.torch.ring._registry import ring_of_group
 from annulus.torch.ring._transport import sendable
 
-_TAG = 65  # exchange() has the one before
+_TAG = 65  # exchange() uses 64
 _PING_BYTES = 8
 _PINGS = 11
 # Large enough for a link's speed to show, small enough to take a second at 10 Mbit/s.
@@ -33,7 +33,7 @@ _ROWS = 4  # of each rank
 
 @dataclasses.dataclass(frozen=True)
 class RingLink:
-    """What rank `source` measured of its link to rank `target`."""
+    """The speed of the link from rank `source` to rank `target`, measured by `source`."""
 
     source: int
     target: int
@@ -43,14 +43,14 @@ class RingLink:
 
 @dataclasses.dataclass(frozen=True)
 class RingReport:
-    """What :func:`check_ring` found, the same on every rank. Its text is a table."""
+    """The result of :func:`check_ring`, the same on every rank. str() gives a table."""
 
     hosts: tuple[str, ...]  # of each rank
-    processes: tuple[int, ...]  # of each rank: its number in the whole job
-    devices: tuple[str, ...]  # of each rank: "cuda:0"; empty: none that can be used
-    links: tuple[RingLink, ...]  # between neighbours, each in both directions
-    # How ring_attention's rows of CUDA tensors travel: "shared device memory", "NCCL", "staged through host memory
-    # (why)" or "none (why)". ring_pass takes the latter three.
+    processes: tuple[int, ...]  # the number of each rank in the whole job
+    devices: tuple[str, ...]  # the device of each rank, such as "cuda:0"; empty: no usable device
+    links: tuple[RingLink, ...]  # between neighbours, in both directions
+    # How ring_attention transfers rows of CUDA tensors: "shared device memory", "NCCL", "staged through host memory
+    # (reason)" or "none (reason)". ring_pass uses one of the latter three.
     device_path: str
 
     @property
@@ -83,11 +83,11 @@ class RingReport:
 def check_ring(
     group: dist.ProcessGroup | None = None, *, timeout: float | None = None
 ) -> RingReport:
-    """Checks that a ring works, and measures its links: ``annulus doctor`` for a group of processes.
+    """Checks that a ring works, and measures its links, as ``annulus doctor`` does, for a group of processes.
 
-    Collective: every rank of the group calls it. Neighbours exchange stamped blocks in both directions and compare
-    every byte; then they measure latency and bandwidth, pair by pair; then rows of attention go around, in host
-    memory and, where all ranks have a CUDA device, from device to device. Every rank gets the same report:
+    Collective: every rank of the group calls it. First, neighbours exchange stamped blocks in both directions and
+    compare every byte. Then they measure latency and bandwidth, pair by pair. Then the ranks compute a small attention
+    in host memory and, if all ranks have a CUDA device, on their devices. Every rank gets the same report:
 
         import torch.distributed as dist
         from annulus.torch import check_ring
@@ -103,11 +103,11 @@ def check_ring(
         timeout: seconds that one transfer may take; None: the group's timeout.
 
     Raises:
-        TransportError: a rank died, left or took too long, or what came from it is wrong; its ``rank`` is the one at
-            fault where known.
-        ConfigError: wrong arguments or another call, on every rank, whichever rank they are wrong on.
+        TransportError: a rank died, left or took too long, or sent wrong data; its ``rank`` is the one at fault, if
+            known.
+        ConfigError: an argument is wrong on any rank, or the ranks' calls differ. Raised on every rank.
     """
-    name = group_name(group)  # refuses what is no group
+    name = group_name(group)
     complaint = timeout_complaint(timeout)
     if complaint is not None:
         raise ConfigError(f"check_ring: {complaint}")
@@ -150,7 +150,7 @@ def _gather(transport: annulus.Transport, record: object) -> list:
 
 
 def _raise_first(transport: annulus.Transport, found: tuple[int, str] | None) -> None:
-    """`found`: a rank whose messages came wrong to this one, and what was wrong. The first is an error on all ranks."""
+    """Raises the first error of any rank on all ranks. `found`: a rank that sent wrong data, and the error."""
     for rank, record in enumerate(_gather(transport, found)):
         if record is not None:
             source, text = record
@@ -163,7 +163,7 @@ def _raise_first(transport: annulus.Transport, found: tuple[int, str] | None) ->
 
 def _check_blocks(transport: annulus.Transport) -> None:
     found = check_blocks(transport)
-    if transport.failed:  # the check says so and does not raise
+    if transport.failed:  # check_blocks does not raise
         raise transport._error()
     rank, ranks = transport.rank(), transport.size()
     wrong = None
@@ -174,8 +174,8 @@ def _check_blocks(transport: annulus.Transport) -> None:
 
 
 def _time_links(transport: annulus.Transport) -> tuple[RingLink, ...]:
-    """Of all ranks. Neighbours measure pair by pair: in turns whose pairs have no rank in common, the same on all
-    ranks, so that nobody waits for a rank that waits for another."""
+    """Measures the links of all ranks, pair by pair. The order of the pairs is the same on all ranks, and pairs that
+    measure at the same time have no rank in common, so that no rank waits for a rank that is busy with another one."""
     rank, ranks = transport.rank(), transport.size()
     pairs = [(first, (first + 1) % ranks) for first in range(ranks if ranks > 2 else 1)]
     # The last pair of an odd number of ranks has a rank in common with the first one.
@@ -209,7 +209,7 @@ def _time_link(transport: annulus.Transport, peer: int) -> tuple[float, float]:
 
     latency = statistics.median(round_trip(_PING_BYTES) for _ in range(_PINGS)) / 2
     taken = statistics.median(round_trip(_BLOCK_BYTES) for _ in range(_BLOCKS))
-    # The answer to a block takes the latency, too. Where a block takes hardly longer, a machine was busy.
+    # The answer to a block takes the latency, too. If a block takes hardly longer than that, a machine was busy.
     return latency, _BLOCK_BYTES / max(taken - latency, taken / 2)
 
 
@@ -221,7 +221,7 @@ def _answer_link(transport: annulus.Transport, peer: int) -> None:
 
 
 def _check_rows(transport: annulus.Transport, device: str) -> str:
-    """Sends rows of attention around the ring, and a tensor to the next rank; how the rows travelled."""
+    """Computes a small attention on the ring and sends a tensor to the next rank. Returns how the rows travelled."""
     rank, ranks = transport.rank(), transport.size()
     previous, following = (rank - 1) % ranks, (rank + 1) % ranks
     executor = RingAttention(
@@ -234,14 +234,14 @@ def _check_rows(transport: annulus.Transport, device: str) -> str:
         schedule="ring",
     )
     q = torch.zeros(1, _ROWS, 1, _HEAD_DIM, device=device)
-    # All keys count alike, so that every row of the output is the mean of the ranks' numbers.
+    # All keys have equal weights, so that every row of the output is the mean of all ranks' numbers.
     o, _ = executor.forward(q, q, torch.full_like(q, rank))
     arrived = torch.empty(_BLOCK_BYTES // 4, dtype=torch.int32, device=device)
     exchange(transport, [(following, torch.full_like(arrived, rank))], [(previous, arrived)])
     wrong = None
     if not torch.allclose(o, torch.full_like(o, (ranks - 1) / 2), atol=1e-4):
-        wrong = -1, f"rows of attention on {device} came wrong from other ranks"
+        wrong = -1, f"received wrong rows of attention from other ranks on {device}"
     elif not bool((arrived == previous).all()):
-        wrong = previous, f"a tensor on {device} came wrong from rank {previous}"
+        wrong = previous, f"received a wrong tensor from rank {previous} on {device}"
     _raise_first(transport, wrong)
     return "NCCL" if executor.transfers == "device memory" else executor.transfers

@@ -1,4 +1,5 @@
-"""Stores that processes serve, so that they can meet again when the one that served theirs is lost."""
+"""Standby stores: every process serves one, so that the others can meet again after the loss of the process that served
+the store of their group."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import torch.distributed as dist
 
 
 class Meeting(NamedTuple):
-    """What the ranks of a group know of each other since their first ring."""
+    """Where the ranks of a group can meet, which they tell each other when they make a ring."""
 
     name: str  # of the first ring: unique, and the same on all ranks
-    addresses: list[str]  # of the stores that the ranks serve; empty: the rank serves none
+    addresses: list[str]  # the addresses of the ranks' stores; an empty one: the rank serves none
 
 
 _NOWHERE = Meeting("", [])
@@ -22,13 +23,17 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Meeting] = weakref.WeakK
 
 
 def card(group: dist.ProcessGroup, near: dist.Store) -> str:
-    """What a rank tells the others when a ring is made: the name of its first ring over this group, and its address."""
+    """The text that a rank sends the others when a ring is made: the name of its first ring over this group, and the
+    address of its store."""
     return f"{meeting_of(group).name} {address(near)}"
 
 
 def remember(group: dist.ProcessGroup, name: str, cards: list[bytes]) -> None:
-    """Stores the ranks' cards when a ring has been made. All ranks end with the name of the group's first ring, also if a
-    ring was made on some ranks only: its members know its name, and tell it when the next ring is made."""
+    """Stores the ranks' cards when a ring has been made.
+
+    All ranks end with the name of the group's first ring. If that ring was made on some ranks only, these ranks tell
+    its name to the others when the next ring is made.
+    """
     names, addresses = zip(*(each.decode().split(" ", 1) for each in cards), strict=True)
     first = next((earlier for earlier in names if earlier), name)
     meet(group, Meeting(first, list(addresses)))
@@ -47,9 +52,9 @@ _inherited: list[dist.TCPStore | None] = []
 
 
 def address(near: dist.Store) -> str:
-    """The address of the store that this process serves, made on first use. Empty: ANNULUS_STANDBY_STORE is 0.
+    """The address of the store that this process serves, which is made on first use. Empty: ANNULUS_STANDBY_STORE is 0.
 
-    `near` is a store that the others reach: they reach this one by the same network.
+    `near` is a store that the others reach. The address is on the same network.
     """
     global _served
     if os.environ.get("ANNULUS_STANDBY_STORE", "1") == "0":
@@ -73,8 +78,8 @@ def _own_host(near: dist.Store) -> str:
 
 
 def forget_after_fork() -> None:
-    """A forked child must not use its parent's store. It is kept: dropping it means waiting for a thread that the child
-    does not have."""
+    """A forked child must not use its parent's store. The object is kept: its destructor waits for a thread that the
+    child does not have."""
     global _served
     _inherited.append(_served)
     _served = None

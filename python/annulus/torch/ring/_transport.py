@@ -1,4 +1,4 @@
-"""Rows over a torch.distributed process group."""
+"""ProcessGroupTransport: a ring over the ranks of a torch.distributed process group."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from annulus.torch.ring._control_messages import (
     WAITS,
     ControlMessages,
 )
-from annulus.torch.ring._patience import LongMessage, Waiters
+from annulus.torch.ring._long_messages import LongMessage, Waiters
 from annulus.torch.ring._rendezvous import Missing, new_name, store_of, value_of, within
 
-# PyTorch has no read-only tensors and says so once per process when one is made over read-only
-# memory. Ours are only sent.
+# PyTorch warns once per process when a tensor is made over read-only memory. The tensors of the transport over such
+# memory are only sent. This call uses up the warning.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
-# Gloo's own timeouts end all connections before a rank can tell the others why. So a thread of the transport keeps the
-# deadline, and Gloo's timeout is this much later. Seconds.
+# Gloo's timeouts end all connections before a rank can send the others the reason. So a thread of the transport watches
+# the deadline, and Gloo's timeout is later by this many seconds.
 _GLOO_LATER = 2.0
-_LONGEST_NAP = 1.0  # seconds
-_OVERSLEPT = 0.2
+_LONGEST_SLEEP = 1.0  # seconds
+# A thread that wakes up later than its deadline by this many seconds was stopped with its process.
+_STOPPED = 0.2
 
 
 class _DeviceMemory:
-    """Bytes of a CUDA device at an address, as PyTorch takes them."""
+    """Memory of a CUDA device in the form that torch.as_tensor accepts."""
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {
@@ -53,7 +54,7 @@ class _DeviceMemory:
 
 
 class _DeviceTransfer:
-    """A batch that NCCL has enqueued."""
+    """A batch of messages that NCCL has enqueued."""
 
     def __init__(self, transport: ProcessGroupTransport, stream: torch.cuda.Stream, works: list):
         self._transport = transport
@@ -61,7 +62,7 @@ class _DeviceTransfer:
         self._works = works
 
     def wait(self) -> None:
-        """Makes the stream wait, not the host."""
+        """Makes the stream wait. The host does not wait."""
         try:
             with torch.cuda.stream(self._stream):
                 for work in self._works:
@@ -71,11 +72,12 @@ class _DeviceTransfer:
 
 
 def sendable(text: str) -> str:
-    """The text with what UTF-8 does not have escaped: parts of names that Python could not decode."""
+    """The text with escapes for characters that UTF-8 cannot encode: parts of names that Python could not decode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _host() -> str:
+    """An ID of this host."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -84,15 +86,17 @@ def _host() -> str:
 
 
 class ProcessGroupTransport(Transport):
-    """Carries a ring over the ranks of a torch.distributed process group.
+    """A ring over the ranks of a torch.distributed process group.
 
-    It has connections of its own (Gloo, over the same ranks, whatever the group's own backend is), so that its
-    messages do not mix with those of others and a failed call does not break the caller's group. The ranks meet at the group's
-    store; groups of the MPI backend have none, and get one that their first rank serves. They carry host memory. Rows of
-    CUDA tensors go from device to device between processes of one host, which share memory; between hosts NCCL carries them, in
-    a group of its own, if the group's backend for CUDA is NCCL; else the executor copies them to host memory and
-    back. Construction is collective over the group.
-    :func:`ring_attention` makes its own; this class is for :class:`annulus.RingAttention`.
+    It has its own Gloo connections between the ranks, whatever the group's backend is. So its messages do not mix with
+    others, and a failed call does not break the caller's group. The ranks meet at the group's store; groups of the MPI
+    backend have none, and get one that their first rank serves. Construction is collective over the group.
+
+    Gloo carries host memory. Rows of CUDA tensors go from device to device between processes of one host, which share
+    memory. Between hosts NCCL carries them, in its own group, if the group's backend for CUDA is NCCL. Otherwise the
+    executor copies them to host memory and back.
+
+    :func:`ring_attention` makes its own transport; this class is for :class:`annulus.RingAttention`.
 
     Args:
         group: the ranks of the ring, in this order; None: all of them.
@@ -106,7 +110,7 @@ class ProcessGroupTransport(Transport):
     def _instead_of(
         cls, loss: TransportError | None, group: dist.ProcessGroup, timeout: float | None
     ) -> ProcessGroupTransport:
-        """A transport that replaces one which has lost a rank. Its error names that rank if it is still missing."""
+        """A transport that replaces one that has lost a rank. If that rank is still missing, the error names it."""
         transport = cls.__new__(cls)
         transport._make(group, timeout, loss)
         return transport
@@ -135,9 +139,9 @@ class ProcessGroupTransport(Transport):
         self._lock = threading.Lock()
         self._gloo: dist.ProcessGroupGloo | None = None
         self._store: dist.Store | None = None
-        self._control: ControlMessages | None = None  # None: a rank alone needs no control messages
+        self._control: ControlMessages | None = None  # None: a single rank needs no control messages
         self._waiters = Waiters()
-        self._heard: set[int] = set()  # ranks whose connections are watched
+        self._watched: set[int] = set()  # ranks for whose connections there is a thread of _report_end
         self._ended: set[int] = set()  # ranks whose connections have ended
         self._nccl: dist.ProcessGroup | None = None
         if len(ranks) > 1:
@@ -151,7 +155,7 @@ class ProcessGroupTransport(Transport):
         until = time.monotonic() + seconds
 
         def connect() -> tuple[dist.Store, dist.ProcessGroupGloo]:
-            # The group's own: that of a group of survivors is not the one that the first processes came by.
+            # The store of this group: a group of survivors has another one than the first group.
             base = store_of(group)
             name = new_name(base, prefix, rank, size, seconds)
             store = dist.PrefixStore(f"{prefix}/{name}", base)
@@ -162,7 +166,7 @@ class ProcessGroupTransport(Transport):
             return store, gloo
 
         try:
-            # One second more than the deadline, by which it is known which ranks are missing.
+            # One second more than the deadline: new_name reports which ranks are missing when the deadline expires.
             self._store, self._gloo = within(seconds + 1, connect, "connecting")
         except (RuntimeError, TimeoutError) as error:
             text = str(error).strip()
@@ -172,12 +176,12 @@ class ProcessGroupTransport(Transport):
                 self._failed_rank = loss.rank if known else error.ranks[0]
                 text = (
                     f"rank {self._failed_rank} (process {self._global_ranks[self._failed_rank]}) did not come "
-                    f"within {self.deadline:g} s: is it still running and making the same calls?"
+                    f"within {self.deadline:g} s: check that it is running and makes the same calls"
                 )
             elif loss is not None:
                 self._failed_rank = loss.rank
             if loss is not None:
-                text += f" The ring before this one ended so: {loss}"
+                text += f" The ring before this one failed: {loss}"
             self._failed = f"{self._here()}: connecting failed: {text}"
             raise self._error() from error
         self._control = ControlMessages(self._gloo, rank, size)
@@ -189,20 +193,20 @@ class ProcessGroupTransport(Transport):
         return f"[rank {self.rank()}/{self.size()}] {self.name()}"
 
     def _wants_nccl(self) -> bool:
-        """Whether NCCL is to carry device memory: the same answer on every rank. Processes of one host share it, which
-        takes no multiprocessor's time."""
+        """Whether NCCL is to carry device memory; the same on every rank. Processes of one host share device memory
+        instead, which occupies no multiprocessor."""
         wanted = os.environ.get("ANNULUS_DEVICE_MESSAGES", "")
         self._store.set(f"host/{self.rank()}", f"{wanted} {_host()}")
-        told = []
+        wishes = []  # of each rank: how device memory is to travel, and its host
         until = time.monotonic() + self.deadline
         for peer in range(self.size()):
             value = value_of(self._store, f"host/{peer}", until)
             if value is None:
-                raise self._failure(peer, "hear of", RuntimeError("Timed out"))
-            told.append(value.decode().split(" ", 1))
-        if any(way for way, _ in told):  # who wants what is the executor's to compare
-            return all(way == "group" for way, _ in told)
-        return len({host for _, host in told}) > 1
+                raise self._failure(peer, "hear from", RuntimeError("Timed out"))
+            wishes.append(value.decode().split(" ", 1))
+        if any(way for way, _ in wishes):  # if ranks differ, the agreement of the executor reports it
+            return all(way == "group" for way, _ in wishes)
+        return len({host for _, host in wishes}) > 1
 
     def _connect_nccl(self) -> None:
         try:
@@ -219,11 +223,11 @@ class ProcessGroupTransport(Transport):
 
     @property
     def in_order(self) -> bool:
-        """NCCL carries batches out in the order in which they were posted."""
+        """Whether batches are transferred in the order in which they were posted, as by NCCL."""
         return self._nccl is not None
 
     def reaches(self, device: str) -> bool:
-        """Whether messages may lie in the memory of a device."""
+        """Whether messages may be in the memory of a device."""
         return device == "cpu" or self._nccl is not None
 
     def post_device(
@@ -252,7 +256,7 @@ class ProcessGroupTransport(Transport):
         return _DeviceTransfer(self, on, works)
 
     def prepare(self, way: str, peer: int, tag: int, buffer: memoryview) -> tuple:
-        """How to begin a message: the C++ library calls Gloo directly, without this object."""
+        """The function and the arguments that begin a message. The C++ library calls them itself."""
         with self._lock:
             if self._failed is not None:
                 raise self._error()
@@ -260,31 +264,31 @@ class ProcessGroupTransport(Transport):
         message = [torch.frombuffer(buffer, dtype=torch.uint8)], peer, tag
         if len(buffer) <= self.short_message:
             return begin, message
-        self._listen_to(peer)
+        self._watch_connection(peer)
         return self._begin_long, (begin, *message)
 
     def _begin_long(self, begin: Any, *message: Any) -> LongMessage:
         return LongMessage(self._waiters, begin(*message), message[1], self._ended.__contains__)
 
-    def _listen_to(self, peer: int) -> None:
-        """Watches the connection to a rank for its end."""
-        if peer not in self._heard:
-            self._heard.add(peer)
+    def _watch_connection(self, peer: int) -> None:
+        """Starts a thread that reports the end of the connection to a rank."""
+        if peer not in self._watched:
+            self._watched.add(peer)
             threading.Thread(
-                target=_hear,
+                target=_report_end,
                 args=(self._control, self._ended, self._waiters, peer),
                 name=f"annulus end {peer}",
                 daemon=True,
             ).start()
 
     def explain(self, peer: int, way: str, error: Exception) -> Exception:
-        """What an error of a message means; the transport is dead from here on."""
+        """The error to raise for an error of a message. The transport fails with it."""
         if not isinstance(error, RuntimeError):
             return error
         return self._failure(peer, "send to" if way == "send" else "receive from", error)
 
     def set_deadline(self, seconds: float) -> None:
-        """How long one operation may take; one that takes longer raises a TransportError."""
+        """Sets how long one operation may take. An operation that takes longer raises a TransportError."""
         before = self.deadline
         super().set_deadline(seconds)
         self.wait_limit = datetime.timedelta(seconds=seconds + _GLOO_LATER)
@@ -294,7 +298,8 @@ class ProcessGroupTransport(Transport):
     def _failure(self, peer: int, verb: str, error: Exception) -> TransportError:
         with self._lock:
             if self._failed is None:
-                # A rank that leaves because of another sends LEAVES before its connections end. Otherwise it is lost.
+                # A rank that leaves because of another one sends LEAVES before its connections end. If there is no such
+                # message, the rank itself is lost.
                 last = self._control.of(peer) if peer != self.rank() else self._control.leaver()
                 if last is not None and last.kind in (LEAVES, CLOSES):
                     rank, reason = last.rank, last.text
@@ -317,12 +322,12 @@ class ProcessGroupTransport(Transport):
                 rank, reason = last.rank, last.text
             why = f"rank {rank}: {reason}"
             if rank != peer:
-                why += f". Rank {peer} waits for others, in the end for rank {rank}"
+                why += f". Rank {peer} waits, directly or through other ranks, for rank {rank}"
             self._end(rank, reason, f"waiting for {self._name_of(peer)} failed: {why}")
 
     def say_waiting_elsewhere(self, waiting: bool) -> None:
-        """Tells the others that this rank waits for one of them outside of the ring, or that this wait is over. Such a rank
-        is not the one that keeps them waiting."""
+        """Tells the other ranks that this rank waits for one of them outside of the ring, or that this wait is over.
+        They do not report a waiting rank as lost."""
         if self._control is not None and self._failed is None:
             self._control.tell(WAITS if waiting else GOES_ON, ANY_RANK if waiting else self.rank())
 
@@ -330,7 +335,7 @@ class ProcessGroupTransport(Transport):
         return f"rank {rank} (process {self._global_ranks[rank]})"
 
     def _end(self, rank: int, reason: str, text: str, kind: int = LEAVES) -> None:
-        """Ends the ring because of a rank, and lets the others know. With the lock."""
+        """Ends the ring because of a rank, and sends the others the reason. The caller holds the lock."""
         self._failed = f"{self._here()}: {text}"
         self._failed_rank = rank
         if self._control is not None:
@@ -346,15 +351,17 @@ class ProcessGroupTransport(Transport):
         return error
 
     def abort(self, reason: str) -> None:
-        """Makes every pending and future operation of every rank fail; the others learn the reason."""
+        """Makes every pending and future operation of every rank fail. The other ranks get the reason."""
         with self._lock:
             if self._failed is None:
                 self._end(self.rank(), f"gave up: {reason}", f"aborted: {reason}")
         self._abort_nccl()
 
     def health(self) -> dict[str, Any]:
-        """Whether the ring holds together, also where no operation of this rank has failed yet: 'alive',
-        'lost_rank' (-1: none or not known) and 'reason'. From any thread."""
+        """Whether the ring works, as far as this rank knows: 'alive', 'lost_rank' (-1: none or not known) and 'reason'.
+
+        A failure of other ranks is reported even before an operation of this rank fails. May be called from any thread.
+        """
         with self._lock:
             reason, rank = self._failed, self._failed_rank
         if reason is None and self._control is not None:
@@ -365,16 +372,16 @@ class ProcessGroupTransport(Transport):
 
     @property
     def failed(self) -> bool:
-        """Whether it is of no further use: an operation failed, or it was aborted or closed."""
+        """Whether the transport cannot be used any more: an operation failed, or it was aborted or closed."""
         return self._failed is not None
 
     @property
     def loss(self) -> TransportError | None:
-        """The error by which another rank was lost, if one was."""
+        """The error with which another rank was lost; None: no rank was lost."""
         return self._error() if self._failed_rank not in (-1, self.rank()) else None
 
     def close(self) -> None:
-        """Closes the connections: ranks that still wait for this one get an error at once."""
+        """Closes the connections. Ranks that wait for this one get an error immediately."""
         with self._lock:
             if self._failed is None:
                 self._end(self.rank(), "closed its ring", "closed", CLOSES)
@@ -384,10 +391,10 @@ class ProcessGroupTransport(Transport):
     def _abort_nccl(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            nccl.abort()  # also what its streams wait for
+            nccl.abort()  # also ends the waits of its streams
 
 
-def _hear(control: ControlMessages, ended: set[int], waiters: Waiters, peer: int) -> None:
+def _report_end(control: ControlMessages, ended: set[int], waiters: Waiters, peer: int) -> None:
     """Waits for the end of the connection to a rank, and reports it."""
     control.wait_for_the_last(peer)
     ended.add(peer)
@@ -395,34 +402,34 @@ def _hear(control: ControlMessages, ended: set[int], waiters: Waiters, peer: int
 
 
 def _watch(transport: weakref.ref[ProcessGroupTransport], awake: threading.Event) -> None:
-    """Keeps the deadline of a transport's waits until it ends, and tells the other ranks of long waits."""
-    told = 0  # number of the wait that the others have been told of
-    nap = 0.0
+    """Watches the deadline of a transport's waits until it ends, and tells the other ranks of long waits."""
+    announced = 0  # the number of the wait that the others have been told of
+    pause = 0.0
     while True:
-        awake.wait(nap)
+        awake.wait(pause)
         awake.clear()
         alive = transport()
         if alive is None or alive.failed:
             return
         waiting = alive.waiting
         limit = alive.deadline
-        nap = min(_LONGEST_NAP, limit / 4)
-        alive._control.leaver()  # receives what has arrived, so that there is room for the next message
-        if told != 0 and (waiting is None or waiting[0] != told):
+        pause = min(_LONGEST_SLEEP, limit / 4)
+        alive._control.leaver()  # reads the messages that have arrived, so that the next ones can be received
+        if announced != 0 and (waiting is None or waiting[0] != announced):
             alive._control.tell(GOES_ON, alive.rank())
-            told = 0
+            announced = 0
         if waiting is not None and waiting[2] >= 0:
             number, seconds, peer = waiting
             if seconds >= limit:
-                if seconds >= limit + _OVERSLEPT:  # this process was stopped: messages of the others may not have been read
-                    time.sleep(_OVERSLEPT)
+                if seconds >= limit + _STOPPED:  # then messages of the others may not have been received yet
+                    time.sleep(_STOPPED)
                 alive._expire(seconds, peer)
                 return
-            # At half the deadline: a rank that has waited for less may be the late one.
-            if seconds >= limit / 2 and told == 0:
+            # Not before half the deadline: a rank that has waited for less may itself be late.
+            if seconds >= limit / 2 and announced == 0:
                 alive._control.tell(WAITS, peer)
-                told = number
-            nap = min(nap, limit - seconds)
+                announced = number
+            pause = min(pause, limit - seconds)
         del alive
 
 

@@ -1,4 +1,4 @@
-"""Waits that end with a connection, on threads that can be left behind."""
+"""Waits for long messages end when their connection ends. Their threads can be abandoned."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from support import comes_true
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from annulus.torch.ring import _patience
-from annulus.torch.ring._patience import Waiters
+from annulus.torch.ring import _long_messages
+from annulus.torch.ring._long_messages import Waiters
 
 LIMIT = datetime.timedelta(seconds=120)
 
 
 class Work:
-    """Of Gloo: comes to an end when it may, in one way or another."""
+    """Stands for an operation of Gloo, which ends or fails when the test allows it."""
 
     def __init__(self, seconds: float | None, error: str | None = None):
-        """None: not before the test says so."""
+        """`seconds`: how long it takes; None: until `may_end` is set."""
         self._seconds, self._error = seconds, error
         self.may_end = threading.Event()
 
@@ -41,7 +41,7 @@ def threads() -> int:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """They end when they are told to, not at once; those of earlier tests may still do so."""
+    """The threads end a moment after they are told to. Those of earlier tests may still be running."""
     before = threads()
     yield
     assert comes_true(lambda: threads() <= before)
@@ -59,10 +59,10 @@ def test_waits_share_a_thread_and_give_their_errors() -> None:
 
 
 @pytest.mark.parametrize("told", ["before", "meanwhile", "twice"])
-def test_a_message_that_was_whole_at_the_end_of_its_connection_is_taken(
+def test_a_message_that_is_complete_at_the_end_of_its_connection_is_received(
     told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_patience, "_GRACE", 120.0)
+    monkeypatch.setattr(_long_messages, "_GRACE", 120.0)
     waiters = Waiters()
 
     def ended(peer: int) -> bool:
@@ -77,7 +77,7 @@ def test_a_message_that_was_whole_at_the_end_of_its_connection_is_taken(
     waiters.close()
 
 
-def test_a_wait_for_a_connection_that_has_ended_is_left_behind() -> None:
+def test_a_wait_for_a_connection_that_has_ended_is_abandoned() -> None:
     waiters = Waiters()
     work = Work(None)
     with pytest.raises(RuntimeError, match="ended in the middle of a message"):
@@ -87,7 +87,7 @@ def test_a_wait_for_a_connection_that_has_ended_is_left_behind() -> None:
     waiters.close()
 
 
-def test_the_end_of_another_connection_is_no_matter() -> None:
+def test_the_end_of_another_connection_does_not_end_a_wait() -> None:
     waiters = Waiters()
     threading.Timer(0.01, waiters.end, (2,)).start()
     waiters.wait(Work(0.2), 1, LIMIT, alive)

@@ -1,8 +1,8 @@
-"""Waits that end when a connection ends.
+"""Waits for long messages that end when a connection ends.
 
-Gloo ends the wait for a message when its connection ends, except if the message has been transferred in part. Long messages
-are in that state most of the time. So threads wait for them that can be abandoned, and the transport reports the end of a
-connection.
+Gloo ends the wait for a message when its connection ends, unless a part of the message has been transferred. Long
+messages are in that state most of the time. So a thread waits for each of them, which can be abandoned when the
+transport reports the end of the connection.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable
 
 _ENDED = object()
-# A message that was complete before the end of its connection is reported within this time. Seconds.
+# Seconds after the end of a connection within which Gloo reports a message that is complete.
 _GRACE = 0.05
 
 
 class Waiters:
-    """Threads that wait: one for each wait at a time (there is one), and abandoned ones."""
+    """Threads that wait for messages: one for the current wait, idle ones, and abandoned ones."""
 
     def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue] = []
         self._current: tuple[int, queue.SimpleQueue] | None = None
 
     def wait(self, work: object, peer: int, limit: datetime.timedelta, ended: Callable[[int], bool]) -> None:
-        """work.wait(limit), or a RuntimeError when the connection to `peer` has ended, as `end` is told or `ended`
-        says."""
+        """Does work.wait(limit). Raises a RuntimeError if the connection to `peer` ends before or during the wait:
+        `ended` tells of the former, a call of `end` of the latter."""
         answers: queue.SimpleQueue = queue.SimpleQueue()
         jobs = self._idle.pop() if self._idle else self._new()
         self._current = peer, answers
@@ -37,10 +37,10 @@ class Waiters:
         try:
             answer = answers.get()
             until = time.monotonic() + _GRACE
-            while answer is _ENDED:  # it may come twice: from `ended`, and from `end` at the same moment
+            while answer is _ENDED:  # there may be two: from `ended`, and from `end` at the same moment
                 answer = answers.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
-            jobs.put(None)  # abandoned: it ends at its limit
+            jobs.put(None)  # the thread is abandoned, and ends at its limit
             raise RuntimeError("the connection ended in the middle of a message") from None
         except BaseException:  # Ctrl-C
             jobs.put(None)
@@ -52,7 +52,7 @@ class Waiters:
             raise RuntimeError(answer)
 
     def end(self, peer: int | None) -> None:
-        """From any thread: the connection to a rank has ended; None: all have."""
+        """Reports that the connection to a rank has ended; None: all connections. May be called from any thread."""
         current = self._current
         if current is not None and peer in (None, current[0]):
             current[1].put(_ENDED)
@@ -78,13 +78,13 @@ def _work(jobs: queue.SimpleQueue) -> None:
             work.wait(limit)
             answers.put(None)
         except RuntimeError as error:
-            # Its text: an exception that a frame holds holds the frame, and all of the ring, until garbage is collected.
+            # The text only: an exception refers to frames, which would keep the ring alive until garbage collection.
             answers.put(str(error))
-        del job, work, answers  # its memory is the executor's
+        del job, work, answers  # they refer to the executor's memory
 
 
 class LongMessage:
-    """A message under way that is waited for with patience."""
+    """A long message that is being transferred."""
 
     def __init__(self, waiters: Waiters, work: object, peer: int, ended: Callable[[int], bool]):
         self._waiters = waiters
@@ -98,5 +98,5 @@ class LongMessage:
             self._waiters.wait(work, self._peer, limit, self._ended)
 
     def cancel(self) -> None:
-        # Gloo drops an operation with its last reference: the buffer is not touched afterwards.
+        # Gloo cancels an operation when its last reference goes. It does not use the buffer afterwards.
         self._work = None

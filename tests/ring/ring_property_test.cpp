@@ -66,6 +66,7 @@ Configuration random_configuration(std::uint64_t seed) {
   options.backward_travel = random.one_of<BackwardTravel>(
       {BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries});
   options.blocking = random.between(0, 3) == 0;
+  problem.sinks = random.between(0, 2) == 0;
   Configuration out{problem, options,
                     random.one_of<Layout>({Layout::dense, Layout::padded, Layout::heads_major}),
                     ""};
@@ -78,7 +79,8 @@ Configuration random_configuration(std::uint64_t seed) {
              name_of(problem.dtype) + ", " + std::to_string(ranks) + " ranks, " +
              options.placement.name() + ", " + name_of(options.schedule) +
              (options.reproducible ? ", reproducible" : "") +
-             (problem.mix == MixGradient::detached ? ", detached" : "");
+             (problem.mix == MixGradient::detached ? ", detached" : "") +
+             (problem.sinks ? ", sinks" : "");
   return out;
 }
 
@@ -99,6 +101,9 @@ void expect_right(const Configuration& c, const Results& results, const Expected
               m == 1 ? 4e-6 : 2 * unit)
         << kResultNames[m];
   }
+  EXPECT_LE(relative_rms(results.dsinks, expected.gradients.dsinks, rms(expected.scales.dsinks)),
+            2 * unit)
+      << "dsinks";
 }
 
 TEST(RingProperty, RandomConfigurationsMatchTheReference) {
@@ -448,7 +453,7 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
       BranchState* const state = shard.detached ? &shard.state : nullptr;
       const auto forward = [&] {
         ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
-                     shard.lse.view(), state);
+                     shard.lse.view(), state, shard.more());
       };
       const auto in_turn = [&](const auto& body) {
         together.arrive_and_wait();

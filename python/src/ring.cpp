@@ -544,10 +544,11 @@ void bind_ring(nb::module_& module) {
 Args:
     transport: of the ring; no executor may be using it.
     record: of this rank; of any length on any rank, a few kilobytes at most.)");
-  module.def("check_ring", &check_blocks, nb::arg("transport"), nb::arg("bytes") = 4096,
-             nb::sig("def check_ring(transport: Transport, bytes: int = 4096) -> "
-                     "dict[str, typing.Any]"),
-             R"(Passes a stamped block to both neighbours and compares every byte of theirs. Collective.
+  module.def(
+      "check_ring", &check_blocks, nb::arg("transport"), nb::arg("bytes") = 4096,
+      nb::sig("def check_ring(transport: Transport, bytes: int = 4096) -> "
+              "dict[str, typing.Any]"),
+      R"(Passes a stamped block to both neighbours and compares every byte of theirs. Collective.
 
 Returns 'forward_ok' (the block of the previous rank is right), 'backward_ok' (that of the next rank) and
 'detail', one line per direction. A TransportError is reported there and not raised; the transport is dead

@@ -57,7 +57,7 @@ A pure function of its arguments, the same on every rank: nothing is computed or
 
 Args:
     pattern: which pairs are allowed.
-    placement: who holds which tokens.
+    placement: which rank holds which tokens.
     kv_heads: key/value heads, a divisor of the pattern's heads; None: as many.
     schedule: 'ring' (rows hop from rank to rank) or 'gather' (straight from owner to consumer).
     travel: 'keys' (forward) or 'queries' (backward).)")

@@ -170,11 +170,10 @@ class Random {
   std::string text =
       plan.pattern().name + (plan.pattern().causal ? " causal" : "") + ", window (" +
       std::to_string(plan.pattern().window.before) + ", " +
-      std::to_string(plan.pattern().window.after) + "), " +
-      plan.query_placement().name() + " " + std::to_string(plan.query_placement().tokens()) +
-      " tokens against " + plan.key_placement().name() + " " +
-      std::to_string(plan.key_placement().tokens()) + ", " + std::to_string(plan.ranks()) +
-      " ranks, heads " + std::to_string(plan.pattern().heads) + "/" +
+      std::to_string(plan.pattern().window.after) + "), " + plan.query_placement().name() + " " +
+      std::to_string(plan.query_placement().tokens()) + " tokens against " +
+      plan.key_placement().name() + " " + std::to_string(plan.key_placement().tokens()) + ", " +
+      std::to_string(plan.ranks()) + " ranks, heads " + std::to_string(plan.pattern().heads) + "/" +
       std::to_string(plan.options().kv_heads) + ", " + name_of(plan.options().schedule) + " of " +
       name_of(plan.options().travel);
   for (const Branch& branch : plan.pattern().branches) {

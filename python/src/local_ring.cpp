@@ -45,6 +45,17 @@ std::int64_t bytes_of(const ConstTensorView& view) {
   return view.elements() * static_cast<std::int64_t>(size_of(view.dtype));
 }
 
+// Of a matrix.
+std::optional<TensorView> row_of(std::optional<TensorView> view, int row) {
+  if (!view) return view;
+  view->data = static_cast<std::byte*>(view->data) +
+               row * view->stride[0] * static_cast<std::int64_t>(size_of(view->dtype));
+  view->rank = 1;
+  view->shape[0] = view->shape[1];
+  view->stride[0] = view->stride[1];
+  return view;
+}
+
 TensorView dense_view(std::byte* data, const ConstTensorView& whole, std::int64_t tokens) {
   return whole.rank == 4 ? TensorView(data, whole.dtype,
                                       {whole.shape[0], tokens, whole.shape[2], whole.shape[3]})
@@ -131,7 +142,8 @@ void LocalRing::collect(int rank, const ConstTensorView& part, const TensorView&
 }
 
 void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
-                        const ConstTensorView& v, const TensorView& o, const TensorView* lse) {
+                        const ConstTensorView& v, const TensorView& o, const TensorView* lse,
+                        const OptionalInputs& more) {
   on_every_rank([&](int rank) {
     const TensorView q_part = shard(rank, 0, q, true);
     const TensorView k_part = shard(rank, 1, k, true);
@@ -146,7 +158,8 @@ void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
       lse_part.device = options_.device;
       lse_part.data = memory(rank, 4, static_cast<std::size_t>(bytes_of(lse_part)));
     }
-    executors_[static_cast<std::size_t>(rank)]->forward(q_part, k_part, v_part, o_part, lse_part);
+    executors_[static_cast<std::size_t>(rank)]->forward(q_part, k_part, v_part, o_part, lse_part,
+                                                        nullptr, more);
     collect(rank, o_part, o);
     if (lse != nullptr) collect(rank, lse_part, *lse);
   });
@@ -155,7 +168,8 @@ void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
 void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
                          const ConstTensorView& v, const ConstTensorView& o,
                          const ConstTensorView& lse, const ConstTensorView& dout,
-                         const TensorView& dq, const TensorView& dk, const TensorView& dv) {
+                         const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                         const OptionalInputs& more, const std::optional<TensorView>& dsinks) {
   on_every_rank([&](int rank) {
     const TensorView dq_part = shard(rank, 6, dq, false);
     const TensorView dk_part = shard(rank, 7, dk, false);
@@ -163,7 +177,7 @@ void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
     executors_[static_cast<std::size_t>(rank)]->backward(
         shard(rank, 0, q, true), shard(rank, 1, k, true), shard(rank, 2, v, true),
         shard(rank, 3, o, true), shard(rank, 4, lse, true), shard(rank, 5, dout, true), dq_part,
-        dk_part, dv_part);
+        dk_part, dv_part, nullptr, more, {row_of(dsinks, rank)});
     collect(rank, dq_part, dq);
     collect(rank, dk_part, dk);
     collect(rank, dv_part, dv);

@@ -68,8 +68,8 @@ struct Case {
   double peak_gflops = 0.0;  // 0: unknown
 };
 
-// The cases of a group run in turns, so that noise of the machine disturbs all of them alike.
-// Ratios are relative to the first case.
+// The cases of a group run in turns, so that noise on the machine affects all of them alike. Ratios
+// are relative to the first case.
 using Group = std::vector<Case>;
 
 const std::vector<std::int64_t> kSegments = {2048, 4096, 8192, 16384, 32768};
@@ -170,7 +170,7 @@ double peak_of(const RingOptions& options) {
   return cpu::measure_fma_peak_gflops(native) * ThreadPool::of(options.threads)->threads();
 }
 
-// Refuses a group whose tensors do not fit into memory together.
+// Rejects a group whose tensors do not fit into memory together.
 void apply_limits(Group& group) {
   for (Case& one : group) {
     RingOptions& options = one.options;
@@ -186,7 +186,7 @@ void apply_limits(Group& group) {
   }
 }
 
-// On a GPU, starting a pass and waiting for it may take longer than the pass. So a repetition has
+// On a GPU, starting a pass and waiting for it may take longer than the pass. So a repetition runs
 // as many passes as fit into a tenth of a second.
 int passes_of(const JobReport& warm) {
   constexpr double kSeconds = 0.1;
@@ -196,7 +196,7 @@ int passes_of(const JobReport& warm) {
   return static_cast<int>(std::clamp(kSeconds / std::max(fastest, 1e-9), 1.0, kMost));
 }
 
-// One pass to warm up, on which the results are checked, then the timed ones.
+// One pass to warm up, whose results are checked, then the timed ones.
 void measure(Group& group, const BenchFlags& flags, Progress& progress) {
   apply_limits(group);
   std::vector<std::unique_ptr<JobTensors>> tensors;

@@ -56,7 +56,7 @@ CLI::Option* add_flag(CLI::App& command, std::set<std::string>& given, const Opt
     return command.add_flag_function(flag_of(info, usually_on), take, info.help);
   } else {
     const auto take = [&given, &option, info](const std::string& text) {
-      (void)ring::read_text(info, text, option);  // the check has been made
+      (void)ring::read_text(info, text, option);  // has been checked already
       given.insert(info.name);
     };
     const auto check = [info](const std::string& text) {
@@ -182,7 +182,7 @@ CLI::Validator not_empty(const std::string& expected) {
 }
 
 CLI::Validator token_count() {
-  // Leaves other text as it is: whole_number() then refuses it.
+  // Leaves other text unchanged, so that whole_number() rejects it.
   const auto expand = [](std::string& text) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() >> 20;
     std::int64_t value = 0;

@@ -212,10 +212,10 @@ std::string check(const World& world, const OracleCheck& oracle, const std::stri
     }
   } catch (const ConfigError& error) {  // on all ranks
     reason = error.what();
-  } catch (const VerificationError& error) {  // rank 0 has seen it, when all others were done
+  } catch (const VerificationError& error) {  // rank 0 has reported it once all others were done
     reason = error.what();
-  } catch (const std::exception& error) {  // of whatever kind: it is this configuration's failure
-    if (world.is_mpi()) throw;             // processes would go on with different ones
+  } catch (const std::exception& error) {  // any error counts as a failure of this configuration
+    if (world.is_mpi()) throw;  // MPI processes would continue with different configurations
     reason = error.what();
   }
   if (!reason.empty()) summary.failures.push_back({name, reason});
@@ -251,7 +251,7 @@ Summary verify_all(World& world, const VerifyFlags& flags, const DeviceFacts& de
   std::size_t next_ring = 0;
   for (std::size_t i = 0; i < problems.size(); ++i) {
     Problem problem = problems[i];
-    problem.options.device = device.device;  // limits of errors go by it
+    problem.options.device = device.device;  // limits of errors depend on it
     problem.options.threads = threads;
     progress.phase(fmt::format("problem {}/{}, {} configurations, {} failed: {}", i + 1,
                                problems.size(), summary.configurations, summary.failures.size(),

@@ -45,8 +45,8 @@ struct Branch {
 // Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the
 // branches' keys.
 struct Pattern {
-  std::string name;  // for messages and pictures
-  int heads = 0;     // query heads
+  std::string name;     // for messages and pictures
+  int heads = 0;        // query heads
   bool causal = false;  // p <= t
   std::vector<Branch> branches;
   double output_scale = 1.0;  // multiplies O after the merge (group_scale)

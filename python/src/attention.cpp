@@ -36,7 +36,7 @@ LocalRings& local_rings() {
   return *rings;
 }
 
-// Rings whose memory is part of CUDA graphs, which may be replayed whenever their owner likes.
+// Rings whose memory belongs to CUDA graphs, which may be replayed at any time.
 void keep_for_graphs(std::shared_ptr<LocalRing> ring) {
   static auto* lock = new std::mutex;
   static auto* captured = new std::set<std::shared_ptr<LocalRing>>;
@@ -44,7 +44,7 @@ void keep_for_graphs(std::shared_ptr<LocalRing> ring) {
   captured->insert(std::move(ring));
 }
 
-// The arguments of attention and attention_backward but for the arrays.
+// The arguments of attention and attention_backward, except the arrays.
 struct Request {
   nb::handle pattern;
   const Lengths& segments;
@@ -76,9 +76,9 @@ void expect_shape(const char* where, const char* name, const ConstTensorView& vi
   }
 }
 
-// A ring for the request: the last one of its kind if it is free, else a new one. Given back when
-// the pass has ended well; after an error its transport may be dead, and a new one is made next
-// time.
+// A ring for the request: the last one of its kind if it is free, else a new one. It is returned to
+// the pool when the pass succeeds. After an error its transport may be dead, so the next call makes
+// a new one.
 class Lease {
  public:
   Lease(const char* where, const Request& request, const ConstTensorView& q,
@@ -99,8 +99,8 @@ class Lease {
                         "'zigzag', 'striped', 'hilbert' or annulus.Placement");
     }
 
-    // Named placements are made only when there is no ring yet: a Hilbert curve takes longer than a
-    // small attention.
+    // Named placements are made only for a new ring: a Hilbert curve takes longer than a small
+    // attention.
     static const Placement none_yet = Placement::contiguous(1, 1);
     RingOptions options{
         .pattern = std::move(pattern),
@@ -128,7 +128,7 @@ class Lease {
                       request.ranks == 1 ? "" : fmt::format(" on {} ranks", request.ranks)));
     }
 
-    // No sequences, or none of their tokens: nothing to compute, once the names have been checked.
+    // No sequences or no tokens: there is nothing to compute once the names have been checked.
     if (q.shape[0] * q.shape[1] == 0) {
       if (named) (void)Placement::named(nb::cast<std::string>(request.placement), 1, request.ranks);
       return;
@@ -153,7 +153,7 @@ class Lease {
     ring_ = std::make_shared<LocalRing>(std::move(options));
   }
 
-  // `cost`: operations, in multiples of forward's.
+  // `cost`: operations relative to forward.
   template <typename Pass>
   void run(const Arrays& arrays, double cost, const Pass& pass) {
     if (ring_ == nullptr) return;  // nothing to compute
@@ -266,7 +266,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  // Two signatures of one function, so that type checkers know what comes out.
+  // Two signatures of one function, so that type checkers know the type of the result.
   const auto define = [&](const auto&... signature_and_doc) {
     module.def("attention", &attention, nb::arg("q").none(), nb::arg("k").none(),
                nb::arg("v").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
@@ -285,7 +285,7 @@ void bind_attention(nb::module_& module) {
 
 Args:
     q: [batch, tokens, heads, head_dim], float32, float16 or bfloat16, on the CPU or a CUDA device,
-        where all is then computed. Any array with DLPack (NumPy, PyTorch, JAX, ...) whose last axis is
+        which then computes everything. Any array with DLPack (NumPy, PyTorch, JAX, ...) whose last axis is
         contiguous is used in place; PyTorch tensors that require gradients are read as if detached.
     k, v: like q, with as many heads or a divisor of them (GQA, MQA): query head h uses head
         h // (heads // kv_heads).
@@ -299,21 +299,21 @@ Args:
     offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
-    ranks: more than 1 computes on a ring of that many threads, to try things out: the result is the same.
+    ranks: more than 1 computes on a ring of that many threads, for experiments: the result is the same.
     placement: of the tokens on these ranks: a name or a :class:`Placement`.
     schedule: 'auto', 'ring' or 'gather', see :class:`RingAttention`.
     reproducible: the same bits for every number of ranks and placement.
     out: array for the result; None: a new one of q's framework.
     return_lse: also return the log-sum-exp (natural logarithm), float32 [batch, tokens, heads].
-    stream: CUDA: on which the work is enqueued, as a number (a cudaStream_t), and for which PyTorch makes
-        the results. None: PyTorch's current one for its tensors; for arrays of others the call waits until
+    stream: the CUDA stream on which the work is enqueued, as a number (a cudaStream_t), and for which
+        PyTorch allocates the results. None: PyTorch's current one for PyTorch tensors; for other arrays the call waits until
         the work is done.
 
 Returns:
     The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.
 
-What is needed between calls of one shape is kept (:func:`clear_cache` frees it). Threads may call at
-the same time. The GIL is released.)");
+Executors are kept for further calls of the same shape (:func:`clear_cache` frees them). Several threads
+may call at the same time. The GIL is released.)");
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[True], stream: int "
                  "| None = None) -> tuple[ArrayT, ArrayT]"));
@@ -357,16 +357,15 @@ Returns:
       },
       nb::arg("array"), nb::sig("def view_of(array: typing.Any) -> dict[str, typing.Any]"),
       "How the library sees an array of four axes: its address, dtype, device, shape and strides "
-      "in "
-      "elements. For tests that nothing is copied.");
+      "in elements. For tests that nothing is copied.");
   module.def(
       "clear_cache",
       [] {
         const nb::gil_scoped_release no_gil;
         local_rings().clear();
       },
-      "Frees what attention and attention_backward keep between calls. Harmless at any time: what "
-      "a running call or a CUDA graph uses is not touched.");
+      "Frees the executors that attention and attention_backward keep between calls, except those "
+      "that a running call or a CUDA graph uses. Safe at any time.");
   module.def(
       "cache_info",
       [] {
@@ -376,8 +375,8 @@ Returns:
         return dict;
       },
       nb::sig("def cache_info() -> dict[str, int]"),
-      "What attention and attention_backward keep between calls: 'size', the number of executors, "
-      "and 'bytes', what they hold.");
+      "The executors that attention and attention_backward keep between calls: their number, "
+      "'size', and the 'bytes' that they hold.");
 }
 
 }  // namespace annulus::python

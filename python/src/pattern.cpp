@@ -57,7 +57,7 @@ bool equal(const Branch& a, const Branch& b) {
   return a.segment_length == b.segment_length && a.dilation == b.dilation && a.offset == b.offset;
 }
 
-// The name is for messages, and a window may say the same as the causal flag.
+// The name is for messages: patterns that allow the same pairs are equal.
 bool equal(const Pattern& a, const Pattern& b) {
   if (a.heads != b.heads || a.band() != b.band() || a.output_scale != b.output_scale ||
       a.branches.size() != b.branches.size()) {

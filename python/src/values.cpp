@@ -116,7 +116,7 @@ Pattern parse_pattern(nb::handle pattern, int heads,
   const bool lengths = segments.has_value() || dilations.has_value();
   if (nb::isinstance<Pattern>(pattern)) {
     const auto& given = nb::cast<const Pattern&>(pattern);
-    // The pattern says all of it; a second opinion would be ignored silently.
+    // A Pattern already contains all of this. Other values would be ignored silently.
     if (lengths || group_scale || !window.is_none() || (causal && !given.causal)) {
       throw ConfigError(
           "pattern is a Pattern, which already has its segment_lengths, dilation_rates, causal "

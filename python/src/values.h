@@ -14,13 +14,13 @@
 #include "annulus/tensor.h"
 #include "flag.h"
 
-// What options look like in Python: strings for enumerations, None for "as usual".
+// How Python spells options: strings for enumerations, None for the default.
 namespace annulus::python {
 
 namespace nb = nanobind;
 
-// An object of a class of ours; TypeError: "pattern is 'dense': a Pattern was expected". For
-// arguments whose errors the other ranks have to hear of, too: nanobind's own are raised before.
+// Casts to a class of this module. TypeError: "pattern is 'dense': a Pattern was expected". For
+// arguments whose errors must also reach the other ranks: nanobind raises its own before the call.
 template <typename T>
 [[nodiscard]] T& instance_of(nb::handle object, const char* name, const char* expected) {
   T* found = nullptr;

@@ -53,6 +53,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         is_causal: every call is causal.
         sinks: learns a logit per head, the parameter ``sinks``, that takes part in the softmax of each of its rows
             and has no value. It begins as 0.
+        window: (before, after): the query at t attends only to keys from t - before to t + after, as in
+            :func:`ring_attention`.
         options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern, offsets,
             group_scale, group, placement, timeout, schedule and so on.
     """
@@ -282,9 +284,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         weights = None
         if need_weights:
             scale = scale_of(self.attention, self.head_dim)
-            weights = attention_weights(
-                q, k, bias, causal, average_attn_weights, scale, self.sinks
-            )
+            mask = (causal, self.attention.window)
+            weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale, self.sinks)
 
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)

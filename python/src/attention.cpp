@@ -201,8 +201,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
                      nb::handle window, const std::string& offsets, Flag group_scale,
                      std::optional<double> scale, int ranks, nb::handle placement,
                      const std::string& schedule, Flag reproducible, nb::object out,
-                     Flag return_lse, std::optional<std::uintptr_t> stream,
-                     nb::handle sinks) {
+                     Flag return_lse, std::optional<std::uintptr_t> stream, nb::handle sinks) {
   const char* where = "attention";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -300,16 +299,15 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
 void bind_attention(nb::module_& module) {
   // Two signatures of one function, so that type checkers know the type of the result.
   const auto define = [&](const auto&... signature_and_doc) {
-    module.def("attention", &attention, nb::arg("q").none(), nb::arg("k").none(),
-               nb::arg("v").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
-               nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
-               nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
-               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
-               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
-               nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
-               nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
-               nb::arg("return_lse") = false, nb::arg("stream") = nb::none(),
-               nb::arg("sinks") = nb::none(), signature_and_doc...);
+    module.def(
+        "attention", &attention, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
+        nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
+        nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
+        nb::arg("window").none() = nb::none(), nb::arg("offsets") = "blocked",
+        nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+        nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+        nb::arg("reproducible") = false, nb::arg("out") = nb::none(), nb::arg("return_lse") = false,
+        nb::arg("stream") = nb::none(), nb::arg("sinks") = nb::none(), signature_and_doc...);
   };
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False, "
@@ -359,7 +357,8 @@ may call at the same time. The GIL is released.)");
                nb::arg("do").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
                nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
                nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
-               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
                nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
                nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
                nb::arg("sinks") = nb::none(), signature_and_doc...);

@@ -14,7 +14,6 @@ import concurrent.futures
 import itertools
 import json
 import os
-import pathlib
 import queue
 import subprocess
 import sys

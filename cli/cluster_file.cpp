@@ -126,7 +126,7 @@ Cluster read_file(const std::string& file) {
 template <typename Struct>
 Json members_json(const Struct& of) {
   Json json;
-  Struct copy = of;  // the list of members is for reading, too, and takes no const object
+  Struct copy = of;  // the member list is used for reading and so takes no const object
   for_each_member(copy, [&](const char* name, auto& member) {
     if constexpr (std::is_same_v<std::decay_t<decltype(member)>, Wire>) {
       json[name] = members_json(member);

@@ -9,9 +9,9 @@ namespace annulus::cli {
 // Exit codes of the process, by which scripts distinguish causes.
 enum ExitCode : int {
   kOk = 0,
-  kFailed = 1,     // verification failed, or anything that has no code of its own
+  kFailed = 1,     // verification failed, or an error that has no code of its own
   kUsage = 2,      // arguments, options, files
-  kTransport = 3,  // the ring broke
+  kTransport = 3,  // the ring failed
   kDevice = 4,     // out of memory, missing instruction set
 };
 

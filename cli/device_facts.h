@@ -8,7 +8,7 @@
 
 namespace annulus::cli {
 
-// Where a command computes, for people and --json.
+// Where a command computes, as text and for --json.
 struct DeviceFacts {
   Device device;
   std::string name;     // of the processor
@@ -19,8 +19,8 @@ struct DeviceFacts {
   [[nodiscard]] std::string text() const;  // "cuda:0 (NVIDIA H200)", "cpu (AMD EPYC ...)"
 };
 
-// Throws before any work is done, as an executor would: DeviceError if the device cannot be used,
-// ConfigError if it does not exist or has not the kernels that the environment asks for.
+// Throws before any work is done, as an executor would: DeviceError if the device cannot be used;
+// ConfigError if it does not exist or does not have the kernels that the environment asks for.
 [[nodiscard]] DeviceFacts device_facts(const Device& device);
 // "device", "device_name", "driver" (null: the CPU).
 void add_device(Json& json, const DeviceFacts& facts);

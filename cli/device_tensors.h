@@ -19,14 +19,14 @@ class DeviceTensors {
   TensorView q, k, v, o, lse;
   TensorView dout, dq, dk, dv;  // empty without backward
 
-  // Both return when the copies are done. Results start as NaN, so that a row that is never written
-  // is noticed: device memory may still hold the right results of an earlier job.
+  // Both return when the copies are done. Results are initialised with NaN, so that a row that is
+  // never written is noticed: device memory may still hold the right results of an earlier job.
   void upload();
   void download();
 
  private:
   struct Image {
-    TensorView host;  // batch entries are apart, a shard of one is dense
+    TensorView host;  // distance of batch entries; the shard of one entry is dense
     Memory memory;
 
     [[nodiscard]] std::int64_t entry_bytes() const;  // of one batch entry

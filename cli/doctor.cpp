@@ -60,7 +60,7 @@ std::vector<std::pair<std::string, std::string>> backends() {
           {"cuda", cuda_built() ? "built" : "not built"}};
 }
 
-// A GPU that the driver lists; `complaint` says why Annulus cannot use it.
+// A GPU that the driver lists. `complaint` says why Annulus cannot use it.
 struct Gpu {
   Device device;
   CudaDevice facts;
@@ -109,7 +109,7 @@ Json to_json(const Gpu& gpu) {
   return json;
 }
 
-// A block goes once around the ring in each direction.
+// Passes a block once around the ring in each direction.
 std::vector<Check> check_links(World& world, int ranks) {
   std::vector<RingCheck> found(static_cast<std::size_t>(ranks));
   if (world.is_mpi()) {
@@ -144,7 +144,8 @@ std::vector<Check> check_links(World& world, int ranks) {
           direction("backward", &RingCheck::backward_ok)};
 }
 
-// The ranks of an MPI job may be on different machines: a check that failed on one rank has failed.
+// The ranks of an MPI job may be on different machines, so a check that failed on one rank has
+// failed.
 void add_failures_elsewhere(World& world, std::vector<Check>& checks) {
   Json mine = Json::array();
   for (const Check& check : checks) {

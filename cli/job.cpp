@@ -42,8 +42,8 @@ PassRecord record(const Transport& transport, RingAttention& ring, int passes, c
   return record;
 }
 
-// A pass begins with an agreement of all ranks, for which early ranks wait. So the pass lasts from
-// the last start to the last end.
+// A pass begins with an agreement of all ranks, in which early ranks wait for late ones. So it is
+// timed from the last start to the last end.
 PassReport summarise(const std::vector<RankRecord>& ranks,
                      std::vector<PassRecord> RankRecord::*pass, std::int64_t RankRecord::*predicted,
                      const char* name, double flops, int passes) {
@@ -75,7 +75,7 @@ PassReport summarise(const std::vector<RankRecord>& ranks,
 }
 
 // What the other ranks report to rank 0. Their clocks may differ from its own, so a pass takes as
-// long as on its slowest rank: all ranks have met just before it.
+// long as on its slowest rank: a barrier came just before it.
 Json to_json(const std::vector<PassRecord>& passes) {
   Json json = Json::array();
   for (const PassRecord& pass : passes) {

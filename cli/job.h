@@ -28,26 +28,27 @@ struct JobReport {
   PassReport backward;
   Schedule schedule = Schedule::ring;  // as chosen
   Travel backward_travel = Travel::keys;
-  std::string kernels;  // that ran
+  std::string kernels;  // that were used
   int threads = 0;
   std::vector<std::int64_t> peak_bytes;       // per rank: workspace, and its share of the tensors
-  std::vector<std::int64_t> workspace_bytes;  // of these
+  std::vector<std::int64_t> workspace_bytes;  // part of peak_bytes
   std::int64_t scratch_bytes = 0;             // once per process: the threads' scratch
 };
 
 struct JobSettings {
   int repeat = 1;
-  // Passes of a repetition, enqueued one after the other and waited for at the end. On a GPU, a
-  // single pass would also measure the cost of starting it.
+  // Passes of a repetition, which are enqueued one after the other and waited for once at the end.
+  // On a GPU, timing a single pass would also measure the cost of starting it.
   int passes = 1;
   // Fills the inputs. Runs on every rank's thread, after its executor was made and its limits were
   // checked, and before the first pass.
   std::function<void(int rank, ThreadPool& pool)> prepare;
-  // Of an MPI job, whose processes are the ring. Null: the ranks are threads.
+  // The world of an MPI job, whose processes are the ring. Null: the ranks are threads.
   World* world = nullptr;
   // On every rank's thread, after each pass.
   std::function<void(int rank)> after_pass;
-  // Called on the thread of rank 0 with what begins now, and how long it took before (0: unknown).
+  // Called on the thread of rank 0 with what begins now, and how long it took last time (0:
+  // unknown).
   std::function<void(const std::string& phase, double expected_seconds)> on_phase;
 };
 

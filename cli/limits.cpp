@@ -30,7 +30,7 @@ ChosenLimits choose_limits(const ProblemFlags& flags, const Shape& shape, DType 
   }
   chosen.origin = "the library's defaults: the memory of this machine is unknown";
   if (available) {
-    // Any placement will do, and the real one may take long to make.
+    // Any placement will do here, and the real one may take long to make.
     RingOptions options{.pattern = pattern_from(flags, shape.heads),
                         .placement = Placement::contiguous(shape.tokens, flags.ranks)};
     options.kv_heads = shape.kv_heads;

@@ -215,7 +215,7 @@ class HeaderParser {
   std::size_t at_ = 0;
 };
 
-// What stands before the data of a file of `file_bytes` bytes: magic, version, and a Python dict of
+// The part of a file of `file_bytes` bytes before the data: magic, version, and a Python dict with
 // dtype, order and shape.
 NpyHeader parse_header(const fs::path& path, std::istream& file, std::int64_t file_bytes) {
   const std::string size_text = "the file has " + std::to_string(file_bytes) + " bytes";

@@ -14,7 +14,7 @@
 namespace annulus::cli {
 
 inline constexpr std::int64_t kMostHeads =
-    65536;  // a typing error should not become gigabytes of offsets
+    65536;  // a typing error must not allocate gigabytes of offsets
 
 struct Shape {
   std::int64_t batch = 1;
@@ -34,6 +34,7 @@ struct ProblemFlags {
   std::string offsets = "blocked";
   bool group_scale = false;
   bool causal = false;
+  Window window;
   // shape
   std::optional<std::int64_t> tokens;
   std::optional<std::int64_t> heads;
@@ -45,8 +46,8 @@ struct ProblemFlags {
   std::int64_t align = 1;      // contiguous only
   std::int64_t grid_rows = 0;  // hilbert only; 0: the squarest grid
   std::int64_t grid_cols = 0;
-  // All other options of an executor (ring/option_list.h); `given` has the names of those that the
-  // command line sets. Pattern and placement in here are not used.
+  // All other options of an executor (ring/option_list.h). `given` has the names of those that the
+  // command line sets. Its pattern and placement are not used.
   RingOptions options{.pattern = {}, .placement = Placement::contiguous(1, 1)};
   std::set<std::string> given;
 
@@ -61,11 +62,12 @@ CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags);
 void add_limit_flags(CLI::App& command, ProblemFlags& flags);
 void add_execution_flags(CLI::App& command, ProblemFlags& flags);
 void add_machine_flags(CLI::App& command, ProblemFlags& flags);  // --threads, --device
-// --max-communication-bytes where nothing is allocated: it decides between schedules.
+// --max-communication-bytes for commands that allocate nothing: it decides between schedules.
 void add_schedule_limit_flag(CLI::App& command, ProblemFlags& flags);
+CLI::Option* add_window_flag(CLI::App& command, Window& window);
 // --json and, unless null, --progress.
 void add_output_flags(CLI::App& command, bool& json, bool* progress = nullptr);
-// One option of an executor alone, by its name in the list.
+// The flag of a single executor option, by its name in the list.
 CLI::Option* add_option_flag(CLI::App& command, ProblemFlags& flags, const std::string& name);
 
 // Building blocks for flags of one command only.
@@ -82,9 +84,10 @@ CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string&
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
                                             DType dtype);
 
+[[nodiscard]] Json window_json(const Pattern& pattern);  // null: no window
 // All options as chosen, for --json.
 [[nodiscard]] Json parameters_json(const ProblemFlags& flags, const RingOptions& options);
-// "longnet, causal: segment/dilation 2048/1, 4096/2"
+// "longnet, causal, window (4095, 0), segments/dilations 2048/1 4096/2"
 [[nodiscard]] std::string describe(const Pattern& pattern);
 
 }  // namespace annulus::cli

@@ -17,7 +17,7 @@ struct Deviation {
   double found = 0.0;
   double allowed = 0.0;
 
-  [[nodiscard]] bool ok() const { return found <= allowed; }  // NaN is not
+  [[nodiscard]] bool ok() const { return found <= allowed; }  // NaN fails
 };
 
 // One small problem on synthetic data with the fp64 oracle's answer, for any number of rings.
@@ -36,7 +36,7 @@ class OracleCheck {
     std::string kernels;                // that ran
   };
 
-  // `options` describe the problem; of the placement only the number of tokens matters. In an MPI
+  // `options` describe the problem; only the number of tokens of the placement matters. In an MPI
   // job (world), only rank 0 has the right results and returns deviations.
   OracleCheck(const RingOptions& options, std::uint64_t seed, World* world = nullptr);
 
@@ -47,8 +47,8 @@ class OracleCheck {
  private:
   struct Expected {
     std::vector<double> values;  // in the order of the sequence
-    double unit = 1.0;           // what errors are relative to
-    double allowed = 0.0;        // relative to that
+    double unit = 1.0;           // the scales of errors
+    double allowed = 0.0;        // relative to the scale
   };
   [[nodiscard]] static Deviation compare(const char* name, const JobTensors& tensors,
                                          const RingTensor& found, const Expected& expected);

@@ -129,7 +129,7 @@ OutputFile::~OutputFile() {
 
 void OutputFile::open_through(int descriptor) {
   if (descriptor >= 0) {
-    std::fflush(nullptr);  // what was printed before comes first
+    std::fflush(nullptr);  // keeps the order of the output
     descriptor_ = ::fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
   } else {
     do {

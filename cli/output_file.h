@@ -48,8 +48,9 @@ class OutputFile {
   int descriptor_ = -1;
 };
 
-// For a file that is written at the end of the work: ConfigError if it cannot be written. Returns
-// the file that will be replaced, with links followed, or nothing if it will be written directly.
+// For a file that is written at the end of the work: throws ConfigError if it cannot be written.
+// Returns the file that will be replaced, with links followed, or nothing if it will be written
+// directly.
 [[nodiscard]] std::filesystem::path check_output_file(const char* kind, const std::string& path);
 
 // Puts all files in place and removes `stale` plain files, or leaves everything as it was.

@@ -39,7 +39,7 @@ constexpr const char* kExamples = R"(Examples:
 struct PlanFlags {
   ProblemFlags problem;
   std::string travel = "keys";
-  std::optional<int> rank;  // show this one alone
+  std::optional<int> rank;  // of a single rank
   std::string svg;
   bool json = false;
 };
@@ -132,7 +132,7 @@ Json to_json(const PlanFlags& flags, const RingOptions& options, const Plan& pla
 int plan_command(const PlanFlags& flags) {
   const Shape shape = shape_from(flags.problem);
   const RingOptions options = ring_options_from(flags.problem, shape, flags.problem.options.dtype);
-  // Refuse problems that no kernel computes.
+  // Rejects problems that no kernel can compute.
   ring::check_values(options);
   (void)ring::computation_of(options, *backend_of(options.device, options.threads), shape.tokens);
   if (flags.rank && *flags.rank >= options.placement.ranks()) {

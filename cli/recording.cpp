@@ -14,7 +14,7 @@ namespace {
 // 18 MiB: a pass of a ring of 64 leaves 30,000.
 constexpr std::size_t kCapacity = 262'144;
 
-// Processes with the same text read the same clock.
+// Processes that read the same text share a clock.
 std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
@@ -120,7 +120,7 @@ void Recording::log(int rank) {
     if (mine && level_of(event.kind) <= level_)
       text += "annulus: " + log_line(event, ranks_) + "\n";
   }
-  // In one call, so that lines of ranks do not mix.
+  // In one call, so that lines of different ranks do not mix.
   const std::lock_guard lock(mutex_);
   std::fputs(text.c_str(), stderr);
 }

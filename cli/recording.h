@@ -31,7 +31,7 @@ class Recording {
   // Called on the thread of a rank: logs what it has done since the last call.
   void log(int rank);
   // Collective: gathers all events on rank 0, on one clock. Clocks of different machines are
-  // compared when their processes leave a common meeting, which is as exact as the network is fast.
+  // compared when their processes leave a barrier, so they are as exact as the network is fast.
   void collect(World& world);
 
   [[nodiscard]] const std::vector<EventRecord>& events() const { return events_; }

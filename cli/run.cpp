@@ -44,7 +44,7 @@ Results do not depend on the ring, to the last bit with --reproducible. 'sent' i
 by the transport; the run fails if the two differ. 'error' is the largest of about 64 rows against an
 evaluation of the definition in fp64, relative to the size of the terms that were added.)";
 
-// What rank 0 finds out from files and its machine and shares with all ranks.
+// What rank 0 learns from files and its machine and shares with all ranks.
 struct Setup {
   std::optional<InputFiles> files;  // on rank 0
   Shape shape;

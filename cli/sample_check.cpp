@@ -88,8 +88,9 @@ class Checker {
     errors.dk = judge(load(tensors_.dk, place), expected.dk, expected.largest_score);
   }
 
-  // Evenly spread rows, with the first and last token, and with heads and batch entries in turn. If
-  // no branch selects a head there, the next one is tried: a row of zeros proves little.
+  // Rows spread evenly, including the first and the last token, with heads and batch entries in
+  // turn. If no branch selects a head there, take the next head, because a row of zeros proves
+  // little.
   [[nodiscard]] std::vector<Place> places(int count) const {
     std::vector<Place> places;
     for (int i = 0; i < count; ++i) {
@@ -109,7 +110,7 @@ class Checker {
     return places;
   }
 
-  // How many rows are affordable if all are as long as the longest.
+  // How many rows are affordable if each costs as much as the longest.
   [[nodiscard]] int affordable_rows() const {
     double keys = 0.0;
     for (const Branch& branch : pattern_.branches) {

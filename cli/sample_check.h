@@ -18,11 +18,11 @@ struct SampledError {
 };
 
 struct SampledErrors {
-  int rows = 0;  // (batch, token, head) rows of queries, and as many of keys
+  int rows = 0;  // number of checked (batch, token, head) rows of queries, and of keys
   // Absent if not computed, or if no finite value was expected. dk is also absent with detached
   // mixing, which would need O_b of every query.
   std::optional<SampledError> o, lse, dq, dk, dv;
-  int nonfinite_rows = 0;  // of the queries: o is NaN, as expected
+  int nonfinite_rows = 0;  // of the queries; o is NaN there, as expected
 
   // The largest of o, dq, dk and dv; absent if nothing finite was compared.
   [[nodiscard]] std::optional<double> worst() const;

@@ -110,7 +110,7 @@ class OutputFolder {
   bool created_ = false;
 };
 
-// Gradients of an earlier run, which must not stay beside the output of this one.
+// Gradients of an earlier run must not stay beside the output of this one.
 std::vector<fs::path> stale_gradients(const fs::path& folder) {
   std::vector<fs::path> stale;
   for (const char* name : kGradients) {

@@ -10,9 +10,9 @@
 
 namespace annulus::cli {
 
-// Tensors of the whole sequence are held once, their tokens in ring order: the shard of rank 0,
-// then that of rank 1, and so on. Whatever the placement, a shard then is a strided view, never a
-// copy; and for contiguous shards ring order is the order of the sequence.
+// Tensors of the whole sequence are held once. Their tokens are in ring order: the shard of rank 0,
+// then that of rank 1, and so on. So every shard is a strided view and never a copy, whatever the
+// placement. For contiguous shards, ring order is the order of the sequence.
 class TokenOrder {
  public:
   explicit TokenOrder(const Placement& placement);

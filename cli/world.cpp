@@ -23,8 +23,8 @@ constexpr std::uint32_t kLength = 0x544f4f4c;  // "TOOL": tags that executors do
 constexpr std::uint32_t kText = kLength + 1;
 constexpr std::uint32_t kMeeting = kLength + 2;
 constexpr std::chrono::hours kForever(24 * 365);
-// A rank that has failed waits for the verdicts of the others, but not long: one of them may be the
-// cause.
+// A rank that has failed waits for the verdicts of the others, but not for long: one of them may be
+// the cause.
 constexpr std::chrono::seconds kLastWords(5);
 
 std::optional<int> number_in(std::initializer_list<const char*> variables) {
@@ -188,7 +188,7 @@ Verdict World::agree_on(const Verdict& mine) {
         theirs.message = fmt::format("[rank {}/{}] {}", rank, ranks, theirs.message);
       }
       chosen = std::move(theirs);
-    } catch (const TransportError& failure) {  // lost, or still at work
+    } catch (const TransportError& failure) {  // the rank is lost or still at work
       if (chosen.kind.empty()) chosen = verdict_of(std::make_exception_ptr(failure));
     }
     if (!chosen.kind.empty()) verdicts_->set_deadline(kLastWords);
@@ -196,7 +196,7 @@ Verdict World::agree_on(const Verdict& mine) {
   for (int rank = 1; rank < ranks; ++rank) {
     try {
       send_text(*verdicts_, rank, to_text(to_json(chosen)));
-    } catch (const TransportError&) {  // it will not miss anything
+    } catch (const TransportError&) {  // rank 0 does not need it
     }
   }
   return chosen;

@@ -45,7 +45,7 @@ class World {
   [[nodiscard]] std::string share(const std::function<std::string()>& make);
   // Returns the texts by rank on rank 0, nothing on other ranks.
   [[nodiscard]] std::vector<std::string> gather(const std::string& text);
-  void meet();  // returns when every rank has come
+  void meet();  // barrier
 
   // Only passes have a deadline. Otherwise ranks wait for rank 0, which may read files for an hour.
   void set_deadline(std::chrono::milliseconds deadline);
@@ -60,7 +60,7 @@ class World {
   std::string arguments_;
   std::string complaint_;            // about the arguments; run() reports it after comparing them
   std::unique_ptr<Transport> ring_;  // null: threads
-  // Only for what ranks say when they are done, which they can also when the ring is broken.
+  // Only for what ranks report when they finish, which must also work when the ring has failed.
   std::unique_ptr<Transport> verdicts_;
 };
 

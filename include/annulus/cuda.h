@@ -7,17 +7,16 @@
 
 #include "annulus/device.h"
 
-// What is special about CUDA devices. Everything is there in builds without CUDA, too: they have no
-// devices.
+// Functions for CUDA devices. Builds without CUDA have them, too, and report no devices.
 namespace annulus {
 
 [[nodiscard]] bool cuda_built();
-// Why there is no device to be used; empty: there is one.
+// Why no device can be used; empty if one can.
 [[nodiscard]] std::string cuda_complaint();
-[[nodiscard]] int cuda_device_count();  // 0 where cuda_complaint() says why
+[[nodiscard]] int cuda_device_count();  // 0 if cuda_complaint() gives a reason
 
-// For people: name, capability, memory, driver, and the best kernels it may run. The environment
-// variable ANNULUS_CUDA_KERNELS forces others.
+// Facts about a device: name, capability, memory, driver, and the best kernels that it can run. The
+// environment variable ANNULUS_CUDA_KERNELS forces others.
 struct CudaDevice {
   std::string name;
   int major = 0;
@@ -30,21 +29,21 @@ struct CudaDevice {
 };
 [[nodiscard]] CudaDevice cuda_device(int index);  // DeviceError, ConfigError: no such index
 
-// A stream of the caller's (a cudaStream_t) as a queue, for RingAttention::use_queue. The stream
-// outlives the queue.
+// Wraps a caller's stream (a cudaStream_t) as a queue, for RingAttention::use_queue. The stream
+// must outlive the queue.
 [[nodiscard]] std::shared_ptr<Queue> cuda_queue(const Device& device, void* stream);
 
 // Whether a CUDA graph is being captured from a stream (a cudaStream_t). An executor whose passes
-// are part of a graph outlives it: the graph uses its memory.
+// are part of a graph must outlive the graph, which uses its memory.
 [[nodiscard]] bool cuda_capturing(void* stream);
 
 // The stream of a queue of a CUDA device, for transports that enqueue there.
 [[nodiscard]] void* cuda_stream(Queue& queue);
 
-// From where executors that are made from now on take device memory: a framework's allocator, so
-// that it is counted and used again there. allocate(device, bytes) returns null where there is no
-// memory; spare(device), which may be empty, the bytes that it keeps from the device and could
-// give: to it they are in use. Empty functions: CUDA's own again.
+// Sets where executors made from now on get device memory from: the allocator of a framework, so
+// that it counts and reuses the memory. allocate(device, bytes) returns null if there is none.
+// spare(device), which may be empty, returns the bytes that the allocator holds and could free; for
+// the device they are in use. Empty functions restore CUDA's own allocator.
 struct CudaAllocator {
   std::function<void*(int device, std::int64_t bytes)> allocate;
   std::function<void(int device, void* memory)> free;

@@ -8,7 +8,7 @@
 
 namespace annulus {
 
-// Where memory is and kernels run. Host memory belongs to the CPU device, index 0.
+// Where memory lies and kernels run. Host memory belongs to the CPU device, index 0.
 struct Device {
   enum class Kind : std::uint8_t { cpu, cuda };
   Kind kind = Kind::cpu;
@@ -18,11 +18,11 @@ struct Device {
 };
 [[nodiscard]] std::string name_of(const Device& device);  // "cpu", "cuda:1"
 
-// A point in a queue's work. The default one has always happened: what a CPU enqueues is done at
-// once. Copies are the same event.
+// A point in a queue's work. A default event has always happened, because a CPU queue executes work
+// when it is enqueued. Copies refer to the same event.
 class Event {
  public:
-  class State {  // what a device knows of it
+  class State {  // the device's part of it
    public:
     virtual ~State() = default;
     virtual void wait() = 0;
@@ -41,8 +41,8 @@ class Event {
   std::shared_ptr<State> state_;
 };
 
-// Work of one device, done in the order in which it was enqueued. Enqueuing does not wait for it;
-// any thread may enqueue.
+// Executes work of one device in the order in which it was enqueued. Enqueuing does not wait for
+// the work. Any thread may enqueue.
 class Queue {
  public:
   virtual ~Queue() = default;
@@ -50,9 +50,9 @@ class Queue {
   [[nodiscard]] virtual Device device() const = 0;
   // Happens when everything enqueued so far is done.
   [[nodiscard]] virtual Event record() = 0;
-  // What is enqueued from now on runs after `event`, of whatever queue.
+  // Makes work enqueued from now on wait for `event`, which may belong to any queue.
   virtual void wait(const Event& event) = 0;
-  // What is enqueued from now on runs after all that `other` was given so far.
+  // Makes work enqueued from now on wait for everything enqueued on `other` so far.
   virtual void follow(Queue& other) { wait(other.record()); }
   virtual void copy(std::byte* to, const std::byte* from, std::int64_t bytes) = 0;
 };

@@ -13,14 +13,14 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The caller is wrong: shapes, options, files. Nothing has been changed.
+// The caller made an error: shapes, options, files. Nothing has been changed.
 class ConfigError : public Error {
  public:
   using Error::Error;
 };
 
-// The ring is broken. `rank()` is the rank at fault as far as it is known, else -1. The transport
-// is dead afterwards: build a new one.
+// The ring has failed. `rank()` is the rank at fault, or -1 if unknown. The transport is dead: make
+// a new one.
 class TransportError : public Error {
  public:
   explicit TransportError(const std::string& message, int rank = -1)
@@ -31,7 +31,7 @@ class TransportError : public Error {
   int rank_;
 };
 
-// The device cannot do it: out of memory, a missing instruction set, CUDA.
+// The device cannot do it: out of memory, a missing instruction set, a CUDA error.
 class DeviceError : public Error {
  public:
   using Error::Error;
@@ -39,13 +39,13 @@ class DeviceError : public Error {
 
 // Bytes; -1: not known.
 struct Shortage {
-  std::int64_t asked = -1;   // what could not be had, at once
-  std::int64_t needed = -1;  // everything that was to be allocated, at the least
-  std::int64_t free = -1;    // of the device, as it said then
+  std::int64_t asked = -1;   // the allocation that failed
+  std::int64_t needed = -1;  // lower bound of everything that was to be allocated
+  std::int64_t free = -1;    // free memory of the device at that time
 };
 
-// Memory ran out on this rank or another one of the ring, and what could be done about it
-// (RingOptions::recover) has been done.
+// Memory ran out on this rank or on another rank of the ring, and recovery (RingOptions::recover)
+// did not help or was off.
 class OutOfMemory : public DeviceError {
  public:
   explicit OutOfMemory(const std::string& message, const Shortage& shortage = {})

@@ -14,23 +14,23 @@
 
 namespace annulus {
 
-// What a monitored process says of itself. A pass has steps; a step computes and exchanges
-// messages. `send` and `receive` last from posting a message until the host knew that it had
-// arrived, `wait` as long as the host was blocked. `cache` and `recovery` are told by whoever keeps
-// executors or recovers from a lack of memory.
+// Kinds of events that a process records. A pass has steps; a step computes and exchanges messages.
+// `send` and `receive` last from posting a message until the host knows that it has arrived, `wait`
+// as long as the host is blocked. `cache` events come from caches of executors, `recovery` events
+// from attempts to save memory.
 enum class EventKind : std::uint8_t { pass, step, compute, send, receive, wait, cache, recovery };
 inline constexpr int kEventKinds = 8;
 [[nodiscard]] const char* name_of(EventKind kind) noexcept;
 [[nodiscard]] EventKind event_kind_from_name(std::string_view name);  // ConfigError
 
-// Of fixed size. Times are the host's: a device that is only given work (CUDA) computes later than
-// `compute` says, which is then the time it took to enqueue it.
+// Of fixed size. Times are the host's. On a device with queued work (CUDA), `compute` is the time
+// that enqueuing took; the device computes later.
 struct EventRecord {
   std::uint64_t sequence = 0;  // given by the stream: 0, 1, 2, ...
   std::int64_t begin_ns = 0;   // of std::chrono::steady_clock
   std::int64_t end_ns = 0;
   std::int64_t bytes = 0;
-  std::int32_t rank = -1;  // -1: not known, and so below
+  std::int32_t rank = -1;  // -1: not known; so are step and peer
   std::int32_t step = -1;
   std::int32_t peer = -1;
   EventKind kind = EventKind::pass;
@@ -38,13 +38,13 @@ struct EventRecord {
   std::array<char, 26> text{};
 
   [[nodiscard]] std::string_view name() const { return text.data(); }
-  void set_name(std::string_view name);  // cut to what fits, between characters of UTF-8
+  void set_name(std::string_view name);  // truncated to what fits, between UTF-8 characters
   [[nodiscard]] double seconds() const { return 1e-9 * static_cast<double>(end_ns - begin_ns); }
 };
 static_assert(sizeof(EventRecord) == 72);
 
-// Sums over all events since clear(), also those that the stream holds no more. `peer` is that of
-// messages, else -1.
+// Sums over all events since clear(), including those that the stream has overwritten. `peer` is
+// set for messages, else -1.
 struct EventTotal {
   EventRecord like;  // kind, rank, peer and name
   std::uint64_t count = 0;
@@ -53,27 +53,27 @@ struct EventTotal {
   std::int64_t bytes = 0;
 };
 
-// The latest events of a process: bounded, and off until started. Any thread may write and read;
-// every reader has a place of its own. Where nobody reads in time the oldest events are
-// overwritten, and readers are told how many.
+// The latest events of a process. Bounded, and off until started. Any thread may write and read;
+// every reader keeps its own position. When the stream is full the oldest events are overwritten,
+// and readers learn how many they missed.
 class EventStream {
  public:
   static constexpr std::size_t kCapacity = 65'536;    // 4.5 MiB
   static constexpr std::size_t kMostTotals = 16'384;  // further ones are summed as "other"
 
-  // Asked before anything else is done for an event.
+  // Check this first: recording costs nothing while it is false.
   [[nodiscard]] bool on() const noexcept { return on_.load(std::memory_order_relaxed); }
-  // Started again with another capacity it keeps the latest events. ConfigError for 0.
+  // Starting again with another capacity keeps the latest events. ConfigError for 0.
   void start(std::size_t capacity = kCapacity);
   void stop() noexcept { on_.store(false, std::memory_order_relaxed); }  // what it has stays
   void clear();  // events and totals; sequence numbers go on
 
-  // Nothing while the stream is off.
+  // Does nothing while the stream is off.
   void add(const EventRecord& record) noexcept;
 
   struct Batch {
     std::vector<EventRecord> events;
-    std::uint64_t next = 0;     // read on from here
+    std::uint64_t next = 0;     // where to continue reading
     std::uint64_t dropped = 0;  // overwritten since `from`
   };
   [[nodiscard]] Batch read(std::uint64_t from = 0) const;
@@ -88,18 +88,19 @@ class EventStream {
   void add_to_totals(const EventRecord& record);
 
   std::atomic<bool> on_{false};
-  mutable std::mutex mutex_;          // innermost: nothing else is locked under it
+  mutable std::mutex mutex_;          // innermost: no other lock is taken under it
   std::vector<EventRecord> records_;  // event s is at s mod capacity
   std::uint64_t first_ = 0;           // oldest that is kept
-  std::uint64_t cleared_ = 0;         // those before were not lost
+  std::uint64_t cleared_ = 0;         // earlier ones were cleared, not overwritten
   std::uint64_t next_ = 0;
   std::map<Key, EventTotal> totals_;
 };
 
-// The process's: everything in the library writes here. A forked child has its own, which is off.
+// The process's event stream, to which the whole library writes. A forked child has its own, which
+// is off.
 [[nodiscard]] EventStream& event_stream() noexcept;
 
-// An event that lasts as long as this object; failed, if an exception ends it.
+// An event that lasts as long as this object. It has failed if an exception ends it.
 class EventScope {
  public:
   EventScope(EventKind kind, std::string_view name, int rank, int step = -1,
@@ -128,8 +129,8 @@ class EventScope {
 // An event without duration: record_event(EventKind::cache, "evict", rank, bytes).
 void record_event(EventKind kind, std::string_view name, int rank, std::int64_t bytes = 0) noexcept;
 
-// Where each event is drawn so that no two overlap: lane 0, 1, ... of the track of its rank and
-// kind. Passes and their steps share a track, on which steps lie within passes.
+// For drawing: lanes 0, 1, ... on the track of each rank and kind, so that no two events overlap.
+// Passes and their steps share a track, on which steps lie within passes.
 [[nodiscard]] std::vector<int> event_lanes(std::span<const EventRecord> events);
 
 }  // namespace annulus

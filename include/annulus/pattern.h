@@ -20,7 +20,7 @@ enum class Offsets : std::uint8_t { blocked, interleaved };
 enum class MixGradient : std::uint8_t { full, detached };
 
 // Query t attends key p only if t - before <= p <= t + after; -1: no limit. As flash-attention's
-// window_size.
+// window_size. Counts positions, not selected rows. `after` of a causal pattern is 0 or -1.
 struct Window {
   std::int64_t before = -1;
   std::int64_t after = -1;
@@ -45,8 +45,8 @@ struct Branch {
 // Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the
 // branches' keys.
 struct Pattern {
-  std::string name;  // for messages and pictures
-  int heads = 0;     // query heads
+  std::string name;     // for messages and pictures
+  int heads = 0;        // query heads
   bool causal = false;  // p <= t
   std::vector<Branch> branches;
   double output_scale = 1.0;  // multiplies O after the merge (group_scale)

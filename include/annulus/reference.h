@@ -10,8 +10,8 @@
 namespace annulus::reference {
 
 // The oracle: the definitions of docs/concepts.md in fp64, in loops so plain that reading them
-// is proof. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads]. Slow
-// on purpose.
+// is proof. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads]; sinks
+// have one number per query head, or are empty. Slow on purpose.
 struct Shape {
   std::int64_t batch = 1;
   std::int64_t tokens = 0;
@@ -22,22 +22,24 @@ struct Shape {
 
 struct Output {
   std::vector<double> o;
-  std::vector<double> lse;  // -inf where a row attends to nothing
+  std::vector<double> lse;  // -inf where a row attends to nothing and its head has no sink
 };
 
 struct Gradients {
-  std::vector<double> dq, dk, dv;
+  std::vector<double> dq, dk, dv, dsinks;
 };
 
 // `scale` multiplies q.k before the softmax; 1/sqrt(head_dim) when absent.
 [[nodiscard]] Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                              std::span<const double> k, std::span<const double> v,
-                             std::optional<double> scale = std::nullopt);
+                             std::optional<double> scale = std::nullopt,
+                             std::span<const double> sinks = {});
 
 [[nodiscard]] Gradients backward(const Pattern& pattern, const Shape& shape,
                                  std::span<const double> q, std::span<const double> k,
                                  std::span<const double> v, std::span<const double> dout,
                                  MixGradient mix = MixGradient::full,
-                                 std::optional<double> scale = std::nullopt);
+                                 std::optional<double> scale = std::nullopt,
+                                 std::span<const double> sinks = {});
 
 }  // namespace annulus::reference

@@ -10,8 +10,8 @@
 
 namespace annulus {
 
-// One kind of link. A port sends one message after the other and likewise receives them; both ways
-// at once.
+// One kind of link. A port sends one message at a time and receives one message at a time; both
+// directions work simultaneously.
 struct Wire {
   std::string name;
   double bytes_per_second = 0;   // each way; 0: takes no time
@@ -19,22 +19,22 @@ struct Wire {
   bool limits_receiving = true;  // false: only sending takes time, as with InProcessOptions
 };
 
-// Machines that a plan might run on. Ranks fill hosts one after the other.
+// A described set of machines. Ranks fill hosts one after the other.
 struct Cluster {
   std::string name;
-  std::string source;  // where the figures come from, for people
+  std::string source;  // where the figures come from
   int ranks_per_host = 1;
   // Ranks that share a processor take turns, by one step's tiles or one copy at a time: threads of
   // one core, or virtual ranks of one GPU.
   int ranks_per_processor = 1;
-  // Of a processor, over the pairs that it computes (what branches share is computed once): 4 x
-  // head_dim per pair in forward, 10 x head_dim in backward.
+  // Speed of a processor, counted over the pairs that it computes (pairs shared by branches are
+  // computed once): 4 x head_dim operations per pair in forward, 10 x head_dim in backward.
   double forward_flops_per_second = 0;
   double backward_flops_per_second = 0;
-  // Of copies that are not messages: packing rows, clearing and adding returned gradients. Every
-  // byte that is read or written counts. 0: they take no time.
+  // Speed of copies other than messages: packing rows, clearing and adding returned gradients.
+  // Counts bytes read and bytes written. 0: they take no time.
   double copy_bytes_per_second = 0;
-  double stage_seconds = 0;       // what the tiles of a step take at least
+  double stage_seconds = 0;       // minimal duration of the tiles of a step
   std::int64_t memory_bytes = 0;  // of a rank; 0: unknown
   Wire inside;                    // between ranks of one host: a port per rank
   Wire between;                   // between hosts
@@ -60,7 +60,7 @@ struct PassForecast {
   double busiest_link_seconds = 0;
 };
 
-// Of the rank that needs most.
+// Memory of the rank that needs most.
 struct MemoryForecast {
   int rank = 0;
   std::int64_t tensor_bytes = 0;         // q, k, v, o, log-sum-exp and their gradients
@@ -76,19 +76,19 @@ struct Forecast {
   Schedule schedule = Schedule::ring;  // as chosen
   Travel backward_travel = Travel::keys;
   int steps = 0;
-  // False: the tiles of all ranks are too many to be walked. The work of each rank is exact, but is
-  // split over its steps in proportion to the rows at hand.
+  // False: the tiles of all ranks are too many to be counted. The work of each rank is exact, but
+  // is split over its steps in proportion to the rows present.
   bool counted = true;
   PassForecast forward;
   std::optional<PassForecast> backward;  // absent without options.backward
   MemoryForecast memory;
 };
 
-// What forward and backward of RingAttention(options) would take on a cluster: every rank's steps
-// are replayed in order of time, with the messages of the plan on the cluster's links. Nothing is
-// allocated or computed. `threads`, `device` and limits play no part, except that schedule `auto`
-// is resolved as the executor does. ConfigError for what an executor would refuse, and for clusters
-// that cannot be.
+// Predicts forward and backward of RingAttention(options) on a cluster: replays every rank's steps
+// in order of time, with the messages of the plan on the cluster's links. Nothing is allocated or
+// computed. `threads`, `device` and limits have no effect, except that schedule `auto` is resolved
+// as the executor does. ConfigError for options that an executor would reject, and for impossible
+// clusters.
 [[nodiscard]] Forecast simulate(const RingOptions& options, const Cluster& cluster);
 
 }  // namespace annulus

@@ -55,7 +55,7 @@ std::string type_text(nb::handle object) {
   return module == "builtins" ? name : module + "." + name;
 }
 
-// By DLPack's numbers. None: kernels cannot reach it.
+// By DLPack's numbers. None: kernels cannot access it.
 std::optional<Device> device_of(int type, int index) {
   switch (type) {
     case 1:
@@ -91,13 +91,13 @@ bool is_bfloat16_numpy(nb::handle array) {
          nb::str(dtype.attr("name")).equal(nb::str("bfloat16"));
 }
 
-// A tensor of PyTorch's whose memory has the other sign, of which its DLPack says nothing.
+// A PyTorch tensor with the lazy negation bit set, which DLPack does not convey.
 bool is_negated(nb::handle array) {
   const nb::object asked = nb::getattr(array, "is_neg", nb::none());
   return PyCallable_Check(asked.ptr()) != 0 && asked().is(Py_True);
 }
 
-// Python's own words for why an array cannot be exported.
+// Python's reason why an array cannot be exported.
 std::string export_problem(nb::handle array) {
   try {
     array.attr("__dlpack__")();
@@ -112,7 +112,7 @@ bool try_import(nb::handle array, Array& out) {
   return nb::try_cast(nb::borrow(array), out, /*convert=*/false);
 }
 
-// Whether an array is in CUDA's memory, by what it says itself.
+// Whether an array says that it is in CUDA memory.
 bool says_cuda(nb::handle array) {
   if (PyObject_CheckBuffer(array.ptr()) != 0) return false;  // NumPy's
   const nb::object method = nb::getattr(array, "__dlpack_device__", nb::none());
@@ -121,17 +121,18 @@ bool says_cuda(nb::handle array) {
     const nb::object device = method();
     const std::optional<Device> found = device_of(nb::cast<int>(nb::object(device[0])), 0);
     return found.has_value() && found->kind == Device::Kind::cuda;
-  } catch (const std::exception&) {  // then it is refused for what it gives to DLPack
+  } catch (const std::exception&) {  // then it is rejected for what it gives to DLPack
     return false;
   }
 }
 
-// An array of a CUDA device whose work so far comes before what is enqueued on `stream`.
+// Exports an array of a CUDA device, so that work enqueued on `stream` comes after its pending
+// work.
 nb::object export_to_stream(nb::handle array, std::uintptr_t stream, bool writable) {
-  constexpr std::uintptr_t kDefault = 1;  // 0 is ambiguous, as DLPack sees it
+  constexpr std::uintptr_t kDefault = 1;  // 0 is ambiguous for DLPack
   const std::uintptr_t number = stream == 0 ? kDefault : stream;
   try {
-    if (writable) {  // only younger versions tell of arrays that may not be written to
+    if (writable) {  // only newer versions flag arrays that are read-only
       return array.attr("__dlpack__")(nb::arg("stream") = number,
                                       nb::arg("max_version") = nb::make_tuple(1, 0));
     }
@@ -166,27 +167,27 @@ bool Arrays::find(nb::handle array, const char* name, std::vector<Array>& held, 
     return false;
   }
   if (is_negated(array)) {
-    complain(fmt::format("{} is the negative of its memory, expected x.resolve_neg()", name));
+    complain(fmt::format("{} has its lazy negation bit set, expected x.resolve_neg()", name));
     return false;
   }
   if (says_cuda(array)) {
     if (!stream_) {
-      stream_ = 1;  // the default stream, by DLPack's number and by CUDA's
+      stream_ = 1;  // the default stream, in DLPack's numbering and in CUDA's
       waits_ = true;
     }
     try {
       is_one = try_import(export_to_stream(array, *stream_, kWritable), imported);
-    } catch (const nb::python_error&) {  // told below
+    } catch (const nb::python_error&) {  // reported below
     }
   } else {
     is_one = try_import(array, imported);
   }
   if (!is_one) {
-    // The rarer kinds, each brought into a form that can be exported without a copy.
+    // Brings rarer kinds of arrays into a form that can be exported without a copy.
     nb::object other;
     if (requires_grad(array)) {
       other = array.attr("detach")();
-    } else if (is_bfloat16_numpy(array)) {  // ml_dtypes: NumPy cannot export its bits by their name
+    } else if (is_bfloat16_numpy(array)) {  // ml_dtypes: NumPy cannot export its dtype by name
       other = array.attr("view")("uint16");
       bfloat16 = true;
     } else if (nb::hasattr(array, "__array_interface__") && !nb::hasattr(array, "__dlpack__")) {
@@ -270,7 +271,7 @@ TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vec
     view.shape[axis] = found.shape[axis];
     view.stride[axis] = found.stride[axis];
   }
-  if (view.elements() == 0) {  // a rank without tokens; frameworks give such strides as they like
+  if (view.elements() == 0) {  // without tokens; strides are arbitrary then
     std::int64_t step = 1;
     for (auto axis = static_cast<std::size_t>(axes); axis-- > 0;) {
       view.stride[axis] = step;
@@ -349,8 +350,8 @@ nb::object numpy_empty(const nb::tuple& shape, nb::handle dtype) {
   return nb::module_::import_("numpy").attr("empty")(shape, dtype);
 }
 
-// What a framework makes, which may be told only now that memory is short: as MemoryError, or as
-// PyTorch does.
+// Makes an array in a framework. A lack of memory may be reported only here: as MemoryError, or as
+// PyTorch's error.
 template <typename Make>
 nb::object with_room(const Make& make) {
   try {
@@ -398,7 +399,7 @@ Result::Result(nb::object given, nb::handle like, const ConstTensorView& shape_o
   }
   const nb::tuple shape(extents);
   const bool same_dtype = shape_of.rank > 0 && shape_of.dtype == dtype;
-  if (nb::hasattr(like, "new_empty")) {  // PyTorch, which is loaded, since here is a tensor of it
+  if (nb::hasattr(like, "new_empty")) {  // PyTorch is loaded, because `like` is its tensor
     std::optional<TorchStreamScope> scope;
     if (stream && shape_of.device.kind == Device::Kind::cuda)
       scope.emplace(shape_of.device.index, *stream);

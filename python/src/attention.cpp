@@ -36,7 +36,7 @@ LocalRings& local_rings() {
   return *rings;
 }
 
-// Rings whose memory is part of CUDA graphs, which may be replayed whenever their owner likes.
+// Rings whose memory belongs to CUDA graphs, which may be replayed at any time.
 void keep_for_graphs(std::shared_ptr<LocalRing> ring) {
   static auto* lock = new std::mutex;
   static auto* captured = new std::set<std::shared_ptr<LocalRing>>;
@@ -44,12 +44,13 @@ void keep_for_graphs(std::shared_ptr<LocalRing> ring) {
   captured->insert(std::move(ring));
 }
 
-// The arguments of attention and attention_backward but for the arrays.
+// The arguments of attention and attention_backward, except the arrays.
 struct Request {
   nb::handle pattern;
   const Lengths& segments;
   const Lengths& dilations;
   bool causal;
+  nb::handle window;
   const std::string& offsets;
   bool group_scale;
   std::optional<double> scale;
@@ -75,16 +76,17 @@ void expect_shape(const char* where, const char* name, const ConstTensorView& vi
   }
 }
 
-// A ring for the request: the last one of its kind if it is free, else a new one. Given back when
-// the pass has ended well; after an error its transport may be dead, and a new one is made next
-// time.
+// A ring for the request: the last one of its kind if it is free, else a new one. It is returned to
+// the pool when the pass succeeds. After an error its transport may be dead, so the next call makes
+// a new one.
 class Lease {
  public:
   Lease(const char* where, const Request& request, const ConstTensorView& q,
         const ConstTensorView& k, bool backward, const Arrays& arrays) {
     const auto heads = static_cast<int>(std::min<std::int64_t>(q.shape[2], 1 << 20));
-    Pattern pattern = parse_pattern(request.pattern, heads, request.segments, request.dilations,
-                                    request.causal, request.offsets, request.group_scale);
+    Pattern pattern =
+        parse_pattern(request.pattern, heads, request.segments, request.dilations, request.causal,
+                      request.window, request.offsets, request.group_scale);
     if (pattern.heads != heads) {
       throw ConfigError(
           fmt::format("{}: q has {} heads, the pattern is for {}", where, heads, pattern.heads));
@@ -97,8 +99,8 @@ class Lease {
                         "'zigzag', 'striped', 'hilbert' or annulus.Placement");
     }
 
-    // Named placements are made only when there is no ring yet: a Hilbert curve takes longer than a
-    // small attention.
+    // Named placements are made only for a new ring: a Hilbert curve takes longer than a small
+    // attention.
     static const Placement none_yet = Placement::contiguous(1, 1);
     RingOptions options{
         .pattern = std::move(pattern),
@@ -126,7 +128,7 @@ class Lease {
                       request.ranks == 1 ? "" : fmt::format(" on {} ranks", request.ranks)));
     }
 
-    // No sequences, or none of their tokens: nothing to compute, once the names have been checked.
+    // No sequences or no tokens: there is nothing to compute once the names have been checked.
     if (q.shape[0] * q.shape[1] == 0) {
       if (named) (void)Placement::named(nb::cast<std::string>(request.placement), 1, request.ranks);
       return;
@@ -151,7 +153,7 @@ class Lease {
     ring_ = std::make_shared<LocalRing>(std::move(options));
   }
 
-  // `cost`: operations, in multiples of forward's.
+  // `cost`: operations relative to forward.
   template <typename Pass>
   void run(const Arrays& arrays, double cost, const Pass& pass) {
     if (ring_ == nullptr) return;  // nothing to compute
@@ -180,10 +182,10 @@ class Lease {
 
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
                      const Lengths& segments, const Lengths& dilations, Flag causal,
-                     const std::string& offsets, Flag group_scale, std::optional<double> scale,
-                     int ranks, nb::handle placement, const std::string& schedule,
-                     Flag reproducible, nb::object out, Flag return_lse,
-                     std::optional<std::uintptr_t> stream) {
+                     nb::handle window, const std::string& offsets, Flag group_scale,
+                     std::optional<double> scale, int ranks, nb::handle placement,
+                     const std::string& schedule, Flag reproducible, nb::object out,
+                     Flag return_lse, std::optional<std::uintptr_t> stream) {
   const char* where = "attention";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -204,8 +206,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
     arrays.check(where);
   }
   Lease lease(where,
-              {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
-               schedule, reproducible},
+              {pattern, segments, dilations, causal, window, offsets, group_scale, scale, ranks,
+               placement, schedule, reproducible},
               q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
@@ -216,9 +218,10 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
 
 nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                              nb::handle dout, nb::handle pattern, const Lengths& segments,
-                             const Lengths& dilations, Flag causal, const std::string& offsets,
-                             Flag group_scale, std::optional<double> scale, int ranks,
-                             nb::handle placement, const std::string& schedule, Flag reproducible,
+                             const Lengths& dilations, Flag causal, nb::handle window,
+                             const std::string& offsets, Flag group_scale,
+                             std::optional<double> scale, int ranks, nb::handle placement,
+                             const std::string& schedule, Flag reproducible,
                              std::optional<std::uintptr_t> stream) {
   const char* where = "attention_backward";
   Arrays arrays(std::nullopt, stream);
@@ -242,8 +245,8 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const TensorView dv_view = arrays.output(dv.writable(), "dv");
   arrays.check(where);
   Lease lease(where,
-              {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
-               schedule, reproducible},
+              {pattern, segments, dilations, causal, window, offsets, group_scale, scale, ranks,
+               placement, schedule, reproducible},
               q_view, k_view, /*backward=*/true, arrays);
   lease.run(arrays, 2.5, [&](LocalRing& ring) {
     ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view);
@@ -251,24 +254,26 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   return nb::make_tuple(dq.finish(), dk.finish(), dv.finish());
 }
 
-#define ANNULUS_ATTENTION_SIGNATURE                                                                \
-  "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "           \
-  "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "          \
-  "None, is_causal: bool = False, offsets: typing.Literal['blocked', 'interleaved'] = 'blocked', " \
-  "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "             \
-  "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', "      \
+#define ANNULUS_ATTENTION_SIGNATURE                                                           \
+  "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "      \
+  "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "     \
+  "None, is_causal: bool = False, window: tuple[int, int] | None = None, offsets: "           \
+  "typing.Literal['blocked', 'interleaved'] = 'blocked', "                                    \
+  "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "        \
+  "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', " \
   "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
 
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  // Two signatures of one function, so that type checkers know what comes out.
+  // Two signatures of one function, so that type checkers know the type of the result.
   const auto define = [&](const auto&... signature_and_doc) {
     module.def("attention", &attention, nb::arg("q").none(), nb::arg("k").none(),
                nb::arg("v").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
                nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
-               nb::arg("is_causal") = false, nb::arg("offsets") = "blocked",
-               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
+               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
                nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
                nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
                nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), signature_and_doc...);
@@ -280,7 +285,7 @@ void bind_attention(nb::module_& module) {
 
 Args:
     q: [batch, tokens, heads, head_dim], float32, float16 or bfloat16, on the CPU or a CUDA device,
-        where all is then computed. Any array with DLPack (NumPy, PyTorch, JAX, ...) whose last axis is
+        which then computes everything. Any array with DLPack (NumPy, PyTorch, JAX, ...) whose last axis is
         contiguous is used in place; PyTorch tensors that require gradients are read as if detached.
     k, v: like q, with as many heads or a divisor of them (GQA, MQA): query head h uses head
         h // (heads // kv_heads).
@@ -288,24 +293,27 @@ Args:
         segment_lengths are given, else 'dense'.
     segment_lengths, dilation_rates: of the branches; one each.
     is_causal: only keys at or before the query.
+    window: (before, after), as flash-attention's window_size: the query at t attends only to keys p with
+        t - before <= p <= t + after; -1: no limit on that side. Counts tokens, in dilated branches, too.
+        With is_causal, after is 0 (or -1). None: no window.
     offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
-    ranks: more than 1 computes on a ring of that many threads, to try things out: the result is the same.
+    ranks: more than 1 computes on a ring of that many threads, for experiments: the result is the same.
     placement: of the tokens on these ranks: a name or a :class:`Placement`.
     schedule: 'auto', 'ring' or 'gather', see :class:`RingAttention`.
     reproducible: the same bits for every number of ranks and placement.
     out: array for the result; None: a new one of q's framework.
-    return_lse: also return the log-sum-exp, float32 [batch, tokens, heads].
-    stream: CUDA: on which the work is enqueued, as a number (a cudaStream_t), and for which PyTorch makes
-        the results. None: PyTorch's current one for its tensors; for arrays of others the call waits until
+    return_lse: also return the log-sum-exp (natural logarithm), float32 [batch, tokens, heads].
+    stream: the CUDA stream on which the work is enqueued, as a number (a cudaStream_t), and for which
+        PyTorch allocates the results. None: PyTorch's current one for PyTorch tensors; for other arrays the call waits until
         the work is done.
 
 Returns:
     The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.
 
-What is needed between calls of one shape is kept (:func:`clear_cache` frees it). Threads may call at
-the same time. The GIL is released.)");
+Executors are kept for further calls of the same shape (:func:`clear_cache` frees them). Several threads
+may call at the same time. The GIL is released.)");
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[True], stream: int "
                  "| None = None) -> tuple[ArrayT, ArrayT]"));
@@ -314,8 +322,9 @@ the same time. The GIL is released.)");
       nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
       nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
       nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
-      nb::arg("offsets") = "blocked", nb::arg("group_scale") = false, nb::arg("scale") = nb::none(),
-      nb::arg("ranks") = 1, nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+      nb::arg("window").none() = nb::none(), nb::arg("offsets") = "blocked",
+      nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+      nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
       nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
@@ -326,8 +335,8 @@ Args:
     q, k, v: as given to attention.
     o, lse: what attention returned for them with return_lse=True.
     do: gradient of o, like q.
-    pattern, segment_lengths, dilation_rates, is_causal, offsets, group_scale, scale, ranks, placement,
-        schedule, reproducible, stream: as given to attention.
+    pattern, segment_lengths, dilation_rates, is_causal, window, offsets, group_scale, scale, ranks,
+        placement, schedule, reproducible, stream: as given to attention.
 
 Returns:
     (dq, dk, dv), like q, k and v.)");
@@ -348,16 +357,15 @@ Returns:
       },
       nb::arg("array"), nb::sig("def view_of(array: typing.Any) -> dict[str, typing.Any]"),
       "How the library sees an array of four axes: its address, dtype, device, shape and strides "
-      "in "
-      "elements. For tests that nothing is copied.");
+      "in elements. For tests that nothing is copied.");
   module.def(
       "clear_cache",
       [] {
         const nb::gil_scoped_release no_gil;
         local_rings().clear();
       },
-      "Frees what attention and attention_backward keep between calls. Harmless at any time: what "
-      "a running call or a CUDA graph uses is not touched.");
+      "Frees the executors that attention and attention_backward keep between calls, except those "
+      "that a running call or a CUDA graph uses. Safe at any time.");
   module.def(
       "cache_info",
       [] {
@@ -367,8 +375,8 @@ Returns:
         return dict;
       },
       nb::sig("def cache_info() -> dict[str, int]"),
-      "What attention and attention_backward keep between calls: 'size', the number of executors, "
-      "and 'bytes', what they hold.");
+      "The executors that attention and attention_backward keep between calls: their number, "
+      "'size', and the 'bytes' that they hold.");
 }
 
 }  // namespace annulus::python

@@ -14,11 +14,11 @@
 #include "transport.h"
 #include "transport_tickets.h"
 
-// What Python sees of transports, the built-in ones and its own.
+// Transports as Python sees them: the built-in ones and those written in Python.
 namespace annulus::python {
 namespace {
 
-// A transfer of a built-in transport and the buffer that it holds on to.
+// A transfer of a built-in transport, and the buffer that it keeps alive.
 class Pending {
  public:
   Pending(Transport& transport, bool sending, int peer, std::uint32_t tag, nb::handle buffer)
@@ -49,16 +49,16 @@ class Pending {
     cancel();
   }
   void cancel() {
-    std::unique_ptr<Ticket> ended = std::move(transfer_);  // Python's collector may look meanwhile
+    std::unique_ptr<Ticket> ended = std::move(transfer_);  // Python's collector may run now
     if (ended == nullptr) return;
     {
-      const nb::gil_scoped_release no_gil;  // it may have to let a copy finish
+      const nb::gil_scoped_release no_gil;  // cancelling may have to wait for a copy
       ended.reset();
     }
     PyBuffer_Release(&buffer_);
   }
 
-  // As Python's collector asks: what a Python transport has made for it may lead back to it.
+  // For the garbage collector: objects made by a Python transport may refer back to it.
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(owner_.ptr());
     const auto* ticket = dynamic_cast<const PyTicket*>(transfer_.get());
@@ -66,7 +66,7 @@ class Pending {
   }
 
  private:
-  nb::object owner_;  // the transport, which the ticket knows
+  nb::object owner_;  // the transport, which the ticket refers to
   Py_buffer buffer_{};
   std::unique_ptr<Ticket> transfer_;
 };
@@ -85,8 +85,8 @@ const PyType_Slot pending_slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(tr
                                      {Py_tp_clear, reinterpret_cast<void*>(clear_pending)},
                                      {0, nullptr}};
 
-// Python's own methods are found before these, so a Python transport only gets here without one, or
-// through super().
+// Python methods of a subclass are found before these. So a Python transport only gets here if it
+// does not define the method, or through super().
 void refuse(const Transport& transport, const char* method) {
   if (dynamic_cast<const PyTransport*>(&transport) == nullptr) return;
   if (nb::hasattr(nb::find(const_cast<Transport*>(&transport)), "prepare")) return;
@@ -100,7 +100,7 @@ std::unique_ptr<Pending> post(Transport& transport, bool sending, int peer, std:
   return std::make_unique<Pending>(transport, sending, peer, tag, buffer);
 }
 
-// What a Python transport has said of its messages may lead back to it.
+// Objects that a Python transport has returned may refer back to it.
 PyTransport* python_transport(PyObject* self) {
   if (!nb::inst_ready(self)) return nullptr;
   return dynamic_cast<PyTransport*>(nb::inst_ptr<Transport>(self));
@@ -130,7 +130,7 @@ void bind_transport(nb::module_& module) {
                       ":meth:`Transport.receive` of built-in transports return it.")
       .def("wait", &Pending::wait,
            "Blocks until the bytes have moved. TransportError after the deadline or an abort.")
-      .def("cancel", &Pending::cancel, "Gives up; the buffer is not touched afterwards.");
+      .def("cancel", &Pending::cancel, "Cancels the transfer. The buffer is not used afterwards.");
 
   nb::class_<Transport, PyTransport>(module, "Transport", nb::type_slots(transport_slots),
                                      R"(Moves bytes between the ranks of a ring.
@@ -172,8 +172,8 @@ Args:
           "short_message", [](nb::handle) { return kShortMessage; },
           "Bytes up to which what ``prepare`` begins is sent from a copy and not waited for.")
       .def("rank", &Transport::rank, "The rank of this end.")
-      .def("size", &Transport::size, "Ranks of the ring.")
-      .def("name", &Transport::name, "What carries the bytes, for messages.")
+      .def("size", &Transport::size, "Number of ranks.")
+      .def("name", &Transport::name, "Name of the transport, for messages.")
       .def(
           "send",
           [](Transport& transport, int peer, std::uint32_t tag, nb::handle buffer) {

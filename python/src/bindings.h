@@ -10,7 +10,7 @@ namespace annulus::python {
 
 namespace nb = nanobind;
 
-// What an executor holds, and where. Needs the GIL.
+// The bytes that an executor holds, and their device. Needs the GIL.
 struct Footprint {
   std::int64_t bytes = 0;
   Device device;

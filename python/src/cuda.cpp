@@ -12,14 +12,14 @@
 namespace annulus::python {
 namespace {
 
-// Python's functions for memory. Never given back: executors may outlive the module.
+// Python's functions for memory. Never released, because executors may outlive the module.
 struct PythonAllocator {
   PyObject* allocate;
   PyObject* free;
   PyObject* spare;
 };
 
-// Set when Python begins to end: what is freed afterwards goes with the process.
+// Set when Python begins to exit: memory freed afterwards is released with the process.
 std::atomic<bool> python_ends = false;
 
 void* allocate(const PythonAllocator& from, int device, std::int64_t bytes) {
@@ -36,12 +36,12 @@ void* allocate(const PythonAllocator& from, int device, std::int64_t bytes) {
 void free(const PythonAllocator& from, int device, void* memory) noexcept {
   if (python_ends || !Py_IsInitialized()) return;
   const nb::gil_scoped_acquire gil;
-  const nb::error_scope scope;  // an exception may be on its way
+  const nb::error_scope scope;  // may run during stack unwinding
   try {
     nb::handle(from.free)(device, reinterpret_cast<std::uintptr_t>(memory));
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("annulus: freeing memory of a CUDA device");
-  } catch (const std::exception&) {  // nothing can be done about it, and nothing may leave
+  } catch (const std::exception&) {  // cannot be handled; must not throw
   }
 }
 
@@ -114,7 +114,7 @@ void bind_cuda(nb::module_& module) {
 allocate(device, bytes) returns an address that any stream may use at once, or 0 where there is no
 memory; free(device, address) takes it back when all work with it is done; spare(device) is the number
 of bytes that it keeps from the device and could give.)");
-  // Functions of atexit run before Python takes itself apart.
+  // Functions registered with atexit run before Python finalises.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { python_ends = true; }));
 }
 

@@ -12,7 +12,7 @@
 namespace annulus::python {
 namespace {
 
-// The module owns the classes; translation only happens while it lives.
+// The module owns the classes. Errors are translated only while it lives.
 struct Classes {
   PyObject* error = nullptr;
   PyObject* config = nullptr;
@@ -71,7 +71,7 @@ void translate(const std::exception_ptr& pointer, void*) {
 std::string message_of(const std::string& where, const nb::python_error& error) {
   const nb::handle value = error.value();
   const std::string text = printed(value);
-  // Ours already say where and what.
+  // Annulus errors already say where and what.
   if (PyObject_IsInstance(value.ptr(), classes.error) == 1) return text;
   const std::string type = printed(error.type().attr("__name__"));
   return where + ": " + type + (text.empty() ? "" : ": " + text);

@@ -11,8 +11,8 @@ namespace annulus::python {
 
 namespace nb = nanobind;
 
-// A Python exception on its way through the library, which knows TransportErrors only. Back in
-// Python it is the original again if that was one of ours or no Exception (KeyboardInterrupt),
+// Carries a Python exception through the library, which knows TransportErrors only. Back in Python,
+// the original is raised if it was an Annulus error or not an Exception (KeyboardInterrupt);
 // otherwise a TransportError whose __cause__ is the original.
 class PythonFailure : public TransportError {
  public:
@@ -25,15 +25,15 @@ class PythonFailure : public TransportError {
   std::shared_ptr<PyObject> original_;
 };
 
-// Texts between C++ and Python. Not all of ours are UTF-8 (a file's name, or a message cut off
-// inside a character), and not all of Python's can become it (a name that it could not decode):
-// what cannot be said otherwise is escaped, because an error must not end in another one about its
-// words.
+// Conversion of texts between C++ and Python. Not all C++ texts are UTF-8 (a file name, or a
+// message cut off inside a character), and not all Python texts can be encoded (a name that Python
+// could not decode). What cannot be converted is escaped, because reporting an error must not raise
+// another one.
 [[nodiscard]] nb::object python_text(const std::string& text);
-// str(object), or a word about it where that raises. Needs the GIL.
+// str(object), or a placeholder if that raises. Needs the GIL.
 [[nodiscard]] std::string printed(nb::handle object);
 
-// Drops a reference on a thread that may not hold the GIL, and when Python may be gone.
+// Drops a reference. For threads that may not hold the GIL, and for after Python's end.
 void release_anywhere(PyObject* object) noexcept;
 
 }  // namespace annulus::python

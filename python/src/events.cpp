@@ -17,14 +17,15 @@
 namespace annulus::python {
 namespace {
 
-// Names may come from C++ callers: what is no UTF-8 must not make an exporter fail.
+// Names may come from C++ callers. One that is not UTF-8 must not make an exporter fail.
 nb::str text_of(const EventRecord& record) {
   const std::string_view name = record.name();
   return nb::steal<nb::str>(
       PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "replace"));
 }
 
-// What pickle and copy keep of an event. The name as bytes, since it may be no UTF-8.
+// The state of an event for pickle and copy. The name is stored as bytes, because it may not be
+// UTF-8.
 using EventTuple = std::tuple<std::string, nb::bytes, std::uint64_t, std::int64_t, std::int64_t,
                               std::int64_t, std::int32_t, std::int32_t, std::int32_t, bool>;
 
@@ -96,17 +97,18 @@ A value: comparable, hashable and picklable.)");
   event
       .def_prop_ro(
           "kind", [](const EventRecord& self) { return name_of(self.kind); }, "One of KINDS.")
-      .def_prop_ro("name", text_of, nb::sig("def name(self) -> str"),
-                   "What of that kind: 'forward', 'rows', 'agreement', ...; at most 25 bytes.")
+      .def_prop_ro(
+          "name", text_of, nb::sig("def name(self) -> str"),
+          "The name within its kind: 'forward', 'rows', 'agreement', ...; at most 25 bytes.")
       .def_ro("sequence", &EventRecord::sequence, "Events are numbered in the order of their ends.")
       .def_ro("begin_ns", &EventRecord::begin_ns, "Of time.monotonic_ns().")
       .def_ro("end_ns", &EventRecord::end_ns, "Of time.monotonic_ns().")
-      .def_prop_ro("seconds", &EventRecord::seconds, "How long it took.")
-      .def_ro("rank", &EventRecord::rank, "Whose it is; -1: nobody's in particular.")
-      .def_ro("step", &EventRecord::step, "Of the pass; -1: none.")
-      .def_ro("peer", &EventRecord::peer, "Of a message: the other rank; -1: none.")
-      .def_ro("bytes", &EventRecord::bytes, "Moved, sent by a pass, or held.")
-      .def_ro("failed", &EventRecord::failed, "It ended with an exception.")
+      .def_prop_ro("seconds", &EventRecord::seconds, "Duration.")
+      .def_ro("rank", &EventRecord::rank, "The rank that it belongs to; -1: none.")
+      .def_ro("step", &EventRecord::step, "Step of the pass; -1: none.")
+      .def_ro("peer", &EventRecord::peer, "The other rank of a message; -1: none.")
+      .def_ro("bytes", &EventRecord::bytes, "Bytes that were moved, sent by a pass, or held.")
+      .def_ro("failed", &EventRecord::failed, "Whether it ended with an exception.")
       .def("__repr__", [](const EventRecord& self) {
         return fmt::format("<Event {} '{}' rank {} step {} peer {}: {} bytes, {:.6f} s{}>",
                            name_of(self.kind), nb::cast<std::string>(text_of(self)), self.rank,
@@ -128,13 +130,13 @@ A value: comparable, hashable and picklable.)");
           "rank", [](const EventTotal& self) { return self.like.rank; }, "As that of the events.")
       .def_prop_ro(
           "peer", [](const EventTotal& self) { return self.like.peer; }, "Of messages, else -1.")
-      .def_ro("count", &EventTotal::count, "How many there were.")
-      .def_ro("failures", &EventTotal::failures, "How many of them failed.")
+      .def_ro("count", &EventTotal::count, "Number of events.")
+      .def_ro("failures", &EventTotal::failures, "Number of failed events.")
       .def_prop_ro(
           "seconds",
           [](const EventTotal& self) { return 1e-9 * static_cast<double>(self.nanoseconds); },
-          "How long they took together.")
-      .def_ro("bytes", &EventTotal::bytes, "Of all of them.");
+          "Sum of their durations.")
+      .def_ro("bytes", &EventTotal::bytes, "Sum of their bytes.");
   bind_value<EventTotal, TotalTuple>(total);
 
   module.def(

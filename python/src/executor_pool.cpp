@@ -15,7 +15,7 @@
 namespace annulus::python {
 namespace {
 
-// A reference that may be dropped by any thread: that is where memory runs out.
+// A reference that any thread may drop, because any thread may run out of memory.
 class Held {
  public:
   explicit Held(nb::object object) : pointer_(object.release().ptr(), release_anywhere) {}
@@ -25,7 +25,7 @@ class Held {
   std::unique_ptr<PyObject, void (*)(PyObject*) noexcept> pointer_;
 };
 
-// Executors between calls, for callers that lend them out themselves.
+// Executors between calls, for callers that take and return them.
 struct Pool {
   explicit Pool(std::size_t capacity) : core(capacity) {}
   LeasePool<Held> core;
@@ -37,8 +37,8 @@ struct Pool {
   }
 };
 
-// Python's objects are reached only with the GIL and the pool's lock is never held while Python
-// runs, so the collector does not meet it.
+// Python objects are only used with the GIL, and the pool's lock is never held while Python runs.
+// So the garbage collector never meets a locked pool.
 int traverse_pool(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (!nb::inst_ready(self)) return 0;
@@ -75,12 +75,12 @@ out.)")
             return held ? nb::borrow(held->get()) : nb::object(nb::none());
           },
           nb::arg("key"), nb::sig("def take(self, key: str) -> RingAttention | None"),
-          "One that was given back under this key, which is then the caller's; None: there is "
+          "Takes an executor that was given back under this key out of the pool; None: there is "
           "none.")
       .def(
           "make_room", [](Pool& self) { self.core.make_room(); },
-          "Drops what one more would drop, so that its memory is free before that one asks for "
-          "its own.")
+          "Makes room for one more executor, so that memory is free before that one allocates its "
+          "own.")
       .def(
           "give_back",
           [](Pool& self, std::string key, nb::object executor) {
@@ -92,7 +92,7 @@ out.)")
           nb::sig("def give_back(self, key: str, executor: RingAttention) -> None"),
           "Keeps an executor for the next call.")
       .def(
-          "clear", [](Pool& self) { self.core.clear(); }, "Drops all that are not taken.")
+          "clear", [](Pool& self) { self.core.clear(); }, "Drops all executors in the pool.")
       .def(
           "executors",
           [](const Pool& self) {
@@ -100,7 +100,7 @@ out.)")
             for (const nb::object& executor : self.executors()) list.append(executor);
             return list;
           },
-          nb::sig("def executors(self) -> list[RingAttention]"), "Those that are not taken.");
+          nb::sig("def executors(self) -> list[RingAttention]"), "The executors in the pool.");
 }
 
 }  // namespace annulus::python

@@ -6,7 +6,7 @@
 
 namespace annulus::python {
 
-// A bool of Python's or NumPy's: nanobind's own bool is Python's only.
+// A bool of Python or NumPy. nanobind's bool accepts Python's only.
 struct Flag {
   bool value = false;
   operator bool() const { return value; }  // NOLINT(google-explicit-constructor): it is one

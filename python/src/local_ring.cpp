@@ -18,7 +18,7 @@ namespace annulus::python {
 namespace {
 
 // Copies rows between [batch, tokens, heads(, head_dim)] views. `positions` are the tokens of
-// `whole` that the shard's tokens 0, 1, ... are.
+// `whole` that are the shard's tokens 0, 1, ...
 template <typename Copy>
 void for_each_row(const Placement& placement, int rank, const ConstTensorView& whole,
                   const ConstTensorView& part, const Copy& copy) {
@@ -172,13 +172,13 @@ void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
 
 void LocalRing::use_stream(std::uintptr_t stream) {
   if (stream_ == stream) return;
-  constexpr std::uintptr_t kPerThread = 2;  // CUDA's number for whichever thread asks
+  constexpr std::uintptr_t kPerThread = 2;  // CUDA's number for the calling thread's own stream
   if (stream == kPerThread && executors_.size() > 1) {
     throw ConfigError(
         "stream is 2, every thread's own one, and the ranks are threads: expected another stream, "
         "or one rank");
   }
-  // One queue for all of them: ranks of one device take turns in any case.
+  // One queue for all ranks, because ranks of one device take turns anyway.
   const std::shared_ptr<Queue> queue = cuda_queue(options_.device, reinterpret_cast<void*>(stream));
   for (const auto& executor : executors_) executor->use_queue(queue);
   stream_ = stream;
@@ -196,7 +196,7 @@ void LocalRing::synchronize() {
 
 void LocalRing::interrupt() noexcept {
   for (const auto& executor : executors_) executor->interrupt();
-  // Ranks that wait for rows hear of it through the transport.
+  // The transport tells ranks that wait for rows.
   transports_[0]->abort("interrupted");
 }
 
@@ -211,11 +211,11 @@ std::int64_t LocalRing::bytes() const {
 
 Limits local_limits(const RingOptions& options) {
   if (options.device.kind != Device::Kind::cpu) {
-    // Whether it fits is for the device to say, which knows what its allocator can still free.
+    // The device decides whether it fits, because it knows what its allocator can free.
     constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;
     return {.communication_bytes = kNoLimit, .qkv_elements = kNoLimit};
   }
-  const Limits least;  // nobody can raise them from Python, and a share is only an estimate
+  const Limits least;  // Python callers cannot raise them, and a share is only an estimate
   const std::optional<std::int64_t> available = available_memory_bytes();
   if (!available) return least;
   Limits limits = ring::limits_for_memory(options, *available, ring::Missing::results);

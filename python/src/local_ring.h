@@ -11,10 +11,10 @@
 
 namespace annulus::python {
 
-// All ranks of an in-process ring, behind whole arrays: [batch, tokens, heads, head_dim] in the
-// order of the sequence. One rank runs on the caller's thread, more on a thread each. Shards whose
-// tokens are evenly spaced are views of the arrays; others are copied, in host memory only:
-// ConfigError for those of other devices.
+// All ranks of an in-process ring, for whole arrays: [batch, tokens, heads, head_dim] in the order
+// of the sequence. A single rank runs on the caller's thread, several run on one thread each.
+// Shards whose tokens are evenly spaced are views of the arrays. Others are copied, which works in
+// host memory only: elsewhere it is a ConfigError.
 class LocalRing {
  public:
   explicit LocalRing(RingOptions options);
@@ -26,26 +26,27 @@ class LocalRing {
                 const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
                 const TensorView& dq, const TensorView& dk, const TensorView& dv);
 
-  // CUDA: all ranks' passes are enqueued on this stream of the caller's from now on.
+  // CUDA: enqueue all ranks' passes on this stream of the caller from now on.
   void use_stream(std::uintptr_t stream);
-  // It is not known here any more: the next passes come after what was enqueued there.
+  // Stop using the caller's stream. The next passes come after the work enqueued there.
   void leave_stream();
   void synchronize();
 
-  // From another thread: the pass that runs ends soon, by an exception.
+  // From another thread: ends the running pass soon, by an exception.
   void interrupt() noexcept;
 
   [[nodiscard]] double forward_flops() const { return forward_flops_; }
-  [[nodiscard]] std::int64_t bytes() const;  // of executors and copies
+  [[nodiscard]] std::int64_t bytes() const;  // bytes of executors and copies
 
  private:
-  // Memory of one rank for shards that are no views, and for a log-sum-exp that nobody wants.
+  // Memory of one rank for shards that are not views, and for a log-sum-exp that the caller does
+  // not want.
   using Copies = std::vector<Memory>;
 
   void on_every_rank(const std::function<void(int rank)>& body);
   [[nodiscard]] bool is_view(int rank) const { return options_.placement.ranges(rank).size() <= 1; }
-  // The shard of a whole array; `slot` numbers the arrays of a call. Copies are filled when the
-  // array is an input.
+  // The shard of a whole array. `slot` numbers the arrays of a call. If the shard is a copy of an
+  // input, it is filled.
   [[nodiscard]] TensorView shard(int rank, std::size_t slot, const ConstTensorView& whole,
                                  bool is_input);
   // Copies results back.
@@ -54,16 +55,17 @@ class LocalRing {
 
   RingOptions options_;
   double forward_flops_;
-  // Executors refer to their transports and wait for work that uses the copies, hence go first.
+  // Declared so that executors are destroyed first: they refer to their transports and wait for
+  // work that uses the copies.
   std::vector<std::unique_ptr<Transport>> transports_;
-  std::vector<Copies> copies_;  // per rank
+  std::vector<Copies> copies_;  // one for each rank
   std::vector<std::unique_ptr<RingAttention>> executors_;
   std::optional<std::uintptr_t> stream_;
-  std::shared_ptr<Queue> own_;  // between streams; null: none was left yet
+  std::shared_ptr<Queue> own_;  // used between streams; null: no stream was left yet
 };
 
-// Limits for a process that has its arrays already and asks for results: what fits into the memory
-// that is left, and never less than the library's defaults.
+// Limits for a process that already holds its arrays: whatever fits into the free memory, but at
+// least the library's defaults.
 [[nodiscard]] Limits local_limits(const RingOptions& options);
 
 }  // namespace annulus::python

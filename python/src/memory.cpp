@@ -10,7 +10,7 @@
 namespace annulus::python {
 namespace {
 
-PyObject* hook = nullptr;  // never released by anybody but set_allocation_hook, with the GIL
+PyObject* hook = nullptr;  // released by set_allocation_hook only, with the GIL
 
 bool ask(std::int64_t bytes, const char* what) {
   const nb::gil_scoped_acquire gil;
@@ -27,7 +27,8 @@ void bind_memory(nb::module_& module) {
         const nb::gil_scoped_release no_gil;
         return drop_caches().bytes;
       },
-      "Frees all workspaces that this process keeps between calls and nobody uses: of attention, "
+      "Frees all workspaces that this process keeps between calls and that are not in use: of "
+      "attention, "
       "of "
       "all rings and caches. Returns their bytes.");
   module.def(
@@ -42,8 +43,9 @@ void bind_memory(nb::module_& module) {
       nb::arg("callable").none(),
       nb::sig(
           "def set_allocation_hook(callable: typing.Callable[[int, str], bool] | None) -> None"),
-      "For tests: callable(bytes, what) says of every allocation whether there is memory for it. "
-      "Not while calls run.");
+      "For tests: callable(bytes, what) decides whether an allocation succeeds. Set it while no "
+      "call "
+      "runs.");
   module.def("memory_in_use", &memory_in_use,
              "For tests: bytes that the library has allocated and not freed.");
 }

@@ -14,7 +14,7 @@ namespace annulus::python {
 NB_MODULE(_core, module) {
   module.doc() = "The compiled part of annulus. Import annulus instead.";
   module.attr("version") = ANNULUS_VERSION;
-  // Results have the type of the arrays that came in.
+  // Results have the type of the input arrays.
   module.attr("ArrayT") = nb::type_var("ArrayT");
 
   module.def(

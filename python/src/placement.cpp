@@ -98,7 +98,7 @@ Positions positions_of(const Placement& placement, int rank) {
   nb::capsule owner(positions, [](void* pointer) noexcept {
     delete static_cast<std::vector<std::int64_t>*>(pointer);
   });
-  (void)all.release();  // the capsule's from here on
+  (void)all.release();  // owned by the capsule from here on
   return Positions(positions->data(), {positions->size()}, owner);
 }
 

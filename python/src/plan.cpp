@@ -22,7 +22,7 @@ void check_rank(const Plan& plan, const char* where, int rank) {
       fmt::format("Plan.{}: rank is {}, expected 0..{}", where, rank, plan.ranks() - 1));
 }
 
-// Any rank's, from whatever view: an executor's plan is that of its rank.
+// Rows of any rank, from any view: an executor's plan is that of its rank.
 RankTotals totals_of(const Plan& plan, const char* where, int rank) {
   check_rank(plan, where, rank);
   return plan.rank_totals()[static_cast<std::size_t>(rank)];
@@ -36,7 +36,7 @@ std::int64_t received_rows(const Plan& plan, int rank) {
   return totals_of(plan, "received_rows", rank).received;
 }
 
-// Two tensors of head_dim elements; queries bring their log-sum-exp and delta along.
+// Two tensors of head_dim elements. Queries also carry their log-sum-exp and delta.
 std::int64_t row_bytes(const Plan& plan, int head_dim, nb::handle dtype, std::int64_t batch) {
   if (head_dim < 1 || batch < 1) {
     throw ConfigError(
@@ -57,7 +57,7 @@ A pure function of its arguments, the same on every rank: nothing is computed or
 
 Args:
     pattern: which pairs are allowed.
-    placement: who holds which tokens.
+    placement: which rank holds which tokens.
     kv_heads: key/value heads, a divisor of the pattern's heads; None: as many.
     schedule: 'ring' (rows hop from rank to rank) or 'gather' (straight from owner to consumer).
     travel: 'keys' (forward) or 'queries' (backward).)")
@@ -90,7 +90,8 @@ Args:
       .def_prop_ro(
           "pattern", [](const Plan& p) { return p.pattern(); }, "Which pairs are allowed.")
       .def_prop_ro(
-          "placement", [](const Plan& p) { return p.query_placement(); }, "Who holds which tokens.")
+          "placement", [](const Plan& p) { return p.query_placement(); },
+          "Which rank holds which tokens.")
       .def_prop_ro(
           "schedule", [](const Plan& p) { return std::string(name_of(p.options().schedule)); },
           "'ring' or 'gather'.")
@@ -130,8 +131,9 @@ Args:
           nb::arg("rank"), nb::kw_only(), nb::arg("head_dim"), nb::arg("dtype") = "float32",
           nb::arg("batch") = 1,
           "Bytes of travelling rows that a rank receives, over all steps; see :meth:`sent_bytes`.")
-      .def("table", &plan_table, "A table of who computes, receives and sends how much.")
-      .def("svg", &plan_svg, "A picture of who computes and sends what in which step, as SVG text.")
+      .def("table", &plan_table, "A table of what each rank computes, receives and sends.")
+      .def("svg", &plan_svg,
+           "A picture of what each rank computes and sends in each step, as SVG text.")
       .def("_repr_svg_", &plan_svg, "The picture, for notebooks.")
       .def("__str__", &plan_table)
       .def("__repr__", [](const Plan& plan) {

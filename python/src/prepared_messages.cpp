@@ -7,15 +7,15 @@
 namespace annulus::python {
 namespace {
 
-// Records of agreements lie wherever the stack and the heap happen to be: messages that do not come
-// again are forgotten with all others once there are twice as many. A ring of 64 ranks has some
+// Records of agreements lie at varying addresses on stack and heap, so some messages never recur.
+// All entries older than this number of entries are dropped together. A ring of 64 ranks has about
 // 400.
 constexpr std::size_t kMostKnown = 4096;
 
 }  // namespace
 
 nb::object view_of(const Message& message) {
-  static char nothing = 0;  // an empty span may be null, a memoryview may not
+  static char nothing = 0;  // an empty span may be null; a memoryview may not
   nb::object view = nb::steal(PyMemoryView_FromMemory(
       message.bytes == 0 ? &nothing : reinterpret_cast<char*>(message.data()),
       static_cast<Py_ssize_t>(message.bytes), message.way == Way::send ? PyBUF_READ : PyBUF_WRITE));
@@ -90,7 +90,7 @@ nb::object PreparedMessages::begin(const Message& message, const nb::object& pre
   if (known_.size() >= kMostKnown) known_before_ = std::exchange(known_, {});
   std::shared_ptr<Entry>& known = known_[key];
   if (known == nullptr) known = std::make_shared<Entry>();
-  const std::shared_ptr<Entry> entry = known;  // others may clear them while Python runs
+  const std::shared_ptr<Entry> entry = known;  // another thread may clear them while Python runs
   Prepared& prepared = entry->turns[entry->next];
   if (!prepared.call.is_valid()) prepared = ask(message, prepare);
   if (prepared.copy != nullptr) {
@@ -103,7 +103,7 @@ nb::object PreparedMessages::begin(const Message& message, const nb::object& pre
       nb::steal(PyObject_CallObject(prepared.call.ptr(), prepared.arguments.ptr()));
   if (!transfer.is_valid()) throw nb::python_error();
   if (prepared.copy == nullptr) return transfer;
-  if (transfer.is_none()) return {};  // moved already
+  if (transfer.is_none()) return {};  // finished already
   prepared.under_way = std::move(transfer);
   return {};
 }

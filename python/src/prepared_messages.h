@@ -17,24 +17,25 @@ namespace nb = nanobind;
 // A view of a message's bytes, read-only for one that is sent. Needs the GIL.
 nb::object view_of(const Message& message);
 
-// transfer.wait(limit), or wait() if `limit` is None. Needs the GIL; python_error.
+// transfer.wait(limit), or wait() if `limit` is None. Needs the GIL. Throws python_error.
 void wait_for(nb::handle transfer, nb::handle limit);
 
-// Sends of up to so many bytes leave from a copy and are not waited for: what carries them may
-// never say what became of them when the other side ends.
+// Sends of up to this many bytes leave from a copy and are not waited for: a transport may never
+// report their outcome when the other side ends.
 inline constexpr std::int64_t kShortMessage = 8192;
 
-// How messages are begun, as a Python transport's prepare() said: a callable, its arguments, and
-// the argument of wait() of what it returns. Executors post the same messages from the same memory
-// in every pass, so that Python is asked once for each. Everything needs the GIL.
+// How to begin messages, as a Python transport's prepare() has returned it: a callable, its
+// arguments, and the argument of wait() of the transfer that it returns. Executors post the same
+// messages from the same memory in every pass, so Python is asked once for each. All methods need
+// the GIL.
 class PreparedMessages {
  public:
-  // Begins a message; what Python returned for it, or an invalid object for one that is not to be
-  // waited for. `limit` is the argument of wait(). python_error.
+  // Begins a message. Returns Python's transfer, or an invalid object if it is not to be waited
+  // for. `limit` is the argument of wait(). Throws python_error.
   [[nodiscard]] nb::object begin(const Message& message, const nb::object& prepare,
                                  const nb::object& limit);
-  void clear();                                    // also what is under way
-  int traverse(visitproc visit, void* arg) const;  // as Python's collector asks
+  void clear();                                    // including those under way
+  int traverse(visitproc visit, void* arg) const;  // for the garbage collector
 
  private:
   struct Key {
@@ -48,14 +49,14 @@ class PreparedMessages {
   struct Hash {
     std::size_t operator()(const Key& key) const;
   };
-  // A message in one piece of memory: its own, or a copy's.
+  // A message in one piece of memory: its own, or that of a copy.
   struct Prepared {
     nb::object call;
     nb::object arguments;
     std::unique_ptr<std::byte[]> copy;
-    nb::object under_way;  // from the copy, when it was last used
+    nb::object under_way;  // the transfer that last used the copy
   };
-  // Short sends take turns with two copies, so that the one before need not have left.
+  // Short sends alternate between two copies, so that the previous one may still be under way.
   struct Entry {
     std::array<Prepared, 2> turns;
     unsigned next = 0;
@@ -63,7 +64,7 @@ class PreparedMessages {
   static Prepared ask(const Message& message, const nb::object& prepare);
   using Map = std::unordered_map<Key, std::shared_ptr<Entry>, Hash>;
   Map known_;
-  Map known_before_;  // short sends of it may still be under way
+  Map known_before_;  // short sends of these may still be under way
 };
 
 }  // namespace annulus::python

@@ -37,11 +37,11 @@ struct Ring {
   std::shared_ptr<RingAttention> core;
   double flops = 0;  // of forward
   std::int64_t bytes = 0;
-  // The caller's stream that the executor was last told of, and its queue: others that share the
-  // executor may have told it of another one since.
+  // The caller's stream that this object last gave to the executor, and its queue. Another object
+  // that shares the executor may have given it a different one since.
   std::uintptr_t stream = 0;
   std::shared_ptr<Queue> queue;
-  std::shared_ptr<Queue> own;  // between streams; null: none was left yet
+  std::shared_ptr<Queue> own;  // used between streams; null: no stream was left yet
 
   Ring(nb::object link, std::shared_ptr<RingAttention> executor)
       : transport(std::move(link)), core(std::move(executor)) {
@@ -52,14 +52,15 @@ struct Ring {
             static_cast<double>(options.batch) * options.head_dim / ends.size();
   }
 
-  // Passes are enqueued there from now on; after what came before them, wherever that was.
+  // Enqueues passes on the stream from now on, after all earlier work.
   void use_stream(std::uintptr_t number) {
     if (queue != nullptr && stream == number && &core->queue() == queue.get()) return;
     queue = cuda_queue(core->options().device, reinterpret_cast<void*>(number));
     stream = number;
     core->use_queue(queue);
   }
-  // A stream that its owner may destroy: the next passes come after what was enqueued there.
+  // Stops using a stream that its owner may destroy. The next passes come after the work enqueued
+  // there.
   void leave_stream() {
     if (own == nullptr) {
       const RingOptions& options = core->options();
@@ -70,7 +71,7 @@ struct Ring {
   }
 };
 
-// Memory for the branches' outputs, and the caller's arrays if it is theirs.
+// Memory for the branches' outputs; keeps the caller's arrays alive if the memory is theirs.
 struct State {
   BranchState core;
   Arrays arrays;
@@ -81,8 +82,8 @@ struct Cache {
   std::unique_ptr<RingAttentionCache> core;
 };
 
-// A transport written in Python may refer back to its executor: the garbage collector has to see
-// both edges of such a cycle.
+// A transport written in Python may refer back to its executor. The garbage collector must see both
+// edges of such a cycle.
 template <typename T>
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -92,7 +93,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 
 template <typename T>
 int clear(PyObject* self) {
-  // The executor goes first: it holds transfers of the transport.
+  // The executor goes first, because it holds transfers of the transport.
   if (nb::inst_ready(self)) {
     nb::inst_ptr<T>(self)->core.reset();
     nb::inst_ptr<T>(self)->transport.reset();
@@ -108,7 +109,7 @@ PyType_Slot* slots() {
   return table;
 }
 
-// Whether calls wait for other ranks in C++, where Ctrl-C is not heard.
+// Whether calls wait for other ranks in C++, where Ctrl-C is not noticed.
 bool waits_in_cpp(const Transport& transport) {
   return transport.size() > 1 && dynamic_cast<const PyTransport*>(&transport) == nullptr;
 }
@@ -125,8 +126,8 @@ std::string reason_of(const std::exception& error) {
   return fmt::format("{}: {}", printed(raised->type().attr("__name__")), printed(raised->value()));
 }
 
-// What this rank alone finds wrong before it can take part in a call: the other ranks hear of it,
-// and it is thrown here.
+// Runs `make`, which checks this rank's arguments before it can take part in a call. If that fails,
+// reports the error to the other ranks and rethrows it.
 template <typename Make>
 auto telling_others(Transport& transport, const Make& make) {
   try {
@@ -135,13 +136,13 @@ auto telling_others(Transport& transport, const Make& make) {
     const std::string reason = reason_of(error);
     try {
       construct(transport, [&] { RingAttention::refuse(transport, reason); });
-    } catch (const ConfigError&) {  // as it must end; the original says more
+    } catch (const ConfigError&) {  // expected; the original error says more
     }
     throw;
   }
 }
 
-// A pass over CUDA arrays is enqueued on their stream.
+// Enqueues a pass over CUDA arrays on their stream.
 void follow_stream(Ring& ring, const Arrays& arrays) {
   if (arrays.stream() && arrays.complaint().empty()) ring.use_stream(*arrays.stream());
 }
@@ -150,16 +151,17 @@ void leave_given(Ring& ring, const Arrays& arrays) {
   if (!arrays.is_given() || ring.queue == nullptr) return;
   try {
     ring.leave_stream();
-  } catch (const Error&) {  // the device has failed, which the next call will say
+  } catch (const Error&) {  // the device has failed; the next call will report it
   }
 }
 
-// Runs a pass without the GIL. With a complaint about an array it is run all the same, to fail on
-// every rank: the array's view has no axes, and the executor tells the others before it throws.
+// Runs a pass without the GIL. If there is a complaint about an array, the pass runs all the same,
+// to fail on every rank: the array's view has no axes, and the executor tells the other ranks
+// before it throws.
 void run(Ring& ring, const Arrays& arrays, const char* method, double flops,
          const std::function<void()>& pass) {
   auto& transport = nb::cast<Transport&>(ring.transport);
-  // What a device computes is only enqueued here, which takes no time.
+  // Work for a device is only enqueued here, which takes no time.
   const bool computes = ring.core->options().device.kind == Device::Kind::cpu && flops >= kLongPass;
   const auto all = [&] {
     try {
@@ -174,7 +176,7 @@ void run(Ring& ring, const Arrays& arrays, const char* method, double flops,
   try {
     run_interruptibly((computes || waits_in_cpp(transport)) && on_main_thread(), all, [&] {
       ring.core->interrupt();
-      transport.abort("interrupted");  // so that a rank that waits for rows need not get them first
+      transport.abort("interrupted");  // a rank that waits for rows then stops waiting
     });
   } catch (const ConfigError&) {
     arrays.check(
@@ -288,30 +290,31 @@ Args:
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
     mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant;
         that needs a state (:meth:`make_branch_state`) passed to forward and backward.
-    schedule: 'ring' (rows hop from rank to rank: least memory), 'gather' (straight to who needs them)
+    schedule: 'ring' (rows hop from rank to rank: least memory), 'gather' (directly to the ranks that need them)
         or 'auto'.
     reproducible: the same bits for every ring size and placement.
-    backward: False refuses backward and saves its memory.
-    recover: when memory runs out on any rank, all try again with less: without what is cached, some
+    backward: False disables backward and saves its memory.
+    recover: when memory runs out on any rank, all ranks try again with less: without caches, then some
         sequences, then some heads at a time, then by schedule 'ring'. The results are the same (to
         rounding, unless reproducible), and :attr:`recovery` says what was done. False: the first failure
-        is the :class:`OutOfMemory`.
+        raises :class:`OutOfMemory`.
     backward_travel: which rows travel in backward; 'auto': fewer bytes.
     min_tokens_for_ring: shorter sequences gather when the schedule is 'auto'.
     max_qkv_elements: limit on the elements of q, k and v of one rank.
     max_communication_bytes: limit on the buffers for messages of one rank.
     blocking: for debugging: wait for each transfer where it is posted.
-    flops_per_second, bytes_per_second: of one rank, by which 'auto' tells ring and gather apart.
+    flops_per_second, bytes_per_second: of one rank; 'auto' uses them to choose between ring and gather.
     device: of all arrays: 'cpu', 'cuda' or 'cuda:1', or a torch.device. On a CUDA device calls return when
         their work is enqueued: on the stream that they are given, else on PyTorch's current one if q is
         its tensor. For other arrays they wait for it.
-    threads: that compute, shared by all ranks of the process; 0: as many as the process may use.)";
+    threads: number of computing threads, shared by all ranks of the process; 0: as many as the process may use.)";
 
 void bind_executor(nb::module_& module) {
   // NOLINTNEXTLINE(bugprone-unused-raii): making it registers the class
-  nb::class_<State>(module, "BranchState",
-                    "What mix_gradient='detached' keeps from forward for backward: the output "
-                    "of every branch. Made by :meth:`RingAttention.make_branch_state`.");
+  nb::class_<State>(
+      module, "BranchState",
+      "The output of every branch, which mix_gradient='detached' keeps from forward for "
+      "backward. Made by :meth:`RingAttention.make_branch_state`.");
 
   auto ring = nb::class_<Ring>(module, "RingAttention", nb::type_slots(slots<Ring>()),
                                doc_with_options(kRingDoc));
@@ -362,14 +365,15 @@ autograd function (:func:`annulus.torch.ring_attention` is one).)")
 q, k, v, o and lse are those of :meth:`forward`, `do` is the gradient of o, like q. Gradients are like
 q, k and v; they are written into `dq`, `dk` and `dv` where given, else into new arrays. With
 mix_gradient='detached', `state` is the one that forward has filled. `stream` as in forward.)")
-      .def("make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
-           nb::arg("lse") = nb::none(), nb::arg("filled") = false,
-           nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
-                   "None = None, filled: bool = False) -> BranchState"),
-           R"(What mix_gradient='detached' keeps from forward for backward: the output of every
-branch, of the rows that it selects.
+      .def(
+          "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
+          nb::arg("lse") = nb::none(), nb::arg("filled") = false,
+          nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "
+                  "None = None, filled: bool = False) -> BranchState"),
+          R"(Memory for what mix_gradient='detached' keeps from forward for backward: the output of every
+branch for the rows that it selects.
 
-In memory of its own, or in the caller's: `o` of branch_state_rows * head_dim elements of the
+Allocates the memory, or uses the caller's: `o` of branch_state_rows * head_dim elements of the
 executor's dtype and `lse` of branch_state_rows float32 numbers, contiguous arrays of any shape on its
 device, which the state keeps alive.
 filled: a forward has written them already.)")
@@ -384,12 +388,12 @@ filled: a forward has written them already.)")
           },
           nb::arg("transport"), nb::arg("reason"),
           nb::sig("def refuse(transport: Transport, reason: str) -> typing.NoReturn"),
-          R"(Instead of constructing or calling forward or backward, for callers that find something wrong before
-they can: makes the other ranks' construction or call a :class:`ConfigError` that gives the reason,
-and raises it here. Empty: another rank has the reason.)")
+          R"(Takes the place of a construction or of a call of forward or backward, for a rank that has found an
+error before it: the other ranks' construction or call raises a :class:`ConfigError` with this reason,
+and so does this. Empty: another rank has the reason.)")
       .def(
           "interrupt", [](Ring& self) { self.core->interrupt(); },
-          R"(Ends the pass that runs, or else the next one; from any thread.
+          R"(Ends the running pass, or else the next one. Callable from any thread.
 
 The pass soon raises :class:`Interrupted` on this rank and :class:`TransportError` on the others. The
 executor and its transport are of no further use. Ctrl-C does this for a pass that the main thread has
@@ -420,16 +424,15 @@ called.)")
           "rank alone.")
       .def_prop_ro(
           "kernels", [](const Ring& self) { return self.core->kernels(); },
-          "Which kernels run: the CPU's instruction set (:func:`isa`), or on CUDA devices 'sm90', "
-          "'portable' or which of them for which pass.")
+          "The kernels in use: the CPU's instruction set (:func:`isa`); on CUDA devices 'sm90', "
+          "'portable' or one of them for each pass.")
       .def_prop_ro(
           "recovery", [](const Ring& self) { return self.core->recovery(); },
-          "What was done because memory ran out when it was made: 'caches dropped', or for "
-          "instance "
-          "'1 of 4 sequences at a time'; empty: nothing.")
+          "How it was made to fit after memory ran out: 'caches dropped' or, for example, "
+          "'1 of 4 sequences at a time'; empty: it fitted.")
       .def_prop_ro(
           "transport", [](const Ring& self) { return self.transport; },
-          nb::sig("def transport(self) -> Transport"), "What carries the rows.")
+          nb::sig("def transport(self) -> Transport"), "The transport that carries the rows.")
       .def_prop_ro(
           "predicted_forward_bytes",
           [](const Ring& self) { return self.core->predicted_forward_bytes(); },
@@ -539,19 +542,20 @@ void bind_ring(nb::module_& module) {
   bind_cache(module);
   module.def("gather_records", &gather_records, nb::arg("transport"), nb::arg("record"),
              nb::sig("def gather_records(transport: Transport, record: bytes) -> list[bytes]"),
-             R"(What every rank has to say: the records of all ranks, in their order. Collective.
+             R"(Exchanges records: returns those of all ranks, in the order of ranks. Collective.
 
 Args:
     transport: of the ring; no executor may be using it.
-    record: of this rank; of any length on any rank, a few kilobytes at most.)");
-  module.def("check_ring", &check_blocks, nb::arg("transport"), nb::arg("bytes") = 4096,
-             nb::sig("def check_ring(transport: Transport, bytes: int = 4096) -> "
-                     "dict[str, typing.Any]"),
-             R"(Passes a stamped block to both neighbours and compares every byte of theirs. Collective.
+    record: of this rank; of any length on any rank, at most a few kilobytes.)");
+  module.def(
+      "check_ring", &check_blocks, nb::arg("transport"), nb::arg("bytes") = 4096,
+      nb::sig("def check_ring(transport: Transport, bytes: int = 4096) -> "
+              "dict[str, typing.Any]"),
+      R"(Passes a stamped block to both neighbours and compares every byte of theirs. Collective.
 
 Returns 'forward_ok' (the block of the previous rank is right), 'backward_ok' (that of the next rank) and
-'detail', one line per direction. A TransportError is reported there and not raised; the transport is dead
-then.)");
+'detail', one line per direction. A TransportError is reported there and not raised; the transport is
+dead afterwards.)");
 }
 
 }  // namespace annulus::python

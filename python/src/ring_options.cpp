@@ -33,7 +33,7 @@ void assign(const OptionInfo& /*info*/, bool& option, nb::handle value) {
 template <typename T>
 void assign(const OptionInfo& info, T& option, nb::handle value) {
   if constexpr (ring::Named<T> || std::is_same_v<T, Device>) {
-    // A torch.device is as good as its name.
+    // Also accepts a torch.device.
     const bool has_name =
         std::is_same_v<T, Device> && nb::hasattr(value, "index") && nb::hasattr(value, "type");
     const auto text =
@@ -64,7 +64,7 @@ std::string with_default(T value) {
   return fmt::format("typing.Literal[{}] = '{}'", names, ring::text_of(value));
 }
 
-// The default as Python's.
+// The default as a Python object.
 template <typename T>
 nb::object object_of(const T& value) {
   if constexpr (std::is_same_v<T, DType>) {
@@ -152,7 +152,7 @@ nb::list listed_options() {
 
 namespace {
 
-// For as long as the process lives, as nanobind needs texts.
+// Never freed, as nanobind requires of its texts.
 const char* kept_for_ever(std::string text) {
   static std::list<std::string> kept;
   return kept.emplace_back(std::move(text)).c_str();

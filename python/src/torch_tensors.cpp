@@ -7,7 +7,7 @@
 namespace annulus::python {
 namespace {
 
-// Looked up once, and never given back.
+// Looked up once and never released.
 struct Torch {
   PyObject* tensor = nullptr;
   PyObject* parameter = nullptr;
@@ -28,7 +28,7 @@ struct Torch {
   PyObject* is_neg = PyUnicode_InternFromString("is_neg");
 };
 
-// Null: PyTorch has not been imported, or not to the end.
+// Null: PyTorch has not been imported, or its import has not finished.
 const Torch* torch() {
   static Torch* known = nullptr;  // the GIL is held
   if (known != nullptr) return known;
@@ -95,7 +95,7 @@ bool find(const Torch& names, nb::handle array, Found& found) {
     return false;
   }
   if (!get(array, names.layout).is(names.strided)) return false;
-  if (!call(array, names.is_neg).is(Py_False)) return false;  // memory has the other sign
+  if (!call(array, names.is_neg).is(Py_False)) return false;  // the lazy negation bit is set
   found.device = {};
   if (!get(array, names.is_cpu).is(Py_True)) {
     if (!get(array, names.is_cuda).is(Py_True)) return false;
@@ -119,7 +119,7 @@ bool find_torch_tensor(nb::handle array, Found& found) {
   const Torch* const names = torch();
   if (names == nullptr) return false;
   const nb::handle type = array.type();
-  // Subclasses may be anything.
+  // Subclasses may behave in any way.
   if (!type.is(names->tensor) && !type.is(names->parameter)) return false;
   const bool is_one = find(*names, array, found);
   if (PyErr_Occurred() == nullptr) return is_one;
@@ -136,7 +136,7 @@ std::uintptr_t current_torch_stream(int device) {
 }
 
 TorchStreamScope::TorchStreamScope(int device, std::uintptr_t stream) {
-  constexpr std::uintptr_t kLegacy = 1;  // another number of the default stream, which is 0
+  constexpr std::uintptr_t kLegacy = 1;  // another number for the default stream, which is 0
   if (stream == kLegacy) stream = 0;
   if (stream == current_torch_stream(device)) return;
   const nb::object cuda = nb::module_::import_("torch.cuda");
@@ -150,7 +150,7 @@ TorchStreamScope::TorchStreamScope(int device, std::uintptr_t stream) {
 
 TorchStreamScope::~TorchStreamScope() {
   if (!scope_.is_valid()) return;
-  const nb::error_scope saved;  // an exception may be on its way
+  const nb::error_scope saved;  // may run during stack unwinding
   try {
     scope_.attr("__exit__")(nb::none(), nb::none(), nb::none());
   } catch (nb::python_error& error) {

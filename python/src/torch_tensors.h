@@ -12,7 +12,7 @@ namespace annulus::python {
 
 namespace nb = nanobind;
 
-// What an array is, whatever it has come from.
+// What a call needs to know of an array, whatever its framework.
 struct Found {
   static constexpr int kMostAxes = 64;  // NumPy's limit
   void* data = nullptr;
@@ -23,16 +23,16 @@ struct Found {
   std::array<std::int64_t, kMostAxes> stride;
 };
 
-// PyTorch's plain tensors, asked themselves: __dlpack__ takes 4 us each, refuses those of a device
-// that is not the current one and those that require gradients. False: it is none of them, or one
-// that has something special about it, of which DLPack knows more.
+// Plain PyTorch tensors, read directly: __dlpack__ takes 4 us each, and rejects tensors of a device
+// that is not current and tensors that require gradients. False: the array is not one, or has a
+// special property, so that DLPack must decide.
 [[nodiscard]] bool find_torch_tensor(nb::handle array, Found& found);
 
 // The stream on which PyTorch enqueues this thread's work for a device.
 [[nodiscard]] std::uintptr_t current_torch_stream(int device);
 
-// PyTorch makes tensors for work on this stream until the end of the scope: their memory was not
-// given back by work that is still under way on another one, and is not given out to such.
+// In this scope, PyTorch allocates tensors for work on this stream: its caching allocator neither
+// hands out memory that work on another stream still uses, nor gives such memory away.
 class TorchStreamScope {
  public:
   TorchStreamScope(int device, std::uintptr_t stream);
@@ -41,7 +41,7 @@ class TorchStreamScope {
   TorchStreamScope& operator=(const TorchStreamScope&) = delete;
 
  private:
-  nb::object scope_;  // null: it is the current one
+  nb::object scope_;  // null: it is already the current one
 };
 
 }  // namespace annulus::python

@@ -41,7 +41,7 @@ std::string doing(Way way, int peer) {
 }  // namespace
 
 std::chrono::milliseconds milliseconds_of(double seconds) {
-  constexpr double kLongest = 1e9;  // seconds: nobody waits for 30 years
+  constexpr double kLongest = 1e9;  // seconds, about 30 years: long enough
   if (!(seconds > 0.0)) {
     throw ConfigError(
         fmt::format("Transport.set_deadline: the deadline is {} s, expected more than 0", seconds));
@@ -200,7 +200,7 @@ nb::object PyTransport::waiting() const {
 
 void PyTransport::store_health(Health health) {
   const std::lock_guard lock(health_mutex_);
-  if (health_.alive) health_ = std::move(health);  // the first reason is the one worth knowing
+  if (health_.alive) health_ = std::move(health);  // keep only the first reason
 }
 
 Health PyTransport::stored_health() const {
@@ -217,7 +217,8 @@ Health PyTransport::health() const {
     return {nb::cast<bool>(told["alive"]), nb::cast<int>(told["lost_rank"]),
             nb::cast<std::string>(told["reason"])};
   } catch (const nb::python_error& error) {
-    // Ctrl-C, heard here because everything else waits in C++: it is raised when that has ended.
+    // Checks for Ctrl-C here, because everything else waits in C++. It is raised when that has
+    // ended.
     if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
     return {false, rank_, std::string("health() failed: ") + error.what()};
   } catch (const std::exception& error) {
@@ -234,7 +235,7 @@ void PyTransport::abort(const std::string& reason) noexcept {
     nb::find(static_cast<Transport*>(this)).attr("abort")(python_text(reason));
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("annulus: aborting a transport");
-  } catch (const std::exception&) {  // nothing can be done about it, and nothing may leave
+  } catch (const std::exception&) {  // cannot be handled; must not throw
   }
 }
 

@@ -16,7 +16,7 @@ namespace annulus::python {
 
 namespace nb = nanobind;
 
-// A deadline as Python gives it; ConfigError.
+// A deadline as Python gives it. Throws ConfigError.
 std::chrono::milliseconds milliseconds_of(double seconds);
 
 struct Counters {
@@ -26,10 +26,10 @@ struct Counters {
   std::atomic<std::uint64_t> messages_received = 0;
 };
 
-// A transport written in Python: a subclass of annulus.Transport with send and receive, or post, or
-// prepare, and abort. The executor calls it on the thread that called the executor, without the
-// GIL; every call here takes it. Rank, size, name, deadline and counters live in C++, so that
-// asking for them does not.
+// A transport written in Python: a subclass of annulus.Transport with abort and either send and
+// receive, post, or prepare. The executor calls it without the GIL on the thread that called the
+// executor; every call here takes the GIL. Rank, size, name, deadline and counters are stored in
+// C++, so reading them does not need it.
 class PyTransport final : public Transport {
  public:
   PyTransport(int rank, int size, std::string name);
@@ -48,22 +48,22 @@ class PyTransport final : public Transport {
   [[nodiscard]] TransportCounters counters() const override;
   void count(const TransportCounters& moved) override;
 
-  // Without going through Python's overrides.
+  // These do not call Python overrides.
   void store_deadline(double seconds);
   [[nodiscard]] double stored_deadline() const { return deadline_; }
   void store_health(Health health);
   [[nodiscard]] Health stored_health() const;
 
-  // Throws what an error of Python's is in the library. Needs the GIL.
+  // Throws the library's counterpart of a Python error. Needs the GIL.
   [[noreturn]] void fail(const std::string& where, const nb::python_error& error);
-  // Of a message: asks explain() what it means.
+  // For an error of one message: asks the transport's explain() for its cause.
   [[noreturn]] void fail(const std::string& where, int peer, Way way,
                          const nb::python_error& error);
   void forget_prepared() { prepared_.clear(); }  // needs the GIL
   int traverse(visitproc visit, void* arg) const { return prepared_.traverse(visit, arg); }
   [[nodiscard]] nb::object waiting() const;  // needs the GIL
 
-  // While it lives, waiting() says for whom.
+  // While it lives, waiting() reports which rank the transport waits for.
   class Waiting {
    public:
     explicit Waiting(PyTransport& transport);
@@ -77,7 +77,7 @@ class PyTransport final : public Transport {
   };
 
  private:
-  // `messages` lie in memory of devices.
+  // For messages in device memory.
   [[nodiscard]] std::unique_ptr<Ticket> post_device(std::span<const Message> messages,
                                                     const Event& after);
   [[nodiscard]] std::unique_ptr<Ticket> post_prepared(std::span<const Message> messages,
@@ -92,7 +92,7 @@ class PyTransport final : public Transport {
   Health health_;
   PreparedMessages prepared_;
   std::atomic<std::uint64_t> wait_number_ = 0;
-  std::atomic<std::chrono::steady_clock::rep> wait_begin_ = 0;  // 0: nothing is waited for
+  std::atomic<std::chrono::steady_clock::rep> wait_begin_ = 0;  // 0: not waiting
   std::atomic<int> wait_peer_ = -1;
 };
 

@@ -10,7 +10,7 @@
 #include "prepared_messages.h"
 #include "transport.h"
 
-// Messages that a Python transport has under way.
+// Messages of a Python transport that are under way.
 namespace annulus::python {
 
 inline void add(TransportCounters& moved, const Message& message) {
@@ -19,20 +19,20 @@ inline void add(TransportCounters& moved, const Message& message) {
   (sends ? moved.messages_sent : moved.messages_received) += 1;
 }
 
-// What Python's methods returned for the messages of a batch, or for all of it.
+// The objects that Python methods returned for the messages of a batch, or for all of it.
 class PyTicket final : public Ticket {
  public:
-  // `limit`: the argument of wait() of what Python returns, or None for none.
+  // `limit`: the argument of wait() of these objects, or None to call it without one.
   PyTicket(PyTransport& transport, std::string where, nb::object limit = nb::none())
       : transport_(&transport), where_(std::move(where)), limit_(limit.release().ptr()) {}
   PyTicket(const PyTicket&) = delete;
   PyTicket& operator=(const PyTicket&) = delete;
 
-  // May run while an error unwinds the executor: nothing leaves it.
+  // May run while an error unwinds the executor, so it must not throw.
   ~PyTicket() override {
     if (!Py_IsInitialized()) return;
     const nb::gil_scoped_acquire gil;
-    // What Python is told here must not disturb an exception that is on its way.
+    // Calls into Python here must not disturb an exception that is being raised.
     const nb::error_scope scope;
     for (std::size_t i = waited_; i < transfers_.size(); ++i) cancel(transfers_[i].object);
     for (PyObject* view : views_) release(view);
@@ -47,7 +47,7 @@ class PyTicket final : public Ticket {
     views_.push_back(view.inc_ref().ptr());
     return view;
   }
-  // What moves a message, or with -1 all of them. None: moved already.
+  // The object that moves one message, or all of them (peer -1). None: moved already.
   void add_transfer(nb::object transfer, int peer, Way way) {
     if (!transfer.is_none()) transfers_.push_back({transfer.release().ptr(), peer, way});
   }
@@ -90,13 +90,13 @@ class PyTicket final : public Ticket {
       if (!method.is_none()) method();
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("annulus: cancelling a transfer");
-    } catch (const std::exception&) {  // nothing can be done about it, and nothing may leave
+    } catch (const std::exception&) {  // cannot be handled; must not throw
     }
   }
 
-  // The memory is the executor's again. Whoever kept the view gets an error from Python instead of
-  // somebody else's bytes; an array over it that is still alive prevents that, and then it is
-  // theirs to leave alone.
+  // The executor reuses the memory from here on. Using a view that was kept raises an error in
+  // Python instead of reading other bytes. If an array over the view still exists, the release
+  // fails, and the array's owner must not use it.
   static void release(PyObject* view) noexcept {
     const nb::object none = nb::steal(PyObject_CallMethod(view, "release", nullptr));
     if (!none.is_valid()) PyErr_Clear();
@@ -108,11 +108,11 @@ class PyTicket final : public Ticket {
   std::vector<PyObject*> views_;
   std::vector<Transfer> transfers_;
   TransportCounters moved_;
-  std::size_t waited_ = 0;  // of the transfers
+  std::size_t waited_ = 0;  // index of the next transfer
   bool finished_ = false;
 };
 
-// A batch in memory of a device, which Python has enqueued on the stream of `copies`.
+// A batch in device memory, which Python has enqueued on the stream of `copies`.
 class PyDeviceTicket final : public Ticket {
  public:
   PyDeviceTicket(PyTransport& transport, std::string where, std::shared_ptr<Queue> copies,
@@ -169,7 +169,7 @@ class PyDeviceTicket final : public Ticket {
   bool enqueued_ = false;
 };
 
-// A batch in memory of several devices, or of one and the host: Python gets one for each.
+// A batch in memory of several devices, or of a device and the host: Python gets one call for each.
 class PartedTicket final : public Ticket {
  public:
   void add(std::unique_ptr<Ticket> part) { parts_.push_back(std::move(part)); }

@@ -17,8 +17,8 @@ struct Registry {
 
   Registry() {
 #if defined(__linux__)
-    // What a forked child has inherited is its parent's: threads that it would have to wait for are
-    // not there, and one that is gone may have left a pool locked.
+    // A forked child must not use pools inherited from its parent: their threads do not exist in
+    // the child, and a thread of the parent may have held a pool's lock at the fork.
     pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
                    [] {
                      new std::vector<std::weak_ptr<Cache>>(std::move(registry().caches));
@@ -28,7 +28,7 @@ struct Registry {
 #endif
   }
 
-  // Never destroyed: pools of other files may outlive this one.
+  // Never destroyed: pools in other files may outlive this one.
   static Registry& registry() {
     static auto* const state = new Registry;
     return *state;
@@ -54,7 +54,7 @@ Dropped drop_caches() {
     }
   }
   Dropped sum;
-  for (const std::shared_ptr<Cache>& cache : caches) {  // without the lock: items end here
+  for (const std::shared_ptr<Cache>& cache : caches) {  // unlocked: destroying items may take time
     const Dropped dropped = cache->drop();
     sum.items += dropped.items;
     sum.bytes += dropped.bytes;

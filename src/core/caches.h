@@ -10,24 +10,24 @@ namespace annulus {
 
 struct Dropped {
   std::int64_t items = 0;
-  std::int64_t bytes = 0;  // as far as they are known
+  std::int64_t bytes = 0;  // of items whose size is known
 };
 
-// What is kept only because it may be used again.
+// Idle objects that are kept only for possible reuse.
 class Cache {
  public:
   virtual ~Cache() = default;
-  // From any thread; what is in use is not touched.
+  // Drops idle items; leaves items in use alone. Callable from any thread.
   virtual Dropped drop() = 0;
 };
 
-// For as long as it lives, drop_caches() reaches it.
+// drop_caches() includes the cache for as long as it lives.
 void register_cache(const std::shared_ptr<Cache>& cache);
 
-// Everything idle that this process keeps between calls, when memory has run out.
+// Frees everything idle that this process keeps between calls. Called when memory runs out.
 Dropped drop_caches();
 
-// body(), and once more without caches if it runs out of memory.
+// Runs body(). If it runs out of memory, drops all caches and runs it once more.
 template <typename Body>
 auto with_caches_dropped(const Body& body) {
   try {

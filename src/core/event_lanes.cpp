@@ -10,8 +10,8 @@ namespace annulus {
 namespace {
 
 struct Lane {
-  std::int64_t busy_until = 0;  // by what was put here last
-  std::int64_t pass_until = 0;  // by the pass around it
+  std::int64_t busy_until = 0;  // end of the last event in this lane
+  std::int64_t pass_until = 0;  // end of the pass that contains it
   bool empty = true;
 
   [[nodiscard]] bool takes(const EventRecord& event) const {
@@ -19,7 +19,7 @@ struct Lane {
     const std::int64_t free =
         event.kind == EventKind::pass ? std::max(busy_until, pass_until) : busy_until;
     if (event.begin_ns < free) return false;
-    // A step is within its pass or beside it.
+    // A step either lies within the lane's pass or does not overlap it.
     return event.kind != EventKind::step || event.begin_ns >= pass_until ||
            event.end_ns <= pass_until;
   }
@@ -34,7 +34,7 @@ struct Lane {
   }
 };
 
-// Passes and steps share one.
+// Passes and their steps share one track.
 std::pair<std::int32_t, EventKind> track_of(const EventRecord& event) {
   return {event.rank, event.kind == EventKind::step ? EventKind::pass : event.kind};
 }
@@ -44,8 +44,8 @@ std::pair<std::int32_t, EventKind> track_of(const EventRecord& event) {
 std::vector<int> event_lanes(std::span<const EventRecord> events) {
   std::vector<std::size_t> order(events.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  // What begins first comes first; of what begins together, a pass before its steps, then the
-  // shorter one: an event without duration may begin where the next one does.
+  // Earlier events first. Of those that begin together: passes before their steps, then shorter
+  // ones first, because an event without duration may begin where the next one does.
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     const auto key = [&](std::size_t i) {
       return std::tuple(events[i].begin_ns, events[i].kind != EventKind::pass, events[i].end_ns);

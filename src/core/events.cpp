@@ -66,7 +66,7 @@ void EventStream::add(const EventRecord& record) noexcept {
   try {
     add_to_totals(record);
   } catch (const std::bad_alloc&) {
-    // The event itself is kept. Whoever is out of memory has other troubles than sums.
+    // The event itself is recorded; only the totals miss it.
   }
 }
 
@@ -80,7 +80,7 @@ void EventStream::add_to_totals(const EventRecord& record) {
   Key key{like.rank, like.kind, like.peer, like.text};
   auto found = totals_.find(key);
   if (found == totals_.end() && totals_.size() >= kMostTotals) {
-    // Per kind, so that there are few of these.
+    // Further totals are summed per kind only, so that there are few of them.
     like.rank = -1;
     like.peer = -1;
     like.set_name("other");
@@ -133,12 +133,13 @@ std::int64_t EventStream::now_ns() noexcept {
 }
 
 EventStream& event_stream() noexcept {
-  // Never destroyed: threads may still write while the process ends. In place: nothing can fail.
+  // Never destroyed, because threads may still write while the process exits. Constructed in place,
+  // so that nothing can fail.
   alignas(EventStream) static std::byte place[sizeof(EventStream)];
   static auto* const stream = [] {
 #if defined(__linux__)
-    // A forked child begins with a stream of its own, off and empty: what it has inherited is its
-    // parent's, and a thread that is gone may have left it locked.
+    // A forked child starts with its own stream, which is empty and off. It cannot use its
+    // parent's: a thread of the parent may have held the lock at the fork.
     pthread_atfork(nullptr, nullptr, [] { ::new (place) EventStream; });
 #endif
     return ::new (place) EventStream;

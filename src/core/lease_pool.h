@@ -18,10 +18,10 @@
 
 namespace annulus {
 
-// What is expensive to make, between uses. An item is taken out while it is used, so that a caller
-// on another thread makes its own instead of waiting; there may be several of one key. Bounded:
-// beside the latest item, on each device what idle_allowance() says for this capacity, of items and
-// bytes. The least recently used ones are dropped first, after the lock is gone; all of them where
+// Keeps objects that are expensive to make between uses. take() removes an item from the pool, so
+// that a second thread makes its own instead of waiting; several items may have one key. On each
+// device the pool keeps the latest item and, beside it, as many items and bytes as idle_allowance()
+// permits. It drops the least recently used ones first, outside the lock, and all of them when
 // memory runs out (drop_caches).
 template <typename T>
 class LeasePool {
@@ -46,7 +46,7 @@ class LeasePool {
     return item;
   }
 
-  // For one more: what will be dropped for it is gone before it asks for memory of its own.
+  // Makes room for one more item before the caller allocates memory for it.
   void make_room() {
     Entries dropped;
     const std::lock_guard lock(state_->mutex);
@@ -61,7 +61,7 @@ class LeasePool {
     Entries& entries = state_->entries;
     entries.push_front({std::move(key), std::move(item), bytes, device});
     while (entries.size() > capacity_) drop_one(dropped, std::prev(entries.end()));
-    // Of this device alone: what others keep does not help it.
+    // Counts items of this device only: dropping those of other devices would not free memory here.
     std::size_t items = 1;
     std::int64_t sum = 0;
     for (auto entry = std::next(entries.begin()); entry != entries.end();) {
@@ -85,7 +85,7 @@ class LeasePool {
     return sum_of_bytes(state_->entries);
   }
 
-  // Of those that are not taken.
+  // Visits the idle items.
   template <typename Body>
   void for_each(const Body& body) const {
     const std::lock_guard lock(state_->mutex);

@@ -56,8 +56,8 @@ std::optional<std::int64_t> read_integer(const std::filesystem::path& path) {
   return parse_integer(line);
 }
 
-// Room left in this process's control group. Its file cache counts as used there but is given up
-// under pressure.
+// Memory left in this process's control group. The file cache counts as used there, but the kernel
+// frees it under pressure.
 std::optional<std::int64_t> control_group_bytes() {
   const std::optional<std::int64_t> most = read_integer("/sys/fs/cgroup/memory.max");
   const std::optional<std::int64_t> used = read_integer("/sys/fs/cgroup/memory.current");
@@ -87,8 +87,8 @@ std::optional<int> affinity_cpus() {
   return std::nullopt;
 }
 
-// The CPUs' worth of one control group's directory: "50000 100000" (or "max 100000") in version
-// 2's cpu.max, two files in version 1, where -1 is no limit.
+// The CPU limit in one control group's directory. Version 2: cpu.max holds "50000 100000" (or "max
+// 100000"). Version 1: two files; a quota of -1 means no limit.
 std::optional<int> quota_of(const std::filesystem::path& group) {
   std::optional<std::int64_t> quota;
   std::optional<std::int64_t> period;
@@ -136,7 +136,7 @@ CpuIdentity decode_cpu_identity(std::string vendor, std::uint32_t signature) {
                   .family = field(8, 4),
                   .model = field(4, 4),
                   .stepping = field(0, 4)};
-  // Family 15 continues in the extended family; the extended model counts for 6 and for 15 on.
+  // Family 15 adds the extended family. Families 6 and 15 and later add the extended model.
   if (cpu.family == 6 || cpu.family == 15) cpu.model += field(16, 4) << 4;
   if (cpu.family == 15) cpu.family += field(20, 8);
   return cpu;
@@ -181,9 +181,9 @@ std::optional<int> control_group_cpus(const std::filesystem::path& root) {
     const std::optional<int> cpus = quota_of(group);
     if (cpus) least = std::min(*cpus, least.value_or(*cpus));
   };
-  // Lines "hierarchy:controllers:/path"; version 2 is hierarchy 0 and names no controllers. A
-  // container may see the path that its group has outside, which is not mounted inside: what is
-  // mounted at the top is then its own, so every directory on the way up is looked at.
+  // Lines are "hierarchy:controllers:/path"; version 2 is hierarchy 0 and names no controllers. A
+  // container may see the path that its group has outside, which is not mounted inside. The
+  // directory mounted at the top is then its own group, so look at every directory on the way up.
   std::ifstream memberships(root / "proc/self/cgroup");
   for (std::string line; std::getline(memberships, line);) {
     const std::size_t first = line.find(':');
@@ -201,7 +201,7 @@ std::optional<int> control_group_cpus(const std::filesystem::path& root) {
       limit_along(mounts);
     } else if ((',' + controllers + ',').find(",cpu,") != std::string::npos) {
       limit_along(mounts / controllers);
-      limit_along(mounts / "cpu");  // a link, where the names are mounted in another order
+      limit_along(mounts / "cpu");  // a symbolic link if the names are mounted in another order
     }
   }
   return least;

@@ -14,9 +14,9 @@
 namespace annulus {
 namespace {
 
-// Rows of many heads touch one page each: large pages save the TLB misses of every strided pass.
+// Rows of many heads touch one page each. Huge pages save the TLB misses of every strided pass.
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-// From here on it is worth 50 us to ask whether memory is there before it is promised.
+// From this size on, checking the available memory first is worth its 50 us.
 constexpr std::int64_t kLarge = std::int64_t{64} << 20;
 
 std::atomic<AllocationHook> allocation_hook{nullptr};

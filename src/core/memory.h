@@ -12,15 +12,15 @@
 
 namespace annulus {
 
-// Counts what Memory holds, all threads together.
+// Adds to the number of bytes held by all Memory objects of the process.
 void count_memory(std::int64_t bytes) noexcept;
-// For tests that nothing is left behind.
+// For leak tests.
 [[nodiscard]] std::int64_t memory_in_use() noexcept;
 
-// Memory of a device, whose size is known once.
+// A block of memory of a device. Its size never changes.
 class Memory {
  public:
-  using Free = std::function<void(std::byte*)>;  // empty: somebody else's
+  using Free = std::function<void(std::byte*)>;  // empty: not owned
 
   Memory() = default;
   Memory(std::byte* data, std::int64_t bytes, Device device, Free free)
@@ -53,18 +53,19 @@ class Memory {
   Device device_;
 };
 
-// Asked before any block is allocated, of whatever device, and before plans are made (0 bytes):
-// OutOfMemory where a test says so. This is the one place through which all memory comes.
+// Called before every allocation on any device, and before planning (with 0 bytes). Throws
+// OutOfMemory if the test hook below says so.
 void admit(std::int64_t bytes, const char* what, const Device& device = {});
-// For tests: false means that there is no memory. Null ends that; returns what was asked before.
+// For tests: a hook that returns false simulates a lack of memory. Null removes it. Returns the
+// previous hook.
 using AllocationHook = bool (*)(std::int64_t bytes, const char* what);
 AllocationHook set_allocation_hook(AllocationHook hook);
 
-// The error of an allocation that failed, with what the device says it has.
+// The error for a failed allocation, with the free memory that the device reports.
 [[nodiscard]] OutOfMemory out_of_memory(std::int64_t bytes, const char* what, const Device& device);
 
-// Aligned host memory, not initialised. OutOfMemory also where the system would promise more than
-// it has, and end the process when it is used.
+// Aligned, uninitialised host memory. Also throws OutOfMemory if the system would promise more than
+// it has and kill the process on first use.
 [[nodiscard]] Memory allocate_host(std::int64_t bytes, const char* what);
 
 }  // namespace annulus

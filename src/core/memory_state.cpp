@@ -52,7 +52,7 @@ std::optional<MemoryState> recent_memory_state(const Device& device) {
     if (found != recent().entries.end() && now - found->second.asked < kRecent)
       return found->second.state;
   }
-  const std::optional<MemoryState> state = memory_state(device);  // without the lock: it may wait
+  const std::optional<MemoryState> state = memory_state(device);  // unlocked: the probe may block
   const std::lock_guard lock(recent().mutex);
   recent().entries[key] = {now, state};
   return state;

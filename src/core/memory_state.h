@@ -8,29 +8,30 @@
 
 namespace annulus {
 
-// What a device has, in bytes: for this process, whoever uses the rest.
+// Total and free memory of a device in bytes, as this process sees them.
 struct MemoryState {
   std::int64_t total = 0;
   std::int64_t free = 0;
 };
 [[nodiscard]] std::optional<MemoryState> memory_state(const Device& device);
-// The same, up to a tenth of a second old: for what is asked with every call.
+// The same, up to 0.1 s old. Cheap enough for every call.
 [[nodiscard]] std::optional<MemoryState> recent_memory_state(const Device& device);
 
-// Who is asked about devices of a kind: a backend says so when it is made. Tests set their own.
-// Forgets what is recent; returns who was asked before. Null for the CPU: the operating system.
+// Registers how to query devices of one kind; a backend does this when it is made, tests set their
+// own. Forgets recent results and returns the previous probe. The CPU's default is null: ask the
+// operating system.
 using MemoryProbe = std::optional<MemoryState> (*)(const Device& device);
 MemoryProbe set_memory_probe(Device::Kind kind, MemoryProbe probe);
 
-// How much may lie idle between calls, in a pool that may have `capacity` items:
+// The idle memory that a pool of `capacity` items may keep between calls:
 //
 //   free memory         items      bytes
 //   above half          capacity   a quarter of all memory
 //   10 % to half        capacity   an eighth
 //   below 10 %          a quarter  a thirty-second
 //
-// `most_bytes` stands for the eighth where it is not kShareOfMemory. At least one item. Where the
-// device does not tell, the row in the middle, without a limit to a share.
+// A `most_bytes` other than kShareOfMemory replaces the eighth. At least one item is kept. If the
+// device reports no memory state, the middle row applies without a limit on bytes.
 struct Allowance {
   std::size_t items = 0;
   std::int64_t bytes = 0;

@@ -6,8 +6,8 @@
 
 namespace annulus {
 
-// Base of objects that come and go with every message: each thread keeps a few for reuse, so that
-// a steady exchange allocates nothing. For classes that nobody derives from.
+// Base of objects that are made and destroyed with every message. Each thread keeps a few for
+// reuse, so that a steady exchange of messages allocates nothing. For final classes only.
 template <typename Derived>
 class Pooled {
  public:

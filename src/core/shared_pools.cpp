@@ -17,7 +17,7 @@
 #include "core/machine.h"
 #include "core/thread_pool.h"
 
-// The pools that executors of one process share.
+// The pools that the executors of one process share.
 namespace annulus {
 namespace {
 
@@ -48,8 +48,8 @@ SharedPool& shared_pool() {
   return state;
 }
 
-// Threads do not survive fork(). The child forgets the pool without destroying it, which would wait
-// for threads that do not exist, and makes one of its own when it needs it.
+// Threads do not survive fork(). The child forgets the pool without destroying it, because the
+// destructor would wait for threads that do not exist, and makes a new one when it needs it.
 void forget_after_fork() {
 #if defined(__linux__)
   static std::once_flag once;

@@ -19,7 +19,7 @@ const char* name_of(DType dtype) noexcept {
 }
 
 DType dtype_from_name(const std::string& name) {
-  // The long names are those of PyTorch, NumPy and DLPack users.
+  // The long names are those of PyTorch, NumPy and DLPack.
   if (name == "fp32" || name == "float32") return DType::f32;
   if (name == "bf16" || name == "bfloat16") return DType::bf16;
   if (name == "fp16" || name == "float16") return DType::f16;

@@ -27,14 +27,15 @@ Bytes bounds(const ConstTensorView& view) {
   return bytes;
 }
 
-// Whether elements of a and b with these strides can be `distance` elements apart, from the axis
-// on. Axes go from the largest stride to the smallest, each of which spans the ones after it.
+// Whether an element of a and an element of b can be `distance` elements apart, considering axes
+// from `axis` on. Axes are ordered from the largest stride to the smallest; each spans the ones
+// after it.
 bool meet(const ConstTensorView& a, const ConstTensorView& b, std::span<const std::size_t> axes,
           std::int64_t distance) {
   if (axes.empty()) return distance == 0;
   const std::size_t axis = axes.front();
   const std::int64_t stride = std::abs(a.stride[axis]);
-  // Indices in a minus indices in b; for negative strides the other way round.
+  // Index in a minus index in b; the reverse for negative strides.
   std::int64_t least = 1 - b.shape[axis];
   std::int64_t most = a.shape[axis] - 1;
   if (a.stride[axis] < 0) std::tie(least, most) = std::pair(-most, -least);

@@ -28,12 +28,12 @@
 namespace annulus {
 namespace {
 
-// Slot 0 is the one that callers compete for; the workers own slots 1 to threads - 1 for life.
+// Callers compete for slot 0. Workers own slots 1 to threads - 1 permanently.
 constexpr int kCallerSlot = 0;
 
-// A sleeping thread takes 5-50 us to come back, as much as a short job. The gap between two jobs of
-// one forward call is a few us, so a short spin nearly always catches the next one; longer would
-// only burn what other ranks could use.
+// Waking a sleeping thread takes 5-50 us, as long as a short job. Two jobs of one forward call are
+// a few us apart, so a short spin nearly always catches the next one. A longer spin would only take
+// cores from other ranks.
 constexpr std::chrono::microseconds kSpinTime{20};
 
 // Slots start on huge page boundaries, so that no page is shared and first touch places each one
@@ -62,9 +62,8 @@ bool spin_until(const Ready& ready) {
   return false;
 }
 
-// The slots that this thread holds, innermost first. A chain and not just one, because a body of
-// pool A may use pool B whose body uses pool A again: that must find A's slot rather than wait for
-// one.
+// The slots that this thread holds, innermost first. A chain, because a body of pool A may use pool
+// B whose body uses pool A again: that call must find A's slot instead of waiting for one.
 struct HeldSlot {
   HeldSlot(const void* held_pool, int held_slot)
       : pool(held_pool), slot(held_slot), outer(innermost) {
@@ -87,9 +86,9 @@ struct HeldSlot {
 };
 thread_local const HeldSlot* HeldSlot::innermost = nullptr;
 
-// One run_parallel under way. Lives on the caller's stack: others may touch it only while they are
-// counted in `active` or hold the pool's mutex, and the caller leaves only after it has seen, under
-// that mutex, that nobody is.
+// One run_parallel in progress. It lives on the caller's stack. Workers may touch it only while
+// they are counted in `active` or hold the pool's mutex. The caller leaves only after it has seen,
+// under that mutex, that `active` is 0.
 struct Job {
   Job(std::int64_t job_count, FunctionRef<void(std::int64_t, int)> job_body)
       : count(job_count), body(job_body) {}
@@ -100,13 +99,13 @@ struct Job {
 
   const std::int64_t count;
   FunctionRef<void(std::int64_t, int)> body;
-  std::atomic<std::int64_t> next_index{0};  // may run past count, by one per thread
+  std::atomic<std::int64_t> next_index{0};  // may exceed count by one per thread
 
   // Guarded by State::mutex. `active` is atomic only so that the caller can spin on it.
   std::atomic<int> active{0};  // workers between taking this job and leaving it
   bool queued = false;
-  bool wants_slot = false;    // the caller sleeps because slot 0 was taken
-  bool slot_granted = false;  // ... and was handed to it
+  bool wants_slot = false;    // the caller sleeps until it gets slot 0
+  bool slot_granted = false;  // slot 0 was handed to the sleeping caller
   std::exception_ptr error;
   std::condition_variable caller_wake;
   Job* previous = nullptr;
@@ -125,8 +124,8 @@ std::unique_ptr<std::byte, FreeScratch> allocate_scratch(int threads) {
     std::unique_ptr<std::byte, FreeScratch> memory(
         static_cast<std::byte*>(::operator new (bytes, std::align_val_t{kHugePage})));
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    // Advice: 8 MiB in 4 KiB pages would be 2,048 TLB entries. A kernel without huge pages refuses,
-    // which is fine.
+    // A hint: 8 MiB in 4 KiB pages would need 2,048 TLB entries. Kernels without huge pages refuse
+    // it, which is fine.
     (void)madvise(memory.get(), bytes, MADV_HUGEPAGE);
 #endif
     return memory;
@@ -153,7 +152,7 @@ struct ThreadPool::State {
 
   void run_indices(Job& job, int slot);
 
-  // These want the mutex held.
+  // These require the mutex.
   void keep_workers_off_this_cpu();
   void enqueue(Job& job);
   void dequeue(Job& job);
@@ -161,22 +160,22 @@ struct ThreadPool::State {
   void release_caller_slot();
 
   const int threads;
-  const bool spins;  // with more threads than cores a spinning one keeps a working one off its core
+  const bool spins;  // with more threads than cores, spinning would take cores from workers
   const std::unique_ptr<std::byte, FreeScratch> scratch;
   std::vector<std::thread> workers;
 #if defined(__linux__)
-  cpu_set_t allowed_cpus{};  // of the thread that made the pool
+  cpu_set_t allowed_cpus{};  // CPU mask of the thread that made the pool
   int avoided_cpu = -1;      // guarded by mutex
 #endif
 
   std::mutex mutex;
   std::condition_variable worker_wake;
   Job* first_job =
-      nullptr;  // oldest first; exhausted jobs may linger until one of their threads removes them
+      nullptr;  // oldest first; exhausted jobs may stay until one of their threads removes them
   Job* last_job = nullptr;
   std::int64_t sleeping = 0;  // workers in worker_wake
   bool stopping = false;
-  // Both are written under the mutex and read by spinning threads without it.
+  // Written under the mutex; spinning threads read them without it.
   std::atomic<bool> caller_slot_taken{false};
   std::atomic<std::uint64_t> submissions{0};
 };
@@ -202,8 +201,8 @@ Job* ThreadPool::State::oldest_job_with_indices() const {
   return job;
 }
 
-// Hands slot 0 straight to the oldest caller that can still use it: were it merely freed, a
-// newcomer could take it again and again while that caller wakes up.
+// Hands slot 0 directly to the oldest caller that can still use it. If it were merely freed, new
+// callers could take it again and again while that caller wakes up.
 void ThreadPool::State::release_caller_slot() {
   for (Job* job = first_job; job != nullptr; job = job->next) {
     if (job->wants_slot && job->has_indices()) {
@@ -237,8 +236,8 @@ void ThreadPool::State::work(int slot) {
   std::unique_lock lock(mutex);
   for (;;) {
     if (Job* const job = oldest_job_with_indices()) {
-      // No older job can get indices back, so staying with this one until it is exhausted keeps the
-      // order FIFO.
+      // No older job can gain indices, so staying with this one until it is exhausted preserves
+      // FIFO order.
       job->active.fetch_add(1, std::memory_order_relaxed);
       lock.unlock();
       run_indices(*job, slot);
@@ -249,8 +248,8 @@ void ThreadPool::State::work(int slot) {
     }
     if (stopping) return;
     if (spins) {
-      // Spins on the number of submissions and not on the list: that may hold exhausted jobs for as
-      // long as their last bodies run.
+      // Spins on the number of submissions, not on the list: the list may hold exhausted jobs for
+      // as long as their last bodies run.
       const std::uint64_t seen = submissions.load(std::memory_order_relaxed);
       lock.unlock();
       const bool submitted =
@@ -276,8 +275,8 @@ void ThreadPool::State::run(std::int64_t count, FunctionRef<void(std::int64_t, i
   bool has_slot = !caller_slot_taken.load(std::memory_order_relaxed);
   if (has_slot) caller_slot_taken.store(true, std::memory_order_relaxed);
   job.wants_slot = !has_slot;
-  // A job of one index is done before a worker could be awake, so with a slot in hand it is not
-  // even announced.
+  // A job of one index is finished before a worker could wake up. If the caller already holds a
+  // slot, do not announce it.
   const std::int64_t for_workers = has_slot ? count - 1 : count;
   std::int64_t to_wake = 0;
   if (for_workers > 0) {
@@ -306,8 +305,8 @@ void ThreadPool::State::run(std::int64_t count, FunctionRef<void(std::int64_t, i
     dequeue(job);
     release_caller_slot();
     lock.unlock();
-    // The workers' last bodies end at about the same time as ours. Stop spinning once another
-    // caller has the slot: we would be one thread too many.
+    // The last bodies of the workers end at about the same time as ours. Stop spinning once another
+    // caller has the slot, because this thread would be one too many.
     if (spins) {
       spin_until([&] { return finished() || caller_slot_taken.load(std::memory_order_relaxed); });
     }
@@ -320,10 +319,10 @@ void ThreadPool::State::run(std::int64_t count, FunctionRef<void(std::int64_t, i
   if (job.error) std::rethrow_exception(job.error);
 }
 
-// Linux likes to wake a thread on the CPU of the one that wakes it. After an idle spell of 20 ms a
-// worker then shared the caller's CPU for several milliseconds while another stood idle: a job of
-// 5 ms took twice its time (2-core Zen 4 guest). So before sleeping workers are woken, the caller's
-// CPU is taken out of their affinity masks.
+// Linux tends to wake a thread on the CPU of its waker. After an idle spell of 20 ms, a worker then
+// shared the caller's CPU for several milliseconds while another CPU was idle: a job of 5 ms took
+// twice its time (2-core Zen 4 guest). So the caller's CPU is removed from the workers' affinity
+// masks before they are woken.
 void ThreadPool::State::keep_workers_off_this_cpu() {
 #if defined(__linux__)
   const int cpu = sched_getcpu();
@@ -332,7 +331,7 @@ void ThreadPool::State::keep_workers_off_this_cpu() {
   CPU_CLR(static_cast<std::size_t>(cpu), &others);
   if (CPU_COUNT(&others) == 0) return;
   for (std::thread& worker : workers) {
-    // A hint only: without permission things are as the kernel likes them.
+    // Only a hint: without permission the kernel's placement stays.
     pthread_setaffinity_np(worker.native_handle(), sizeof(others), &others);
   }
   avoided_cpu = cpu;
@@ -343,7 +342,7 @@ void ThreadPool::State::stop() {
   {
     const std::lock_guard lock(mutex);
     stopping = true;
-    submissions.fetch_add(1, std::memory_order_relaxed);  // for those that spin
+    submissions.fetch_add(1, std::memory_order_relaxed);  // wakes spinning workers
   }
   worker_wake.notify_all();
   for (std::thread& worker : workers) worker.join();
@@ -356,7 +355,7 @@ ThreadPool::ThreadPool(int threads) {
   }
   state_ = std::make_unique<State>(threads);
 #if defined(__linux__)
-  // Unknown: no CPU is ever avoided.
+  // Unknown: no CPU is avoided.
   if (sched_getaffinity(0, sizeof(cpu_set_t), &state_->allowed_cpus) != 0) {
     CPU_ZERO(&state_->allowed_cpus);
   }

@@ -40,7 +40,7 @@ std::string rank_color(int rank, int ranks) {
                  rank % 2 == 0 ? 0.2 : 0.25));
 }
 
-// Lengths are often powers of two, so 32,768 is easier to recognise than 32.8K.
+// Lengths are often powers of two, and 32,768 is easier to recognise than 32.8K.
 std::string readable(std::int64_t n) {
   return n < 10'000'000 ? with_commas(n) : compact(static_cast<double>(n));
 }
@@ -231,7 +231,7 @@ struct Arrow {
   std::int64_t rows = 0;
 };
 
-// The rows that each pair of ranks exchanges in a step, over all parcels.
+// The rows that each pair of ranks exchanges in a step, summed over all parcels.
 std::vector<std::vector<Arrow>> arrows_by_step(const std::vector<Plan>& views) {
   const int steps = views.front().steps();
   std::vector<std::vector<Arrow>> arrows(static_cast<std::size_t>(steps) + 1);
@@ -247,8 +247,8 @@ std::vector<std::vector<Arrow>> arrows_by_step(const std::vector<Plan>& views) {
   return arrows;
 }
 
-// Arrows between the columns of two steps, from sender to receiver, with widths in proportion to
-// rows. Several arrows at one cell fan out in the order of their other ends.
+// Arrows between the columns of two steps, from sender to receiver. Their widths are proportional
+// to rows. Arrows at the same cell are spread in the order of their other ends.
 void draw_arrows(Canvas& canvas, const std::vector<Plan>& views, const Layout& at,
                  const std::vector<std::vector<Arrow>>& by_step, std::int64_t most_rows) {
   const double widest = std::clamp(at.cell_height / 10.0, 0.6, 5.0);
@@ -267,7 +267,7 @@ void draw_arrows(Canvas& canvas, const std::vector<Plan>& views, const Layout& a
       const auto r = static_cast<std::size_t>(rank);
       return at.row(rank) + at.cell_height * ++nth[r] / (count[r] + 1.0);
     };
-    // Sorted by sender, then receiver, as they were made: both fans open in order.
+    // Sorted by sender, then receiver, so that both fans are in order.
     for (const Arrow& arrow : arrows) {
       const double share = static_cast<double>(arrow.rows) / static_cast<double>(most_rows);
       const double from = spread(arrow.sender, sent, nth_sent);
@@ -278,7 +278,7 @@ void draw_arrows(Canvas& canvas, const std::vector<Plan>& views, const Layout& a
                    head);
     }
     if (at.ranks > 8) continue;
-    for (int rank = 0; rank < at.ranks; ++rank) {  // what the cell's rows cost, above its corner
+    for (int rank = 0; rank < at.ranks; ++rank) {  // the rows of the cell, above its corner
       const Plan& view = views[static_cast<std::size_t>(rank)];
       const std::int64_t rows = view.unit_rows(view.incoming(step));
       if (rows == 0) continue;

@@ -25,7 +25,7 @@ std::string line(const char* what, const std::string& value) {
   return fmt::format("{:<18} {}\n", what, value);
 }
 
-// What all ranks do together.
+// Totals over all ranks.
 std::string totals_text(const Plan& plan, const PlanTotals& totals) {
   const std::string unit = unit_label(plan);
   return line("allowed pairs", compact(totals.pairs)) +

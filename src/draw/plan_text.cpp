@@ -36,10 +36,10 @@ std::string plan_title(const Plan& plan) {
   if (!plan.self_attention()) {
     tokens += fmt::format(" against {}", with_commas(plan.key_placement().tokens()));
   }
-  return fmt::format(
-      "{}{}: {}, {} query head{}, {} K/V head{}", pattern.name.empty() ? "pattern" : pattern.name,
-      band_text(pattern), tokens, pattern.heads, pattern.heads == 1 ? "" : "s",
-      plan.options().kv_heads, plan.options().kv_heads == 1 ? "" : "s");
+  return fmt::format("{}{}: {}, {} query head{}, {} K/V head{}",
+                     pattern.name.empty() ? "pattern" : pattern.name, band_text(pattern), tokens,
+                     pattern.heads, pattern.heads == 1 ? "" : "s", plan.options().kv_heads,
+                     plan.options().kv_heads == 1 ? "" : "s");
 }
 
 std::string plan_subtitle(const Plan& plan) {

@@ -94,7 +94,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
             computation.kept->rank(selection.branch, head, run.store_first));
       }
     }
-    // Both sides of a pair are rows of one selection: positions differ by multiples of its dilation.
+    // Both sides of a pair are rows of one selection: positions differ by multiples of its
+    // dilation.
     const Band band = tiles.band.divided_by(branch.dilation);
     // One group for all members that share alike.
     std::vector<bool> done(selection.members.size(), false);

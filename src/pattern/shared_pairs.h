@@ -46,8 +46,8 @@ struct PairSpace {
 };
 
 // Which branch computes what, for one query head; one entry per branch. A pure function of its
-// arguments: the ranks of a ring need not agree on it. Holds for every band, since all branches have
-// the same one. Shares nothing if the sides differ.
+// arguments: the ranks of a ring need not agree on it. Holds for every band, since all branches
+// have the same one. Shares nothing if the sides differ.
 [[nodiscard]] std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& space,
                                                    int head);
 

@@ -11,7 +11,7 @@
 namespace annulus {
 namespace {
 
-// An even cut near the middle, which the parity argument below needs; a side of 2 has none.
+// An even cut near the middle, as the parity argument below needs. A side of 2 has none.
 std::int64_t even_half(std::int64_t length) {
   const std::int64_t half = length / 2;
   return half % 2 != 0 && length > 2 ? half + 1 : half;
@@ -80,11 +80,11 @@ void walk_grid(std::int64_t rows, std::int64_t cols, Walker& walker) {
   walk_block({head * along.row, head * along.col}, across, breadth, along, tail, walker);
 }
 
-// Neighbouring runs of one row each, as a stretch of the curve that is one column wide has them,
-// become progressions. Only whole runs of length one take part, so all longer runs stay contiguous.
+// Merges neighbouring runs of one row each, which occur where the curve is one column wide, into
+// progressions. Only whole runs of length one take part, so longer runs stay contiguous.
 std::vector<RowSet> merge_single_rows(const std::vector<RowSet>& runs) {
   std::vector<RowSet> merged;
-  bool last_is_open = false;  // the last entry is made of single rows only
+  bool last_is_open = false;  // true if the last entry consists of single rows only
   for (const RowSet& run : runs) {
     if (run.count == 1 && last_is_open) {
       RowSet& last = merged.back();
@@ -100,7 +100,7 @@ std::vector<RowSet> merge_single_rows(const std::vector<RowSet>& runs) {
   return merged;
 }
 
-// Takes single cells only: the curve itself.
+// Walks single cells: the curve itself.
 class CurveWalker {
  public:
   explicit CurveWalker(std::vector<GridCell>& cells) : cells_(&cells) {}
@@ -115,8 +115,8 @@ class CurveWalker {
   std::vector<GridCell>* cells_;
 };
 
-// Deals the curve out to the ranks, stretch by stretch, in blocks as large as their owner has room
-// for: the work follows the outlines of the shards, not their tokens.
+// Deals the curve out to the ranks in stretches, in blocks as large as the owner's remaining room.
+// The cost depends on the outlines of the shards, not on the number of tokens.
 class ShardWalker {
  public:
   ShardWalker(std::int64_t tokens, std::int64_t rows, std::int64_t cols, int ranks)
@@ -221,8 +221,8 @@ Placement Placement::hilbert(std::int64_t tokens, int ranks, std::int64_t rows, 
                       std::to_string(cols) + ", too few cells for " + std::to_string(tokens) +
                       " tokens: enlarge it, or pass 0 x 0 for the squarest grid that fits");
   }
-  // Only the part of the grid that holds tokens is walked: a generous grid costs nothing, and at
-  // most the last row has cells to skip.
+  // Walk only the part of the grid that holds tokens, so that a larger grid costs nothing. At most
+  // the last row has cells to skip.
   cols = std::min(cols, tokens);
   rows = (tokens - 1) / cols + 1;
 

@@ -12,14 +12,14 @@
 namespace annulus {
 namespace {
 
-// A range of a rank's tokens, and the local token at which it begins.
+// A range of a rank's tokens and the local index of its first token.
 struct Piece {
   RowSet rows;
   std::int64_t local = 0;
 };
 
-// The ranges of one rank in ascending order, so that those that may meet a range are found by
-// bisection: `reach[i]` is the last position of all up to i.
+// The ranges of one rank in ascending order, so that bisection finds those that may intersect a
+// range. `reach[i]` is the last position of ranges 0 to i.
 struct Shard {
   std::vector<Piece> pieces;
   std::vector<std::int64_t> reach;
@@ -48,7 +48,7 @@ RowSet local_rows(const Piece& piece, const RowSet& rows) {
   return {piece.local + (rows.first - piece.rows.first) / piece.rows.stride, rows.count, stride};
 }
 
-// Appends rows, as one run with the last one where they go on evenly.
+// Appends rows; extends the last run if they continue it with the same stride.
 void append(std::vector<RowSet>& all, const RowSet& rows) {
   if (!all.empty()) {
     RowSet& last = all.back();
@@ -64,8 +64,8 @@ void append(std::vector<RowSet>& all, const RowSet& rows) {
   all.push_back(rows);
 }
 
-// What two shards have in common: where it lies in one and in the other, in an order that only
-// depends on the two.
+// The rows that two shards have in common: their locations in one and in the other, in an order
+// that depends on the two shards only.
 std::int64_t meet(const Shard& from, const Shard& to, std::vector<RowSet>& old_rows,
                   std::vector<RowSet>& new_rows, bool together) {
   std::int64_t count = 0;
@@ -78,7 +78,7 @@ std::int64_t meet(const Shard& from, const Shard& to, std::vector<RowSet>& old_r
       count += common.count;
       const RowSet old_local = local_rows(piece, common);
       const RowSet new_local = local_rows(to.pieces[i], common);
-      if (together) {  // entry by entry: neither may be merged without the other
+      if (together) {  // entry by entry: both sides merge or neither does
         old_rows.push_back(old_local);
         new_rows.push_back(new_local);
       } else {

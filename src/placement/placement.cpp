@@ -42,7 +42,8 @@ void check_within(const OwnedRows& owned, std::int64_t tokens) {
   if (rows.first < 0 || rows.first >= tokens) {
     fail_explicit(describe(owned) + " contains position " + std::to_string(rows.first) + limit);
   }
-  // Counted, not multiplied: last() of a wrong count may overflow.
+  // Computed from the count without a multiplication, because last() may overflow for a wrong
+  // count.
   const std::int64_t steps_within = (tokens - 1 - rows.first) / rows.stride;
   if (rows.count - 1 > steps_within) {
     const std::uint64_t outside =
@@ -51,8 +52,9 @@ void check_within(const OwnedRows& owned, std::int64_t tokens) {
   }
 }
 
-// Sweeps the row sets by first position against those that have not ended yet: no memory per token,
-// and near linear unless many strided sets interleave (P striped ranks cost P^2/2 intersections).
+// Sweeps the row sets in order of their first position and compares each with those that have not
+// ended yet. Needs no memory per token, and near linear time unless many strided sets interleave (P
+// striped ranks need P^2/2 intersections).
 void check_disjoint(std::vector<OwnedRows> all) {
   std::sort(all.begin(), all.end(),
             [](const OwnedRows& a, const OwnedRows& b) { return a.rows.first < b.rows.first; });
@@ -132,11 +134,11 @@ Placement Placement::contiguous(std::int64_t tokens, int ranks, std::int64_t ali
     throw ConfigError("Placement::contiguous: align is " + std::to_string(align) +
                       ", expected at least 1");
   }
-  align = std::min(align, tokens);  // no product of it overflows then
+  align = std::min(align, tokens);  // so that no product overflows
   const std::int64_t blocks = (tokens - 1) / align + 1;
-  // The ragged last block belongs to the last rank. Were that rank one of the shorter ones, it
-  // would fall behind the longer ones by more than `align`; so one of the longer shards moves to
-  // the end.
+  // The ragged last block belongs to the last rank. If that rank had one of the shorter shards, it
+  // would hold fewer tokens than the longer ones by more than `align`. So one of the longer shards
+  // moves to the end.
   const bool ragged = tokens % align != 0;
   const bool longer_last = ragged && blocks > ranks && blocks % ranks != 0;
 
@@ -190,7 +192,8 @@ Placement Placement::explicit_ranges(std::int64_t tokens, std::vector<std::vecto
   for (std::size_t rank = 0; rank < ranges.size(); ++rank) {
     for (RowSet& rows : ranges[rank]) {
       check_within({rows, rank}, tokens);
-      // The stride of a single row means nothing, may be anything, and could overflow later.
+      // The stride of a single row has no meaning and may be any number. Normalise it, because it
+      // could overflow later.
       if (rows.count == 1) rows.stride = 1;
       if (rows.count > 0) all.push_back({rows, rank});
     }

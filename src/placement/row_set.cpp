@@ -11,8 +11,8 @@ namespace {
 // The least common multiple of two strides, and products on the way to it, need up to 126 bits.
 __extension__ using Wide = __int128;
 
-// A result of one row keeps the common stride as long as that fits; beyond this bound nobody can
-// observe the difference, and clip() must still be able to add a stride to a position.
+// A result of one row keeps the common stride as long as that fits. Beyond this bound the
+// difference is not observable, and clip() must still be able to add a stride to a position.
 constexpr Wide kMaxStride = Wide{1} << 61;
 
 // The x in [0, m) with a * x = 1 (mod m), for coprime a and m.
@@ -41,8 +41,8 @@ RowSet intersect(const RowSet& a, const RowSet& b) {
   const std::int64_t last = std::min(a.last(), b.last());
   if (begin > last) return {};
 
-  // Plans intersect millions of pairs, nearly all of them with a contiguous range or with rows of
-  // the same branch: those need no number theory.
+  // Plans intersect millions of pairs. Nearly all of them have a contiguous range or rows of the
+  // same branch and need no number theory.
   if (b.stride == 1) return without_empty_first(clip(a, begin, last + 1));
   if (a.stride == 1) return without_empty_first(clip(b, begin, last + 1));
   const std::int64_t distance = b.first - a.first;

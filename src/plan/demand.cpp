@@ -135,8 +135,8 @@ class DemandCollector {
     if (band.least != -Band::kUnlimited) band.least *= dilation;
     if (band.most != Band::kUnlimited) band.most *= dilation;
     const auto add = [&](int rank, std::int64_t first, std::int64_t last) {
-      const Stretch use = travel_ == Travel::keys ? band.keys_of({first, last})
-                                                  : band.queries_of({first, last});
+      const Stretch use =
+          travel_ == Travel::keys ? band.keys_of({first, last}) : band.queries_of({first, last});
       if (use.last >= 0) uses_.push_back({rank, use.first, use.last});
     };
     // What neighbouring rows use overlaps, or leaves no selected row between. Without a limit on
@@ -160,7 +160,8 @@ class DemandCollector {
     });
     std::size_t kept = 0;
     for (const Use& use : uses_) {
-      if (kept > 0 && uses_[kept - 1].rank == use.rank && use.first <= uses_[kept - 1].last + dilation) {
+      if (kept > 0 && uses_[kept - 1].rank == use.rank &&
+          use.first <= uses_[kept - 1].last + dilation) {
         uses_[kept - 1].last = std::max(uses_[kept - 1].last, use.last);
       } else {
         uses_[kept++] = use;

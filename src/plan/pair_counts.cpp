@@ -35,8 +35,7 @@ double floor_sum(std::int64_t n, std::int64_t m, std::int64_t a, std::int64_t b)
 
 // Sum of clamp(j + shift, 0, most) over the evenly spaced j of `rows`.
 double clamped_sum(const RowSet& rows, std::int64_t shift, std::int64_t most) {
-  if (shift == Band::kUnlimited)
-    return static_cast<double>(rows.count) * static_cast<double>(most);
+  if (shift == Band::kUnlimited) return static_cast<double>(rows.count) * static_cast<double>(most);
   if (shift == -Band::kUnlimited) return 0.0;
   const RowSet above = clip(rows, most - shift, Band::kUnlimited);
   const RowSet within = clip(rows, 1 - shift, most - shift);
@@ -101,10 +100,9 @@ class RangePairs {
     // In indices: the i-th selected row of a segment. They are a progression, too.
     const std::int64_t start = selected_.segment_begin(s) + selected_.offset;
     const RowSet own{(range_[rows.first] - start) / selected_.dilation, rows.count,
-                     rows.count > 1
-                         ? (range_[rows.last()] - range_[rows.first]) / (rows.count - 1) /
-                               selected_.dilation
-                         : 1};
+                     rows.count > 1 ? (range_[rows.last()] - range_[rows.first]) /
+                                          (rows.count - 1) / selected_.dilation
+                                    : 1};
     // A query i sees keys [i + least, i + most], a key i is seen by queries [i - most, i - least].
     const bool keys_travel = travel_ == Travel::keys;
     const std::int64_t first = keys_travel ? band_.least : -band_.most;
@@ -141,9 +139,9 @@ double allowed_pairs(const Band& band, const RowSet& queries, const RowSet& keys
   const auto up_to = [&](std::int64_t difference) {
     return causal_pairs({queries.first + difference, queries.count, queries.stride}, keys);
   };
-  const double below = band.most == Band::kUnlimited ? static_cast<double>(queries.count) *
-                                                           static_cast<double>(keys.count)
-                                                     : up_to(band.most);
+  const double below = band.most == Band::kUnlimited
+                           ? static_cast<double>(queries.count) * static_cast<double>(keys.count)
+                           : up_to(band.most);
   return band.least == -Band::kUnlimited ? below : below - up_to(band.least - 1);
 }
 

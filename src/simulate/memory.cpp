@@ -9,7 +9,7 @@
 namespace annulus::simulation {
 namespace {
 
-// Steps use two slots in turn, for the messages that leave the rank (gradients) or arrive at it.
+// Steps alternate between two slots, for messages that leave the rank (gradients) or arrive at it.
 double slot_bytes(const MessageTable& table, int rank, bool leaving) {
   double slots[2] = {0, 0};
   for (int step = 1; step <= table.steps(); ++step) {

@@ -9,8 +9,8 @@
 
 namespace annulus::simulation {
 
-// All messages of one courier, of all ranks and steps. The rows that a rank sends to another rank
-// in one step are one message.
+// The messages of one courier, for all ranks and steps. The rows that a rank sends to another rank
+// in one step form one message.
 class MessageTable {
  public:
   struct Message {

@@ -10,29 +10,29 @@
 namespace annulus::simulation {
 namespace {
 
-// The messages that one wait of a rank is for.
+// The messages that a rank waits for at one point.
 struct Batch {
   int open = 0;      // messages whose end is not known yet
-  double ready = 0;  // the latest end that is
+  double ready = 0;  // the latest known end
 };
 
-// Batches of a rank.
+// The message batches of a rank.
 enum Which : std::uint8_t { kRows, kReturns, kInbox0, kInbox1, kBatches };
 constexpr int kNothing = -1;
 
-// Where a rank continues. The names say what has just happened.
+// Where a rank continues. The names say what has just been done.
 enum class At : std::uint8_t {
-  entered,         // the journey: its rows are still to be packed
-  begun,           // a step; its rows are still to come
+  entered,         // the journey; packs its rows next
+  begun,           // a step; waits for its rows next
   arrived,         // rows of the step
-  posted,          // rows of the next one, which have come if transfers block
-  cleared,         // room for gradients of the step
+  posted,          // the transfers of the next step; with `blocking` they have finished
+  cleared,         // the buffer for gradients of the step
   computed,        // the step
-  returned,        // gradients of the step before: on their way to be added
-  added,           // ... and there
-  inbox_returned,  // one message of these
+  returned,        // gradients of the step before; adds them next
+  added,           // gradients of the step before
+  inbox_returned,  // one message of gradients, of a gather
   inbox_added,
-  inboxes_empty,  // and what the rank itself has sent
+  inboxes_empty,  // all gradients have been received and sent
   done,
 };
 
@@ -40,7 +40,7 @@ struct Rank {
   At at = At::entered;
   At after_returns = At::added;  // where to go on once returned gradients are added
   int step = 0;
-  int returning = 0;  // step whose gradients are under way; 0: none
+  int returning = 0;  // step whose gradients are being returned; 0: none
   int waits_for = kNothing;
   std::size_t inbox = 0;  // message of the step that is received next
   double waits_since = 0;
@@ -48,12 +48,12 @@ struct Rank {
 };
 
 struct Event {
-  // At equal times ranks come first, so that a port sees all messages it may choose from.
+  // At equal times ranks come before ports, so that a port sees all messages it may choose from.
   enum Kind : std::uint8_t { rank, port };
   double time;
   Kind kind;
   std::uint32_t what;   // rank or port
-  std::uint64_t order;  // of creation, for events that are equal otherwise
+  std::uint64_t order;  // order of creation, to break ties
 
   bool operator>(const Event& other) const {
     return std::tie(time, kind, order) > std::tie(other.time, other.kind, other.order);
@@ -112,7 +112,7 @@ class Replay::Run {
     if (batch.open == 0) push(batch.ready, Event::rank, static_cast<std::uint32_t>(r));
     return false;
   }
-  // The same on the processor, after the earlier requests of the ranks that share it.
+  // The same on the processor, after earlier requests of the ranks that share it.
   bool process(int r, double seconds, At next) {
     if (seconds <= 0) return take(r, 0, next);
     double& free =
@@ -290,7 +290,7 @@ class Replay::Run {
     port.chooses = true;
   }
   std::deque<Port::Pending>::iterator choose(Port& port) {
-    constexpr std::ptrdiff_t kMostLookedAt = 64;  // of a gather's thousands
+    constexpr std::ptrdiff_t kMostLookedAt = 64;  // for the thousands of messages of a gather
     const auto end = port.pending.begin() +
                      std::min(kMostLookedAt, static_cast<std::ptrdiff_t>(port.pending.size()));
     const auto found = std::find_if(port.pending.begin(), end, [&](const Port::Pending& pending) {
@@ -317,7 +317,7 @@ class Replay::Run {
     const MessageTable::Message& message = table(returning).all()[i];
     const Route route = replay_.route(message.from, message.to);
     const double seconds = seconds_of(message, *route.wire);
-    double end = now_ + seconds;  // through the sender's port, which it has just entered
+    double end = now_ + seconds;  // this message has just entered the sender's port
     if (route.wire->limits_receiving) {
       Port& in = replay_.ports_[route.in];
       in.free = std::max(now_, in.free) + seconds;

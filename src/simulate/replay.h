@@ -12,24 +12,24 @@
 
 namespace annulus::simulation {
 
-// One journey of rows through the steps of a plan, with the work in each step, as in
-// RingAttention::Impl::run_steps. Seconds are by rank, or by rank and step.
+// One journey of rows through the steps of a plan, together with the work of each step, as in
+// RingAttention::Impl::run_steps. Times are in seconds, by rank or by rank and step.
 struct Journey {
   const MessageTable* rows = nullptr;
-  const MessageTable* returns = nullptr;  // gradients on their way back; null: nothing returns
-  // Whether a rank waits for all returning messages of a step together (ring), or for one after the
-  // other by ascending sender with at most two receives posted (gather).
+  const MessageTable* returns = nullptr;  // gradients that return; null: none
+  // Ring: a rank waits for all returning messages of a step together. Gather: one after the other
+  // by ascending sender, with at most two receives posted.
   bool returns_together = true;
-  bool compute_last = false;  // reproducible: computes when all rows have arrived
+  bool compute_last = false;  // reproducible: computes after all rows have arrived
   bool blocking = false;      // RingOptions::blocking
   std::vector<double> pack;
   std::vector<double> compute;  // [rank][step], or one per rank where compute comes last
-  double clear_per_byte = 0;    // of returning gradients, before the step that makes them
-  double add_per_byte = 0;      // ... where they arrive
+  double clear_per_byte = 0;  // clearing buffers for gradients, before the step that computes them
+  double add_per_byte = 0;    // adding gradients that have returned
 };
 
-// A pass of all ranks on a cluster, event by event in order of time. A pass may have several
-// journeys; a rank begins the next one when it has finished the one before.
+// Replays a pass of all ranks on a cluster, event by event in order of time. A pass may have
+// several journeys; a rank begins the next one when it has finished the one before.
 //
 // A message starts when both sides have posted it. It passes the sender's port and the receiver's
 // port, each of which serves one message at a time. The sender's port takes the earliest message
@@ -42,8 +42,8 @@ class Replay {
   Replay(const Cluster& cluster, int ranks, double start_seconds);
   void run(const Journey& journey);
 
-  [[nodiscard]] double seconds() const;  // until the last rank is through
-  [[nodiscard]] double waiting() const;  // of all ranks together: for rows
+  [[nodiscard]] double seconds() const;  // when the last rank has finished
+  [[nodiscard]] double waiting() const;  // summed over all ranks: waiting for rows
   struct Busy {
     std::string what;
     double seconds = 0;
@@ -53,9 +53,9 @@ class Replay {
  private:
   class Run;
   struct Port {
-    double free = 0;  // from then on
+    double free = 0;  // when the port becomes free
     double busy = 0;
-    bool chooses = false;  // there is an event at which it takes the next message
+    bool chooses = false;  // an event is scheduled at which the port takes its next message
     struct Pending {
       double since;
       std::uint32_t message;
@@ -80,8 +80,8 @@ class Replay {
   int hosts_;
   int ports_per_host_;
   std::vector<Port> ports_;         // inside out, inside in, between out, between in
-  std::vector<double> processors_;  // free from then on
-  std::vector<double> now_;         // of every rank
+  std::vector<double> processors_;  // when each becomes free
+  std::vector<double> now_;         // the current time of each rank
   double waiting_ = 0;
 };
 

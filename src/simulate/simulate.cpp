@@ -27,18 +27,18 @@ using simulation::MessageTable;
 using simulation::Replay;
 using simulation::StepWork;
 
-// Floating-point operations per pair and element of a head: 2 for each of the products.
+// Floating-point operations per pair and head element: 2 for each product.
 constexpr double kForward = 4;
 constexpr double kBackward = 10;
 constexpr double kQueryGradient = 6;  // reproducible: scores twice, once for dQ
 constexpr double kKeyGradient = 8;    // and once for dK and dV
 
-// Bytes that are read and written per byte of rows.
+// Bytes read and written per byte of rows.
 constexpr double kPacking = 2;
 constexpr double kClearing = 1;
 constexpr double kAdding = 3;
 
-// Ranks agree before every call: one message each way per doubling of the ranks.
+// Ranks agree before every call: one message each way per doubling of the number of ranks.
 double agreement_seconds(const Cluster& cluster, int ranks) {
   const Wire& wire = ranks > cluster.ranks_per_host ? cluster.between : cluster.inside;
   double seconds = 0;
@@ -138,10 +138,10 @@ class Simulator {
 Forecast simulate(const RingOptions& options, const Cluster& cluster) {
   cluster.validate();
   ring::check_values(options);
-  // Refuses problems that no kernel computes.
+  // Rejects problems that no kernel can compute.
   (void)ring::computation_of(options, *backend_of({}, options.threads), options.placement.tokens());
   const int ranks = options.placement.ranks();
-  // A rank in the middle has about as many parcels as any other, under a causal mask, too.
+  // A rank in the middle has a typical number of parcels, under a causal mask, too.
   const ring::Plans plans = ring::make_plans(options, ranks / 2);
   const bool share = options.mix_gradient == MixGradient::full;
   const Simulator simulator(options, cluster);

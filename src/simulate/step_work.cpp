@@ -34,8 +34,9 @@ HostSegments host_segments(const Plan& plan, bool share) {
   return segments;
 }
 
-// The pairs that branches leave to others, as a pattern: the rows of a guest inside the segments of
-// its host. These begin at multiples of the guest's dilation, so offsets stay the same.
+// The pairs that branches leave to others, as a pattern: the rows of a coarser branch inside the
+// segments of the finer branch that computes them. These begin at multiples of the coarser branch's
+// dilation, so offsets stay the same.
 Pattern left_out(const Pattern& pattern, const HostSegments& segments) {
   Pattern out = pattern;
   out.branches.clear();
@@ -54,7 +55,7 @@ Pattern left_out(const Pattern& pattern, const HostSegments& segments) {
   return out;
 }
 
-// Pairs of a tile whose two rows lie in the same segment of that length.
+// The pairs of a tile whose two rows lie in the same segment of that length.
 double pairs_within(const Band& band, const RowSet& queries, const RowSet& keys,
                     std::int64_t segment) {
   const std::int64_t first = std::max(queries.first, keys.first) / segment;
@@ -69,7 +70,7 @@ double pairs_within(const Band& band, const RowSet& queries, const RowSet& keys,
   return pairs;
 }
 
-// How many heads of a selection leave pairs to a host, by the segment length of the host.
+// How many heads of a selection leave pairs to a finer branch, by that branch's segment length.
 std::vector<std::pair<std::int64_t, double>> guests_of(const Selection& selection,
                                                        const HostSegments& segments) {
   std::map<std::int64_t, double> heads;
@@ -107,7 +108,7 @@ StepWork::StepWork(const Plan& plan, bool share, double most_row_sets) : steps_(
   }
 }
 
-// Counts pairs of received and local rows. The remaining pairs of a rank have two local rows.
+// Counts pairs of received and local rows. All other pairs of a rank have two local rows.
 void StepWork::count(const Plan& plan, bool share) {
   const HostSegments segments = host_segments(plan, share);
   const bool keys_travel = plan.options().travel == Travel::keys;
@@ -136,7 +137,7 @@ void StepWork::count(const Plan& plan, bool share) {
         pairs_[index(rank, 0)] -= pairs;
       }
     }
-    // Sums in different orders: rounding may leave a tiny negative number.
+    // The sums are made in different orders, so rounding may leave a small negative number.
     pairs_[index(rank, 0)] = std::max(0.0, pairs_[index(rank, 0)]);
   });
 }
@@ -144,7 +145,7 @@ void StepWork::count(const Plan& plan, bool share) {
 void StepWork::estimate(const Plan& plan) {
   const bool keys_travel = plan.options().travel == Travel::keys;
   const int units = keys_travel ? plan.options().kv_heads : plan.pattern().heads;
-  // First counts rows in place of pairs.
+  // Holds row counts first, pairs later.
   std::vector<double> work;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const std::int64_t own = plan.travelling_placement().local_tokens(rank) * units;

@@ -11,12 +11,12 @@ namespace annulus::simulation {
 // coarser one (pattern/shared_pairs.h).
 class StepWork {
  public:
-  // With more row sets than this on all ranks together, tiles are not counted: it would take more
-  // than about 10 s. Long striped sequences have as many row sets as segments.
+  // Tiles are not counted if all ranks together have more row sets than this, because counting
+  // would take more than about 10 s. Long striped sequences have as many row sets as segments.
   static constexpr double kMostRowSets = 1.2e7;
 
-  // `plan` is the view of a rank with about as many parcels as any other. `share`: branches share
-  // pairs, which they do unless mixing is detached.
+  // `plan` is the view of a rank with a typical number of parcels. `share`: branches share pairs,
+  // which they do unless mixing is detached.
   StepWork(const Plan& plan, bool share, double most_row_sets = kMostRowSets);
 
   [[nodiscard]] double pairs(int rank, int step) const { return pairs_[index(rank, step)]; }

@@ -19,7 +19,7 @@
 namespace annulus::shared_device {
 namespace {
 
-constexpr std::size_t kPage = 4096;  // words start at one, so that a device can lock them alone
+constexpr std::size_t kPage = 4096;  // words start on a page: a device can lock them alone
 
 std::size_t up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -65,24 +65,24 @@ struct Board::Header {
 
 namespace {
 
-// Tells this process from all others that see its boards. A process number does not: in containers
-// that share /dev/shm it may be somebody else's, too.
+// Identifies this process to all processes that map its boards. Process numbers are not unique:
+// containers with different process namespaces can share /dev/shm.
 std::array<std::uint64_t, 2> this_process() {
   static const std::uint64_t random = [] {
     std::random_device source;
     return std::uint64_t{source()} << 32 | source();
   }();
-  return {random, static_cast<std::uint64_t>(getpid())};  // a forked child has the former
+  return {random, static_cast<std::uint64_t>(getpid())};  // the random number survives fork()
 }
 
 }  // namespace
 
-// A board's memory in this process, once, however many of its ranks have the board. Each of them
-// could map it, but the lock by which other processes see this one ends when any of its
-// descriptors of the file is closed: the first rank to leave would be taken for the death of all.
+// This process's only mapping of a board, shared by all of its ranks. Each rank could map the
+// board, but the file lock through which other processes see that this one lives ends when any of
+// its descriptors of the file is closed: the first rank to leave would look like the death of all.
 class Board::Mapping {
  public:
-  // `own`: makes it. std::system_error.
+  // `own`: creates it. Throws std::system_error.
   Mapping(const std::string& name, std::size_t bytes, bool own) : bytes_(bytes) {
     const int flags = (own ? O_CREAT | O_EXCL : 0) | O_RDWR | O_CLOEXEC;
     file_ = shm_open(name.c_str(), flags, 0600);
@@ -90,12 +90,13 @@ class Board::Mapping {
     struct stat found {};
     int error = 0;
     if (own) {
-      // Not ftruncate, behind which a full /dev/shm is found out by a signal that ends the process.
+      // Not ftruncate: with that, a full /dev/shm would kill the process with a signal on first
+      // use.
       error = posix_fallocate(file_, 0, static_cast<off_t>(bytes));
     } else if (fstat(file_, &found) != 0) {
       error = errno;
     } else if (static_cast<std::size_t>(found.st_size) != bytes) {
-      error = EINVAL;  // of a ring of another size
+      error = EINVAL;  // belongs to a ring of another size
     }
     void* mapped = MAP_FAILED;
     if (error == 0) {
@@ -110,9 +111,11 @@ class Board::Mapping {
     }
     memory_ = static_cast<std::byte*>(mapped);
     if (!own) return;
-    // New pages are zeros, which is what all of it starts as; formally, objects begin here.
+    // New pages are zero, which is the initial value of everything here. Formally, objects begin
+    // here.
     (new (memory_) Header)->process = this_process();
-    // Goes with the process, however that ends, and is not its children's.
+    // The kernel releases this lock when the process ends, however it ends. Forked children do not
+    // inherit it.
     struct flock lock {};
     lock.l_type = F_WRLCK;
     lock.l_whence = SEEK_SET;
@@ -129,7 +132,7 @@ class Board::Mapping {
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
   [[nodiscard]] int file() const { return file_; }
 
-  // Those of this process that still have their names.
+  // Mappings of this process whose boards still have their names.
   struct Named {
     std::mutex mutex;
     std::map<std::string, std::weak_ptr<Mapping>> all;
@@ -230,7 +233,7 @@ BoardState Board::state() const {
 Board::Abort Board::why() const { return {header().culprit, header().reason.data()}; }
 
 bool Board::owner_runs() const {
-  if (header().process == this_process()) return true;  // its own lock hinders nobody
+  if (header().process == this_process()) return true;  // its own lock does not block it
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;

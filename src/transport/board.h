@@ -10,18 +10,20 @@
 
 #include "core/device_sharing.h"
 
-// Host memory by which the processes of one host tell each other about messages in device memory.
-// Every rank has a board; the others have it mapped. Nothing on it is waited for by a lock: words
-// are written by one side and read by the other.
+// Host memory through which the processes of one host exchange notes about messages in device
+// memory. Every rank has a board, which the other ranks map. No locks: each word is written by one
+// side and read by the other.
 namespace annulus::shared_device {
 
-// Messages of one rank to another whose copies are not over. An executor has four of them; whoever
-// posts more waits.
+// The number of messages from one rank to another whose copies may be unfinished. An executor has
+// four of them. A sender that finds no free slot waits.
 constexpr std::size_t kSlots = 64;
 
-// Of the message in a slot. posted -> taken or refused by the receiver, -> withdrawn by the sender.
+// State of a slot's message: posted, then taken or refused by the receiver, or withdrawn by the
+// sender.
 enum class NoteState : std::uint32_t { none, posted, taken, refused, withdrawn };
-// With the message's number: who takes it takes no later one that lies in the same slot.
+// Combines the state with the message's number, so that a receiver cannot take a later message in
+// the same slot by mistake.
 [[nodiscard]] constexpr std::uint32_t mark(NoteState state, std::uint32_t sequence) {
   return sequence << 3 | static_cast<std::uint32_t>(state);
 }
@@ -31,14 +33,14 @@ enum class NoteState : std::uint32_t { none, posted, taken, refused, withdrawn }
 
 struct Note {
   std::uint32_t tag = 0;
-  std::uint32_t sequence = 0;  // of the sender's messages to this rank; never 0
+  std::uint32_t sequence = 0;  // counts the sender's messages to this rank; never 0
   std::int64_t bytes = 0;
-  std::uint64_t address = 0;  // in the sender's process
+  std::uint64_t address = 0;  // address in the sender's process
   SharedHandle handle;
 };
 
-// A note where another process may read it while it is written anew. Such a reader's note is of no
-// use, which it finds out when it takes the message: so the words of it need no order.
+// A note that another process may read while it is overwritten. Such a reader may get a torn note,
+// but then fails to take the message and discards it. So the words need no memory order.
 class NotePlace {
  public:
   void store(const Note& note);
@@ -48,19 +50,20 @@ class NotePlace {
   std::array<std::atomic<std::uint64_t>, sizeof(Note) / 8> words_{};
 };
 
-// What one rank has written to another's board.
+// What one rank has written to another rank's board.
 struct Inbox {
   std::array<std::atomic<std::uint32_t>, kSlots> marks{};
-  std::array<std::atomic<std::int64_t>, kSlots> refused{};  // what the receiver expected instead
+  std::array<std::atomic<std::int64_t>, kSlots> refused{};  // the size that the receiver expected
   std::array<NotePlace, kSlots> notes{};
 };
 
-// How its owner is, for whoever waits for it.
+// State of the board's owner, for ranks that wait for it.
 enum class BoardState : std::uint32_t { open, aborting, aborted, left };
 
 class Board {
  public:
-  // A new one, for `ranks` ranks; or that of another rank, by its name. std::system_error.
+  // create: a new board for `ranks` ranks. open: another rank's board, by its name. Both throw
+  // std::system_error.
   [[nodiscard]] static std::unique_ptr<Board> create(int ranks);
   [[nodiscard]] static std::unique_ptr<Board> open(const std::string& name, int ranks);
   ~Board();
@@ -68,11 +71,13 @@ class Board {
   Board& operator=(const Board&) = delete;
 
   [[nodiscard]] const std::string& name() const { return name_; }
-  // Nobody else will open it: the memory goes with those that have.
+  // Removes the name once every rank has opened the board. The memory is freed with the last
+  // mapping.
   void forget_name();
 
-  // Words that queues use, by rank and slot: `ready` counts what that rank has to be copied from
-  // here, `done` what of the owner's it has copied. The memory is the words' alone.
+  // Words that device queues use, by rank and slot: `ready` counts the messages that the rank can
+  // copy from here; `done` counts the owner's messages that the rank has copied. They have this
+  // memory to themselves.
   [[nodiscard]] std::span<std::byte> words() const;
   [[nodiscard]] static std::size_t ready_word(int rank, std::size_t slot) {
     return 2 * (static_cast<std::size_t>(rank) * kSlots + slot);
@@ -81,12 +86,12 @@ class Board {
     return ready_word(rank, slot) + 1;
   }
   [[nodiscard]] std::atomic<std::uint32_t>& word(std::size_t index) const;
-  // Queues that wait for these words go on, now and later.
+  // Releases all queues that wait for these words, now or later.
   void release_words();
 
   [[nodiscard]] Inbox& from(int rank) const;
 
-  // Of the owner. The first one who aborts is heard.
+  // Called by the owner. Only the first reason is kept.
   void abort(int culprit, const std::string& reason);
   void leave();
   [[nodiscard]] BoardState state() const;
@@ -94,8 +99,8 @@ class Board {
     int culprit = -1;
     std::string reason;
   };
-  [[nodiscard]] Abort why() const;  // of an aborted one
-  // False once the process that made it has ended, whatever has become of it.
+  [[nodiscard]] Abort why() const;  // if the state is `aborted`
+  // False once the process that made the board has ended, in any way.
   [[nodiscard]] bool owner_runs() const;
 
  private:

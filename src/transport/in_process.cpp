@@ -54,8 +54,8 @@ class InProcessTransport final : public Transport {
   InProcessTransport(std::shared_ptr<Ring> ring, int rank)
       : ring_(std::move(ring)), rank_(rank), deadline_(ring_->options.deadline) {}
 
-  // Peers that wait for this rank would do so until their deadline. What they have already
-  // exchanged with it is not affected, so a rank that simply finishes first does no harm.
+  // Peers that wait for this rank would otherwise wait until their deadline. Finished exchanges are
+  // not affected, so a rank that simply finishes first does no harm.
   ~InProcessTransport() override { ring_->leave(rank_); }
   InProcessTransport(const InProcessTransport&) = delete;
   InProcessTransport& operator=(const InProcessTransport&) = delete;
@@ -63,7 +63,7 @@ class InProcessTransport final : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return ring_->size; }
   std::string name() const override { return "in_process"; }
-  // By the queues of the memory itself.
+  // Copied by the queues of the memory itself.
   bool reaches(const Device&) const override { return true; }
 
   std::unique_ptr<Ticket> post(std::span<const Message> messages, const Event& after) override {

@@ -36,12 +36,12 @@ Ring::Ring(int ranks, const InProcessOptions& ring_options)
 void Ring::abort(int rank, const std::string& reason) noexcept {
   {
     const std::lock_guard lock(abort_mutex);
-    if (aborted()) return;  // the first reason is the one worth knowing
+    if (aborted()) return;  // keep only the first reason
     abort_rank = rank;
     try {
       abort_reason = reason;
     } catch (...) {
-      // Out of memory: an abort without its reason is still an abort.
+      // Out of memory: the abort takes effect without its reason.
     }
     abort_flag.store(true, std::memory_order_release);
   }
@@ -108,14 +108,15 @@ Transfer::~Transfer() {
   if (!settled_) {
     std::unique_lock lock(channel_.mutex);
     if (outcome_ == Outcome::pending) leave_queue(Outcome::cancelled);
-    // The partner is inside the copy: the owner frees the memory after us, so it has to be over.
+    // The partner is copying. The owner may free the memory after this call, so wait for the copy
+    // to finish.
     while (outcome_ == Outcome::copying) channel_.changed.wait(lock);
   }
   if (let_go_) return;
   try {
     moved_.wait();
   } catch (...) {
-    // The device failed: its memory is not touched any more, and whoever waits for it is told.
+    // The device failed, so it does not touch the memory any more. Waiting callers get the error.
   }
 }
 
@@ -128,8 +129,8 @@ Event Transfer::copy(const Transfer& sender, const Transfer& receiver) {
     if (bytes > 0) queue->copy(receiver.data_, sender.data_, static_cast<std::int64_t>(bytes));
     return queue->record();
   }
-  // memmove: a rank may send a buffer to itself. Empty spans may be null, which neither function
-  // allows.
+  // memmove, because a rank may send a buffer to itself. Empty spans may be null, which neither
+  // function permits.
   if (bytes > 0) std::memmove(receiver.data_, sender.data_, bytes);
   return {};
 }
@@ -144,7 +145,7 @@ void Transfer::count(const Transfer& sender, const Transfer& receiver) {
 }
 
 void Transfer::start() {
-  // Host memory is copied by whoever comes second, who cannot wait for another rank's device.
+  // Host memory is copied by the side that comes second. It cannot wait for another rank's device.
   if (copies_ == nullptr) after_.wait();
   Transfer* partner = nullptr;
   {
@@ -199,7 +200,7 @@ void Transfer::start() {
   channel_.changed.notify_all();
 }
 
-// Decides the outcome if it can be decided at this moment. False: the caller would have to wait.
+// Decides the outcome if that is possible now. False: the caller has to wait.
 bool Transfer::settle(Clock::time_point now) {
   switch (outcome_) {
     case Outcome::pending:
@@ -218,7 +219,7 @@ bool Transfer::settle(Clock::time_point now) {
       }
       break;
     case Outcome::copying:
-      return false;  // no way back, but it takes no longer than the copy
+      return false;  // past the point of no return; takes no longer than the copy
     case Outcome::on_link:
       if (now >= ready_) {
         outcome_ = Outcome::done;

@@ -39,30 +39,30 @@ struct TransferQueue {
   [[nodiscard]] Transfer* find(std::uint32_t tag) const;
 };
 
-// Everything that goes from one rank to one other (or itself). Its own cache lines: ranks must not
-// slow each other down.
+// Everything that goes from one rank to another (or to itself). Aligned to cache lines to avoid
+// false sharing between ranks.
 struct alignas(64) Channel {
   std::mutex mutex;
-  // One for both ends. With one thread per rank only the other end can be asleep when something
-  // changes, so a condition variable per transfer would save no wake-up.
+  // One condition variable for both ends. With one thread per rank only the other end can be asleep
+  // when something changes, so one for each transfer would save no wake-up.
   std::condition_variable changed;
   TransferQueue sends;
   TransferQueue receives;
-  bool source_left = false;  // that rank's Transport is gone: it will post nothing more
+  bool source_left = false;  // the source's Transport is gone: it will post nothing more
   bool destination_left = false;
-  // Not empty after a timeout or a size mismatch. The next message would be taken for the lost one,
-  // so nothing passes any more.
+  // Set after a timeout or a size mismatch. The next message would be taken for the lost one, so
+  // the channel carries no more messages.
   std::string broken;
 };
 
-// What belongs to one rank as a sender or receiver.
+// The state of one rank as a sender or receiver.
 struct alignas(64) Endpoint {
   std::atomic<std::uint64_t> bytes_sent{0};
   std::atomic<std::uint64_t> messages_sent{0};
   std::atomic<std::uint64_t> bytes_received{0};
   std::atomic<std::uint64_t> messages_received{0};
   std::mutex link_mutex;
-  Clock::time_point link_free{};  // when the outgoing link has finished all that was given to it
+  Clock::time_point link_free{};  // when the outgoing link will be free
 };
 
 struct Ring {
@@ -75,13 +75,15 @@ struct Ring {
   [[nodiscard]] Endpoint& endpoint(int rank) { return endpoints[static_cast<std::size_t>(rank)]; }
 
   void abort(int rank, const std::string& reason) noexcept;
-  // After true, abort_rank and abort_reason never change and may be read without a lock.
+  // Once this returns true, abort_rank and abort_reason never change and may be read without a
+  // lock.
   [[nodiscard]] bool aborted() const { return abort_flag.load(std::memory_order_acquire); }
-  // Nothing passes between `rank` and its peers any more once one of them has left.
+  // Ends all traffic between `rank` and its peers.
   void leave(int rank);
   [[nodiscard]] Health health(int rank);
 
-  // Puts a message on the outgoing link of `source` and says when the last byte is through.
+  // Puts a message on the outgoing link of `source` and returns when its last byte will have
+  // passed.
   [[nodiscard]] Clock::time_point occupy_link(int source, std::size_t bytes);
 
   const int size;
@@ -96,18 +98,18 @@ struct Ring {
 
 enum class Outcome : std::uint8_t {
   pending,  // queued in the channel, no partner yet
-  copying,  // matched: the partner's thread (or ours) is between the two locks and uses the memory
-  on_link,  // copied, but the rate-limited link is not through with it before `ready`
+  copying,  // matched; one side is copying between the two locks
+  on_link,  // copied, but the rate-limited link is busy with it until `ready`
   done,     // this and all below are final
   timed_out,
   size_mismatch,
   aborted,
   peer_left,
-  broken,  // an earlier message of the channel was lost, so order can no longer be kept
+  broken,  // an earlier message of the channel was lost, so the order of messages is unknown
   cancelled,
 };
 
-// One message of one side.
+// One side of a message.
 class Transfer : public Pooled<Transfer> {
  public:
   Transfer(std::shared_ptr<Ring> ring, int rank, const Message& message, const Event& after,
@@ -119,9 +121,10 @@ class Transfer : public Pooled<Transfer> {
   // Called once, right after construction: queues the transfer or completes it together with its
   // partner. Throws when the ring was aborted or the channel is broken.
   void start();
-  // Blocks until the partner has come and the copy is made or enqueued; the event is its end.
+  // Blocks until the partner has come and the copy has been made or enqueued. The event marks its
+  // end.
   [[nodiscard]] const Event& matched();
-  // Somebody else sees to it that the memory outlives the enqueued copy.
+  // Called if something else keeps the memory alive until the enqueued copy is done.
   void let_go() { let_go_ = true; }
 
   std::unique_ptr<Transfer> next_of_ticket;
@@ -129,19 +132,19 @@ class Transfer : public Pooled<Transfer> {
  private:
   friend struct TransferQueue;
 
-  // These want channel_.mutex held.
+  // These require channel_.mutex.
   [[nodiscard]] bool settle(Clock::time_point now);
   void leave_queue(Outcome outcome);
   [[nodiscard]] bool peer_left() const;
   TransferQueue& own_queue() { return sends_ ? channel_.sends : channel_.receives; }
   TransferQueue& partner_queue() { return sends_ ? channel_.receives : channel_.sends; }
 
-  // Moves the bytes from `sender` to `receiver`, at once or by a queue of theirs.
+  // Copies the bytes from `sender` to `receiver`, at once or by one of their queues.
   [[nodiscard]] static Event copy(const Transfer& sender, const Transfer& receiver);
   void count(const Transfer& sender, const Transfer& receiver);
   [[nodiscard]] std::string describe() const;
   [[nodiscard]] std::string describe_timeout() const;
-  [[nodiscard]] TransportError error() const;  // wants channel_.mutex held if the outcome is broken
+  [[nodiscard]] TransportError error() const;  // requires channel_.mutex if the outcome is broken
 
   const std::shared_ptr<Ring> ring_;  // a transfer may outlive its Transport
   const bool sends_;
@@ -156,15 +159,16 @@ class Transfer : public Pooled<Transfer> {
   const std::chrono::milliseconds deadline_length_;
   const Clock::time_point deadline_;
 
-  // The owner has seen a final outcome: nobody else knows this object any more, no lock needed.
+  // The owner has seen a final outcome. No other thread knows this object any more, so no lock is
+  // needed.
   bool settled_ = false;
   bool let_go_ = false;
 
   // Guarded by channel_.mutex.
   Outcome outcome_ = Outcome::cancelled;  // not yet queued
-  Event moved_;                           // from done or on_link on
-  Clock::time_point ready_{};             // with on_link
-  std::size_t partner_bytes_ = 0;         // with size_mismatch
+  Event moved_;                           // set if done or on_link
+  Clock::time_point ready_{};             // set if on_link
+  std::size_t partner_bytes_ = 0;         // set if size_mismatch
   Transfer* previous_ = nullptr;
   Transfer* next_ = nullptr;
 };

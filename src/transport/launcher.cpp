@@ -12,7 +12,7 @@
 #include "annulus/error.h"
 #include "annulus/in_process.h"
 
-// Ranks as threads of this process: starts them, and finds out which failure began it all.
+// Runs ranks as threads of this process and determines which failure was the first.
 
 namespace annulus {
 namespace {
@@ -21,7 +21,7 @@ class Launcher {
  public:
   explicit Launcher(std::size_t ranks) : ranks_(ranks), errors_(ranks) {}
 
-  // run_rank(rank) on every rank; it calls attempt().
+  // Calls run_rank(rank), which calls attempt(), on every rank.
   void run(const std::function<void(std::size_t rank)>& run_rank,
            const std::function<void(std::size_t rank, const std::string& reason)>& abort) {
     if (ranks_ == 1) {
@@ -46,7 +46,7 @@ class Launcher {
     rethrow();
   }
 
-  // The body of one rank, on its thread.
+  // The body of one rank, on the rank's thread.
   void attempt(Transport& transport, const std::function<void(Transport&)>& body) {
     const auto rank = static_cast<std::size_t>(transport.rank());
     const auto fail = [&](const std::string& reason) {
@@ -54,7 +54,7 @@ class Launcher {
       int nobody = -1;
       first_to_fail_.compare_exchange_strong(nobody, transport.rank());
       transport.abort(reason);
-      first_to_abort_.store(transport.health().lost_rank);  // the same on every rank
+      first_to_abort_.store(transport.health().lost_rank);  // this error is the same on every rank
     };
     try {
       body(transport);
@@ -68,9 +68,9 @@ class Launcher {
  private:
   void rethrow() const {
     if (first_to_fail_ < 0) return;
-    // Whoever aborted first has the root cause, even if an echo on another rank was quicker to
-    // leave its body: a body may call abort() itself and throw later. Should that rank have
-    // swallowed its own error, the first failure has to do.
+    // The rank that aborted first has the root cause, even if an echo on another rank left its body
+    // earlier: a body may call abort() itself and throw later. If that rank caught its own error,
+    // report the first failure instead.
     const int aborter = first_to_abort_;
     const std::exception_ptr root =
         aborter >= 0 ? errors_[static_cast<std::size_t>(aborter)] : nullptr;
@@ -92,7 +92,7 @@ void run_in_process(int ranks, const std::function<void(Transport&)>& body,
   launcher.run(
       [&](std::size_t rank) {
         launcher.attempt(*ring[rank], body);
-        // Others that still wait for this rank must not do so until their deadline.
+        // Ranks that still wait for this one must not wait until their deadline.
         ring[rank].reset();
       },
       [&](std::size_t rank, const std::string& reason) { ring[rank]->abort(reason); });

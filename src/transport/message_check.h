@@ -11,7 +11,7 @@
 
 namespace annulus {
 
-// ConfigError for a message that no transport can move.
+// Throws ConfigError for a message that no transport can carry.
 inline void check_message(const Message& message, int rank, int size) {
   const auto fail = [&](const std::string& what) {
     throw ConfigError(rank_prefix(rank, size) + "Transport::post (" +
@@ -30,21 +30,21 @@ inline void check_message(const Message& message, int rank, int size) {
   }
 }
 
-// ConfigError for a deadline that has passed before it begins.
+// Throws ConfigError for a deadline that is not positive.
 inline void check_deadline(std::chrono::milliseconds deadline, const std::string& where) {
   if (deadline.count() > 0) return;
   throw ConfigError(where + ": the deadline is " + std::to_string(deadline.count()) +
                     " ms, expected more than 0");
 }
 
-// ConfigError for a rate that limits nothing sensible.
+// Throws ConfigError for a negative or non-finite rate.
 inline void check_rate(double bytes_per_second, const std::string& where) {
   if (bytes_per_second >= 0 && !std::isinf(bytes_per_second)) return;
   throw ConfigError(where + ": bytes_per_second is " + std::to_string(bytes_per_second) +
                     ", expected 0 (no limit) or more");
 }
 
-// now() + milliseconds::max() overflows; nobody waits longer than this.
+// now() + milliseconds::max() would overflow. No deadline is longer than this.
 inline constexpr std::chrono::milliseconds kLongestDeadline = std::chrono::hours(24 * 365);
 
 }  // namespace annulus

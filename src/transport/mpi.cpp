@@ -40,7 +40,7 @@ class MpiTicket final : public Ticket {
 
  private:
   const std::shared_ptr<Endpoint> endpoint_;
-  std::vector<Transfer> transfers_;  // the endpoint knows where they are: none is added later
+  std::vector<Transfer> transfers_;  // the endpoint holds pointers to them: add none later
 };
 
 class MpiTransport final : public Transport {

@@ -1,4 +1,4 @@
-// Of builds without MPI: says so.
+// For builds without MPI: reports that it is missing.
 #include "annulus/error.h"
 #include "annulus/mpi.h"
 #include "transport/mpi_ring.h"

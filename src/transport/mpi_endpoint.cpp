@@ -14,13 +14,14 @@ namespace {
 using std::chrono::microseconds;
 
 constexpr microseconds kShortestNap{20};
-constexpr microseconds kLongestNap{1000};       // of the thread, while something is under way
-constexpr microseconds kLongestWaiterNap{200};  // of a caller who waits
+constexpr microseconds kLongestNap{1000};  // poll interval of the thread while transfers are open
+constexpr microseconds kLongestWaiterNap{200};  // poll interval of a waiting caller
 constexpr std::chrono::milliseconds kIdleNap{20};
 constexpr std::chrono::seconds kPatienceWithBroken{3};
 constexpr std::chrono::milliseconds kOverslept{50};
 constexpr std::chrono::milliseconds kTimeToReadMail{20};
-// A short message between two processes of one machine takes a few microseconds, as does a poll.
+// A short message between two processes of one machine takes a few microseconds, and so does a
+// poll.
 constexpr int kPollsBeforeNaps = 50;
 
 }  // namespace
@@ -77,7 +78,7 @@ void Endpoint::run() {
     if (said_goodbye_ && everybody_left() && mail_.idle()) break;
     if (moved) {
       nap = kShortestNap;
-      lock.unlock();  // for callers
+      lock.unlock();  // wakes callers
       std::this_thread::yield();
       lock.lock();
     } else if (waiting_ == 0 && (open_ > 0 || leaving_ || !mail_.idle())) {
@@ -105,7 +106,7 @@ bool Endpoint::poll() noexcept {
   return false;
 }
 
-// A packet of each send in turn: batches progress independently.
+// A packet of each send in turn, so that batches progress independently.
 bool Endpoint::send_packets() {
   bool any = false;
   std::size_t passed_over = 0;
@@ -128,7 +129,8 @@ bool Endpoint::send_packets() {
   return any;
 }
 
-// A packet of a limited link leaves when its last byte would be through: late polls lose no time.
+// A packet of a rate-limited link leaves at the time its last byte would have passed, so late polls
+// do not reduce the rate.
 bool Endpoint::link_is_through(const Transfer& send, std::size_t bytes) {
   if (bytes_per_second_ == 0 || send.peer == rank_) return true;
   const auto through =
@@ -158,7 +160,7 @@ void Endpoint::on_note(const Header& header, std::string_view text) {
       }
       break;
     }
-    case Kind::retract:  // where it has been met already, its bytes come and are thrown away
+    case Kind::retract:  // already met: its bytes will come and be discarded
       std::erase_if(from.receives, [&](const Ready& one) { return one.id == header.id; });
       break;
     case Kind::mismatch:
@@ -171,7 +173,7 @@ void Endpoint::on_note(const Header& header, std::string_view text) {
     case Kind::broken:
       if (!from.broken.empty()) break;
       from.broken = text;
-      // Who is told to be the one itself only sees that the other has given up.
+      // The rank that is blamed only learns that the other one has given up.
       blame(header.source, header.value == static_cast<std::uint64_t>(rank_)
                                ? header.source
                                : rank_or(header.value, header.source));
@@ -192,7 +194,7 @@ void Endpoint::on_note(const Header& header, std::string_view text) {
     case Kind::asks:
       mail_.send_note(header.source, {.kind = Kind::answers});
       break;
-    case Kind::answers:  // as everything does
+    case Kind::answers:  // all notes prove that the sender is alive
     case Kind::data:
       break;
   }
@@ -242,7 +244,7 @@ void Endpoint::match(Transfer& send, const Ready& receive) {
 
 void Endpoint::post(std::span<Transfer> batch) {
   const std::lock_guard lock(mutex_);
-  poll();  // what has been heard of since the last time
+  poll();  // handle what has arrived since the last poll
   for (Transfer& transfer : batch) {
     if (!ended_ && channel(transfer.peer).broken.empty()) continue;
     transfer.outcome = ended_ ? Outcome::ended : Outcome::broken;
@@ -271,8 +273,8 @@ void Endpoint::post(std::span<Transfer> batch) {
         match(transfer, found);
       }
     }
-  } catch (...) {        // not even for want of memory: the endpoint knows the transfers by now
-    end_by_exception();  // whoever waits is told
+  } catch (...) {  // must not fail for lack of memory: the endpoint already knows the transfers
+    end_by_exception();  // waiting callers get the error
     for (Transfer& transfer : batch) {
       if (!transfer.open()) transfer.outcome = Outcome::ended;  // it was never posted
     }
@@ -285,16 +287,16 @@ void Endpoint::wait(Transfer& transfer) {
   std::unique_lock lock(mutex_);
   ++waiting_;
   int polls = 0;
-  bool told = false;  // the others, for whom this rank waits
+  bool told = false;  // the other ranks, that this one waits
   microseconds nap = kShortestNap;
   auto last = Clock::now();
   auto awake = last;
   Channel& with = channel(transfer.peer);
-  if (with.asked) with.asked = last;  // nobody has listened since
+  if (with.asked) with.asked = last;  // restart the timer: this rank did not listen
   for (;;) {
     const bool moved = transfer.open() && poll();
-    // A process that was stopped finds its deadline over, and soon in its mail what it waited for,
-    // or why that does not come.
+    // A process that was stopped wakes up with its deadline passed. What it waited for, or the
+    // reason why that does not come, is then usually in its mail.
     const auto now = Clock::now();
     if (now - std::exchange(last, now) >= kOverslept) awake = now + kTimeToReadMail;
     if (settle(transfer, now < awake ? Clock::time_point::min() : now)) break;
@@ -323,8 +325,8 @@ void Endpoint::wait(Transfer& transfer) {
 
 void Endpoint::call_off(Transfer& transfer) noexcept {
   std::unique_lock lock(mutex_);
-  // The receiver counts on the rest of a send that has begun. It is over when all is in packets, or
-  // when there is no hope.
+  // The receiver expects the rest of a send that has begun. Wait until all of it is in packets, or
+  // until the ring has failed.
   while (transfer.sends && transfer.outcome == Outcome::moving &&
          transfer.packets_begun < transfer.packets) {
     if (settle(transfer, Clock::now()) || poll()) continue;
@@ -341,7 +343,7 @@ void Endpoint::conclude(Transfer& transfer, Outcome outcome) {
   --open_;
 }
 
-// Ends a transfer whose memory may be gone afterwards.
+// Ends a transfer whose memory may be freed afterwards.
 void Endpoint::withdraw(Transfer& transfer, Outcome outcome) {
   if (transfer.sends) {
     std::erase(channel(transfer.peer).sends, &transfer);
@@ -373,7 +375,7 @@ void Endpoint::count(const TransportCounters& moved) {
   messages_received_.fetch_add(moved.messages_received, std::memory_order_relaxed);
 }
 
-// ---- the end
+// ---- shutdown
 
 void Endpoint::leave() {
   const std::lock_guard lock(mutex_);
@@ -383,7 +385,7 @@ void Endpoint::leave() {
 
 bool Endpoint::finish(Clock::time_point until) {
   std::unique_lock lock(mutex_);
-  // Where the ring is broken, the others either know and leave, or never will.
+  // If the ring is broken, the other ranks either know and leave, or never will.
   const bool broken = ended_ || std::any_of(channels_.begin(), channels_.end(),
                                             [](const Channel& one) { return !one.broken.empty(); });
   if (broken) until = std::min(until, Clock::now() + kPatienceWithBroken);

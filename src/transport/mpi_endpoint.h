@@ -19,41 +19,42 @@
 #include "annulus/transport.h"
 #include "transport/mpi_mail.h"
 
-// One rank's end of a ring over MPI. MPI matches messages by itself, but it neither tells a sender
-// that the receive has another size nor takes messages back, and its tags are short. So it only
-// carries packets, and matching is done here, by the sender: a receive announces itself with a
-// note, the send that it meets answers with its bytes, which then always have a place to go.
+// One rank's end of a ring over MPI. MPI matches messages by itself, but it does not tell a sender
+// that the receive has another size, cannot cancel messages reliably, and has short tags. So MPI
+// carries packets only, and the sender matches messages here: each receive announces itself with a
+// note, and the matching send answers with its bytes, which then always have a destination.
 //
-// Progress. MPI moves bytes only while somebody is in one of its calls. Whoever waits polls; while
-// the caller computes, a thread does, less and less often where nothing happens (20 us to 1 ms),
-// and 50 times a second while nothing is under way, to hear of an abort. The thread sleeps in
-// between: a core that spins is one that does not compute.
+// Progress. MPI moves bytes only during its calls. A waiting caller polls. While callers compute, a
+// thread polls instead: at intervals that grow from 20 us to 1 ms while transfers are open, and 50
+// times a second otherwise, to notice an abort. The thread sleeps in between, because a spinning
+// thread would take a core from the kernels.
 //
-// Faults. A rank that waits for long says so: when a deadline is over, the one that nobody can say
-// for whom it waits is lost, not the one between. Deadlines of a ring end within milliseconds of
-// each other. Where they are long, who waits asks the other rank now and then whether it is there:
-// its thread answers, unless its process is stopped.
+// Faults. A rank that has waited for half its deadline says for whom. When a deadline passes, the
+// rank at the end of this chain is reported as lost, not a rank in between that only waits itself.
+// This needs deadlines that end within milliseconds of each other. If deadlines are long, a waiting
+// rank also asks the other one from time to time whether it is alive. That rank's thread answers,
+// unless its process is stopped.
 //
-// Locks: one, which is held during polls and the copies that they make. Calling a transfer off
-// takes it, so nothing is copied afterwards.
+// Locks: one, which is held during polls and the copies that they make. Cancelling a transfer takes
+// it, so that nothing is copied afterwards.
 namespace annulus::mpi {
 
 using Clock = std::chrono::steady_clock;
 
 enum class Outcome : std::uint8_t {
-  pending,  // its partner has not been heard of
-  moving,   // packets are under way
+  pending,  // the other side has not posted it yet
+  moving,   // packets are being sent
   done,     // this and all below are final
   timed_out,
   size_mismatch,
   ended,  // the transport was aborted, or MPI failed
   peer_left,
   silent,  // the other rank does not answer
-  broken,  // an earlier message between the two ranks was lost, so order can no longer be kept
+  broken,  // an earlier message between the two ranks was lost, so the order of messages is unknown
   cancelled,
 };
 
-// One message of this side.
+// This rank's side of a message.
 struct Transfer {
   Transfer(const Message& message, std::chrono::milliseconds deadline_length);
 
@@ -67,16 +68,16 @@ struct Transfer {
   std::chrono::milliseconds deadline_length;
   Clock::time_point deadline;
   Outcome outcome = Outcome::cancelled;  // not yet posted
-  std::uint64_t id = 0;                  // of the receive, given by its rank
-  std::size_t packets;                   // at least one, which may be empty
-  std::size_t packets_begun = 0;         // sends: copied out of the caller's memory
+  std::uint64_t id = 0;                  // of the receive; chosen by its rank
+  std::size_t packets;                   // at least one; it may be empty
+  std::size_t packets_begun = 0;         // of a send: packets copied out of the caller's memory
   std::size_t packets_moved = 0;
-  std::size_t partner_bytes = 0;  // with size_mismatch
+  std::size_t partner_bytes = 0;  // set if size_mismatch
 };
 
 class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Mail::Reader {
  public:
-  // Starts the thread, which keeps the endpoint until everybody has left.
+  // Starts the thread, which owns the endpoint until all ranks have left.
   static std::shared_ptr<Endpoint> make(std::shared_ptr<Communicator> communicator, int rank,
                                         const MpiOptions& options);
 
@@ -91,9 +92,10 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   [[nodiscard]] TransportCounters counters() const;
   void count(const TransportCounters& moved);
 
-  // Nothing more is posted. Returns at once.
+  // Announces that this rank posts nothing more. Returns at once.
   void leave();
-  // Waits until every rank has left, then until the thread has ended. False: some rank has not.
+  // Waits until every rank has left, then until the thread has ended. False: some rank has not
+  // left.
   [[nodiscard]] bool finish(Clock::time_point until);
 
  private:
@@ -103,23 +105,23 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
     std::size_t bytes;
   };
   struct Channel {
-    std::deque<Transfer*> sends;  // pending ones
-    std::deque<Ready> receives;   // of the other side, which wait for their sends
-    std::string broken;           // not empty: nothing passes any more
-    int culprit = -1;             // the rank because of which it is broken
-    int waits_for = -1;           // as the other side has said; -1: for nobody, or not for long
-    std::optional<Clock::time_point> asked;  // and not heard of since
+    std::deque<Transfer*> sends;  // pending
+    std::deque<Ready> receives;   // announced by the other side; their sends are not posted yet
+    std::string broken;           // the reason; not empty: the channel carries nothing more
+    int culprit = -1;             // the rank that caused it
+    int waits_for = -1;  // the rank that the other side waits for; -1: none, or not for long
+    std::optional<Clock::time_point> asked;  // an unanswered question
     Clock::time_point next_question{};
     std::uint64_t packets_sent = 0;
     std::uint64_t packets_received = 0;
-    std::optional<std::uint64_t> leaves_after;  // packets
+    std::optional<std::uint64_t> leaves_after;  // number of packets
     [[nodiscard]] bool left() const { return leaves_after && packets_received >= *leaves_after; }
   };
 
   Endpoint(std::shared_ptr<Communicator> communicator, int rank, const MpiOptions& options);
   void run();
 
-  // All of these want mutex_.
+  // All of these require mutex_.
   void on_note(const Header& header, std::string_view text) override;
   void on_data(const Header& header, std::span<const std::byte> bytes) override;
   void on_sent(void* owner) override;
@@ -134,7 +136,7 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   [[nodiscard]] int awaited(int peer) const;
   [[nodiscard]] bool is_silent(int peer, Clock::time_point now);
   void end(int rank, std::string_view text) noexcept;
-  void end_by_exception() noexcept;  // the one that is being handled
+  void end_by_exception() noexcept;  // ends by the exception that is being handled
   [[nodiscard]] bool link_is_through(const Transfer& send, std::size_t bytes);
   [[nodiscard]] bool settle(Transfer& transfer, Clock::time_point now);
   [[nodiscard]] bool everybody_left() const;
@@ -158,18 +160,18 @@ class Endpoint final : public std::enable_shared_from_this<Endpoint>, private Ma
   std::mutex mutex_;
   std::condition_variable changed_;
   Mail mail_;
-  std::vector<Channel> channels_;  // by peer, this rank included
+  std::vector<Channel> channels_;  // one for each rank, this one included
   std::unordered_map<std::uint64_t, Transfer*> receives_;
-  std::deque<Transfer*> sending_;  // matched, with packets that have not begun
-  Clock::time_point link_free_{};  // of a limited link: when all that it was given is through
+  std::deque<Transfer*> sending_;  // matched sends with packets left to copy
+  Clock::time_point link_free_{};  // rate-limited: when everything given to the link has passed
   std::uint64_t last_id_ = 0;
-  int open_ = 0;     // transfers
-  int waiting_ = 0;  // callers, who poll by themselves
+  int open_ = 0;     // open transfers
+  int waiting_ = 0;  // callers that poll
   bool leaving_ = false;
   bool said_goodbye_ = false;
   bool stopping_ = false;
-  bool finished_ = false;  // the thread makes no call of MPI any more
-  int lost_ = -1;          // the first rank that was waited for in vain
+  bool finished_ = false;  // the thread makes no more MPI calls
+  int lost_ = -1;          // the first rank that failed to answer
   bool ended_ = false;
   int ended_by_ = -1;
   std::string end_text_;

@@ -1,4 +1,4 @@
-// What becomes of transfers when a rank is lost, leaves or gives up, and who is named.
+// What happens to transfers when a rank is lost, leaves or aborts, and which rank is blamed.
 
 #include <algorithm>
 #include <new>
@@ -9,7 +9,7 @@
 
 namespace annulus::mpi {
 
-// Decides the outcome if it can be decided at this moment. False: the caller would have to wait.
+// Decides the outcome if that is possible now. False: the caller has to wait.
 bool Endpoint::settle(Transfer& transfer, Clock::time_point now) {
   if (!transfer.open()) return true;
   const Channel& with = channel(transfer.peer);
@@ -32,8 +32,7 @@ bool Endpoint::settle(Transfer& transfer, Clock::time_point now) {
   return true;
 }
 
-// Who keeps this rank waiting, which waits for `peer`: a rank that waits for another is not the
-// one.
+// Follows the ranks that wait for each other, from `peer` on, to the one that does not wait.
 int Endpoint::awaited(int peer) const {
   for (int hops = 0; hops < size_; ++hops) {
     const int next = channels_[static_cast<std::size_t>(peer)].waits_for;
@@ -43,13 +42,13 @@ int Endpoint::awaited(int peer) const {
   return peer;
 }
 
-// Whether a rank that is waited for has left a question unanswered for too long. Asks it.
+// Whether a rank that this one waits for has not answered a question in time. Sends the question.
 bool Endpoint::is_silent(int peer, Clock::time_point now) {
   Channel& with = channel(peer);
-  if (peer == rank_ || now == Clock::time_point::min()) return false;  // that: nobody can say now
+  if (peer == rank_ || now == Clock::time_point::min()) return false;  // just woken up
   if (with.asked) return now - *with.asked >= silence_;
   if (now >= with.next_question) {
-    const bool ask = with.next_question != Clock::time_point{};  // not at the first wait
+    const bool ask = with.next_question != Clock::time_point{};  // not in the first wait
     with.next_question = now + silence_ / 4;
     if (ask) {
       with.asked = now;
@@ -63,7 +62,7 @@ bool Endpoint::is_silent(int peer, Clock::time_point now) {
   return false;
 }
 
-// Every other rank. One that cannot be told runs into its deadline.
+// Sends a note to every other rank. A rank that cannot be reached runs into its deadline.
 void Endpoint::tell_all(const Header& header, std::string_view text) noexcept {
   try {
     for (int peer = 0; peer < size_; ++peer) {
@@ -91,11 +90,11 @@ void Endpoint::break_channel(int peer, int culprit, const std::string& text) {
 }
 
 void Endpoint::end(int rank, std::string_view text) noexcept {
-  if (std::exchange(ended_, true)) return;  // the first reason is the one worth knowing
+  if (std::exchange(ended_, true)) return;  // keep only the first reason
   ended_by_ = rank;
   try {
     end_text_ = text;
-  } catch (const std::bad_alloc&) {  // without its reason it is still the end
+  } catch (const std::bad_alloc&) {  // ends without a reason
   }
 }
 
@@ -111,9 +110,9 @@ void Endpoint::end_by_exception() noexcept {
 
 void Endpoint::abort(const std::string& reason) noexcept {
   const std::lock_guard lock(mutex_);
-  poll();  // somebody else may have been first
+  poll();  // another rank may have been first
   if (ended_) return;
-  // Whoever gives up because of a rank that it has lost is not the one to be named.
+  // A rank that aborts because it has lost another rank is not the one to blame.
   const int culprit = lost_ >= 0 ? lost_ : rank_;
   try {
     end(culprit, "rank " + std::to_string(rank_) + " aborted the transport: " + reason);

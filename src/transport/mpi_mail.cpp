@@ -26,8 +26,8 @@ void check(int code, const char* call, int peer = -1) {
                        peer);
 }
 
-// What is sent happens before what is received, also between ranks of one process. MPI sees to it;
-// ThreadSanitizer does not see it.
+// Orders a send before its receive, also between ranks of one process. MPI guarantees this, but
+// ThreadSanitizer cannot see it.
 #if defined(__SANITIZE_THREAD__)
 char order;
 void before_sending() { __tsan_release(&order); }
@@ -43,7 +43,7 @@ Header header_of(const std::byte* packet) {
   return header;
 }
 
-// What a packet has behind its header. A request that failed before has neither.
+// The bytes of a packet after its header. A failed request has neither.
 std::size_t text_bytes(const MPI_Status& status) {
   int bytes = 0;
   check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
@@ -67,7 +67,7 @@ Mail::Mail(std::shared_ptr<Communicator> communicator, int rank)
     receive_note();
     for (std::size_t slot = 0; slot < in_.size(); ++slot) receive_data(slot);
   } catch (...) {
-    close();  // MPI has some of the memory, and no destructor will run
+    close();  // MPI holds some of the memory, and no destructor will run
     throw;
   }
 }
@@ -128,7 +128,7 @@ void Mail::forget(void* owner) { std::replace(owners_.begin(), owners_.end(), ow
 
 bool Mail::poll(Reader& reader) {
   if (closed_) return false;
-  // Notes first: they may make data welcome, data never make notes so.
+  // Notes first: they announce the receives that data belong to, never the other way round.
   const bool read = poll_notes(reader);
   const bool received = poll_data(reader);
   const bool sent = poll_sends(reader);
@@ -202,7 +202,7 @@ void Mail::close() {
     return over != 0;
   };
   bool all_over = withdraw(note_request_);
-  // MPI may still write to a receive that has begun, and read what it has not sent.
+  // MPI may still write to a receive that has begun, and read sends that have not finished.
   if (!all_over) (void)new std::vector<std::byte>(std::move(note_));
   for (std::size_t slot = 0; slot < in_.size(); ++slot) {
     if (withdraw(in_requests_[slot])) continue;
@@ -220,7 +220,7 @@ void Mail::close() {
     all_over = false;
   }
   if (!all_over) communicator_->abandon();
-  communicator_.reset();  // now, and not when the last ticket is gone: MPI may be finalised by then
+  communicator_.reset();  // now and not with the last ticket, because MPI may be finalised by then
 }
 
 }  // namespace annulus::mpi

@@ -13,28 +13,29 @@
 
 #include "transport/mpi_session.h"
 
-// Packets between the ranks of a ring, by MPI's nonblocking calls, from and into memory of their
-// own. MPI cannot call off a send, nor a receive that has begun: what it is given must stay until
-// it is through, which it never is with a rank that has stopped. So the caller's memory is never
-// given to it. The price is two copies of every byte, some 25 us each for a packet. 8,192 queries
-// make a GFLOP of a packet of fp32 keys and values (head dim 64): 10 ms of a core, 200 times that.
+// Packets between the ranks of a ring, sent by MPI's nonblocking calls from buffers of their own.
+// MPI cannot cancel a send, nor a receive that has begun: its memory must stay valid until the
+// operation ends, which never happens if the other rank has stopped. So MPI never gets the caller's
+// memory. The price is two copies of every byte, about 25 us each per packet. This is small: for
+// each packet of fp32 keys and values (head dim 64), 8,192 queries compute 1 GFLOP, which takes a
+// core 10 ms.
 //
-// Notes are small and arrive in the order in which one rank sent them to another; data arrive in
-// any order.
+// Notes are small, and those from one rank to another arrive in the order in which they were sent.
+// Data arrive in any order.
 namespace annulus::mpi {
 
 enum class Kind : std::uint32_t {
   ready,     // a receive was posted: id, tag, bytes in value
-  retract,   // ... and called off: id
+  retract,   // it was cancelled: id
   mismatch,  // its send has `value` bytes: id
   broken,   // a message between the two ranks was lost because of rank `value`; the text says which
-  waits,    // for rank `value`, and has for half of its deadline
-  goes_on,  // what was waited for has come
-  abort,    // by the rank that sends it because of rank `value`; the text says why
-  leave,    // nothing comes after `value` packets of data
-  asks,     // whether the other process is there
-  answers,  // it is
-  data,     // bytes from `value` on of the receive `id`
+  waits,    // the sender has waited for rank `value` for half of its deadline
+  goes_on,  // what the sender waited for has come
+  abort,    // the sender aborts because of rank `value`; the text says why
+  leave,    // the sender posts nothing after `value` packets of data
+  asks,     // asks for a sign of life
+  answers,  // the sign of life
+  data,     // the bytes from `value` on of the receive `id`
 };
 
 struct Header {
@@ -46,8 +47,8 @@ struct Header {
   std::uint32_t unused = 0;
 };
 
-// Long enough that the latency of a packet does not matter, short enough that eight of them each
-// way are no burden (4 MiB in all).
+// Large enough to hide the latency of a packet; small enough that eight buffers for each direction
+// are cheap (4 MiB in all).
 inline constexpr std::size_t kPacketBytes = 256 * 1024;
 
 class Mail {
@@ -57,7 +58,7 @@ class Mail {
     virtual ~Reader() = default;
     virtual void on_note(const Header& header, std::string_view text) = 0;
     virtual void on_data(const Header& header, std::span<const std::byte> bytes) = 0;
-    virtual void on_sent(void* owner) = 0;  // MPI is through with one packet of this owner
+    virtual void on_sent(void* owner) = 0;  // MPI has finished one packet of this owner
   };
 
   Mail(std::shared_ptr<Communicator> communicator, int rank);
@@ -65,21 +66,21 @@ class Mail {
   Mail(const Mail&) = delete;
   Mail& operator=(const Mail&) = delete;
 
-  // TransportErrors name the peer where MPI does.
+  // Throws TransportErrors, which name the peer if MPI does.
   void send_note(int peer, Header header, std::string_view text = {});
   [[nodiscard]] bool has_room(int peer) const;
   void send_data(int peer, Header header, std::span<const std::byte> bytes, void* owner);
-  void forget(void* owner);  // on_sent is not called for it any more
+  void forget(void* owner);  // stops calls of on_sent for it
 
-  // Takes in what has arrived and clears away what has been sent. True: there was something.
+  // Handles arrived packets and frees finished ones. True: there were some.
   bool poll(Reader& reader);
   [[nodiscard]] bool idle() const { return notes_.empty() && free_slots_ == kSlots; }
-  // Receives nothing more. What MPI has not finished sending is left to it, memory included.
+  // Ends all receives. Unfinished sends stay with MPI, and so does their memory.
   void close();
 
  private:
   static constexpr int kSlots = 8;
-  // A rank that does not take its packets must not keep all slots from the others.
+  // A rank that does not take its packets must leave slots to the others.
   static constexpr int kSlotsPerPeer = 4;
   static constexpr std::size_t kTextBytes = 1000;
   static constexpr std::size_t kSlotBytes = sizeof(Header) + kPacketBytes;
@@ -100,7 +101,7 @@ class Mail {
   const int rank_;
   bool closed_ = false;
 
-  // One receive of notes at a time keeps their order; MPI stores the few that come meanwhile.
+  // One receive of notes at a time keeps them in order. MPI stores the few that arrive meanwhile.
   std::vector<std::byte> note_;
   MPI_Request note_request_ = MPI_REQUEST_NULL;
   std::array<Slot, kSlots> in_;

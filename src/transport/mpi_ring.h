@@ -8,8 +8,7 @@
 
 namespace annulus::mpi {
 
-// A ring whose ranks are all in this process, its bytes going through MPI: for tests that look at
-// both ends.
+// A ring over MPI whose ranks are all in this process, for tests that look at both ends.
 [[nodiscard]] std::vector<std::unique_ptr<Transport>> make_loopback_ring(int ranks,
                                                                          const MpiOptions& options);
 

@@ -14,11 +14,11 @@
 namespace annulus::mpi {
 namespace {
 
-// How long the end of a program waits for ranks that have not said goodbye. They may only be late,
-// or hang.
+// How long a program waits at its end for ranks that have not said goodbye. They may be late, or
+// hang.
 constexpr std::chrono::seconds kPatience{10};
 
-// What this process has to do with MPI. Never destroyed: threads may outlive static objects.
+// This process's relation to MPI. Never destroyed, because threads may outlive static objects.
 struct Session {
   std::mutex mutex;
   bool begun = false;
@@ -30,7 +30,7 @@ struct Session {
     return *session;
   }
 
-  // False: some rank has not been heard of.
+  // False: some rank did not say goodbye in time.
   bool end() {
     std::vector<std::weak_ptr<Endpoint>> all;
     {
@@ -49,14 +49,14 @@ struct Session {
   }
 };
 
-// MPI calls it at the beginning of MPI_Finalize, when everything still works.
+// MPI calls this at the start of MPI_Finalize, when everything still works.
 int on_finalize(MPI_Comm, int, void*, void*) {
   (void)Session::get().end();
   return MPI_SUCCESS;
 }
 
-// Of programs that left MPI to us. Where a rank is lost, MPI_Finalize would wait for it forever;
-// without it mpirun ends the job, as it does whenever a process just leaves.
+// For programs that let Annulus initialise MPI. If a rank is lost, MPI_Finalize would wait for it
+// forever. Without it, mpirun ends the job, as it does when a process exits early.
 void finalise() {
   Session& session = Session::get();
   if (session.initialised_by != ::getpid()) return;  // a forked child

@@ -10,16 +10,17 @@ namespace annulus::mpi {
 
 class Endpoint;
 
-// Initialises MPI if nobody has, and checks that it can be used from several threads. ConfigError.
+// Initialises MPI if necessary and checks that several threads can use it. Throws ConfigError.
 void begin();
 
-// From now on, MPI_Finalize first lets this endpoint say goodbye.
+// Lets this endpoint say goodbye at the start of MPI_Finalize.
 void attend_to(const std::shared_ptr<Endpoint>& endpoint);
 
-// A communicator of our own: errors are returned, messages meet nobody else's.
+// A separate communicator, which returns errors and keeps its messages apart from the caller's.
 class Communicator {
  public:
-  // Collective over `parent`. loopback: a ring of `ranks` that are all in this process, for tests.
+  // Collective over `parent`. loopback: a ring of `ranks` ranks that are all in this process, for
+  // tests.
   static std::shared_ptr<Communicator> copy_of(MPI_Comm parent);
   static std::shared_ptr<Communicator> loopback(int ranks);
   ~Communicator();
@@ -29,10 +30,10 @@ class Communicator {
   [[nodiscard]] MPI_Comm handle() const { return handle_; }
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int size() const { return size_; }
-  // Where and how a rank of the ring gets a kind of message (0 or 1).
+  // The rank and tag for a kind of message (0 or 1) to a rank of the ring.
   [[nodiscard]] int process(int rank) const { return loopback_ ? 0 : rank; }
   [[nodiscard]] int tag(int rank, int kind) const { return loopback_ ? 2 * rank + kind : kind; }
-  // MPI still holds some of its messages: it is not freed.
+  // Marks that MPI still holds messages of it, so that it is not freed.
   void abandon() { abandoned_ = true; }
 
  private:
@@ -42,7 +43,7 @@ class Communicator {
   int rank_ = 0;
   int size_ = 0;
   bool loopback_ = false;
-  std::atomic<bool> abandoned_{false};  // by any of the ranks that share a loopback
+  std::atomic<bool> abandoned_{false};  // set by any of the ranks that share a loopback
 };
 
 [[nodiscard]] std::string error_text(int code);

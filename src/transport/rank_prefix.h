@@ -4,7 +4,7 @@
 
 namespace annulus {
 
-// "[rank 3/8] ", which starts messages about one rank of a ring.
+// "[rank 3/8] ", the start of messages about one rank of a ring.
 [[nodiscard]] inline std::string rank_prefix(int rank, int size) {
   return "[rank " + std::to_string(rank) + "/" + std::to_string(size) + "] ";
 }

@@ -12,13 +12,13 @@
 namespace annulus {
 namespace {
 
-// Any tag would do, because every rank makes the same calls; these are unlikely to meet another
-// user's messages.
+// Any tag would do, because every rank makes the same calls. These are unlikely to collide with
+// another user's messages.
 constexpr std::uint32_t kForwardTag = 0x52494e46;   // "RINF"
 constexpr std::uint32_t kBackwardTag = 0x52494e42;  // "RINB"
 
-// Depends on rank, direction and position, so that blocks of another rank, of the other direction,
-// shifted blocks and stale ones are all told apart.
+// Depends on the rank, the direction and the position, to detect blocks of another rank, of the
+// other direction, shifted blocks and stale ones.
 std::byte pattern_byte(int rank, std::uint32_t tag, std::size_t index) {
   std::uint64_t x =
       (static_cast<std::uint64_t>(static_cast<std::uint32_t>(rank)) << 32 | tag) + index;
@@ -43,7 +43,8 @@ Pass pass_block(Transport& transport, int to, int from, std::uint32_t tag, std::
   try {
     std::vector<std::byte> out(bytes);
     for (std::size_t i = 0; i < bytes; ++i) out[i] = pattern_byte(transport.rank(), tag, i);
-    // Starts as the complement of what should come: a transport that moves nothing cannot pass.
+    // Initialised with the complement of the expected bytes, so that a transport that moves nothing
+    // cannot pass.
     std::vector<std::byte> in(bytes);
     for (std::size_t i = 0; i < bytes; ++i) in[i] = ~pattern_byte(from, tag, i);
 

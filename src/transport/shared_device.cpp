@@ -39,7 +39,7 @@ class SharedTicket final : public Ticket {
   }
 
  private:
-  // Receives first: their copies are what other ranks wait for.
+  // Receives first: other ranks wait for their copies.
   void meet() {
     for (const bool sends : {false, true}) {
       for (const auto& transfer : transfers_) {
@@ -89,7 +89,7 @@ class SharedDeviceTransport final : public SharedDevice {
         on_host.push_back(message);
       }
     }
-    // Sends first: others may wait for them, and receives that find their notes wait for nobody.
+    // Sends first: other ranks may wait for them, and receives that find their notes do not wait.
     for (const Way way : {Way::send, Way::receive}) {
       for (const Message& message : messages) {
         if (message.way == way && on_device(message)) start(ticket->add(), message, after);

@@ -6,17 +6,17 @@
 
 #include "transport/shared_device_ring.h"
 
-// How the ranks of a ring of processes find each other, and whether they can share memory: by
-// trying.
+// Connects the ranks of a ring of processes, and finds out whether they can share memory by trying
+// it.
 namespace annulus::shared_device {
 namespace {
 
 constexpr std::uint32_t kTag = 0x53484152;  // "SHAR": of records on the control
 
-// What ranks tell each other before they begin.
+// The first message between two ranks.
 struct Introduction {
   std::array<char, 64> board{};
-  SharedHandle handle;  // of memory that holds the name of the board
+  SharedHandle handle;  // memory that holds the name of the board
   std::array<char, 400> complaint{};
 };
 struct Verdict {
@@ -100,7 +100,8 @@ std::string Ring::connect() {
       }
       words_[p] = sharing_->adopt(boards_[p]->words());
     }
-    // Of what this rank would send itself: nobody else looks at that word, and 0 is its value.
+    // The word that this rank would use for messages to itself: unused otherwise, and its value is
+    // 0.
     const std::size_t word = Board::ready_word(rank_, 0);
     words(rank_).write(*signals_, word, 0);
     words(rank_).wait(*signals_, word, 0);
@@ -109,7 +110,7 @@ std::string Ring::connect() {
     set(verdict.complaint, error.what());
   }
   text = first_complaint(exchange(control_, verdict));
-  board(rank_).forget_name();  // who was to open it has
+  board(rank_).forget_name();  // all ranks have opened it
   return text;
 }
 

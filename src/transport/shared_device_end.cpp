@@ -5,18 +5,18 @@
 #include "transport/rank_prefix.h"
 #include "transport/shared_device_ring.h"
 
-// How waiting in a ring of processes ends: when what was waited for has happened, or when the ring
-// is over, because a process has died, aborted or left, or takes too long.
+// The ends of a wait in a ring of processes: what was waited for has happened, or the ring has
+// ended because a process died, aborted, left or took too long.
 namespace annulus::shared_device {
 namespace {
 
 using std::chrono::milliseconds;
 
-constexpr auto kLookEvery = milliseconds(20);  // at processes, while waiting
-constexpr auto kAskEvery = milliseconds(200);  // the control, which may have to ask others
-constexpr int kNobody = -2;                    // is told
+constexpr auto kLookEvery = milliseconds(20);  // the processes, while waiting
+constexpr auto kAskEvery = milliseconds(200);  // the control; it may have to ask other ranks
+constexpr int kNobody = -2;                    // blames no rank and tells none
 
-// Spins at first: the other side is mostly there, or about to be.
+// Spins at first, because the other side is usually there or about to be.
 class Patience {
  public:
   void pause() {
@@ -40,7 +40,7 @@ void Ring::end(const Failure& why, int culprit) noexcept {
     over_ = true;
     try {
       failure_ = why;
-    } catch (...) {  // without its reason it is still the end
+    } catch (...) {  // ends without a reason
     }
   }
   if (culprit != kNobody) board(rank_).abort(culprit, why.text);

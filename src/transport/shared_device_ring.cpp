@@ -16,11 +16,11 @@ Ring::Ring(Transport& control, std::shared_ptr<DeviceSharing> sharing)
       sent_(static_cast<std::size_t>(size_)) {}
 
 Ring::~Ring() {
-  // Queues write to boards, which end here.
+  // Queues write to the boards, which are destroyed here.
   try {
     if (signals_ != nullptr) signals_->record().wait();
     for (const auto& [queue, last] : copied_) last.wait();
-  } catch (const std::exception&) {  // the device failed: it touches nothing any more
+  } catch (const std::exception&) {  // the device failed and touches nothing any more
   }
   {
     const std::lock_guard lock(mutex_);
@@ -62,14 +62,14 @@ std::size_t Ring::free_slot(Transfer& transfer) {
       return reached(Board::done_word(transfer.peer, slot), sent.sequence[slot]);
     return state != NoteState::posted;
   };
-  // All of them in turn: words that lay idle for 2^31 messages would seem to be ahead.
+  // All slots in turn: a word that is unused for 2^31 messages would compare as ahead.
   std::size_t slot = 0;
   wait_until(transfer, [&] {
     for (std::size_t i = 0; i < kSlots; ++i) {
       slot = (sent.next + i) % kSlots;
       if (is_free(slot)) return true;
     }
-    progress();  // the other side may be waiting for the same here
+    progress();  // the other side may be waiting here, too
     return false;
   });
   return slot;
@@ -87,7 +87,7 @@ void Ring::send(Transfer& transfer, const SharedHandle& handle, std::byte* data,
   Inbox& inbox = board(transfer.peer).from(rank_);
   inbox.notes[transfer.slot].store({transfer.tag, transfer.sequence, transfer.bytes,
                                     reinterpret_cast<std::uint64_t>(data), handle});
-  // Before the note: a receiver's queue is to wait for what has been enqueued.
+  // Before the note: the receiver's queue waits for what has been enqueued.
   signals_->wait(after);
   words(transfer.peer).write(*signals_, Board::ready_word(rank_, transfer.slot), transfer.sequence);
   inbox.marks[transfer.slot].store(mark(NoteState::posted, transfer.sequence),
@@ -131,9 +131,9 @@ std::optional<Ring::Posted> Ring::find_posted(const Inbox& inbox, std::uint32_t 
 bool Ring::match(Transfer& receive) {
   Inbox& inbox = board(rank_).from(receive.peer);
   for (;;) {
-    // Two messages may be posted while the slots are looked at: the first in one that has been
-    // passed, the second in one that is still to come. Whoever has seen the second finds the first
-    // when he looks once more.
+    // Two messages may be posted while this loop looks at the slots: the first into a slot that it
+    // has passed, the second into one that it still reaches. A receiver that has seen the second
+    // finds the first when it looks again.
     std::optional<Posted> found = find_posted(inbox, receive.tag);
     for (std::optional<Posted> last; found && (!last || last->mark != found->mark);) {
       last = found;
@@ -143,9 +143,8 @@ bool Ring::match(Transfer& receive) {
     const Note& note = found->note;
     const bool fits = note.bytes == receive.bytes;
     if (!fits) inbox.refused[found->slot].store(receive.bytes, std::memory_order_relaxed);
-    // Expects the mark that was seen before the note was read, and not one with the number in the
-    // note: where a message was withdrawn meanwhile and another one put there, the note may be half
-    // of either.
+    // Expects the mark that was read before the note, not one with the number in the note: if the
+    // message was withdrawn and another one posted meanwhile, the note may be a mix of both.
     if (!inbox.marks[found->slot].compare_exchange_strong(
             found->mark, mark(fits ? NoteState::taken : NoteState::refused, note.sequence)))
       continue;
@@ -159,12 +158,13 @@ bool Ring::match(Transfer& receive) {
                       " bytes: do both ranks use the same shapes and plan?";
       return true;
     }
-    // Told by whoever waits for it: now it may be another transfer that made it start.
+    // Reported when a caller waits for it. This call may have started it on behalf of another
+    // transfer.
     try {
       start_copy(receive, note);
     } catch (const std::exception& error) {
       Failure why{rank_, error.what()};
-      static_cast<void>(ended(why, true));  // memory may be gone with its process
+      static_cast<void>(ended(why, true));  // its memory may have been freed with its process
       receive.error_rank = why.rank;
       receive.error = describe(receive) + " failed: " + why.text;
     }
@@ -182,7 +182,8 @@ void Ring::start_copy(Transfer& receive, const Note& note) {
   Queue& copies = *receive.copies;
   const std::size_t ready = Board::ready_word(receive.peer, receive.slot);
   copies.wait(receive.after);
-  // From now on, and not when somebody waits for this message: later ones wait in the same queue.
+  // The deadline runs from now on and not from the first wait, because later messages wait in the
+  // same queue.
   watch(receive, ready);
   words(rank_).wait(copies, ready, note.sequence);
   if (note.bytes > 0) copies.copy(receive.data, from, note.bytes);
@@ -274,10 +275,11 @@ void Ring::call_off(Transfer& transfer) noexcept {
       transfer.moved.wait();
     }
   } catch (...) {
-    // The ring has ended, and queues go on without the others; what was enqueued is soon over.
+    // The ring has ended and its queues no longer wait for other ranks, so what was enqueued soon
+    // finishes.
     try {
       transfer.moved.wait();
-    } catch (...) {  // the device failed: it touches nothing any more
+    } catch (...) {  // the device failed and touches nothing any more
     }
   }
 }

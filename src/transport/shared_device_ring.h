@@ -28,14 +28,15 @@
 //   host: waits until the note is taken              queue: waits for ready[slot], copies,
 //   queue: waits for done[slot]                      done[slot] = sequence on the sender's board
 //
-// Hosts wait for notes alone, so that they enqueue a pass while devices work on an earlier one.
-// A queue waits only for what another process has enqueued already. All ranks post and wait in the
-// same order, and a ticket's copies are enqueued before it waits for the others': even if a device
-// did the work of all its queues in the order of enqueuing, nothing would wait in a circle.
+// Hosts wait for notes only, so that they can enqueue a pass while devices work on an earlier one.
+// A queue waits only for work that another process has already enqueued. All ranks post and wait in
+// the same order, and the copies of a ticket are enqueued before it waits for those of others. So
+// there is no deadlock, even if a device executes all its queues in the order of enqueuing.
 //
-// A process that dies leaves words that nobody writes. A thread looks after all that is waited for
-// on the device: it lets the queues go, and the ring ends. It never calls the control, which may be
-// Python's: whoever destroys the ring holds Python's lock and waits for the thread.
+// If a process dies, nothing writes its words any more. A thread watches all words that device
+// queues wait for. On a failure it releases the queues and ends the ring. It never calls the
+// control, which may be implemented in Python: the thread that destroys the ring holds the GIL and
+// waits for this thread.
 namespace annulus::shared_device {
 
 using Clock = std::chrono::steady_clock;
@@ -50,19 +51,19 @@ struct Transfer {
   std::int64_t bytes = 0;
   std::chrono::milliseconds deadline_length{};
   Clock::time_point deadline;
-  std::byte* data = nullptr;      // of a receive
-  std::shared_ptr<Queue> copies;  // of a receive
-  Event after;                    // of a receive
-  bool under_way = false;         // a receive: copied by `copies`; a send: taken by the receiver
-  std::size_t slot = 0;           // from here on: of a send, or of a receive under way
+  std::byte* data = nullptr;      // receive only
+  std::shared_ptr<Queue> copies;  // receive only
+  Event after;                    // receive only
+  bool under_way = false;         // receive: `copies` copies it; send: the receiver has taken it
+  std::size_t slot = 0;           // from here on: valid for a send, or for a receive under way
   std::uint32_t sequence = 0;
-  Event moved;  // of a receive
+  Event moved;  // receive only
   bool over = false;
   std::string error;
   int error_rank = -1;
 };
 
-// One rank's side. Used by one thread, except abort and health.
+// One rank's side of the ring. For one thread, except abort and health.
 class Ring {
  public:
   Ring(Transport& control, std::shared_ptr<DeviceSharing> sharing);
@@ -70,18 +71,18 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Collective. Empty, or why it is not to be.
+  // Collective. Returns why memory cannot be shared; empty if it can.
   [[nodiscard]] std::string connect();
 
   void send(Transfer& transfer, const SharedHandle& handle, std::byte* data, const Event& after);
   void receive(Transfer& transfer);
-  // Blocks until the other side has come; then the message is on its way on some device.
+  // Blocks until the other side has posted the message. A device then carries it without the hosts.
   void meet(Transfer& transfer);
-  // Blocks until it has arrived; only after meet().
+  // Blocks until the message has arrived. Only after meet().
   void arrive(Transfer& transfer);
-  // Makes `queue` wait for it; only after meet().
+  // Makes `queue` wait for the message. Only after meet().
   void arrive(Transfer& transfer, Queue& queue);
-  // The memory is touched no more.
+  // On return, its memory is no longer used.
   void call_off(Transfer& transfer) noexcept;
 
   void check();
@@ -95,16 +96,16 @@ class Ring {
     int rank = -1;
     std::string text;
   };
-  // Something on the device that another process will do.
+  // A change on the device that another process will make.
   struct Watched {
-    std::size_t word;  // on the own board
+    std::size_t word;  // on this rank's board
     std::uint32_t value;
     int peer;
     std::chrono::milliseconds deadline_length;
     Clock::time_point deadline;
   };
 
-  // A message on the own board.
+  // A message on this rank's board.
   struct Posted {
     std::size_t slot;
     std::uint32_t mark;
@@ -120,10 +121,9 @@ class Ring {
   [[nodiscard]] bool reached(std::size_t word, std::uint32_t value) const;
   [[nodiscard]] std::string describe(const Transfer& transfer) const;
   [[noreturn]] void fail(Transfer& transfer, int rank, const std::string& text);
-  // Ends the ring, unless it has ended: queues wait no more, and where `culprit` is a rank the
-  // others hear of it.
+  // Ends the ring once: releases the queues. Tells the other ranks if `culprit` is a rank.
   void end(const Failure& why, int culprit) noexcept;
-  // Whether the ring is over, and why; `thorough` looks at processes, too.
+  // Whether the ring has ended, and why. `thorough`: also checks the other processes.
   [[nodiscard]] bool ended(Failure& why, bool thorough);
   void watch(const Transfer& transfer, std::size_t word);
   void look_after();
@@ -136,26 +136,26 @@ class Ring {
   const std::shared_ptr<DeviceSharing> sharing_;
   const int rank_;
   const int size_;
-  std::shared_ptr<Queue> signals_;  // says when memory is ready; never waits for another process
+  std::shared_ptr<Queue> signals_;  // signals that memory is ready; never waits for another process
   std::vector<std::unique_ptr<Board>> boards_;
   std::vector<std::unique_ptr<SharedWords>> words_;
-  // Memory of other ranks, by rank and handle.
+  // Mapped memory of other ranks, by rank and handle.
   std::map<std::pair<int, std::array<std::byte, 64>>, std::shared_ptr<std::byte>> opened_;
   std::map<std::shared_ptr<Queue>, Event> copied_;  // the last copy of each queue
   struct Sent {
-    std::array<std::uint32_t, kSlots> sequence{};  // of the last message; 0: none
+    std::array<std::uint32_t, kSlots> sequence{};  // the last message's; 0: none
     std::uint32_t next = 1;
   };
-  std::vector<Sent> sent_;            // by rank
-  std::vector<Transfer*> receiving_;  // posted and not under way, in order
+  std::vector<Sent> sent_;            // one for each rank
+  std::vector<Transfer*> receiving_;  // posted and not yet under way, in order
 
-  std::mutex mutex_;  // of the rest
+  std::mutex mutex_;  // guards all members below
   std::condition_variable changed_;
   bool over_ = false;
   Failure failure_;
   std::vector<Watched> watched_;
   bool leaving_ = false;
-  std::thread watchman_;  // from the first time that something is to be watched
+  std::thread watchman_;  // started for the first entry of watched_
 };
 
 }  // namespace annulus::shared_device

@@ -35,7 +35,7 @@ Transport::Use::Use(Transport& transport, const char* where) : transport_(transp
   const std::string text =
       rank_prefix(transport_.rank(), transport_.size()) + where +
       ": another thread is using this executor or its transport: one call at a time";
-  // Another rank may be in the call that is refused here: its rows would meet the wrong ones.
+  // Another rank may be in the call that is rejected here, and its rows would meet the wrong ones.
   if (transport_.size() > 1) transport_.abort(text);
   throw ConfigError(text);
 }

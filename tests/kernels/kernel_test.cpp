@@ -205,16 +205,16 @@ TEST_P(KernelTest, ShiftsTheCausalDiagonal) {
 }
 
 constexpr std::int64_t kNoLimit = Band::kUnlimited;
-const std::vector<Band> kBands = {{-20, 0},   {-5, 5},      {0, 0},  {-130, -3},
-                                  {-300, -200}, {-64, kNoLimit}, {3, 40}, {-17, 200},
-                                  {-255, 0}};
+const std::vector<Band> kBands = {{-20, 0},        {-5, 5}, {0, 0},     {-130, -3}, {-300, -200},
+                                  {-64, kNoLimit}, {3, 40}, {-17, 200}, {-255, 0}};
 
 // Rows of which some see nothing, in runs that interleave or not.
 TEST_P(KernelTest, MatchesOracleForEveryBand) {
   for (const Band& band : kBands) {
     SCOPED_TRACE("band " + std::to_string(band.least) + " to " + std::to_string(band.most));
     for (const DType dtype : {DType::f32, DType::bf16}) {
-      if (dtype == DType::bf16 && band == Band{0, 0}) continue;  // exact: no rounding to compare with
+      if (dtype == DType::bf16 && band == Band{0, 0})
+        continue;  // exact: no rounding to compare with
       TaskData data =
           random_task(6, dtype, 24, false, progression(3, 2, 190), progression(0, 1, 430));
       data.band = band;
@@ -249,8 +249,8 @@ TEST_P(KernelTest, RowsThatAreNotSeenMayBeMissing) {
         const RowSet kept = clip(RowSet{0, 700, 1}, seen.first, seen.last + 1);
         if (kept.count > 0) run.key_cuts.push_back({kept.first, 1, kept.count});
       }
-      if (run.key_cuts.size() == 2 && run.key_cuts[0].first + run.key_cuts[0].count >
-                                          run.key_cuts[1].first) {
+      if (run.key_cuts.size() == 2 &&
+          run.key_cuts[0].first + run.key_cuts[0].count > run.key_cuts[1].first) {
         continue;  // the two stretches overlap
       }
       if (run.key_cuts.empty()) continue;

@@ -70,8 +70,7 @@ TEST_P(BandRules, AreTheSameInStepsOfADilation) {
     const Band steps = GetParam().divided_by(dilation);
     for (std::int64_t query = 0; query < 12; ++query) {
       for (std::int64_t key = 0; key < 12; ++key) {
-        ASSERT_EQ(steps.allows(query, key),
-                  GetParam().allows(query * dilation, key * dilation))
+        ASSERT_EQ(steps.allows(query, key), GetParam().allows(query * dilation, key * dilation))
             << dilation << ": " << query << ", " << key;
       }
     }
@@ -80,9 +79,8 @@ TEST_P(BandRules, AreTheSameInStepsOfADilation) {
 
 INSTANTIATE_TEST_SUITE_P(Known, BandRules,
                          ::testing::Values(Band{}, Band::causal(), Band{-kNone, 5},
-                                           Band{-kNone, -3}, Band{-4, 0}, Band{-4, 2},
-                                           Band{0, 0}, Band{-3, kNone}, Band{2, 6},
-                                           Band{-9, -5}),
+                                           Band{-kNone, -3}, Band{-4, 0}, Band{-4, 2}, Band{0, 0},
+                                           Band{-3, kNone}, Band{2, 6}, Band{-9, -5}),
                          [](const auto& info) {
                            const auto text = [](std::int64_t limit) {
                              if (limit == kNone || limit == -kNone) return std::string("any");
@@ -107,6 +105,16 @@ TEST(Window, IsIntersectedWithCausal) {
 TEST(Window, BelowMinusOneIsRefused) {
   Pattern pattern = dense(1);
   pattern.window.after = -2;
+  EXPECT_THROW(pattern.validate(), ConfigError);
+}
+
+TEST(Window, OfACausalPatternShowsNoLaterKey) {
+  Pattern pattern = dense(1, /*causal=*/true);
+  for (const std::int64_t after : {-1, 0}) {
+    pattern.window = {3, after};
+    EXPECT_NO_THROW(pattern.validate());
+  }
+  pattern.window = {3, 1};
   EXPECT_THROW(pattern.validate(), ConfigError);
 }
 

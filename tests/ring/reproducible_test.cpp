@@ -57,7 +57,8 @@ const std::vector<Problem>& problems() {
       make_problem("window", windowed(dense(2), 130, 40), 1, 613, 16),
       make_problem("window_causal_gqa2", windowed(dense(4, true), 90, 0), 2, 1203, 64),
       make_problem("window_longnet_causal",
-                   windowed(longnet(4, List{64, 128, 256}, List{1, 2, 4}, true), 70, 0), 2, 301, 24),
+                   windowed(longnet(4, List{64, 128, 256}, List{1, 2, 4}, true), 70, 0), 2, 301,
+                   24),
       // Striped over three ranks, each has rows of one branch only; alone, a rank has those of all.
       make_problem("head_groups_scaled_one_branch_per_rank",
                    head_groups(6, List{60, 60, 60}, List{3, 3, 3}, true, true), 2, 200, 16),

@@ -120,9 +120,8 @@ TEST(RingProperty, RowsDoNotDependOnKeysThatTheyDoNotSee) {
     Random random(seed + 1'000'000);
     const reference::Shape& shape = c.problem.shape;
     const std::int64_t key = random.between(0, shape.tokens - 1);
-    const double value =
-        random.one_of<double>({3.0, 1e4, std::numeric_limits<double>::quiet_NaN(),
-                               std::numeric_limits<double>::infinity()});
+    const double value = random.one_of<double>({3.0, 1e4, std::numeric_limits<double>::quiet_NaN(),
+                                                std::numeric_limits<double>::infinity()});
     SCOPED_TRACE(c.text + ", key " + std::to_string(key) + " becomes " + std::to_string(value));
     const test::Inputs inputs = test::random_inputs(c.problem, seed);
     test::Inputs changed = inputs;

@@ -9,10 +9,10 @@
 #include <string>
 #include <thread>
 
-// Tests that need a thread or a process to be waiting ask the kernel whether it is.
+// For tests that need a waiting thread or process: the kernel tells whether it sleeps.
 namespace annulus::test {
 
-// 'S': asleep, 'R': it runs or could, 'T': stopped, 'Z': dead; '?': there is none.
+// 'S': sleeping, 'R': running or runnable, 'T': stopped, 'Z': zombie; '?': it does not exist.
 inline char kernel_state(const std::string& proc_folder) {
   std::ifstream file(proc_folder + "/stat");
   const std::string stat{std::istreambuf_iterator<char>(file), {}};
@@ -20,7 +20,8 @@ inline char kernel_state(const std::string& proc_folder) {
   return name_end == std::string::npos ? '?' : stat[name_end + 2];
 }
 
-// False: not within two minutes, which nothing takes that happens at all.
+// Waits until the condition is true. False: it stayed false for two minutes, far longer than
+// anything in a test takes.
 template <typename Question>
 [[nodiscard]] bool comes_true(const Question& question) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(2);

@@ -19,7 +19,7 @@ namespace annulus::test {
 
 enum class Luck : std::uint8_t { good, no_memory, no_device };
 
-// While one exists, a thread whose luck is bad gets no backend.
+// While one exists, a thread with bad luck gets no backend.
 class FeignedLuck {
  public:
   static inline thread_local Luck of_this_thread = Luck::good;
@@ -38,9 +38,9 @@ class FeignedLuck {
   WrapBackend before_;
 };
 
-// On every rank, where rank 1 alone cannot make an executor: `Own` is the kind of its error, a
-// ConfigError tells the others (OutOfMemory is everybody's). Who waited until its deadline would
-// have a TransportError.
+// Runs on every rank; rank 1 alone cannot make an executor. `Own` is the type of its error. The
+// others get a ConfigError (OutOfMemory is raised on all ranks). A rank that waited until its
+// deadline would have a TransportError.
 template <typename Own>
 void expect_refusal(const RingOptions& options, Transport& transport, const std::string& text) {
   try {

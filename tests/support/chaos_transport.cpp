@@ -20,13 +20,13 @@
 namespace annulus::test {
 namespace {
 
-// One message on its way to the inner transport.
+// A message on its way to the inner transport.
 struct Item {
   enum class State : std::uint8_t { held, posting, posted };
 
   Item(const Message& from, Event event)
       : region(*from.region), message(from), after(std::move(event)) {
-    message.region = &region;  // the caller's is gone when post() has returned
+    message.region = &region;  // the caller's message is gone when post() has returned
   }
 
   const Region region;
@@ -37,7 +37,7 @@ struct Item {
   std::exception_ptr error;
 };
 
-// What a transport and its tickets share: the thread that posts what is held back.
+// State that a transport and its tickets share: the thread that posts delayed messages.
 class Pump {
  public:
   Pump(Transport& inner, const ChaosOptions& options)
@@ -52,7 +52,7 @@ class Pump {
   Pump(const Pump&) = delete;
   Pump& operator=(const Pump&) = delete;
 
-  // Posts what is left; the inner transport is not used afterwards.
+  // Posts the remaining messages. The inner transport is not used afterwards.
   void stop() {
     {
       const std::lock_guard lock(mutex_);
@@ -70,7 +70,7 @@ class Pump {
     changed_.notify_all();
   }
 
-  // The inner ticket, once there is one.
+  // The inner ticket, once it exists.
   Ticket& posted(Item& item) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return item.state == Item::State::posted; });
@@ -112,7 +112,7 @@ class Pump {
     return {item.message.way, item.message.peer, item.message.tag};
   }
 
-  std::chrono::microseconds roll() {  // wants mutex_
+  std::chrono::microseconds roll() {  // requires mutex_
     const std::uint64_t dice = random_();
     const auto longest = static_cast<std::uint64_t>(options_.longest_delay.count());
     return std::chrono::microseconds(dice % 3 == 0 ? dice / 3 % (longest + 1) : 0);
@@ -167,14 +167,14 @@ class Pump {
   const ChaosOptions options_;
   const int torn_at_;
   std::mutex inner_mutex_;  // posts and deadlines: the contract knows one thread of each rank
-  std::mutex mutex_;        // of all below; never held while inner_mutex_ is waited for
+  std::mutex mutex_;        // guards everything below; never held while waiting for inner_mutex_
   std::condition_variable changed_;
   std::map<Lane, std::deque<Item*>> lanes_;
   std::mt19937_64 random_;
   int posted_ = 0;
   bool ending_ = false;
   std::atomic<bool> torn_ = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last, because it uses the others
 };
 
 class ChaosTicket final : public Ticket {

@@ -10,10 +10,10 @@
 namespace annulus::test {
 
 struct ChaosOptions {
-  std::uint64_t seed = 1;  // what happens in which order depends on the scheduler, too
+  std::uint64_t seed = 1;  // the order of events also depends on the scheduler
   std::chrono::microseconds longest_delay{100};  // of a post or a completion
-  // This rank's link is cut when it would post its tear_at-th message (from 0): that one and all
-  // later ones fail here and reach nobody. Whether its abort still does is another matter.
+  // This rank's link is cut when it would post its message number tear_at (from 0). That message
+  // and all later ones fail here and reach no rank. An abort may still reach them.
   int torn_rank = -1;
   int tear_at = 0;
   bool abort_gets_out = false;

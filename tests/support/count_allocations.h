@@ -1,8 +1,8 @@
 #pragma once
 
-// Counts what every thread of this program asks of the allocator, in whatever way: operator new of
-// all kinds, malloc, aligned_alloc. Included by one source file of a program, because it replaces
-// the functions of the C library.
+// Counts the allocations of all threads of this program: operator new of all kinds, malloc,
+// aligned_alloc. Include it in one source file of a program only, because it replaces functions of
+// the C library.
 
 #include <atomic>
 #include <cstddef>
@@ -23,7 +23,7 @@ inline void note_allocation() {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 
-// The sanitizers have an allocator of their own, and hooks in it. GCC has the function without the
+// The sanitizers have an allocator of their own, with hooks. GCC has the function but not the
 // header that declares it (sanitizer/allocator_interface.h).
 extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*malloc_hook)(const volatile void*,
                                                                              std::size_t),
@@ -38,7 +38,8 @@ inline const bool allocations_hooked =
 
 #else
 
-// glibc's own, by the names under which a replacement reaches them. free() takes what they return.
+// glibc's own functions, by the names under which a replacement can call them. free() accepts what
+// they return.
 // NOLINTBEGIN(bugprone-reserved-identifier,misc-definitions-in-headers)
 extern "C" {
 void* __libc_malloc(std::size_t);

@@ -10,7 +10,7 @@
 
 namespace annulus::test {
 
-// Hands everything on to another transport, which it may own. Wrappers override what they change.
+// Forwards everything to another transport, which it may own. Wrappers override what they change.
 class ForwardingTransport : public Transport {
  public:
   explicit ForwardingTransport(Transport& inner) : inner_(inner) {}
@@ -45,8 +45,8 @@ class ForwardingTransport : public Transport {
   Transport& inner_;
 };
 
-// Carries host memory only: it knows nothing of queues, and whoever posts waits for them. Where it
-// says that it reaches a device, that is because the device's memory is the host's.
+// Carries host memory only and ignores queues: callers wait for them first. It claims to reach a
+// device only if that device's memory is host memory.
 class HostOnlyTransport final : public ForwardingTransport {
  public:
   HostOnlyTransport(Transport& inner, bool reaches)
@@ -65,8 +65,8 @@ class HostOnlyTransport final : public ForwardingTransport {
   bool reaches_;
 };
 
-// Carries out one batch after the other, at once: a message whose other side is in a batch that is
-// posted later is waited for in vain.
+// Executes one batch after the other, immediately. A message waits forever if its other side is in
+// a batch that is posted later.
 class InOrderTransport final : public ForwardingTransport {
  public:
   using ForwardingTransport::ForwardingTransport;

@@ -7,7 +7,7 @@
 
 namespace annulus::test {
 
-// An event that happens when the test says so.
+// An event that happens when the test triggers it.
 class Gate final : public Event::State {
  public:
   void wait() override {

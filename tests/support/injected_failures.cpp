@@ -20,8 +20,8 @@ namespace {
 
 thread_local FailingMemory* of_this_thread = nullptr;
 
-// Whether all bits should be those of the undisturbed run: unless rows were added in the order of
-// another schedule.
+// Whether all bits should be those of the undisturbed run. They may differ if rows were added in
+// the order of another schedule.
 bool same_order(const std::string& how) { return how.find("ring schedule") == std::string::npos; }
 
 void expect_advice(const std::string& message) {
@@ -74,7 +74,7 @@ std::vector<Injection> rings() {
 }  // namespace
 
 FailingMemory::FailingMemory(const BadMemory& rule) : rule_(rule), before_(of_this_thread) {
-  set_allocation_hook(&ask);  // and left there: threads without a rule do not mind
+  set_allocation_hook(&ask);  // ... and left there: threads without a rule are not affected
   of_this_thread = this;
 }
 
@@ -122,7 +122,7 @@ Recovered inject(const Injection& injection, const std::function<BadMemory(int r
         const std::lock_guard lock(mutex);
         outcome.how = ring->recovery();
       }
-      // The memory of a branch state is the caller's affair, and each rank's own.
+      // The memory of a branch state is allocated by the caller and separately on each rank.
       std::optional<FailingMemory> good;
       if (shard.detached) good.emplace(BadMemory{});
       shard.forward(*ring);
@@ -141,7 +141,7 @@ Recovered inject(const Injection& injection, const std::function<BadMemory(int r
       outcome.asked = std::max(outcome.asked, failing.asked());
     }
     cache.clear_cache();
-    run(again);  // the ring is as good as it was
+    run(again);  // the ring works as before
   });
   for (const RankOutcome& rank : outcomes) EXPECT_EQ(rank.message, "") << injection.name;
   EXPECT_EQ(memory_in_use(), before) << injection.name;
@@ -162,7 +162,7 @@ Recovered inject(const Injection& injection, const std::function<BadMemory(int r
     const std::vector<const std::vector<float>*> theirs = members(injection.undisturbed);
     for (std::size_t i = 0; i < mine.size(); ++i) {
       const std::vector<double> expected(theirs[i]->begin(), theirs[i]->end());
-      // Sums in another order, and 16-bit results that are then rounded to a neighbour.
+      // Sums were made in another order, and 16-bit results rounded to a neighbour.
       EXPECT_LT(relative_rms(*mine[i], expected), options.dtype == DType::f32 ? 1e-6 : 4e-3)
           << injection.name << ", " << outcome.how << ", " << kResultNames[i];
     }
@@ -200,7 +200,7 @@ void inject_many(std::int64_t failures) {
       const auto on = [&](bool all_ranks, BadMemory rule) {
         return [=](int rank) { return all_ranks || rank == unlucky ? rule : BadMemory{}; };
       };
-      // Another allocation in every round.
+      // Another allocation fails in every round.
       const std::int64_t sites = inject(injection, [](int) { return BadMemory{}; }).asked;
       const BadMemory single{.first = round % sites};
       EXPECT_TRUE(one("one allocation", injection, on(everywhere, single)).recovered)
@@ -213,7 +213,7 @@ void inject_many(std::int64_t failures) {
       const BadMemory large{.largest = std::int64_t{16384} >> (round % 9)};
       (void)one("blocks above a size", injection, on(everywhere, large));
       const auto strategies = ring::strategies(injection.options);
-      // Up to the last one: nothing is left to try.
+      // Until all attempts have been tried.
       const std::int64_t rung = round % (std::ssize(strategies) + 1);
       const Recovered outcome =
           one("attempts, one after the other", injection, on(everywhere, {.plans = rung + 1}));

@@ -10,21 +10,22 @@
 #include "annulus/ring_attention.h"
 #include "support/ring_fixture.h"
 
-// Memory that runs out when a test says so, and what the ring makes of it.
+// Makes allocations fail on demand, and checks what the ring does about it.
 namespace annulus::test {
 
-// Which allocations of a thread fail, counted from when it begins; plans count as one, of 0 bytes.
+// Which allocations of a thread fail, counted from the start of the rule. A plan counts as an
+// allocation of 0 bytes.
 struct BadMemory {
-  std::int64_t first = std::numeric_limits<std::int64_t>::max();  // from this one on
-  std::int64_t count = 1;                                         // so many
+  std::int64_t first = std::numeric_limits<std::int64_t>::max();  // the first that fails
+  std::int64_t count = 1;                                         // how many fail
   std::int64_t every = 0;                                         // every k-th fails; 0: none
   std::int64_t one_in = 0;                                        // at random; 0: none
   std::uint64_t seed = 0;
   std::int64_t largest = std::numeric_limits<std::int64_t>::max();  // larger blocks fail
-  std::int64_t plans = 0;  // the first so many plans fail, which is to say attempts
+  std::int64_t plans = 0;  // the first plans fail: one for each attempt
 };
 
-// While one exists, allocations of the thread that made it fail by the rule.
+// While one exists, allocations of the thread that made it fail according to the rule.
 class FailingMemory {
  public:
   explicit FailingMemory(const BadMemory& rule);
@@ -45,9 +46,9 @@ class FailingMemory {
   FailingMemory* const before_;
 };
 
-// One ring with failures: every rank keeps another executor in its cache, asks for the one in
-// question and runs forward and backward while memory fails on it by its rule, then once more with
-// good memory.
+// One ring with failures. Every rank keeps another executor in its cache, gets the one under test
+// and runs forward and backward while its allocations fail according to the rule; then once more
+// without failures.
 struct Injection {
   std::string name;
   RingOptions options;
@@ -57,19 +58,19 @@ struct Injection {
 [[nodiscard]] Injection make_injection(std::string name, RingOptions options, const Inputs& inputs);
 
 struct Recovered {
-  std::int64_t failures = 0;  // injected
-  std::int64_t asked = 0;     // allocations of the rank that made most
-  bool recovered = false;     // else all ranks have raised OutOfMemory
+  std::int64_t failures = 0;  // number of injected failures
+  std::int64_t asked = 0;     // allocations of the rank with the most
+  bool recovered = false;     // otherwise all ranks have raised OutOfMemory
   std::string how;            // RingAttention::recovery()
 };
-// Reports as test failures: ranks that end differently, that wait, errors without advice, results
-// that are not those of the undisturbed run, memory that is left behind.
+// Reports as test failures: ranks that end differently or hang, errors without advice, results that
+// differ from those of the undisturbed run, and leaked memory.
 [[nodiscard]] Recovered inject(const Injection& injection,
                                const std::function<BadMemory(int rank)>& rule);
 
-// Over all of a list of rings: single failures at every allocation, on one rank or all; every k-th
-// allocation; blocks that are too large; attempts that fail until the last strategy. Goes on until
-// so many failures were injected, and prints what came of them.
+// Runs a list of rings with: single failures at every allocation, on one rank or all; a failure at
+// every k-th allocation; failures of large blocks; attempts that fail until the last strategy.
+// Continues until this many failures were injected, and prints a summary.
 void inject_many(std::int64_t failures);
 
 }  // namespace annulus::test

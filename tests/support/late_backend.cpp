@@ -87,7 +87,7 @@ class LateQueue final : public Queue {
     }
     changed_.notify_all();
   }
-  // On the queue's thread.
+  // Runs on the queue's thread.
   void dawdle() {
     const std::uint64_t dice = random_();
     if (dice % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(dice / 4 % 120));
@@ -126,7 +126,7 @@ class LateQueue final : public Queue {
   bool ending_ = false;
   std::shared_ptr<const std::string> failure_;  // of the queue's thread
   std::mt19937_64 random_;                      // of the queue's thread
-  std::thread thread_;                          // last: it uses the others
+  std::thread thread_;                          // last, because it uses the others
 };
 
 void enqueue(Queue& queue, std::function<void()> work) {
@@ -178,7 +178,8 @@ class SharedAllocations {
     munmap(memory, found->second.bytes);
     all_.erase(found);
   }
-  // The name of what holds this memory, and where in it; empty: it cannot be shared.
+  // The name of the shared memory that contains this memory, and the offset in it; empty: it cannot
+  // be shared.
   [[nodiscard]] std::pair<std::string, std::int64_t> find(const std::byte* memory) {
     const std::lock_guard lock(mutex_);
     auto after = all_.upper_bound(const_cast<std::byte*>(memory));
@@ -187,7 +188,7 @@ class SharedAllocations {
     if (memory >= base + allocation.bytes) return {};
     return {allocation.name, memory - base};
   }
-  // What this process has under that name; null: nothing.
+  // This process's mapping of that name; null: none.
   [[nodiscard]] std::byte* at(const std::string& name) {
     const std::lock_guard lock(mutex_);
     for (const auto& [memory, allocation] : all_)
@@ -226,7 +227,7 @@ class LateSharing final : public DeviceSharing {
     std::memset(memory, 0xff, static_cast<std::size_t>(bytes));
     return {memory, bytes, {}, [](std::byte* m) { SharedAllocations::instance().free(m); }};
   }
-  // Memory of somebody else's is known by its address, within the process.
+  // Memory of another owner is known by its address, within the process.
   [[nodiscard]] SharedHandle share(const std::byte* memory) override {
     const auto [name, offset] = SharedAllocations::instance().find(memory);
     SharedHandle handle;
@@ -244,8 +245,8 @@ class LateSharing final : public DeviceSharing {
     if (*name == '\0') {
       std::memcpy(&memory, handle.bytes.data() + 1, sizeof(memory));
     } else {
-      // Ranks of one process need no second mapping: there are not enough of them for thousands of
-      // tests. Those of others stay until the process ends.
+      // Ranks of one process need no second mapping. Mappings of other processes stay until this
+      // process ends: there are few, even in thousands of tests.
       memory = SharedAllocations::instance().at(name);
       if (memory == nullptr) memory = SharedAllocations::map(name, 0);
     }

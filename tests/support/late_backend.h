@@ -5,22 +5,22 @@
 
 #include "kernels/backend.h"
 
-// A device without a device: another backend's kernels behind queues that run on threads of their
-// own, late and at random. Its memory starts as NaNs, and whatever a copy will overwrite is NaNs
-// until the copy is made. Whoever forgets an event computes on these, or races.
+// Simulates a device: runs another backend's kernels behind queues with threads of their own, late
+// and with random delays. Memory starts as NaN, and the target of a copy is NaN until the copy is
+// made. Code that forgets an event computes with NaN or causes a race.
 namespace annulus::test {
 
 [[nodiscard]] std::shared_ptr<Backend> make_late(std::shared_ptr<Backend> inner);
-// One whose memory processes can share.
+// A device whose memory processes can share.
 [[nodiscard]] std::shared_ptr<Backend> make_late_shared(std::shared_ptr<Backend> inner);
 [[nodiscard]] std::shared_ptr<Queue> make_late_queue();
 
-// Its memory as that of a device which processes share.
+// Treats its memory as memory of a device that processes share.
 [[nodiscard]] std::shared_ptr<DeviceSharing> make_late_sharing();
-// What is left of it when a process was killed.
+// Removes what a killed process left behind.
 void forget_late_memory_of(int process);
 
-// Every executor made from now on computes late; for as long as it lives.
+// For its lifetime, every new executor computes late.
 class LateBackends {
  public:
   explicit LateBackends(bool shared = false)
@@ -33,9 +33,9 @@ class LateBackends {
   WrapBackend before_;
 };
 
-// How often a thread that is no queue's has waited for a late queue, so far.
+// How often a thread that belongs to no queue has waited for a late queue so far.
 [[nodiscard]] std::int64_t host_waits();
-// Whether the calling thread counts as a queue's: transports of tests may copy on threads of their
+// Makes the calling thread count as a queue's thread. Test transports may copy on threads of their
 // own.
 void forgive_waits_of_this_thread();
 

@@ -11,7 +11,7 @@
 #include "annulus/transport.h"
 #include "support/transport_checks.h"
 
-// Tests that every process of an MPI job runs in the same order, together.
+// Tests that all processes of an MPI job run together, in the same order.
 namespace annulus::test {
 
 class World {
@@ -19,7 +19,7 @@ class World {
   static int rank() { return value(MPI_Comm_rank); }
   static int size() { return value(MPI_Comm_size); }
 
-  // A new ring of the first `ranks` processes; null for the others.
+  // A new ring of the first `ranks` processes; null on the others.
   static std::unique_ptr<Transport> ring(int ranks, milliseconds deadline) {
     MPI_Comm part = MPI_COMM_NULL;
     MPI_Comm_split(MPI_COMM_WORLD, rank() < ranks ? 0 : MPI_UNDEFINED, rank(), &part);
@@ -32,7 +32,7 @@ class World {
     return ring(size(), deadline);
   }
 
-  // Not a part of the ring: tests wait for each other by it.
+  // A separate communicator, with which tests synchronise.
   static void meet() { MPI_Barrier(MPI_COMM_WORLD); }
 
  private:
@@ -43,7 +43,7 @@ class World {
   }
 };
 
-// Says what failed on a rank other than 0, and nothing else.
+// Prints failures of ranks other than 0, and nothing else.
 class FailurePrinter : public testing::EmptyTestEventListener {
   void OnTestStart(const testing::TestInfo& test) override {
     test_ = std::string(test.test_suite_name()) + "." + test.name();
@@ -55,8 +55,8 @@ class FailurePrinter : public testing::EmptyTestEventListener {
   std::string test_;
 };
 
-// main() of such tests. MPI is the program's own here, as it is in programs that use it otherwise.
-// Any failure anywhere fails the job.
+// main() of such tests. The program initialises MPI itself, like a program that also uses MPI for
+// other things. A failure on any rank fails the job.
 inline int run_mpi_tests(int argc, char** argv) {
   int level = 0;
   MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);

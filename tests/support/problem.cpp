@@ -24,8 +24,8 @@ constexpr double kFloatLimit = 1e-6;
 constexpr double kCudaFloatLimit = 2e-6;
 constexpr double kLseLimit = 2e-6;
 constexpr double kHalfLimit = 2.0;
-// A typical rounding is 0.4 of half a unit in the last place, relative to the result, of which the
-// scale is two to three times as much.
+// A typical rounding error is 0.4 of half a unit in the last place, relative to the result; the
+// scale is two to three times the result.
 constexpr double kLeastRounding = 0.1;
 
 float round_to(DType dtype, double value) {
@@ -40,7 +40,7 @@ float round_to(DType dtype, double value) {
   }
 }
 
-// Sums of squares where both sides are finite; infinite where they disagree about that.
+// Sums of squares over elements where both sides are finite. Infinite if only one of them is.
 double difference_rms(std::span<const float> actual, std::span<const double> expected) {
   if (actual.size() != expected.size()) return kInfinity;
   double sum = 0;
@@ -114,7 +114,7 @@ reference::Gradients gradients_from_rounded_output(const Problem& p, const Input
                                                    const Expected& expected) {
   reference::Gradients gradients = expected.gradients;
   if (p.mix == MixGradient::detached)
-    return gradients;  // its deltas come from the branches' own outputs
+    return gradients;  // its deltas come from the outputs of the branches
   const auto dim = static_cast<std::size_t>(p.shape.head_dim);
   const double scale = p.scale.value_or(1.0 / std::sqrt(p.shape.head_dim));
   const std::vector<double> mean_key =
@@ -234,7 +234,7 @@ Errors error_ratios(const Problem& problem, const Results& results, const Expect
   const auto one_piece = members(expected.one_piece);
   const auto wanted = members(expected);
   const std::array<double, 5> scales = scales_of(expected);
-  // For problems whose gradients vanish, or happen to be representable.
+  // For problems whose gradients vanish or happen to be representable.
   const double least = kLeastRounding * (problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11);
   Errors errors;
   for (std::size_t m = 0; m < 5; ++m) {

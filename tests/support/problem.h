@@ -12,14 +12,14 @@
 #include "annulus/tensor.h"
 #include "kernels/reference/scales.h"
 
-// What is computed in tests, as global tensors: random inputs, what the oracle makes of them, and
-// the measures that compare results with it.
+// The problem of a test as global tensors: random inputs, the oracle's results, and the measures
+// that compare results with them.
 namespace annulus::test {
 
 using List = std::vector<std::int64_t>;
 inline constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
-// What is computed, whatever the ring.
+// The problem, independent of the ring.
 struct Problem {
   std::string name;
   Pattern pattern;
@@ -44,10 +44,9 @@ struct Results {
 struct Expected {
   reference::Output output;
   reference::Gradients gradients;
-  reference::Scales scales;  // what errors are relative to
-  // 16-bit problems: what the reference gives with the inputs and outputs that an executor has.
-  // Outputs are rounded to the dtype, and backward gets the rounded o, from which it takes
-  // rowsum(dO * O).
+  reference::Scales scales;  // the scales of errors
+  // 16-bit problems: the reference for the inputs and outputs that an executor has. Outputs are
+  // rounded to the dtype, and backward uses the rounded o for rowsum(dO * O).
   Results one_piece;
 };
 [[nodiscard]] Expected reference_of(const Problem& problem, const Inputs& inputs);
@@ -60,7 +59,7 @@ inline constexpr const char* kResultNames[] = {"o", "lse", "dq", "dk", "dv"};
 [[nodiscard]] std::string first_difference(const Results& a, const Results& b);
 
 // Root mean square of actual - expected, over that of expected or `floor`, whichever is larger.
-// Infinite if one side is finite where the other is not, or infinities differ. NaN matches NaN.
+// Infinite if only one side is finite or infinities differ. NaN matches NaN.
 [[nodiscard]] double relative_rms(std::span<const float> actual, std::span<const double> expected,
                                   double floor = 0.0);
 [[nodiscard]] double rms(std::span<const double> values);  // of the finite ones

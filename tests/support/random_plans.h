@@ -98,11 +98,14 @@ class Random {
 }
 
 // A third has no window, some see nothing or next to nothing.
-[[nodiscard]] inline Window any_window(Random& random, std::int64_t tokens) {
+[[nodiscard]] inline Window any_window(Random& random, std::int64_t tokens, bool causal) {
   const auto limit = [&]() -> std::int64_t {
     return random.between(0, 3) == 0 ? -1 : random.between(0, random.coin() ? 4 : tokens);
   };
-  return random.between(0, 2) == 0 ? Window{} : Window{limit(), limit()};
+  Window window;
+  if (random.between(0, 2) > 0) window = {limit(), limit()};
+  if (causal) window.after = std::min<std::int64_t>(window.after, 0);
+  return window;
 }
 
 [[nodiscard]] inline Pattern any_preset(Random& random, std::int64_t tokens, int heads) {
@@ -135,7 +138,7 @@ class Random {
 
 [[nodiscard]] inline Pattern any_pattern(Random& random, std::int64_t tokens, int heads) {
   Pattern pattern = any_preset(random, tokens, heads);
-  pattern.window = any_window(random, tokens);
+  pattern.window = any_window(random, tokens, pattern.causal);
   return pattern;
 }
 
@@ -170,11 +173,10 @@ class Random {
   std::string text =
       plan.pattern().name + (plan.pattern().causal ? " causal" : "") + ", window (" +
       std::to_string(plan.pattern().window.before) + ", " +
-      std::to_string(plan.pattern().window.after) + "), " +
-      plan.query_placement().name() + " " + std::to_string(plan.query_placement().tokens()) +
-      " tokens against " + plan.key_placement().name() + " " +
-      std::to_string(plan.key_placement().tokens()) + ", " + std::to_string(plan.ranks()) +
-      " ranks, heads " + std::to_string(plan.pattern().heads) + "/" +
+      std::to_string(plan.pattern().window.after) + "), " + plan.query_placement().name() + " " +
+      std::to_string(plan.query_placement().tokens()) + " tokens against " +
+      plan.key_placement().name() + " " + std::to_string(plan.key_placement().tokens()) + ", " +
+      std::to_string(plan.ranks()) + " ranks, heads " + std::to_string(plan.pattern().heads) + "/" +
       std::to_string(plan.options().kv_heads) + ", " + name_of(plan.options().schedule) + " of " +
       name_of(plan.options().travel);
   for (const Branch& branch : plan.pattern().branches) {

@@ -8,7 +8,7 @@
 #include <fstream>
 #include <thread>
 
-// What this process holds: long runs must not add to it.
+// Resources that this process holds. Long runs must not accumulate any.
 namespace annulus::test {
 
 inline std::int64_t resident_bytes() {
@@ -28,7 +28,7 @@ inline std::int64_t entries_of(const char* directory) {
   return count;
 }
 
-// A joined thread may take a moment to leave /proc.
+// A joined thread may take a moment to disappear from /proc.
 inline std::int64_t settled_threads(std::int64_t expected) {
   std::int64_t now = entries_of("/proc/self/task");
   for (int tries = 0; tries < 6000 && now != expected; ++tries) {

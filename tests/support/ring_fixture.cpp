@@ -15,8 +15,8 @@
 namespace annulus::test {
 namespace {
 
-// ANNULUS_TEST_BACKEND=late runs a whole test program on late queues, =shared with memory that goes
-// from rank to rank as between processes.
+// ANNULUS_TEST_BACKEND=late runs a whole test program on late queues; =shared on memory that is
+// shared between ranks as between processes.
 const std::string kTestBackend = [] {
   const char* name = std::getenv("ANNULUS_TEST_BACKEND");
   return std::string(name == nullptr ? "" : name);
@@ -27,7 +27,7 @@ const std::string kTestBackend = [] {
              : nullptr;
 }();
 
-// Of a ring's test: one that knows of host memory alone where memory is to be shared.
+// For ring tests: a transport that carries host memory only, if memory is to be shared.
 void with_transport(Transport& transport, const std::function<void(Transport&)>& body) {
   if (kTestBackend != "shared") return body(transport);
   HostOnlyTransport host(transport, false);

@@ -17,8 +17,8 @@
 #include "support/shards.h"
 #include "support/test_device.h"
 
-// Rings of the tests: in-process ones that turn global tensors into global results, ranks that may
-// fail, and transports that are watched.
+// Rings for tests: in-process rings that turn global tensors into global results, ranks that may
+// fail, and transports that record traffic.
 namespace annulus::test {
 
 [[nodiscard]] RingOptions ring_options(const Problem& problem, Placement placement);
@@ -29,7 +29,7 @@ namespace annulus::test {
 [[nodiscard]] Results run_ring(const RingOptions& options, const Inputs& inputs,
                                Layout layout = Layout::dense);
 
-// The ways in which rows reach other ranks, for tests that need all of them.
+// The ways in which rows reach other ranks.
 struct RowTravel {
   std::string name;
   Schedule schedule;
@@ -49,7 +49,7 @@ inline const RowTravel kRowTravels[] = {
     {"gather_queries", Schedule::gather, BackwardTravel::queries, false},
     {"reproducible", Schedule::gather, BackwardTravel::automatic, true}};
 
-// Runs body(transport) on one thread per rank without any abort: every rank has to end by itself.
+// Runs body(transport) on one thread per rank, without any abort: every rank has to end by itself.
 struct RankOutcome {
   std::string kind;  // "", "ConfigError", "TransportError", "DeviceError" or "other"
   std::string message;
@@ -61,13 +61,13 @@ struct RankOutcome {
                                                  const std::function<void(Transport&)>& body);
 
 using Texts = std::vector<std::string>;
-// Every rank ended as `kind`, with a message that holds all of `texts`, and not because its
-// deadline was over.
+// Expects that every rank ended with an error of this kind, whose message contains all of `texts`,
+// and not because of a timeout.
 void expect_everywhere(const std::vector<RankOutcome>& outcomes, const std::string& kind,
                        const Texts& texts);
 
-// Forwards to another transport and keeps books: bytes and messages by tag and peer. May refuse to
-// send.
+// Forwards to another transport and counts bytes and messages by tag and peer. Can be told to fail
+// a send.
 class WatchedTransport : public ForwardingTransport {
  public:
   using ForwardingTransport::ForwardingTransport;
@@ -101,7 +101,7 @@ inline constexpr const char* kPlacementNames[] = {"contiguous", "aligned", "zigz
 [[nodiscard]] Placement placement_of(const std::string& name, std::int64_t tokens, int ranks,
                                      std::uint64_t seed = 7);
 
-// Sanitizers slow everything down: tests do less, and deadlines are longer, by about this factor.
+// Sanitizers slow tests down by about this factor: tests do less, and deadlines are longer.
 [[nodiscard]] double slowness();
 
 }  // namespace annulus::test

@@ -155,7 +155,7 @@ void Shard::load(const Inputs& inputs) {
 void Shard::forward(RingAttention& ring) {
   if (detached && (positions.size() % 2 == 0 || test_device().kind != Device::Kind::cpu)) {
     state = ring.make_branch_state();
-  } else if (detached) {  // the same in memory of our own, which is all that backward then gets
+  } else if (detached) {  // the same in separate memory, which is all that backward gets
     state_lse_.resize(static_cast<std::size_t>(ring.branch_state_rows()));
     state_o_.resize(state_lse_.size() * static_cast<std::size_t>(ring.options().head_dim) *
                     size_of(ring.options().dtype));

@@ -11,20 +11,20 @@
 #include "support/problem.h"
 #include "support/test_device.h"
 
-// The tensors of a rank, in awkward memory layouts, between global tensors and an executor.
+// A rank's tensors in awkward memory layouts, to be copied from and to global tensors.
 namespace annulus::test {
 
 // dense: [batch, tokens, heads, dim]. heads_major: a transposed view of [batch, heads, tokens,
-// dim]. padded: gaps behind rows, tokens and batch entries, and a start that is aligned to nothing.
+// dim]. padded: gaps after rows, tokens and batch entries, and an unaligned start.
 enum class Layout : std::uint8_t { dense, heads_major, padded };
 
-// One rank's tensor in some layout. Bytes outside the view hold a pattern that nobody may change.
+// One rank's tensor in some layout. Bytes outside the view hold a pattern that must not change.
 class ShardTensor {
  public:
   // dim 0: a tensor of three axes (the log-sum-exp).
   ShardTensor(DType dtype, std::int64_t batch, std::int64_t tokens, std::int64_t heads,
               std::int64_t dim, Layout layout);
-  ShardTensor(ShardTensor&&) = default;  // a copy's view would still be of the original
+  ShardTensor(ShardTensor&&) = default;  // a copy's view would still point into the original
   ShardTensor& operator=(ShardTensor&&) = default;
 
   [[nodiscard]] TensorView view() const { return view_; }
@@ -33,7 +33,7 @@ class ShardTensor {
   void fill(float value);
   [[nodiscard]] bool gaps_untouched() const;
   [[nodiscard]] const std::vector<std::byte>& bytes() const { return bytes_; }
-  // Between the host, where tests look, and the device under test, which the view is of.
+  // Copies between the host, which tests look at, and the device under test, which the view is of.
   void upload() const;
   void download() const;
 
@@ -49,22 +49,22 @@ class ShardTensor {
   std::unique_ptr<DeviceImage> image_;  // null: the device under test is the host
 };
 
-// Everything one rank passes to its executor.
+// All tensors that one rank passes to its executor.
 struct Shard {
   Shard(const RingOptions& options, int rank, Layout layout = Layout::dense);
 
-  void load(const Inputs& inputs);    // and fills the outputs with NaN: nothing may survive
+  void load(const Inputs& inputs);    // and fills outputs with NaN, to find unwritten ones
   void forward(RingAttention& ring);  // makes a branch state where backward will need one
   void backward(RingAttention& ring);
-  // Both passes, backward enqueued behind forward without a wait between them.
+  // Both passes. Backward is enqueued behind forward without a wait between them.
   void enqueue(RingAttention& ring) const;
-  void collect(Results& results) const;  // own rows only: ranks may do so at the same time
+  void collect(Results& results) const;  // own rows only, so ranks may run at the same time
   [[nodiscard]] std::string damage()
       const;  // inputs or gaps that changed since load(); empty: none
 
   std::vector<std::int64_t> positions;
   std::int64_t batch;
-  std::int64_t tokens;  // of the whole sequence
+  std::int64_t tokens;  // tensors of the whole sequence
   bool detached;
   ShardTensor q, k, v, o, lse, dout, dq, dk, dv;
   BranchState state;

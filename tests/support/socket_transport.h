@@ -18,8 +18,8 @@
 
 namespace annulus::test {
 
-// A small transport between processes, for a few small messages in host memory: a pair of sockets
-// for every pair of ranks, made before the processes are.
+// A small transport between processes, for a few small messages in host memory. Every pair of ranks
+// has a pair of sockets, made before the processes are forked.
 class SocketTransport final : public Transport {
  public:
   // sockets[p] is this rank's end towards rank p.

@@ -8,15 +8,15 @@
 #include "annulus/device.h"
 #include "core/memory.h"
 
-// ANNULUS_TEST_DEVICE=cuda:0 runs a whole test program on that device. Where there is none it ends
-// with kSkipped, and ctest says so.
+// ANNULUS_TEST_DEVICE=cuda:0 runs a whole test program on that device. If it does not exist, the
+// program exits with kSkipped, which ctest reports.
 namespace annulus::test {
 
 inline constexpr int kSkipped = 77;
 
 [[nodiscard]] const Device& test_device();
 
-// Bytes of the host, and their image in the memory of the device under test.
+// Bytes of the host, and a copy in the memory of the device under test.
 class DeviceImage {
  public:
   explicit DeviceImage(std::span<std::byte> host);

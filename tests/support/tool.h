@@ -18,7 +18,8 @@
 
 namespace annulus::cli {
 
-// Runs the built tool as people do: ANNULUS_BINARY is its path, in the environment or from CMake.
+// Runs the built tool as a user would. ANNULUS_BINARY is its path, in the environment or from
+// CMake.
 
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
@@ -68,7 +69,7 @@ class Cli : public testing::Test {
     if (child == 0) {
       ::dup2(::open(out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), STDOUT_FILENO);
       ::dup2(::open(err.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600), STDERR_FILENO);
-      ::signal(SIGXFSZ, SIG_IGN);  // a file that is too long shall be an error of write()
+      ::signal(SIGXFSZ, SIG_IGN);  // too long a file then fails, instead of killing
       const rlimit file_limit{around.file_bytes, around.file_bytes};
       const rlimit address_limit{around.address_bytes, around.address_bytes};
       if (around.file_bytes != RLIM_INFINITY) ::setrlimit(RLIMIT_FSIZE, &file_limit);

@@ -10,7 +10,7 @@
 
 #include "annulus/error.h"
 
-// What the tests of transports share.
+// Helpers shared by the tests of transports.
 namespace annulus::test {
 
 using std::chrono::milliseconds;
@@ -29,7 +29,7 @@ using Bytes = std::vector<std::byte>;
       .count();
 }
 
-// The error that `action` must raise.
+// Returns the error that `action` must raise.
 inline TransportError transport_error(const std::function<void()>& action) {
   try {
     action();

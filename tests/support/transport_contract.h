@@ -25,12 +25,13 @@ using Ring = std::vector<std::unique_ptr<Transport>>;
 
 struct TransportMaker {
   std::string name;
-  // A ring whose ranks are all in this process.
+  // Makes a ring whose ranks are all in this process.
   std::function<Ring(int ranks, milliseconds deadline)> make;
-  // It moves the memory of queues by their copies: wait(queue) does not wait for the device.
+  // Whether queues' memory is moved by their copies, so that wait(queue) does not wait for the
+  // device.
   bool by_queues = false;
-  // Of rings whose other ranks are elsewhere, which have no `make`: the body on this process's rank
-  // of a ring of that many. Only tests that look at one end can use it.
+  // For rings whose other ranks are elsewhere, which have no `make`: runs the body on this
+  // process's rank of a ring of that many ranks. Only tests that look at one end can use it.
   std::function<void(int ranks, const std::function<void(Transport&)>& body)> run = {};
 };
 inline void PrintTo(const TransportMaker& maker, std::ostream* out) { *out << maker.name; }
@@ -43,7 +44,7 @@ class TransportContract : public testing::TestWithParam<TransportMaker> {
   static Ring make(int ranks, milliseconds deadline = milliseconds(60'000)) {
     return GetParam().make(ranks, deadline);
   }
-  // The body on every rank of a ring.
+  // Runs the body on every rank of a ring.
   static void run(int ranks, const std::function<void(Transport&)>& body) {
     if (GetParam().run) {
       GetParam().run(ranks, body);

@@ -23,11 +23,11 @@
 #include "support/ring_fixture.h"
 #include "support/transport_contract.h"
 
-// Every transport refuses what is wrong, ends waits that are in vain, leaves memory alone that is
-// not its own any more, and moves that of queues when it is time.
+// Every transport rejects wrong calls, ends hopeless waits, does not touch memory that it no longer
+// owns, and moves memory of queues at the right time.
 namespace annulus::test {
 
-// ---- what can be refused is refused
+// ---- wrong calls are rejected
 
 TEST_P(TransportContract, WrongArgumentsAreConfigErrors) {
   const Ring ring = make(2);
@@ -93,7 +93,7 @@ TEST_P(TransportContract, SecondUserIsRefusedAndEndsTheRing) {
   EXPECT_TRUE(check_ring(*alone[0]).forward_ok) << "nobody else could have mixed anything up";
 }
 
-// ---- errors reach those who wait
+// ---- errors reach waiting ranks
 
 TEST_P(TransportContract, SizeMismatchIsAnErrorOnBothSides) {
   for (const bool send_first : {false, true}) {
@@ -133,8 +133,8 @@ TEST_P(TransportContract, DeadPeerRaisesWithinTheDeadline) {
 }
 
 TEST_P(TransportContract, DeadlineCountsFromPosting) {
-  // Were it counted from wait(), none would be over sooner than that. A busy machine makes some of
-  // them later than they are, and not all.
+  // If deadlines were counted from wait(), none would end earlier than that. A busy machine delays
+  // some of them, but not all.
   double quickest = 1e9;
   for (int attempt = 0; attempt < 100 && quickest >= 150; ++attempt) {
     const Ring ring = make(2, milliseconds(200));
@@ -148,7 +148,7 @@ TEST_P(TransportContract, DeadlineCountsFromPosting) {
 }
 
 TEST_P(TransportContract, FinishedBatchIsNoErrorAfterTheDeadline) {
-  // Long enough for a machine that stops for a moment between the two halves.
+  // Long enough for a machine that pauses for a moment between the two halves.
   const int deadline = static_cast<int>(500 * std::min(slowness(), 3.0));
   const Ring ring = make(2, milliseconds(deadline));
   const auto send = ring[0]->send(1, 0, {});
@@ -158,8 +158,8 @@ TEST_P(TransportContract, FinishedBatchIsNoErrorAfterTheDeadline) {
   EXPECT_NO_THROW(receive->wait());
 }
 
-// Were the two ranks still connected, the message for the lost receive would silently land in the
-// next one.
+// If the two ranks were still connected, the message for the lost receive would silently arrive in
+// the next one.
 TEST_P(TransportContract, NothingPassesBetweenTwoRanksAfterALostMessage) {
   const Ring ring = make(3);
   ring[1]->set_deadline(milliseconds(50));
@@ -221,7 +221,7 @@ TEST_P(TransportContract, HealthCanBeAskedWhileMessagesPass) {
   asking.join();
 }
 
-// ---- called off
+// ---- cancelled
 
 TEST_P(TransportContract, CancelledReceiveIsNeverWritten) {
   const Ring ring = make(2);
@@ -251,8 +251,7 @@ TEST_P(TransportContract, CancelTakesOneMessageOutOfTheMiddle) {
   EXPECT_EQ(in, out[2]);
 }
 
-// The receiver frees its memory right after the cancel, while the sender may be in the middle of
-// the copy.
+// The receiver frees its memory right after the cancel, while the sender may still be copying.
 TEST_P(TransportContract, CancelWaitsForACopyUnderWay) {
   constexpr int kRounds = 100;
   constexpr std::size_t kBytes = 1 << 20;
@@ -279,9 +278,9 @@ TEST_P(TransportContract, CancelWaitsForACopyUnderWay) {
   receiver.join();
 }
 
-// ---- memory of devices whose work is queued
+// ---- memory of devices with queued work
 
-// Rank 0 sends, rank 1 receives; one of them has work before it that ends when the test says so.
+// Rank 0 sends and rank 1 receives. One of them has earlier work, which ends when the test says so.
 TEST_P(TransportContract, QueuedMemoryIsCopiedAfterItsEvent) {
   for (const int late_rank : {0, 1}) {
     const Ring ring = make(2);

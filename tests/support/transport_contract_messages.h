@@ -117,7 +117,7 @@ TEST_P(TransportContract, BatchesMixSendsAndReceives) {
   }
 }
 
-// Rank 1 sends what rank 0 awaits first only after it has heard of what rank 0 posted second.
+// Rank 1 sends what rank 0 waits for first only after it has received what rank 0 posted second.
 TEST_P(TransportContract, BatchesProgressIndependently) {
   run(2, [](Transport& transport) {
     Bytes first(1000);
@@ -201,8 +201,8 @@ TEST_P(TransportContract, RingCheckPasses) {
   }
 }
 
-// The traffic of a ring executor: both directions, one step ahead, sizes that change, and every
-// seventh round a receive that is given up again. 1,000 messages of every rank.
+// The traffic of a ring executor: both directions, one step ahead, with changing sizes, and in
+// every seventh round a receive that is cancelled. 1,000 messages of every rank.
 TEST_P(TransportContract, ThousandMessagesDeliverEveryByte) {
   for (const int ranks : {2, 3, 8}) {
     run(ranks, [](Transport& transport) {

@@ -274,7 +274,8 @@ TEST(SharedDevice, HostsDoNotWaitForEarlierMessagesOfAProcessThatWasKilled) {
       try {
         ticket->wait(*queue);  // until rank 0 has taken it
         *taken = true;
-        std::this_thread::sleep_for(milliseconds(200));  // so that rank 0 waits already, or it soon will
+        std::this_thread::sleep_for(
+            milliseconds(200));                // so that rank 0 waits already, or it soon will
       } catch (const std::exception& error) {  // nothing may wait for the gate, which stays shut
         std::fprintf(stderr, "rank 2: %s\n", error.what());
         _exit(1);

@@ -36,7 +36,7 @@ def _high_water() -> int:
     return 0
 
 
-class profile_memory:  # noqa: N801: a context manager that reads like a function
+class profile_memory:  # noqa: N801 (a context manager that reads like a function)
     """Samples the memory of this process every `interval` seconds while a block runs:
 
         with annulus.monitor.profile_memory() as profile:

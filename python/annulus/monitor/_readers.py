@@ -88,7 +88,7 @@ def _read_until_stopped(reader: weakref.ref, stop: threading.Event, interval: fl
             return
         try:
             living.flush()
-        except Exception as error:  # noqa: BLE001: monitoring must not end the program
+        except Exception as error:  # noqa: BLE001 (monitoring must not end the program)
             stop.set()
             logging.getLogger("annulus").warning(
                 "%s stops: %s", type(living).__name__, error, exc_info=error
@@ -102,5 +102,5 @@ def _close_all() -> None:
     for reader in list(_open):
         try:
             reader.close()
-        except Exception as error:  # noqa: BLE001: the other readers must still write
+        except Exception as error:  # noqa: BLE001 (the other readers must still write)
             logging.getLogger("annulus").warning("%s: %s", type(reader).__name__, error)

@@ -46,7 +46,7 @@ def _allocate(device: int, size: int) -> int:
             found.append(torch.cuda.caching_allocator_alloc(size, device))
             # Earlier work on this stream may still use the memory, and executors use other streams.
             torch.cuda.current_stream(device).synchronize()
-        except Exception as error:  # noqa: BLE001: raised below
+        except Exception as error:  # noqa: BLE001 (raised below)
             errors.append(error)
 
     # On a new thread, with the default stream: while PyTorch warms up compiled code for CUDA graphs, allocations of its

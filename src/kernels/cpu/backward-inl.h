@@ -108,8 +108,7 @@ class Backward {
     bool any = false;
     for (int i = 0; i < lanes; ++i) {
       const bool exists = i < queries_ && query_refs_[i].run != nullptr;
-      const KeyLimits keys =
-          exists ? key_limits(task_.band, query_refs_[i].index()) : kSeesNothing;
+      const KeyLimits keys = exists ? key_limits(task_.band, query_refs_[i].index()) : kSeesNothing;
       any = any || (keys.before < last_key_ && keys.last >= first_key_);
       query_before_[i] = keys.before;
       query_last_[i] = keys.last;
@@ -150,9 +149,8 @@ class Backward {
     // fp32 rows serve as pair form too, so they go straight there.
     Element* rows = M::kPack == 1 ? pairs : rows_;
     const int lanes = panels_ * kPanel;
-    const bool finite =
-        Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, queries_, lanes, factor,
-                             head_dim(), padded_dim_, rows, pairs);
+    const bool finite = Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, queries_, lanes,
+                                             factor, head_dim(), padded_dim_, rows, pairs);
     for (int p = 0; p < panels_; ++p) {
       rows_to_panel(rows + p * kPanel * kRowElements, kRowElements, padded_dim_ / M::kPack,
                     columns + p * kPanel * padded_dim_ / M::kPack);
@@ -189,7 +187,9 @@ class Backward {
     return {query_before_ + p * kPanel, query_last_ + p * kPanel};
   }
 
-  [[nodiscard]] const TileKeys& tile(int block, int t) const { return key_tiles_[block / kRows + t]; }
+  [[nodiscard]] const TileKeys& tile(int block, int t) const {
+    return key_tiles_[block / kRows + t];
+  }
   // Some pairs that a panel and a block compute are not allowed.
   [[nodiscard]] bool masked(int block, int p) const {
     for (int t = reach_[p].begin; t < reach_[p].end; ++t)
@@ -461,10 +461,10 @@ class Backward {
   std::int32_t* key_index_;
   std::int32_t* key_repeats_;  // where a key's class begins in repeats_
   TileKeys* key_tiles_;
-  Element* k_;                 // row form
-  Element* v_;                 // row form
-  Element* k_pairs_;           // pair form
-  float* dk_;                  // [chunk][kLd]
+  Element* k_;        // row form
+  Element* v_;        // row form
+  Element* k_pairs_;  // pair form
+  float* dk_;         // [chunk][kLd]
   float* dv_;
   RowStream::Ref* query_refs_;
   std::int32_t* query_before_;

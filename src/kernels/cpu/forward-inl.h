@@ -22,13 +22,13 @@ class Forward {
   static constexpr int kTiles = kKeyBlock / kRows;
 
   struct Panel {
-    const Element* q;           // [head_dim / kPack][kPanel]
-    float* o;                   // [head_dim][kPanel], not normalised
-    float* minus_reference;     // [kPanel]; added to a score in log2 units
-    float* sum;                 // [kPanel]; 0: no key seen yet
-    float* rounded_sum;         // [kPanel]; see Sums
-    LaneLimits keys;       // [kPanel]: which each query sees
-    const float* repeats;  // [key class][kPanel]; see repeat_weights
+    const Element* q;        // [head_dim / kPack][kPanel]
+    float* o;                // [head_dim][kPanel], not normalised
+    float* minus_reference;  // [kPanel]; added to a score in log2 units
+    float* sum;              // [kPanel]; 0: no key seen yet
+    float* rounded_sum;      // [kPanel]; see Sums
+    LaneLimits keys;         // [kPanel]: which each query sees
+    const float* repeats;    // [key class][kPanel]; see repeat_weights
     PanelLimits limits;
   };
 
@@ -234,7 +234,8 @@ class Forward {
   }
 
   void attend(const Panel& panel, const Block& block) {
-    if (block.first_key > panel.limits.max_last || block.last_key <= panel.limits.min_before) return;
+    if (block.first_key > panel.limits.max_last || block.last_key <= panel.limits.min_before)
+      return;
     const Reach tiles = reach(panel.limits, block.tiles, block.rows / kRows);
     if (tiles.empty()) return;
 
@@ -348,8 +349,8 @@ class Forward {
       VF highest = hn::Load(kF, s + j);
       for (int i = 1; i < kRows; ++i) highest = hn::Max(highest, hn::Load(kF, s + i * kPanel + j));
       const VF fresh = hn::Load(kF, fresh_ + j);
-      const auto chosen = hn::And(hn::Ne(fresh, hn::Zero(kF)),
-                                  hn::Gt(highest, hn::Set(kF, -INFINITY)));
+      const auto chosen =
+          hn::And(hn::Ne(fresh, hn::Zero(kF)), hn::Gt(highest, hn::Set(kF, -INFINITY)));
       const VF old = hn::Load(kF, panel.minus_reference + j);
       hn::Store(hn::IfThenElse(chosen, hn::Neg(hn::Mul(highest, hn::Set(kF, score_factor_))), old),
                 kF, panel.minus_reference + j);

@@ -238,9 +238,8 @@ struct LaneLimits {
 
 // Lanes whose query sees the key of this index.
 HWY_INLINE auto visible(const LaneLimits& queries, std::int32_t key_index) {
-  return hn::RebindMask(
-      kF, hn::And(hn::Gt(hn::Load(kI, queries.last), hn::Set(kI, key_index - 1)),
-                  hn::Gt(hn::Set(kI, key_index), hn::Load(kI, queries.before))));
+  return hn::RebindMask(kF, hn::And(hn::Gt(hn::Load(kI, queries.last), hn::Set(kI, key_index - 1)),
+                                    hn::Gt(hn::Set(kI, key_index), hn::Load(kI, queries.before))));
 }
 
 // acc + a (broadcast) x b in the lanes that see the keys behind a: its only one, or the two of a
@@ -266,8 +265,8 @@ HWY_INLINE VF multiply_add_visible(const typename M::Element* a, VF b, Mask firs
 // [first_end, end) only the second.
 template <class M, int kLd>
 HWY_NOINLINE void add_weighted_rows(const typename M::Element* rows,
-                                    const typename M::Element* weights, int begin,
-                                    int first_end, int end, float* out) {
+                                    const typename M::Element* weights, int begin, int first_end,
+                                    int end, float* out) {
   VF acc[kRows][kVectors];
   fill_tile<0>(acc, nullptr);
   multiply<M, 0, 1, kLd, kPanel>(acc, rows + begin * kLd, weights + begin * kPanel,

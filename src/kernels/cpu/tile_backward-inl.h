@@ -323,7 +323,8 @@ class TileBackward {
           HWY_INLINE __mmask16 operator()(int c, int, int key, int half) const {
             return sees(queries + half * kLanes, keys[c * kChunk + key]);
           }
-        } visible{key_index_ + block * kChunk, {query_before_ + p * kChunk, query_last_ + p * kChunk}};
+        } visible{key_index_ + block * kChunk,
+                  {query_before_ + p * kChunk, query_last_ + p * kChunk}};
         multiply_visible(k, ds_pairs_, list, count, sum, visible);
       } else {
         multiply_tiles(tiles, FromSum{}, k, ds_pairs_, Listed{list}, count, sum);

@@ -265,8 +265,8 @@ class TileForward {
   }
 
   [[nodiscard]] TileChunk chunk(const TilePanel& panel, int c) const {
-    const bool masked = panel.careful || chunk_max_[c] > panel.min_last ||
-                        chunk_min_[c] <= panel.max_before;
+    const bool masked =
+        panel.careful || chunk_max_[c] > panel.min_last || chunk_min_[c] <= panel.max_before;
     return {key_index_ + c * kChunk, key_class_ + c * kChunk, masked};
   }
   // No row of the panel sees a key of the chunk.

@@ -26,9 +26,8 @@ double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRow
   double visible = 0;
   constexpr int kSamples = 8;
   for (int i = 0; i < kSamples; ++i) {
-    const double q =
-        q_first +
-        q_span * (q_begin + (i + 0.5) / kSamples * q_count) / static_cast<double>(group.query_rows);
+    const double q = q_first + q_span * (q_begin + (i + 0.5) / kSamples * q_count) /
+                                   static_cast<double>(group.query_rows);
     // The share of the keys up to an index.
     const auto share = [&](double index) {
       const double upto =

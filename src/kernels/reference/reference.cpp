@@ -19,7 +19,12 @@ struct Problem {
   const Shape& shape;
   std::span<const double> q, k, v;
   double scale;
+  std::span<const double> sinks;
 
+  // -inf: none.
+  [[nodiscard]] double sink(int q_head) const {
+    return sinks.empty() ? kNegInf : sinks[static_cast<std::size_t>(q_head)];
+  }
   [[nodiscard]] int kv_head(int q_head) const { return q_head / (shape.q_heads / shape.kv_heads); }
 };
 
@@ -31,11 +36,13 @@ struct BranchRow {
   double lse = kNegInf;
 };
 
-// One (batch, token, head): the branches and their merge, before output_scale.
+// One (batch, token, head): the branches, their merge, and that with the sink; before output_scale.
 struct Row {
   std::vector<BranchRow> branches;
+  std::vector<double> merged;
   std::vector<double> o;
   double lse = kNegInf;
+  double sink_weight = 0.0;
 };
 
 // The vector [batch, token, head, :] of a dense [batch, tokens, heads, head_dim] tensor.
@@ -102,20 +109,28 @@ BranchRow attend_branch(const Problem& problem, const Branch& branch, std::int64
   return row;
 }
 
-// L = log sum_b exp(L_b) and O = sum_b exp(L_b - L) O_b.
+// L = log sum_b exp(L_b) and O = sum_b exp(L_b - L) O_b. A sink is one more term of the sum,
+// without a value: L' = log(exp(L) + exp(sink)) and O' = exp(L - L') O.
 Row attend(const Problem& problem, std::int64_t batch, std::int64_t query, int head) {
   Row row;
-  row.o.assign(static_cast<std::size_t>(problem.shape.head_dim), 0.0);
+  row.merged.assign(static_cast<std::size_t>(problem.shape.head_dim), 0.0);
+  row.o = row.merged;
   std::vector<double> branch_lse;
   for (const Branch& branch : problem.pattern.branches) {
     row.branches.push_back(attend_branch(problem, branch, batch, query, head));
     branch_lse.push_back(row.branches.back().lse);
   }
-  row.lse = log_sum_exp(branch_lse);
+  const double merged_lse = log_sum_exp(branch_lse);
   for (const BranchRow& branch : row.branches) {
     if (branch.lse == kNegInf) continue;  // weight 0; when all are empty L_b - L would be NaN
-    add_scaled(row.o, std::exp(branch.lse - row.lse), branch.o);
+    add_scaled(row.merged, std::exp(branch.lse - merged_lse), branch.o);
   }
+  const double sink = problem.sink(head);
+  const double both[] = {merged_lse, sink};
+  row.lse = log_sum_exp(both);
+  if (sink != kNegInf) row.sink_weight = std::exp(sink - row.lse);
+  const bool empty = merged_lse == kNegInf && !std::isnan(row.lse);
+  if (!empty) add_scaled(row.o, std::exp(merged_lse - row.lse), row.merged);
   return row;
 }
 
@@ -138,7 +153,8 @@ void check_size(const std::string& where, const std::string& what, std::size_t f
 
 Problem checked_problem(const std::string& where, const Pattern& pattern, const Shape& shape,
                         std::span<const double> q, std::span<const double> k,
-                        std::span<const double> v, std::optional<double> scale) {
+                        std::span<const double> v, std::optional<double> scale,
+                        std::span<const double> sinks) {
   pattern.validate();
   check_at_least(where, "batch", shape.batch, 0);
   check_at_least(where, "tokens", shape.tokens, 0);
@@ -163,14 +179,20 @@ Problem checked_problem(const std::string& where, const Pattern& pattern, const 
     throw ConfigError(where + ": scale is " + std::to_string(*scale) +
                       ", expected a finite number");
   }
-  return {pattern, shape, q, k, v, scale.value_or(1.0 / std::sqrt(shape.head_dim))};
+  if (!sinks.empty() && sinks.size() != static_cast<std::size_t>(shape.q_heads)) {
+    throw ConfigError(where + ": there are " + std::to_string(sinks.size()) + " sinks, expected " +
+                      std::to_string(shape.q_heads) + ", the number of query heads");
+  }
+  return {pattern, shape, q, k, v, scale.value_or(1.0 / std::sqrt(shape.head_dim)), sinks};
 }
 
 }  // namespace
 
 Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
-               std::span<const double> k, std::span<const double> v, std::optional<double> scale) {
-  const Problem problem = checked_problem("reference::forward", pattern, shape, q, k, v, scale);
+               std::span<const double> k, std::span<const double> v, std::optional<double> scale,
+               std::span<const double> sinks) {
+  const Problem problem =
+      checked_problem("reference::forward", pattern, shape, q, k, v, scale, sinks);
   Output output;
   output.o.assign(q.size(), 0.0);
   for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
@@ -191,15 +213,23 @@ Output forward(const Pattern& pattern, const Shape& shape, std::span<const doubl
 // full: delta = dO'.O. detached: O = sum_b w_b O_b with constant w_b = exp(L_b - L), so branch b
 // is an attention of its own with output gradient w_b dO' and probabilities P_b = exp(S - L_b):
 // dS = P_b (w_b dP - w_b dO'.O_b) = P (dP - dO'.O_b), that is delta = dO'.O_b.
+//
+// With a sink of weight p = exp(sink - L'), O' = (1 - p) O and d sink = -p dO'.O', summed over
+// rows. full: nothing else changes, given L' and O'. detached holds w_b constant, but not p, which
+// depends on every score: dp/dS = -p P. The additional P p dO'.O in dS makes delta = dO'.O_b - p
+// dO'.O.
 Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                    std::span<const double> k, std::span<const double> v,
-                   std::span<const double> dout, MixGradient mix, std::optional<double> scale) {
-  const Problem problem = checked_problem("reference::backward", pattern, shape, q, k, v, scale);
+                   std::span<const double> dout, MixGradient mix, std::optional<double> scale,
+                   std::span<const double> sinks) {
+  const Problem problem =
+      checked_problem("reference::backward", pattern, shape, q, k, v, scale, sinks);
   check_size("reference::backward", "dout", dout.size(), shape, shape.q_heads);
   Gradients gradients;
   gradients.dq.assign(q.size(), 0.0);
   gradients.dk.assign(k.size(), 0.0);
   gradients.dv.assign(v.size(), 0.0);
+  gradients.dsinks.assign(sinks.size(), 0.0);
   for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
     for (std::int64_t token = 0; token < shape.tokens; ++token) {
       for (int head = 0; head < shape.q_heads; ++head) {
@@ -212,10 +242,17 @@ Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const d
         const Row row = attend(problem, batch, token, head);
         std::vector<double> d_o(row.o.size(), 0.0);
         add_scaled(d_o, pattern.output_scale, query_vector(dout));
+        const bool empty = std::ranges::all_of(
+            row.branches, [](const BranchRow& branch) { return branch.lse == kNegInf; });
+        if (problem.sink(head) != kNegInf && !empty) {  // O' is the constant 0 where it is empty
+          gradients.dsinks[static_cast<std::size_t>(head)] -= row.sink_weight * dot(d_o, row.o);
+        }
 
         for (const BranchRow& branch : row.branches) {
           if (branch.lse == kNegInf) continue;  // its O_b is the constant 0
-          const double delta = dot(d_o, mix == MixGradient::full ? row.o : branch.o);
+          const double delta = mix == MixGradient::full
+                                   ? dot(d_o, row.o)
+                                   : dot(d_o, branch.o) - row.sink_weight * dot(d_o, row.merged);
           for (std::size_t i = 0; i < branch.keys.size(); ++i) {
             const std::int64_t key = branch.keys[i];
             const double p = std::exp(branch.scores[i] - row.lse);

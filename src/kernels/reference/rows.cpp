@@ -38,6 +38,11 @@ Sized difference(const Sized& a, const Sized& b) {
   return {a.value - b.value, a.scale + b.scale, a.absolute + b.absolute};
 }
 
+Sized product(double factor, const Sized& a) {
+  const double size = std::fabs(factor);
+  return {factor * a.value, size * a.scale, size * a.absolute};
+}
+
 Row load(const RowProblem& problem, const RowProblem::Load& tensor, const Place& place) {
   Row row(static_cast<std::size_t>(problem.head_dim));
   tensor(place, row);
@@ -89,7 +94,8 @@ std::vector<BranchRow> branch_rows(const RowProblem& problem, const Place& query
 
 RowProblem row_problem(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                        std::span<const double> k, std::span<const double> v,
-                       std::span<const double> dout, MixGradient mix, std::optional<double> scale) {
+                       std::span<const double> dout, MixGradient mix, std::optional<double> scale,
+                       std::span<const double> sinks) {
   const auto loads = [&](std::span<const double> tensor, int heads) {
     return [tensor, heads, tokens = shape.tokens](const Place& place, std::span<double> row) {
       const std::int64_t index = (place.batch * tokens + place.position) * heads + place.head;
@@ -106,7 +112,8 @@ RowProblem row_problem(const Pattern& pattern, const Shape& shape, std::span<con
           .q = loads(q, shape.q_heads),
           .k = loads(k, shape.kv_heads),
           .v = loads(v, shape.kv_heads),
-          .dout = loads(dout, shape.q_heads)};
+          .dout = loads(dout, shape.q_heads),
+          .sinks = sinks};
 }
 
 QueryRow query_row(const RowProblem& problem, const Place& query) {
@@ -119,9 +126,17 @@ QueryRow query_row(const RowProblem& problem, const Place& query) {
   std::vector<BranchRow> branches = branch_rows(problem, query);
   double highest = kNegInf;
   for (const BranchRow& row : branches) raise(highest, row.highest);
-  double sum = 0.0;
-  for (const BranchRow& row : branches) sum += row.sum * std::exp(row.highest - highest);
-  if (!branches.empty()) result.lse = highest + std::log(sum);
+  const double sink =
+      problem.sinks.empty() ? kNegInf : problem.sinks[static_cast<std::size_t>(query.head)];
+  const bool sinks = sink != kNegInf;
+  if (sinks) raise(highest, sink);
+  double keys = 0.0;  // the sum without the sink
+  for (const BranchRow& row : branches) keys += row.sum * std::exp(row.highest - highest);
+  const double sink_term = sinks ? std::exp(sink - highest) : 0.0;
+  const double sum = keys + sink_term;
+  const double sink_weight = sinks ? sink_term / sum : 0.0;
+  if (!branches.empty() || sinks) result.lse = highest + std::log(sum);
+  if (std::isnan(sink_weight)) result.o.multiply(sink_weight);  // also of a row without keys
   const auto probability = [&](const Sized& dot) {
     return std::exp(problem.scale * dot.value - highest) / sum;
   };
@@ -148,9 +163,12 @@ QueryRow query_row(const RowProblem& problem, const Place& query) {
   if (!problem.dout) return result;
 
   const Row dout = load_dout(problem, query);
+  if (sinks && keys != 0.0) result.dsink = product(-sink_weight, sized_dot(dout, merged_o));
   for (const BranchRow& row : branches) {
     Sized& delta = result.deltas[row.branch];
     delta = sized_dot(dout, problem.mix == MixGradient::full ? merged_o : row.o);
+    if (sinks && problem.mix == MixGradient::detached)
+      delta = difference(delta, product(sink_term / keys, sized_dot(dout, merged_o)));
     for (std::size_t i = 0; i < row.keys.size(); ++i) {
       problem.k(row.keys[i], k);
       problem.v(row.keys[i], v);

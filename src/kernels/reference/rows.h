@@ -33,7 +33,8 @@ struct RowProblem {
   double scale = 1.0;
   MixGradient mix = MixGradient::full;
   Load q, k, v;
-  Load dout;  // empty: no gradients
+  Load dout;                      // empty: no gradients
+  std::span<const double> sinks;  // one per query head, or none
 };
 
 // Of dense tensors, as annulus/reference.h takes them.
@@ -41,13 +42,16 @@ struct RowProblem {
                                      std::span<const double> q, std::span<const double> k,
                                      std::span<const double> v, std::span<const double> dout,
                                      MixGradient mix = MixGradient::full,
-                                     std::optional<double> scale = std::nullopt);
+                                     std::optional<double> scale = std::nullopt,
+                                     std::span<const double> sinks = {});
 
 struct QueryRow {
   SizedRow o;
   SizedRow dq;
   double lse = -std::numeric_limits<double>::infinity();
-  std::vector<Sized> deltas;   // per branch: dO.O, or dO.O_b with detached mixing
+  std::vector<Sized>
+      deltas;   // per branch: dO.O, or with detached mixing dO.O_b less the sink's part
+  Sized dsink;  // what the row adds to the gradient of its head's sink
   double largest_score = 0.0;  // ScoreSizes::largest
 };
 [[nodiscard]] QueryRow query_row(const RowProblem& problem, const Place& query);

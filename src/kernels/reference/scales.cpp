@@ -1,5 +1,6 @@
 #include "kernels/reference/scales.h"
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -10,8 +11,9 @@ namespace annulus::reference {
 
 Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                     std::span<const double> k, std::span<const double> v,
-                    std::span<const double> dout, MixGradient mix, std::optional<double> scale) {
-  const RowProblem problem = row_problem(pattern, shape, q, k, v, dout, mix, scale);
+                    std::span<const double> dout, MixGradient mix, std::optional<double> scale,
+                    std::span<const double> sinks) {
+  const RowProblem problem = row_problem(pattern, shape, q, k, v, dout, mix, scale, sinks);
   const auto for_places = [&](int heads, const auto& body) {
     for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
       for (std::int64_t token = 0; token < shape.tokens; ++token) {
@@ -29,12 +31,21 @@ Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const 
   };
   Scales scales;
   std::vector<State> queries;
+  std::vector<double> dsinks(sinks.size(), 0.0);
+  std::vector<double> squares(sinks.size(), 0.0);
   for_places(shape.q_heads, [&](const Place& place) {
     QueryRow row = query_row(problem, place);
     append(row.o, scales.o);
     append(row.dq, scales.dq);
+    if (!sinks.empty()) {
+      const auto head = static_cast<std::size_t>(place.head);
+      dsinks[head] += row.dsink.value;
+      squares[head] += row.dsink.scale * row.dsink.scale;
+    }
     queries.push_back({row.lse, std::move(row.deltas)});
   });
+  for (std::size_t h = 0; h < sinks.size(); ++h)
+    scales.dsinks.push_back(std::fabs(dsinks[h]) + std::sqrt(squares[h]));
   for_places(shape.kv_heads, [&](const Place& place) {
     const KeyRow row = key_row(problem, place, [&](const Place& query, std::size_t branch) {
       const State& state = queries[static_cast<std::size_t>(

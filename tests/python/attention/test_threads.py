@@ -34,7 +34,7 @@ def at_once(bodies: list[Callable[[int], None]], background: list[Callable[[int]
                 number += 1
                 if until_over:
                     time.sleep(0.001)  # others need the interpreter, too
-        except BaseException as error:  # noqa: BLE001: raised below
+        except BaseException as error:  # noqa: BLE001 (raised below)
             errors.append(error)
 
     calls = [threading.Thread(target=run, args=(body, False)) for body in bodies]

@@ -530,7 +530,7 @@ def threads_with_groups_of_their_own() -> None:
     def guarded(body: object, *arguments: object) -> None:
         try:
             body(*arguments)
-        except BaseException as error:  # noqa: BLE001: raised below
+        except BaseException as error:  # noqa: BLE001 (raised below)
             wrong.append(error)
             over.set()
 

@@ -98,7 +98,7 @@ def on_ranks(
     def run(transport: annulus.Transport) -> Any:
         try:
             return body(transport)
-        except Exception as error:  # noqa: BLE001: whatever a rank raises is what the test looks at
+        except Exception as error:  # noqa: BLE001 (whatever a rank raises is what the test looks at)
             return error
 
     with concurrent.futures.ThreadPoolExecutor(len(transports)) as pool:

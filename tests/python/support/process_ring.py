@@ -80,7 +80,7 @@ class Ring:
                 os.close(other.orders)
             faulthandler.register(signal.SIGUSR1)  # prints the stack
             body(rank, say, orders, *arguments)
-        except BaseException:  # noqa: BLE001: a child must not return into the parent's code
+        except BaseException:  # noqa: BLE001 (a child must not return into the parent's code)
             with contextlib.suppress(OSError):
                 say("broke", text=traceback.format_exc()[-3000:])
         os._exit(0)

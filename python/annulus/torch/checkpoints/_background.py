@@ -30,7 +30,7 @@ def in_background(function: Callable, *arguments: object) -> concurrent.futures.
     def run() -> None:
         try:
             future.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001: result() raises it
+        except BaseException as error:  # noqa: BLE001 (result() raises it)
             future.set_exception(error)
 
     for old in [old for old, thread in _unfinished.items() if not thread.is_alive()]:

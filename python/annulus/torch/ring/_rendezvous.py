@@ -36,7 +36,7 @@ def within(seconds: float, function: Callable[[], T], what: str) -> T:
     def run() -> None:
         try:
             outcome.append((function(), None))
-        except BaseException as error:  # noqa: BLE001: raised in the caller's thread
+        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
             outcome.append((None, error))
         done.set()
 

@@ -299,7 +299,7 @@ def window(report: Report, dim: int) -> None:
             found, wanted = each.parts[0][n].transpose(1, 2).float(), expected.detach().float()
             error = float((found - wanted).norm() / wanted.norm())
             print(f"window d{dim}: {n} differs from FlexAttention's by {error:.1e}", flush=True)
-            assert error < 1e-2, (n, error)
+            assert error < 2e-2, (n, error)
     flops = 4.0 * dim * HEADS * (tokens * keys - keys * (keys - 1) / 2)
     times = medians({"own": own.run("forward"), "flex": flex_forward}, report.rounds)
     report.add(names[0], times["own"], "FlexAttention", times["flex"], flops)

@@ -160,7 +160,7 @@ Example random_example(test::Random& random) {
     pattern = longnet(heads, segments, dilations, causal,
                       random.coin() ? Offsets::blocked : Offsets::interleaved);
   }
-  pattern.window = test::any_window(random, tokens);
+  pattern.window = test::any_window(random, tokens, causal);
   const std::string name =
       random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});
   const int ranks = static_cast<int>(random.between(1, 3));
@@ -365,7 +365,7 @@ TEST(CudaChains, BeginWithTheLastKeysAndKeepADistance) {
 TEST(CudaChains, ItemsOfAWindowFollowEachOtherAtADistance) {
   for (const bool causal : {false, true}) {
     Pattern pattern = dense(2, causal);
-    pattern.window = {25, 12};
+    pattern.window = {25, causal ? 0 : 12};
     const WholeSequence whole(pattern, 256);
     Tables tables = make_tables({Stage::Kind::gradients, &whole.plan, 0, 0}, whole.computation,
                                 Side::keys, 16, false);

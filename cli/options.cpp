@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <charconv>
+#include <fstream>
+#include <iterator>
 #include <limits>
+#include <sstream>
 #include <type_traits>
 
 #include "annulus/error.h"
@@ -110,6 +113,7 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
       ->group(group);
   command.add_flag("--causal", flags.causal, "No token attends to a later one")->group(group);
   add_window_flag(command, flags.window)->group(group);
+  add_documents_flag(command, flags.documents)->group(group);
   add_flags_of(ring::Topic::pattern, command, flags, group);
 }
 
@@ -251,6 +255,34 @@ CLI::Option* add_window_flag(CLI::App& command, Window& window) {
       ->type_name("BEFORE,AFTER");
 }
 
+CLI::Option* add_documents_flag(CLI::App& command, std::vector<Document>& documents) {
+  const auto read = [](const std::string& path) {
+    std::ifstream file(path);
+    if (!file) throw ConfigError(fmt::format("--documents: {} cannot be read", path));
+    std::string text(std::istreambuf_iterator<char>(file), {});
+    std::replace(text.begin(), text.end(), ',', ' ');
+    std::istringstream words(text);
+    std::vector<std::int64_t> boundaries;
+    for (std::string word; words >> word;) {
+      std::int64_t number = 0;
+      const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
+      if (problem != std::errc() || end != word.data() + word.size()) {
+        throw ConfigError(
+            fmt::format("--documents: {} has '{}', expected whole numbers: 0, then the end of each "
+                        "document",
+                        path, word));
+      }
+      boundaries.push_back(number);
+    }
+    return packed_documents(boundaries);
+  };
+  return command
+      .add_option_function<std::string>(
+          "--documents", [&documents, read](const std::string& path) { documents = read(path); },
+          "File of document boundaries: 0, then the end of each")
+      ->type_name("FILE");
+}
+
 void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
   add_flags_of(ring::Topic::limits, command, flags,
                "Limits per rank (default: derived from the memory that is available)");
@@ -329,6 +361,7 @@ Pattern preset_from(const ProblemFlags& flags, int heads) {
 Pattern pattern_from(const ProblemFlags& flags, int heads) {
   Pattern pattern = preset_from(flags, heads);
   pattern.window = flags.window;
+  pattern.documents = flags.documents;
   pattern.validate();
   return pattern;
 }
@@ -367,6 +400,17 @@ Json window_json(const Pattern& pattern) {
   return window == Window{} ? Json() : Json({window.before, window.after});
 }
 
+namespace {
+
+Json documents_json(const Pattern& pattern) {
+  if (pattern.documents.empty()) return {};
+  Json boundaries = {0};
+  for (const Document& document : pattern.documents) boundaries.push_back(document.query_end);
+  return boundaries;
+}
+
+}  // namespace
+
 Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
   std::vector<std::int64_t> segments;
   std::vector<std::int64_t> dilations;
@@ -382,6 +426,7 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
                {"group_scale", flags.group_scale},
                {"causal", options.pattern.causal},
                {"window", window_json(options.pattern)},
+               {"documents", documents_json(options.pattern)},
                {"tokens", options.placement.tokens()},
                {"heads", options.pattern.heads},
                {"seed", flags.seed},
@@ -404,7 +449,7 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
 }
 
 std::string describe(const Pattern& pattern) {
-  std::string text = pattern.name + band_text(pattern);
+  std::string text = pattern.name + mask_text(pattern);
   if (pattern.branches.size() == 1 && pattern.branches[0].segment_length == kWholeSequence &&
       pattern.branches[0].dilation == 1) {
     return text;

@@ -116,6 +116,11 @@ struct Pattern {
 // Documents [boundaries[i], boundaries[i + 1]) of the same tokens on both sides; as
 // flash-attention's cu_seqlens. ConfigError unless the boundaries begin with 0 and never decrease.
 [[nodiscard]] std::vector<Document> packed_documents(std::span<const std::int64_t> boundaries);
+// With boundaries of their own for queries and keys, as cu_seqlens_q and cu_seqlens_k, and the
+// first query's position in each document (empty: 0).
+[[nodiscard]] std::vector<Document> packed_documents(std::span<const std::int64_t> queries,
+                                                     std::span<const std::int64_t> keys,
+                                                     std::span<const std::int64_t> query_starts);
 
 // Number of allowed (branch, head, query, key) pairs.
 [[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens,

@@ -282,6 +282,7 @@ is released while they run. One executor serves one caller at a time.
 Args:
     pattern: which queries attend to which keys; has the number of query heads.
     placement: which rank holds which tokens, for as many ranks as the transport has.
+    key_placement: the same for keys and values, if they are other tokens than the queries; None: as placement.
     transport: carries the rows; kept alive by the executor.
     batch: sequences per call.
     kv_heads: key/value heads, a divisor of the pattern's heads; None: as many. Query head h uses

@@ -22,11 +22,13 @@ PlanTotals plan_totals(const Plan& plan) {
   return totals;
 }
 
-// ", causal, window (4095, 0)".
-std::string band_text(const Pattern& pattern) {
+// ", causal, window (4095, 0), 3 documents".
+std::string mask_text(const Pattern& pattern) {
   std::string text = pattern.causal ? ", causal" : "";
   if (pattern.window != Window{})
     text += fmt::format(", window ({}, {})", pattern.window.before, pattern.window.after);
+  if (!pattern.documents.empty())
+    text += fmt::format(", {} documents", with_commas(std::ssize(pattern.documents)));
   return text;
 }
 
@@ -37,7 +39,7 @@ std::string plan_title(const Plan& plan) {
     tokens += fmt::format(" against {}", with_commas(plan.key_placement().tokens()));
   }
   return fmt::format("{}{}: {}, {} query head{}, {} K/V head{}",
-                     pattern.name.empty() ? "pattern" : pattern.name, band_text(pattern), tokens,
+                     pattern.name.empty() ? "pattern" : pattern.name, mask_text(pattern), tokens,
                      pattern.heads, pattern.heads == 1 ? "" : "s", plan.options().kv_heads,
                      plan.options().kv_heads == 1 ? "" : "s");
 }

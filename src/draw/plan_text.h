@@ -24,7 +24,7 @@ struct PlanTotals {
 [[nodiscard]] PlanTotals plan_totals(const Plan& plan);
 
 [[nodiscard]] std::int64_t longer_side(const Plan& plan);  // tokens of the longer side
-[[nodiscard]] std::string band_text(const Pattern& pattern);
+[[nodiscard]] std::string mask_text(const Pattern& pattern);
 [[nodiscard]] std::string plan_title(const Plan& plan);
 [[nodiscard]] std::string plan_subtitle(const Plan& plan);
 [[nodiscard]] std::string branch_label(const Plan& plan, std::size_t branch);

@@ -206,22 +206,41 @@ Pattern longnet(int heads, std::span<const std::int64_t> segments,
 }
 
 std::vector<Document> packed_documents(std::span<const std::int64_t> boundaries) {
-  if (boundaries.empty() || boundaries.front() != 0) {
-    throw ConfigError("document boundaries begin with " +
-                      (boundaries.empty() ? "nothing" : std::to_string(boundaries.front())) +
-                      ", expected 0, then the end of each document");
-  }
-  std::vector<Document> documents;
-  documents.reserve(boundaries.size() - 1);
-  for (std::size_t i = 1; i < boundaries.size(); ++i) {
-    const std::int64_t begin = boundaries[i - 1];
-    const std::int64_t end = boundaries[i];
-    if (end < begin) {
-      throw ConfigError("document boundary " + std::to_string(i) + " is " + std::to_string(end) +
-                        ", expected at least the one before, " + std::to_string(begin));
+  return packed_documents(boundaries, boundaries, {});
+}
+
+std::vector<Document> packed_documents(std::span<const std::int64_t> queries,
+                                       std::span<const std::int64_t> keys,
+                                       std::span<const std::int64_t> query_starts) {
+  const auto check = [](std::span<const std::int64_t> boundaries) {
+    if (boundaries.empty() || boundaries.front() != 0) {
+      throw ConfigError("document boundaries begin with " +
+                        (boundaries.empty() ? "nothing" : std::to_string(boundaries.front())) +
+                        ", expected 0, then the end of each document");
     }
-    documents.push_back(
-        {.query_begin = begin, .query_end = end, .key_begin = begin, .key_end = end});
+    for (std::size_t i = 1; i < boundaries.size(); ++i) {
+      if (boundaries[i] >= boundaries[i - 1]) continue;
+      throw ConfigError("document boundary " + std::to_string(i) + " is " +
+                        std::to_string(boundaries[i]) + ", expected at least the one before, " +
+                        std::to_string(boundaries[i - 1]));
+    }
+  };
+  check(queries);
+  check(keys);
+  const std::size_t count = queries.size() - 1;
+  if (keys.size() != queries.size() || (!query_starts.empty() && query_starts.size() != count)) {
+    throw ConfigError("found boundaries of " + std::to_string(count) + " documents of queries, " +
+                      std::to_string(keys.size() - 1) + " documents of keys and " +
+                      std::to_string(query_starts.size()) +
+                      " positions of first queries, expected as many of each");
+  }
+  std::vector<Document> documents(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    documents[i] = {.query_begin = queries[i],
+                    .query_end = queries[i + 1],
+                    .key_begin = keys[i],
+                    .key_end = keys[i + 1],
+                    .query_start = query_starts.empty() ? 0 : query_starts[i]};
   }
   return documents;
 }

@@ -19,6 +19,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _calls: dict[tuple, Call] = {}
 _CONSTANTS = (str, int, float, type(None), np.generic)
 _LISTS = (list, tuple)
+_NO_LISTS = (None,) * 6
 
 
 def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -65,14 +66,13 @@ def call_signature(
     """
     if forward_ad._current_level >= 0:
         return None
-    group, pattern, segment_lengths, dilation_rates, window = arguments[:5]
     numbers: tuple = ()
-    if segment_lengths is not None or dilation_rates is not None or window is not None:
-        lists = [segment_lengths, dilation_rates, window]
+    lists = arguments[2:8]  # from segment_lengths to query_start
+    if lists != _NO_LISTS:
         if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
         lengths = [x if x is None else len(x) for x in lists]
-        arguments = (group, pattern, *lengths, *arguments[5:])
+        arguments = (*arguments[:2], *lengths, *arguments[8:])
         numbers = tuple(n for x in lists if x is not None for n in x)
     if options:
         arguments = (*arguments, *options, *options.values())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.reference import relative_rms
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+from support.dense_masks import check, tensors  # noqa: E402
 
 # Both limits, one of them, none but the token itself, and more than there are tokens.
 WINDOWS = [
@@ -35,33 +34,6 @@ def allowed(tokens: int, window: tuple[int, int], causal: bool) -> torch.Tensor:
     if after >= 0:
         mask &= distance <= after
     return mask & (distance <= 0) if causal else mask
-
-
-def tensors(tokens: int, dtype: torch.dtype, kv_heads: int = 2, dim: int = 24):
-    generator = torch.Generator().manual_seed(tokens)
-    shapes = [(2, tokens, h, dim) for h in (4, kv_heads, kv_heads, 4)]
-    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
-
-
-def by_sdpa(inputs, mask: torch.Tensor) -> list[torch.Tensor]:
-    """o, dq, dk and dv."""
-    *qkv, do = inputs
-    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in qkv]
-    o = scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
-    found = (o, *torch.autograd.grad(o, leaves, do.transpose(1, 2)))
-    return [x.transpose(1, 2).detach() for x in found]
-
-
-def check(found, inputs, mask: torch.Tensor) -> None:
-    """float32: within 2e-6. 16 bits: within twice the error of PyTorch's attention of the same dtype."""
-    exact = by_sdpa([x.double() for x in inputs], mask)
-    theirs = by_sdpa(inputs, mask)
-    for name, f, e, other in zip(("o", "dq", "dk", "dv"), found, exact, theirs):
-        if e.abs().max() < 1e-12:  # with one key, dq and dk are 0 but for rounding
-            assert f.abs().max() < (1e-5 if f.dtype == torch.float32 else 0.1), name
-            continue
-        limit = 2e-6 if f.dtype == torch.float32 else 2 * relative_rms(other, e)
-        assert relative_rms(f, e) <= limit, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

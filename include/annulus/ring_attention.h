@@ -78,6 +78,24 @@ struct MemoryInfo {
   std::int64_t cached_workspaces = 0;    // filled by RingAttentionCache, else 0
 };
 
+// What a call may have besides the tensors that every call has. Every rank passes them, or none
+// does: else it is a ConfigError on all of them.
+struct OptionalInputs {
+  // fp32 [q heads], any stride, the same numbers on every rank: logits that take part in the
+  // softmax of each of their head's rows, once, and have no value (attention sinks). With L and O
+  // without them, lse is L' = log(exp(L) + exp(sink)) and o is exp(L - L') O; of a row without keys
+  // sink and 0. -inf: none for that head. NaN and +inf make all rows of the head NaN.
+  std::optional<ConstTensorView> sinks;
+};
+
+// Results of backward besides those that every call has, each for an input of its name.
+struct OptionalGradients {
+  // fp32 [q heads]: of this rank's rows alone, whose sum over the ranks is the gradient. The same
+  // bits in every run with the same ranks, but to rounding for other numbers of ranks, also where
+  // the call is `reproducible`.
+  std::optional<TensorView> sinks;
+};
+
 // What `detached` mixing needs from forward: the normalised output of every branch, of the rows
 // that the branch selects. Made by make_branch_state().
 class BranchState {
@@ -113,13 +131,16 @@ class RingAttention {
   // head_dim]; lse: fp32 [batch, local queries, q heads], natural log. `state` is needed when
   // mix_gradient is detached and backward follows.
   void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-               const TensorView& o, const TensorView& lse, BranchState* state = nullptr);
+               const TensorView& o, const TensorView& lse, BranchState* state = nullptr,
+               const OptionalInputs& more = {});
 
-  // o and lse are forward's results; dq, dk, dv are overwritten.
+  // o and lse are forward's results, `more` is what forward got; dq, dk, dv are overwritten, and so
+  // is what `gradients` asks for.
   void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                 const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
                 const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                const BranchState* state = nullptr);
+                const BranchState* state = nullptr, const OptionalInputs& more = {},
+                const OptionalGradients& gradients = {});
 
   // Blocks until the device has done what forward and backward have enqueued; DeviceError if it
   // could not, Interrupted after interrupt(). The CPU enqueues nothing: its passes return when they

@@ -258,8 +258,10 @@ TensorView Arrays::import(nb::handle array, const char* name, int axes, std::vec
   if (found.axes != axes) {
     const std::span<const std::int64_t> shape(found.shape.data(),
                                               static_cast<std::size_t>(found.axes));
-    complain(fmt::format("{} is [{}], expected {} axes: [batch, tokens, heads{}]", name,
-                         fmt::join(shape, ", "), axes, axes == 4 ? ", head_dim" : ""));
+    complain(fmt::format("{} is [{}], expected {}", name, fmt::join(shape, ", "),
+                         axes == 1   ? "1 axis: [heads]"
+                         : axes == 3 ? "3 axes: [batch, tokens, heads]"
+                                     : "4 axes: [batch, tokens, heads, head_dim]"));
     return {};
   }
   TensorView view;

@@ -205,6 +205,8 @@ class Lease {
     ring_ = std::make_shared<LocalRing>(std::move(options));
   }
 
+  // 0: there is nothing to compute.
+  [[nodiscard]] int ranks() const { return ring_ == nullptr ? 0 : ring_->ranks(); }
   // `cost`: operations relative to forward.
   template <typename Pass>
   void run(const Arrays& arrays, double cost, const Pass& pass) {
@@ -232,13 +234,27 @@ class Lease {
   std::shared_ptr<LocalRing> ring_;
 };
 
+OptionalInputs optional_inputs(const char* where, Arrays& arrays, nb::handle sinks,
+                               const ConstTensorView& q) {
+  OptionalInputs more;
+  if (sinks.is_none()) return more;
+  more.sinks = arrays.input(sinks, "sinks", 1);
+  arrays.check(where);
+  if (more.sinks->dtype != DType::f32 || more.sinks->shape[0] != q.shape[2]) {
+    throw ConfigError(
+        fmt::format("{}: sinks is {} {}, expected float32 [{}]: one number per head of q", where,
+                    python_name_of(more.sinks->dtype), shape_string(*more.sinks), q.shape[2]));
+  }
+  return more;
+}
+
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
                      const Lengths& segments, const Lengths& dilations, Flag causal,
                      nb::handle window, const Lengths& cu_seqlens, const Lengths& cu_seqlens_k,
                      nb::handle query_start, const std::string& offsets, Flag group_scale,
                      std::optional<double> scale, int ranks, nb::handle placement,
                      const std::string& schedule, Flag reproducible, nb::object out,
-                     Flag return_lse, std::optional<std::uintptr_t> stream) {
+                     Flag return_lse, std::optional<std::uintptr_t> stream, nb::handle sinks) {
   const char* where = "attention";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -247,6 +263,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
   arrays.check(where);
   expect_shape(where, "k", k_view, q_view, "q", true);
   expect_shape(where, "v", v_view, k_view, "k", false);
+  const OptionalInputs more = optional_inputs(where, arrays, sinks, q_view);
   const Result o(std::move(out), q, q_view, q_view.dtype, 4, arrays.stream());
   const TensorView o_view = arrays.output(o.writable(), "out");
   arrays.check(where);
@@ -263,7 +280,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
                offsets, group_scale, scale, ranks, placement, schedule, reproducible},
               q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
-    ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
+    ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr, more);
   });
   if (!return_lse) return o.finish();
   return nb::make_tuple(o.finish(), lse->finish());
@@ -276,7 +293,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
                              nb::handle query_start, const std::string& offsets, Flag group_scale,
                              std::optional<double> scale, int ranks, nb::handle placement,
                              const std::string& schedule, Flag reproducible,
-                             std::optional<std::uintptr_t> stream) {
+                             std::optional<std::uintptr_t> stream, nb::handle sinks) {
   const char* where = "attention_backward";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -291,6 +308,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   expect_shape(where, "o", o_view, q_view, "q", false);
   expect_shape(where, "lse", lse_view, q_view, "q", false);
   expect_shape(where, "do", dout_view, q_view, "q", false);
+  const OptionalInputs more = optional_inputs(where, arrays, sinks, q_view);
   const Result dq(nb::none(), q, q_view, q_view.dtype, 4, arrays.stream());
   const Result dk(nb::none(), k, k_view, q_view.dtype, 4, arrays.stream());
   const Result dv(nb::none(), v, v_view, q_view.dtype, 4, arrays.stream());
@@ -302,10 +320,23 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
               {pattern, segments, dilations, causal, window, cu_seqlens, cu_seqlens_k, query_start,
                offsets, group_scale, scale, ranks, placement, schedule, reproducible},
               q_view, k_view, /*backward=*/true, arrays);
+  std::optional<Result> dsinks;  // of every rank
+  std::optional<TensorView> dsinks_view;
+  if (more.sinks) {
+    ConstTensorView shape = q_view;
+    shape.shape = {lease.ranks(), q_view.shape[2]};
+    dsinks.emplace(nb::none(), q, shape, DType::f32, 2, arrays.stream());
+    dsinks_view = arrays.output(dsinks->writable(), "dsinks", 2);
+    arrays.check(where);
+  }
   lease.run(arrays, 2.5, [&](LocalRing& ring) {
-    ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view);
+    ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view,
+                  more, dsinks_view);
   });
-  return nb::make_tuple(dq.finish(), dk.finish(), dv.finish());
+  if (!more.sinks) return nb::make_tuple(dq.finish(), dk.finish(), dv.finish());
+  std::optional<TorchStreamScope> scope;
+  if (arrays.stream()) scope.emplace(q_view.device.index, *arrays.stream());
+  return nb::make_tuple(dq.finish(), dk.finish(), dv.finish(), dsinks->finish().attr("sum")(0));
 }
 
 #define ANNULUS_ATTENTION_SIGNATURE                                                           \
@@ -333,11 +364,12 @@ void bind_attention(nb::module_& module) {
                nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
                nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
                nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
-               nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), signature_and_doc...);
+               nb::arg("return_lse") = false, nb::arg("stream") = nb::none(),
+               nb::arg("sinks") = nb::none(), signature_and_doc...);
   };
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False, "
-                 "stream: int | None = None) -> ArrayT"),
+                 "stream: int | None = None, sinks: ArrayT | None = None) -> ArrayT"),
          R"(Exact attention over whole sequences in one process.
 
 Args:
@@ -371,6 +403,9 @@ Args:
     stream: the CUDA stream on which the work is enqueued, as a number (a cudaStream_t), and for which
         PyTorch allocates the results. None: PyTorch's current one for PyTorch tensors; for other arrays the call waits until
         the work is done.
+    sinks: float32 [heads]: a logit per query head that takes part in the softmax of each of its rows and has no
+        value. -inf: none for that head. A row without keys gives 0; its log-sum-exp is the sink. NaN or +inf makes
+        all rows of the head NaN.
 
 Returns:
     The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.
@@ -379,20 +414,24 @@ Executors are kept for further calls of the same shape (:func:`clear_cache` free
 may call at the same time. The GIL is released.)");
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[True], stream: int "
-                 "| None = None) -> tuple[ArrayT, ArrayT]"));
-  module.def(
-      "attention_backward", &attention_backward, nb::arg("q").none(), nb::arg("k").none(),
-      nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
-      nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
-      nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
-      nb::arg("window").none() = nb::none(), nb::arg("cu_seqlens") = nb::none(),
-      nb::arg("cu_seqlens_k") = nb::none(), nb::arg("query_start").none() = nb::none(),
-      nb::arg("offsets") = "blocked", nb::arg("group_scale") = false, nb::arg("scale") = nb::none(),
-      nb::arg("ranks") = 1, nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
-      nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
+                 "| None = None, sinks: ArrayT | None = None) -> tuple[ArrayT, ArrayT]"));
+  const auto define_backward = [&](const auto&... signature_and_doc) {
+    module.def("attention_backward", &attention_backward, nb::arg("q").none(), nb::arg("k").none(),
+               nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(),
+               nb::arg("do").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
+               nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
+               nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
+               nb::arg("cu_seqlens") = nb::none(), nb::arg("cu_seqlens_k") = nb::none(),
+               nb::arg("query_start").none() = nb::none(), nb::arg("offsets") = "blocked",
+               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+               nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
+               nb::arg("sinks") = nb::none(), signature_and_doc...);
+  };
+  define_backward(
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
-              ", stream: int | None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
+              ", stream: int | None = None, sinks: None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
       R"(Gradients of :func:`attention`.
 
 Args:
@@ -400,10 +439,16 @@ Args:
     o, lse: what attention returned for them with return_lse=True.
     do: gradient of o, like q.
     pattern, segment_lengths, dilation_rates, is_causal, window, cu_seqlens, cu_seqlens_k, query_start,
-        offsets, group_scale, scale, ranks, placement, schedule, reproducible, stream: as given to attention.
+        offsets, group_scale, scale, ranks, placement, schedule, reproducible, stream, sinks: as
+        given to attention.
 
 Returns:
-    (dq, dk, dv), like q, k and v.)");
+    (dq, dk, dv), like q, k and v; with sinks (dq, dk, dv, dsinks).)");
+  define_backward(
+      nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
+              "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
+              ", stream: int | None = None, sinks: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT, "
+              "ArrayT]"));
   module.def(
       "view_of",
       [](nb::handle array) {

@@ -45,6 +45,17 @@ std::int64_t bytes_of(const ConstTensorView& view) {
   return view.elements() * static_cast<std::int64_t>(size_of(view.dtype));
 }
 
+// Of a matrix.
+std::optional<TensorView> row_of(std::optional<TensorView> view, int row) {
+  if (!view) return view;
+  view->data = static_cast<std::byte*>(view->data) +
+               row * view->stride[0] * static_cast<std::int64_t>(size_of(view->dtype));
+  view->rank = 1;
+  view->shape[0] = view->shape[1];
+  view->stride[0] = view->stride[1];
+  return view;
+}
+
 TensorView dense_view(std::byte* data, const ConstTensorView& whole, std::int64_t tokens) {
   return whole.rank == 4 ? TensorView(data, whole.dtype,
                                       {whole.shape[0], tokens, whole.shape[2], whole.shape[3]})
@@ -134,7 +145,8 @@ void LocalRing::collect(const Placement& placement, int rank, const ConstTensorV
 }
 
 void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
-                        const ConstTensorView& v, const TensorView& o, const TensorView* lse) {
+                        const ConstTensorView& v, const TensorView& o, const TensorView* lse,
+                        const OptionalInputs& more) {
   const Placement& queries = options_.placement;
   const Placement& keys = options_.keys();
   on_every_rank([&](int rank) {
@@ -151,7 +163,8 @@ void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
       lse_part.device = options_.device;
       lse_part.data = memory(rank, 4, static_cast<std::size_t>(bytes_of(lse_part)));
     }
-    executors_[static_cast<std::size_t>(rank)]->forward(q_part, k_part, v_part, o_part, lse_part);
+    executors_[static_cast<std::size_t>(rank)]->forward(q_part, k_part, v_part, o_part, lse_part,
+                                                        nullptr, more);
     collect(queries, rank, o_part, o);
     if (lse != nullptr) collect(queries, rank, lse_part, *lse);
   });
@@ -160,7 +173,8 @@ void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
 void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
                          const ConstTensorView& v, const ConstTensorView& o,
                          const ConstTensorView& lse, const ConstTensorView& dout,
-                         const TensorView& dq, const TensorView& dk, const TensorView& dv) {
+                         const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                         const OptionalInputs& more, const std::optional<TensorView>& dsinks) {
   const Placement& queries = options_.placement;
   const Placement& keys = options_.keys();
   on_every_rank([&](int rank) {
@@ -171,7 +185,7 @@ void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
         shard(queries, rank, 0, q, true), shard(keys, rank, 1, k, true),
         shard(keys, rank, 2, v, true), shard(queries, rank, 3, o, true),
         shard(queries, rank, 4, lse, true), shard(queries, rank, 5, dout, true), dq_part, dk_part,
-        dv_part);
+        dv_part, nullptr, more, {row_of(dsinks, rank)});
     collect(queries, rank, dq_part, dq);
     collect(keys, rank, dk_part, dk);
     collect(keys, rank, dv_part, dv);

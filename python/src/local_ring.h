@@ -21,10 +21,11 @@ class LocalRing {
 
   // `lse` may be null.
   void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-               const TensorView& o, const TensorView* lse);
+               const TensorView& o, const TensorView* lse, const OptionalInputs& more);
   void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                 const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
-                const TensorView& dq, const TensorView& dk, const TensorView& dv);
+                const TensorView& dq, const TensorView& dk, const TensorView& dv,
+                const OptionalInputs& more, const std::optional<TensorView>& dsinks);
 
   // CUDA: enqueue all ranks' passes on this stream of the caller from now on.
   void use_stream(std::uintptr_t stream);
@@ -35,6 +36,7 @@ class LocalRing {
   // From another thread: ends the running pass soon, by an exception.
   void interrupt() noexcept;
 
+  [[nodiscard]] int ranks() const { return options_.placement.ranks(); }
   [[nodiscard]] double forward_flops() const { return forward_flops_; }
   [[nodiscard]] std::int64_t bytes() const;  // bytes of executors and copies
 

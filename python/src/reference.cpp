@@ -20,8 +20,12 @@ namespace {
 
 using Array = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 using Result = nb::ndarray<nb::numpy, double>;
+using Sinks = std::optional<nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>>;
 
 std::span<const double> elements(const Array& array) { return {array.data(), array.size()}; }
+std::span<const double> elements(const Sinks& sinks) {
+  return sinks ? std::span(sinks->data(), sinks->size()) : std::span<const double>();
+}
 
 void require(const Array& array, const char* name, std::int64_t batch, std::int64_t tokens,
              std::int64_t heads, std::int64_t dim) {
@@ -59,12 +63,13 @@ Result hand_over(std::vector<double> values, std::initializer_list<std::size_t> 
 }
 
 nb::tuple forward(const Array& q, const Array& k, const Array& v, const Pattern& pattern,
-                  std::optional<double> scale) {
+                  std::optional<double> scale, const Sinks& sinks) {
   const reference::Shape shape = shape_of(pattern, q, k, v);
   reference::Output out;
   {
     const nb::gil_scoped_release no_gil;
-    out = reference::forward(pattern, shape, elements(q), elements(k), elements(v), scale);
+    out = reference::forward(pattern, shape, elements(q), elements(k), elements(v), scale,
+                             elements(sinks));
   }
   return nb::make_tuple(
       hand_over(std::move(out.o), {q.shape(0), q.shape(1), q.shape(2), q.shape(3)}),
@@ -73,7 +78,7 @@ nb::tuple forward(const Array& q, const Array& k, const Array& v, const Pattern&
 
 nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& dout,
                    const Pattern& pattern, std::optional<double> scale,
-                   const std::string& mix_gradient) {
+                   const std::string& mix_gradient, const Sinks& sinks) {
   const reference::Shape shape = shape_of(pattern, q, k, v);
   require(dout, "do", shape.batch, shape.tokens, shape.q_heads, shape.head_dim);
   const MixGradient mix = parse_mix_gradient(mix_gradient);
@@ -81,14 +86,17 @@ nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& 
   {
     const nb::gil_scoped_release no_gil;
     out = reference::backward(pattern, shape, elements(q), elements(k), elements(v), elements(dout),
-                              mix, scale);
+                              mix, scale, elements(sinks));
   }
   const auto like = [](std::vector<double> values, const Array& array) {
     return hand_over(std::move(values),
                      {array.shape(0), array.shape(1), array.shape(2), array.shape(3)});
   };
-  return nb::make_tuple(like(std::move(out.dq), q), like(std::move(out.dk), k),
-                        like(std::move(out.dv), v));
+  const nb::object dq = nb::cast(like(std::move(out.dq), q));
+  const nb::object dk = nb::cast(like(std::move(out.dk), k));
+  const nb::object dv = nb::cast(like(std::move(out.dv), v));
+  if (!sinks) return nb::make_tuple(dq, dk, dv);
+  return nb::make_tuple(dq, dk, dv, hand_over(std::move(out.dsinks), {sinks->size()}));
 }
 
 #define ANNULUS_DOUBLES "numpy.typing.NDArray[numpy.float64]"
@@ -98,9 +106,11 @@ nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& 
 void bind_reference(nb::module_& module) {
   module.def(
       "reference_forward", &forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("pattern"),
-      nb::kw_only(), nb::arg("scale") = nb::none(),
+      nb::kw_only(), nb::arg("scale") = nb::none(), nb::arg("sinks") = nb::none(),
       nb::sig("def reference_forward(q: " ANNULUS_DOUBLES ", k: " ANNULUS_DOUBLES
-              ", v: " ANNULUS_DOUBLES ", pattern: Pattern, *, scale: float | None = None) "
+              ", v: " ANNULUS_DOUBLES
+              ", pattern: Pattern, *, scale: float | None = None, sinks: " ANNULUS_DOUBLES
+              " | None = None) "
               "-> tuple[" ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
       R"(The definition of attention in float64, slow on purpose: what everything else is compared with.
 
@@ -109,23 +119,36 @@ Args:
     k, v: like q, with as many heads or a divisor of them, and any number of tokens.
     pattern: which queries attend to which keys.
     scale: of q.k; None: 1/sqrt(head_dim).
+    sinks: [heads], see :func:`attention`.
 
 Returns:
     (o, lse): like q, and the log-sum-exp of every row, [batch, tokens, heads].)");
-  module.def("reference_backward", &backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
-             nb::arg("do"), nb::arg("pattern"), nb::kw_only(), nb::arg("scale") = nb::none(),
-             nb::arg("mix_gradient") = "full",
-             nb::sig("def reference_backward(q: " ANNULUS_DOUBLES ", k: " ANNULUS_DOUBLES
-                     ", v: " ANNULUS_DOUBLES ", do: " ANNULUS_DOUBLES
-                     ", pattern: Pattern, *, scale: float | None = None, mix_gradient: "
-                     "typing.Literal['full', 'detached'] = 'full') -> tuple[" ANNULUS_DOUBLES
-                     ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
-             R"(Gradients (dq, dk, dv) of :func:`reference_forward`, in float64.
+  const auto define_backward = [&](const auto&... signature_and_doc) {
+    module.def("reference_backward", &backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
+               nb::arg("do"), nb::arg("pattern"), nb::kw_only(), nb::arg("scale") = nb::none(),
+               nb::arg("mix_gradient") = "full", nb::arg("sinks") = nb::none(),
+               signature_and_doc...);
+  };
+#define ANNULUS_BACKWARD                                                                       \
+  "def reference_backward(q: " ANNULUS_DOUBLES ", k: " ANNULUS_DOUBLES ", v: " ANNULUS_DOUBLES \
+  ", do: " ANNULUS_DOUBLES                                                                     \
+  ", pattern: Pattern, *, scale: float | None = None, mix_gradient: "                          \
+  "typing.Literal['full', 'detached'] = 'full', sinks: "
+  define_backward(nb::sig(ANNULUS_BACKWARD "None = None) -> tuple[" ANNULUS_DOUBLES
+                                           ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
+                  R"(Gradients (dq, dk, dv) of :func:`reference_forward`, in float64.
 
 Args:
-    q, k, v, pattern, scale: as for reference_forward.
+    q, k, v, pattern, scale, sinks: as for reference_forward.
     do: gradient of its output, like q.
-    mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant.)");
+    mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant.
+
+Returns:
+    (dq, dk, dv); with sinks (dq, dk, dv, dsinks).)");
+  define_backward(nb::sig(ANNULUS_BACKWARD ANNULUS_DOUBLES ") -> tuple[" ANNULUS_DOUBLES
+                                                           ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES
+                                                           ", " ANNULUS_DOUBLES "]"));
+#undef ANNULUS_BACKWARD
 }
 
 }  // namespace annulus::python

@@ -188,17 +188,20 @@ void run(Ring& ring, const Arrays& arrays, const char* method, double flops,
 }
 
 nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o,
-                  nb::object lse, nb::handle state, std::optional<std::uintptr_t> stream) {
+                  nb::object lse, nb::handle state, std::optional<std::uintptr_t> stream,
+                  nb::handle sinks) {
   Arrays arrays(self.core->options().device, stream);
   BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view;
   TensorView o_view, lse_view;
+  OptionalInputs more;
   std::optional<Result> o_result, lse_result;
   telling_others(nb::cast<Transport&>(self.transport), [&] {
     if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
     q_view = arrays.input(q, "q");
     k_view = arrays.input(k, "k");
     v_view = arrays.input(v, "v");
+    if (!sinks.is_none()) more.sinks = arrays.input(sinks, "sinks", 1);
     const DType dtype = self.core->options().dtype;
     o_result.emplace(std::move(o), q, q_view, dtype, 4, arrays.stream());
     lse_result.emplace(std::move(lse), q, q_view, DType::f32, 3, arrays.stream());
@@ -207,18 +210,21 @@ nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::obje
     follow_stream(self, arrays);
   });
   run(self, arrays, "forward", self.flops,
-      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, state_core); });
+      [&] { self.core->forward(q_view, k_view, v_view, o_view, lse_view, state_core, more); });
   return nb::make_tuple(o_result->finish(), lse_result->finish());
 }
 
 nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o,
                    nb::handle lse, nb::handle dout, nb::object dq, nb::object dk, nb::object dv,
-                   nb::handle state, std::optional<std::uintptr_t> stream) {
+                   nb::handle state, std::optional<std::uintptr_t> stream, nb::handle sinks,
+                   nb::object dsinks) {
   Arrays arrays(self.core->options().device, stream);
   const BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view, o_view, lse_view, dout_view;
   TensorView dq_view, dk_view, dv_view;
-  std::optional<Result> dq_result, dk_result, dv_result;
+  std::optional<Result> dq_result, dk_result, dv_result, dsinks_result;
+  OptionalInputs more;
+  OptionalGradients gradients;
   telling_others(nb::cast<Transport&>(self.transport), [&] {
     if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
     q_view = arrays.input(q, "q");
@@ -227,6 +233,7 @@ nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::han
     o_view = arrays.input(o, "o");
     lse_view = arrays.input(lse, "lse", 3);
     dout_view = arrays.input(dout, "do");
+    if (!sinks.is_none()) more.sinks = arrays.input(sinks, "sinks", 1);
     const DType dtype = self.core->options().dtype;
     dq_result.emplace(std::move(dq), q, q_view, dtype, 4, arrays.stream());
     dk_result.emplace(std::move(dk), k, k_view, dtype, 4, arrays.stream());
@@ -234,13 +241,22 @@ nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::han
     dq_view = arrays.output(dq_result->writable(), "dq");
     dk_view = arrays.output(dk_result->writable(), "dk");
     dv_view = arrays.output(dv_result->writable(), "dv");
+    if (more.sinks || !dsinks.is_none()) {
+      ConstTensorView shape = q_view;
+      shape.shape = {self.core->options().pattern.heads};
+      dsinks_result.emplace(std::move(dsinks), q, shape, DType::f32, 1, arrays.stream());
+      gradients.sinks = arrays.output(dsinks_result->writable(), "dsinks", 1);
+    }
     follow_stream(self, arrays);
   });
   run(self, arrays, "backward", 2.5 * self.flops, [&] {
     self.core->backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view,
-                        dv_view, state_core);
+                        dv_view, state_core, more, gradients);
   });
-  return nb::make_tuple(dq_result->finish(), dk_result->finish(), dv_result->finish());
+  if (!more.sinks)
+    return nb::make_tuple(dq_result->finish(), dk_result->finish(), dv_result->finish());
+  return nb::make_tuple(dq_result->finish(), dk_result->finish(), dv_result->finish(),
+                        dsinks_result->finish());
 }
 
 std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse, Flag filled) {
@@ -339,10 +355,10 @@ void bind_executor(nb::module_& module) {
       nb::sig(signature_with_options("__init__", ", transport: Transport) -> None")));
   ring.def("forward", &forward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
            nb::arg("o") = nb::none(), nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
-           nb::arg("stream") = nb::none(),
+           nb::arg("stream") = nb::none(), nb::kw_only(), nb::arg("sinks") = nb::none(),
            nb::sig("def forward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT | None = None, "
                    "lse: ArrayT | None = None, state: BranchState | None = None, stream: int | "
-                   "None = None) -> tuple[ArrayT, ArrayT]"),
+                   "None = None, *, sinks: ArrayT | None = None) -> tuple[ArrayT, ArrayT]"),
            R"(Attention of this rank's queries to all keys: (o, lse).
 
 q is [batch, local tokens, heads, head_dim], k and v have kv_heads heads; tokens are in the placement's
@@ -350,24 +366,35 @@ order. o is like q; lse is float32 [batch, local tokens, heads], the natural log
 denominator. Arrays of any framework with DLPack on the executor's device, any strides whose last axis
 is contiguous, are used in place. Results are written into `o` and `lse` where given, else into new
 arrays of q's framework (on CUDA devices PyTorch's only). `stream` is the CUDA stream on which to enqueue
-the work, as a number (a cudaStream_t); None: see `device` of :class:`RingAttention`. With mix_gradient='detached', `state` is filled for backward. PyTorch tensors that require
-gradients are read as if detached, and results have no gradient: this is the bare computation, not an
-autograd function (:func:`annulus.torch.ring_attention` is one).)")
-      .def(
-          "backward", &backward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
-          nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
-          nb::arg("dq") = nb::none(), nb::arg("dk") = nb::none(), nb::arg("dv") = nb::none(),
-          nb::arg("state") = nb::none(), nb::arg("stream") = nb::none(),
-          nb::sig("def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
-                  "ArrayT, dq: ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = "
-                  "None, state: BranchState | None = None, stream: int | None = None) -> "
-                  "tuple[ArrayT, ArrayT, ArrayT]"),
-          R"(Gradients (dq, dk, dv) of this rank's shards.
+the work, as a number (a cudaStream_t); None: see `device` of :class:`RingAttention`. With mix_gradient='detached', `state` is filled for backward.
+`sinks`, float32 [heads], on every rank or on none, are logits that take part in the softmax of their head's
+rows and have no value (:func:`attention`). PyTorch tensors that require gradients are read as if detached, and results have no gradient: this is the bare computation, not an
+autograd function (:func:`annulus.torch.ring_attention` is one).)");
+  const auto define_backward = [&](const auto&... signature_and_doc) {
+    ring.def("backward", &backward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
+             nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
+             nb::arg("dq") = nb::none(), nb::arg("dk") = nb::none(), nb::arg("dv") = nb::none(),
+             nb::arg("state") = nb::none(), nb::arg("stream") = nb::none(), nb::kw_only(),
+             nb::arg("sinks") = nb::none(), nb::arg("dsinks") = nb::none(), signature_and_doc...);
+  };
+  define_backward(
+      nb::sig("def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
+              "ArrayT, dq: ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = "
+              "None, state: BranchState | None = None, stream: int | None = None, *, sinks: None = "
+              "None, dsinks: None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
+      R"(Gradients (dq, dk, dv) of this rank's shards.
 
 q, k, v, o and lse are those of :meth:`forward`, `do` is the gradient of o, like q. Gradients are like
 q, k and v; they are written into `dq`, `dk` and `dv` where given, else into new arrays. With
-mix_gradient='detached', `state` is the one that forward has filled. `stream` as in forward.)")
-      .def(
+mix_gradient='detached', `state` is the one that forward has filled. `stream` as in forward. With the `sinks` of
+forward the result is (dq, dk, dv, dsinks): the gradient of the sinks from this rank's rows alone, float32
+[heads], whose sum over the ranks is the whole one.)");
+  define_backward(nb::sig(
+      "def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: ArrayT, dq: "
+      "ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = None, state: "
+      "BranchState | None = None, stream: int | None = None, *, sinks: ArrayT, dsinks: ArrayT | "
+      "None = None) -> tuple[ArrayT, ArrayT, ArrayT, ArrayT]"));
+  ring.def(
           "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
           nb::arg("lse") = nb::none(), nb::arg("filled") = false,
           nb::sig("def make_branch_state(self, *, o: typing.Any | None = None, lse: typing.Any | "

@@ -36,6 +36,14 @@ struct TensorRows {
   }
 };
 
+// One fp32 number per query head, that of head h at base + h * step bytes. No base: there are none.
+struct HeadNumbers {
+  std::byte* base = nullptr;
+  std::int64_t step = 0;
+
+  [[nodiscard]] float* at(int head) const { return reinterpret_cast<float*>(base + head * step); }
+};
+
 // Where received parcels are, by their number in the plan; null where one never comes here.
 struct ParcelRows {
   const ParcelLayout* layout = nullptr;
@@ -107,12 +115,21 @@ struct ReceivedRows {
 struct ForwardCall {
   TensorRows q, k, v, o, lse;
   BranchOutputs branches;
+  // Logits that take part in the softmax of their head's rows, once, and have no value. Every row's
+  // L and O are merged with them at the end: L' = log(exp(L) + exp(sink)), O' = exp(L - L') O. A
+  // sink of -inf is none; NaN and +inf make the rows of the head NaN.
+  HeadNumbers sinks;
   const std::atomic<bool>* stop = nullptr;  // true: nobody needs the results any more
 };
 
 struct BackwardCall {
   TensorRows q, k, v, o, lse, dout, dq, dk, dv;
   BranchOutputs branches;
+  // o and lse are those with sinks, so that P = exp(S - L') needs nothing else. The gradient of a
+  // sink is -sum(exp(sink - L') dO.O') over the rows of this rank, in an order that does not depend
+  // on threads; it is added to what is there if `adds_dsinks`. No dsinks: nobody wants them.
+  HeadNumbers sinks, dsinks;
+  bool adds_dsinks = false;
   const std::atomic<bool>* stop = nullptr;
 };
 
@@ -135,10 +152,10 @@ class Engine {
   // No row has attended to anything yet.
   virtual void begin_forward(const ForwardCall& call, Queue& queue) = 0;
   virtual void forward(int stage, const ForwardCall& call, Queue& queue) = 0;
-  // Zeros for rows that attended to nothing, kept branches merged, rounded once.
+  // Zeros for rows that attended to nothing, kept branches merged, sinks taken in, rounded once.
   virtual void finish_forward(const ForwardCall& call, Queue& queue) = 0;
 
-  // Row statistics, and gradients of zero.
+  // Row statistics, gradients of zero, and those of sinks.
   virtual void begin_backward(const BackwardCall& call, Queue& queue) = 0;
   virtual void backward(int stage, const BackwardCall& call, Queue& queue) = 0;
   virtual void finish_backward(const BackwardCall& call, Queue& queue) = 0;

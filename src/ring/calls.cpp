@@ -1,4 +1,5 @@
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "annulus/error.h"
@@ -14,6 +15,12 @@ TensorRows rows_of(const ConstTensorView& view) {
   // construction.
   auto* base = static_cast<std::byte*>(const_cast<void*>(view.data));
   return {base, view.stride[0] * size, view.stride[2] * size, view.stride[1] * size};
+}
+
+HeadNumbers numbers_of(const std::optional<ConstTensorView>& view) {
+  if (!view.has_value()) return {};
+  return {static_cast<std::byte*>(const_cast<void*>(view->data)),
+          view->stride[0] * static_cast<std::int64_t>(sizeof(float))};
 }
 
 // A call that fails is over: what it and those before it have enqueued touches the caller's tensors
@@ -49,7 +56,7 @@ void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::
   if (event_stream().on()) pass.set_bytes(predicted_forward_bytes());
   const OverOnError over(*this);
   const bool keep = kept != nullptr && state != nullptr;
-  const CallClaims& claims = forward_claims[keep ? 1 : 0];
+  const CallClaims& claims = forward_claims[keep ? 1 : 0][tensors.sinks ? 1 : 0];
   std::string complaint = ring::complaint_about(tensors, options, rank);
   if (complaint.empty() && keep)
     complaint = check_state(*state, branch_output_bytes(), branch_rows());
@@ -60,6 +67,7 @@ void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::
   call.v = rows_of(tensors.v);
   call.o = rows_of(tensors.o);
   call.lse = rows_of(tensors.lse);
+  call.sinks = numbers_of(tensors.sinks);
   call.stop = &interrupted;
   if (keep) {
     state->filled = false;
@@ -84,8 +92,8 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
                       "make_branch_state() and pass it to forward and backward"
                     : check_state(*state, branch_output_bytes(), branch_rows());
   }
-  ring::agree_on_digest(*transport, where, complaint, backward_claims.claims,
-                        backward_claims.digest);
+  const CallClaims& claims = backward_claims[tensors.sinks ? 1 : 0];
+  ring::agree_on_digest(*transport, where, complaint, claims.claims, claims.digest);
   BackwardCall call;
   call.q = rows_of(tensors.q);
   call.k = rows_of(tensors.k);
@@ -96,6 +104,9 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
   call.dq = rows_of(tensors.dq);
   call.dk = rows_of(tensors.dk);
   call.dv = rows_of(tensors.dv);
+  call.sinks = numbers_of(tensors.sinks);
+  call.dsinks = numbers_of(tensors.dsinks);
+  call.adds_dsinks = tensors.adds_dsinks;
   if (detached) call.branches = state->outputs();
   call.stop = &interrupted;
   guard([&] { backward(call); });

@@ -95,17 +95,20 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
 
 void RingAttention::Impl::make_call_claims(std::span<const Claim> claims) {
   const std::string identity = fmt::format("{:x}", ring::digest_of(claims));
-  const auto call = [&](const char* name, const char* state) {
+  const auto call = [&](const char* name, const char* state, bool sinks) {
     CallClaims out;
     out.claims = {{ring::kTheCall, name},
                   {"the executor (its options differ)", identity},
-                  {"whether a branch state is passed", state}};
+                  {"whether a branch state is passed", state},
+                  {"whether sinks are passed", sinks ? "yes" : "no"}};
     out.digest = ring::digest_of(out.claims);
     return out;
   };
-  forward_claims[0] = call("forward", "no");
-  forward_claims[1] = call("forward", "yes");
-  backward_claims = call("backward", "");
+  for (const bool sinks : {false, true}) {
+    forward_claims[0][sinks] = call("forward", "no", sinks);
+    forward_claims[1][sinks] = call("forward", "yes", sinks);
+    backward_claims[sinks] = call("backward", "", sinks);
+  }
 }
 
 RingAttention::Impl::~Impl() {

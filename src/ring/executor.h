@@ -100,8 +100,8 @@ struct RingAttention::Impl {
     std::vector<ring::Claim> claims;
     std::uint64_t digest = 0;
   };
-  CallClaims forward_claims[2];  // without and with a branch state
-  CallClaims backward_claims;
+  CallClaims forward_claims[2][2];        // without and with a branch state, without and with sinks
+  CallClaims backward_claims[2];          // without and with sinks
   std::atomic<bool> interrupted = false;  // work still to come is skipped; never taken back
 
   std::unique_ptr<Plan> key_plan;

@@ -1,5 +1,6 @@
 #include "ring/pieces.h"
 
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -31,12 +32,27 @@ struct Part {
     view.shape[2] = kv_heads * heads;
     return view;
   }
-  [[nodiscard]] ring::ForwardTensors of(const ring::ForwardTensors& t) const {
-    return {of(t.q, false), of(t.k, true), of(t.v, true), of(t.o, false), of(t.lse, false)};
+  // One number per query head.
+  template <typename View>
+  [[nodiscard]] std::optional<View> of(std::optional<View> view) const {
+    if (!view.has_value()) return view;
+    // The axis of heads is another one, and there is none of sequences.
+    view->stride[2] = view->stride[0];
+    view->stride[0] = 0;
+    View part = of(*view, false);
+    part.stride[0] = part.stride[2];
+    part.shape[0] = part.shape[2];
+    return part;
   }
+  [[nodiscard]] ring::ForwardTensors of(const ring::ForwardTensors& t) const {
+    return {of(t.q, false), of(t.k, true),    of(t.v, true),
+            of(t.o, false), of(t.lse, false), of(t.sinks)};
+  }
+  // Every piece of the sequences adds to the gradients of sinks.
   [[nodiscard]] ring::BackwardTensors of(const ring::BackwardTensors& t) const {
-    return {of(t.q, false),    of(t.k, true),   of(t.v, true),  of(t.o, false), of(t.lse, false),
-            of(t.dout, false), of(t.dq, false), of(t.dk, true), of(t.dv, true)};
+    return {of(t.q, false),   of(t.k, true),     of(t.v, true),   of(t.o, false),
+            of(t.lse, false), of(t.dout, false), of(t.dq, false), of(t.dk, true),
+            of(t.dv, true),   of(t.sinks),       of(t.dsinks),    first_sequence > 0};
   }
 };
 

@@ -66,20 +66,24 @@ const RingAttention::Impl& RingAttention::impl() const {
 
 void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             const ConstTensorView& v, const TensorView& o, const TensorView& lse,
-                            BranchState* state) {
+                            BranchState* state, const OptionalInputs& more) {
   BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
-  if (pieces_ != nullptr) return pieces_->run({q, k, v, o, lse}, data);
-  impl_->run({q, k, v, o, lse}, data);
+  const ring::ForwardTensors tensors{q, k, v, o, lse, more.sinks};
+  if (pieces_ != nullptr) return pieces_->run(tensors, data);
+  impl_->run(tensors, data);
 }
 
 void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                              const ConstTensorView& v, const ConstTensorView& o,
                              const ConstTensorView& lse, const ConstTensorView& dout,
                              const TensorView& dq, const TensorView& dk, const TensorView& dv,
-                             const BranchState* state) {
+                             const BranchState* state, const OptionalInputs& more,
+                             const OptionalGradients& gradients) {
   const BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
-  if (pieces_ != nullptr) return pieces_->run({q, k, v, o, lse, dout, dq, dk, dv}, data);
-  impl_->run({q, k, v, o, lse, dout, dq, dk, dv}, data);
+  const ring::BackwardTensors tensors{
+      q, k, v, o, lse, dout, dq, dk, dv, more.sinks, gradients.sinks};
+  if (pieces_ != nullptr) return pieces_->run(tensors, data);
+  impl_->run(tensors, data);
 }
 
 void RingAttention::synchronize() {

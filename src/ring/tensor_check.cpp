@@ -3,6 +3,8 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
+#include <span>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -17,6 +19,8 @@ struct Check {
   [[nodiscard]] std::string tensor(const char* name, const ConstTensorView& view,
                                    bool of_keys) const;
   [[nodiscard]] std::string lse(const ConstTensorView& view) const;
+  [[nodiscard]] std::string sinks(const char* name,
+                                  const std::optional<ConstTensorView>& view) const;
 };
 
 std::string Check::tensor(const char* name, const ConstTensorView& view, bool of_keys) const {
@@ -63,10 +67,26 @@ std::string Check::lse(const ConstTensorView& view) const {
   return "";
 }
 
+std::string Check::sinks(const char* name, const std::optional<ConstTensorView>& view) const {
+  if (!view.has_value()) return "";
+  if (view->rank != 1 || view->shape[0] != options.pattern.heads) {
+    return fmt::format("{} is {}, expected [{}]: one number per query head", name,
+                       shape_string(*view), options.pattern.heads);
+  }
+  if (view->dtype != DType::f32)
+    return fmt::format("{} is {}, expected fp32", name, name_of(view->dtype));
+  if (view->device != options.device) {
+    return fmt::format("{} is on {}, expected {} like all tensors of this executor", name,
+                       name_of(view->device), name_of(options.device));
+  }
+  if (view->data == nullptr) return fmt::format("{} has no data (null pointer)", name);
+  return "";
+}
+
 // Of a result: threads would write its elements over each other's. Of all shapes and strides, this
 // is the mistake that an expanded view makes.
 std::string check_distinct(const char* name, const ConstTensorView& view) {
-  if (view.rank != 3 && view.rank != 4) return "";  // refused anyway
+  if (view.rank < 1 || view.rank > 4) return "";  // refused anyway
   for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
     if (view.stride[axis] != 0 || view.shape[axis] <= 1 || view.elements() == 0) continue;
     return fmt::format("{} has stride 0 on axis {}, expected a tensor whose elements are distinct",
@@ -77,13 +97,13 @@ std::string check_distinct(const char* name, const ConstTensorView& view) {
 
 struct Named {
   std::string_view name;
-  const ConstTensorView& view;
+  ConstTensorView view;
 };
 
 // Rows of a tensor that is read would be overwritten while they are needed.
-std::string check_apart(std::initializer_list<Named> results, std::initializer_list<Named> read) {
+std::string check_apart(std::span<const Named> results, std::span<const Named> read) {
   for (const Named& result : results) {
-    for (const std::initializer_list<Named>& others : {read, results}) {
+    for (const std::span<const Named>& others : {read, results}) {
       for (const Named& other : others) {
         if (result.name == other.name || !share_memory(result.view, other.view)) continue;
         return fmt::format("{} shares memory with {}, expected memory of its own", result.name,
@@ -108,9 +128,12 @@ std::string complaint_about(const ForwardTensors& t, const RingOptions& options,
   std::string complaint =
       first_of({check.tensor("q", t.q, false), check.tensor("k", t.k, true),
                 check.tensor("v", t.v, true), check.tensor("o", t.o, false), check.lse(t.lse),
+                check.sinks("sinks", t.sinks),
                 check_distinct("o", t.o), check_distinct("lse", t.lse)});
   if (!complaint.empty()) return complaint;
-  return check_apart({{"o", t.o}, {"lse", t.lse}}, {{"q", t.q}, {"k", t.k}, {"v", t.v}});
+  const Named results[] = {{"o", t.o}, {"lse", t.lse}};
+  const Named read[] = {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"sinks", t.sinks.value_or(t.v)}};
+  return check_apart(results, std::span(read, t.sinks ? 4 : 3));
 }
 
 std::string complaint_about(const BackwardTensors& t, const RingOptions& options, int rank) {
@@ -120,12 +143,22 @@ std::string complaint_about(const BackwardTensors& t, const RingOptions& options
        check.tensor("q", t.q, false), check.tensor("k", t.k, true), check.tensor("v", t.v, true),
        check.tensor("o", t.o, false), check.lse(t.lse), check.tensor("dout", t.dout, false),
        check.tensor("dq", t.dq, false), check.tensor("dk", t.dk, true),
-       check.tensor("dv", t.dv, true), check_distinct("dq", t.dq), check_distinct("dk", t.dk),
-       check_distinct("dv", t.dv)});
+       check.tensor("dv", t.dv, true), check.sinks("sinks", t.sinks),
+       check.sinks("dsinks", t.dsinks),
+       t.dsinks && !t.sinks ? "dsinks is given, but sinks is not: pass what forward got" : "",
+       check_distinct("dq", t.dq), check_distinct("dk", t.dk), check_distinct("dv", t.dv),
+       t.dsinks ? check_distinct("dsinks", *t.dsinks) : ""});
   if (!complaint.empty()) return complaint;
-  return check_apart(
-      {{"dq", t.dq}, {"dk", t.dk}, {"dv", t.dv}},
-      {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"o", t.o}, {"lse", t.lse}, {"dout", t.dout}});
+  const Named results[] = {
+      {"dq", t.dq}, {"dk", t.dk}, {"dv", t.dv}, {"dsinks", t.dsinks.value_or(t.dv)}};
+  const Named read[] = {{"q", t.q},
+                        {"k", t.k},
+                        {"v", t.v},
+                        {"o", t.o},
+                        {"lse", t.lse},
+                        {"dout", t.dout},
+                        {"sinks", t.sinks.value_or(t.dout)}};
+  return check_apart(std::span(results, t.dsinks ? 4 : 3), std::span(read, t.sinks ? 7 : 6));
 }
 
 }  // namespace annulus::ring

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "annulus/ring_attention.h"
@@ -10,11 +11,15 @@ namespace annulus::ring {
 struct ForwardTensors {
   ConstTensorView q, k, v;
   TensorView o, lse;
+  std::optional<ConstTensorView> sinks;
 };
 
 struct BackwardTensors {
   ConstTensorView q, k, v, o, lse, dout;
   TensorView dq, dk, dv;
+  std::optional<ConstTensorView> sinks;
+  std::optional<TensorView> dsinks;
+  bool adds_dsinks = false;  // to what is there
 };
 
 // What is wrong with the tensors of a call on this rank; empty: nothing.

@@ -70,6 +70,7 @@ Configuration random_configuration(std::uint64_t seed) {
   options.backward_travel = random.one_of<BackwardTravel>(
       {BackwardTravel::automatic, BackwardTravel::keys, BackwardTravel::queries});
   options.blocking = random.between(0, 3) == 0;
+  problem.sinks = random.between(0, 2) == 0;
   Configuration out{problem, options,
                     random.one_of<Layout>({Layout::dense, Layout::padded, Layout::heads_major}),
                     ""};
@@ -83,7 +84,7 @@ Configuration random_configuration(std::uint64_t seed) {
              options.placement.name() + ", " + name_of(options.schedule) +
              (options.reproducible ? ", reproducible" : "") +
              (problem.mix == MixGradient::detached ? ", detached" : "") +
-             describe(problem.pattern.documents);
+             describe(problem.pattern.documents) + (problem.sinks ? ", sinks" : "");
   if (sides_differ) {
     out.text +=
         ", " + std::to_string(problem.shape.keys()) + " keys, " + options.key_placement->name();
@@ -108,6 +109,9 @@ void expect_right(const Configuration& c, const Results& results, const Expected
               m == 1 ? 4e-6 : 2 * unit)
         << kResultNames[m];
   }
+  EXPECT_LE(relative_rms(results.dsinks, expected.gradients.dsinks, rms(expected.scales.dsinks)),
+            2 * unit)
+      << "dsinks";
 }
 
 TEST(RingProperty, RandomConfigurationsMatchTheReference) {
@@ -456,7 +460,7 @@ TEST(RingProperty, ForwardAndBackwardAllocateNothing) {
       BranchState* const state = shard.detached ? &shard.state : nullptr;
       const auto forward = [&] {
         ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
-                     shard.lse.view(), state);
+                     shard.lse.view(), state, shard.more());
       };
       const auto in_turn = [&](const auto& body) {
         together.arrive_and_wait();

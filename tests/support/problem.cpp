@@ -24,6 +24,7 @@ constexpr double kFloatLimit = 1e-6;
 constexpr double kCudaFloatLimit = 2e-6;
 constexpr double kLseLimit = 2e-6;
 constexpr double kHalfLimit = 2.0;
+constexpr double kHalfSinkLimit = 5.0;  // standard deviations of a few numbers
 // A typical rounding error is 0.4 of half a unit in the last place, relative to the result; the
 // scale is two to three times the result.
 constexpr double kLeastRounding = 0.1;
@@ -102,6 +103,12 @@ Inputs random_inputs(const Problem& problem, std::uint64_t seed, double deviatio
   inputs.k = make(s.keys(), s.kv_heads);
   inputs.v = make(s.keys(), s.kv_heads);
   inputs.dout = make(s.tokens, s.q_heads);
+  for (int h = 0; problem.sinks && h < s.q_heads; ++h) {
+    const double draw = normal(engine) / deviation;
+    // Some heads without one, and some where it outweighs most keys.
+    inputs.sinks.push_back(
+        std::fabs(draw) > 1.5 ? -kInfinity : static_cast<double>(static_cast<float>(4 * draw)));
+  }
   return inputs;
 }
 
@@ -110,15 +117,28 @@ namespace {
 // Backward's delta = rowsum(dO * O) comes from the o that forward has written. An error e of delta
 // changes dS by -P e; the reference itself gives the sums over P that this changes: O with V = K,
 // and dV with dO = e Q.
+//
+// Those of sinks are a handful of numbers, whose errors are no statistic: they are given the size
+// that errors of o have in them.
 reference::Gradients gradients_from_rounded_output(const Problem& p, const Inputs& in,
                                                    const Expected& expected) {
   reference::Gradients gradients = expected.gradients;
+  const std::size_t heads = in.sinks.size();
+  std::vector<double> squares(heads, 0.0);
+  for (std::size_t i = 0; heads > 0 && i < in.q.size(); ++i) {
+    const std::size_t row = i / static_cast<std::size_t>(p.shape.head_dim);
+    const double rounding = round_to(p.dtype, expected.output.o[i]) - expected.output.o[i];
+    if (rounding == 0) continue;
+    const double weight = std::exp(in.sinks[row % heads] - expected.output.lse[row]);
+    squares[row % heads] += std::pow(weight * in.dout[i] * rounding, 2);
+  }
+  for (std::size_t h = 0; h < heads; ++h) gradients.dsinks[h] += std::sqrt(squares[h]);
   if (p.mix == MixGradient::detached)
     return gradients;  // its deltas come from the outputs of the branches
   const auto dim = static_cast<std::size_t>(p.shape.head_dim);
   const double scale = p.scale.value_or(1.0 / std::sqrt(p.shape.head_dim));
   const std::vector<double> mean_key =
-      reference::forward(p.pattern, p.shape, in.q, in.k, in.k, p.scale).o;
+      reference::forward(p.pattern, p.shape, in.q, in.k, in.k, p.scale, in.sinks).o;
   std::vector<double> error_times_q = in.q;
   for (std::size_t row = 0; row < in.q.size(); row += dim) {
     double error = 0;
@@ -130,8 +150,8 @@ reference::Gradients gradients_from_rounded_output(const Problem& p, const Input
       error_times_q[i] *= scale * error / p.pattern.output_scale;
     }
   }
-  const reference::Gradients change =
-      reference::backward(p.pattern, p.shape, in.q, in.k, in.v, error_times_q, p.mix, p.scale);
+  const reference::Gradients change = reference::backward(p.pattern, p.shape, in.q, in.k, in.v,
+                                                          error_times_q, p.mix, p.scale, in.sinks);
   for (std::size_t i = 0; i < gradients.dk.size(); ++i) gradients.dk[i] -= change.dv[i];
   return gradients;
 }
@@ -140,24 +160,30 @@ reference::Gradients gradients_from_rounded_output(const Problem& p, const Input
 
 Expected reference_of(const Problem& p, const Inputs& in) {
   Expected expected{
-      reference::forward(p.pattern, p.shape, in.q, in.k, in.v, p.scale),
-      reference::backward(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale),
-      reference::error_scales(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale),
+      reference::forward(p.pattern, p.shape, in.q, in.k, in.v, p.scale, in.sinks),
+      reference::backward(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale, in.sinks),
+      reference::error_scales(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale,
+                              in.sinks),
       {}};
   if (p.dtype == DType::f32) return expected;
   const reference::Gradients gradients = gradients_from_rounded_output(p, in, expected);
   expected.one_piece = {rounded(expected.output.o, p.dtype),
-                        rounded(expected.output.lse, DType::f32), rounded(gradients.dq, p.dtype),
-                        rounded(gradients.dk, p.dtype), rounded(gradients.dv, p.dtype)};
+                        rounded(expected.output.lse, DType::f32),
+                        rounded(gradients.dq, p.dtype),
+                        rounded(gradients.dk, p.dtype),
+                        rounded(gradients.dv, p.dtype),
+                        rounded(gradients.dsinks, DType::f32),
+                        {}};
   return expected;
 }
 
 std::vector<const std::vector<float>*> members(const Results& r) {
-  return {&r.o, &r.lse, &r.dq, &r.dk, &r.dv};
+  return {&r.o, &r.lse, &r.dq, &r.dk, &r.dv, &r.dsinks};
 }
 
 std::vector<const std::vector<double>*> members(const Expected& e) {
-  return {&e.output.o, &e.output.lse, &e.gradients.dq, &e.gradients.dk, &e.gradients.dv};
+  return {&e.output.o,     &e.output.lse,   &e.gradients.dq,
+          &e.gradients.dk, &e.gradients.dv, &e.gradients.dsinks};
 }
 
 std::string first_difference(const Results& a, const Results& b) {
@@ -211,9 +237,10 @@ std::vector<float> rounded(std::span<const double> values, DType dtype) {
 namespace {
 
 // A log-sum-exp is a logarithm: 1 is its natural unit.
-std::array<double, 5> scales_of(const Expected& expected) {
+std::array<double, 6> scales_of(const Expected& expected) {
   const reference::Scales& s = expected.scales;
-  return {rms(s.o), std::max(1.0, rms(expected.output.lse)), rms(s.dq), rms(s.dk), rms(s.dv)};
+  return {rms(s.o),     std::max(1.0, rms(expected.output.lse)), rms(s.dq), rms(s.dk), rms(s.dv),
+          rms(s.dsinks)};
 }
 
 }  // namespace
@@ -221,9 +248,9 @@ std::array<double, 5> scales_of(const Expected& expected) {
 Errors errors_of(const Results& results, const Expected& expected) {
   const auto actual = members(results);
   const auto wanted = members(expected);
-  const std::array<double, 5> scales = scales_of(expected);
+  const std::array<double, 6> scales = scales_of(expected);
   Errors errors;
-  for (std::size_t m = 0; m < 5; ++m) {
+  for (std::size_t m = 0; m < 6; ++m) {
     errors.value[m] = ratio(difference_rms(*actual[m], *wanted[m]), scales[m]);
   }
   return errors;
@@ -233,11 +260,11 @@ Errors error_ratios(const Problem& problem, const Results& results, const Expect
   const auto actual = members(results);
   const auto one_piece = members(expected.one_piece);
   const auto wanted = members(expected);
-  const std::array<double, 5> scales = scales_of(expected);
+  const std::array<double, 6> scales = scales_of(expected);
   // For problems whose gradients vanish or happen to be representable.
   const double least = kLeastRounding * (problem.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11);
   Errors errors;
-  for (std::size_t m = 0; m < 5; ++m) {
+  for (std::size_t m = 0; m < 6; ++m) {
     const double error = difference_rms(*actual[m], *wanted[m]);
     // lse is fp32 whatever the dtype of the rest.
     errors.value[m] =
@@ -252,13 +279,15 @@ void expect_matches(const Problem& problem, const Results& results, const Expect
   const bool wide = problem.dtype == DType::f32;
   const Errors errors =
       wide ? errors_of(results, expected) : error_ratios(problem, results, expected);
-  for (std::size_t m = 0; m < 5; ++m) {
+  for (std::size_t m = 0; m < 6; ++m) {
     const bool is_lse = m == 1;
     const double float_limit =
         test_device().kind == Device::Kind::cpu ? kFloatLimit : kCudaFloatLimit;
-    const double limit = is_lse ? kLseLimit : wide ? float_limit : kHalfLimit;
+    const double half_limit = m == 5 ? kHalfSinkLimit : kHalfLimit;
+    const double limit = is_lse ? kLseLimit : wide ? float_limit : half_limit;
     const char* const measure = wide || is_lse ? "relative RMS error" : "error / one-piece error";
     EXPECT_LE(errors.value[m], limit) << kResultNames[m] << ": " << measure;
+    if (members(results)[m]->empty()) continue;
     note_worst(std::string(name_of(problem.dtype)) + " " + kResultNames[m] + " " + measure,
                errors.value[m]);
   }

@@ -27,18 +27,22 @@ struct Problem {
   DType dtype = DType::f32;
   MixGradient mix = MixGradient::full;
   std::optional<double> scale;
+  bool sinks = false;
 };
 
 // Global [batch, tokens, heads, head_dim]; every value is representable in the problem's dtype.
 struct Inputs {
   std::vector<double> q, k, v, dout;
+  std::vector<double> sinks;  // one per query head, or none
 };
 [[nodiscard]] Inputs random_inputs(const Problem& problem, std::uint64_t seed,
                                    double deviation = 1.0);
 
-// Global results, widened to fp32; lse is [batch, tokens, heads].
+// Global results, widened to fp32; lse is [batch, tokens, heads], dsinks [heads] or none.
 struct Results {
   std::vector<float> o, lse, dq, dk, dv;
+  std::vector<float> dsinks;
+  std::vector<float> dsinks_of_ranks;  // [rank][head], of which dsinks is the sum
 };
 
 struct Expected {
@@ -52,7 +56,7 @@ struct Expected {
 [[nodiscard]] Expected reference_of(const Problem& problem, const Inputs& inputs);
 
 // Names of the tensors of Results in the order of members(), for messages.
-inline constexpr const char* kResultNames[] = {"o", "lse", "dq", "dk", "dv"};
+inline constexpr const char* kResultNames[] = {"o", "lse", "dq", "dk", "dv", "dsinks"};
 [[nodiscard]] std::vector<const std::vector<float>*> members(const Results& results);
 [[nodiscard]] std::vector<const std::vector<double>*> members(const Expected& expected);
 // Empty if every bit is equal, else the first difference. NaNs are equal whatever their payload.
@@ -67,7 +71,7 @@ inline constexpr const char* kResultNames[] = {"o", "lse", "dq", "dk", "dv"};
 
 // fp32: root mean square of each result's error over that of its scale (kernels/reference/error.h).
 struct Errors {
-  double value[5] = {};  // as kResultNames
+  double value[6] = {};  // as kResultNames
 };
 [[nodiscard]] Errors errors_of(const Results& results, const Expected& expected);
 // 16 bit: error over that of Expected::one_piece.

@@ -75,8 +75,13 @@ Results run_ring(const RingOptions& options, const Inputs& inputs, Layout layout
     const std::string damage = shard.damage();
     if (!damage.empty()) throw std::runtime_error(damage);
   };
+  const std::size_t heads = inputs.sinks.size();
+  results.dsinks_of_ranks.resize(heads * static_cast<std::size_t>(options.placement.ranks()));
   run_in_process(options.placement.ranks(),
                  [&](Transport& transport) { with_transport(transport, rank); });
+  results.dsinks.assign(heads, 0.0F);
+  for (std::size_t i = 0; i < results.dsinks_of_ranks.size(); ++i)
+    results.dsinks[i % heads] += results.dsinks_of_ranks[i];
   return results;
 }
 

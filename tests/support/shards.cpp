@@ -64,6 +64,14 @@ void ShardTensor::download() const {
   if (image_ != nullptr) image_->download();
 }
 
+TensorView ShardTensor::head_view() const {
+  TensorView view = view_;
+  view.rank = 1;
+  view.shape = {view_.shape[2]};
+  view.stride = {view_.stride[2]};
+  return view;
+}
+
 std::int64_t ShardTensor::index(std::int64_t b, std::int64_t t, std::int64_t h,
                                 std::int64_t d) const {
   return b * view_.stride[0] + t * view_.stride[1] + h * view_.stride[2] + d;
@@ -111,8 +119,9 @@ bool ShardTensor::gaps_untouched() const {
   return true;
 }
 
-Shard::Shard(const RingOptions& options, int rank, Layout layout)
-    : positions(options.placement.positions(rank)),
+Shard::Shard(const RingOptions& options, int rank_in, Layout layout)
+    : rank(rank_in),
+      positions(options.placement.positions(rank)),
       key_positions(options.keys().positions(rank)),
       batch(options.batch),
       tokens(options.placement.tokens()),
@@ -126,7 +135,21 @@ Shard::Shard(const RingOptions& options, int rank, Layout layout)
       dout(query_tensor(options, rank, layout)),
       dq(query_tensor(options, rank, layout)),
       dk(key_tensor(options, rank, layout)),
-      dv(key_tensor(options, rank, layout)) {}
+      dv(key_tensor(options, rank, layout)),
+      sinks(DType::f32, 1, 1, options.pattern.heads, 0, layout),
+      dsinks(DType::f32, 1, 1, options.pattern.heads, 0, layout) {}
+
+OptionalInputs Shard::more() const {
+  OptionalInputs more;
+  if (has_sinks) more.sinks = sinks.head_view();
+  return more;
+}
+
+OptionalGradients Shard::more_gradients() const {
+  OptionalGradients more;
+  if (has_sinks) more.sinks = dsinks.head_view();
+  return more;
+}
 
 bool Shard::is_of_keys(const ShardTensor& tensor) const {
   return &tensor == &k || &tensor == &v || &tensor == &dk || &tensor == &dv;
@@ -158,10 +181,13 @@ void Shard::load(const Inputs& inputs) {
   copy(inputs.k, k);
   copy(inputs.v, v);
   copy(inputs.dout, dout);
-  for (ShardTensor* out : {&o, &lse, &dq, &dk, &dv}) {
+  has_sinks = !inputs.sinks.empty();
+  for (std::size_t h = 0; h < inputs.sinks.size(); ++h)
+    sinks.set(0, 0, static_cast<std::int64_t>(h), 0, static_cast<float>(inputs.sinks[h]));
+  for (ShardTensor* out : {&o, &lse, &dq, &dk, &dv, &dsinks}) {
     out->fill(std::numeric_limits<float>::quiet_NaN());
   }
-  loaded_ = {q.bytes(), k.bytes(), v.bytes(), dout.bytes()};
+  loaded_ = {q.bytes(), k.bytes(), v.bytes(), dout.bytes(), sinks.bytes()};
 }
 
 void Shard::forward(RingAttention& ring) {
@@ -173,19 +199,21 @@ void Shard::forward(RingAttention& ring) {
                     size_of(ring.options().dtype));
     state = ring.make_branch_state(state_o_, state_lse_, false);
   }
-  for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse}) tensor->upload();
-  ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view(), detached ? &state : nullptr);
+  for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse, &sinks}) tensor->upload();
+  ring.forward(q.view(), k.view(), v.view(), o.view(), lse.view(), detached ? &state : nullptr,
+               more());
   ring.synchronize();
   for (const ShardTensor* tensor : {&q, &k, &v, &o, &lse}) tensor->download();
 }
 
 void Shard::backward(RingAttention& ring) {
   if (!state_o_.empty()) state = ring.make_branch_state(state_o_, state_lse_, true);
-  for (const ShardTensor* tensor : {&o, &lse, &dout, &dq, &dk, &dv}) tensor->upload();
+  for (const ShardTensor* tensor : {&o, &lse, &dout, &dq, &dk, &dv, &dsinks}) tensor->upload();
   ring.backward(q.view(), k.view(), v.view(), o.view(), lse.view(), dout.view(), dq.view(),
-                dk.view(), dv.view(), detached ? &state : nullptr);
+                dk.view(), dv.view(), detached ? &state : nullptr, more(), more_gradients());
   ring.synchronize();
-  for (const ShardTensor* tensor : {&q, &k, &v, &dout, &dq, &dk, &dv}) tensor->download();
+  for (const ShardTensor* tensor : {&q, &k, &v, &dout, &dq, &dk, &dv, &sinks, &dsinks})
+    tensor->download();
 }
 
 void Shard::enqueue(RingAttention& ring) const {
@@ -203,16 +231,19 @@ void Shard::collect(Results& results) const {
   copy(dq, results.dq);
   copy(dk, results.dk);
   copy(dv, results.dv);
+  const std::int64_t heads = dsinks.view().shape[2];
+  for (std::int64_t h = 0; has_sinks && h < heads; ++h)
+    results.dsinks_of_ranks[static_cast<std::size_t>(rank * heads + h)] = dsinks.get(0, 0, h, 0);
 }
 
 std::string Shard::damage() const {
-  const ShardTensor* const inputs[] = {&q, &k, &v, &dout};
-  const char* const names[] = {"q", "k", "v", "dout"};
-  for (std::size_t i = 0; i < 4; ++i) {
+  const ShardTensor* const inputs[] = {&q, &k, &v, &dout, &sinks};
+  const char* const names[] = {"q", "k", "v", "dout", "sinks"};
+  for (std::size_t i = 0; i < 5; ++i) {
     if (inputs[i]->bytes() != loaded_[i]) return std::string(names[i]) + " was changed";
   }
-  const ShardTensor* const outputs[] = {&o, &lse, &dq, &dk, &dv};
-  for (std::size_t i = 0; i < 5; ++i) {
+  const ShardTensor* const outputs[] = {&o, &lse, &dq, &dk, &dv, &dsinks};
+  for (std::size_t i = 0; i < 6; ++i) {
     if (!outputs[i]->gaps_untouched()) {
       return std::string("bytes between the rows of ") + kResultNames[i] + " were changed";
     }

@@ -28,6 +28,8 @@ class ShardTensor {
   ShardTensor& operator=(ShardTensor&&) = default;
 
   [[nodiscard]] TensorView view() const { return view_; }
+  // Of a tensor of three axes, with one batch entry and token: [heads].
+  [[nodiscard]] TensorView head_view() const;
   [[nodiscard]] float get(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d) const;
   void set(std::int64_t b, std::int64_t t, std::int64_t h, std::int64_t d, float value);
   void fill(float value);
@@ -62,13 +64,20 @@ struct Shard {
   [[nodiscard]] std::string damage()
       const;  // inputs or gaps that changed since load(); empty: none
 
+  // What there is besides, by the sinks of the inputs that were loaded.
+  [[nodiscard]] OptionalInputs more() const;
+  [[nodiscard]] OptionalGradients more_gradients() const;
+
+  int rank;
   std::vector<std::int64_t> positions;  // of queries
   std::vector<std::int64_t> key_positions;
   std::int64_t batch;
   std::int64_t tokens;  // of the whole sequence
   std::int64_t key_tokens;
   bool detached;
+  bool has_sinks = false;
   ShardTensor q, k, v, o, lse, dout, dq, dk, dv;
+  ShardTensor sinks, dsinks;
   BranchState state;
 
  private:

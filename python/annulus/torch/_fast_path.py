@@ -22,8 +22,15 @@ _LISTS = (list, tuple)
 _NO_LISTS = (None,) * 6
 
 
-def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def needs_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> bool:
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    )
 
 
 def _function_mode_active() -> bool:
@@ -57,6 +64,7 @@ def call_signature(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     arguments: tuple,
     options: dict[str, object],
 ) -> tuple | None:
@@ -79,8 +87,10 @@ def call_signature(
     try:
         tensors = (
             *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            *(q.layout, k.layout, v.layout, needs_gradient(q, k, v)),
+            *(q.layout, k.layout, v.layout, needs_gradient(q, k, v, sinks)),
         )
+        if sinks is not None:
+            tensors += (sinks.shape, sinks.dtype, sinks.device, sinks.layout)
     except RuntimeError:  # nested tensors have no shape
         return None
     # With the types, because 1 == True and 6 == 6.0: one is not valid because another is.

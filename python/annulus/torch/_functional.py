@@ -20,7 +20,7 @@ from annulus.torch._options import (
     window_pair,
     with_options,
 )
-from annulus.torch._tensor_checks import DEVICES, DTYPES, tensor_complaint
+from annulus.torch._tensor_checks import DEVICES, DTYPES, sinks_complaint, tensor_complaint
 from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
@@ -54,6 +54,7 @@ def _valid_text(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     group: str | None,
     pattern: str | None,
     segment_lengths: Sequence[int] | None,
@@ -67,13 +68,14 @@ def _valid_text(
 ) -> str:
     """The text of a valid call's Config, given the fields of Config in their order, up to the options."""
     complaint = tensor_complaint(q, k, v, group)
+    if complaint is None and sinks is not None:
+        complaint = sinks_complaint(sinks, q)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    inside_vmap = not torch.compiler.is_compiling() and refuse_transforms(
-        "ring_attention", q, k, v
-    )
+    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    inside_vmap = not torch.compiler.is_compiling() and refuse_transforms("ring_attention", *tensors)
     needs_gradient = torch.is_grad_enabled() and (
-        inside_vmap or q.requires_grad or k.requires_grad or v.requires_grad
+        inside_vmap or any(x.requires_grad for x in tensors)
     )
     if pattern is None:
         pattern = "dense" if segment_lengths is None and dilation_rates is None else "longnet"
@@ -87,6 +89,13 @@ def _valid_text(
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
     return text
+
+
+def _wide(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """Valid sinks in the dtype of the computation."""
+    if sinks is None:
+        return None
+    return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 @collective(lambda *_, group=None, timeout=None, **__: (group, timeout))
@@ -111,6 +120,7 @@ def ring_attention(
     n_global: int | None = None,
     timeout: float | None = None,
     return_lse: bool = False,
+    sinks: torch.Tensor | None = None,
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a group.
@@ -174,6 +184,11 @@ def ring_attention(
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
         return_lse: also return the log-sum-exp (natural logarithm) of every row, [batch, local tokens, heads],
             without gradient.
+        sinks: [heads], floating point, the same on every rank or on none: a logit per query head that takes part in
+            the softmax of each of its rows and has no value (gpt-oss). -inf: none for that head. A row without keys
+            gives 0, and its log-sum-exp is the sink. NaN or +inf makes all rows of the head NaN. On each rank its
+            gradient is that of the rank's rows, as for every parameter that all ranks hold: the sum over the group
+            is the whole one.
 
     Raises:
         ConfigError: an argument is wrong on any rank; the ranks' calls differ; two threads call on one group at
@@ -198,18 +213,22 @@ def ring_attention(
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = _cast_for_autocast(q, k, v)
     if compiling:
-        o, lse = attend(q, k, v, _valid_text(q, k, v, *arguments, options=options))
+        text = _valid_text(q, k, v, sinks, *arguments, options=options)
+        o, lse = attend(q, k, v, _wide(sinks, q), text)
     else:
-        plain = _fast_path.only_autograd_active(q, k, v)
+        tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+        plain = _fast_path.only_autograd_active(*tensors)
         signature = None
-        if plain or _fast_path.is_eager((q, k, v)):
-            signature = _fast_path.call_signature(q, k, v, arguments, options)
+        if plain or _fast_path.is_eager(tensors):
+            signature = _fast_path.call_signature(q, k, v, sinks, arguments, options)
         call = _fast_path.known_call(signature)
         if call is None:
-            call = call_of(config_of(_valid_text(q, k, v, *arguments, options=options)), q, k)
+            text = _valid_text(q, k, v, sinks, *arguments, options=options)
+            call = call_of(config_of(text), q, k)
             _fast_path.remember(signature, call)
+        sinks = _wide(sinks, q)
         if plain:
-            o, lse = attend_directly(q, k, v, call)
+            o, lse = attend_directly(q, k, v, sinks, call)
         else:
-            o, lse = attend(q, k, v, call.config.text)
+            o, lse = attend(q, k, v, sinks, call.config.text)
     return (o, lse) if return_lse else o

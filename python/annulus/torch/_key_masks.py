@@ -37,6 +37,7 @@ def attend_with_bias(
     bias: torch.Tensor,
     causal: bool,
     n_global: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention with a bias for each key, computed with eight additional columns of q and k.
 
@@ -61,7 +62,7 @@ def attend_with_bias(
     k8 = torch.cat([k, F.pad(columns, (0, 5))[:, :, None].expand(*k.shape[:3], 8)], -1)
     v8 = F.pad(v, (0, 8))
     changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
-    changes[HAS_MASK] = True
+    changes |= {HAS_MASK: True, "sinks": sinks}
     o, lse = ring_attention(q8, k8, v8, **{**attention._options(), **changes})
     # Rows that attend to no key, or only to ignored keys.
     empty = (lse < -0.5 * _LARGE * _LARGE * scale)[..., None]
@@ -76,6 +77,7 @@ def attention_weights(
     window: tuple[int, int] | None,
     average: bool,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The matrix of attention weights, [batch, heads, queries, keys], or its mean over the heads."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
@@ -89,6 +91,10 @@ def attention_weights(
         scores = scores.masked_fill(distance < -before, -torch.inf)
     if after >= 0:
         scores = scores.masked_fill(distance > after, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        return (weights.mean(1) if average else weights).to(q.dtype)
     # A row that attends to no key has weights 0, as its output is 0.
     weights = scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     return (weights.mean(1) if average else weights).to(q.dtype)  # a bias has a wider dtype

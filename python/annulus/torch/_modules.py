@@ -25,7 +25,7 @@ from annulus.torch.ring._process_groups import group_name
 F = TypeVar("F", bound=Callable)
 
 # Arguments of ring_attention that may differ between the calls of one module.
-_OF_CALLS = ("n_global", "return_lse")
+_OF_CALLS = ("n_global", "return_lse", "sinks")
 _PARAMETERS = [
     p
     for p in inspect.signature(ring_attention).parameters.values()
@@ -48,7 +48,7 @@ class RingDilatedAttention(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: as in :func:`ring_attention`.
-        options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern,
+        options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse and sinks: pattern,
             is_causal, window, offsets, group_scale, group, placement, timeout, schedule and so on.
     """
 
@@ -77,18 +77,18 @@ class RingDilatedAttention(nn.Module):
         value: torch.Tensor,
         is_causal: bool | None = None,
         n_global: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The output for this rank's queries, with the shape and dtype of `query`.
 
         Args:
             query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
             is_causal: overrides the value of the module; None: the module's.
-            n_global: as in :func:`ring_attention`.
+            n_global, sinks: as in :func:`ring_attention`.
         """
         causal = self.is_causal if is_causal is None else is_causal
-        return ring_attention(
-            query, key, value, **{**self._options(), "is_causal": causal, "n_global": n_global}
-        )
+        changes = {"is_causal": causal, "n_global": n_global, "sinks": sinks}
+        return ring_attention(query, key, value, **{**self._options(), **changes})
 
     def _options(self) -> dict[str, object]:
         """The arguments of ring_attention that this module fixes."""

@@ -51,6 +51,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         gamma_init: MAGNETO's gain of the value and output projections. All projections are initialised by
             Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
         is_causal: every call is causal.
+        sinks: learns a logit per head, the parameter ``sinks``, that takes part in the softmax of each of its rows
+            and has no value. It begins as 0.
         window: (before, after): the query at t attends only to keys from t - before to t + after, as in
             :func:`ring_attention`.
         options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern, offsets,
@@ -78,6 +80,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         layer_norm: bool = False,
         layer_norm_eps: float = 1e-5,
         gamma_init: float | None = None,
+        sinks: bool = False,
         **options: object,
     ):
         here = type(self).__name__
@@ -91,7 +94,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 raise ConfigError(f"{here}: {name} = {value} is not supported")
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads}
         sizes |= {n: x for n, x in (("kdim", kdim), ("vdim", vdim)) if x is not None}
-        flags = {"bias": bias, "batch_first": batch_first, "layer_norm": layer_norm}
+        flags = {"bias": bias, "batch_first": batch_first, "layer_norm": layer_norm, "sinks": sinks}
         numbers = {"layer_norm_eps": layer_norm_eps}
         if gamma_init is not None:
             numbers["gamma_init"] = gamma_init
@@ -124,6 +127,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             if layer_norm
             else None
         )
+        if sinks:
+            self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+        else:
+            self.register_parameter("sinks", None)
         if gamma_init is not None:
             self._init_magneto(gamma_init)
 
@@ -150,6 +157,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         super()._reset_parameters()
         if made:
             self._qkv_same_embed_dim = False
+            if self.sinks is not None:
+                nn.init.zeros_(self.sinks)
 
     def _init_magneto(self, gamma: float) -> None:
         with torch.no_grad():
@@ -255,7 +264,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             q, k = rotate(q, rotary), rotate(k, rotary)
         bias = None if key_padding_mask is None else key_bias(key_padding_mask, q.dtype)
         if bias is None:
-            heads = self.attention(q, k, v, is_causal=causal, n_global=n_global)
+            heads = self.attention(
+                q, k, v, is_causal=causal, n_global=n_global, sinks=self.sinks
+            )
         else:
             if self.head_dim > MOST_HEAD_DIM:
                 self._refuse(
@@ -263,7 +274,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 )
             if scale_of(self.attention, self.head_dim) <= 0:
                 self._refuse("key_padding_mask needs a positive scale")
-            heads = attend_with_bias(self.attention, q, k, v, bias, causal, n_global)
+            heads = attend_with_bias(
+                self.attention, q, k, v, bias, causal, n_global, self.sinks
+            )
         out = heads.flatten(-2)
         if self.layer_norm is not None:
             out = self.layer_norm(out)
@@ -272,7 +285,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if need_weights:
             scale = scale_of(self.attention, self.head_dim)
             mask = (causal, self.attention.window)
-            weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale)
+            weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale, self.sinks)
 
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)

@@ -38,6 +38,11 @@ def _gradients_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(map(_result_like, tensors))
 
 
+def _dsinks_like(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Memory for the gradient of sinks; empty: there are none."""
+    return q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+
+
 def _results_like(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for o and lse."""
     batch, tokens, heads, _ = q.shape
@@ -89,18 +94,18 @@ def _with_recovery(
     compute: Callable[..., tuple[torch.Tensor, ...]],
     call: Call,
     tensors: Sequence[torch.Tensor],
-    statistics: Sequence[torch.Tensor] = (),
+    others: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, ...]:
-    """compute(call, tensors, statistics). If memory runs out and `allow_half` is set, again with tensors in bfloat16.
+    """compute(call, tensors, others). If memory runs out and `allow_half` is set, again with tensors in bfloat16.
 
     All ranks try again or none: OutOfMemory is raised on all.
     """
     c = call.config
     try:
         if c.group is None:
-            return compute(call, tensors, statistics)
+            return compute(call, tensors, others)
         with _errors_of_all(c):
-            return compute(call, tensors, statistics)
+            return compute(call, tensors, others)
     except OutOfMemory:
         if not c.allow_half or tensors[0].dtype != torch.float32:
             raise
@@ -108,21 +113,25 @@ def _with_recovery(
     LOG.warning("ring_attention: memory ran out: float32 is computed in bfloat16, as allow_half says")
     with _errors_of_all(c):
         half = [with_room(x.to, torch.bfloat16) for x in tensors]
-        results = compute(call_of(c, half[0], half[1]), half, statistics)
+        results = compute(call_of(c, half[0], half[1]), half, others)
     return tuple(x.to(torch.float32) for x in results)
 
 
 def _forward(
-    call: Call, tensors: Sequence[torch.Tensor], _: Sequence[torch.Tensor]
+    call: Call, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
     """o, lse and the two states, if there are any."""
     q, k, v = tensors
+    (sinks,) = others
     c = call.config
     o, lse = with_room(_results_like, q)
     if q.dtype == torch.float64:
         if q.shape[0] * max(q.shape[1], k.shape[1]) > 0:
             o64, lse64 = annulus.reference_forward(
-                *(x.cpu().numpy() for x in tensors), _whole_pattern(c, q, k), scale=c.scale
+                *(x.cpu().numpy() for x in tensors),
+                _whole_pattern(c, q, k),
+                scale=c.scale,
+                sinks=None if sinks is None else sinks.cpu().contiguous().numpy(),
             )
             o.copy_(torch.from_numpy(o64))
             lse.copy_(torch.from_numpy(lse64))
@@ -135,58 +144,76 @@ def _forward(
         if _keeps_branches(q, c):
             states = with_room(_states, q, executor.branch_state_rows)
             state = executor.make_branch_state(o=states[0], lse=states[1])
-        executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state)
+        executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state, sinks=sinks)
 
     _registry.run("forward", call, q, k, body)
     return o, lse, *states
 
 
 def _backward(
-    call: Call, tensors: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor]
+    call: Call, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and, with sinks, their gradient."""
     q, k, v, o, grad, *state_o = tensors
-    lse, *state_lse = statistics
+    sinks, lse, *state_lse = others
     c = call.config
     grads = with_room(_gradients_like, q, k, v)
+    dsinks = None
+    if sinks is not None:
+        dsinks = with_room(_dsinks_like, q, sinks)
+        grads += (dsinks,)
     if q.dtype == torch.float64:
         if q.shape[0] * max(q.shape[1], k.shape[1]) > 0:
             arrays = [x.cpu().numpy() for x in (q, k, v, grad)]
             exact = annulus.reference_backward(
-                *arrays, _whole_pattern(c, q, k), scale=c.scale, mix_gradient=c.mix_gradient
+                *arrays,
+                _whole_pattern(c, q, k),
+                scale=c.scale,
+                mix_gradient=c.mix_gradient,
+                sinks=None if sinks is None else sinks.cpu().contiguous().numpy(),
             )
             for g, e in zip(grads, exact):
                 g.copy_(torch.from_numpy(e))
+        elif dsinks is not None:
+            dsinks.zero_()
         return grads
 
-    def body(executor: annulus.RingAttention) -> None:
+    def body(executor: annulus.RingAttention) -> bool:
         state = None
         if c.mix_gradient == "detached":
             state = executor.make_branch_state(o=state_o[0], lse=state_lse[0], filled=True)
         inputs = [_readable(x) for x in (q, k, v, o)]
-        executor.backward(*inputs, lse, _readable(grad), *grads, state)
+        executor.backward(
+            *inputs, lse, _readable(grad), *grads[:3], state, sinks=sinks, dsinks=dsinks
+        )
+        return True
 
-    _registry.run("backward", call, q, k, body)
+    if _registry.run("backward", call, q, k, body) is None and dsinks is not None:
+        dsinks.zero_()  # no tokens
     return grads
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, config: str
 ) -> tuple[torch.Tensor, ...]:
-    o, lse, *states = _with_recovery(_forward, call_of(config_of(config), q, k), (q, k, v))
+    call = call_of(config_of(config), q, k)
+    o, lse, *states = _with_recovery(_forward, call, (q, k, v), (sinks,))
     return o, lse, *(states or _states(q, 0))
 
 
 def _gradients(
     call: Call, saved: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv, given the tensors that _save keeps and the gradient of o."""
-    q, k, v, o, lse, *states = saved
-    return _with_recovery(_backward, call, (q, k, v, o, grad, *states[:1]), (lse, *states[1:]))
+    """The gradients of q, k, v and sinks, if there are any, given the tensors that _save keeps and the gradient of o."""
+    q, k, v, sinks, o, lse, *states = saved
+    tensors = (q, k, v, o, grad, *states[:1])
+    return _with_recovery(_backward, call, tensors, (sinks, lse, *states[1:]))
 
 
 def _attend_backward(*arguments: torch.Tensor | str) -> tuple[torch.Tensor, ...]:
     *saved, grad, config = arguments
-    return _gradients(call_of(config_of(config), saved[0], saved[1]), saved, grad)
+    grads = _gradients(call_of(config_of(config), saved[0], saved[1]), saved, grad)
+    return grads if len(grads) == 4 else (*grads, _dsinks_like(grad, None))
 
 
 _attend_operator = torch.library.custom_op(
@@ -194,21 +221,21 @@ _attend_operator = torch.library.custom_op(
     _attend,
     mutates_args=(),
     device_types=DEVICES,
-    schema="(Tensor q, Tensor k, Tensor v, str config) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, str config) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 _attend_backward_operator = torch.library.custom_op(
     "annulus::attend_backward",
     _attend_backward,
     mutates_args=(),
     device_types=DEVICES,
-    schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor state_o, Tensor state_lse, Tensor grad, "
-    "str config) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor o, Tensor lse, Tensor state_o, Tensor state_lse, "
+    "Tensor grad, str config) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @_attend_operator.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, config: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
     o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -221,22 +248,24 @@ def _(
 
 
 @_attend_backward_operator.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
-    return _gradients_like(q, k, v)
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *_: object
+) -> tuple[torch.Tensor, ...]:
+    return *_gradients_like(q, k, v), _dsinks_like(q, sinks)
 
 
 def _save(ctx, inputs: tuple, output: tuple, call: Call | None = None) -> None:
-    q, k, v, ctx.config = inputs
+    q, k, v, sinks, ctx.config = inputs
     ctx.call = call
     o, lse, *states = output
-    ctx.save_for_backward(q, k, v, o, lse, *states)
+    ctx.save_for_backward(q, k, v, sinks, o, lse, *states)
     ctx.mark_non_differentiable(lse, *states)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     if grad is None:
-        return None, None, None, None
+        return None, None, None, None, None
     # Autograd checks dtype, device and shape. A sparse gradient would fail in PyTorch for want of a kernel.
     if grad.layout != torch.strided:
         with _errors_of_all(config_of(ctx.config)):
@@ -244,11 +273,13 @@ def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
                 f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
             )
     saved = ctx.saved_tensors
-    q, k, v = saved[:3]
+    q, k, v, sinks = saved[:4]
     if not torch.is_grad_enabled() and _fast_path.only_autograd_active(q, k, v, grad):
-        return *_gradients(ctx.call or call_of(config_of(ctx.config), q, k), saved, grad), None
-    states = _states(q, 0) if len(saved) == 5 else ()  # the operator takes states, also if there are none
-    return *torch.ops.annulus.attend_backward(*saved, *states, grad, ctx.config), None
+        grads = _gradients(ctx.call or call_of(config_of(ctx.config), q, k), saved, grad)
+    else:
+        states = _states(q, 0) if len(saved) == 6 else ()  # the operator takes states, also if there are none
+        grads = torch.ops.annulus.attend_backward(*saved, *states, grad, ctx.config)
+    return *grads[:3], None if sinks is None else grads[3], None
 
 
 _attend_operator.register_autograd(_differentiate, setup_context=_save)
@@ -259,10 +290,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        ctx,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, *states = _with_recovery(_forward, call, (q, k, v))
-        _save(ctx, (q, k, v, call.config.text), (o, lse, *states), call)
+        o, lse, *states = _with_recovery(_forward, call, (q, k, v), (sinks,))
+        _save(ctx, (q, k, v, sinks, call.config.text), (o, lse, *states), call)
         return o, lse
 
     backward = staticmethod(_differentiate)
@@ -278,18 +314,18 @@ _attend_backward_operator.register_autograd(_refuse_second_derivative)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, text: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse by the operator, which compilers, tracers, profilers and modes see."""
-    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, text)
+    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, sinks, text)
     return o, lse
 
 
 def attend_directly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse without the operator: only autograd sees the call."""
     if call.config.backward:
-        return _Attention.apply(q, k, v, call)
-    o, lse, *_ = _with_recovery(_forward, call, (q, k, v))
+        return _Attention.apply(q, k, v, sinks, call)
+    o, lse, *_ = _with_recovery(_forward, call, (q, k, v), (sinks,))
     return o, lse

@@ -18,6 +18,21 @@ def _cuda_complaint() -> str:
     return _complaints[0]
 
 
+def sinks_complaint(sinks: torch.Tensor, q: torch.Tensor) -> str | None:
+    """What is wrong with the sinks of a call whose q is valid; None: nothing."""
+    if not isinstance(sinks, torch.Tensor):
+        return f"sinks is a {type(sinks).__name__}: a torch.Tensor was expected"
+    if sinks.is_nested or sinks.layout != torch.strided:
+        return "sinks is a nested or sparse tensor: a dense one was expected"
+    if sinks.shape != q.shape[2:3]:
+        return f"sinks is {list(sinks.shape)}: one number per head of q, [{q.shape[2]}], was expected"
+    if not sinks.is_floating_point():
+        return f"sinks is {sinks.dtype}: floating point was expected"
+    if sinks.device != q.device:
+        return f"sinks is on {sinks.device}, but q is on {q.device}: one device was expected"
+    return None
+
+
 def tensor_complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object) -> str | None:
     """What is wrong with the tensors of a call; None: nothing."""
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -13,6 +13,7 @@
 #include "kernels/cpu/key_places.h"
 #include "kernels/cpu/large_lse.h"
 #include "kernels/cpu/row_stream.h"
+#include "kernels/cpu/sink.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__)
 

@@ -10,6 +10,7 @@
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/large_lse.h"
 #include "kernels/cpu/row_stream.h"
+#include "kernels/cpu/sink.h"
 
 // SSSE3 and SSE4 machines use the scalar code: none that old runs long sequences. SVE vectors have
 // no size at compile time.

@@ -37,6 +37,9 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
   // A scaled 16-bit output would be rounded twice.
   direct_output_ = passes <= 1 && (is_fp32() || computation.pattern->output_scale == 1.0);
   state_bytes_ = needed_state();
+  if (computation.backward)
+    dsinks_.resize(static_cast<std::size_t>(kMostSinkBlocks) *
+                   static_cast<std::size_t>(computation.heads()));
   runs_.resize(static_cast<std::size_t>(pool_->threads()));
   for (Runs& runs : runs_) {
     runs.queries.reserve(longest);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -16,6 +17,9 @@
 #include "kernels/cpu/work.h"
 
 namespace annulus::cpu {
+
+// Of rows over which gradients of sinks are summed: some for each thread.
+inline constexpr std::int64_t kMostSinkBlocks = 256;
 
 // Runs at once whatever it is asked to do: the queue is the caller's thread and the pool.
 class CpuEngine final : public Engine {
@@ -53,6 +57,9 @@ class CpuEngine final : public Engine {
   // fp32 rows of a workspace [batch][token][heads][width].
   [[nodiscard]] static TensorRows rows_of(const float* base, std::int64_t tokens, int heads,
                                           std::int64_t width);
+  [[nodiscard]] static float sink_of(const HeadNumbers& sinks, int head) {
+    return sinks.base == nullptr ? -INFINITY : *sinks.at(head);
+  }
   // Where O so far is kept, for rows that are not written just once.
   [[nodiscard]] bool direct(const ForwardCall& call) const {
     return direct_output_ && call.branches.o == nullptr;
@@ -68,7 +75,11 @@ class CpuEngine final : public Engine {
                       int head, float* row, float* lse) const;
   void round_branches(const BranchOutputs& branches, std::int64_t batch, std::int64_t token,
                       int head) const;
-  void fill_statistics(const BackwardCall& call) const;
+  [[nodiscard]] double fill_statistics(const BackwardCall& call, std::int64_t batch,
+                                       std::int64_t token, int head) const;
+  [[nodiscard]] double take_sink(const BackwardCall& call, std::int64_t batch, std::int64_t token,
+                                 int head, float sink, float* statistics) const;
+  void fill_statistics_and_dsinks(const BackwardCall& call);
   void for_each_token(std::int64_t tokens,
                       FunctionRef<void(std::int64_t batch, std::int64_t token)> body) const;
 
@@ -93,7 +104,8 @@ class CpuEngine final : public Engine {
     std::vector<RowRun> queries;
     std::vector<RowRun> keys;
   };
-  std::vector<Runs> runs_;  // per pool slot
+  std::vector<Runs> runs_;      // per pool slot
+  std::vector<double> dsinks_;  // [block of rows][q head]
 };
 
 }  // namespace annulus::cpu

@@ -21,45 +21,107 @@ GradientSums CpuEngine::sums(const BackwardCall& call) const {
           rows_of(dv, c.key_tokens, c.kv_heads, c.head_dim)};
 }
 
-// lse and delta = rowsum(dO * O) of every row, side by side, so that they travel together. Detached
+// lse and delta = rowsum(dO * O) of a row, side by side, so that they travel together. Detached
 // mixing has one delta per branch, from that branch's own output. Gradients are scaled by
-// output_scale at the very end, so delta is taken with the unscaled O.
-void CpuEngine::fill_statistics(const BackwardCall& call) const {
+// output_scale at the very end, so delta is taken with the unscaled O. Returns what the row adds to
+// -1 / output_scale times the gradient of its head's sink.
+double CpuEngine::fill_statistics(const BackwardCall& call, std::int64_t b, std::int64_t t,
+                                  int h) const {
   const int heads = computation_.heads();
   const int head_dim = computation_.head_dim;
-  const int deltas = computation_.deltas();
   const DType dtype = computation_.dtype;
   const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
   // A scale of 0 makes every gradient 0 at the end.
   const double factor = computation_.pattern->output_scale;
   const auto unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
-  for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
-    for (int h = 0; h < heads; ++h) {
-      const std::int64_t at = (b * computation_.query_tokens + t) * heads + h;
-      float* out = statistics_.floats() + at * computation_.statistics_width();
-      const std::byte* g = call.dout.at(b, h) + t * call.dout.row_step;
-      out[0] = *reinterpret_cast<const float*>(call.lse.at(b, h) + t * call.lse.row_step);
-      if (call.branches.o == nullptr) {
-        out[1] =
-            unscale * kernels_.dot_rows(dtype, g, call.o.at(b, h) + t * call.o.row_step, head_dim);
-        continue;
-      }
-      for (int branch = 0; branch < deltas; ++branch) {
-        const std::int64_t row = computation_.kept->row(branch, b, h, t);
-        out[1 + branch] = 0;
-        if (row < 0 || call.branches.lse[row] == -INFINITY) continue;  // its O was never written
-        const std::byte* o = call.branches.o + row * row_bytes;
-        float sum = 0;
-        for (int d = 0; d < head_dim; ++d)
-          sum = std::fma(load_element(g, dtype, d), load_element(o, dtype, d), sum);
-        out[1 + branch] = sum;
+  const float sink = sink_of(call.sinks, h);
+  const std::int64_t at = (b * computation_.query_tokens + t) * heads + h;
+  float* out = statistics_.floats() + at * computation_.statistics_width();
+  const std::byte* g = call.dout.at(b, h) + t * call.dout.row_step;
+  out[0] = *reinterpret_cast<const float*>(call.lse.at(b, h) + t * call.lse.row_step);
+  if (call.branches.o == nullptr) {
+    out[1] = unscale * kernels_.dot_rows(dtype, g, call.o.at(b, h) + t * call.o.row_step, head_dim);
+    if (sink == -INFINITY) return 0;
+    // O is 0 where there are no keys, whatever dO is.
+    if (out[0] == sink && !std::isfinite(out[1])) return 0;
+    return std::exp(static_cast<double>(sink) - out[0]) * out[1];
+  }
+  for (int branch = 0; branch < computation_.deltas(); ++branch) {
+    const std::int64_t row = computation_.kept->row(branch, b, h, t);
+    out[1 + branch] = 0;
+    if (row < 0 || call.branches.lse[row] == -INFINITY) continue;  // its O was never written
+    const std::byte* o = call.branches.o + row * row_bytes;
+    float sum = 0;
+    for (int d = 0; d < head_dim; ++d)
+      sum = std::fma(load_element(g, dtype, d), load_element(o, dtype, d), sum);
+    out[1 + branch] = sum;
+  }
+  return sink == -INFINITY ? 0 : take_sink(call, b, t, h, sink, out);
+}
+
+// Detached mixing holds the branches' weights w = exp(L_b - L) constant, but not p = exp(sink -
+// L'), on which every score has an influence. With m = sum(w delta) = dO.O of the merge without the
+// sink, that is p m less in every delta. Returns what fill_statistics does: p (1 - p) m.
+double CpuEngine::take_sink(const BackwardCall& call, std::int64_t batch, std::int64_t token,
+                            int head, float sink, float* statistics) const {
+  const auto lse_of = [&](int branch) {
+    const std::int64_t row = computation_.kept->row(branch, batch, head, token);
+    return row < 0 ? -INFINITY : call.branches.lse[row];
+  };
+  const int deltas = computation_.deltas();
+  float highest = -INFINITY;
+  for (int branch = 0; branch < deltas; ++branch) highest = std::max(highest, lse_of(branch));
+  if (highest == -INFINITY) return 0;
+  if (std::isnan(statistics[0])) return NAN;
+  double keys = 0;
+  double sum = 0;
+  for (int branch = 0; branch < deltas; ++branch) {
+    if (lse_of(branch) == -INFINITY) continue;
+    const double weight = std::exp(static_cast<double>(lse_of(branch)) - highest);
+    keys += weight;
+    sum += weight * statistics[1 + branch];
+  }
+  const double mean = sum / keys;
+  const double above = static_cast<double>(sink) - highest - std::log(keys);  // sink - L
+  const double weight = 1 / (1 + std::exp(-above));
+  for (int branch = 0; branch < deltas; ++branch)
+    statistics[1 + branch] = static_cast<float>(statistics[1 + branch] - weight * mean);
+  return weight / (1 + std::exp(above)) * mean;
+}
+
+// Sums over blocks of rows, which are the same for every number of threads.
+void CpuEngine::fill_statistics_and_dsinks(const BackwardCall& call) {
+  const int heads = computation_.heads();
+  if (call.dsinks.base == nullptr) {
+    for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
+      for (int h = 0; h < heads; ++h) (void)fill_statistics(call, b, t, h);
+    });
+    return;
+  }
+  const std::int64_t tokens = computation_.batch * computation_.query_tokens;
+  const std::int64_t blocks = std::min(kMostSinkBlocks, (tokens + 63) / 64);
+  pool_->run_parallel(blocks, [&](std::int64_t block, int) {
+    double* const sums = dsinks_.data() + block * heads;
+    std::fill_n(sums, heads, 0.0);
+    for (std::int64_t i = tokens * block / blocks; i < tokens * (block + 1) / blocks; ++i) {
+      for (int h = 0; h < heads; ++h) {
+        sums[h] += fill_statistics(call, i / computation_.query_tokens,
+                                   i % computation_.query_tokens, h);
       }
     }
   });
+  for (int h = 0; h < heads; ++h) {
+    double sum = 0;
+    for (std::int64_t block = 0; block < blocks; ++block)
+      sum += dsinks_[static_cast<std::size_t>(block * heads + h)];
+    const auto gradient = static_cast<float>(-computation_.pattern->output_scale * sum);
+    float* const out = call.dsinks.at(h);
+    *out = call.adds_dsinks ? *out + gradient : gradient;
+  }
 }
 
 void CpuEngine::begin_backward(const BackwardCall& call, Queue&) {
-  fill_statistics(call);
+  fill_statistics_and_dsinks(call);
   const GradientSums sum = sums(call);
   const auto row_bytes = static_cast<std::size_t>(computation_.head_dim) * sizeof(float);
   const auto clear = [&](const TensorRows& rows, int heads, std::int64_t b, std::int64_t t) {
@@ -139,7 +201,7 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
           task.key_gap = group.keys.gap;
           task.query_gap = group.queries.gap;
           task.repeats = group.repeats;
-          task.only_branch = branches_of(head) == 1;
+          task.only_branch = branches_of(head) == 1 && sink_of(call.sinks, head) == -INFINITY;
           task.query_grad = kind != Stage::Kind::key_gradient;
           task.key_grad = kind != Stage::Kind::query_gradient;
           const Turns::Turn turn(turns, item);

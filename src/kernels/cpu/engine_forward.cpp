@@ -4,6 +4,7 @@
 
 #include "kernels/cpu/engine.h"
 #include "kernels/cpu/row_runs.h"
+#include "kernels/cpu/sink.h"
 
 namespace annulus::cpu {
 
@@ -82,6 +83,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       if (list != nullptr) task.packed = packed_keys(*list);
       task.repeats = group.repeats;
       task.load_state = per_branch ? stage != 0 : !first_phase;
+      if (direct(call)) task.sink = sink_of(call.sinks, head);
       task.out_dtype = per_branch ? DType::f32 : state_dtype;
       kernels_.forward(problem_, task, pool_->scratch(slot));
     };
@@ -110,7 +112,8 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
   }
 }
 
-// What the caller gets: merged, scaled, in its dtype; zeros where a row attended to nothing.
+// What the caller gets: merged, with sinks, scaled, in its dtype; zeros where a row attended to
+// nothing.
 void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   const int heads = computation_.heads();
   const int head_dim = computation_.head_dim;
@@ -119,7 +122,9 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   const bool per_branch = call.branches.o != nullptr;
   const auto factor = static_cast<float>(computation_.pattern->output_scale);
   const bool convert = !direct(call) && !is_fp32();
-  if (!per_branch && every_row_attends_ && !convert && factor == 1.0F) return;
+  // Kernels that write rows just once take in the sinks of all that they write.
+  const bool sinks_taken = call.sinks.base == nullptr || direct(call);
+  if (!per_branch && every_row_attends_ && !convert && factor == 1.0F && sinks_taken) return;
   const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
   for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
     alignas(64) float row[kMaxHeadDim];
@@ -128,11 +133,19 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
     for (int h = 0; h < heads; ++h) {
       auto* l = reinterpret_cast<float*>(call.lse.at(b, h) + t * call.lse.row_step);
       std::byte* out = call.o.at(b, h) + t * call.o.row_step;
+      if (per_branch) merge_branches(call.branches, b, t, h, row, l);
+      const bool nothing = *l == -INFINITY;
+      const WithSink end =
+          with_sink(*l, sinks_taken && !nothing ? -INFINITY : sink_of(call.sinks, h));
+      const float row_factor = factor * end.kept;
+      *l = end.lse;
       if (per_branch) {
-        merge_branches(call.branches, b, t, h, row, l);
-        kernels_.store_row(dtype, row, factor, out, head_dim);
+        kernels_.store_row(dtype, row, row_factor, out, head_dim);
         if (!is_fp32()) round_branches(call.branches, b, t, h);
-      } else if (*l == -INFINITY) {
+      } else if (nothing && std::isnan(end.kept)) {
+        std::fill_n(row, head_dim, NAN);
+        kernels_.store_row(dtype, row, 1.0F, out, head_dim);
+      } else if (nothing) {
         if (out != empty_end) {
           if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));
           empty = out;
@@ -140,9 +153,9 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
         empty_end = out + row_bytes;
       } else if (convert) {
         const auto* wide_row = reinterpret_cast<const float*>(state.at(b, h) + t * state.row_step);
-        kernels_.store_row(dtype, wide_row, factor, out, head_dim);
-      } else if (factor != 1.0F) {  // fp32, in place
-        kernels_.store_row(dtype, reinterpret_cast<const float*>(out), factor, out, head_dim);
+        kernels_.store_row(dtype, wide_row, row_factor, out, head_dim);
+      } else if (row_factor != 1.0F) {  // fp32, in place
+        kernels_.store_row(dtype, reinterpret_cast<const float*>(out), row_factor, out, head_dim);
       }
     }
     if (empty != nullptr) std::memset(empty, 0, static_cast<std::size_t>(empty_end - empty));

@@ -576,14 +576,14 @@ class Forward {
       HWY_ALIGN float inverse[kPanel];
       for (int i = 0; i < kPanel; ++i) {
         const float sum = sum_[first + i];
-        inverse[i] = sum == 0.0F ? 0.0F : 1.0F / rounded_sum_[first + i];
+        const float log_sum = std::log2(sum) - minus_reference_[first + i];
+        const WithSink row = with_sink(sum == 0.0F ? -INFINITY : log_sum * kLn2, task_.sink);
+        inverse[i] = sum == 0.0F ? row.kept : row.kept / rounded_sum_[first + i];
         if (i >= count) continue;
         if (HWY_UNLIKELY(sum == 0.0F)) {  // nothing comes out, whatever Inf the values had
           for (int d = 0; d < head_dim(); ++d) o[d * kPanel + i] = 0.0F;
         }
-        const float log_sum = std::log2(sum) - minus_reference_[first + i];
-        *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) =
-            sum == 0.0F ? -INFINITY : log_sum * kLn2;
+        *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) = row.lse;
       }
       for (int d = 0; d < head_dim(); ++d) {
         for (int j = 0; j < kPanel; j += kLanes) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -94,6 +95,7 @@ struct ForwardTask {
   IndexFilter key_filter;
   std::span<const Repeat> repeats;  // pairs that count several times
   bool load_state = false;          // start from (kState, kLse); otherwise from nothing
+  float sink = -INFINITY;           // see with_sink: the task is the last one of its rows
   DType out_dtype = DType::f32;
 };
 
@@ -110,7 +112,7 @@ struct BackwardTask {
   IndexGap key_gap;
   IndexGap query_gap;
   std::span<const Repeat> repeats;
-  bool only_branch = false;  // no other branch has these pairs, too
+  bool only_branch = false;  // no other branch has these pairs, too, and there is no sink
   bool query_grad = true;    // add into kQueryGrad
   bool key_grad = true;      // add into kKeyGrad and kValueGrad
 };

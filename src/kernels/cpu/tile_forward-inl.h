@@ -404,9 +404,10 @@ class TileForward {
       // Nothing comes out, whatever Inf the values had.
       if (HWY_UNLIKELY(sum == 0.0F)) clear_output(row);
       const float log_sum = std::log2(sum) - minus_reference_[row];
-      *reinterpret_cast<float*>(query_refs_[row].at(kLse)) =
-          sum == 0.0F ? -INFINITY : log_sum * kLn2;
-      const __m512 inverse = _mm512_set1_ps(sum == 0.0F ? 0.0F : 1.0F / rounded_sum_[row * kLanes]);
+      const WithSink end = with_sink(sum == 0.0F ? -INFINITY : log_sum * kLn2, task_.sink);
+      *reinterpret_cast<float*>(query_refs_[row].at(kLse)) = end.lse;
+      const __m512 inverse =
+          _mm512_set1_ps(sum == 0.0F ? end.kept : end.kept / rounded_sum_[row * kLanes]);
       if (task_.out_dtype == DType::bf16) {
         store_rounded(row, inverse);
         continue;

@@ -121,6 +121,10 @@ void CudaEngine::allocate(const ReceivedRows& received) {
     accumulators_ = allocate_device(device_, accumulator_bytes(), "fp32 accumulators");
   if (!computation_.backward) return;
   statistics_ = allocate_device(device_, statistics_bytes(), "row statistics");
+  sink_sums_ = allocate_device(
+      device_, computation_.heads() * kSinkBlocks * static_cast<std::int64_t>(sizeof(double)),
+      "sums of sinks");
+  list_bytes_ += sink_sums_.bytes();
   // What fills a row up to 16 bytes is sent along, and nobody writes it.
   check(cudaMemset(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes())),
         "clearing row statistics");
@@ -290,6 +294,7 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
     params.out_dtype = params.for_good ? computation_.dtype : DType::f32;
     params.out_factor =
         params.for_good ? static_cast<float>(computation_.pattern->output_scale) : 1.0F;
+    params.sinks = params.for_good ? call.sinks : HeadNumbers();
     check_launch(fitting ? families_.forward.run(params, compiled.traits[i], stream)
                          : portable_forward(params, stream),
                  "forward", stream);
@@ -309,6 +314,7 @@ void CudaEngine::finish_forward(const ForwardCall& call, Queue& queue) {
     params.kept_o = is_fp32() ? nullptr : call.branches.o;
     params.lse = call.lse;
     params.out = call.o;
+    params.sinks = call.sinks;
     params.head_dim = computation_.head_dim;
     params.dtype = computation_.dtype;
     params.factor = static_cast<float>(computation_.pattern->output_scale);
@@ -324,7 +330,8 @@ void CudaEngine::finish_forward(const ForwardCall& call, Queue& queue) {
   params.head_dim = computation_.head_dim;
   params.dtype = computation_.dtype;
   params.factor = static_cast<float>(computation_.pattern->output_scale);
-  params.only_empty = is_fp32() && params.factor == 1.0F;
+  params.sinks = call.sinks;
+  params.only_empty = is_fp32() && params.factor == 1.0F && call.sinks.base == nullptr;
   check_launch(finish_rows(params, stream), "finish_rows", stream);
 }
 
@@ -384,6 +391,19 @@ void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
   params.counters = reinterpret_cast<std::int32_t*>(stages.counters.data());
   params.counter_count = static_cast<std::int32_t>(stages.counters.bytes() / 4);
   check_launch(fill_statistics(params, stream), "fill_statistics", stream);
+  if (call.sinks.base != nullptr) {
+    SinkParams sinks;
+    sinks.space = params.space;
+    sinks.sinks = call.sinks;
+    sinks.dsinks = call.dsinks;
+    sinks.statistics = params.statistics;
+    sinks.kept = params.kept;
+    sinks.branch_lse = params.branch_lse;
+    sinks.sums = reinterpret_cast<double*>(sink_sums_.data());
+    sinks.factor = factor;
+    sinks.adds = call.adds_dsinks;
+    check_launch(take_sinks(sinks, stream), "take_sinks", stream);
+  }
   if (stages.writers.begin) return;
   if (is_fp32()) {
     const std::int64_t row = computation_.head_dim * std::int64_t{4};

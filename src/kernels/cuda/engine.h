@@ -106,6 +106,7 @@ class CudaEngine final : public Engine {
   // 16-bit dtypes: dQ, dK, dV in backward; fp32 O, or those of all branches, in forward.
   Memory accumulators_;
   Memory statistics_;  // [batch][q head][token][statistics_width()]
+  Memory sink_sums_;   // see SinkParams
 };
 
 }  // namespace annulus::cuda

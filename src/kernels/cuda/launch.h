@@ -63,6 +63,7 @@ struct ForwardParams {
   DType out_dtype = DType::f32;
   bool for_good = false;   // nothing comes after: empty rows become zeros
   float out_factor = 1;    // 1 unless for good
+  HeadNumbers sinks;       // none unless for good: rows end merged with them (rows/sink.cuh)
   bool load_state = true;  // false: no row has attended to anything
   // Device memory, by number of the item: bit i % 32 says of its row i whether a later launch has
   // it as well, so that its O goes to the state, and not to `out` for good. Null: all are alike.

@@ -146,7 +146,7 @@ def test_operators_pass_pytorchs_own_checks(mix: str) -> None:
     at.ring_attention(q, k, v, mix_gradient=mix, **LONGNET)
     texts = (call.config.text for call in at._fast_path._calls.values())
     text = next(t for t in texts if f'"{mix}"' in t and "[16, 32, 64]" in t)
-    torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, text))
+    torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, None, text))
 
 
 @pytest.mark.parametrize("mix", ["full", "detached"])
@@ -185,7 +185,7 @@ def test_detached_keeps_selected_rows_only(dtype: torch.dtype, branches: dict) -
             patch.setattr(torch.ops.annulus, "attend", lambda *x: calls.append(x) or attend(*x))
             patch.setattr(at._fast_path, "only_autograd_active", lambda *x: False)
             at.ring_attention(q, k, v, mix_gradient="detached", **branches)
-        pattern = at._config.pattern_of(at._config.config_of(calls[0][3]), 4)
+        pattern = at._config.pattern_of(at._config.config_of(calls[0][4]), 4)
         selected = sum(
             offset >= 0 and t % (branch.segment_length or tokens) % branch.dilation == offset
             for branch in pattern.branches

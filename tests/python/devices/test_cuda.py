@@ -400,7 +400,7 @@ def test_the_operators_pass_pytorchs_own_checks(cuda: types.ModuleType) -> None:
         *DEFAULTS.values(), True,
     )  # fmt: skip
     q.requires_grad_()
-    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, text))
+    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, text))
 
 
 def test_checkpointing_computes_the_same(cuda: types.ModuleType) -> None:

@@ -22,6 +22,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
             [
                 "bad_luck_is_everybodys",  # first: an instruction set is chosen once
                 "equals_one_process",
+                "gradients_of_sinks_add_up",
                 "memory_is_everybodys",
                 "compiled_equals_eager",
                 "arguments_are_everybodys",
@@ -58,6 +59,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
             4,
             [
                 "equals_one_process",
+                "gradients_of_sinks_add_up",
                 "lengths_of_your_own",
                 "resharding_moves_the_fewest_bytes",
                 "groups_beside_data_parallelism",

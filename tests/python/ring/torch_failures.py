@@ -62,7 +62,10 @@ def errors_are_everybodys() -> None:
         ({"placement": "striped"}, ["placement (rank 0: 'contiguous', rank 1: 'striped')"]),
         (longnet, ["segment_lengths (rank 0: [], rank 1: [16, 32])", "dilation_rates", "pattern"]),
         ({"q": q.clone().requires_grad_()}, ["gradients are needed (rank 0: False, rank 1: True)"]),
+        ({"sinks": torch.zeros(2)}, ["ranks disagree about whether sinks are passed"]),
         # What Python finds before the executor is asked.
+        ({"sinks": torch.zeros(3)}, ["sinks is [3]: one number per head of q, [2], was expected"]),
+        ({"sinks": 0.0}, ["sinks is a float"]),
         ({"q": q[0]}, ["q has 3 axes"]),
         ({"q": None}, ["q is a NoneType"]),
         ({"q": q.double(), "k": q.double(), "v": q.double()}, ["float64"]),

@@ -72,6 +72,48 @@ def equals_one_process() -> None:
             )
 
 
+def gradients_of_sinks_add_up() -> None:
+    """Every rank has those of its rows, as of any parameter that all ranks hold."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    longnet = {"segment_lengths": [32, 64, 128], "dilation_rates": [1, 2, 4]}
+    for number, placement in enumerate(["contiguous", "zigzag", "striped", "hilbert"]):
+        options = {
+            **(longnet if number % 2 else {}),
+            "is_causal": number > 1,
+            "mix_gradient": "detached" if number == 3 else "full",
+        }
+        tokens = [150, 2][number // 3]
+        *qkv, do = whole(tokens, 4, 2, 16, number)
+        sinks = torch.tensor([0.5, -1.0, 2.0, -torch.inf])
+        alone = leaves([*qkv, sinks])
+        o = at.ring_attention(*alone[:3], sinks=alone[3], **options)
+        o.backward(do)
+        place = {"placement": placement, "group": WORLD}
+        mine = leaves([*(at.shard(x, **place) for x in qkv), sinks])
+        found = at.ring_attention(*mine[:3], sinks=mine[3], **place, **options)
+        found.backward(at.shard(do, **place))
+        total = mine[3].grad.clone()
+        dist.all_reduce(total)
+        for a, b in zip((found, *(x.grad for x in mine[:3])), (o, *(x.grad for x in alone))):
+            torch.testing.assert_close(a, at.shard(b, **place), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(total, alone[3].grad, rtol=1e-5, atol=1e-6)
+        if mine[0].shape[1] == 0:
+            assert torch.equal(mine[3].grad, torch.zeros(4))
+    # In a model: data_parallel treats them as it treats projections.
+    torch.manual_seed(1)
+    model = at.RingMultiheadDilatedAttention(64, 4, batch_first=True, sinks=True, group=WORLD)
+    single = at.RingMultiheadDilatedAttention(64, 4, batch_first=True, sinks=True)
+    single.load_state_dict(model.state_dict())
+    x = torch.randn(2, 24 * ranks, 64)
+    parallel = DistributedDataParallel(model)
+    parallel(*[at.shard(x, group=WORLD)] * 3, need_weights=False)[0].square().sum().backward()
+    single(x, x, x, need_weights=False)[0].square().sum().backward()
+    for name in ("sinks", "in_proj_weight"):
+        a, b = model.get_parameter(name).grad, single.get_parameter(name).grad / ranks
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert rank < ranks
+
+
 def compiled_equals_eager() -> None:
     """The number of rows of stored branch outputs depends on the lengths of other ranks. Compilers do not know it."""
     options = {"segment_lengths": [16, 64], "dilation_rates": [1, 4], "mix_gradient": "detached"}

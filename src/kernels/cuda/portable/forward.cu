@@ -4,6 +4,7 @@
 #include "kernels/cuda/portable/key_stretch.cuh"
 #include "kernels/cuda/portable/mma.cuh"
 #include "kernels/cuda/portable/rows.cuh"
+#include "kernels/cuda/rows/sink.cuh"
 
 namespace annulus::cuda {
 namespace {
@@ -311,6 +312,8 @@ __global__ void __launch_bounds__(kThreads)
 
   // Results of 16 bits go by way of the queries' memory, of which each warp has its own part, so
   // that rows leave in stretches of 16 bytes.
+  const int member_at = p.tables.items[p.first_item + blockIdx.x].member;
+  const float sink = sink_of(p.sinks, p.tables.members[member_at].head);
   const bool wide = p.out_dtype == DType::f32;
   const bool staged = !wide && p.for_good && p.kept.tables.branches == 0 && is_aligned(p.out);
 #pragma unroll
@@ -321,18 +324,18 @@ __global__ void __launch_bounds__(kThreads)
       const float total = quad_sum(sum[m][half]);
       if (shared.queries.index[row] == kAbsent) continue;
       const bool empty = highest[m][half] == -INFINITY && total == 0;  // not: a NaN
-      if (lane % 4 == 0) {  // an empty one's, too: nobody else may have
-        *reinterpret_cast<float*>(shared.queries.at[1][row]) =
-            empty ? -INFINITY : (highest[m][half] + log2f(total)) * kLn2;
-      }
+      const WithSink end =
+          with_sink(empty ? -INFINITY : (highest[m][half] + log2f(total)) * kLn2, sink);
+      if (lane % 4 == 0)  // an empty one's, too: nobody else may have
+        *reinterpret_cast<float*>(shared.queries.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
-      const float factor = empty ? 0.0F : p.out_factor / total;
+      const float factor = end.kept * p.out_factor / (empty ? 1.0F : total);
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         const int column = n * 8 + lane % 4 * 2;
         if (column >= head_dim) continue;
-        float a = empty ? 0.0F : o[m][n][2 * half] * factor;
-        float b = empty ? 0.0F : o[m][n][2 * half + 1] * factor;
+        float a = empty ? factor : o[m][n][2 * half] * factor;
+        float b = empty ? factor : o[m][n][2 * half + 1] * factor;
         if (shared.poison.any != 0 && !empty) {
           a = shared.poison.apply(row, column, a);
           b = shared.poison.apply(row, column + 1, b);

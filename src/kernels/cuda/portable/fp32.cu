@@ -2,6 +2,7 @@
 #include "kernels/cuda/portable/kept.cuh"
 #include "kernels/cuda/portable/kernels.h"
 #include "kernels/cuda/portable/rows.cuh"
+#include "kernels/cuda/rows/sink.cuh"
 #include "kernels/cuda/portable/tiles.h"
 
 namespace annulus::cuda {
@@ -222,22 +223,22 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     add_weighted<kDim, Shape::kOwn, kOther>(o, shared.weights, shared.v, ty, tx);
   }
+  const float sink = sink_of(p.sinks, member.head);
 #pragma unroll
   for (int i = 0; i < kOwnPerThread; ++i) {
     const int row = ty + 16 * i;
     if (shared.queries.index[row] == kAbsent) continue;
     const bool empty = highest[i] == -INFINITY && sum[i] == 0;  // not: a NaN
-    if (tx == 0) {  // an empty one's, too: nobody else may have
-      *reinterpret_cast<float*>(shared.queries.at[1][row]) =
-          empty ? -INFINITY : (highest[i] + log2f(sum[i])) * kLn2;
-    }
+    const WithSink end = with_sink(empty ? -INFINITY : (highest[i] + log2f(sum[i])) * kLn2, sink);
+    if (tx == 0)  // an empty one's, too: nobody else may have
+      *reinterpret_cast<float*>(shared.queries.at[1][row]) = end.lse;
     if (empty && !p.for_good) continue;
-    const float factor = empty ? 0.0F : p.out_factor / sum[i];
+    const float factor = end.kept * p.out_factor / (empty ? 1.0F : sum[i]);
     auto* to = reinterpret_cast<float*>(shared.queries.at[3][row]);
 #pragma unroll
     for (int c = 0; c < kDim / 16; ++c) {
       const int column = tx + 16 * c;
-      if (column < head_dim) to[column] = empty ? 0.0F : o[i][c] * factor;
+      if (column < head_dim) to[column] = empty ? factor : o[i][c] * factor;
     }
   }
 }

@@ -31,11 +31,12 @@ struct RowSpace {
 [[nodiscard]] cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
                                     cudaStream_t stream);
 
-// The end of forward: zeros where lse is -inf; elsewhere the state times a factor as `dtype`, or,
-// if `only_empty`, whatever is there.
+// The end of forward: rows are merged with sinks. Then zeros where lse was -inf; elsewhere the state
+// times a factor as `dtype`, or, if `only_empty`, whatever is there.
 struct FinishParams {
   RowSpace space;
   TensorRows lse, state, out;
+  HeadNumbers sinks;  // not with only_empty
   int head_dim = 0;
   DType dtype = DType::f32;
   float factor = 1;
@@ -61,6 +62,7 @@ struct MergeParams {
   const float* branch_lse = nullptr;
   std::byte* kept_o = nullptr;  // null: the fp32 rows are what is kept
   TensorRows lse, out;
+  HeadNumbers sinks;
   int head_dim = 0;
   DType dtype = DType::f32;
   float factor = 1;
@@ -84,6 +86,21 @@ struct StatisticsParams {
   const float* branch_lse = nullptr;
 };
 [[nodiscard]] cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream);
+
+// Behind fill_statistics, where there are sinks: their gradients, unless there are no dsinks, and
+// the sinks' part of the deltas of branches that are kept apart.
+inline constexpr int kSinkBlocks = 64;
+struct SinkParams {
+  RowSpace space;
+  HeadNumbers sinks, dsinks;
+  TensorRows statistics;
+  KeptTables kept;  // branches 0: they are not
+  const float* branch_lse = nullptr;
+  double* sums = nullptr;  // [head][kSinkBlocks], for its use
+  double factor = 1;       // output_scale
+  bool adds = false;       // to what dsinks are
+};
+[[nodiscard]] cudaError_t take_sinks(const SinkParams& params, cudaStream_t stream);
 
 [[nodiscard]] cudaError_t clear_rows(const TensorRows& rows, const RowSpace& space,
                                      std::int64_t row_bytes, cudaStream_t stream);

@@ -1,6 +1,7 @@
 #include "kernels/cuda/rows/access.cuh"
 #include "kernels/cuda/rows/kept.cuh"
 #include "kernels/cuda/rows/kernels.h"
+#include "kernels/cuda/rows/sink.cuh"
 
 #include <cmath>
 
@@ -36,25 +37,37 @@ __device__ void store4(std::byte* to, DType dtype, const float4& x) {
 
 __global__ void finish_kernel(const __grid_constant__ FinishParams p) {
   for_each_row(p.space, [&](std::int64_t b, std::int64_t t, int h, int lane) {
-    const auto* lse = reinterpret_cast<const float*>(row_at(p.lse, b, t, h));
+    auto* const lse = reinterpret_cast<float*>(row_at(p.lse, b, t, h));
     const auto* state = reinterpret_cast<const float*>(row_at(p.state, b, t, h));
     std::byte* out = row_at(p.out, b, t, h);
+    // What O is multiplied by; of a row without keys what it becomes.
+    const auto end_row = [&](float l) {
+      if (p.sinks.base == nullptr) return l == -INFINITY ? 0.0F : p.factor;
+      const WithSink row = with_sink(l, sink_of(p.sinks, h));
+      __syncwarp();  // every lane has read L
+      if (lane == 0) *lse = row.lse;
+      return row.kept * p.factor;
+    };
     const bool aligned =
         (reinterpret_cast<std::uintptr_t>(state) | reinterpret_cast<std::uintptr_t>(out)) % 16 == 0;
     if (aligned && p.head_dim <= 128 && !p.only_empty) {
       // What was never written may be anything; it is read all the same, not to wait for lse.
-      if (lane * 4 >= p.head_dim) return;
-      const float4 x = __ldcs(reinterpret_cast<const float4*>(state) + lane);
-      const bool empty = *lse == -INFINITY;
+      const bool mine = lane * 4 < p.head_dim;
+      const float4 x =
+          mine ? __ldcs(reinterpret_cast<const float4*>(state) + lane) : make_float4(0, 0, 0, 0);
+      const float l = *lse;
+      const float f = end_row(l);
+      if (!mine) return;
       store4(out + lane * (p.dtype == DType::f32 ? 16 : 8), p.dtype,
-             empty ? make_float4(0, 0, 0, 0)
-                   : make_float4(x.x * p.factor, x.y * p.factor, x.z * p.factor, x.w * p.factor));
+             l == -INFINITY ? make_float4(f, f, f, f)
+                            : make_float4(x.x * f, x.y * f, x.z * f, x.w * f));
       return;
     }
-    const bool empty = *lse == -INFINITY;
-    if (!empty && p.only_empty) return;
+    const float l = *lse;
+    if (l != -INFINITY && p.only_empty) return;
+    const float f = end_row(l);
     for (int d = lane; d < p.head_dim; d += 32)
-      store(out, p.dtype, d, empty ? 0.0F : state[d] * p.factor);
+      store(out, p.dtype, d, l == -INFINITY ? f : state[d] * f);
   });
 }
 
@@ -76,10 +89,10 @@ __global__ void merge_kernel(const __grid_constant__ MergeParams p) {
       if (row >= 0 && p.branch_lse[row] != -INFINITY)
         sum += exp(static_cast<double>(p.branch_lse[row]) - highest);
     }
-    if (lane == 0) {
-      *reinterpret_cast<float*>(row_at(p.lse, b, t, h)) =
-          empty ? -INFINITY : static_cast<float>(highest + log(sum));
-    }
+    const WithSink end = with_sink(empty ? -INFINITY : static_cast<float>(highest + log(sum)),
+                                   sink_of(p.sinks, h));
+    if (lane == 0) *reinterpret_cast<float*>(row_at(p.lse, b, t, h)) = end.lse;
+    const float factor = empty && end.kept == 0 ? p.factor : p.factor * end.kept;
     std::byte* out = row_at(p.out, b, t, h);
     const std::int64_t kept_bytes = p.head_dim * (p.dtype == DType::f32 ? 4 : 2);
     for (int d = lane; d < p.head_dim; d += 32) {
@@ -93,7 +106,7 @@ __global__ void merge_kernel(const __grid_constant__ MergeParams p) {
         value = fmaf(weight, o, value);
         if (p.kept_o != nullptr) store(p.kept_o + row * kept_bytes, p.dtype, d, o);
       }
-      store(out, p.dtype, d, value * p.factor);
+      store(out, p.dtype, d, value * factor);
     }
   });
 }

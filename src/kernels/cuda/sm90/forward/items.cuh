@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cuda/rows/sink.cuh"
 #include "kernels/cuda/sm90/forward/shared.cuh"
 #include "kernels/cuda/sm90/forward/state.cuh"
 
@@ -248,6 +249,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
     slot.out = p.out.base + batch * p.out.batch_step + head * p.out.head_step;
     slot.state = state;
     slot.lse = lses;
+    slot.sink = sink_of(p.sinks, head);
   }
   barrier_arrive(known);
   // Consumers will read the state as they take up the item.

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/rows/sink.cuh"
 #include "kernels/cuda/sm90/forward/load.cuh"
 #include "kernels/cuda/sm90/forward/output.cuh"
 #include "kernels/cuda/sm90/forward/scores.cuh"
@@ -378,10 +379,16 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       const float sum = half == 0 ? sum0 : sum1;
       const bool empty = sum == 0.0F;
       const std::int64_t token = slot.token[row + 8 * half];
-      const float lse = empty ? -INFINITY : fmaf(half == 0 ? less0 : less1, kLn2, __logf(sum));
-      if (c == 0 && token >= 0) *reinterpret_cast<float*>(slot.lse + token * p.lse.row_step) = lse;
       const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;
-      (half == 0 ? factor0 : factor1) = empty ? 0.0F : __fdividef(more ? 1.0F : p.out_factor, sum);
+      float lse = empty ? -INFINITY : fmaf(half == 0 ? less0 : less1, kLn2, __logf(sum));
+      float factor = empty ? 0.0F : __fdividef(more ? 1.0F : p.out_factor, sum);
+      if (slot.sink != -INFINITY) {  // for all lanes alike
+        const WithSink end = with_sink(lse, more ? -INFINITY : slot.sink);
+        lse = end.lse;
+        factor = empty ? end.kept : factor * end.kept;
+      }
+      if (c == 0 && token >= 0) *reinterpret_cast<float*>(slot.lse + token * p.lse.row_step) = lse;
+      (half == 0 ? factor0 : factor1) = factor;
     }
   };
   const auto write = [&](int slot_at, float factor0, float factor1) {

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+namespace annulus::cpu {
+
+// A row with its head's sink: L' = log(exp(L) + exp(sink)), and O' = O * kept.
+struct WithSink {
+  float lse;
+  float kept;  // exp(L - L'); 0 of a row without keys
+};
+
+// A sink of -inf is none, and changes no bit. One that is NaN or +inf makes every row NaN, also one
+// without keys, as a score of +inf does.
+inline WithSink with_sink(float lse, float sink) {
+  if (sink == -INFINITY) return {lse, lse == -INFINITY ? 0.0F : 1.0F};
+  if (!(sink < INFINITY)) return {NAN, NAN};
+  if (lse == -INFINITY) return {sink, 0.0F};
+  const float above = sink - lse;
+  const float less = std::exp(-std::abs(above));  // the smaller of the two over the larger
+  return {std::max(lse, sink) + std::log1p(less), (above > 0 ? less : 1.0F) / (1.0F + less)};
+}
+
+}  // namespace annulus::cpu

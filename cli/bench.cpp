@@ -46,6 +46,7 @@ struct BenchFlags {
   std::vector<int> head_dims;
   std::vector<std::string> dtypes;
   std::string causal;
+  Window window;
   int heads = 8;
   int ranks = 4;
   int repeat = 5;
@@ -110,7 +111,8 @@ std::vector<Group> make_groups(const BenchFlags& flags) {
     dtypes.push_back(dtype_from_name(name));
   }
   std::vector<bool> causal = {false};
-  const std::string wish = flags.causal.empty() ? (kernels ? "both" : "no") : flags.causal;
+  const bool both = kernels && flags.window == Window{};
+  const std::string wish = flags.causal.empty() ? (both ? "both" : "no") : flags.causal;
   if (wish == "yes") causal = {true};
   if (wish == "both") causal = {false, true};
 
@@ -126,6 +128,8 @@ std::vector<Group> make_groups(const BenchFlags& flags) {
       for (const bool mask : causal) {
         const auto add = [&](Group& group, const std::string& name, Pattern pattern,
                              Placement placement) {
+          pattern.window = flags.window;
+          pattern.validate();
           group.push_back(
               make_case(flags, name, std::move(pattern), std::move(placement), head_dim, dtype));
         };
@@ -203,8 +207,8 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
       Case& one = group[i];
       progress.phase(fmt::format("{}, {} tokens, head dim {}, {}{} ({}/{})", one.name,
                                  with_commas(one.options.placement.tokens()), one.options.head_dim,
-                                 name_of(one.options.dtype),
-                                 one.options.pattern.causal ? ", causal" : "", round + 1, rounds));
+                                 name_of(one.options.dtype), band_text(one.options.pattern),
+                                 round + 1, rounds));
       JobSettings settings;
       settings.repeat = repeat + 1;
       if (round == 0) {
@@ -307,6 +311,7 @@ Json to_json(const Case& one, const Case& first) {
           {"head_dim", one.options.head_dim},
           {"dtype", name_of(one.options.dtype)},
           {"causal", one.options.pattern.causal},
+          {"window", window_json(one.options.pattern)},
           {"ranks", one.options.placement.ranks()},
           {"pattern", describe(one.options.pattern)},
           {"sampled_relative_error", one.errors.worst() ? Json(*one.errors.worst()) : Json()},
@@ -336,7 +341,10 @@ int bench(const BenchFlags& flags) {
         device.on_cpu()
             ? fmt::format("{}, {}, {} threads", device.name, device.kernels, threads)
             : fmt::format("{}, {}, driver {}", device.text(), device.kernels, device.driver);
-    print(fmt::format("{}, {} heads, medians of {}{}\n\n", where, flags.heads, flags.repeat,
+    Pattern window;
+    window.window = flags.window;
+    print(fmt::format("{}, {} heads{}, medians of {}{}\n\n", where, flags.heads, band_text(window),
+                      flags.repeat,
                       grouped ? "; ratio: time over that of the first of a group" : "") +
           header(grouped, flags.execution.options.backward, flags.on_gpu()));
   }
@@ -377,7 +385,8 @@ void add_bench(CLI::App& tool, Action& chosen) {
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}).description(""))
       ->type_name("fp32,bf16");
   add_choice(*command, "--causal", flags->causal, {"no", "yes", "both"},
-             "Mask (default: both for kernels, else no)");
+             "Mask (default: both for kernels without a window, else no)");
+  add_window_flag(*command, flags->window);
   command->add_option("--heads", flags->heads, "Heads (default 8)")
       ->check(whole_number(1, 1024))
       ->type_name("H");

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "annulus/error.h"
+#include "draw/plan_text.h"
 #include "ring/option_list.h"
 #include "ring/option_text.h"
 
@@ -108,6 +109,7 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
                 "longnet, head_groups: multiply the output by 1 / number of branches")
       ->group(group);
   command.add_flag("--causal", flags.causal, "No token attends to a later one")->group(group);
+  add_window_flag(command, flags.window)->group(group);
   add_flags_of(ring::Topic::pattern, command, flags, group);
 }
 
@@ -224,6 +226,31 @@ CLI::Option* add_transport_flag(CLI::App& command, ProblemFlags& flags) {
                     "Ranks are MPI processes (default under mpirun) or threads");
 }
 
+CLI::Option* add_window_flag(CLI::App& command, Window& window) {
+  const auto read = [](const std::string& text) -> std::optional<Window> {
+    const std::size_t comma = text.find(',');
+    if (comma == std::string::npos) return std::nullopt;
+    const OptionInfo limit{.name = "window", .shared = {}, .topic = {}, .help = "", .least = -1};
+    Window found;
+    if (!ring::read_text(limit, text.substr(0, comma), found.before).empty() ||
+        !ring::read_text(limit, text.substr(comma + 1), found.after).empty()) {
+      return std::nullopt;
+    }
+    return found;
+  };
+  const auto check = [read](const std::string& text) {
+    if (read(text)) return std::string();
+    return fmt::format(
+        "found '{}', expected two whole numbers from -1 (no limit), such as 1023,0 or 4k,-1", text);
+  };
+  return command
+      .add_option_function<std::string>(
+          "--window", [&window, read](const std::string& text) { window = *read(text); },
+          "Token t attends only to tokens t-BEFORE to t+AFTER; -1: no limit")
+      ->check(CLI::Validator(check, "", "window"))
+      ->type_name("BEFORE,AFTER");
+}
+
 void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
   add_flags_of(ring::Topic::limits, command, flags,
                "Limits per rank (default: derived from the memory that is available)");
@@ -267,7 +294,9 @@ Shape shape_from(const ProblemFlags& flags) {
   return shape;
 }
 
-Pattern pattern_from(const ProblemFlags& flags, int heads) {
+namespace {
+
+Pattern preset_from(const ProblemFlags& flags, int heads) {
   if (flags.pattern == "dense") {
     if (flags.group_scale) {
       throw ConfigError("--group-scale is for --pattern longnet or head_groups, found dense");
@@ -293,6 +322,15 @@ Pattern pattern_from(const ProblemFlags& flags, int heads) {
   return longnet(heads, segments, dilations, flags.causal,
                  flags.offsets == "blocked" ? Offsets::blocked : Offsets::interleaved,
                  flags.group_scale);
+}
+
+}  // namespace
+
+Pattern pattern_from(const ProblemFlags& flags, int heads) {
+  Pattern pattern = preset_from(flags, heads);
+  pattern.window = flags.window;
+  pattern.validate();
+  return pattern;
 }
 
 Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
@@ -324,6 +362,11 @@ RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DTy
   return options;
 }
 
+Json window_json(const Pattern& pattern) {
+  const Window& window = pattern.window;
+  return window == Window{} ? Json() : Json({window.before, window.after});
+}
+
 Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
   std::vector<std::int64_t> segments;
   std::vector<std::int64_t> dilations;
@@ -338,6 +381,7 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
                {"offsets", flags.offsets},
                {"group_scale", flags.group_scale},
                {"causal", options.pattern.causal},
+               {"window", window_json(options.pattern)},
                {"tokens", options.placement.tokens()},
                {"heads", options.pattern.heads},
                {"seed", flags.seed},
@@ -360,7 +404,7 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
 }
 
 std::string describe(const Pattern& pattern) {
-  std::string text = pattern.name + (pattern.causal ? ", causal" : "");
+  std::string text = pattern.name + band_text(pattern);
   if (pattern.branches.size() == 1 && pattern.branches[0].segment_length == kWholeSequence &&
       pattern.branches[0].dilation == 1) {
     return text;

@@ -34,6 +34,7 @@ struct ProblemFlags {
   std::string offsets = "blocked";
   bool group_scale = false;
   bool causal = false;
+  Window window;
   // shape
   std::optional<std::int64_t> tokens;
   std::optional<std::int64_t> heads;
@@ -63,6 +64,7 @@ void add_execution_flags(CLI::App& command, ProblemFlags& flags);
 void add_machine_flags(CLI::App& command, ProblemFlags& flags);  // --threads, --device
 // --max-communication-bytes for commands that allocate nothing: it decides between schedules.
 void add_schedule_limit_flag(CLI::App& command, ProblemFlags& flags);
+CLI::Option* add_window_flag(CLI::App& command, Window& window);
 // --json and, unless null, --progress.
 void add_output_flags(CLI::App& command, bool& json, bool* progress = nullptr);
 // The flag of a single executor option, by its name in the list.
@@ -82,9 +84,10 @@ CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string&
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
                                             DType dtype);
 
+[[nodiscard]] Json window_json(const Pattern& pattern);  // null: no window
 // All options as chosen, for --json.
 [[nodiscard]] Json parameters_json(const ProblemFlags& flags, const RingOptions& options);
-// "longnet, causal: segment/dilation 2048/1, 4096/2"
+// "longnet, causal, window (4095, 0), segments/dilations 2048/1 4096/2"
 [[nodiscard]] std::string describe(const Pattern& pattern);
 
 }  // namespace annulus::cli

@@ -20,7 +20,7 @@ enum class Offsets : std::uint8_t { blocked, interleaved };
 enum class MixGradient : std::uint8_t { full, detached };
 
 // Query t attends key p only if t - before <= p <= t + after; -1: no limit. As flash-attention's
-// window_size.
+// window_size. Counts positions, not selected rows. `after` of a causal pattern is 0 or -1.
 struct Window {
   std::int64_t before = -1;
   std::int64_t after = -1;

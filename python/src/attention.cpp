@@ -50,6 +50,7 @@ struct Request {
   const Lengths& segments;
   const Lengths& dilations;
   bool causal;
+  nb::handle window;
   const std::string& offsets;
   bool group_scale;
   std::optional<double> scale;
@@ -83,8 +84,9 @@ class Lease {
   Lease(const char* where, const Request& request, const ConstTensorView& q,
         const ConstTensorView& k, bool backward, const Arrays& arrays) {
     const auto heads = static_cast<int>(std::min<std::int64_t>(q.shape[2], 1 << 20));
-    Pattern pattern = parse_pattern(request.pattern, heads, request.segments, request.dilations,
-                                    request.causal, request.offsets, request.group_scale);
+    Pattern pattern =
+        parse_pattern(request.pattern, heads, request.segments, request.dilations, request.causal,
+                      request.window, request.offsets, request.group_scale);
     if (pattern.heads != heads) {
       throw ConfigError(
           fmt::format("{}: q has {} heads, the pattern is for {}", where, heads, pattern.heads));
@@ -180,10 +182,10 @@ class Lease {
 
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
                      const Lengths& segments, const Lengths& dilations, Flag causal,
-                     const std::string& offsets, Flag group_scale, std::optional<double> scale,
-                     int ranks, nb::handle placement, const std::string& schedule,
-                     Flag reproducible, nb::object out, Flag return_lse,
-                     std::optional<std::uintptr_t> stream) {
+                     nb::handle window, const std::string& offsets, Flag group_scale,
+                     std::optional<double> scale, int ranks, nb::handle placement,
+                     const std::string& schedule, Flag reproducible, nb::object out,
+                     Flag return_lse, std::optional<std::uintptr_t> stream) {
   const char* where = "attention";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -204,8 +206,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
     arrays.check(where);
   }
   Lease lease(where,
-              {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
-               schedule, reproducible},
+              {pattern, segments, dilations, causal, window, offsets, group_scale, scale, ranks,
+               placement, schedule, reproducible},
               q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr);
@@ -216,9 +218,10 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
 
 nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                              nb::handle dout, nb::handle pattern, const Lengths& segments,
-                             const Lengths& dilations, Flag causal, const std::string& offsets,
-                             Flag group_scale, std::optional<double> scale, int ranks,
-                             nb::handle placement, const std::string& schedule, Flag reproducible,
+                             const Lengths& dilations, Flag causal, nb::handle window,
+                             const std::string& offsets, Flag group_scale,
+                             std::optional<double> scale, int ranks, nb::handle placement,
+                             const std::string& schedule, Flag reproducible,
                              std::optional<std::uintptr_t> stream) {
   const char* where = "attention_backward";
   Arrays arrays(std::nullopt, stream);
@@ -242,8 +245,8 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const TensorView dv_view = arrays.output(dv.writable(), "dv");
   arrays.check(where);
   Lease lease(where,
-              {pattern, segments, dilations, causal, offsets, group_scale, scale, ranks, placement,
-               schedule, reproducible},
+              {pattern, segments, dilations, causal, window, offsets, group_scale, scale, ranks,
+               placement, schedule, reproducible},
               q_view, k_view, /*backward=*/true, arrays);
   lease.run(arrays, 2.5, [&](LocalRing& ring) {
     ring.backward(q_view, k_view, v_view, o_view, lse_view, dout_view, dq_view, dk_view, dv_view);
@@ -251,12 +254,13 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   return nb::make_tuple(dq.finish(), dk.finish(), dv.finish());
 }
 
-#define ANNULUS_ATTENTION_SIGNATURE                                                                \
-  "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "           \
-  "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "          \
-  "None, is_causal: bool = False, offsets: typing.Literal['blocked', 'interleaved'] = 'blocked', " \
-  "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "             \
-  "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', "      \
+#define ANNULUS_ATTENTION_SIGNATURE                                                           \
+  "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "      \
+  "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "     \
+  "None, is_causal: bool = False, window: tuple[int, int] | None = None, offsets: "           \
+  "typing.Literal['blocked', 'interleaved'] = 'blocked', "                                    \
+  "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "        \
+  "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', " \
   "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
 
 }  // namespace
@@ -267,8 +271,9 @@ void bind_attention(nb::module_& module) {
     module.def("attention", &attention, nb::arg("q").none(), nb::arg("k").none(),
                nb::arg("v").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
                nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
-               nb::arg("is_causal") = false, nb::arg("offsets") = "blocked",
-               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
+               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
                nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
                nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
                nb::arg("return_lse") = false, nb::arg("stream") = nb::none(), signature_and_doc...);
@@ -288,6 +293,9 @@ Args:
         segment_lengths are given, else 'dense'.
     segment_lengths, dilation_rates: of the branches; one each.
     is_causal: only keys at or before the query.
+    window: (before, after), as flash-attention's window_size: the query at t attends only to keys p with
+        t - before <= p <= t + after; -1: no limit on that side. Counts tokens, in dilated branches, too.
+        With is_causal, after is 0 (or -1). None: no window.
     offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
@@ -296,7 +304,7 @@ Args:
     schedule: 'auto', 'ring' or 'gather', see :class:`RingAttention`.
     reproducible: the same bits for every number of ranks and placement.
     out: array for the result; None: a new one of q's framework.
-    return_lse: also return the log-sum-exp, float32 [batch, tokens, heads].
+    return_lse: also return the log-sum-exp (natural logarithm), float32 [batch, tokens, heads].
     stream: the CUDA stream on which the work is enqueued, as a number (a cudaStream_t), and for which
         PyTorch allocates the results. None: PyTorch's current one for PyTorch tensors; for other arrays the call waits until
         the work is done.
@@ -314,8 +322,9 @@ may call at the same time. The GIL is released.)");
       nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
       nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
       nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
-      nb::arg("offsets") = "blocked", nb::arg("group_scale") = false, nb::arg("scale") = nb::none(),
-      nb::arg("ranks") = 1, nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+      nb::arg("window").none() = nb::none(), nb::arg("offsets") = "blocked",
+      nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+      nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
       nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
@@ -326,8 +335,8 @@ Args:
     q, k, v: as given to attention.
     o, lse: what attention returned for them with return_lse=True.
     do: gradient of o, like q.
-    pattern, segment_lengths, dilation_rates, is_causal, offsets, group_scale, scale, ranks, placement,
-        schedule, reproducible, stream: as given to attention.
+    pattern, segment_lengths, dilation_rates, is_causal, window, offsets, group_scale, scale, ranks,
+        placement, schedule, reproducible, stream: as given to attention.
 
 Returns:
     (dq, dk, dv), like q, k and v.)");

@@ -16,13 +16,15 @@
 
 #include "annulus/pattern.h"
 #include "bindings.h"
+#include "draw/plan_text.h"
 #include "values.h"
 
 namespace annulus::python {
 namespace {
 
 using BranchTuple = std::tuple<std::int64_t, std::int64_t, std::vector<std::int64_t>>;
-using PatternTuple = std::tuple<std::string, int, bool, std::vector<Branch>, double>;
+using PatternTuple = std::tuple<std::string, int, bool, std::vector<Branch>, double,
+                                std::tuple<std::int64_t, std::int64_t>>;
 
 std::optional<std::int64_t> segment_length(const Branch& branch) {
   if (branch.segment_length == kWholeSequence) return std::nullopt;
@@ -45,7 +47,7 @@ std::string repr(const Pattern& pattern) {
     branches += fmt::format(" {}/{}", length_text(branch, "all"), branch.dilation);
   }
   return fmt::format("<Pattern {}: {} heads{}, segments/dilations{}{}>", pattern.name,
-                     pattern.heads, pattern.causal ? ", causal" : "", branches,
+                     pattern.heads, band_text(pattern), branches,
                      pattern.output_scale == 1.0
                          ? ""
                          : fmt::format(", output scaled by {:.6g}", pattern.output_scale));
@@ -57,7 +59,7 @@ bool equal(const Branch& a, const Branch& b) {
 
 // The name is for messages: patterns that allow the same pairs are equal.
 bool equal(const Pattern& a, const Pattern& b) {
-  if (a.heads != b.heads || a.causal != b.causal || a.output_scale != b.output_scale ||
+  if (a.heads != b.heads || a.band() != b.band() || a.output_scale != b.output_scale ||
       a.branches.size() != b.branches.size()) {
     return false;
   }
@@ -76,12 +78,15 @@ nb::object compare(const T& a, nb::handle other) {
   return nb::bool_(equal(a, nb::cast<const T&>(other)));
 }
 
+#define ANNULUS_WINDOW "window: tuple[int, int] | None = None"
+
 void bind_branch(nb::module_& module) {
   nb::class_<Branch>(module, "Branch", R"(One set of allowed (query, key) pairs of a pattern.
 
 Position t is selected for head h iff ``offset[h] >= 0`` and ``(t % segment_length) % dilation ==
-offset[h]``. Query t attends key p iff both are selected, they lie in the same segment and, in a
-causal pattern, ``p <= t``. Positions are those of the whole sequence, never of a shard.
+offset[h]``. Query t attends key p iff both are selected, they lie in the same segment, the pattern's
+window allows p and, in a causal pattern, ``p <= t``. Positions are those of the whole sequence, never
+of a shard.
 
 Args:
     segment_length: tokens per segment; None: one segment, the whole sequence.
@@ -122,7 +127,7 @@ Args:
 void bind_pattern(nb::module_& module) {
   bind_branch(module);
   nb::class_<Pattern>(module, "Pattern",
-                      R"(Which queries attend to which keys: branches and a causal flag.
+                      R"(Which queries attend to which keys: branches, a causal flag and a window.
 
 Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the branches'
 keys. A row that attends to nothing gives zeros, and -inf as its log-sum-exp. Usually made by
@@ -134,29 +139,45 @@ Args:
     branches: at least one :class:`Branch`, each with one offset per head.
     causal: only keys at or before the query.
     output_scale: multiplies the output after the merge.
-    name: for messages and pictures.)")
+    name: for messages and pictures.
+    window: (before, after): the query at t attends only to keys p with ``t - before <= p <= t + after``;
+        -1: no limit on that side. Counts tokens, in dilated branches, too. None: no window. A causal
+        pattern has after = 0 (or -1).)")
       .def(
           "__init__",
           [](Pattern* self, int heads, std::vector<Branch> branches, Flag causal,
-             double output_scale, std::string name) {
-            Pattern pattern{std::move(name), heads, causal, std::move(branches), output_scale};
-            pattern.validate();
-            new (self) Pattern(std::move(pattern));
+             double output_scale, std::string name, nb::handle window) {
+            new (self) Pattern(windowed(
+                {std::move(name), heads, causal, std::move(branches), output_scale, {}}, window));
           },
           nb::arg("heads"), nb::arg("branches"), nb::kw_only(), nb::arg("causal") = false,
-          nb::arg("output_scale") = 1.0, nb::arg("name") = "custom")
+          nb::arg("output_scale") = 1.0, nb::arg("name") = "custom",
+          nb::arg("window").none() = nb::none(),
+          nb::sig("def __init__(self, heads: int, branches: Sequence[Branch], *, causal: bool = "
+                  "False, output_scale: float = 1.0, name: str = 'custom', " ANNULUS_WINDOW
+                  ") -> None"))
       .def_static(
-          "dense", [](int heads, Flag causal) { return dense(heads, causal); }, nb::arg("heads"),
-          nb::arg("causal") = false,
-          "Plain attention: every query attends to every key (not after it, when causal).")
+          "dense",
+          [](int heads, Flag causal, nb::handle window) {
+            return windowed(dense(heads, causal), window);
+          },
+          nb::arg("heads"), nb::arg("causal") = false, nb::arg("window").none() = nb::none(),
+          nb::sig("def dense(heads: int, causal: bool = False, " ANNULUS_WINDOW ") -> Pattern"),
+          "Plain attention: every query attends to every key (not after it, when causal; near it, "
+          "with a window).")
       .def_static(
           "head_groups",
           [](int heads, const std::vector<std::int64_t>& segments,
-             const std::vector<std::int64_t>& dilations, Flag causal, Flag group_scale) {
-            return head_groups(heads, segments, dilations, causal, group_scale);
+             const std::vector<std::int64_t>& dilations, Flag causal, Flag group_scale,
+             nb::handle window) {
+            return windowed(head_groups(heads, segments, dilations, causal, group_scale), window);
           },
           nb::arg("heads"), nb::arg("segment_lengths"), nb::arg("dilation_rates"),
           nb::arg("causal") = false, nb::arg("group_scale") = false,
+          nb::arg("window").none() = nb::none(),
+          nb::sig("def head_groups(heads: int, segment_lengths: Sequence[int], dilation_rates: "
+                  "Sequence[int], causal: bool = False, group_scale: bool = False, " ANNULUS_WINDOW
+                  ") -> Pattern"),
           R"(The branches share the heads out: each head is in exactly one branch.
 
 Branch i of G gets heads // G neighbouring heads (the first heads % G branches one more), all with
@@ -164,9 +185,11 @@ offset i % dilation_rates[i]. group_scale multiplies the output by 1/G.)")
       .def_static("longnet", &make_longnet, nb::arg("heads"), nb::arg("segment_lengths"),
                   nb::arg("dilation_rates"), nb::arg("causal") = false,
                   nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+                  nb::arg("window").none() = nb::none(),
                   nb::sig("def longnet(heads: int, segment_lengths: Sequence[int], dilation_rates: "
                           "Sequence[int], causal: bool = False, offsets: typing.Literal['blocked', "
-                          "'interleaved'] = 'blocked', group_scale: bool = False) -> Pattern"),
+                          "'interleaved'] = 'blocked', group_scale: bool = False, " ANNULUS_WINDOW
+                          ") -> Pattern"),
                   R"(LongNet: every head is in every branch.
 
 With dilation r, head h of H has offset h // ceil(H / r) (offsets='blocked': heads that share a
@@ -176,6 +199,11 @@ one over the number of branches.)")
           "name", [](const Pattern& p) { return p.name; }, "For messages and pictures.")
       .def_ro("heads", &Pattern::heads, "Query heads.")
       .def_ro("causal", &Pattern::causal, "Whether keys after the query are left out.")
+      .def_prop_ro(
+          "window", [](const Pattern& p) { return object_of(p.window); },
+          nb::sig("def window(self) -> tuple[int, int] | None"),
+          "(before, after), how far from the query its keys may be, with -1 for no limit; None: "
+          "anywhere.")
       .def_prop_ro(
           "branches", [](const Pattern& p) { return p.branches; }, "A copy of the branches.")
       .def_ro("output_scale", &Pattern::output_scale, "Multiplies the output after the merge.")
@@ -197,17 +225,20 @@ one over the number of branches.)")
           nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__",
            [](const Pattern& p) {
-             return hash(nb::make_tuple(p.heads, p.causal, p.output_scale,
+             const Band band = p.band();
+             return hash(nb::make_tuple(p.heads, band.least, band.most, p.output_scale,
                                         nb::tuple(nb::cast(p.branches))));
            })
       .def("__repr__", [](const Pattern& pattern) { return repr(pattern); })
       .def("__getstate__",
            [](const Pattern& p) {
-             return PatternTuple{p.name, p.heads, p.causal, p.branches, p.output_scale};
+             return PatternTuple{p.name,     p.heads,        p.causal,
+                                 p.branches, p.output_scale, {p.window.before, p.window.after}};
            })
       .def("__setstate__", [](Pattern& self, const PatternTuple& state) {
-        const auto& [name, heads, causal, branches, output_scale] = state;
-        new (&self) Pattern{name, heads, causal, branches, output_scale};
+        const auto& [name, heads, causal, branches, output_scale, window] = state;
+        new (&self) Pattern{name,     heads,        causal,
+                            branches, output_scale, {std::get<0>(window), std::get<1>(window)}};
       });
 }
 

@@ -68,24 +68,59 @@ const char* python_name_of(DType dtype) noexcept {
   return dtype == DType::f32 ? "float32" : dtype == DType::f16 ? "float16" : "bfloat16";
 }
 
+Window parse_window(nb::handle window) {
+  if (window.is_none()) return {};
+  // -2: no whole number that fits.
+  const auto number = [](nb::handle value) -> std::int64_t {
+    if (PyBool_Check(value.ptr())) return -2;
+    const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+    const std::int64_t found = index.is_valid() ? PyLong_AsLongLong(index.ptr()) : -2;
+    if (PyErr_Occurred() == nullptr) return found;
+    PyErr_Clear();
+    return -2;
+  };
+  if (nb::isinstance<nb::tuple>(window) || nb::isinstance<nb::list>(window)) {
+    const auto pair = nb::borrow<nb::sequence>(window);
+    if (nb::len(pair) == 2) {
+      const Window found{number(pair[0]), number(pair[1])};
+      if (found.before >= -1 && found.after >= -1) return found;
+    }
+  }
+  throw ConfigError(std::string("window is ") + nb::repr(window).c_str() +
+                    ", expected None or a pair (before, after) of whole numbers from -1 (no limit) "
+                    "to 2**63 - 1");
+}
+
+nb::object object_of(const Window& window) {
+  if (window == Window{}) return nb::none();
+  return nb::make_tuple(window.before, window.after);
+}
+
 Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
                      const std::vector<std::int64_t>& dilations, Flag causal,
-                     const std::string& offsets, Flag group_scale) {
-  return longnet(heads, segments, dilations, causal, parse_offsets(offsets), group_scale);
+                     const std::string& offsets, Flag group_scale, nb::handle window) {
+  return windowed(longnet(heads, segments, dilations, causal, parse_offsets(offsets), group_scale),
+                  window);
+}
+
+Pattern windowed(Pattern pattern, nb::handle window) {
+  pattern.window = parse_window(window);
+  pattern.validate();
+  return pattern;
 }
 
 Pattern parse_pattern(nb::handle pattern, int heads,
                       const std::optional<std::vector<std::int64_t>>& segments,
                       const std::optional<std::vector<std::int64_t>>& dilations, bool causal,
-                      const std::string& offsets, bool group_scale) {
+                      nb::handle window, const std::string& offsets, bool group_scale) {
   const bool lengths = segments.has_value() || dilations.has_value();
   if (nb::isinstance<Pattern>(pattern)) {
     const auto& given = nb::cast<const Pattern&>(pattern);
     // A Pattern already contains all of this. Other values would be ignored silently.
-    if (lengths || group_scale || (causal && !given.causal)) {
+    if (lengths || group_scale || !window.is_none() || (causal && !given.causal)) {
       throw ConfigError(
           "pattern is a Pattern, which already has its segment_lengths, dilation_rates, causal "
-          "flag and group_scale: leave these arguments out");
+          "flag, window and group_scale: leave these arguments out");
     }
     return given;
   }
@@ -106,13 +141,14 @@ Pattern parse_pattern(nb::handle pattern, int heads,
           "pattern 'dense' has no segment_lengths, dilation_rates or group_scale: leave them out "
           "or choose 'longnet'");
     }
-    return dense(heads, causal);
+    return windowed(dense(heads, causal), window);
   }
   if (!segments.has_value() || !dilations.has_value()) {
     throw ConfigError("pattern '" + name + "' needs segment_lengths and dilation_rates");
   }
-  if (name == "head_groups") return head_groups(heads, *segments, *dilations, causal, group_scale);
-  return make_longnet(heads, *segments, *dilations, {causal}, offsets, {group_scale});
+  if (name == "head_groups")
+    return windowed(head_groups(heads, *segments, *dilations, causal, group_scale), window);
+  return make_longnet(heads, *segments, *dilations, {causal}, offsets, {group_scale}, window);
 }
 
 }  // namespace annulus::python

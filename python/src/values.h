@@ -38,15 +38,20 @@ template <typename T>
 // "float32", "fp32", numpy.float32, numpy.dtype("float32"), torch.float32, ...
 [[nodiscard]] DType parse_dtype(nb::handle dtype);
 [[nodiscard]] const char* python_name_of(DType dtype) noexcept;  // "float32"
+// None or a pair (before, after). Pattern::validate checks the numbers.
+[[nodiscard]] Window parse_window(nb::handle window);
+[[nodiscard]] nb::object object_of(const Window& window);  // None: no window
+[[nodiscard]] Pattern windowed(Pattern pattern, nb::handle window);
 
 // None, a name or a Pattern, with the arguments that go with a name.
 [[nodiscard]] Pattern parse_pattern(nb::handle pattern, int heads,
                                     const std::optional<std::vector<std::int64_t>>& segments,
                                     const std::optional<std::vector<std::int64_t>>& dilations,
-                                    bool causal, const std::string& offsets, bool group_scale);
+                                    bool causal, nb::handle window, const std::string& offsets,
+                                    bool group_scale);
 
 [[nodiscard]] Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
                                    const std::vector<std::int64_t>& dilations, Flag causal,
-                                   const std::string& offsets, Flag group_scale);
+                                   const std::string& offsets, Flag group_scale, nb::handle window);
 
 }  // namespace annulus::python

@@ -88,6 +88,10 @@ void Pattern::validate() const {
   };
   check_window("before", window.before);
   check_window("after", window.after);
+  if (causal && window.after > 0) {
+    throw ConfigError(where + ": window.after is " + std::to_string(window.after) +
+                      " in a causal pattern, expected 0 (or -1)");
+  }
   for (std::size_t i = 0; i < branches.size(); ++i) {
     const Branch& branch = branches[i];
     const std::string here = where + ", branch " + std::to_string(i);

@@ -65,6 +65,9 @@ TEST_F(Cli, RunAcceptsEveryCombinationOfTheMainFlags) {
       {"--align", "64", "--backward-travel", "keys", "--schedule", "gather", "--scale", "0.5"},
       {"--reproducible", "--ranks", "5", "--threads", "1", "--seed", "9"},
       {"--no-backward", "--min-tokens-for-ring", "10"},
+      {"--pattern", "dense", "--window", "20,5", "--ranks", "3", "--placement", "striped"},
+      {"--window", "-1,3", "--segments", "64,128", "--dilations", "1,3", "--dtype", "bf16"},
+      {"--window", "30,0", "--causal", "--reproducible", "--ranks", "3"},
   };
   for (const Words& more : cases) {
     const Outcome outcome = annulus(kSmall + more);
@@ -194,6 +197,14 @@ TEST_F(Cli, BadArgumentsAreRefusedWithAReason) {
       {{"run", "--pattern", "head_groups", "--heads", "2"}, "at most one branch per head"},
       {{"run", "--pattern", "dense", "--group-scale"}, "longnet or head_groups, found dense"},
       {{"run", "--scale", "nan"}, "scale is nan"},
+      {{"run", "--window", "3"}, "--window: found '3', expected two whole numbers"},
+      {{"run", "--window", "3,-2"}, "--window: found '3,-2'"},
+      {{"run", "--window", "1,2,3"}, "--window: found '1,2,3'"},
+      {{"run", "--window", "x,0"}, "--window: found 'x,0'"},
+      {{"run", "--causal", "--window", "3,1"}, "window.after is 1 in a causal pattern"},
+      {{"plan", "--causal", "--window", "3,1"}, "window.after is 1 in a causal pattern"},
+      {{"simulate", "--causal", "--window", "3,1"}, "window.after is 1 in a causal pattern"},
+      {{"bench", "--causal", "yes", "--window", "3,1"}, "window.after is 1 in a causal pattern"},
       {{"run", "--scale", "x"}, "--scale"},
       {{"run", "--reproducible", "--schedule", "ring"}, "reproducible"},
       {{"run", "--placement", "zigzag", "--align", "8"}, "--align"},
@@ -310,6 +321,36 @@ TEST_F(Cli, PlanPredictsWhatRunMeasures) {
     for (const Json& rank : plan["ranks"]) pairs += rank["pairs"].get<double>();
     EXPECT_EQ(pairs, run["allowed_pairs"].get<double>());
   }
+}
+
+TEST_F(Cli, AWindowIsShownAndCounted) {
+  const Words window = {"--pattern", "dense",   "--causal", "--window", "99,0", "--tokens",
+                        "1000",      "--ranks", "4",        "--heads",  "2"};
+  const double pairs = 2.0 * (1000 * 100 - 99 * 100 / 2);  // the first 99 tokens see fewer
+  const Json run = annulus_json(Words{"run", "--head-dim", "16"} + window);
+  EXPECT_EQ(run["allowed_pairs"].get<double>(), pairs);
+  EXPECT_EQ(run["parameters"]["window"], Json({99, 0}));
+  EXPECT_TRUE(annulus_json(kSmall)["parameters"]["window"].is_null());
+  const Json plan = annulus_json(Words{"plan", "--head-dim", "16"} + window);
+  EXPECT_EQ(plan["totals"]["pairs"].get<double>(), pairs);
+  EXPECT_EQ(plan["totals"]["forward_bytes"], run["measured_bytes"]["forward"]);
+  // Each rank but the first needs the last 99 rows of the rank before it.
+  EXPECT_EQ(plan["totals"]["unit_rows_moved"], 2 * 3 * 99);
+  const Json simulated = annulus_json(Words{"simulate", "--head-dim", "16"} + window);
+  EXPECT_EQ(simulated["forward"]["flops"].get<double>(), 4 * 16 * pairs);
+  EXPECT_EQ(simulated["forward"]["computed_flops"].get<double>(), 4 * 16 * pairs);
+
+  const Outcome text = annulus(Words{"plan", "--svg", folder_ / "plan.svg"} + window);
+  for (const std::string& shown : {text.out, read_text(folder_ / "plan.svg")})
+    EXPECT_NE(shown.find("causal, window (99, 0)"), std::string::npos) << shown;
+  EXPECT_NE(annulus(Words{"run"} + window).out.find("window (99, 0)"), std::string::npos);
+  const Json bench = annulus_json({"bench", "--window", "9,0", "--tokens", "64", "--head-dim", "16",
+                                   "--dtype", "fp32", "--repeat", "1"});
+  ASSERT_EQ(bench["rows"].size(), 1U);
+  EXPECT_EQ(bench["rows"][0]["window"], Json({9, 0}));
+  const Json verify = annulus_json(
+      {"verify", "--window", "11,4", "--filter", "longnet_gqa2_full_fp32", "--filter", "ranks3"});
+  EXPECT_EQ(verify["passed"], true);
 }
 
 TEST_F(Cli, PlanDrawsAPicture) {

@@ -104,6 +104,8 @@ std::vector<Problem> problems(DType dtype) {
       {"longnet", options_for(dtype, longnet(4, Numbers{32, 256}, Numbers{1, 4}))},
       {"few_keys", options_for(dtype, longnet(4, Numbers{4}, Numbers{4}))},
       {"scaled", options_for(dtype, head_groups(4, Numbers{64, 300}, Numbers{1, 2}, true, true))}};
+  list.push_back({"window", options_for(dtype, dense(4))});
+  list.back().options.pattern.window = {30, 12};
   list.push_back(list[2]);
   list.back().name = "longnet_detached";
   list.back().options.mix_gradient = MixGradient::detached;
@@ -163,6 +165,10 @@ void add_to(const RingTensor& tensor, std::int64_t token, double value) {
 TEST_P(SampleCheck, FindsWrongResults) {
   const std::vector<Mutation> mutations = {
       {"mask", [](RingOptions& o, JobTensors&) { o.pattern.causal = !o.pattern.causal; }},
+      {"window",
+       [](RingOptions& o, JobTensors&) {
+         o.pattern.window = {5, 0};
+       }},
       {"scale", [](RingOptions& o, JobTensors&) { o.scale = 0.2; }},
       {"output_scale", [](RingOptions& o, JobTensors&) { o.pattern.output_scale *= 1.1; }},
       {"one_key",
@@ -192,11 +198,11 @@ TEST_P(SampleCheck, FindsWrongResults) {
         (void)run_job(options, tensors, {});
         mutation.apply(options, tensors);
         const std::string change = mutation.name;
-        // dk is not checked with detached mixing. With few_keys a query sees only itself, so masks
+        // dk is not checked with detached mixing. With few_keys a query sees only itself, so bands
         // make no difference, and key 40 is not among the checked rows.
-        const bool invisible =
-            (change == "nan" && options.mix_gradient == MixGradient::detached) ||
-            (std::string(problem.name) == "few_keys" && (change == "mask" || change == "one_key"));
+        const bool invisible = (change == "nan" && options.mix_gradient == MixGradient::detached) ||
+                               (std::string(problem.name) == "few_keys" &&
+                                (change == "mask" || change == "window" || change == "one_key"));
         EXPECT_EQ(check_sampled_rows(options, tensors, *ThreadPool::of(options.threads))
                       .complaint()
                       .empty(),

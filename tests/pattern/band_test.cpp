@@ -108,5 +108,15 @@ TEST(Window, BelowMinusOneIsRefused) {
   EXPECT_THROW(pattern.validate(), ConfigError);
 }
 
+TEST(Window, OfACausalPatternShowsNoLaterKey) {
+  Pattern pattern = dense(1, /*causal=*/true);
+  for (const std::int64_t after : {-1, 0}) {
+    pattern.window = {3, after};
+    EXPECT_NO_THROW(pattern.validate());
+  }
+  pattern.window = {3, 1};
+  EXPECT_THROW(pattern.validate(), ConfigError);
+}
+
 }  // namespace
 }  // namespace annulus

@@ -260,7 +260,7 @@ TEST(PlanProperty, PeriodicPlansAreTheDirectOnes) {
     Pattern pattern;
     pattern.heads = heads;
     pattern.causal = causal;
-    pattern.window = random.coin() ? Window{} : test::any_window(random, 60);
+    pattern.window = random.coin() ? Window{} : test::any_window(random, 60, causal);
     for (std::int64_t b = random.between(1, 3); b > 0; --b) {
       Branch branch;
       branch.segment_length =

@@ -95,6 +95,11 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Mismatch{"pattern", [](RingOptions& o) { o.pattern = dense(4, true); }, "pattern"},
         Mismatch{"causal", [](RingOptions& o) { o.pattern.causal = false; }, "pattern"},
+        Mismatch{"window",
+                 [](RingOptions& o) {
+                   o.pattern.window = {3, 0};
+                 },
+                 "the pattern's window"},
         Mismatch{"output_scale", [](RingOptions& o) { o.pattern.output_scale = 0.5; }, "pattern"},
         Mismatch{"offsets", [](RingOptions& o) { o.pattern.branches[1].offset[0] = 1; }, "pattern"},
         Mismatch{"placement", [](RingOptions& o) { o.placement = Placement::striped(kTokens, 5); },

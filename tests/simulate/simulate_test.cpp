@@ -199,9 +199,10 @@ std::vector<Case> cases() {
             options.kv_heads = 2;
             options.head_dim = 16;
             options.schedule = schedule;
+            if (ranks == 5) options.pattern.window = {150, causal ? 0 : 150};
             all.push_back({std::string(is_dense ? "dense " : "longnet ") + placement + " " +
                                name_of(schedule) + (causal ? " causal " : " full ") +
-                               std::to_string(ranks),
+                               (ranks == 5 ? "window " : "") + std::to_string(ranks),
                            options});
           }
         }

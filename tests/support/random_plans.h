@@ -98,11 +98,14 @@ class Random {
 }
 
 // A third has no window, some see nothing or next to nothing.
-[[nodiscard]] inline Window any_window(Random& random, std::int64_t tokens) {
+[[nodiscard]] inline Window any_window(Random& random, std::int64_t tokens, bool causal) {
   const auto limit = [&]() -> std::int64_t {
     return random.between(0, 3) == 0 ? -1 : random.between(0, random.coin() ? 4 : tokens);
   };
-  return random.between(0, 2) == 0 ? Window{} : Window{limit(), limit()};
+  Window window;
+  if (random.between(0, 2) > 0) window = {limit(), limit()};
+  if (causal) window.after = std::min<std::int64_t>(window.after, 0);
+  return window;
 }
 
 [[nodiscard]] inline Pattern any_preset(Random& random, std::int64_t tokens, int heads) {
@@ -135,7 +138,7 @@ class Random {
 
 [[nodiscard]] inline Pattern any_pattern(Random& random, std::int64_t tokens, int heads) {
   Pattern pattern = any_preset(random, tokens, heads);
-  pattern.window = any_window(random, tokens);
+  pattern.window = any_window(random, tokens, pattern.causal);
   return pattern;
 }
 

@@ -24,6 +24,7 @@ from annulus.torch._options import (
     plain,
     timeout_complaint,
     whole_complaint,
+    window_complaint,
 )
 
 MOST_CALLS = 1000  # different calls that one cache holds
@@ -44,6 +45,7 @@ class _ConfigMethods:
         if self.n_global is not None:
             complaints.append(whole_complaint("n_global", self.n_global))
         complaints.append(timeout_complaint(self.timeout))
+        complaints.append(window_complaint(self.window, self.is_causal))
         return next((c for c in complaints if c is not None), None) or self._branch_complaint()
 
     def _branch_complaint(self) -> str | None:
@@ -103,6 +105,7 @@ Config = dataclasses.make_dataclass(
         ("pattern", "str"),
         ("segment_lengths", "tuple[int, ...]"),
         ("dilation_rates", "tuple[int, ...]"),
+        ("window", "tuple[int, int] | None"),
         ("is_causal", "bool"),
         ("offsets", "str"),
         ("group_scale", "bool"),
@@ -147,10 +150,11 @@ def call_of(config: Config, q: torch.Tensor, k: torch.Tensor) -> Call:
 
 def pattern_of(config: Config, heads: int) -> Pattern:
     """The pattern of a configuration for this many query heads."""
+    mask = {"causal": config.is_causal, "window": config.window}
     if config.pattern == "dense":
-        return Pattern.dense(heads, causal=config.is_causal)
+        return Pattern.dense(heads, **mask)
     branches = (heads, config.segment_lengths, config.dilation_rates)
-    options = {"causal": config.is_causal, "group_scale": config.group_scale}
+    options = {**mask, "group_scale": config.group_scale}
     if config.pattern == "head_groups":
         return Pattern.head_groups(*branches, **options)
     return Pattern.longnet(*branches, offsets=config.offsets, **options)

@@ -65,13 +65,15 @@ def call_signature(
     """
     if forward_ad._current_level >= 0:
         return None
-    group, pattern, segment_lengths, dilation_rates = arguments[:4]
+    group, pattern, segment_lengths, dilation_rates, window = arguments[:5]
     numbers: tuple = ()
-    if segment_lengths is not None or dilation_rates is not None:
-        if type(segment_lengths) not in _LISTS or type(dilation_rates) not in _LISTS:
+    if segment_lengths is not None or dilation_rates is not None or window is not None:
+        lists = [segment_lengths, dilation_rates, window]
+        if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
-        arguments = (group, pattern, len(segment_lengths), *arguments[4:])
-        numbers = (*segment_lengths, *dilation_rates)
+        lengths = [x if x is None else len(x) for x in lists]
+        arguments = (group, pattern, *lengths, *arguments[5:])
+        numbers = tuple(n for x in lists if x is not None for n in x)
     if options:
         arguments = (*arguments, *options, *options.values())
     try:

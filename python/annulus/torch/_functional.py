@@ -16,6 +16,7 @@ from annulus.torch._options import (
     branch_numbers,
     flag_complaint,
     refuse_unknown,
+    window_pair,
     with_options,
 )
 from annulus.torch._tensor_checks import DEVICES, DTYPES, tensor_complaint
@@ -56,6 +57,7 @@ def _valid_text(
     pattern: str | None,
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
+    window: Sequence[int] | None,
     *others: object,
     options: dict[str, object],
 ) -> str:
@@ -73,8 +75,9 @@ def _valid_text(
         pattern = "dense" if segment_lengths is None and dilation_rates is None else "longnet"
     segments = branch_numbers("segment_lengths", segment_lengths)
     rates = branch_numbers("dilation_rates", dilation_rates)
+    window = window_pair(window)
     names, values = tuple(options), tuple(options.values())
-    text = _text_of(names, values, needs_gradient, group, pattern, segments, rates, *others)
+    text = _text_of(names, values, needs_gradient, group, pattern, segments, rates, window, *others)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
     return text
@@ -91,6 +94,7 @@ def ring_attention(
     dilation_rates: Sequence[int] | None = None,
     pattern: str | None = None,
     is_causal: bool = False,
+    window: Sequence[int] | None = None,
     offsets: str = "blocked",
     group_scale: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -125,6 +129,9 @@ def ring_attention(
         pattern: "dense", "longnet" (every head is in every branch) or "head_groups" (every head is in one
             branch); None: "dense" without segment lengths, else "longnet".
         is_causal: tokens attend to themselves and earlier positions only.
+        window: (before, after), as flash-attention's window_size: the query at position t attends only to keys at
+            t - before to t + after; -1: no limit on that side. Positions are those of tokens, in dilated branches,
+            too. With is_causal, after is 0 (or -1). None: no window.
         offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved".
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps for it every branch's output of the
@@ -147,8 +154,8 @@ def ring_attention(
         allow_half: if recovery is not enough for float32, compute in bfloat16. The result is float32 with the
             precision of bfloat16.
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
-        return_lse: also return the log-sum-exp of every row, [batch, local tokens, heads], without
-            gradient.
+        return_lse: also return the log-sum-exp (natural logarithm) of every row, [batch, local tokens, heads],
+            without gradient.
 
     Raises:
         ConfigError: an argument is wrong on any rank; the ranks' calls differ; two threads call on one group at
@@ -162,8 +169,8 @@ def ring_attention(
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    arguments = (group_name(group), pattern, segment_lengths, dilation_rates, is_causal, offsets)
-    arguments += (group_scale, placement, n_global, timeout, has_mask)
+    arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window, is_causal)
+    arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = _cast_for_autocast(q, k, v)

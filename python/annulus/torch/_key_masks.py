@@ -73,6 +73,7 @@ def attention_weights(
     k: torch.Tensor,
     bias: torch.Tensor | None,
     causal: bool,
+    window: tuple[int, int] | None,
     average: bool,
     scale: float,
 ) -> torch.Tensor:
@@ -80,9 +81,14 @@ def attention_weights(
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     if bias is not None:
         scores = scores + bias[:, None, None, :]
-    if causal:
-        later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
+    before, after = (-1, -1) if window is None else window
+    after = 0 if causal else after
+    where = torch.arange(q.shape[1], device=q.device)
+    distance = where - where[:, None]  # of the key from the query
+    if before >= 0:
+        scores = scores.masked_fill(distance < -before, -torch.inf)
+    if after >= 0:
+        scores = scores.masked_fill(distance > after, -torch.inf)
     # A row that attends to no key has weights 0, as its output is 0.
     weights = scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
     return (weights.mean(1) if average else weights).to(q.dtype)  # a bias has a wider dtype

@@ -12,7 +12,12 @@ from torch import nn
 
 from annulus import ConfigError
 from annulus.torch._functional import ring_attention
-from annulus.torch._options import branch_numbers, refuse_unknown, with_parameters
+from annulus.torch._options import (
+    branch_numbers,
+    refuse_unknown,
+    window_pair,
+    with_parameters,
+)
 from annulus.torch._published import takes_published_names
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
@@ -44,7 +49,7 @@ class RingDilatedAttention(nn.Module):
     Args:
         segment_lengths, dilation_rates: as in :func:`ring_attention`.
         options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern,
-            is_causal, offsets, group_scale, group, placement, timeout, schedule and so on.
+            is_causal, window, offsets, group_scale, group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names
@@ -60,6 +65,7 @@ class RingDilatedAttention(nn.Module):
         branches = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
         for name, values in branches.items():
             options[name] = None if values is None else branch_numbers(name, values)
+        options["window"] = window_pair(options.get("window"))
         for name, value in (FIXED | options).items():
             setattr(self, name, value)
 
@@ -96,6 +102,8 @@ class RingDilatedAttention(nn.Module):
                 f"segment_lengths={list(self.segment_lengths)}, dilation_rates={list(self.dilation_rates)}"
             )
         )
+        if self.window is not None:
+            shown += f", window={self.window}"
         return f"{shown}, is_causal={self.is_causal}, placement={self.placement!r}"
 
     def __getstate__(self) -> dict[str, object]:

@@ -51,6 +51,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         gamma_init: MAGNETO's gain of the value and output projections. All projections are initialised by
             Xavier's normal rule, query and key with gain 1. None: nn.MultiheadAttention's initialisation.
         is_causal: every call is causal.
+        window: (before, after): the query at t attends only to keys from t - before to t + after, as in
+            :func:`ring_attention`.
         options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern, offsets,
             group_scale, group, placement, timeout, schedule and so on.
     """
@@ -269,7 +271,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         weights = None
         if need_weights:
             scale = scale_of(self.attention, self.head_dim)
-            weights = attention_weights(q, k, bias, causal, average_attn_weights, scale)
+            mask = (causal, self.attention.window)
+            weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale)
 
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)

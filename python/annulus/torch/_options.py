@@ -115,6 +115,21 @@ def flag_complaint(name: str, value: object) -> str | None:
     return f"{name} is {value!r}: True or False was expected"
 
 
+def window_complaint(window: object, causal: bool) -> str | None:
+    """What is wrong with the result of window_pair; None: nothing."""
+    if window is None:
+        return None
+    pair = isinstance(window, tuple) and len(window) == 2
+    if not pair or not all(is_whole(x, -1) for x in window):
+        return (
+            f"window is {window!r}: None or a pair (before, after) of whole numbers from -1 (no limit) to 2**63 - 1 "
+            "was expected"
+        )
+    if causal and window[1] > 0:
+        return f"window is {window!r} and is_causal is True: causal attention has after = 0 (or -1)"
+    return None
+
+
 # In MB: a byte, and more than the memory of any device. DeepSpeed allocates buckets, and DDP counts bytes in 64 bits.
 _LEAST_BUCKET, _MOST_BUCKET = 2.0**-20, 2.0**20
 
@@ -184,6 +199,11 @@ def with_options(function: F) -> F:
                 arguments += f"\n        {name}: {o['help'][0].lower()}{o['help'][1:]}."
         function.__doc__ = head + arguments + (rest or "")
     return function
+
+
+def window_pair(window: object) -> object:
+    """A window that is a list as a tuple. What it is, is checked later."""
+    return tuple(window) if isinstance(window, list) else window
 
 
 def branch_numbers(name: str, values: object) -> tuple:

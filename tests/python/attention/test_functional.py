@@ -51,6 +51,11 @@ CASES = [
         {**LONGNET, "pattern": "head_groups", "group_scale": True},
         lambda h, c: Pattern.head_groups(h, [16, 32, 64], [1, 2, 4], causal=c, group_scale=True),
     ),
+    ({"window": (20, 0)}, lambda h, c: Pattern.dense(h, causal=c, window=(20, 0))),
+    (
+        {**LONGNET, "window": [9, -1]},
+        lambda h, c: Pattern.longnet(h, [16, 32, 64], [1, 2, 4], causal=c, window=(9, -1)),
+    ),
 ]
 
 
@@ -409,14 +414,18 @@ def test_wrong_arguments_are_config_errors(change, words: list[str]) -> None:
 def test_a_wrong_call_is_refused_whatever_calls_came_before() -> None:
     """6 == 6.0 and True == 1, but one is a segment length and the other is not."""
     q, k, v, _ = tensors(grad=False)
-    at.ring_attention(q, k, v, segment_lengths=[6], dilation_rates=[1], is_causal=True)
+    right = {"segment_lengths": [6], "dilation_rates": [1], "is_causal": True, "window": (3, 0)}
+    at.ring_attention(q, k, v, **right)
     for wrong in (
         {"segment_lengths": [6.0]},
         {"dilation_rates": [True]},
         {"dilation_rates": [1.0]},
         {"is_causal": 1},
+        {"window": (3, False)},
+        {"window": (3.0, 0)},
+        {"window": (3, 0, 0)},
     ):
-        call = {"segment_lengths": [6], "dilation_rates": [1], "is_causal": True} | wrong
+        call = {**right, **wrong}
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             at.ring_attention(q, k, v, **call)
 
@@ -444,6 +453,14 @@ def test_options_that_change_in_place_are_read_anew() -> None:
         {"scale": torch.tensor(0.5, device="meta")},
         {"scale": torch.tensor(1j)},
         {"scale": True},
+        {"window": 3},
+        {"window": (3,)},
+        {"window": (-2, 0)},
+        {"window": (2**63, 0)},
+        {"window": ("3", 0)},
+        {"window": torch.tensor([3, 0])},
+        {"window": {3, 0}},
+        {"window": (3, 1), "is_causal": True},
         {"timeout": torch.tensor(True)},
         {"n_global": torch.tensor(40, device="meta")},
         {"n_global": torch.tensor(True)},

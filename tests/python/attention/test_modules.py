@@ -378,3 +378,39 @@ def test_rows_without_keys_are_zeros_at_any_scale(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         o[0], alone[0], rtol=0.02, atol=1e-5 if dtype == torch.float32 else 0.01
     )
+
+
+def test_weights_are_those_inside_the_window() -> None:
+    """Also without is_causal, and with a mask of keys."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(64, 4, batch_first=True)
+    x = torch.randn(3, 50, 64)
+    distance = torch.arange(50) - torch.arange(50)[:, None]
+    # Token 0 is not padding, and nobody is left without keys.
+    padding = PADDING & (torch.arange(50) % 5 != 0)
+    for window, causal in (((7, 2), False), ((7, 0), True), ((7, -1), False)):
+        ours = RingMultiheadDilatedAttention(64, 4, batch_first=True, window=list(window))
+        ours.load_state_dict(theirs.state_dict())
+        hidden = (distance < -window[0]) | (distance > (window[1] if window[1] >= 0 else 50))
+        expected, weights = theirs(x, x, x, key_padding_mask=padding, attn_mask=hidden)
+        found, ours_weights = ours(x, x, x, key_padding_mask=padding, is_causal=causal)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours_weights, weights, rtol=1e-5, atol=1e-5)
+
+
+def test_windows_are_options_of_every_module() -> None:
+    q = torch.randn(1, 40, 4, 16)
+    expected = at.ring_attention(q, q, q, is_causal=True, window=(9, 0))
+    for kind in (RingDilatedAttention, at.variants.StandardRingAttention):
+        module = kind(window=[9, 0], is_causal=True)
+        assert torch.equal(module(q, q, q), expected) and "window=(9, 0)" in repr(module)
+        assert torch.equal(copy.deepcopy(module)(q, q, q), expected)
+    with pytest.raises(ConfigError, match="window"):
+        RingDilatedAttention(window=(9, 1))(q, q, q, is_causal=True)
+    model = at.LongNetLM(256, 2, 64, 4, window=(9, 0))
+    tokens = torch.randint(256, (1, 40))
+    changed = tokens.clone()
+    changed[:, 0] = 255 - changed[:, 0]
+    # A layer looks back by 9 tokens, two by 18.
+    assert torch.equal(model(tokens)[:, 19:], model(changed)[:, 19:])
+    assert not torch.equal(model(tokens)[:, 18], model(changed)[:, 18])

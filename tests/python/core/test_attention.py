@@ -29,6 +29,11 @@ PATTERNS: dict[str, tuple[dict[str, Any], Pattern]] = {
         {**LONGNET, "pattern": "longnet", "offsets": "interleaved", "group_scale": True},
         Pattern.longnet(4, [16, 64], [1, 2], offsets="interleaved", group_scale=True),
     ),
+    "window": ({"window": (9, 4)}, Pattern.dense(4, window=(9, 4))),
+    "window_longnet_causal": (
+        {**LONGNET, "is_causal": True, "window": [12, 0]},
+        Pattern.longnet(4, [16, 64], [1, 2], causal=True, window=(12, 0)),
+    ),
     # Heads of the second group attend to nothing at most positions.
     "head_groups": (
         {
@@ -82,7 +87,7 @@ def test_scale_is_honoured() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", ["dense", "longnet_causal"])
+@pytest.mark.parametrize("name", ["dense", "longnet_causal", "window"])
 def test_gives_the_bits_of_the_tool(
     tool: str, tmp_path: pathlib.Path, dtype: str, ranks: int, name: str
 ) -> None:
@@ -101,11 +106,11 @@ def test_gives_the_bits_of_the_tool(
         "--ranks",
         str(ranks),
     ]
-    command += (
-        ["--pattern", "dense"]
-        if name == "dense"
-        else ["--segments", "16,64", "--dilations", "1,2", "--causal"]
-    )
+    command += {
+        "dense": ["--pattern", "dense"],
+        "longnet_causal": ["--segments", "16,64", "--dilations", "1,2", "--causal"],
+        "window": ["--pattern", "dense", "--window", "9,4"],
+    }[name]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert report["kernels"] == annulus.isa()
 

@@ -54,6 +54,7 @@ def errors_are_everybodys() -> None:
         # Right on each rank, but not the same.
         ({"is_causal": True}, ["is_causal (rank 0: False, rank 1: True)"]),
         ({"reproducible": True}, ["reproducible (rank 0: False, rank 1: True)"]),
+        ({"window": (3, 0)}, ["window (rank 0: None, rank 1: [3, 0])"]),
         ({"q": q.half(), "k": q.half(), "v": q.half()}, ["torch.float32", "torch.float16"]),
         ({"q": more, "k": more, "v": more}, ["batch (rank 0: 1, rank 1: 2)"]),
         ({"k": q[:, :, :1], "v": q[:, :, :1]}, ["heads of k and v (rank 0: 2, rank 1: 1)"]),
@@ -71,6 +72,8 @@ def errors_are_everybodys() -> None:
         ({"scale": [1.0]}, ["scale is [1.0]"]),
         ({"scale": -1}, ["scale is -1: a number above 0"]),
         ({"is_causal": {}}, ["is_causal is {}"]),
+        ({"window": (3, -2)}, ["window is (3, -2)"]),
+        ({"window": (3, 1), "is_causal": True}, ["window is (3, 1) and is_causal is True"]),
         ({"schedule": "rign"}, ["rign"]),
         ({"scale": 1e39}, ["scale is 1e+39"]),
         ({"timeout": -1}, ["timeout"]),

@@ -35,7 +35,8 @@ def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def equals_one_process() -> None:
     """All placements and schedules, lengths that do not divide and below the number of ranks, GQA, causal."""
-    patterns = [{}, {"segment_lengths": [32, 64, 128], "dilation_rates": [1, 2, 4]}]
+    longnet = {"segment_lengths": [32, 64, 128], "dilation_rates": [1, 2, 4]}
+    patterns = [{}, longnet, {"window": (40, 0)}]
     placements = ["contiguous", "zigzag", "striped", "hilbert"]
     cases = itertools.product(placements, patterns, [False, True], ["ring", "gather", "auto"])
     for number, (placement, pattern, causal, schedule) in enumerate(cases):

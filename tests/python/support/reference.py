@@ -18,6 +18,7 @@ Array = np.ndarray
 def counts(pattern: annulus.Pattern, head: int, tokens: int) -> Array:
     """How many branches allow each (query, key) pair."""
     total = np.zeros((tokens, tokens))
+    before, after = (tokens if n < 0 else n for n in pattern.window or (-1, -1))
     for branch in pattern.branches:
         length = branch.segment_length or tokens
         offset = branch.offset[head]
@@ -27,7 +28,8 @@ def counts(pattern: annulus.Pattern, head: int, tokens: int) -> Array:
                     t % length % branch.dilation == offset for t in (query, key)
                 )
                 same_segment = query // length == key // length
-                if selected and same_segment and (key <= query or not pattern.causal):
+                near = query - before <= key <= query + after
+                if selected and same_segment and near and (key <= query or not pattern.causal):
                     total[query, key] += 1
     return total
 

@@ -40,7 +40,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, device, dtype: as in
             :class:`RingMultiheadDilatedAttention`, like all that are not below: segment_lengths, dilation_rates,
-            layer_norm, gamma_init, is_causal, group, placement, min_tokens_for_ring and so on.
+            layer_norm, gamma_init, is_causal, window, group, placement, min_tokens_for_ring and so on.
         batch_first: tensors are [batch, tokens, features]; False: [tokens, batch, features].
         use_gradient_checkpointing: keep only the inputs, and compute everything again for backward.
         use_deepspeed: train under DeepSpeed, which has to be installed (``pip install deepspeed``). All parameters of

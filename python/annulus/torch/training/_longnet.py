@@ -84,6 +84,7 @@ class LongNet(nn.Module):
         rotary_base: as in :func:`rotary_table`.
         use_gradient_checkpointing: layers keep only their input and are computed again for backward.
         is_causal: tokens attend only to themselves and earlier tokens.
+        window: (before, after), as in :func:`ring_attention`: which neighbours tokens attend to. None: all.
         attention: further arguments of :class:`RingMultiheadDilatedAttention`: group, placement, device, dtype,
             timeout, schedule and so on.
     """
@@ -100,6 +101,7 @@ class LongNet(nn.Module):
         rotary_base: float = 10000.0,
         use_gradient_checkpointing: bool = False,
         is_causal: bool = False,
+        window: Sequence[int] | None = None,
         **attention: object,
     ):
         super().__init__()
@@ -112,7 +114,7 @@ class LongNet(nn.Module):
             flag_complaint("use_gradient_checkpointing", use_gradient_checkpointing),
         )
         attention |= {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
-        attention |= {"is_causal": is_causal}
+        attention |= {"is_causal": is_causal, "window": window}
         self.rotary_base = rotary_base
         self.use_gradient_checkpointing = use_gradient_checkpointing
         self.blocks = nn.ModuleList(

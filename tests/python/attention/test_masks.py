@@ -1,0 +1,147 @@
+"""Windows, compared with PyTorch's attention under a dense boolean mask; what a mask hides changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+from support.reference import relative_rms
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import annulus  # noqa: E402
+import annulus.torch as at  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+# Both limits, one of them, none but the token itself, and more than there are tokens.
+WINDOWS = [
+    ((10, 0), True),
+    ((31, -1), True),
+    ((10, 5), False),
+    ((0, 24), False),
+    ((-1, 3), False),
+    ((7, -1), False),
+    ((0, 0), False),
+    ((2**63 - 1, 2**40), False),
+]
+LENGTHS = [1, 37, 131, 301]
+
+
+def allowed(tokens: int, window: tuple[int, int], causal: bool) -> torch.Tensor:
+    """The dense mask: [query, key], True: the query attends to the key."""
+    distance = torch.arange(tokens) - torch.arange(tokens)[:, None]
+    before, after = window
+    mask = torch.ones(tokens, tokens, dtype=torch.bool)
+    if before >= 0:
+        mask &= distance >= -before
+    if after >= 0:
+        mask &= distance <= after
+    return mask & (distance <= 0) if causal else mask
+
+
+def tensors(tokens: int, dtype: torch.dtype, kv_heads: int = 2, dim: int = 24):
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(2, tokens, h, dim) for h in (4, kv_heads, kv_heads, 4)]
+    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
+
+
+def by_sdpa(inputs, mask: torch.Tensor) -> list[torch.Tensor]:
+    """o, dq, dk and dv."""
+    *qkv, do = inputs
+    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in qkv]
+    o = scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+    found = (o, *torch.autograd.grad(o, leaves, do.transpose(1, 2)))
+    return [x.transpose(1, 2).detach() for x in found]
+
+
+def check(found, inputs, mask: torch.Tensor) -> None:
+    """float32: within 2e-6. 16 bits: within twice the error of PyTorch's attention of the same dtype."""
+    exact = by_sdpa([x.double() for x in inputs], mask)
+    theirs = by_sdpa(inputs, mask)
+    for name, f, e, other in zip(("o", "dq", "dk", "dv"), found, exact, theirs):
+        if e.abs().max() < 1e-12:  # with one key, dq and dk are 0 but for rounding
+            assert f.abs().max() < (1e-5 if f.dtype == torch.float32 else 0.1), name
+            continue
+        limit = 2e-6 if f.dtype == torch.float32 else 2 * relative_rms(other, e)
+        assert relative_rms(f, e) <= limit, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "causal"), WINDOWS)
+def test_a_window_is_the_dense_mask(window, causal: bool, dtype: torch.dtype) -> None:
+    for number, tokens in enumerate(LENGTHS):
+        q, k, v, do = inputs = tensors(tokens, dtype, kv_heads=(4, 2, 1)[number % 3])
+        mask = allowed(tokens, window, causal)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = at.ring_attention(*leaves, window=window, is_causal=causal)
+        check((o.detach(), *torch.autograd.grad(o, leaves, do)), inputs, mask)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("placement", ["contiguous", "zigzag", "striped"])
+def test_a_window_is_the_same_on_every_ring(ranks: int, placement: str) -> None:
+    for window, causal in WINDOWS:
+        for tokens, dtype, schedule in ((131, torch.float32, "ring"), (37, torch.bfloat16, "gather")):
+            q, k, v, do = inputs = tensors(tokens, dtype)
+            call = {"window": window, "is_causal": causal, "ranks": ranks}
+            call |= {"placement": placement, "schedule": schedule}
+            o, lse = annulus.attention(q, k, v, return_lse=True, **call)
+            found = (o, *annulus.attention_backward(q, k, v, o, lse, do, **call))
+            check(found, inputs, allowed(tokens, window, causal))
+
+
+def test_compiled_windows_are_the_same() -> None:
+    q, k, v, do = tensors(131, torch.float32)
+
+    def function(*x: torch.Tensor) -> torch.Tensor:
+        return 2 * at.ring_attention(*x, window=(20, 0), is_causal=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for each in (function, compiled):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = each(*leaves)
+        results.append((o, *torch.autograd.grad(o, leaves, do)))
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "causal"), WINDOWS)
+def test_a_hidden_key_changes_no_bit(window, causal: bool, dtype: torch.dtype) -> None:
+    tokens = 131
+    q, k, v, do = tensors(tokens, dtype)
+    mask = allowed(tokens, window, causal)
+
+    def attend(k: torch.Tensor, v: torch.Tensor):
+        o, lse = annulus.attention(
+            q, k, v, window=window, is_causal=causal, return_lse=True, ranks=2
+        )
+        dq, dk, dv = annulus.attention_backward(
+            *(q, k, v, o, lse, do), window=window, is_causal=causal, ranks=2
+        )
+        return o, lse, dq, dk, dv
+
+    before = attend(k, v)
+    for key in (0, 64, 130):
+        k2, v2 = k.clone(), v.clone()
+        k2[:, key] = 1e4 * torch.randn(2, 2, 24, generator=torch.Generator().manual_seed(key))
+        v2[:, key] = -3e4
+        after = attend(k2, v2)
+        blind = ~mask[:, key]
+        for name, a, b in zip(("o", "lse", "dq"), before, after):
+            assert torch.equal(a[:, blind], b[:, blind]), (name, key)
+        # Keys that no query sees together with the changed one.
+        apart = ~(mask[mask[:, key]].any(0))
+        for name, a, b in zip(("dk", "dv"), before[3:], after[3:]):
+            assert torch.equal(a[:, apart], b[:, apart]), (name, key)
+
+
+def test_lse_is_the_natural_logarithm() -> None:
+    q, k, v, _ = tensors(37, torch.float32, kv_heads=4)
+    scores = torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double()) * 24**-0.5
+    for window, causal in WINDOWS:
+        mask = allowed(37, window, causal)[:, None]
+        exact = scores.masked_fill(~mask, -torch.inf).exp().sum(-1).log()
+        call = {"window": window, "is_causal": causal, "return_lse": True}
+        for _, lse in (at.ring_attention(q, k, v, **call), annulus.attention(q, k, v, **call)):
+            assert lse.dtype == torch.float32
+            torch.testing.assert_close(lse.double(), exact, rtol=2e-6, atol=2e-6)

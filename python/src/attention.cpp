@@ -258,7 +258,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "      \
   "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "     \
   "None, is_causal: bool = False, window: tuple[int, int] | None = None, offsets: "           \
-  "typing.Literal['blocked', 'interleaved'] = 'blocked', "                                    \
+  "typing.Literal['blocked', 'interleaved', 'all'] = 'blocked', "                             \
   "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "        \
   "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', " \
   "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
@@ -296,7 +296,7 @@ Args:
     window: (before, after), as flash-attention's window_size: the query at t attends only to keys p with
         t - before <= p <= t + after; -1: no limit on that side. Counts tokens, in dilated branches, too.
         With is_causal, after is 0 (or -1). None: no window.
-    offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
+    offsets: 'blocked', 'interleaved' or 'all', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
     ranks: more than 1 computes on a ring of that many threads, for experiments: the result is the same.

@@ -132,11 +132,13 @@ def ring_attention(
         window: (before, after), as flash-attention's window_size: the query at position t attends only to keys at
             t - before to t + after; -1: no limit on that side. Positions are those of tokens, in dilated branches,
             too. With is_causal, after is 0 (or -1). None: no window.
-        offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved".
+        offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved". "all":
+            every head takes every offset, so that the query at t attends to all keys of its segment at a multiple
+            of the dilation from t; with a window this is the dilated sliding window.
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps for it every branch's output of the
             rows that the branch selects.
-        group_scale: divides the output by the number of branches.
+        group_scale: divides the output by the number of branches (of segment lengths, with offsets="all").
         scale: of q.k, above 0; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.
         placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make

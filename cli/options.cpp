@@ -104,8 +104,8 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
       ->allow_extra_args(false)
       ->check(whole_number(1, std::numeric_limits<std::int64_t>::max()))
       ->group(group);
-  add_choice(command, "--offsets", flags.offsets, {"blocked", "interleaved"},
-             "longnet: offset of head h is h / ceil(H/r) (default) or h mod r")
+  add_choice(command, "--offsets", flags.offsets, {"blocked", "interleaved", "all"},
+             "longnet: offset of head h is h / ceil(H/r) (default) or h mod r, or h has all")
       ->group(group);
   command
       .add_flag("--group-scale", flags.group_scale,
@@ -352,7 +352,9 @@ Pattern preset_from(const ProblemFlags& flags, int heads) {
     return head_groups(heads, segments, dilations, flags.causal, flags.group_scale);
   }
   return longnet(heads, segments, dilations, flags.causal,
-                 flags.offsets == "blocked" ? Offsets::blocked : Offsets::interleaved,
+                 flags.offsets == "blocked"       ? Offsets::blocked
+                 : flags.offsets == "interleaved" ? Offsets::interleaved
+                                                  : Offsets::all,
                  flags.group_scale);
 }
 
@@ -414,7 +416,8 @@ Json documents_json(const Pattern& pattern) {
 Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
   std::vector<std::int64_t> segments;
   std::vector<std::int64_t> dilations;
-  for (const Branch& branch : options.pattern.branches) {
+  for (const BranchRun& run : branch_runs(options.pattern)) {
+    const Branch& branch = options.pattern.branches[run.first];
     segments.push_back(branch.segment_length == kWholeSequence ? options.placement.tokens()
                                                                : branch.segment_length);
     dilations.push_back(branch.dilation);
@@ -454,13 +457,7 @@ std::string describe(const Pattern& pattern) {
       pattern.branches[0].dilation == 1) {
     return text;
   }
-  text += ", segments/dilations";
-  for (const Branch& branch : pattern.branches) {
-    text += branch.segment_length == kWholeSequence
-                ? fmt::format(" all/{}", branch.dilation)
-                : fmt::format(" {}/{}", branch.segment_length, branch.dilation);
-  }
-  return text;
+  return text + ", segments/dilations" + branches_text(pattern);
 }
 
 }  // namespace annulus::cli

@@ -90,10 +90,9 @@ std::vector<std::pair<std::string, std::function<Pattern(int heads, bool causal)
          return longnet(heads, Numbers{24, 50, 200}, Numbers{1, 3, 8}, causal,
                         Offsets::interleaved);
        }},
-      {"longnet_window",
+      {"longnet_all_window",
        [](int heads, bool causal) {
-         Pattern pattern =
-             longnet(heads, Numbers{24, 50, 200}, Numbers{1, 2, 3}, causal, Offsets::interleaved);
+         Pattern pattern = longnet(heads, Numbers{24, 200}, Numbers{1, 3}, causal, Offsets::all);
          pattern.window = {37, causal ? 0 : -1};
          return pattern;
        }},

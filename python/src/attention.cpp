@@ -345,7 +345,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   "None, is_causal: bool = False, window: tuple[int, int] | None = None, cu_seqlens: "        \
   "Sequence[int] | None = None, cu_seqlens_k: Sequence[int] | None = None, query_start: int " \
   "| Sequence[int] | None = None, offsets: "                                                  \
-  "typing.Literal['blocked', 'interleaved'] = 'blocked', "                                    \
+  "typing.Literal['blocked', 'interleaved', 'all'] = 'blocked', "                             \
   "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "        \
   "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', " \
   "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
@@ -391,7 +391,7 @@ Args:
     cu_seqlens_k: likewise of the keys, if they are not as many as the queries.
     query_start: position of the first query among the keys, or one for each document: a chunk of a prompt
         behind a cache. Needed if there is a mask and q and k differ in length.
-    offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
+    offsets: 'blocked', 'interleaved' or 'all', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
     ranks: more than 1 computes on a ring of that many threads, for experiments: the result is the same.

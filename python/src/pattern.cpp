@@ -60,12 +60,8 @@ std::string repr(const Branch& branch) {
 }
 
 std::string repr(const Pattern& pattern) {
-  std::string branches;
-  for (const Branch& branch : pattern.branches) {
-    branches += fmt::format(" {}/{}", length_text(branch, "all"), branch.dilation);
-  }
   return fmt::format("<Pattern {}: {} heads{}, segments/dilations{}{}>", pattern.name,
-                     pattern.heads, mask_text(pattern), branches,
+                     pattern.heads, mask_text(pattern), branches_text(pattern),
                      pattern.output_scale == 1.0
                          ? ""
                          : fmt::format(", output scaled by {:.6g}", pattern.output_scale));
@@ -201,19 +197,20 @@ Args:
 
 Branch i of G gets heads // G neighbouring heads (the first heads % G branches one more), all with
 offset i % dilation_rates[i]. group_scale multiplies the output by 1/G.)")
-      .def_static("longnet", &make_longnet, nb::arg("heads"), nb::arg("segment_lengths"),
-                  nb::arg("dilation_rates"), nb::arg("causal") = false,
-                  nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
-                  nb::arg("window").none() = nb::none(),
-                  nb::sig("def longnet(heads: int, segment_lengths: Sequence[int], dilation_rates: "
-                          "Sequence[int], causal: bool = False, offsets: typing.Literal['blocked', "
-                          "'interleaved'] = 'blocked', group_scale: bool = False, " ANNULUS_WINDOW
-                          ") -> Pattern"),
-                  R"(LongNet: every head is in every branch.
+      .def_static(
+          "longnet", &make_longnet, nb::arg("heads"), nb::arg("segment_lengths"),
+          nb::arg("dilation_rates"), nb::arg("causal") = false, nb::arg("offsets") = "blocked",
+          nb::arg("group_scale") = false, nb::arg("window").none() = nb::none(),
+          nb::sig("def longnet(heads: int, segment_lengths: Sequence[int], dilation_rates: "
+                  "Sequence[int], causal: bool = False, offsets: typing.Literal['blocked', "
+                  "'interleaved', 'all'] = 'blocked', group_scale: bool = False, " ANNULUS_WINDOW
+                  ") -> Pattern"),
+          R"(LongNet: every head is in every branch.
 
 With dilation r, head h of H has offset h // ceil(H / r) (offsets='blocked': heads that share a
-key/value head share rows, too) or h % r ('interleaved'). group_scale multiplies the output by
-one over the number of branches.)")
+key/value head share rows, too) or h % r ('interleaved'). With 'all' every head has all r offsets: there is
+a branch for each, and every query attends to the keys of its segment at multiples of r from it. group_scale
+multiplies the output by one over the number of segment lengths.)")
       .def_prop_ro(
           "name", [](const Pattern& p) { return p.name; }, "For messages and pictures.")
       .def_ro("heads", &Pattern::heads, "Query heads.")

@@ -24,8 +24,8 @@ auto parse(const char* option, const std::string& name, const Names& names) {
 }  // namespace
 
 Offsets parse_offsets(const std::string& name) {
-  constexpr ring::Name<Offsets> kNames[] = {{"blocked", Offsets::blocked},
-                                            {"interleaved", Offsets::interleaved}};
+  constexpr ring::Name<Offsets> kNames[] = {
+      {"blocked", Offsets::blocked}, {"interleaved", Offsets::interleaved}, {"all", Offsets::all}};
   return parse("offsets", name, kNames);
 }
 

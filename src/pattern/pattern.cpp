@@ -14,6 +14,9 @@
 namespace annulus {
 namespace {
 
+// Of one pattern with all offsets: plans and kernels treat each branch by itself.
+constexpr std::int64_t kMostBranches = 1024;
+
 void require_at_least_one(const std::string& where, const std::string& what, std::int64_t found) {
   if (found >= 1) return;
   throw ConfigError(where + ": " + what + " is " + std::to_string(found) + ", expected at least 1");
@@ -193,6 +196,21 @@ Pattern longnet(int heads, std::span<const std::int64_t> segments,
   if (group_scale) pattern.output_scale = 1.0 / static_cast<double>(segments.size());
   for (std::size_t i = 0; i < segments.size(); ++i) {
     Branch branch = make_branch(heads, segments[i], dilations[i]);
+    if (offsets == Offsets::all) {
+      // Offsets behind the end of a segment select nothing.
+      const std::int64_t count = std::min(segments[i], dilations[i]);
+      if (count > kMostBranches - static_cast<std::int64_t>(pattern.branches.size())) {
+        throw ConfigError("longnet: dilation " + std::to_string(dilations[i]) +
+                          " with offsets 'all' makes a branch for each of " +
+                          std::to_string(count) + " offsets, expected at most " +
+                          std::to_string(kMostBranches) + " branches in all");
+      }
+      for (std::int64_t offset = 0; offset < count; ++offset) {
+        std::fill(branch.offset.begin(), branch.offset.end(), offset);
+        pattern.branches.push_back(branch);
+      }
+      continue;
+    }
     // ceil(heads / dilation) without the overflow of heads + dilation - 1. The blocked offset is
     // below the dilation because head < heads <= dilation * heads_per_offset.
     const std::int64_t heads_per_offset = (heads - 1) / dilations[i] + 1;

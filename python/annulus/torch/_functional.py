@@ -160,11 +160,13 @@ def ring_attention(
         cu_seqlens_k: likewise of the keys, if they are not as many as the queries.
         query_start: position of the first query among the keys of its document: one number, or one for each
             document. Needed if q and k differ in length and there is a mask.
-        offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved".
+        offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved". "all":
+            every head takes every offset, so that the query at t attends to all keys of its segment at a multiple
+            of the dilation from t; with a window this is the dilated sliding window.
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps for it every branch's output of the
             rows that the branch selects.
-        group_scale: divides the output by the number of branches.
+        group_scale: divides the output by the number of branches (of segment lengths, with offsets="all").
         scale: of q.k, above 0; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.
         placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make

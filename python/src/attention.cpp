@@ -176,8 +176,13 @@ class Lease {
           where, q.shape[1], k.shape[1]));
     }
 
+    if ((q.shape[1] == 0) != (k.shape[1] == 0)) {
+      throw ConfigError(fmt::format("{}: q has {} tokens and k {}, expected at least one of each",
+                                    where, q.shape[1], k.shape[1]));
+    }
+
     // No sequences or no tokens: there is nothing to compute once the names have been checked.
-    if (q.shape[0] * std::max(q.shape[1], k.shape[1]) == 0) {
+    if (q.shape[0] * q.shape[1] == 0) {
       if (named) (void)Placement::named(nb::cast<std::string>(request.placement), 1, request.ranks);
       return;
     }

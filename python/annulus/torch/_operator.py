@@ -86,6 +86,11 @@ def _whole_pattern(c: Config, q: torch.Tensor, k: torch.Tensor) -> annulus.Patte
     return pattern_of(c, q.shape[2], q.shape[1], k.shape[1])
 
 
+def _one_side_is_empty(c: Config, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether there are queries without keys, or keys without queries, in one process."""
+    return c.group is None and (q.shape[1] == 0) != (k.shape[1] == 0)
+
+
 def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if c.group is None else report_errors_to_ranks(c.group, c.timeout)
 
@@ -125,8 +130,10 @@ def _forward(
     (sinks,) = others
     c = call.config
     o, lse = with_room(_results_like, q)
+    if _one_side_is_empty(c, q, k):
+        return o.zero_(), lse.fill_(-torch.inf)
     if q.dtype == torch.float64:
-        if q.shape[0] * max(q.shape[1], k.shape[1]) > 0:
+        if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(
                 *(x.cpu().numpy() for x in tensors),
                 _whole_pattern(c, q, k),
@@ -162,8 +169,10 @@ def _backward(
     if sinks is not None:
         dsinks = with_room(_dsinks_like, q, sinks)
         grads += (dsinks,)
+    if _one_side_is_empty(c, q, k):
+        return tuple(g.zero_() for g in grads)
     if q.dtype == torch.float64:
-        if q.shape[0] * max(q.shape[1], k.shape[1]) > 0:
+        if q.shape[0] * q.shape[1] > 0:
             arrays = [x.cpu().numpy() for x in (q, k, v, grad)]
             exact = annulus.reference_backward(
                 *arrays,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.reference import relative_rms
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 

@@ -62,7 +62,7 @@ class LocalExecutors:
         body: Callable[[RingAttention], T],
     ) -> T | None:
         tokens, key_tokens = q.shape[1], k.shape[1]
-        if q.shape[0] == 0 or (tokens == 0 and key_tokens == 0):
+        if q.shape[0] == 0 or tokens == 0:
             return None
         config, key = call
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()

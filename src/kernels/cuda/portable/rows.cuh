@@ -95,8 +95,8 @@ __device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats
   }
 }
 
-// Indices are not negative, so that their differences fit, and differences from the lower limit wrap
-// where they are below it.
+// Indices are not negative, so that their differences fit, and differences from the lower limit
+// wrap where they are below it.
 __device__ inline bool hidden_pair(const Group& group, int query, int key) {
   const auto below = static_cast<unsigned>(group.least);
   return query == kAbsent || key == kAbsent ||
@@ -175,8 +175,8 @@ __device__ inline Walk walk_queries(const Run* runs, const Group& group, const I
   return walk_between<kRowsOfTile>(runs, group.queries, known, first, last);
 }
 
-// Whether some query from `first_query` to `last_query` may not see some key. Rows are in order, and
-// absent ones come last.
+// Whether some query from `first_query` to `last_query` may not see some key. Rows are in order,
+// and absent ones come last.
 __device__ inline bool may_hide(const Group& group, int first_query, int last_query, int first_key,
                                 int last_key) {
   return last_key > last_key_of(group, first_query) || first_key < first_key_of(group, last_query);

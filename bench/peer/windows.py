@@ -1,12 +1,12 @@
-"""Compares causal windows with PyTorch's FlexAttention (compiled) and SDPA with a dense mask, by medians of alternating runs in one
-process. Needs the package ('make python').
+"""Compares causal windows with PyTorch's FlexAttention (compiled) and SDPA with a dense mask, by alternating runs in one process.
+Needs the package ('make python').
 
     .venv/bin/python bench/peer/windows.py --out bench/results/windows.json
 
-Suites: window (each token attends to itself and the 1,023 before it), dilated (to 64 tokens at distances of 0, 16, 32, ...).
-Forward of both; backward against SDPA with the mask, because FlexAttention has none on the CPU. SDPA runs in float32 and bfloat16
-with a boolean mask; blocks of the mask that FlexAttention may skip are made once, before the clock starts. A ratio is the time of
-PyTorch over ours: above 1 Annulus is faster.
+Suites: window (each token attends to itself and the 1,023 before it), dilated_window (to 64 tokens at distances 0, 16, 32, ...).
+Backward is compared with SDPA alone: FlexAttention has none on the CPU. SDPA computes all pairs, so that only short sequences are
+compared with it. The block mask of FlexAttention is made once and not timed. A ratio is PyTorch's time over ours.
+--cpu-time takes the time of the process instead of the clock's, for one thread on a busy machine.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import pathlib
 import statistics
 import sys
+import time
 
 import annulus
 import torch
@@ -29,7 +30,7 @@ HEADS, DIM = 8, 64
 # name: (options of ring_attention, for a sequence of n tokens; whether a query sees a key at this distance)
 CASES = {
     "window": (lambda n: {"window": (1023, 0)}, lambda d: (d >= 0) & (d < 1024)),
-    "dilated": (
+    "dilated_window": (
         lambda n: {
             "segment_lengths": [n],
             "dilation_rates": [16],
@@ -44,7 +45,7 @@ CASES = {
 def report(row):
     times = {name: side["median"] for name, side in row["seconds"].items()}
     print(
-        f"{row['case']:8} {row['direction']:8} {row['dtype']} {row['tokens']:6} tokens: "
+        f"{row['case']:14} {row['direction']:8} {row['dtype']} {row['tokens']:6} tokens: "
         + ", ".join(f"{name} {1e3 * t:.1f} ms" for name, t in times.items())
         + "; ratios "
         + ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row["ratios"].items()),
@@ -52,9 +53,19 @@ def report(row):
     )
 
 
-def measured(case, direction, dtype, tokens, bodies, repeat):
+def timed_by_cpu(body):
+    def run():
+        start = time.process_time()
+        body()
+        return time.process_time() - start
+
+    return run
+
+
+def measured(case, direction, dtype, tokens, bodies, args):
     """A row of the result, given {"annulus": body, peer: body, ...}."""
-    seconds = dict(zip(bodies, alternate(list(bodies.values()), repeat)))
+    runs = [timed_by_cpu(body) if args.cpu_time else body for body in bodies.values()]
+    seconds = dict(zip(bodies, alternate(runs, args.repeat)))
     # Of neighbouring runs, so that noise of the machine affects both.
     ratios = {
         name: statistics.median(t / ours for t, ours in zip(times, seconds["annulus"]))
@@ -83,11 +94,12 @@ def check(name, found, expected, limit):
 
 def rows_of(case, dtype, tokens, args):
     options_of, sees = CASES[case]
-    options = {"is_causal": True, **options_of(tokens)}
+    options = {"is_causal": True, "threads": args.threads, **options_of(tokens)}
+    with_sdpa = tokens <= args.most_sdpa_tokens
     q, k, v, dout = make((1, tokens, HEADS, DIM), dtype, 4)
     tq, tk, tv, tdout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
     where = torch.arange(tokens)
-    mask = sees(where[:, None] - where)
+    mask = sees(where[:, None] - where) if with_sdpa else None
     block_mask = create_block_mask(
         lambda b, h, query, key: sees(query - key), None, None, tokens, tokens, device="cpu"
     )
@@ -100,14 +112,14 @@ def rows_of(case, dtype, tokens, args):
             "flex": lambda: (compiled(tq, tk, tv, block_mask=block_mask), None)[1],
             "sdpa": lambda: (F.scaled_dot_product_attention(tq, tk, tv, attn_mask=mask), None)[1],
         }
-        if args.skip_sdpa:
+        if not with_sdpa:
             del bodies["sdpa"]
         ours = ring_attention(q, k, v, **options).transpose(1, 2)
         check(f"{case} flex", ours, compiled(tq, tk, tv, block_mask=block_mask), limit)
-        if not args.skip_sdpa:
+        if with_sdpa:
             check(f"{case} sdpa", ours, F.scaled_dot_product_attention(tq, tk, tv, attn_mask=mask), limit)
-        rows = [measured(case, "forward", dtype, tokens, bodies, args.repeat)]
-    if args.skip_sdpa:
+        rows = [measured(case, "forward", dtype, tokens, bodies, args)]
+    if not with_sdpa:
         return rows
 
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -122,19 +134,22 @@ def rows_of(case, dtype, tokens, args):
         "annulus": lambda: (torch.autograd.grad(o, leaves, dout, retain_graph=True), None)[1],
         "sdpa": lambda: (torch.autograd.grad(other, peers, tdout, retain_graph=True), None)[1],
     }
-    return [*rows, measured(case, "backward", dtype, tokens, bodies, args.repeat)]
+    return [*rows, measured(case, "backward", dtype, tokens, bodies, args)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384])
+    parser.add_argument("--most-sdpa-tokens", type=int, default=4096, help="longest sequence that is compared with SDPA")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--skip-sdpa", action="store_true", help="FlexAttention and forward only")
+    parser.add_argument("--cpu-time", action="store_true", help="time of the process; needs --threads 1")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
+    if args.cpu_time and args.threads != 1:
+        parser.error("--cpu-time needs --threads 1: idle threads may spin")
     torch.set_num_threads(args.threads)
     result = {
         "cpu": cpu_name(),
@@ -145,13 +160,16 @@ def main():
         "command": " ".join(sys.argv),
         "suites": {},
     }
+    if args.cpu_time:
+        result["timing"] = "time of the process"
     print(f"{result['cpu']}, {result['isa']}, {args.threads} threads, PyTorch {torch.__version__}", flush=True)
     for case in args.suite:
         result["suites"][case] = []
         for dtype in args.dtypes:
-            result["suites"][case] += rows_of(case, dtype, args.tokens, args)
-            if args.out:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+            for tokens in args.tokens:
+                result["suites"][case] += rows_of(case, dtype, tokens, args)
+                if args.out:
+                    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

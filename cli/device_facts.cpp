@@ -35,7 +35,7 @@ std::string forced_cuda_kernels() {
 std::string device_complaint(const RingOptions& options) {
   try {
     (void)ring::computation_of(options, *backend_of(options.device, options.threads),
-                               options.placement.local_tokens(0));
+                               options.placement.local_tokens(0), options.keys().local_tokens(0));
     return "";
   } catch (const ConfigError& error) {
     return error.what();

@@ -134,7 +134,8 @@ int plan_command(const PlanFlags& flags) {
   const RingOptions options = ring_options_from(flags.problem, shape, flags.problem.options.dtype);
   // Rejects problems that no kernel can compute.
   ring::check_values(options);
-  (void)ring::computation_of(options, *backend_of(options.device, options.threads), shape.tokens);
+  (void)ring::computation_of(options, *backend_of(options.device, options.threads), shape.tokens,
+                             shape.tokens);
   if (flags.rank && *flags.rank >= options.placement.ranks()) {
     throw ConfigError(fmt::format("--rank is {}, expected 0..{}: --ranks is {}", *flags.rank,
                                   options.placement.ranks() - 1, options.placement.ranks()));

@@ -49,7 +49,8 @@ class Checker {
         tokens_(options.placement.tokens()),
         ratio_(options.pattern.heads / options.kv_heads),
         problem_{.pattern = options.pattern,
-                 .tokens = tokens_,
+                 .query_tokens = tokens_,
+                 .key_tokens = tokens_,
                  .kv_heads = options.kv_heads,
                  .head_dim = options.head_dim,
                  .scale = options.scale.value_or(1.0 / std::sqrt(options.head_dim)),
@@ -100,8 +101,9 @@ class Checker {
       // Steps of 5 reach all heads unless 5 divides their number; the second term adds a drift.
       for (int attempt = 0; attempt < pattern_.heads; ++attempt) {
         place.head = (i * 5 + i / pattern_.heads + attempt) % pattern_.heads;
-        if (std::any_of(pattern_.branches.begin(), pattern_.branches.end(),
-                        [&](const Branch& b) { return b.selects(place.head, place.position); })) {
+        if (std::any_of(pattern_.branches.begin(), pattern_.branches.end(), [&](const Branch& b) {
+              return pattern_.allows(b, place.head, place.position, place.position);
+            })) {
           break;
         }
       }

@@ -46,6 +46,11 @@ struct Band {
   [[nodiscard]] Stretch queries_of(const Stretch& keys) const {
     return {keys.first - most, keys.last - least};
   }
+  // The same band where every key's position is larger by `distance`.
+  [[nodiscard]] Band shifted_by(std::int64_t distance) const {
+    return {least == -kUnlimited ? least : least + distance,
+            most == kUnlimited ? most : most + distance};
+  }
   // The same band for rows that are counted in steps of `dilation` positions.
   [[nodiscard]] Band divided_by(std::int64_t dilation) const {
     const auto floor_div = [&](std::int64_t a) {

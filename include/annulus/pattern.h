@@ -30,7 +30,8 @@ struct Window {
 
 // One set of allowed pairs. Position t is selected for head h iff offset[h] >= 0 and
 // (t mod segment_length) mod dilation == offset[h]. Query t attends key p iff both are selected,
-// they lie in the same segment and the pattern's band allows the pair. All positions are global.
+// they lie in the same segment of the same document and the pattern's band allows the pair.
+// Positions are counted from the start of the document, whichever rank holds the tokens.
 struct Branch {
   std::int64_t segment_length = kWholeSequence;
   std::int64_t dilation = 1;
@@ -42,6 +43,29 @@ struct Branch {
   }
 };
 
+// A range of queries that attend only a range of keys. Positions are counted within the document:
+// the first query of the range has position query_start, the first key position key_start. A chunk
+// of a prompt or a decoded token starts behind the keys that are in a cache already; a cache whose
+// oldest keys were dropped has a key_start.
+struct Document {
+  std::int64_t query_begin = 0;  // tokens [begin, end) of the query and of the key tensors
+  std::int64_t query_end = 0;
+  std::int64_t key_begin = 0;
+  std::int64_t key_end = 0;
+  std::int64_t query_start = 0;
+  std::int64_t key_start = 0;
+
+  // One more than the last position of either side.
+  [[nodiscard]] std::int64_t length() const {
+    return std::max(query_end - query_begin + query_start, key_end - key_begin + key_start);
+  }
+  // Queries and keys are the same tokens at the same positions.
+  [[nodiscard]] bool same_sides() const {
+    return query_begin == key_begin && query_end == key_end && query_start == key_start;
+  }
+  bool operator==(const Document&) const = default;
+};
+
 // Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the
 // branches' keys.
 struct Pattern {
@@ -51,14 +75,14 @@ struct Pattern {
   std::vector<Branch> branches;
   double output_scale = 1.0;  // multiplies O after the merge (group_scale)
   Window window;
+  // In the order of their tokens, which may leave gaps on either side: tokens outside all documents
+  // attend nothing, and nothing attends them. Empty: all tokens are one document. They hold for
+  // every batch entry.
+  std::vector<Document> documents;
 
-  // Allowed is a property of global positions alone: sharding never enters.
+  // Whether a query token attends a key token. Sharding never enters.
   [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query,
-                            std::int64_t key) const {
-    return branch.selects(head, query) && branch.selects(head, key) &&
-           query / branch.segment_length == key / branch.segment_length &&
-           band().allows(query, key);
-  }
+                            std::int64_t key) const;
   // The intersection of what causal and window allow.
   [[nodiscard]] Band band() const {
     Band out = causal ? Band::causal() : Band{};
@@ -89,7 +113,14 @@ struct Pattern {
                               std::span<const std::int64_t> dilations, bool causal = false,
                               Offsets offsets = Offsets::blocked, bool group_scale = false);
 
-// Number of allowed (branch, head, query, key) pairs in a sequence of `tokens` tokens.
+// Documents [boundaries[i], boundaries[i + 1]) of the same tokens on both sides; as
+// flash-attention's cu_seqlens. ConfigError unless the boundaries begin with 0 and never decrease.
+[[nodiscard]] std::vector<Document> packed_documents(std::span<const std::int64_t> boundaries);
+
+// Number of allowed (branch, head, query, key) pairs.
+[[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens,
+                                   std::int64_t key_tokens);
+// The same for as many keys as queries.
 [[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t tokens);
 
 }  // namespace annulus

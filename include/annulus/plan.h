@@ -70,12 +70,17 @@ struct PlacedRows {
 };
 
 // All tiles of one segment: every query row against every key row that the band allows, for every
-// member of one selection. Row sets ascend by first position. A tile is one pair of a query row set
-// and a key row set. `band` is full where it hides nothing, whatever the pattern says.
+// member of one selection. Row sets ascend by first token. A tile is one pair of a query row set
+// and a key row set. `band` is in tokens, and full where it hides nothing, whatever the pattern
+// says.
 struct TileGroup {
   int head_class = 0;
-  int selection = 0;  // index into HeadClass::selections
-  std::int64_t segment = 0;
+  int selection = 0;         // index into HeadClass::selections
+  int document = 0;          // index into Pattern::documents
+  std::int64_t segment = 0;  // of this branch, counted through all documents
+  // Tokens at position 0 of the segment; before token 0 where a side has no rows there.
+  std::int64_t query_origin = 0;
+  std::int64_t key_origin = 0;
   Band band;
   std::vector<PlacedRows> queries;
   std::vector<PlacedRows> keys;
@@ -88,6 +93,9 @@ struct PlanOptions {
   int kv_heads = 1;
   Schedule schedule = Schedule::ring;  // ring or gather: `automatic` is resolved by choose_schedule
   Travel travel = Travel::keys;
+
+  // Queries and keys are the same tokens on the same ranks.
+  [[nodiscard]] bool self_attention() const;
 };
 
 // What one rank computes and moves.
@@ -129,7 +137,7 @@ class Plan {
   [[nodiscard]] const Placement& staying_placement() const {
     return options_.travel == Travel::keys ? options_.queries : options_.keys;
   }
-  [[nodiscard]] bool self_attention() const { return options_.queries.same_as(options_.keys); }
+  [[nodiscard]] bool self_attention() const { return self_attention_; }
   [[nodiscard]] int ranks() const { return options_.queries.ranks(); }
   [[nodiscard]] int rank() const { return rank_; }
   // Communication steps of the longest itinerary of all ranks; there are steps() + 1 compute steps.
@@ -189,6 +197,7 @@ class Plan {
   void make_hops();
 
   PlanOptions options_;
+  bool self_attention_ = true;
   int rank_ = 0;
   int steps_ = 0;
   std::shared_ptr<const Parts> parts_;

@@ -10,14 +10,17 @@
 namespace annulus::reference {
 
 // The oracle: the definitions of docs/concepts.md in fp64, in loops so plain that reading them
-// is proof. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads]; sinks
-// have one number per query head, or are empty. Slow on purpose.
+// is proof. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads];
+// sinks have one number per query head, or are empty. Slow on purpose.
 struct Shape {
   std::int64_t batch = 1;
-  std::int64_t tokens = 0;
+  std::int64_t tokens = 0;  // of queries, and of keys unless key_tokens says otherwise
   int q_heads = 1;
   int kv_heads = 1;
   int head_dim = 0;
+  std::optional<std::int64_t> key_tokens = std::nullopt;
+
+  [[nodiscard]] std::int64_t keys() const { return key_tokens.value_or(tokens); }
 };
 
 struct Output {

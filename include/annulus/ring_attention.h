@@ -33,7 +33,8 @@ enum class BackwardTravel : std::uint8_t { automatic, keys, queries };
 
 struct RingOptions {
   Pattern pattern;
-  Placement placement;
+  Placement placement;  // of queries; and of keys unless key_placement says otherwise
+  std::optional<Placement> key_placement;  // on as many ranks; for as many keys as it likes
   std::int64_t batch = 1;
   int kv_heads = 1;  // divides the query heads: head h uses K/V head h / (heads / kv_heads)
   int head_dim = 64;
@@ -62,6 +63,8 @@ struct RingOptions {
   Device device;    // of all tensors
   int threads = 0;  // CPU: how many compute, shared by all ranks of the process; 0: as many as the
                     // process may use, or ANNULUS_THREADS
+
+  [[nodiscard]] const Placement& keys() const { return key_placement ? *key_placement : placement; }
 };
 
 // Bytes are of this rank.
@@ -106,8 +109,8 @@ class RingAttention {
   RingAttention(RingAttention&&) noexcept;
   RingAttention& operator=(RingAttention&&) noexcept;
 
-  // q, o: [batch, local tokens, q heads, head_dim]; k, v: [batch, local tokens, kv heads,
-  // head_dim]; lse: fp32 [batch, local tokens, q heads], natural log. `state` is needed when
+  // q, o: [batch, local queries, q heads, head_dim]; k, v: [batch, local keys, kv heads,
+  // head_dim]; lse: fp32 [batch, local queries, q heads], natural log. `state` is needed when
   // mix_gradient is detached and backward follows.
   void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                const TensorView& o, const TensorView& lse, BranchState* state = nullptr);

@@ -55,8 +55,10 @@ TensorView dense_view(std::byte* data, const ConstTensorView& whole, std::int64_
 
 LocalRing::LocalRing(RingOptions options)
     : options_(std::move(options)),
-      forward_flops_(4.0 * allowed_pairs(options_.pattern, options_.placement.tokens()) *
-                     static_cast<double>(options_.batch) * options_.head_dim),
+      forward_flops_(
+          4.0 *
+          allowed_pairs(options_.pattern, options_.placement.tokens(), options_.keys().tokens()) *
+          static_cast<double>(options_.batch) * options_.head_dim),
       transports_(make_in_process_ring(options_.placement.ranks(), ring::patient_ring(options_))),
       copies_(transports_.size()),
       executors_(transports_.size()) {

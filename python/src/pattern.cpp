@@ -218,8 +218,15 @@ one over the number of branches.)")
           },
           nb::arg("branch"), nb::arg("head"), nb::arg("query"), nb::arg("key"),
           "Whether the query at one position attends to the key at another in one branch.")
-      .def("allowed_pairs", &allowed_pairs, nb::arg("tokens"),
-           "Number of allowed (branch, head, query, key) pairs in a sequence of this length.")
+      .def(
+          "allowed_pairs",
+          [](const Pattern& p, std::int64_t tokens, std::optional<std::int64_t> key_tokens) {
+            return allowed_pairs(p, tokens, key_tokens.value_or(tokens));
+          },
+          nb::arg("tokens"), nb::arg("key_tokens") = nb::none(),
+          "Number of allowed (branch, head, query, key) pairs for so many queries, and as many "
+          "keys "
+          "unless key_tokens says otherwise.")
       .def(
           "__eq__", [](const Pattern& a, nb::handle b) { return compare(a, b); },
           nb::sig("def __eq__(self, other: object, /) -> bool"))

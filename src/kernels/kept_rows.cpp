@@ -2,6 +2,8 @@
 
 #include <map>
 
+#include "pattern/division.h"
+#include "pattern/segments.h"
 #include "plan/selected_rows.h"
 
 namespace annulus {
@@ -11,12 +13,15 @@ KeptRows::KeptRows(const Pattern& pattern, const Placement& placement, int rank,
       batch_(batch),
       heads_(pattern.branches.size() * static_cast<std::size_t>(pattern.heads)) {
   const std::int64_t words = ceil_div(placement.local_tokens(rank), kWordTokens);
+  // Of queries only; how many keys there are does not matter.
+  const std::int64_t tokens = placement.tokens();
   Head* head = heads_.data();
   for (const Branch& branch : pattern.branches) {
     struct Bitmap {
       std::int64_t first_word = 0;
       std::int64_t rows = 0;
     };
+    const Segments segments(pattern, branch, tokens, tokens);
     std::map<std::int64_t, Bitmap> by_offset;
     for (const std::int64_t offset : branch.offset) {
       head->first = batch_rows_;
@@ -25,7 +30,7 @@ KeptRows::KeptRows(const Pattern& pattern, const Placement& placement, int rank,
         Bitmap& bitmap = found->second;
         if (is_new) {
           bitmap.first_word = static_cast<std::int64_t>(words_.size());
-          bitmap.rows = add_bitmap(SelectedRows(branch, offset, placement.tokens()),
+          bitmap.rows = add_bitmap({segments, Side::queries, branch.dilation, offset},
                                    placement.ranges(rank), words);
         }
         head->first_word = bitmap.first_word;

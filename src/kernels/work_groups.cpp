@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <utility>
 
 namespace annulus {
 namespace {
 
-std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t segment_start,
-                                   std::int64_t offset, std::int64_t dilation) {
+// `zero` is the token of index 0.
+std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t zero,
+                                   std::int64_t dilation) {
   std::vector<RunTemplate> out;
   out.reserve(rows.size());
   for (const PlacedRows& placed : rows) {
@@ -16,7 +18,7 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
     run.parcel = placed.parcel;
     run.store_first = placed.store_first;
     run.store_stride = placed.store_stride;
-    run.index = static_cast<std::int32_t>((placed.rows.first - segment_start - offset) / dilation);
+    run.index = static_cast<std::int32_t>((placed.rows.first - zero) / dilation);
     run.index_stride =
         static_cast<std::int32_t>(std::max<std::int64_t>(1, placed.rows.stride / dilation));
     run.count = static_cast<std::int32_t>(placed.rows.count);
@@ -41,6 +43,35 @@ Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
   return out;
 }
 
+// Which branch computes what, by document: the same for documents of the same length.
+class Sharing {
+ public:
+  // Where branches are kept apart, each has all its pairs.
+  Sharing(const Plan& plan, MixGradient mix)
+      : plan_(plan), share_(mix == MixGradient::full && plan.self_attention()) {}
+
+  void share_nothing() {
+    share_ = false;
+    by_length_.clear();
+  }
+  [[nodiscard]] const PairSharing& of(const TileGroup& tiles, int branch, int head) {
+    const std::vector<Document>& documents = plan_.pattern().documents;
+    const std::int64_t tokens = documents.empty()
+                                    ? plan_.query_placement().tokens()
+                                    : documents[static_cast<std::size_t>(tiles.document)].length();
+    std::vector<std::vector<PairSharing>>& heads = by_length_[tokens];
+    if (heads.empty()) heads.resize(static_cast<std::size_t>(plan_.pattern().heads));
+    std::vector<PairSharing>& branches = heads[static_cast<std::size_t>(head)];
+    if (branches.empty()) branches = share_pairs(plan_.pattern(), {tokens, share_}, head);
+    return branches[static_cast<std::size_t>(branch)];
+  }
+
+ private:
+  const Plan& plan_;
+  bool share_;
+  std::map<std::int64_t, std::vector<std::vector<PairSharing>>> by_length_;  // [head][branch]
+};
+
 }  // namespace
 
 WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
@@ -48,19 +79,12 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
   const Plan& plan = *stage.plan;
   const Pattern& pattern = *computation.pattern;
   const std::vector<TileGroup> tile_groups = plan.tile_groups(stage.first_step, stage.last_step);
-  // Where branches are kept apart, each has all its pairs.
-  const bool share = computation.mix_gradient == MixGradient::full;
   const auto selection_of = [&](const TileGroup& tiles) -> const Selection& {
     return plan.classes()[static_cast<std::size_t>(tiles.head_class)]
         .selections[static_cast<std::size_t>(tiles.selection)];
   };
 
-  std::vector<std::vector<PairSharing>> sharing(static_cast<std::size_t>(pattern.heads));
-  for (int h = 0; h < pattern.heads; ++h) {
-    sharing[static_cast<std::size_t>(h)] =
-        share ? share_pairs(pattern, {plan.query_placement().tokens(), plan.self_attention()}, h)
-              : std::vector<PairSharing>(pattern.branches.size());
-  }
+  Sharing sharing(plan, computation.mix_gradient);
   if (stage.kind == Stage::Kind::gradients) {
     // Groups that leave out pairs take turns at a segment's keys. If that would leave threads idle,
     // every branch computes all its pairs.
@@ -71,22 +95,20 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       const auto branch = static_cast<std::size_t>(selection.branch);
       chains[branch] += computation.batch * static_cast<std::int64_t>(selection.members.size());
       for (const Selection::Member& member : selection.members) {
-        if (sharing[static_cast<std::size_t>(member.q_head)][branch].host >= 0)
-          guest[branch] = true;
+        if (sharing.of(tiles, selection.branch, member.q_head).host >= 0) guest[branch] = true;
       }
     }
     for (std::size_t branch = 0; branch < chains.size(); ++branch) {
-      if (guest[branch] && chains[branch] < least_chains)
-        for (auto& of_head : sharing) of_head.assign(pattern.branches.size(), {});
+      if (guest[branch] && chains[branch] < least_chains) sharing.share_nothing();
     }
   }
 
   for (const TileGroup& tiles : tile_groups) {
     const Selection& selection = selection_of(tiles);
     const Branch& branch = pattern.branches[static_cast<std::size_t>(selection.branch)];
-    const std::int64_t start = tiles.segment == 0 ? 0 : tiles.segment * branch.segment_length;
-    rows_.push_back({templates(tiles.queries, start, selection.offset, branch.dilation),
-                     templates(tiles.keys, start, selection.offset, branch.dilation)});
+    rows_.push_back(
+        {templates(tiles.queries, tiles.query_origin + selection.offset, branch.dilation),
+         templates(tiles.keys, tiles.key_origin + selection.offset, branch.dilation)});
     if (computation.kept != nullptr && stage.kind == Stage::Kind::forward) {
       const int head = selection.members.front().q_head;  // all have the same offset
       for (RunTemplate& run : rows_.back().queries) {
@@ -96,14 +118,14 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     }
     // Both sides of a pair are rows of one selection: positions differ by multiples of its
     // dilation.
-    const Band band = tiles.band.divided_by(branch.dilation);
+    const Band band =
+        tiles.band.shifted_by(tiles.query_origin - tiles.key_origin).divided_by(branch.dilation);
     // One group for all members that share alike.
     std::vector<bool> done(selection.members.size(), false);
     for (std::size_t m = 0; m < selection.members.size(); ++m) {
       if (done[m]) continue;
       const auto sharing_of = [&](std::size_t member) -> const PairSharing& {
-        return sharing[static_cast<std::size_t>(selection.members[member].q_head)]
-                      [static_cast<std::size_t>(selection.branch)];
+        return sharing.of(tiles, selection.branch, selection.members[member].q_head);
       };
       WorkGroup group;
       group.branch = selection.branch;

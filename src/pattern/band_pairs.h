@@ -1,12 +1,11 @@
 #pragma once
 
-#include <cstdint>
-
 #include "annulus/band.h"
 
 namespace annulus {
 
-// Number of (query, key) that a band in indices allows, with both sides 0..rows - 1.
-[[nodiscard]] double band_pairs(const Band& band, std::int64_t rows);
+// Number of (query, key) that a band in indices allows, with all queries and keys of two stretches.
+// A stretch whose last row is before its first one is empty.
+[[nodiscard]] double band_pairs(const Band& band, const Stretch& queries, const Stretch& keys);
 
 }  // namespace annulus

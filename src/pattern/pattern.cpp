@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <map>
 #include <string>
 #include <utility>
 
 #include "annulus/error.h"
 #include "pattern/band_pairs.h"
+#include "pattern/segments.h"
 
 namespace annulus {
 namespace {
@@ -37,6 +39,29 @@ void check_preset(const std::string& where, int heads, std::span<const std::int6
   }
 }
 
+// Documents are in the order of their tokens on both sides.
+void check_document(const Pattern& pattern, std::size_t index) {
+  const Document& document = pattern.documents[index];
+  const Document before = index == 0 ? Document{} : pattern.documents[index - 1];
+  const std::string where =
+      "Pattern '" + pattern.name + "', document " + std::to_string(index) + ": ";
+  const auto check = [&](const char* side, std::int64_t begin, std::int64_t end, std::int64_t least,
+                         std::int64_t start) {
+    if (begin < least || end < begin) {
+      throw ConfigError(where + side + " tokens are [" + std::to_string(begin) + ", " +
+                        std::to_string(end) + "), expected a range that begins at " +
+                        std::to_string(least) + " or later");
+    }
+    constexpr std::int64_t kMostPositions = std::int64_t{1} << 40;  // keeps sums of positions small
+    if (start < 0 || start > kMostPositions) {
+      throw ConfigError(where + side + "_start is " + std::to_string(start) + ", expected 0.." +
+                        std::to_string(kMostPositions));
+    }
+  };
+  check("query", document.query_begin, document.query_end, before.query_end, document.query_start);
+  check("key", document.key_begin, document.key_end, before.key_end, document.key_start);
+}
+
 Branch make_branch(int heads, std::int64_t segment_length, std::int64_t dilation) {
   Branch branch;
   branch.segment_length = segment_length;
@@ -45,32 +70,40 @@ Branch make_branch(int heads, std::int64_t segment_length, std::int64_t dilation
   return branch;
 }
 
-// Pairs inside one segment of `length` tokens, whose selected positions are offset,
-// offset + dilation, ...
-double pairs_in_segment(std::int64_t length, std::int64_t dilation, std::int64_t offset,
-                        const Band& band) {
-  if (offset >= length) return 0.0;
-  return band_pairs(band.divided_by(dilation), (length - 1 - offset) / dilation + 1);
-}
-
 }  // namespace
 
-double band_pairs(const Band& band, std::int64_t rows) {
-  const auto n = static_cast<double>(rows);
-  // Pairs with key - query <= difference.
+double band_pairs(const Band& band, const Stretch& queries, const Stretch& keys) {
+  const std::int64_t most = keys.last - keys.first + 1;
+  if (queries.last < queries.first || most <= 0 || band.empty()) return 0.0;
+  // Pairs with key - query <= difference: the sum of clamp(query + ahead, 0, most).
   const auto up_to = [&](std::int64_t difference) {
-    // Of the diagonals 1..d beside the main one.
-    const auto beside = [&](std::int64_t d) {
-      const auto m = static_cast<double>(std::clamp<std::int64_t>(d, 0, rows - 1));
-      return m * n - m * (m + 1.0) / 2.0;
+    const std::int64_t ahead =
+        std::clamp(difference + 1 - keys.first, -queries.last, most - queries.first);
+    const auto sum_to = [&](std::int64_t x) {  // of clamp(i, 0, most) over i <= x
+      const std::int64_t below = std::clamp<std::int64_t>(x, 0, most);
+      const auto n = static_cast<double>(below);
+      return n * (n + 1.0) / 2.0 +
+             static_cast<double>(most) * static_cast<double>(std::max<std::int64_t>(0, x - most));
     };
-    if (difference < 0) return beside(rows - 1) - beside(-difference - 1);
-    if (difference >= rows - 1) return n * n;
-    return n * (n + 1.0) / 2.0 + beside(difference);
+    return sum_to(queries.last + ahead) - sum_to(queries.first - 1 + ahead);
   };
-  if (rows == 0 || band.empty()) return 0.0;
   return band.least == -Band::kUnlimited ? up_to(band.most)
                                          : up_to(band.most) - up_to(band.least - 1);
+}
+
+bool Pattern::allows(const Branch& branch, int head, std::int64_t query, std::int64_t key) const {
+  if (!documents.empty()) {
+    const auto document =
+        std::ranges::find_if(documents, [&](const Document& d) { return query < d.query_end; });
+    if (document == documents.end() || query < document->query_begin || key < document->key_begin ||
+        key >= document->key_end) {
+      return false;
+    }
+    query += document->query_start - document->query_begin;
+    key += document->key_start - document->key_begin;
+  }
+  return branch.selects(head, query) && branch.selects(head, key) &&
+         query / branch.segment_length == key / branch.segment_length && band().allows(query, key);
 }
 
 void Pattern::validate() const {
@@ -92,6 +125,7 @@ void Pattern::validate() const {
     throw ConfigError(where + ": window.after is " + std::to_string(window.after) +
                       " in a causal pattern, expected 0 (or -1)");
   }
+  for (std::size_t i = 0; i < documents.size(); ++i) check_document(*this, i);
   for (std::size_t i = 0; i < branches.size(); ++i) {
     const Branch& branch = branches[i];
     const std::string here = where + ", branch " + std::to_string(i);
@@ -171,26 +205,62 @@ Pattern longnet(int heads, std::span<const std::int64_t> segments,
   return pattern;
 }
 
-double allowed_pairs(const Pattern& pattern, std::int64_t tokens) {
-  pattern.validate();
-  if (tokens < 0) {
-    throw ConfigError("allowed_pairs: tokens is " + std::to_string(tokens) +
-                      ", expected at least 0");
+std::vector<Document> packed_documents(std::span<const std::int64_t> boundaries) {
+  if (boundaries.empty() || boundaries.front() != 0) {
+    throw ConfigError("document boundaries begin with " +
+                      (boundaries.empty() ? "nothing" : std::to_string(boundaries.front())) +
+                      ", expected 0, then the end of each document");
   }
+  std::vector<Document> documents;
+  documents.reserve(boundaries.size() - 1);
+  for (std::size_t i = 1; i < boundaries.size(); ++i) {
+    const std::int64_t begin = boundaries[i - 1];
+    const std::int64_t end = boundaries[i];
+    if (end < begin) {
+      throw ConfigError("document boundary " + std::to_string(i) + " is " + std::to_string(end) +
+                        ", expected at least the one before, " + std::to_string(begin));
+    }
+    documents.push_back(
+        {.query_begin = begin, .query_end = end, .key_begin = begin, .key_end = end});
+  }
+  return documents;
+}
+
+double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens) {
+  pattern.validate();
+  const auto check = [](const char* what, std::int64_t found) {
+    if (found >= 0) return;
+    throw ConfigError("allowed_pairs: " + std::string(what) + " is " + std::to_string(found) +
+                      ", expected at least 0");
+  };
+  check("query_tokens", query_tokens);
+  check("key_tokens", key_tokens);
+  check_documents(pattern, query_tokens, key_tokens);
+  const Band band = pattern.band();
   double pairs = 0.0;
   for (const Branch& branch : pattern.branches) {
-    const std::int64_t whole_segments = tokens / branch.segment_length;
-    const std::int64_t last_length = tokens % branch.segment_length;  // ragged; 0: there is none
+    std::map<std::int64_t, double> heads_of;  // by offset
     for (const std::int64_t offset : branch.offset) {
-      if (offset < 0) continue;
-      const auto count = [&](std::int64_t length) {
-        return pairs_in_segment(length, branch.dilation, offset, pattern.band());
-      };
-      pairs += static_cast<double>(whole_segments) * count(branch.segment_length);
-      pairs += count(last_length);
+      if (offset >= 0) heads_of[offset] += 1.0;
+    }
+    const Segments segments(pattern, branch, query_tokens, key_tokens);
+    for (std::int64_t s = 0, next = 0; s < segments.count(); s = next) {
+      next = segments.alike_until(s, segments.count());
+      for (const auto& [offset, heads] : heads_of) {
+        const auto indices = [&](Side side) {
+          return selected_indices(segments.part(side, s), branch.dilation, offset);
+        };
+        pairs += static_cast<double>(next - s) * heads *
+                 band_pairs(band.divided_by(branch.dilation), indices(Side::queries),
+                            indices(Side::keys));
+      }
     }
   }
   return pairs;
+}
+
+double allowed_pairs(const Pattern& pattern, std::int64_t tokens) {
+  return allowed_pairs(pattern, tokens, tokens);
 }
 
 }  // namespace annulus

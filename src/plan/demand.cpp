@@ -4,6 +4,9 @@
 #include <numeric>
 #include <tuple>
 
+#include "pattern/segments.h"
+#include "plan/selected_rows.h"
+
 namespace annulus {
 namespace {
 
@@ -91,23 +94,26 @@ std::vector<std::size_t> by_segment(const std::vector<Piece>& pieces) {
 // changes that have use for them.
 class DemandCollector {
  public:
-  DemandCollector(const PlanOptions& options, RankSets& sets)
-      : band_(options.pattern.band()),
-        travel_(options.travel),
-        travelling_(travel_ == Travel::keys ? options.keys : options.queries),
-        staying_(travel_ == Travel::keys ? options.queries : options.keys),
-        same_(travelling_.same_as(staying_)),
+  DemandCollector(const PlanOptions& options, const Branch& branch, RankSets& sets)
+      : options_(options),
+        segments_(options.pattern, branch, options.queries.tokens(), options.keys.tokens()),
+        dilation_(branch.dilation),
+        travelling_(options.travel == Travel::keys ? options.keys : options.queries),
+        staying_(options.travel == Travel::keys ? options.queries : options.keys),
         sets_(&sets) {}
 
-  SelectionDemands collect(const Branch& branch, std::int64_t offset) {
-    std::vector<Piece> moving =
-        shard_pieces(travelling_, {branch, offset, travelling_.tokens()}, same_);
+  SelectionDemands collect(std::int64_t offset) {
+    const bool keys_travel = options_.travel == Travel::keys;
+    const auto pieces_of = [&](const Placement& placement, Side side) {
+      return shard_pieces(placement, {segments_, side, dilation_, offset},
+                          options_.self_attention());
+    };
+    std::vector<Piece> moving = pieces_of(travelling_, keys_travel ? Side::keys : Side::queries);
     cuts_.clear();
-    if (same_) {
-      assign_cuts(moving, moving, branch.dilation);
+    if (options_.self_attention()) {
+      assign_cuts(moving, moving);
     } else {
-      assign_cuts(moving, shard_pieces(staying_, {branch, offset, staying_.tokens()}, false),
-                  branch.dilation);
+      assign_cuts(moving, pieces_of(staying_, keys_travel ? Side::queries : Side::keys));
     }
     SelectionDemands result;
     std::size_t i = 0;
@@ -125,24 +131,24 @@ class DemandCollector {
  private:
   // Where in a segment rows of the travelling side are of use to the ranks that have rows of the
   // staying side there. A rank's uses do not overlap.
-  void find_uses(const std::vector<Piece>& waiting, std::span<const std::size_t> segment,
-                 std::int64_t dilation) {
+  void find_uses(const std::vector<Piece>& waiting, std::span<const std::size_t> segment) {
     uses_.clear();
-    // Rows of both sides differ by multiples of the dilation.
-    Band band = band_.divided_by(dilation);
+    // Positions of both sides differ by multiples of the dilation.
+    Band band = options_.pattern.band().divided_by(dilation_);
     if (band.empty()) return;
     const bool limited = band.least != -Band::kUnlimited && band.most != Band::kUnlimited;
-    if (band.least != -Band::kUnlimited) band.least *= dilation;
-    if (band.most != Band::kUnlimited) band.most *= dilation;
+    if (band.least != -Band::kUnlimited) band.least *= dilation_;
+    if (band.most != Band::kUnlimited) band.most *= dilation_;
+    band = segments_.in_tokens(band, waiting[segment.front()].segment);
     const auto add = [&](int rank, std::int64_t first, std::int64_t last) {
-      const Stretch use =
-          travel_ == Travel::keys ? band.keys_of({first, last}) : band.queries_of({first, last});
+      const Stretch use = options_.travel == Travel::keys ? band.keys_of({first, last})
+                                                          : band.queries_of({first, last});
       if (use.last >= 0) uses_.push_back({rank, use.first, use.last});
     };
     // What neighbouring rows use overlaps, or leaves no selected row between. Without a limit on
     // either side always.
     const auto seamless = [&](std::int64_t step) {
-      return !limited || step <= band.most - band.least + dilation;
+      return !limited || step <= band.most - band.least + dilation_;
     };
     for (const std::size_t i : segment) {
       const Piece& piece = waiting[i];
@@ -161,7 +167,7 @@ class DemandCollector {
     std::size_t kept = 0;
     for (const Use& use : uses_) {
       if (kept > 0 && uses_[kept - 1].rank == use.rank &&
-          use.first <= uses_[kept - 1].last + dilation) {
+          use.first <= uses_[kept - 1].last + dilation_) {
         uses_[kept - 1].last = std::max(uses_[kept - 1].last, use.last);
       } else {
         uses_[kept++] = use;
@@ -170,8 +176,7 @@ class DemandCollector {
     uses_.resize(kept);
   }
 
-  void assign_cuts(std::vector<Piece>& moving, const std::vector<Piece>& waiting,
-                   std::int64_t dilation) {
+  void assign_cuts(std::vector<Piece>& moving, const std::vector<Piece>& waiting) {
     const std::vector<std::size_t> movers = by_segment(moving);
     const std::vector<std::size_t> waiters = by_segment(waiting);
     const auto end_of = [](const std::vector<Piece>& pieces, const std::vector<std::size_t>& order,
@@ -187,7 +192,7 @@ class DemandCollector {
       while (w < waiters.size() && waiting[waiters[w]].segment < segment) ++w;
       if (w == waiters.size()) return;
       if (waiting[waiters[w]].segment != segment) continue;
-      find_uses(waiting, std::span(waiters).subspan(w, end_of(waiting, waiters, w) - w), dilation);
+      find_uses(waiting, std::span(waiters).subspan(w, end_of(waiting, waiters, w) - w));
       if (uses_.empty()) continue;
       const bool one_rank = uses_.front().rank == uses_.back().rank;
       bool needed = false;  // by a rank that is not the owner
@@ -232,11 +237,11 @@ class DemandCollector {
     }
   }
 
-  Band band_;
-  Travel travel_;
-  Placement travelling_;
-  Placement staying_;
-  bool same_;
+  const PlanOptions& options_;
+  Segments segments_;
+  std::int64_t dilation_;
+  const Placement& travelling_;
+  const Placement& staying_;
   RankSets* sets_;
   std::vector<std::vector<Cut>> cuts_;  // per segment that somebody else needs
   std::vector<Use> uses_;
@@ -246,7 +251,7 @@ class DemandCollector {
 
 SelectionDemands collect_demands(const PlanOptions& options, const Branch& branch,
                                  std::int64_t offset, RankSets& sets) {
-  return DemandCollector(options, sets).collect(branch, offset);
+  return DemandCollector(options, branch, sets).collect(offset);
 }
 
 }  // namespace annulus

@@ -7,8 +7,8 @@
 
 #include "annulus/plan.h"
 #include "annulus/row_set.h"
+#include "pattern/division.h"
 #include "plan/rank_sets.h"
-#include "plan/selected_rows.h"
 
 namespace annulus {
 

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 #include <map>
 #include <numeric>
 #include <utility>
 
 #include "pattern/band_pairs.h"
+#include "pattern/segments.h"
 #include "plan/selected_rows.h"
 
 namespace annulus {
@@ -50,32 +52,29 @@ double clamped_sum(const RowSet& rows, std::int64_t shift, std::int64_t most) {
 class RangePairs {
  public:
   RangePairs(const RowSet& range, const SelectedRows& selected, const SelectedRows& other,
-             const Band& band, Travel travel)
+             const Band& band)
       : range_(range),
         crossing_(range, selected),
         selected_(selected),
         other_(other),
-        // The dilation of a side is cut down where its segments have one row at most.
-        band_(band.divided_by(std::max(selected.dilation, other.dilation))),
-        travel_(travel) {}
+        band_(band.divided_by(selected.dilation)) {}
 
   [[nodiscard]] double count() const {
     const auto [whole_begin, whole_end] = crossing_.whole_segments();
-    const std::int64_t end = std::min(crossing_.end_segment(), other_.segments());
+    const Segments& segments = *selected_.segments;
+    const std::int64_t end = crossing_.end_segment();
     // Strided ranges meet every segment. Those that are alike `period` segments further on, away
-    // from the ends of range and sequence, are counted once.
-    const std::int64_t period = range_.stride / std::gcd(range_.stride, selected_.segment_length);
-    const std::int64_t alike_end = end - 1;
+    // from the ends of range and document, are counted once.
+    const std::int64_t period = range_.stride / std::gcd(range_.stride, segments.length());
     double pairs = 0.0;
     for (std::int64_t s = crossing_.first_segment(); s < end; ++s) {
-      if (s >= whole_begin && s + 1 < whole_end && s + 1 < other_.segments()) {
-        // Only the last segment of a side can be ragged.
-        const std::int64_t stop = std::min(whole_end, other_.segments()) - 1;
+      if (s >= whole_begin && s < whole_end) {
+        const std::int64_t stop = segments.alike_until(s, whole_end);
         pairs += static_cast<double>(stop - s) * in_whole_segment(s);
         s = stop - 1;
         continue;
       }
-      const std::int64_t times = (alike_end - s) / period;
+      const std::int64_t times = (segments.alike_until(s, end - 1) - s) / period;
       if (range_.stride > 1 && s > crossing_.first_segment() && times > 1) {
         double once = 0.0;
         for (std::int64_t i = s; i < s + period; ++i) once += in_segment(i);
@@ -89,27 +88,33 @@ class RangePairs {
   }
 
  private:
-  // Of a segment that both sides have all of.
+  [[nodiscard]] bool holds_queries() const { return selected_.side == Side::queries; }
+
+  // Of a segment of which the range has everything.
   [[nodiscard]] double in_whole_segment(std::int64_t s) const {
-    return band_pairs(band_, other_.count(s));
+    return holds_queries() ? band_pairs(band_, selected_.indices(s), other_.indices(s))
+                           : band_pairs(band_, other_.indices(s), selected_.indices(s));
   }
 
   [[nodiscard]] double in_segment(std::int64_t s) const {
     const RowSet rows = crossing_.in_segment(s).elements;
-    if (rows.count == 0) return 0.0;
+    const Stretch others = other_.indices(s);
+    if (rows.count == 0 || others.last < others.first) return 0.0;
     // In indices: the i-th selected row of a segment. They are a progression, too.
-    const std::int64_t start = selected_.segment_begin(s) + selected_.offset;
+    const std::int64_t start = selected_.part(s).origin + selected_.offset;
     const RowSet own{(range_[rows.first] - start) / selected_.dilation, rows.count,
                      rows.count > 1 ? (range_[rows.last()] - range_[rows.first]) /
                                           (rows.count - 1) / selected_.dilation
                                     : 1};
     // A query i sees keys [i + least, i + most], a key i is seen by queries [i - most, i - least].
-    const bool keys_travel = travel_ == Travel::keys;
-    const std::int64_t first = keys_travel ? band_.least : -band_.most;
-    const std::int64_t last = keys_travel ? band_.most : -band_.least;
-    const std::int64_t all = other_.count(s);
-    return clamped_sum(own, last == Band::kUnlimited ? last : last + 1, all) -
-           clamped_sum(own, first, all);
+    const std::int64_t first = holds_queries() ? band_.least : -band_.most;
+    const std::int64_t last = holds_queries() ? band_.most : -band_.least;
+    const std::int64_t all = others.last - others.first + 1;
+    const auto up_to = [&](std::int64_t difference) {  // pairs with other - own < difference
+      const bool limited = std::abs(difference) < Band::kUnlimited;
+      return clamped_sum(own, limited ? difference - others.first : difference, all);
+    };
+    return up_to(last == Band::kUnlimited ? last : last + 1) - up_to(first);
   }
 
   RowSet range_;
@@ -117,7 +122,6 @@ class RangePairs {
   SelectedRows selected_;
   SelectedRows other_;
   Band band_;
-  Travel travel_;
 };
 
 // Of key <= query.
@@ -148,20 +152,22 @@ double allowed_pairs(const Band& band, const RowSet& queries, const RowSet& keys
 double shard_pairs(const Pattern& pattern, const Placement& queries, const Placement& keys,
                    int rank, Travel travel) {
   const Placement& staying = travel == Travel::keys ? queries : keys;
-  const Placement& travelling = travel == Travel::keys ? keys : queries;
+  const Side staying_side = travel == Travel::keys ? Side::queries : Side::keys;
+  const Side travelling_side = travel == Travel::keys ? Side::keys : Side::queries;
   double pairs = 0.0;
   for (const Branch& branch : pattern.branches) {
+    const Segments segments(pattern, branch, queries.tokens(), keys.tokens());
     std::map<std::int64_t, int> heads_of;  // by offset
     for (const std::int64_t offset : branch.offset) {
       if (offset >= 0) ++heads_of[offset];
     }
     for (const auto& [offset, heads] : heads_of) {
-      const SelectedRows selected(branch, offset, staying.tokens());
-      const SelectedRows other(branch, offset, travelling.tokens());
+      const SelectedRows selected(segments, staying_side, branch.dilation, offset);
+      const SelectedRows other(segments, travelling_side, branch.dilation, offset);
       double per_head = 0.0;
       for (const RowSet& range : staying.ranges(rank)) {
         if (range.count == 0) continue;
-        per_head += RangePairs(range, selected, other, pattern.band(), travel).count();
+        per_head += RangePairs(range, selected, other, pattern.band()).count();
       }
       pairs += per_head * heads;
     }

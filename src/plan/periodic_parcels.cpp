@@ -129,7 +129,10 @@ bool extend_flows(BuiltParcels& one, const BuiltParcels& longer, std::int64_t ti
 std::optional<BuiltParcels> build_periodic_parcels(const PlanOptions& options,
                                                    const std::vector<HeadClass>& classes,
                                                    int rank) {
-  if (!options.queries.same_as(options.keys) || options.queries.ranks() < 2) return std::nullopt;
+  if (!options.queries.same_as(options.keys) || options.queries.ranks() < 2 ||
+      !options.pattern.documents.empty()) {
+    return std::nullopt;
+  }
   const std::int64_t tokens = options.queries.tokens();
   const std::int64_t period = period_of(options, tokens / (2 * kPeriods));
   if (period == 0 || !is_striped(options.queries)) return std::nullopt;

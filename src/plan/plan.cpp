@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "annulus/error.h"
+#include "pattern/segments.h"
 #include "plan/build_parcels.h"
 #include "plan/pair_counts.h"
 #include "plan/rank_sets.h"
@@ -105,8 +106,15 @@ const char* name_of(Schedule schedule) noexcept {
 
 const char* name_of(Travel travel) noexcept { return travel == Travel::keys ? "keys" : "queries"; }
 
+bool PlanOptions::self_attention() const {
+  return queries.same_as(keys) &&
+         std::ranges::all_of(pattern.documents,
+                             [](const Document& document) { return document.same_sides(); });
+}
+
 void Plan::check(const PlanOptions& options, int rank) {
   options.pattern.validate();
+  check_documents(options.pattern, options.queries.tokens(), options.keys.tokens());
   const int heads = options.pattern.heads;
   if (options.kv_heads < 1 || heads % options.kv_heads != 0) {
     throw ConfigError("Plan: kv_heads is " + std::to_string(options.kv_heads) +
@@ -129,7 +137,8 @@ void Plan::check(const PlanOptions& options, int rank) {
   }
 }
 
-Plan::Plan(PlanOptions options, int rank) : options_(std::move(options)), rank_(rank) {
+Plan::Plan(PlanOptions options, int rank)
+    : options_(std::move(options)), self_attention_(options_.self_attention()), rank_(rank) {
   check(options_, rank);
   auto parts = std::make_shared<Parts>();
   parts->classes = head_classes(options_);
@@ -142,7 +151,10 @@ Plan::Plan(PlanOptions options, int rank) : options_(std::move(options)), rank_(
 }
 
 Plan::Plan(PlanOptions options, int rank, std::shared_ptr<const Parts> parts)
-    : options_(std::move(options)), rank_(rank), parts_(std::move(parts)) {
+    : options_(std::move(options)),
+      self_attention_(options_.self_attention()),
+      rank_(rank),
+      parts_(std::move(parts)) {
   make_hops();
 }
 
@@ -317,6 +329,15 @@ std::uint64_t Plan::digest() const {
   hash.add(pattern().band().least);
   hash.add(pattern().band().most);
   hash.add(pattern().output_scale);
+  hash.add_size(pattern().documents.size());
+  for (const Document& document : pattern().documents) {
+    hash.add(document.query_begin);
+    hash.add(document.query_end);
+    hash.add(document.key_begin);
+    hash.add(document.key_end);
+    hash.add(document.query_start);
+    hash.add(document.key_start);
+  }
   hash.add_size(pattern().branches.size());
   for (const Branch& branch : pattern().branches) {
     hash.add(branch.segment_length);
@@ -326,7 +347,7 @@ std::uint64_t Plan::digest() const {
   // By content: one rank may pass the same object twice, another two that are alike.
   const std::uint64_t query_digest = digest_of(query_placement());
   hash.add(query_digest);
-  hash.add(self_attention() ? query_digest : digest_of(key_placement()));
+  hash.add(query_placement().same_as(key_placement()) ? query_digest : digest_of(key_placement()));
   hash.add(options_.kv_heads);
   hash.add(static_cast<int>(options_.schedule));
   hash.add(static_cast<int>(options_.travel));

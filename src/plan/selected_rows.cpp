@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include "pattern/division.h"
+
 namespace annulus {
 
 Crossing::Crossing(const RowSet& base, const SelectedRows& selected)
@@ -23,22 +25,28 @@ Crossing::Crossing(const RowSet& base, const SelectedRows& selected)
 
 std::pair<std::int64_t, std::int64_t> Crossing::whole_segments() const {
   if (base_.stride != 1) return {0, 0};
-  const std::int64_t end = base_.first + base_.count;
-  return {ceil_div(base_.first, selected_.segment_length),
-          end == selected_.tokens ? selected_.segments() : end / selected_.segment_length};
+  const auto inside = [&](std::int64_t segment) {
+    const Segments::Part part = selected_.part(segment);
+    return part.begin >= base_.first && part.end <= base_.first + base_.count;
+  };
+  std::int64_t begin = first_segment();
+  std::int64_t end = end_segment();
+  if (begin < end && !inside(begin)) ++begin;
+  if (begin < end && !inside(end - 1)) --end;
+  return {begin, end};
 }
 
 Crossing::Rows Crossing::in_segment(std::int64_t segment) const {
-  const std::int64_t segment_begin = selected_.segment_begin(segment);
-  const std::int64_t to_begin = segment_begin - base_.first;
-  const std::int64_t to_end = selected_.segment_end(segment) - base_.first;
+  const Segments::Part part = selected_.part(segment);
+  const std::int64_t to_begin = part.begin - base_.first;
+  const std::int64_t to_end = part.end - base_.first;
   Rows rows;
   rows.begin = std::clamp<std::int64_t>(ceil_div(to_begin, base_.stride), 0, base_.count);
   rows.end = std::clamp<std::int64_t>(ceil_div(to_end, base_.stride), 0, base_.count);
   rows.elements = {rows.begin, 0, stride_};
-  // base[i] == segment_begin + offset modulo the dilation, solved for i.
-  const std::int64_t distance = to_begin + selected_.offset;
-  if (selected_.offset >= selected_.segment_length || distance % common_ != 0) return rows;
+  // base[i] == origin + offset modulo the dilation, solved for i.
+  const std::int64_t distance = part.origin + selected_.offset - base_.first;
+  if (selected_.offset >= selected_.segments->length() || distance % common_ != 0) return rows;
   const std::int64_t residue = positive_mod(distance / common_, stride_) * inverse_ % stride_;
   rows.elements.first = rows.begin + positive_mod(residue - rows.begin, stride_);
   if (rows.elements.first < rows.end) {

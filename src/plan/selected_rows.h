@@ -4,47 +4,34 @@
 #include <cstdint>
 #include <utility>
 
-#include "annulus/pattern.h"
+#include "annulus/band.h"
 #include "annulus/row_set.h"
+#include "pattern/segments.h"
 
 namespace annulus {
 
-// Quotient rounded up and remainder in [0, b), for a of any sign: positions relative to a range
-// that starts later are negative.
-[[nodiscard]] inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return a > 0 ? (a - 1) / b + 1 : -(-a / b);
-}
-[[nodiscard]] inline std::int64_t positive_mod(std::int64_t a, std::int64_t b) {
-  const std::int64_t m = a % b;
-  return m < 0 ? m + b : m;
-}
-
-// One (branch, offset) of a pattern. Segment length and dilation are cut down to the sequence,
-// which changes no row and keeps every product below tokens^2: no overflow up to 3e9 tokens,
-// whatever the pattern says.
+// One (branch, offset) of a pattern, on one side. A dilation beyond the segment length selects one
+// row of a segment at most, so it is cut down to that: no product of positions overflows. Refers to
+// the segments.
 struct SelectedRows {
-  SelectedRows(const Branch& branch, std::int64_t branch_offset, std::int64_t sequence_tokens)
-      : tokens(sequence_tokens),
-        segment_length(
-            std::clamp<std::int64_t>(branch.segment_length, 1, std::max<std::int64_t>(1, tokens))),
-        dilation(std::min(branch.dilation, segment_length)),
+  SelectedRows(const Segments& segments_in, Side side_in, std::int64_t branch_dilation,
+               std::int64_t branch_offset)
+      : segments(&segments_in),
+        side(side_in),
+        dilation(std::min(branch_dilation, segments_in.length())),
         offset(branch_offset) {}
 
-  [[nodiscard]] std::int64_t segments() const { return ceil_div(tokens, segment_length); }
-  [[nodiscard]] std::int64_t segment_begin(std::int64_t segment) const {
-    return segment * segment_length;
+  [[nodiscard]] Segments::Part part(std::int64_t segment) const {
+    return segments->part(side, segment);
   }
-  [[nodiscard]] std::int64_t segment_end(std::int64_t segment) const {
-    return std::min(tokens, (segment + 1) * segment_length);
-  }
-  // Number of selected positions of a segment; the last one may be ragged.
-  [[nodiscard]] std::int64_t count(std::int64_t segment) const {
-    const std::int64_t length = segment_end(segment) - segment_begin(segment);
-    return offset < length ? (length - offset - 1) / dilation + 1 : 0;
+  // None where the offset is beyond the segment: the dilation may be cut down.
+  [[nodiscard]] Stretch indices(std::int64_t segment) const {
+    if (offset >= segments->length()) return {0, -1};
+    return selected_indices(part(segment), dilation, offset);
   }
 
-  std::int64_t tokens;
-  std::int64_t segment_length;
+  const Segments* segments;
+  Side side;
   std::int64_t dilation;
   std::int64_t offset;
 };
@@ -62,14 +49,14 @@ class Crossing {
 
   Crossing(const RowSet& base, const SelectedRows& selected);
 
-  // Segments that the base reaches: [first_segment, end_segment).
+  // All segments that the base reaches are within [first_segment, end_segment).
   [[nodiscard]] std::int64_t first_segment() const {
-    return base_.first / selected_.segment_length;
+    return selected_.segments->at_or_after(selected_.side, base_.first);
   }
   [[nodiscard]] std::int64_t end_segment() const {
-    return base_.last() / selected_.segment_length + 1;
+    return selected_.segments->at_or_before(selected_.side, base_.last()) + 1;
   }
-  // Segments of which the base holds every position: [first, second), empty when first >= second.
+  // Segments of which the base holds every token: [first, second), empty when first >= second.
   [[nodiscard]] std::pair<std::int64_t, std::int64_t> whole_segments() const;
   [[nodiscard]] Rows in_segment(std::int64_t segment) const;
 

@@ -11,6 +11,7 @@
 
 #include "annulus/error.h"
 #include "annulus/plan.h"
+#include "pattern/segments.h"
 #include "plan/pair_counts.h"
 #include "plan/selected_rows.h"
 
@@ -105,11 +106,10 @@ class GuestRows {
             const ShardRows& shard)
       : begin_(shard.segments().size() + 1, 0) {
     if (shard.segments().empty()) return;  // striped shards select all or nothing
-    const Band band = plan.pattern().band();
     const bool keys_travel = plan.options().travel == Travel::keys;
     // Most rows of a large ring are here for coarse branches only: for others they are far away.
-    const std::int64_t begin = selected.segment_begin(shard.segments().front().segment);
-    const std::int64_t end = selected.segment_end(shard.segments().back().segment);
+    const std::int64_t begin = selected.part(shard.segments().front().segment).begin;
+    const std::int64_t end = selected.part(shard.segments().back().segment).end;
     std::vector<std::pair<std::size_t, PlacedRows>> found;
     for (const int p : parcels) {
       std::int64_t base_store = 0;
@@ -127,6 +127,7 @@ class GuestRows {
           const PlacedRows rows = place(base, elements, p, base_store);
           const Stretch guest = stretch_of(rows.rows);
           const Stretch host{here.first, here.last};
+          const Band band = selected.segments->in_tokens(plan.pattern().band(), here.segment);
           if (!band.hides_all(keys_travel ? host : guest, keys_travel ? guest : host))
             found.emplace_back(i, rows);
         }
@@ -201,10 +202,12 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
   }
 
   std::vector<TileGroup> groups;
-  const Band band = pattern().band();
   const bool keys_travel = options_.travel == Travel::keys;
   const bool with_local = first_step == 0 && last_step >= 0;
   for (std::size_t b = 0; b < pattern().branches.size(); ++b) {
+    const Branch& branch = pattern().branches[b];
+    const Segments segments(pattern(), branch, query_placement().tokens(),
+                            key_placement().tokens());
     // By offset: classes share them. In self-attention one serves both sides.
     std::map<std::int64_t, ShardRows> shards;
     std::map<std::int64_t, ShardRows> travelling_shards;
@@ -216,17 +219,19 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
         if (static_cast<std::size_t>(selection.branch) != b) continue;
         if (!with_local && received[c].empty()) continue;
         ++selections;
-        const auto selected_on = [&](const Placement& side) {
-          return SelectedRows(pattern().branches[b], selection.offset, side.tokens());
+        const auto selected_on = [&](Side side) {
+          return SelectedRows(segments, side, branch.dilation, selection.offset);
         };
-        const auto shard_of = [&](const Placement& side, auto& made) -> const ShardRows& {
-          return made.try_emplace(selection.offset, side.ranges(rank_), selected_on(side))
+        const auto shard_of = [&](Side side, auto& made) -> const ShardRows& {
+          const Placement& placement = side == Side::keys ? key_placement() : query_placement();
+          return made.try_emplace(selection.offset, placement.ranges(rank_), selected_on(side))
               .first->second;
         };
-        const ShardRows& shard = shard_of(staying_placement(), shards);
+        const Side travelling_side = keys_travel ? Side::keys : Side::queries;
+        const ShardRows& shard = shard_of(keys_travel ? Side::queries : Side::keys, shards);
         const ShardRows& home =
-            self_attention() ? shard : shard_of(travelling_placement(), travelling_shards);
-        const GuestRows guests(*this, received[c], selected_on(travelling_placement()), shard);
+            self_attention_ ? shard : shard_of(travelling_side, travelling_shards);
+        const GuestRows guests(*this, received[c], selected_on(travelling_side), shard);
         for (std::size_t i = 0; i < shard.segments().size(); ++i) {
           const std::span<const PlacedRows> arrived = guests.rows(i);
           const ShardRows::Segment& here = shard.segments()[i];
@@ -234,13 +239,20 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
               with_local ? home.rows_in(here.segment) : std::span<const PlacedRows>();
           if (local.empty() && arrived.empty()) continue;
           const std::span<const PlacedRows> waiting = shard.rows(here);
-          TileGroup group{static_cast<int>(c), static_cast<int>(s), here.segment, {}, {}, {}};
+          TileGroup group;
+          group.head_class = static_cast<int>(c);
+          group.selection = static_cast<int>(s);
+          group.segment = here.segment;
+          group.document = static_cast<int>(segments.document_of(here.segment));
+          group.query_origin = segments.part(Side::queries, here.segment).origin;
+          group.key_origin = segments.part(Side::keys, here.segment).origin;
           (keys_travel ? group.queries : group.keys).assign(waiting.begin(), waiting.end());
           std::vector<PlacedRows>& travelling = keys_travel ? group.keys : group.queries;
           travelling.reserve(arrived.size() + local.size());
           travelling.assign(local.begin(), local.end());
           travelling.insert(travelling.end(), arrived.begin(), arrived.end());
           if (!arrived.empty()) std::sort(travelling.begin(), travelling.end(), earlier);
+          const Band band = segments.in_tokens(pattern().band(), here.segment);
           if (!trim(group, band)) continue;
           group.band = band_of(group, band);
           groups.push_back(std::move(group));

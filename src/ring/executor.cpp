@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "pattern/segments.h"
 #include "ring/option_check.h"
 #include "ring/option_text.h"
 #include "ring/plans.h"
@@ -61,7 +62,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     admit(0, "plans");
     check_options();
     backend = backend_of(options.device, options.threads);
-    computation = ring::computation_of(options, *backend, local_tokens());
+    computation = ring::computation_of(options, *backend, local_queries(), local_keys());
     if (options.mix_gradient == MixGradient::detached) {
       kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
       computation.kept = kept.get();
@@ -127,11 +128,20 @@ void RingAttention::Impl::check_options() const {
                                   options.placement.name(), options.placement.ranks(),
                                   transport->size()));
   }
+  if (options.keys().ranks() != options.placement.ranks()) {
+    throw ConfigError(fmt::format("key_placement '{}' is for {} ranks, expected {} like placement",
+                                  options.keys().name(), options.keys().ranks(),
+                                  options.placement.ranks()));
+  }
+  check_documents(options.pattern, options.placement.tokens(), options.keys().tokens());
   // In floating point, and before anything is multiplied out in integers: a huge batch must not
   // wrap.
-  const double elements = static_cast<double>(options.batch) *
-                          static_cast<double>(std::max<std::int64_t>(1, local_tokens())) *
-                          (options.pattern.heads + 2.0 * options.kv_heads) * options.head_dim;
+  const auto at_least_one = [](std::int64_t tokens) {
+    return static_cast<double>(std::max<std::int64_t>(1, tokens));
+  };
+  const double elements = static_cast<double>(options.batch) * options.head_dim *
+                          (at_least_one(local_queries()) * options.pattern.heads +
+                           at_least_one(local_keys()) * 2.0 * options.kv_heads);
   constexpr double kMostElements = 0x1p58;  // of which byte counts still fit 63 bits
   if (elements > static_cast<double>(options.limits.qkv_elements) || elements > kMostElements) {
     throw ConfigError(
@@ -140,9 +150,13 @@ void RingAttention::Impl::check_options() const {
                     elements, options.limits.qkv_elements));
   }
   constexpr std::int64_t kMaxTokens = std::int64_t{1} << 31;
-  if (options.placement.tokens() >= kMaxTokens) {
+  const std::int64_t tokens = std::max(options.placement.tokens(), options.keys().tokens());
+  if (tokens >= kMaxTokens)
+    throw ConfigError(fmt::format("{} tokens, expected fewer than 2^31", tokens));
+  for (const Document& document : options.pattern.documents) {
+    if (document.length() < kMaxTokens) continue;
     throw ConfigError(
-        fmt::format("{} tokens, expected fewer than 2^31", options.placement.tokens()));
+        fmt::format("a document has {} positions, expected fewer than 2^31", document.length()));
   }
 }
 

@@ -77,7 +77,8 @@ struct RingAttention::Impl {
   [[nodiscard]] static std::string check_state(const BranchState::Data& state,
                                                std::int64_t output_bytes, std::int64_t rows);
 
-  [[nodiscard]] std::int64_t local_tokens() const { return options.placement.local_tokens(rank); }
+  [[nodiscard]] std::int64_t local_queries() const { return options.placement.local_tokens(rank); }
+  [[nodiscard]] std::int64_t local_keys() const { return options.keys().local_tokens(rank); }
   [[nodiscard]] std::int64_t branch_rows() const { return kept != nullptr ? kept->rows() : 0; }
   [[nodiscard]] std::int64_t branch_output_bytes() const {
     return branch_rows() * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));

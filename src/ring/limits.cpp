@@ -24,10 +24,13 @@ double kept_rows_per_token(const RingOptions& options) {
 
 Limits limits_for_memory(const RingOptions& options, std::int64_t available_bytes,
                          Missing missing) {
-  // Rows of queries and of keys count alike only if there are as many heads. Per token and element
+  // Rows of queries and of keys count alike only if there are as many heads. Per query and element
   // of a head:
+  const double keys_per_query =
+      static_cast<double>(options.keys().tokens()) /
+      static_cast<double>(std::max<std::int64_t>(1, options.placement.tokens()));
   const double q = options.pattern.heads;
-  const double kv = 2.0 * options.kv_heads;
+  const double kv = 2.0 * options.kv_heads * keys_per_query;
   const auto element = static_cast<double>(size_of(options.dtype));
   const double gradients = options.backward ? q + kv : 0.0;
   const double every_tensor = (2.0 * q + kv) * (options.backward ? 2.0 : 1.0);
@@ -37,7 +40,8 @@ Limits limits_for_memory(const RingOptions& options, std::int64_t available_byte
   } else {
     bytes = (options.backward ? gradients : q) * element;
     for (int rank = 0; rank < options.placement.ranks(); ++rank) {
-      if (options.placement.ranges(rank).size() <= 1) continue;
+      if (options.placement.ranges(rank).size() <= 1 && options.keys().ranges(rank).size() <= 1)
+        continue;
       bytes += every_tensor * element;  // shards that are no views are copied
       break;
     }
@@ -55,8 +59,9 @@ Limits limits_for_memory(const RingOptions& options, std::int64_t available_byte
 
 InProcessOptions patient_ring(const RingOptions& options) {
   constexpr double kLongest = 1e9;  // seconds
-  const double flops = allowed_pairs(options.pattern, options.placement.tokens()) * 14.0 *
-                       static_cast<double>(options.batch) * options.head_dim;
+  const double flops =
+      allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) * 14.0 *
+      static_cast<double>(options.batch) * options.head_dim;
   InProcessOptions settings;
   settings.deadline +=
       std::chrono::seconds(static_cast<std::int64_t>(std::min(kLongest, flops / 1e9)));

@@ -37,10 +37,11 @@ void check_values(const RingOptions& options) {
 }
 
 Computation computation_of(const RingOptions& options, const Backend& backend,
-                           std::int64_t tokens) {
+                           std::int64_t query_tokens, std::int64_t key_tokens) {
   Computation computation;
   computation.pattern = &options.pattern;
-  computation.query_tokens = computation.key_tokens = tokens;
+  computation.query_tokens = query_tokens;
+  computation.key_tokens = key_tokens;
   computation.batch = options.batch;
   computation.kv_heads = options.kv_heads;
   computation.head_dim = options.head_dim;

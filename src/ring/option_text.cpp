@@ -120,12 +120,20 @@ void append(std::string& key, const T& value) {
   key.append(reinterpret_cast<const char*>(&value), sizeof(T));
 }
 
+std::string bytes_of(const std::vector<Document>& documents) {
+  std::string key;
+  append(key, documents.size());
+  for (const Document& document : documents) append(key, document);
+  return key;
+}
+
 std::string bytes_of(const Pattern& pattern) {
   std::string key;
   append(key, pattern.heads);
   append(key, pattern.causal);
   append(key, pattern.window);
   append(key, pattern.output_scale);
+  key += bytes_of(pattern.documents);
   append(key, pattern.branches.size());
   for (const Branch& branch : pattern.branches) {
     append(key, branch.segment_length);
@@ -149,6 +157,10 @@ std::string bytes_of(const Placement& placement) {
 std::string digest_text(const std::string& bytes) {
   const Claim claim{"", bytes};
   return fmt::format("{:016x}", digest_of(std::span(&claim, 1)));
+}
+
+std::string placement_text(const Placement& placement) {
+  return fmt::format("{} {}", placement.name().substr(0, 20), digest_text(bytes_of(placement)));
 }
 
 // Lists are short enough to be read, or else told apart by a digest.
@@ -181,6 +193,8 @@ std::vector<Claim> claims_of(const RingOptions& options) {
   claims.push_back({"whether the pattern is causal", text_of(pattern.causal)});
   claims.push_back({"the pattern's window",
                     fmt::format("({}, {})", pattern.window.before, pattern.window.after)});
+  claims.push_back({"the number of documents", std::to_string(pattern.documents.size())});
+  claims.push_back({"the documents (digest)", digest_text(bytes_of(pattern.documents))});
   claims.push_back({"the pattern's number of branches", std::to_string(pattern.branches.size())});
   claims.push_back(
       {"the pattern's segment lengths",
@@ -191,13 +205,17 @@ std::vector<Claim> claims_of(const RingOptions& options) {
   claims.push_back({"the pattern's output_scale", text_of(pattern.output_scale)});
   claims.push_back({"the pattern's offsets (digest)", digest_text(bytes_of(pattern))});
   claims.push_back({"the placement's tokens", text_of(options.placement.tokens())});
-  claims.push_back({"the placement", fmt::format("{} {}", options.placement.name().substr(0, 20),
-                                                 digest_text(bytes_of(options.placement)))});
+  claims.push_back({"the placement", placement_text(options.placement)});
+  claims.push_back({"the keys' tokens", text_of(options.keys().tokens())});
+  claims.push_back({"the keys' placement", options.key_placement
+                                               ? placement_text(*options.key_placement)
+                                               : claims[claims.size() - 2].value});
   return claims;
 }
 
 std::string options_key(const RingOptions& options) {
   std::string key = bytes_of(options.pattern) + bytes_of(options.placement);
+  if (options.key_placement) key += "keys" + bytes_of(*options.key_placement);
   for_each_option(options, [&](const OptionInfo&, const auto& value) {
     key += '|';
     key += text_of(value);

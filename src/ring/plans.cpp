@@ -18,7 +18,7 @@ RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
 
 Plans make_plans(const RingOptions& options, int rank) {
   const auto plan = [&](Schedule schedule, Travel travel) {
-    return std::make_unique<Plan>(PlanOptions{options.pattern, options.placement, options.placement,
+    return std::make_unique<Plan>(PlanOptions{options.pattern, options.placement, options.keys(),
                                               options.kv_heads, schedule, travel},
                                   rank);
   };

@@ -63,7 +63,8 @@ Schedule choose_schedule(const Plan& plan, const RingOptions& options, std::int6
   if (gather_bytes(plan, options, row_bytes) >
       static_cast<double>(options.limits.communication_bytes))
     return Schedule::ring;
-  if (options.placement.tokens() < options.min_tokens_for_ring) return Schedule::gather;
+  if (std::max(options.placement.tokens(), options.keys().tokens()) < options.min_tokens_for_ring)
+    return Schedule::gather;
   const auto predicted = [&](Schedule schedule) {
     return predicted_seconds(plan, schedule, row_bytes, options.head_dim, options.batch,
                              options.rates);

@@ -12,21 +12,23 @@ namespace {
 
 struct Check {
   const RingOptions& options;
-  std::int64_t tokens;  // of this rank
+  int rank;
 
   [[nodiscard]] std::string tensor(const char* name, const ConstTensorView& view,
-                                   bool heads_of_keys) const;
+                                   bool of_keys) const;
   [[nodiscard]] std::string lse(const ConstTensorView& view) const;
 };
 
-std::string Check::tensor(const char* name, const ConstTensorView& view, bool heads_of_keys) const {
-  const std::int64_t heads = heads_of_keys ? options.kv_heads : options.pattern.heads;
+std::string Check::tensor(const char* name, const ConstTensorView& view, bool of_keys) const {
+  const Placement& placement = of_keys ? options.keys() : options.placement;
+  const std::int64_t tokens = placement.local_tokens(rank);
+  const std::int64_t heads = of_keys ? options.kv_heads : options.pattern.heads;
   const std::array<std::int64_t, 4> expected{options.batch, tokens, heads, options.head_dim};
   if (view.rank != 4 || view.shape != expected) {
     return fmt::format(
         "{} is {}, expected [{}, {}, {}, {}]: placement '{}' gives this rank {} tokens", name,
-        shape_string(view), expected[0], expected[1], expected[2], expected[3],
-        options.placement.name(), tokens);
+        shape_string(view), expected[0], expected[1], expected[2], expected[3], placement.name(),
+        tokens);
   }
   if (view.dtype != options.dtype) {
     return fmt::format("{} is {}, expected {}", name, name_of(view.dtype), name_of(options.dtype));
@@ -45,6 +47,7 @@ std::string Check::tensor(const char* name, const ConstTensorView& view, bool he
 }
 
 std::string Check::lse(const ConstTensorView& view) const {
+  const std::int64_t tokens = options.placement.local_tokens(rank);
   const std::array<std::int64_t, 4> expected{options.batch, tokens, options.pattern.heads, 0};
   if (view.rank != 3 || view.shape != expected) {
     return fmt::format("lse is {}, expected [{}, {}, {}]: placement '{}' gives this rank {} tokens",
@@ -101,7 +104,7 @@ std::string first_of(std::initializer_list<std::string> complaints) {
 }  // namespace
 
 std::string complaint_about(const ForwardTensors& t, const RingOptions& options, int rank) {
-  const Check check{options, options.placement.local_tokens(rank)};
+  const Check check{options, rank};
   std::string complaint =
       first_of({check.tensor("q", t.q, false), check.tensor("k", t.k, true),
                 check.tensor("v", t.v, true), check.tensor("o", t.o, false), check.lse(t.lse),
@@ -111,7 +114,7 @@ std::string complaint_about(const ForwardTensors& t, const RingOptions& options,
 }
 
 std::string complaint_about(const BackwardTensors& t, const RingOptions& options, int rank) {
-  const Check check{options, options.placement.local_tokens(rank)};
+  const Check check{options, rank};
   std::string complaint = first_of(
       {options.backward ? "" : "this executor was built with backward = false",
        check.tensor("q", t.q, false), check.tensor("k", t.k, true), check.tensor("v", t.v, true),

@@ -33,25 +33,33 @@ double inbox_bytes(const MessageTable& table, int rank, Schedule schedule) {
   return most;
 }
 
-double state_bytes(const RingOptions& options, double tokens) {
+// Of one rank.
+struct Tokens {
+  double queries;
+  double keys;
+};
+
+double state_bytes(const RingOptions& options, const Tokens& tokens) {
   Computation computation;
   computation.pattern = &options.pattern;
   computation.mix_gradient = options.mix_gradient;
-  const double rows = static_cast<double>(options.batch) * tokens;
-  const double heads = options.pattern.heads;
-  const double sums = options.backward ? heads + 2.0 * options.kv_heads : heads;
-  double bytes = options.dtype == DType::f32 ? 0.0 : rows * sums * options.head_dim * 4;
-  if (options.backward) bytes += rows * heads * 4 * computation.statistics_width();
+  const auto batch = static_cast<double>(options.batch);
+  const double query_rows = batch * tokens.queries * options.pattern.heads;
+  const double key_rows = batch * tokens.keys * 2.0 * options.kv_heads;
+  const double sums = query_rows + (options.backward ? key_rows : 0.0);
+  double bytes = options.dtype == DType::f32 ? 0.0 : sums * options.head_dim * 4;
+  if (options.backward) bytes += query_rows * 4 * computation.statistics_width();
   return bytes;
 }
 
-double tensor_bytes(const RingOptions& options, double tokens) {
-  const double heads = options.pattern.heads;
-  const double rows = static_cast<double>(options.batch) * tokens;
+double tensor_bytes(const RingOptions& options, const Tokens& tokens) {
+  const auto batch = static_cast<double>(options.batch);
+  const double query_rows = batch * tokens.queries * options.pattern.heads;
+  const double key_rows = batch * tokens.keys * options.kv_heads;
   const double passes = options.backward ? 2.0 : 1.0;
-  return rows * (2 * heads + 2.0 * options.kv_heads) * options.head_dim *
+  return 2.0 * (query_rows + key_rows) * options.head_dim *
              static_cast<double>(size_of(options.dtype)) * passes +
-         rows * heads * 4;
+         query_rows * 4;
 }
 
 }  // namespace
@@ -76,7 +84,8 @@ MemoryForecast memory_forecast(const RingOptions& options, const ring::Plans& pl
   MemoryForecast most;
   for (int rank = 0; rank < options.placement.ranks(); ++rank) {
     const auto at = static_cast<std::size_t>(rank);
-    const auto tokens = static_cast<double>(options.placement.local_tokens(rank));
+    const Tokens tokens{static_cast<double>(options.placement.local_tokens(rank)),
+                        static_cast<double>(options.keys().local_tokens(rank))};
     double communication = keys[at] + slot_bytes(*tables.keys, rank, false);
     if (tables.queries != nullptr)
       communication += queries[at] + slot_bytes(*tables.queries, rank, false);

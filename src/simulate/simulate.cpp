@@ -139,7 +139,8 @@ Forecast simulate(const RingOptions& options, const Cluster& cluster) {
   cluster.validate();
   ring::check_values(options);
   // Rejects problems that no kernel can compute.
-  (void)ring::computation_of(options, *backend_of({}, options.threads), options.placement.tokens());
+  (void)ring::computation_of(options, *backend_of({}, options.threads), options.placement.tokens(),
+                             options.keys().tokens());
   const int ranks = options.placement.ranks();
   // A rank in the middle has a typical number of parcels, under a causal mask, too.
   const ring::Plans plans = ring::make_plans(options, ranks / 2);
@@ -154,8 +155,9 @@ Forecast simulate(const RingOptions& options, const Cluster& cluster) {
     const ring::RowBytes row = ring::row_bytes(options, travel, true);
     return MessageTable(plan, way, way == MessageTable::Way::there ? row.there : row.back);
   };
-  const double all_pairs = allowed_pairs(options.pattern, options.placement.tokens()) *
-                           static_cast<double>(options.batch) * options.head_dim;
+  const double all_pairs =
+      allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
+      static_cast<double>(options.batch) * options.head_dim;
   const auto finish = [&](PassForecast pass, double operations, const StepWork& work) {
     pass.flops = operations * all_pairs;
     pass.computed_flops =

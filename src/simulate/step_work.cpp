@@ -17,11 +17,13 @@ namespace {
 // By branch and head: the segment length inside which another branch computes the pairs, or 0.
 using HostSegments = std::vector<std::vector<std::int64_t>>;
 
+// With documents, what is shared depends on the length of each: the forecast then counts shared
+// pairs once per branch, as if they were not shared.
 HostSegments host_segments(const Plan& plan, bool share) {
   const Pattern& pattern = plan.pattern();
   HostSegments segments(pattern.branches.size(),
                         std::vector<std::int64_t>(static_cast<std::size_t>(pattern.heads), 0));
-  if (!share) return segments;
+  if (!share || !plan.pattern().documents.empty()) return segments;
   const PairSpace space{plan.query_placement().tokens(), plan.self_attention()};
   for (int head = 0; head < pattern.heads; ++head) {
     const std::vector<PairSharing> sharing = share_pairs(pattern, space, head);

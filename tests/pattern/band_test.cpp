@@ -45,9 +45,12 @@ TEST_P(BandRules, CountPairsAsOneByOne) {
         << "queries " << queries.first << " + " << queries.stride << " x " << queries.count
         << ", keys " << keys.first << " + " << keys.stride << " x " << keys.count;
   }
-  for (std::int64_t rows = 0; rows < 20; ++rows) {
-    const RowSet all{0, rows, 1};
-    ASSERT_EQ(band_pairs(GetParam(), rows), count(GetParam(), all, all)) << rows;
+  for (int round = 0; round < 2000; ++round) {
+    const RowSet queries{draw(20), draw(8), 1};
+    const RowSet keys{draw(20), draw(8), 1};
+    ASSERT_EQ(band_pairs(GetParam(), {queries.first, queries.last()}, {keys.first, keys.last()}),
+              count(GetParam(), queries, keys))
+        << queries.first << " + " << queries.count << ", " << keys.first << " + " << keys.count;
   }
 }
 
@@ -72,6 +75,17 @@ TEST_P(BandRules, AreTheSameInStepsOfADilation) {
       for (std::int64_t key = 0; key < 12; ++key) {
         ASSERT_EQ(steps.allows(query, key), GetParam().allows(query * dilation, key * dilation))
             << dilation << ": " << query << ", " << key;
+      }
+    }
+  }
+}
+
+TEST_P(BandRules, MoveWithTheKeys) {
+  for (const std::int64_t distance : {-7, 0, 3}) {
+    for (std::int64_t query = 0; query < 12; ++query) {
+      for (std::int64_t key = 0; key < 12; ++key) {
+        ASSERT_EQ(GetParam().shifted_by(distance).allows(query, key + distance),
+                  GetParam().allows(query, key));
       }
     }
   }

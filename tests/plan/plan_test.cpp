@@ -250,7 +250,16 @@ TEST(Plan, DigestIsStableAndDiffersWhenAnythingDiffers) {
       [](PlanOptions& o) { o.keys = Placement::contiguous(127, 4); },
       [](PlanOptions& o) { o.kv_heads = 2; },
       [](PlanOptions& o) { o.schedule = Schedule::gather; },
-      [](PlanOptions& o) { o.travel = Travel::queries; }};
+      [](PlanOptions& o) { o.travel = Travel::queries; },
+      [](PlanOptions& o) { o.pattern.documents = {{.query_end = 128, .key_end = 128}}; },
+      [](PlanOptions& o) { o.pattern.documents = {{.query_end = 127, .key_end = 128}}; },
+      [](PlanOptions& o) { o.pattern.documents = {{.query_end = 128, .key_end = 127}}; },
+      [](PlanOptions& o) {
+        o.pattern.documents = {{.query_end = 128, .key_end = 128, .query_start = 1}};
+      },
+      [](PlanOptions& o) {
+        o.pattern.documents = {{.query_end = 128, .key_end = 128, .key_start = 1}};
+      }};
   std::set<std::uint64_t> digests{digest(base())};
   for (const auto& change : changes) {
     PlanOptions changed = base();

@@ -34,15 +34,15 @@ namespace {
 // neither flag nor argument. A new one does not compile here until it has a name.
 TEST(RingOptions, EveryMemberIsInTheList) {
   const RingOptions options = small_options();
-  const auto& [pattern, placement, batch, kv_heads, head_dim, dtype, scale, mix_gradient, schedule,
-               min_tokens_for_ring, reproducible, deterministic, backward, backward_travel,
-               blocking, recover, limits, rates, device, threads] = options;
+  const auto& [pattern, placement, key_placement, batch, kv_heads, head_dim, dtype, scale,
+               mix_gradient, schedule, min_tokens_for_ring, reproducible, deterministic, backward,
+               backward_travel, blocking, recover, limits, rates, device, threads] = options;
   const auto& [communication_bytes, qkv_elements] = limits;
   const auto& [flops_per_second, bytes_per_second] = rates;
   std::set<const void*> listed;
   ring::for_each_option(
       options, [&](const ring::OptionInfo&, const auto& member) { listed.insert(&member); });
-  // The pattern and the placement are told apart by what they say.
+  // The pattern and the placements are told apart by what they say.
   const std::set<const void*> members = {&batch,
                                          &kv_heads,
                                          &head_dim,
@@ -66,6 +66,7 @@ TEST(RingOptions, EveryMemberIsInTheList) {
   EXPECT_EQ(listed, members);
   EXPECT_EQ(pattern.heads, 4);
   EXPECT_EQ(placement.tokens(), kTokens);
+  EXPECT_FALSE(key_placement.has_value());
 }
 
 // ---- ranks that differ -------------------------------------------------------------------------
@@ -107,6 +108,17 @@ INSTANTIATE_TEST_SUITE_P(
         Mismatch{"tokens",
                  [](RingOptions& o) { o.placement = Placement::contiguous(kTokens + 1, 5); },
                  "placement"},
+        Mismatch{"key_placement",
+                 [](RingOptions& o) { o.key_placement = Placement::striped(kTokens, 5); },
+                 "the keys' placement"},
+        Mismatch{"key_tokens",
+                 [](RingOptions& o) { o.key_placement = Placement::contiguous(kTokens + 1, 5); },
+                 "the keys' tokens"},
+        Mismatch{"documents",
+                 [](RingOptions& o) {
+                   o.pattern.documents = {{.query_end = kTokens, .key_end = kTokens}};
+                 },
+                 "the number of documents"},
         Mismatch{"dtype", [](RingOptions& o) { o.dtype = DType::bf16; }, "dtype"},
         Mismatch{"scale", [](RingOptions& o) { o.scale = 0.3; }, "scale"},
         Mismatch{"batch", [](RingOptions& o) { o.batch = 1; }, "batch"},
@@ -240,6 +252,24 @@ INSTANTIATE_TEST_SUITE_P(
         BadOption{"placement_for_others",
                   [](RingOptions& o) { o.placement = Placement::contiguous(kTokens, 2); },
                   {"placement 'contiguous' is for 2 ranks", "3"}},
+        BadOption{"key_placement_for_others",
+                  [](RingOptions& o) { o.key_placement = Placement::contiguous(kTokens, 2); },
+                  {"key_placement 'contiguous' is for 2 ranks", "expected 3"}},
+        BadOption{"document_past_the_end",
+                  [](RingOptions& o) {
+                    o.pattern.documents = {{.query_end = kTokens + 1, .key_end = kTokens}};
+                  },
+                  {"last document ends at query token", "number of query tokens"}},
+        BadOption{
+            "document_backwards",
+            [](RingOptions& o) { o.pattern.documents = {{.query_begin = 2, .query_end = 1}}; },
+            {"document 0: query tokens are [2, 1)"}},
+        BadOption{"document_of_too_many_positions",
+                  [](RingOptions& o) {
+                    o.pattern.documents = {
+                        {.query_end = 1, .key_end = 1, .query_start = std::int64_t{1} << 31U}};
+                  },
+                  {"positions", "2^31"}},
         BadOption{
             "no_branches", [](RingOptions& o) { o.pattern.branches.clear(); }, {"no branches"}},
         BadOption{"dilation_0",

@@ -52,11 +52,15 @@ Configuration random_configuration(std::uint64_t seed) {
       make_problem("random", any_pattern(random, tokens, group * kv_heads), kv_heads, tokens,
                    random.one_of<int>({8, 8, 16, 24, 40, 64}), random.between(1, 2),
                    random.coin() ? MixGradient::full : MixGradient::detached);
+  const bool sides_differ = random.between(0, 2) == 0;
+  if (sides_differ) problem.shape.key_tokens = random.between(1, 2 * tokens);
+  problem.pattern.documents = any_documents(random, tokens, problem.shape.keys());
   if (random.between(0, 3) == 0)
     problem.pattern.output_scale = random.one_of<double>({0.5, 1.0 / 3, -2.0});
   if (random.between(0, 3) == 0) problem.scale = 0.3;
   problem.dtype = random.one_of<DType>({DType::f32, DType::f32, DType::bf16, DType::f16});
   RingOptions options = ring_options(problem, any_placement(random, tokens, ranks));
+  if (sides_differ) options.key_placement = any_placement(random, problem.shape.keys(), ranks);
   options.reproducible = random.between(0, 4) == 0;
   options.schedule =
       random.one_of<Schedule>({Schedule::ring, Schedule::gather, Schedule::automatic});
@@ -78,7 +82,12 @@ Configuration random_configuration(std::uint64_t seed) {
              name_of(problem.dtype) + ", " + std::to_string(ranks) + " ranks, " +
              options.placement.name() + ", " + name_of(options.schedule) +
              (options.reproducible ? ", reproducible" : "") +
-             (problem.mix == MixGradient::detached ? ", detached" : "");
+             (problem.mix == MixGradient::detached ? ", detached" : "") +
+             describe(problem.pattern.documents);
+  if (sides_differ) {
+    out.text +=
+        ", " + std::to_string(problem.shape.keys()) + " keys, " + options.key_placement->name();
+  }
   return out;
 }
 
@@ -119,7 +128,7 @@ TEST(RingProperty, RowsDoNotDependOnKeysThatTheyDoNotSee) {
     c.options.backward = false;
     Random random(seed + 1'000'000);
     const reference::Shape& shape = c.problem.shape;
-    const std::int64_t key = random.between(0, shape.tokens - 1);
+    const std::int64_t key = random.between(0, shape.keys() - 1);
     const double value = random.one_of<double>({3.0, 1e4, std::numeric_limits<double>::quiet_NaN(),
                                                 std::numeric_limits<double>::infinity()});
     SCOPED_TRACE(c.text + ", key " + std::to_string(key) + " becomes " + std::to_string(value));
@@ -127,7 +136,7 @@ TEST(RingProperty, RowsDoNotDependOnKeysThatTheyDoNotSee) {
     test::Inputs changed = inputs;
     const std::int64_t width = std::int64_t{shape.kv_heads} * shape.head_dim;
     for (std::int64_t b = 0; b < shape.batch; ++b) {
-      const auto first = (b * shape.tokens + key) * width;
+      const auto first = (b * shape.keys() + key) * width;
       std::fill_n(changed.k.begin() + first, width, value);
       std::fill_n(changed.v.begin() + first, width, -value);
     }

@@ -92,16 +92,16 @@ Inputs random_inputs(const Problem& problem, std::uint64_t seed, double deviatio
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal(0.0, deviation);
   const reference::Shape& s = problem.shape;
-  const auto make = [&](int heads) {
-    std::vector<double> values(static_cast<std::size_t>(s.batch * s.tokens * heads * s.head_dim));
+  const auto make = [&](std::int64_t tokens, int heads) {
+    std::vector<double> values(static_cast<std::size_t>(s.batch * tokens * heads * s.head_dim));
     for (double& x : values) x = round_to(problem.dtype, normal(engine));
     return values;
   };
   Inputs inputs;
-  inputs.q = make(s.q_heads);
-  inputs.k = make(s.kv_heads);
-  inputs.v = make(s.kv_heads);
-  inputs.dout = make(s.q_heads);
+  inputs.q = make(s.tokens, s.q_heads);
+  inputs.k = make(s.keys(), s.kv_heads);
+  inputs.v = make(s.keys(), s.kv_heads);
+  inputs.dout = make(s.tokens, s.q_heads);
   return inputs;
 }
 

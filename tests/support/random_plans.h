@@ -142,6 +142,40 @@ class Random {
   return pattern;
 }
 
+// Half have none; others pack up to six, some of them empty, often with gaps between them. Where
+// the sides differ, so do ranges and first positions.
+[[nodiscard]] inline std::vector<Document> any_documents(Random& random, std::int64_t query_tokens,
+                                                         std::int64_t key_tokens) {
+  std::vector<Document> documents;
+  if (random.coin()) return documents;
+  const auto count = static_cast<std::size_t>(random.between(1, 6));
+  const bool gaps = random.coin();
+  using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+  const auto ranges_of = [&](std::int64_t tokens) {
+    std::vector<std::int64_t> cuts(gaps ? 2 * count : count + 1);
+    for (std::int64_t& cut : cuts) cut = random.between(0, tokens);
+    std::sort(cuts.begin(), cuts.end());
+    if (!gaps) {
+      cuts.front() = 0;
+      cuts.back() = tokens;
+    }
+    Ranges ranges;
+    for (std::size_t i = 0; i < count; ++i)
+      ranges.emplace_back(cuts[gaps ? 2 * i : i], cuts[gaps ? 2 * i + 1 : i + 1]);
+    return ranges;
+  };
+  const Ranges queries = ranges_of(query_tokens);
+  const bool same = query_tokens == key_tokens && random.between(0, 3) > 0;
+  const Ranges keys = same ? queries : ranges_of(key_tokens);
+  for (std::size_t i = 0; i < count; ++i) {
+    Document document{queries[i].first, queries[i].second, keys[i].first, keys[i].second, 0, 0};
+    if (!same && random.coin()) document.query_start = random.between(0, key_tokens);
+    if (!same && random.between(0, 3) == 0) document.key_start = random.between(0, 20);
+    documents.push_back(document);
+  }
+  return documents;
+}
+
 [[nodiscard]] inline PlanOptions any_options(Random& random) {
   // Mostly short: brute force costs tokens^2, and what can go wrong does so in short sequences,
   // too.
@@ -150,6 +184,7 @@ class Random {
   const int group = random.one_of<int>({1, 1, 2, 4, 8});
   const int kv_heads = static_cast<int>(random.between(1, std::max(1, 8 / group)));
   Pattern pattern = any_pattern(random, tokens, group * kv_heads);
+  pattern.documents = any_documents(random, tokens, tokens);
   const Placement placement = any_placement(random, tokens, ranks);
   return {std::move(pattern),
           placement,
@@ -166,7 +201,22 @@ class Random {
   const std::int64_t others = random.coin() ? tokens : random.between(1, 2 * tokens);
   (random.coin() ? options.keys : options.queries) =
       any_placement(random, others, options.queries.ranks());
+  options.pattern.documents =
+      any_documents(random, options.queries.tokens(), options.keys.tokens());
   return options;
+}
+
+[[nodiscard]] inline std::string describe(const std::vector<Document>& documents) {
+  std::string text;
+  for (const Document& d : documents) {
+    const auto range = [](std::int64_t begin, std::int64_t end, std::int64_t start) {
+      return "[" + std::to_string(begin) + ", " + std::to_string(end) + ")" +
+             (start == 0 ? "" : " from " + std::to_string(start));
+    };
+    text += ", document " + range(d.query_begin, d.query_end, d.query_start) + " x " +
+            range(d.key_begin, d.key_end, d.key_start);
+  }
+  return text;
 }
 
 [[nodiscard]] inline std::string describe(const Plan& plan) {
@@ -183,7 +233,7 @@ class Random {
     text +=
         ", w " + std::to_string(branch.segment_length) + " r " + std::to_string(branch.dilation);
   }
-  return text;
+  return text + describe(plan.pattern().documents);
 }
 
 [[nodiscard]] inline std::vector<std::int64_t> positions_of(const Parcel& parcel) {

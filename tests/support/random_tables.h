@@ -59,6 +59,7 @@ inline Case random_case(test::Random& random) {
     pattern = longnet(heads, segments, dilations, causal,
                       random.coin() ? Offsets::blocked : Offsets::interleaved);
   }
+  pattern.documents = test::any_documents(random, tokens, tokens);
   const std::string name =
       random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});
   Placement placement = random.coin() ? test::random_placement(random, tokens, ranks)

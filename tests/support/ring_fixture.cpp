@@ -51,8 +51,9 @@ RingOptions ring_options(const Problem& problem, Placement placement) {
 
 Results empty_results(const RingOptions& options) {
   const std::int64_t rows = options.batch * options.placement.tokens();
+  const std::int64_t key_rows = options.batch * options.keys().tokens();
   const auto queries = static_cast<std::size_t>(rows * options.pattern.heads * options.head_dim);
-  const auto keys = static_cast<std::size_t>(rows * options.kv_heads * options.head_dim);
+  const auto keys = static_cast<std::size_t>(key_rows * options.kv_heads * options.head_dim);
   Results results;
   results.o.resize(queries);
   results.lse.resize(static_cast<std::size_t>(rows * options.pattern.heads));

@@ -10,9 +10,14 @@ namespace {
 
 constexpr std::byte kGap{0xA5};
 
-ShardTensor shard_tensor(const RingOptions& options, int rank, int heads, Layout layout) {
-  return {options.dtype, options.batch,    options.placement.local_tokens(rank),
-          heads,         options.head_dim, layout};
+ShardTensor query_tensor(const RingOptions& options, int rank, Layout layout) {
+  return {options.dtype,         options.batch,    options.placement.local_tokens(rank),
+          options.pattern.heads, options.head_dim, layout};
+}
+
+ShardTensor key_tensor(const RingOptions& options, int rank, Layout layout) {
+  return {options.dtype,    options.batch,    options.keys().local_tokens(rank),
+          options.kv_heads, options.head_dim, layout};
 }
 
 }  // namespace
@@ -108,29 +113,36 @@ bool ShardTensor::gaps_untouched() const {
 
 Shard::Shard(const RingOptions& options, int rank, Layout layout)
     : positions(options.placement.positions(rank)),
+      key_positions(options.keys().positions(rank)),
       batch(options.batch),
       tokens(options.placement.tokens()),
+      key_tokens(options.keys().tokens()),
       detached(options.mix_gradient == MixGradient::detached),
-      q(shard_tensor(options, rank, options.pattern.heads, layout)),
-      k(shard_tensor(options, rank, options.kv_heads, layout)),
-      v(shard_tensor(options, rank, options.kv_heads, layout)),
-      o(shard_tensor(options, rank, options.pattern.heads, layout)),
+      q(query_tensor(options, rank, layout)),
+      k(key_tensor(options, rank, layout)),
+      v(key_tensor(options, rank, layout)),
+      o(query_tensor(options, rank, layout)),
       lse(DType::f32, batch, std::ssize(positions), options.pattern.heads, 0, layout),
-      dout(shard_tensor(options, rank, options.pattern.heads, layout)),
-      dq(shard_tensor(options, rank, options.pattern.heads, layout)),
-      dk(shard_tensor(options, rank, options.kv_heads, layout)),
-      dv(shard_tensor(options, rank, options.kv_heads, layout)) {}
+      dout(query_tensor(options, rank, layout)),
+      dq(query_tensor(options, rank, layout)),
+      dk(key_tensor(options, rank, layout)),
+      dv(key_tensor(options, rank, layout)) {}
+
+bool Shard::is_of_keys(const ShardTensor& tensor) const {
+  return &tensor == &k || &tensor == &v || &tensor == &dk || &tensor == &dv;
+}
 
 // Calls body(index in the global tensor, batch, local token, head, element).
 template <typename Body>
 void Shard::for_each_element(const ShardTensor& tensor, const Body& body) const {
   const std::int64_t heads = tensor.view().shape[2];
   const std::int64_t dim = tensor.view().rank == 4 ? tensor.view().shape[3] : 1;
+  const std::vector<std::int64_t>& local = is_of_keys(tensor) ? key_positions : positions;
+  const std::int64_t all = is_of_keys(tensor) ? key_tokens : tokens;
   for (std::int64_t b = 0; b < batch; ++b) {
-    for (std::int64_t t = 0; t < std::ssize(positions); ++t) {
+    for (std::int64_t t = 0; t < std::ssize(local); ++t) {
       for (std::int64_t h = 0; h < heads; ++h) {
-        const std::int64_t at =
-            ((b * tokens + positions[static_cast<std::size_t>(t)]) * heads + h) * dim;
+        const std::int64_t at = ((b * all + local[static_cast<std::size_t>(t)]) * heads + h) * dim;
         for (std::int64_t d = 0; d < dim; ++d) body(static_cast<std::size_t>(at + d), b, t, h, d);
       }
     }

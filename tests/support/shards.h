@@ -62,9 +62,11 @@ struct Shard {
   [[nodiscard]] std::string damage()
       const;  // inputs or gaps that changed since load(); empty: none
 
-  std::vector<std::int64_t> positions;
+  std::vector<std::int64_t> positions;  // of queries
+  std::vector<std::int64_t> key_positions;
   std::int64_t batch;
-  std::int64_t tokens;  // tensors of the whole sequence
+  std::int64_t tokens;  // of the whole sequence
+  std::int64_t key_tokens;
   bool detached;
   ShardTensor q, k, v, o, lse, dout, dq, dk, dv;
   BranchState state;
@@ -72,6 +74,7 @@ struct Shard {
  private:
   template <typename Body>
   void for_each_element(const ShardTensor& tensor, const Body& body) const;
+  [[nodiscard]] bool is_of_keys(const ShardTensor& tensor) const;
 
   std::vector<std::vector<std::byte>> loaded_;
   std::vector<std::byte> state_o_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "pattern/segments.h"
+
 namespace annulus::cpu {
 
 CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forward,
@@ -29,15 +31,9 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
   }
   turns_ = std::make_unique<Turns>(counters);
   list_bytes_ += static_cast<std::int64_t>(counters * sizeof(std::int32_t)) + share_runner_.bytes();
-  const std::vector<Branch>& branches = computation.pattern->branches;
-  every_row_attends_ = true;
-  for (std::size_t h = 0; h < static_cast<std::size_t>(computation.heads()); ++h) {
-    every_row_attends_ =
-        every_row_attends_ && std::any_of(branches.begin(), branches.end(), [&](const Branch& b) {
-          return b.dilation == 1 && b.offset[h] == 0;
-        });
-  }
-  every_row_attends_ = every_row_attends_ && computation.pattern->band().allows(0, 0);
+  const Plan& plan = *forward.front().plan;
+  every_row_attends_ = every_query_attends(*computation.pattern, plan.query_placement().tokens(),
+                                           plan.key_placement().tokens());
   // A scaled 16-bit output would be rounded twice.
   direct_output_ = passes <= 1 && (is_fp32() || computation.pattern->output_scale == 1.0);
   state_bytes_ = needed_state();

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "annulus/error.h"
+#include "pattern/segments.h"
 
 namespace annulus::reference {
 namespace {
@@ -47,11 +48,21 @@ struct Row {
 
 // The vector [batch, token, head, :] of a dense [batch, tokens, heads, head_dim] tensor.
 template <typename T>
-std::span<T> vector_at(std::span<T> tensor, const Shape& shape, int heads, std::int64_t batch,
-                       std::int64_t token, int head) {
-  const std::int64_t index = (batch * shape.tokens + token) * heads + head;
+std::span<T> vector_at(std::span<T> tensor, const Shape& shape, std::int64_t tokens, int heads,
+                       std::int64_t batch, std::int64_t token, int head) {
+  const std::int64_t index = (batch * tokens + token) * heads + head;
   return tensor.subspan(static_cast<std::size_t>(index * shape.head_dim),
                         static_cast<std::size_t>(shape.head_dim));
+}
+template <typename T>
+std::span<T> query_vector(std::span<T> tensor, const Shape& shape, std::int64_t batch,
+                          std::int64_t token, int head) {
+  return vector_at(tensor, shape, shape.tokens, shape.q_heads, batch, token, head);
+}
+template <typename T>
+std::span<T> key_vector(std::span<T> tensor, const Shape& shape, std::int64_t batch,
+                        std::int64_t token, int head) {
+  return vector_at(tensor, shape, shape.keys(), shape.kv_heads, batch, token, head);
 }
 
 double dot(std::span<const double> a, std::span<const double> b) {
@@ -83,28 +94,21 @@ BranchRow attend_branch(const Problem& problem, const Branch& branch, std::int64
                         std::int64_t query, int head) {
   const Shape& shape = problem.shape;
   const int kv_head = problem.kv_head(head);
-  const auto q = vector_at(problem.q, shape, shape.q_heads, batch, query, head);
+  const auto q = query_vector(problem.q, shape, batch, query, head);
 
   BranchRow row;
   row.o.assign(static_cast<std::size_t>(shape.head_dim), 0.0);
-  if (!branch.selects(head, query)) return row;
-
-  // Keys outside the query's segment are never allowed; not looking at them is the only shortcut.
-  // The end is a minimum of differences because begin + kWholeSequence could overflow.
-  const std::int64_t begin = query - query % branch.segment_length;
-  const std::int64_t end = begin + std::min(branch.segment_length, shape.tokens - begin);
-  for (std::int64_t key = begin; key < end; ++key) {
+  for (std::int64_t key = 0; key < shape.keys(); ++key) {
     if (!problem.pattern.allows(branch, head, query, key)) continue;
     row.keys.push_back(key);
-    row.scores.push_back(problem.scale *
-                         dot(q, vector_at(problem.k, shape, shape.kv_heads, batch, key, kv_head)));
+    row.scores.push_back(problem.scale * dot(q, key_vector(problem.k, shape, batch, key, kv_head)));
   }
 
   row.lse = log_sum_exp(row.scores);
   if (row.lse == kNegInf) return row;  // attends to nothing: o stays 0
   for (std::size_t i = 0; i < row.keys.size(); ++i) {
     add_scaled(row.o, std::exp(row.scores[i] - row.lse),
-               vector_at(problem.v, shape, shape.kv_heads, batch, row.keys[i], kv_head));
+               key_vector(problem.v, shape, batch, row.keys[i], kv_head));
   }
   return row;
 }
@@ -142,12 +146,12 @@ void check_at_least(const std::string& where, const std::string& what, std::int6
 }
 
 void check_size(const std::string& where, const std::string& what, std::size_t found,
-                const Shape& shape, int heads) {
-  const std::int64_t expected = shape.batch * shape.tokens * heads * shape.head_dim;
+                const Shape& shape, std::int64_t tokens, int heads) {
+  const std::int64_t expected = shape.batch * tokens * heads * shape.head_dim;
   if (found == static_cast<std::size_t>(expected)) return;
   throw ConfigError(where + ": " + what + " has " + std::to_string(found) + " elements, expected " +
                     std::to_string(expected) + " for [" + std::to_string(shape.batch) + ", " +
-                    std::to_string(shape.tokens) + ", " + std::to_string(heads) + ", " +
+                    std::to_string(tokens) + ", " + std::to_string(heads) + ", " +
                     std::to_string(shape.head_dim) + "]");
 }
 
@@ -158,6 +162,8 @@ Problem checked_problem(const std::string& where, const Pattern& pattern, const 
   pattern.validate();
   check_at_least(where, "batch", shape.batch, 0);
   check_at_least(where, "tokens", shape.tokens, 0);
+  check_at_least(where, "key_tokens", shape.keys(), 0);
+  check_documents(pattern, shape.tokens, shape.keys());
   check_at_least(where, "q_heads", shape.q_heads, 1);
   check_at_least(where, "kv_heads", shape.kv_heads, 1);
   check_at_least(where, "head_dim", shape.head_dim, 1);
@@ -172,9 +178,9 @@ Problem checked_problem(const std::string& where, const Pattern& pattern, const 
                       std::to_string(pattern.heads) + " heads, expected " +
                       std::to_string(shape.q_heads) + ", the number of query heads");
   }
-  check_size(where, "q", q.size(), shape, shape.q_heads);
-  check_size(where, "k", k.size(), shape, shape.kv_heads);
-  check_size(where, "v", v.size(), shape, shape.kv_heads);
+  check_size(where, "q", q.size(), shape, shape.tokens, shape.q_heads);
+  check_size(where, "k", k.size(), shape, shape.keys(), shape.kv_heads);
+  check_size(where, "v", v.size(), shape, shape.keys(), shape.kv_heads);
   if (scale && !std::isfinite(*scale)) {
     throw ConfigError(where + ": scale is " + std::to_string(*scale) +
                       ", expected a finite number");
@@ -199,7 +205,7 @@ Output forward(const Pattern& pattern, const Shape& shape, std::span<const doubl
     for (std::int64_t token = 0; token < shape.tokens; ++token) {
       for (int head = 0; head < shape.q_heads; ++head) {
         const Row row = attend(problem, batch, token, head);
-        add_scaled(vector_at(std::span(output.o), shape, shape.q_heads, batch, token, head),
+        add_scaled(query_vector(std::span(output.o), shape, batch, token, head),
                    pattern.output_scale, row.o);
         output.lse.push_back(row.lse);
       }
@@ -224,7 +230,7 @@ Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const d
                    std::span<const double> sinks) {
   const Problem problem =
       checked_problem("reference::backward", pattern, shape, q, k, v, scale, sinks);
-  check_size("reference::backward", "dout", dout.size(), shape, shape.q_heads);
+  check_size("reference::backward", "dout", dout.size(), shape, shape.tokens, shape.q_heads);
   Gradients gradients;
   gradients.dq.assign(q.size(), 0.0);
   gradients.dk.assign(k.size(), 0.0);
@@ -233,15 +239,15 @@ Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const d
   for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
     for (std::int64_t token = 0; token < shape.tokens; ++token) {
       for (int head = 0; head < shape.q_heads; ++head) {
-        const auto query_vector = [&](auto tensor) {
-          return vector_at(tensor, shape, shape.q_heads, batch, token, head);
+        const auto of_query = [&](auto tensor) {
+          return query_vector(tensor, shape, batch, token, head);
         };
-        const auto key_vector = [&](auto tensor, std::int64_t key) {
-          return vector_at(tensor, shape, shape.kv_heads, batch, key, problem.kv_head(head));
+        const auto of_key = [&](auto tensor, std::int64_t key) {
+          return key_vector(tensor, shape, batch, key, problem.kv_head(head));
         };
         const Row row = attend(problem, batch, token, head);
         std::vector<double> d_o(row.o.size(), 0.0);
-        add_scaled(d_o, pattern.output_scale, query_vector(dout));
+        add_scaled(d_o, pattern.output_scale, of_query(dout));
         const bool empty = std::ranges::all_of(
             row.branches, [](const BranchRow& branch) { return branch.lse == kNegInf; });
         if (problem.sink(head) != kNegInf && !empty) {  // O' is the constant 0 where it is empty
@@ -256,13 +262,11 @@ Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const d
           for (std::size_t i = 0; i < branch.keys.size(); ++i) {
             const std::int64_t key = branch.keys[i];
             const double p = std::exp(branch.scores[i] - row.lse);
-            const double dp = dot(d_o, key_vector(v, key));
+            const double dp = dot(d_o, of_key(v, key));
             const double ds = p * (dp - delta);
-            add_scaled(key_vector(std::span(gradients.dv), key), p, d_o);
-            add_scaled(query_vector(std::span(gradients.dq)), problem.scale * ds,
-                       key_vector(k, key));
-            add_scaled(key_vector(std::span(gradients.dk), key), problem.scale * ds,
-                       query_vector(q));
+            add_scaled(of_key(std::span(gradients.dv), key), p, d_o);
+            add_scaled(of_query(std::span(gradients.dq)), problem.scale * ds, of_key(k, key));
+            add_scaled(of_key(std::span(gradients.dk), key), problem.scale * ds, of_query(q));
           }
         }
       }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "pattern/segments.h"
+
 namespace annulus::reference {
 namespace {
 
@@ -11,18 +13,22 @@ using Row = std::vector<double>;
 constexpr double kNegInf = -std::numeric_limits<double>::infinity();
 constexpr Sized kOne{.value = 1.0, .scale = 1.0, .absolute = 1.0};
 
-// Calls visit(p) for all positions that a query or key at `position` could share a pair with. These
-// are the selected positions of its segment: a long sequence has too many others to ask about.
-// Whether such a pair is allowed is for Pattern::allows to say.
+// Calls visit(token) for all tokens of `side` that a token of the other side could share a pair
+// with. These are the selected tokens of its segment: a long sequence has too many others to ask
+// about. Whether such a pair is allowed is for Pattern::allows to say.
 template <typename Visit>
-void for_candidates(const RowProblem& problem, const Branch& branch, int head,
-                    std::int64_t position, const Visit& visit) {
-  if (!branch.selects(head, position)) return;
-  const std::int64_t begin = position - position % branch.segment_length;
-  const std::int64_t end = begin + std::min(branch.segment_length, problem.tokens - begin);
-  const std::int64_t first = begin + branch.offset[static_cast<std::size_t>(head)];
-  const std::int64_t count = (end - first - 1) / branch.dilation + 1;  // first <= position < end
-  for (std::int64_t i = 0; i < count; ++i) visit(first + i * branch.dilation);
+void for_candidates(const RowProblem& problem, const Branch& branch, int head, std::int64_t token,
+                    Side side, const Visit& visit) {
+  const Side other = side == Side::keys ? Side::queries : Side::keys;
+  const Segments segments(problem.pattern, branch, problem.query_tokens, problem.key_tokens);
+  const std::int64_t segment = segments.at_or_before(other, token);
+  if (segment < 0) return;
+  const std::int64_t offset = branch.offset[static_cast<std::size_t>(head)];
+  if (offset < 0) return;
+  const Segments::Part part = segments.part(side, segment);
+  const Stretch rows = selected_indices(part, branch.dilation, offset);
+  for (std::int64_t i = rows.first; i <= rows.last; ++i)
+    visit(part.origin + offset + i * branch.dilation);
 }
 
 // Keeps the largest. Once NaN, always NaN.
@@ -76,14 +82,16 @@ std::vector<BranchRow> branch_rows(const RowProblem& problem, const Place& query
     BranchRow row;
     row.branch = b;
     row.o.resize(q.size(), 0.0);
-    for_candidates(problem, branch, query.head, query.position, [&](std::int64_t position) {
-      if (!problem.pattern.allows(branch, query.head, query.position, position)) return;
-      const Place key{query.batch, position, kv_head};
-      problem.k(key, k);
-      row.keys.push_back(key);
-      row.dots.push_back(sized_dot(q, k));
-      raise(row.highest, problem.scale * row.dots.back().value);
-    });
+    for_candidates(problem, branch, query.head, query.position, Side::keys,
+                   [&](std::int64_t position) {
+                     if (!problem.pattern.allows(branch, query.head, query.position, position))
+                       return;
+                     const Place key{query.batch, position, kv_head};
+                     problem.k(key, k);
+                     row.keys.push_back(key);
+                     row.dots.push_back(sized_dot(q, k));
+                     raise(row.highest, problem.scale * row.dots.back().value);
+                   });
     for (const Sized& dot : row.dots) row.sum += std::exp(problem.scale * dot.value - row.highest);
     if (!row.keys.empty()) rows.push_back(std::move(row));
   }
@@ -96,23 +104,24 @@ RowProblem row_problem(const Pattern& pattern, const Shape& shape, std::span<con
                        std::span<const double> k, std::span<const double> v,
                        std::span<const double> dout, MixGradient mix, std::optional<double> scale,
                        std::span<const double> sinks) {
-  const auto loads = [&](std::span<const double> tensor, int heads) {
-    return [tensor, heads, tokens = shape.tokens](const Place& place, std::span<double> row) {
+  const auto loads = [&](std::span<const double> tensor, std::int64_t tokens, int heads) {
+    return [tensor, heads, tokens](const Place& place, std::span<double> row) {
       const std::int64_t index = (place.batch * tokens + place.position) * heads + place.head;
       std::ranges::copy(tensor.subspan(static_cast<std::size_t>(index) * row.size(), row.size()),
                         row.begin());
     };
   };
   return {.pattern = pattern,
-          .tokens = shape.tokens,
+          .query_tokens = shape.tokens,
+          .key_tokens = shape.keys(),
           .kv_heads = shape.kv_heads,
           .head_dim = shape.head_dim,
           .scale = scale.value_or(1.0 / std::sqrt(shape.head_dim)),
           .mix = mix,
-          .q = loads(q, shape.q_heads),
-          .k = loads(k, shape.kv_heads),
-          .v = loads(v, shape.kv_heads),
-          .dout = loads(dout, shape.q_heads),
+          .q = loads(q, shape.tokens, shape.q_heads),
+          .k = loads(k, shape.keys(), shape.kv_heads),
+          .v = loads(v, shape.keys(), shape.kv_heads),
+          .dout = loads(dout, shape.tokens, shape.q_heads),
           .sinks = sinks};
 }
 
@@ -193,18 +202,19 @@ KeyRow key_row(const RowProblem& problem, const Place& key, const StateOf& state
   for (int head = key.head * ratio; head < (key.head + 1) * ratio; ++head) {
     for (std::size_t b = 0; b < pattern.branches.size(); ++b) {
       const Branch& branch = pattern.branches[b];
-      for_candidates(problem, branch, head, key.position, [&](std::int64_t position) {
-        if (!pattern.allows(branch, head, position, key.position)) return;
-        const Place query{key.batch, position, head};
-        problem.q(query, q);
-        const Row dout = load_dout(problem, query);
-        const QueryState state = state_of(query, b);
-        const Sized dot = sized_dot(q, k);
-        const double p = std::exp(problem.scale * dot.value - state.lse);
-        sizes.add(dot, problem.scale, state.lse, p);
-        result.dv.add(p, kOne, dout);
-        result.dk.add(p, difference(sized_dot(dout, v), state.delta), q);
-      });
+      for_candidates(problem, branch, head, key.position, Side::queries,
+                     [&](std::int64_t position) {
+                       if (!pattern.allows(branch, head, position, key.position)) return;
+                       const Place query{key.batch, position, head};
+                       problem.q(query, q);
+                       const Row dout = load_dout(problem, query);
+                       const QueryState state = state_of(query, b);
+                       const Sized dot = sized_dot(q, k);
+                       const double p = std::exp(problem.scale * dot.value - state.lse);
+                       sizes.add(dot, problem.scale, state.lse, p);
+                       result.dv.add(p, kOne, dout);
+                       result.dk.add(p, difference(sized_dot(dout, v), state.delta), q);
+                     });
     }
   }
   result.largest_score = sizes.largest();

@@ -27,7 +27,8 @@ struct RowProblem {
   using Load = std::function<void(const Place& place, std::span<double> row)>;
 
   const Pattern& pattern;
-  std::int64_t tokens = 0;
+  std::int64_t query_tokens = 0;
+  std::int64_t key_tokens = 0;
   int kv_heads = 1;
   int head_dim = 0;
   double scale = 1.0;

@@ -14,9 +14,9 @@ Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const 
                     std::span<const double> dout, MixGradient mix, std::optional<double> scale,
                     std::span<const double> sinks) {
   const RowProblem problem = row_problem(pattern, shape, q, k, v, dout, mix, scale, sinks);
-  const auto for_places = [&](int heads, const auto& body) {
+  const auto for_places = [&](std::int64_t tokens, int heads, const auto& body) {
     for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
-      for (std::int64_t token = 0; token < shape.tokens; ++token) {
+      for (std::int64_t token = 0; token < tokens; ++token) {
         for (int head = 0; head < heads; ++head) body(Place{batch, token, head});
       }
     }
@@ -33,7 +33,7 @@ Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const 
   std::vector<State> queries;
   std::vector<double> dsinks(sinks.size(), 0.0);
   std::vector<double> squares(sinks.size(), 0.0);
-  for_places(shape.q_heads, [&](const Place& place) {
+  for_places(shape.tokens, shape.q_heads, [&](const Place& place) {
     QueryRow row = query_row(problem, place);
     append(row.o, scales.o);
     append(row.dq, scales.dq);
@@ -46,7 +46,7 @@ Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const 
   });
   for (std::size_t h = 0; h < sinks.size(); ++h)
     scales.dsinks.push_back(std::fabs(dsinks[h]) + std::sqrt(squares[h]));
-  for_places(shape.kv_heads, [&](const Place& place) {
+  for_places(shape.keys(), shape.kv_heads, [&](const Place& place) {
     const KeyRow row = key_row(problem, place, [&](const Place& query, std::size_t branch) {
       const State& state = queries[static_cast<std::size_t>(
           (query.batch * shape.tokens + query.position) * shape.q_heads + query.head)];

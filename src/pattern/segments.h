@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "annulus/band.h"
+#include "annulus/pattern.h"
+
+namespace annulus {
+
+enum class Side : std::uint8_t { queries, keys };
+
+// ConfigError unless every document lies within the tokens of both sides.
+void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens);
+
+// Every query sees at least one key, in every head.
+[[nodiscard]] bool every_query_attends(const Pattern& pattern, std::int64_t query_tokens,
+                                       std::int64_t key_tokens);
+
+// The segments of a branch, numbered through all documents. A query sees keys of its own segment
+// only, so the numbers are the same on both sides. A segment may have no tokens on one side.
+class Segments {
+ public:
+  // What a segment has on one side: tokens [begin, end). `origin` is the token at position 0 of the
+  // segment; it may lie before `begin`, and even before token 0.
+  struct Part {
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+    std::int64_t origin = 0;
+  };
+
+  Segments(const Pattern& pattern, const Branch& branch, std::int64_t query_tokens,
+           std::int64_t key_tokens);
+
+  [[nodiscard]] std::int64_t count() const { return first_segment_.back(); }
+  // Of a branch with more, only this much matters: no document is longer.
+  [[nodiscard]] std::int64_t length() const { return length_; }
+  [[nodiscard]] std::size_t document_of(std::int64_t segment) const;
+  [[nodiscard]] const Document& document(std::size_t index) const { return documents_[index]; }
+  [[nodiscard]] Part part(Side side, std::int64_t segment) const;
+  // The first segment that ends behind a token, and the last one that begins at a token or before.
+  // count() and -1 if there is none.
+  [[nodiscard]] std::int64_t at_or_after(Side side, std::int64_t token) const;
+  [[nodiscard]] std::int64_t at_or_before(Side side, std::int64_t token) const;
+  // The segments from this one up to the result, at least this one, have equally many tokens on
+  // both sides and belong to one document. No further than `end`.
+  [[nodiscard]] std::int64_t alike_until(std::int64_t segment, std::int64_t end) const;
+  // A band in positions as one of the segment's tokens.
+  [[nodiscard]] Band in_tokens(const Band& band, std::int64_t segment) const;
+
+ private:
+  std::vector<Document> documents_;          // at least one
+  std::vector<std::int64_t> first_segment_;  // of each document, and the number of segments
+  std::int64_t length_ = 1;
+};
+
+// Indices of the rows that a branch selects in a part of a segment: row i is at position
+// offset + i * dilation. Empty if the last is before the first.
+[[nodiscard]] Stretch selected_indices(const Segments::Part& part, std::int64_t dilation,
+                                       std::int64_t offset);
+
+}  // namespace annulus

@@ -268,6 +268,47 @@ def flex(report: Report) -> None:
     report.add(name, found["own"], "FlexAttention", found["flex"])
 
 
+def window(report: Report, dim: int) -> None:
+    """A causal window of 1,024 tokens. Results are compared before anything is timed."""
+    tokens, keys = 65536, 1024
+    names = [f"window_{p}_d{dim}_64k_causal_1k" for p in ("forward", "backward", "backward_deterministic")]
+    if not report.wants(*names):
+        return
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    pattern = annulus.Pattern.dense(HEADS, True, window=(keys - 1, 0))
+    own, same = Ours(pattern, 1, tokens, dim), Ours(pattern, 1, tokens, dim, deterministic=True)
+    part = own.parts[0]
+    for n in ("q", "k", "v", "do"):
+        same.parts[0][n].copy_(part[n])
+    leaves = [part[n].transpose(1, 2).contiguous().requires_grad_() for n in ("q", "k", "v")]
+    do = part["do"].transpose(1, 2).contiguous()
+    mask = create_block_mask(lambda _b, _h, i, j: (j <= i) & (i - j < keys), None, None, tokens, tokens, device="cuda", _compile=True)
+    compiled = torch.compile(flex_attention)
+
+    def flex_forward() -> torch.Tensor:
+        with torch.no_grad():
+            return compiled(*leaves, block_mask=mask)
+
+    o = compiled(*leaves, block_mask=mask)
+    gradients = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    for each in (own, same):
+        each.run("forward")()
+        each.run("backward")()
+        for n, expected in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
+            found, wanted = each.parts[0][n].transpose(1, 2).float(), expected.detach().float()
+            error = float((found - wanted).norm() / wanted.norm())
+            print(f"window d{dim}: {n} differs from FlexAttention's by {error:.1e}", flush=True)
+            assert error < 2e-2, (n, error)
+    flops = 4.0 * dim * HEADS * (tokens * keys - keys * (keys - 1) / 2)
+    times = medians({"own": own.run("forward"), "flex": flex_forward}, report.rounds)
+    report.add(names[0], times["own"], "FlexAttention", times["flex"], flops)
+    times = medians({"own": own.run("backward"), "same": same.run("backward"),
+                     "flex": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}, report.rounds)
+    report.add(names[1], times["own"], "FlexAttention", times["flex"], 2.5 * flops)
+    report.add(names[2], times["same"], "FlexAttention", times["flex"], 2.5 * flops)
+
+
 def machine() -> dict[str, Any]:
     def ask(*command: str) -> str:
         try:
@@ -310,6 +351,8 @@ def main() -> None:
         for causal in (False, True):
             attempt(longnet, 1048576, "1m", 128, causal, False)
         attempt(flex)
+        for dim in (128, 64):
+            attempt(window, dim)
     if arguments.out:
         whole = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": []}
         names = {c["name"] for c in report.cases}

@@ -11,6 +11,7 @@
 
 #include "annulus/error.h"
 #include "bindings.h"
+#include "ring/plans.h"
 #include "values.h"
 
 namespace annulus::python {
@@ -36,14 +37,17 @@ std::int64_t received_rows(const Plan& plan, int rank) {
   return totals_of(plan, "received_rows", rank).received;
 }
 
-// Two tensors of head_dim elements. Queries also carry their log-sum-exp and delta.
+// Of exact gradients: statistics of kept branches are more.
 std::int64_t row_bytes(const Plan& plan, int head_dim, nb::handle dtype, std::int64_t batch) {
   if (head_dim < 1 || batch < 1) {
     throw ConfigError(
         fmt::format("Plan: head_dim is {} and batch {}, expected at least 1", head_dim, batch));
   }
-  const auto size = static_cast<std::int64_t>(size_of(parse_dtype(dtype)));
-  return batch * (2 * head_dim * size + (plan.options().travel == Travel::queries ? 8 : 0));
+  RingOptions options{.pattern = plan.pattern(), .placement = plan.query_placement()};
+  options.head_dim = head_dim;
+  options.dtype = parse_dtype(dtype);
+  options.batch = batch;
+  return ring::row_bytes(options, plan.options().travel, false).there;
 }
 
 }  // namespace

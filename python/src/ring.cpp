@@ -164,7 +164,7 @@ Args:
     batch: sequences per call.
     kv_heads: key/value heads, a divisor of the pattern's heads; None: as many. Query head h uses
         key/value head h // (heads // kv_heads).
-    head_dim: a multiple of 8 up to 256.
+    head_dim: 1 to 512.
     dtype: of q, k, v and the results: 'float32', 'float16', 'bfloat16' or a NumPy or PyTorch dtype.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
     mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant;

@@ -14,6 +14,7 @@
 #include "annulus/tensor.h"
 #include "core/device_sharing.h"
 #include "core/memory.h"
+#include "kernels/head_dim.h"
 #include "kernels/kept_rows.h"
 #include "kernels/parcel_layout.h"
 

@@ -1,15 +1,14 @@
 #include "kernels/parcel_layout.h"
 
-#include <numeric>
 #include <span>
 #include <utility>
 
 namespace annulus {
 
 ParcelLayout::ParcelLayout(const Plan& plan, std::int64_t batch,
-                           std::vector<std::int64_t> section_bytes)
-    : plan_(&plan), batch_(batch), sections_(std::move(section_bytes)) {
-  row_bytes_ = std::accumulate(sections_.begin(), sections_.end(), std::int64_t{0});
+                           std::vector<std::int64_t> content_bytes)
+    : plan_(&plan), batch_(batch), sections_(std::move(content_bytes)) {
+  for (int s = 0; s < sections(); ++s) row_bytes_ += section_bytes(s);
 }
 
 const std::vector<int>& ParcelLayout::units(int parcel) const {

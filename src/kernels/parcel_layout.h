@@ -8,16 +8,25 @@
 
 namespace annulus {
 
+// Rows in parcels start at multiples of 16 bytes, whatever the head dim: kernels load them in
+// pieces of 16 bytes, and numbers of 2 bytes share parcels with numbers of 4.
+[[nodiscard]] constexpr std::int64_t parcel_row_bytes(std::int64_t content_bytes) {
+  return (content_bytes + 15) / 16 * 16;
+}
+
 // How a parcel's rows lie in memory and in messages: [batch][unit][section][row], a section being
-// K, V, Q, ... of `section_bytes` per row. The same everywhere, so that forwarding a parcel is one
-// copy.
+// K, V, Q, ... of `section_bytes` per row, `content_bytes` and zeros behind them. The same
+// everywhere, so that forwarding a parcel is one copy.
 class ParcelLayout {
  public:
-  ParcelLayout(const Plan& plan, std::int64_t batch, std::vector<std::int64_t> section_bytes);
+  ParcelLayout(const Plan& plan, std::int64_t batch, std::vector<std::int64_t> content_bytes);
 
   [[nodiscard]] std::int64_t bytes(int parcel) const;
-  [[nodiscard]] std::int64_t section_bytes(int section) const {
+  [[nodiscard]] std::int64_t content_bytes(int section) const {
     return sections_[static_cast<std::size_t>(section)];
+  }
+  [[nodiscard]] std::int64_t section_bytes(int section) const {
+    return parcel_row_bytes(content_bytes(section));
   }
   [[nodiscard]] int sections() const { return static_cast<int>(sections_.size()); }
   // Start of the rows of (batch, unit index, section) within the parcel.
@@ -29,8 +38,8 @@ class ParcelLayout {
  private:
   const Plan* plan_;
   std::int64_t batch_;
-  std::vector<std::int64_t> sections_;
-  std::int64_t row_bytes_ = 0;  // over all sections
+  std::vector<std::int64_t> sections_;  // content_bytes
+  std::int64_t row_bytes_ = 0;          // over all sections
 };
 
 // Rows of a parcel that lie evenly spaced in the owner's shard as well.

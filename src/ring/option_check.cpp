@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "annulus/error.h"
+#include "kernels/head_dim.h"
 #include "ring/option_text.h"
 
 namespace annulus::ring {
@@ -17,6 +18,10 @@ void check_values(const RingOptions& options) {
   if (options.kv_heads < 1 || options.pattern.heads % options.kv_heads != 0) {
     throw ConfigError(fmt::format("kv_heads is {}, expected a divisor of the {} query heads",
                                   options.kv_heads, options.pattern.heads));
+  }
+  if (options.head_dim < 1 || options.head_dim > kMaxHeadDim) {
+    throw ConfigError(
+        fmt::format("head_dim is {}, expected 1 to {}", options.head_dim, kMaxHeadDim));
   }
   if (options.threads < 0)
     throw ConfigError(fmt::format("threads is {}, expected 0 (all) or more", options.threads));

@@ -7,8 +7,9 @@ namespace annulus::ring {
 
 RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
   const auto row =
-      options.batch * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
-  const std::int64_t wide = options.batch * options.head_dim * 4;
+      options.batch *
+      parcel_row_bytes(options.head_dim * static_cast<std::int64_t>(size_of(options.dtype)));
+  const std::int64_t wide = options.batch * parcel_row_bytes(options.head_dim * 4);
   if (travel == Travel::keys) return {2 * row, gradients ? 2 * wide : 0};
   Computation computation;
   computation.pattern = &options.pattern;

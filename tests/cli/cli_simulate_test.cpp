@@ -110,7 +110,7 @@ TEST_F(Cli, SimulateRefusesInWords) {
                  "between.latency_seconds is -1");
   expect_refused(annulus(kSimulate + Words{"--sweep-ranks", "4,0"}), "--sweep-ranks");
   expect_refused(annulus(kSimulate + Words{"--sweep-placements", "spiral"}), "spiral");
-  expect_refused(annulus(kSimulate + Words{"--head-dim", "20"}), "multiple of 8");
+  expect_refused(annulus(kSimulate + Words{"--head-dim", "513"}), "expected 1 to 512");
 }
 
 TEST_F(Cli, SimulateHelpNamesEveryPreset) {

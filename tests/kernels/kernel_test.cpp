@@ -107,8 +107,21 @@ TEST(KernelOracle, IsTheReference) {
   }
 }
 
+// All that are narrow, around every multiple of a vector that is wider, and the widest.
+std::vector<int> head_dims() {
+  std::vector<int> dims;
+  for (int dim = 1; dim <= 40; ++dim) dims.push_back(dim);
+  for (int dim = 48; dim <= 264; dim += 8) {
+    dims.push_back(dim);
+    dims.push_back(dim + dim / 8 % 8);
+  }
+  for (const int dim : {250, 255, 257, 288, 300, 384, 447, 480, 500, 511, kMaxHeadDim})
+    dims.push_back(dim);
+  return dims;
+}
+
 TEST_P(KernelTest, MatchesOracleForEveryHeadDim) {
-  for (int dim = 8; dim <= cpu::kMaxHeadDim; dim += 8) {
+  for (const int dim : head_dims()) {
     for (const DType dtype : kDTypes) {
       const bool causal = dim / 8 % 2 == (dtype == DType::bf16 ? 0 : 1);
       SCOPED_TRACE("head_dim " + std::to_string(dim) + (causal ? " causal" : " full"));
@@ -139,7 +152,7 @@ TEST_P(KernelTest, MatchesOracleForRandomRuns) {
     const TaskData data =
         random_task(static_cast<std::uint64_t>(round),
                     random.one_of<DType>({DType::f32, DType::bf16, DType::f16}),
-                    random.one_of<int>({8, 16, 24, 64, 72}), random.coin(),
+                    random.one_of<int>({1, 3, 8, 16, 20, 24, 33, 64, 72, 100}), random.coin(),
                     progression(start(), stride(), queries), progression(start(), stride(), keys));
     const auto cuts = [&](std::int64_t rows) {
       std::vector<Cut> out;
@@ -290,7 +303,7 @@ TEST_P(KernelTest, ScratchIsEnoughForTheLargestTasks) {
   std::vector<Repeat> repeats;
   while (repeats.size() < kMaxRepeats)
     repeats.push_back({static_cast<std::int32_t>(repeats.size()) + 1, 0});
-  for (const int dim : {8, 56, 64, 72, 128, 136, 256}) {
+  for (const int dim : {1, 8, 56, 64, 72, 128, 136, 256, 257, kMaxHeadDim}) {
     for (const DType dtype : kDTypes) {
       SCOPED_TRACE("head_dim " + std::to_string(dim) + " " + name_of(dtype));
       TaskResult result;

@@ -216,7 +216,7 @@ TEST(Cache, RefusedOptionsLeaveItAsItWas) {
         const auto a = cache.get(options_of(10));
         const auto b = cache.get(options_of(11));
         RingOptions bad = options_of(12);
-        bad.head_dim = 60;
+        bad.head_dim = 513;
         EXPECT_THROW((void)cache.get(bad), ConfigError);
         EXPECT_EQ(cache.get(options_of(11)), b);
         EXPECT_LE(cache.size(), 2U);

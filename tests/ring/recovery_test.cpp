@@ -207,7 +207,7 @@ TEST(Recovery, GoesOnWhereTheRingScheduleExceedsTheLimit) {
 TEST(Recovery, DoesNotHideWhatElseIsWrong) {
   const auto outcomes = run_ranks(3, [&](Transport& transport) {
     RingOptions options = small_options(3);
-    if (transport.rank() == 2) options.head_dim = 60;
+    if (transport.rank() == 2) options.head_dim = 513;
     const FailingMemory failing(transport.rank() == 1 ? BadMemory{.first = 0} : BadMemory{});
     const RingAttention ring(options, transport);
   });

@@ -224,12 +224,12 @@ constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
 INSTANTIATE_TEST_SUITE_P(
     All, BadOptionTest,
     ::testing::Values(
-        BadOption{"head_dim_60",
-                  [](RingOptions& o) { o.head_dim = 60; },
-                  {"head_dim is 60", "multiple of 8", "256"}},
-        BadOption{
-            "head_dim_264", [](RingOptions& o) { o.head_dim = 264; }, {"head_dim is 264", "256"}},
-        BadOption{"head_dim_0", [](RingOptions& o) { o.head_dim = 0; }, {"head_dim is 0"}},
+        BadOption{"head_dim_513",
+                  [](RingOptions& o) { o.head_dim = 513; },
+                  {"head_dim is 513", "expected 1 to 512"}},
+        BadOption{"head_dim_0",
+                  [](RingOptions& o) { o.head_dim = 0; },
+                  {"head_dim is 0", "expected 1 to 512"}},
         BadOption{"head_dim_minus_8", [](RingOptions& o) { o.head_dim = -8; }, {"head_dim is -8"}},
         BadOption{"batch_0", [](RingOptions& o) { o.batch = 0; }, {"batch is 0"}},
         BadOption{"batch_2_to_60",

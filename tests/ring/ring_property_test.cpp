@@ -50,8 +50,8 @@ Configuration random_configuration(std::uint64_t seed) {
   const int kv_heads = static_cast<int>(random.between(1, group > 2 ? 1 : 3));
   Problem problem =
       make_problem("random", any_pattern(random, tokens, group * kv_heads), kv_heads, tokens,
-                   random.one_of<int>({8, 8, 16, 24, 40, 64}), random.between(1, 2),
-                   random.coin() ? MixGradient::full : MixGradient::detached);
+                   random.one_of<int>({8, 8, 16, 24, 40, 64, 1, 2, 3, 7, 20, 33, 65}),
+                   random.between(1, 2), random.coin() ? MixGradient::full : MixGradient::detached);
   const bool sides_differ = random.between(0, 2) == 0;
   if (sides_differ) problem.shape.key_tokens = random.between(1, 2 * tokens);
   problem.pattern.documents = any_documents(random, tokens, problem.shape.keys());
@@ -181,8 +181,9 @@ TEST(RingProperty, BytesAndMessagesAreThosePredicted) {
     const Configuration c = random_configuration(seed);
     SCOPED_TRACE(c.text);
     const Inputs inputs = random_inputs(c.problem, seed);
-    const std::int64_t row_bytes = c.options.batch * c.options.head_dim * 2 *
-                                   static_cast<std::int64_t>(size_of(c.options.dtype));
+    // Rows of messages are multiples of 16 bytes.
+    const auto row = c.options.head_dim * static_cast<std::int64_t>(size_of(c.options.dtype));
+    const std::int64_t row_bytes = c.options.batch * 2 * ((row + 15) / 16 * 16);
     run_in_process(c.options.placement.ranks(), [&](Transport& inner) {
       WatchedTransport transport(inner);
       const int rank = transport.rank();

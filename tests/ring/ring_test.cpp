@@ -25,8 +25,8 @@ constexpr BackwardTravel kTravels[] = {BackwardTravel::keys, BackwardTravel::que
                                        BackwardTravel::automatic};
 constexpr Layout kLayouts[] = {Layout::dense, Layout::padded, Layout::heads_major};
 
-// Over all of them: head dims 8, 24, 40, 64, 80, 128, 256; GQA ratios 1, 2, 8; N ragged and below
-// the ring size.
+// Over all of them: head dims 1, 7, 8, 24, 33, 40, 64, 80, 100, 128, 256, 512; GQA ratios 1, 2, 8;
+// N ragged and below the ring size.
 const std::vector<Problem>& problems() {
   constexpr MixGradient kDetached = MixGradient::detached;
   static const std::vector<Problem> all = {
@@ -34,6 +34,14 @@ const std::vector<Problem>& problems() {
       make_problem("dense_causal_mqa8_batch2", dense(8, true), 1, 101, 8, 2),
       make_problem("dense_causal_gqa2_d128", dense(4, true), 2, 67, 128),
       make_problem("dense_mqa2_d256", dense(2), 1, 47, 256),
+      make_problem("dense_causal_d512", dense(2, true), 2, 29, 512),
+      make_problem("longnet_causal_gqa2_d33", longnet(4, List{16, 40, 128}, List{1, 2, 4}, true), 2,
+                   93, 33),
+      make_problem("longnet_d1_batch2", longnet(3, List{16, 48}, List{1, 3}), 3, 70, 1, 2),
+      make_problem("longnet_gqa2_d7_detached", longnet(4, List{20, 60}, List{1, 3}), 2, 61, 7, 2,
+                   kDetached),
+      make_problem("head_groups_causal_scaled_d100",
+                   head_groups(4, List{24, 50}, List{1, 3}, true, true), 2, 71, 100),
       make_problem("dense_causal_5_tokens", dense(2, true), 2, 5, 24, 2),
       make_problem("dense_1_token", dense(1), 1, 1, 40),
       make_problem("head_groups", head_groups(5, List{16, 40, 200}, List{1, 2, 4}), 5, 113, 40),

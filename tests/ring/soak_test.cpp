@@ -123,7 +123,7 @@ TEST(Soak, FailuresLeaveNoTrace) {
   const Problem problem = make_problem("failures", dense(2), 2, 20, 8);
   const auto round = [&] {
     RingOptions bad = ring_options(problem, Placement::contiguous(20, 3));
-    bad.head_dim = 12;
+    bad.head_dim = 513;
     const auto refused =
         run_ranks(3, [&](Transport& transport) { const RingAttention ring(bad, transport); });
     EXPECT_EQ(refused[0].kind, "ConfigError");

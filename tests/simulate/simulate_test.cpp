@@ -429,9 +429,9 @@ TEST(Simulate, RefusesWhatCannotBeInWords) {
             std::string::npos);
   EXPECT_NE(refused([](Cluster& c) { c.ports_per_host = 2; }).find("at most the 1 ranks"),
             std::string::npos);
-  RingOptions odd = options;
-  odd.head_dim = 7;
-  EXPECT_NE(refusal(one_second_cluster(1), odd).find("head_dim"), std::string::npos);
+  RingOptions wide = options;
+  wide.head_dim = 513;
+  EXPECT_NE(refusal(one_second_cluster(1), wide).find("head_dim"), std::string::npos);
   EXPECT_THROW((void)cluster_preset("cray-1"), ConfigError);
 }
 

@@ -22,6 +22,7 @@
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/key_packs.h"
 #include "kernels/row_index.h"
+#include "support/guarded_memory.h"
 
 // One kernel task with its data, an oracle in fp64 and the memory that kernels want: rows that are
 // aligned to nothing, in runs that are cut as a test likes.
@@ -234,7 +235,8 @@ struct Cut {
   std::int64_t count = 0;
 };
 
-// Rows of one channel: `width` elements each, a gap behind every row, the start off by one element.
+// Rows of one channel: `width` elements each, a gap between rows, the start off by one element. The
+// last row ends where a page does: nobody may touch what lies behind it.
 class ChannelRows {
  public:
   ChannelRows(DType dtype, std::int64_t rows, int width)
@@ -242,7 +244,7 @@ class ChannelRows {
         rows_(rows),
         width_(width),
         step_(width + 1),
-        bytes_(static_cast<std::size_t>(rows * step_ + 2) * size_of(dtype), std::byte{0x7b}) {}
+        bytes_(static_cast<std::size_t>(rows * step_) * size_of(dtype), std::byte{0x7b}) {}
 
   [[nodiscard]] std::byte* row(std::int64_t i) {
     return bytes_.data() + static_cast<std::size_t>(1 + i * step_) * size_of(dtype_);
@@ -272,7 +274,7 @@ class ChannelRows {
   std::int64_t rows_;
   int width_;
   std::int64_t step_;
-  std::vector<std::byte> bytes_;
+  GuardedMemory bytes_;
 };
 
 // ThreadPool::kScratchBytes with a fence behind them.

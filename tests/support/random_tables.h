@@ -59,6 +59,7 @@ inline Case random_case(test::Random& random) {
     pattern = longnet(heads, segments, dilations, causal,
                       random.coin() ? Offsets::blocked : Offsets::interleaved);
   }
+  pattern.window = test::any_window(random, tokens, causal);
   pattern.documents = test::any_documents(random, tokens, tokens);
   const std::string name =
       random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from annulus.torch._functional import HAS_MASK, ring_attention
 from annulus.torch._modules import RingDilatedAttention
 
-MOST_HEAD_DIM = 248  # with a mask: 256 less the 8 columns of the mask
+MOST_HEAD_DIM = 512
+_COLUMNS = 3
+MOST_MASKED_HEAD_DIM = MOST_HEAD_DIM - _COLUMNS  # with a mask
 # A score minus the square of this number times the scale is far below all other scores. float16 can represent it.
 _LARGE = 60000.0
 # The part of a bias that exceeds the range of float16 is in another column, divided by this.
@@ -38,11 +40,11 @@ def attend_with_bias(
     causal: bool,
     n_global: int | None,
 ) -> torch.Tensor:
-    """Attention with a bias for each key, computed with eight additional columns of q and k.
+    """Attention with a bias for each key, computed with additional columns of q and k.
 
     Column 0: q has 1, k the bias divided by the scale. Column 1: q has a large number, and k its negative if the key is
     ignored (a bias of -inf), else 0. Column 2: the part of column 0 that exceeds the range of float16; with a scale of
-    1/16, this happens from a bias of -10,000 on. The other columns are 0, because head_dim has to be a multiple of 8.
+    1/16, this happens from a bias of -10,000 on. The other columns are 0: kernels are faster with a multiple of 8.
     """
     head_dim = q.shape[3]
     scale = scale_of(attention, head_dim)
@@ -56,13 +58,15 @@ def attend_with_bias(
     columns = torch.stack([part.to(q.dtype), out.to(q.dtype) * -_LARGE, rest.to(q.dtype)], -1)
     # Filled on the device: a copy from the host would wait, and a CUDA graph cannot capture it.
     ones = torch.cat([q.new_ones(1), q.new_full((1,), _LARGE), q.new_full((1,), _REST)])
-    ones = F.pad(ones, (0, 5))
-    q8 = torch.cat([q, ones.expand(*q.shape[:3], 8)], -1)
-    k8 = torch.cat([k, F.pad(columns, (0, 5))[:, :, None].expand(*k.shape[:3], 8)], -1)
-    v8 = F.pad(v, (0, 8))
+    more = (head_dim + _COLUMNS + 7) // 8 * 8 - head_dim
+    zeros = (0, more - _COLUMNS)
+    wide_q = torch.cat([q, F.pad(ones, zeros).expand(*q.shape[:3], more)], -1)
+    columns = F.pad(columns, zeros)[:, :, None]
+    wide_k = torch.cat([k, columns.expand(*k.shape[:3], more)], -1)
+    wide_v = F.pad(v, (0, more))
     changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
     changes[HAS_MASK] = True
-    o, lse = ring_attention(q8, k8, v8, **{**attention._options(), **changes})
+    o, lse = ring_attention(wide_q, wide_k, wide_v, **{**attention._options(), **changes})
     # Rows that attend to no key, or only to ignored keys.
     empty = (lse < -0.5 * _LARGE * _LARGE * scale)[..., None]
     return o[..., : head_dim].masked_fill(empty, 0)

@@ -12,6 +12,7 @@ from torch import nn
 from annulus import ConfigError
 from annulus.torch._key_masks import (
     MOST_HEAD_DIM,
+    MOST_MASKED_HEAD_DIM,
     attend_with_bias,
     attention_weights,
     key_bias,
@@ -44,7 +45,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
-            dtype: as in nn.MultiheadAttention. embed_dim / num_heads has to be a multiple of 8 up to 256.
+            dtype: as in nn.MultiheadAttention. embed_dim / num_heads is at most 512.
         segment_lengths, dilation_rates: branches as in LongNet; without them attention is dense.
         layer_norm: MAGNETO's sub-LayerNorm: normalises the joint output of the heads before ``out_proj``.
         layer_norm_eps: the eps of this normalisation.
@@ -100,9 +101,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             raise ConfigError(
                 f"{here}: embed_dim {embed_dim} does not divide by num_heads {num_heads}"
             )
-        if embed_dim // num_heads % 8 != 0 or embed_dim // num_heads > 256:
+        if embed_dim // num_heads > MOST_HEAD_DIM:
             raise ConfigError(
-                f"{here}: embed_dim / num_heads is {embed_dim // num_heads}: a multiple of 8 up to 256 was expected"
+                f"{here}: embed_dim / num_heads is {embed_dim // num_heads}: at most {MOST_HEAD_DIM} was expected"
             )
         super().__init__(
             embed_dim,
@@ -192,8 +193,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
                 floating point, added to the scores of the key. (A tokenizer's attention_mask is neither: pass
                 ``attention_mask == 0``.) A row without any key gives zeros before ``out_proj``
-                (nn.MultiheadAttention gives NaN). A mask needs eight more columns of q and k: embed_dim / num_heads
-                is at most 248 with it.
+                (nn.MultiheadAttention gives NaN). A mask needs three more columns of q and k: embed_dim / num_heads
+                is at most 509 with it.
             need_weights: whether to return the attention weights, which computes their whole matrix. True needs
                 the dense pattern and one process. None: True if both hold, else False.
             average_attn_weights: whether the returned weights are the mean over the heads.
@@ -257,9 +258,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if bias is None:
             heads = self.attention(q, k, v, is_causal=causal, n_global=n_global)
         else:
-            if self.head_dim > MOST_HEAD_DIM:
+            if self.head_dim > MOST_MASKED_HEAD_DIM:
                 self._refuse(
-                    f"key_padding_mask needs embed_dim / num_heads of at most {MOST_HEAD_DIM}"
+                    f"key_padding_mask needs embed_dim / num_heads of at most {MOST_MASKED_HEAD_DIM}"
                 )
             if scale_of(self.attention, self.head_dim) <= 0:
                 self._refuse("key_padding_mask needs a positive scale")

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include <fmt/format.h>
-
 #include "core/thread_pool.h"
 #include "kernels/cpu/engine.h"
 #include "kernels/cpu/kernel.h"
@@ -67,8 +65,8 @@ class CpuCopies final : public CopyProgram {
     std::int64_t rows;
   };
 
-  // Calls rows(section, batch, head, run, first, end, base, bytes): rows [first, end) of the run,
-  // in a section that begins `base` bytes into the buffer and has `bytes` a row.
+  // Calls rows(section, batch, head, run, first, end, base, step): rows [first, end) of the run,
+  // in a section that begins `base` bytes into the buffer and has a row every `step` bytes.
   template <typename Row>
   void for_each(ThreadPool& pool, const Row& row) const {
     for (std::size_t p = 0; p < parcels.size(); ++p) {
@@ -81,7 +79,7 @@ class CpuCopies final : public CopyProgram {
         const int unit = static_cast<int>(index / cuts % unit_count);
         const std::int64_t batch = index / cuts / unit_count;
         for (int s = 0; s < layout->sections(); ++s) {
-          const std::int64_t bytes = layout->section_bytes(s);
+          const std::int64_t step = layout->section_bytes(s);
           const std::int64_t base = parcel.offset + layout->offset(parcel.parcel, batch, unit, s);
           std::int64_t left = stretch.rows;
           std::int64_t first = stretch.first;
@@ -89,7 +87,7 @@ class CpuCopies final : public CopyProgram {
             const CopyRun& run = (*parcel.runs)[r];
             const std::int64_t end = std::min(run.count, first + left);
             left -= end - first;
-            row(s, batch, units[static_cast<std::size_t>(unit)], run, first, end, base, bytes);
+            row(s, batch, units[static_cast<std::size_t>(unit)], run, first, end, base, step);
           }
         }
       });
@@ -111,13 +109,7 @@ class CpuBackend final : public Backend {
     return static_cast<std::int64_t>(ThreadPool::kScratchBytes) * pool_->threads();
   }
 
-  [[nodiscard]] std::string complaint(const Computation& computation) const override {
-    const int head_dim = computation.head_dim;
-    if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return "";
-    return fmt::format(
-        "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros", head_dim,
-        kMaxHeadDim);
-  }
+  [[nodiscard]] std::string complaint(const Computation&) const override { return ""; }
 
   [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
     return allocate_host(bytes, what);
@@ -142,30 +134,35 @@ class CpuBackend final : public Backend {
 
   void pack(const CopyProgram& program, std::span<const TensorRows> sections, std::byte* buffer,
             Queue&) override {
-    static_cast<const CpuCopies&>(program).for_each(
+    const auto& copies = static_cast<const CpuCopies&>(program);
+    copies.for_each(
         *pool_, [&](int section, std::int64_t batch, int head, const CopyRun& run,
-                    std::int64_t first, std::int64_t end, std::int64_t base, std::int64_t bytes) {
+                    std::int64_t first, std::int64_t end, std::int64_t base, std::int64_t step) {
           const TensorRows& rows = sections[static_cast<std::size_t>(section)];
           const std::byte* from = rows.at(batch, head);
+          const auto bytes = static_cast<std::size_t>(copies.layout->content_bytes(section));
+          const std::size_t padding = static_cast<std::size_t>(step) - bytes;
           for (std::int64_t r = first; r < end; ++r) {
-            std::memcpy(buffer + base + (run.parcel_first + r * run.parcel_stride) * bytes,
-                        from + (run.local_first + r * run.local_stride) * rows.row_step,
-                        static_cast<std::size_t>(bytes));
+            std::byte* to = buffer + base + (run.parcel_first + r * run.parcel_stride) * step;
+            std::memcpy(to, from + (run.local_first + r * run.local_stride) * rows.row_step, bytes);
+            if (padding > 0) std::memset(to + bytes, 0, padding);
           }
         });
   }
 
   void add(const CopyProgram& program, const std::byte* buffer,
            std::span<const TensorRows> sections, Queue&) override {
-    static_cast<const CpuCopies&>(program).for_each(
+    const auto& copies = static_cast<const CpuCopies&>(program);
+    copies.for_each(
         *pool_, [&](int section, std::int64_t batch, int head, const CopyRun& run,
-                    std::int64_t first, std::int64_t end, std::int64_t base, std::int64_t bytes) {
+                    std::int64_t first, std::int64_t end, std::int64_t base, std::int64_t step) {
           const TensorRows& rows = sections[static_cast<std::size_t>(section)];
           std::byte* target = rows.at(batch, head);
-          const std::int64_t width = bytes / static_cast<std::int64_t>(sizeof(float));
+          const std::int64_t width =
+              copies.layout->content_bytes(section) / static_cast<std::int64_t>(sizeof(float));
           for (std::int64_t r = first; r < end; ++r) {
             const auto* term = reinterpret_cast<const float*>(
-                buffer + base + (run.parcel_first + r * run.parcel_stride) * bytes);
+                buffer + base + (run.parcel_first + r * run.parcel_stride) * step);
             auto* sum = reinterpret_cast<float*>(target + (run.local_first + r * run.local_stride) *
                                                               rows.row_step);
             for (std::int64_t d = 0; d < width; ++d) sum[d] += term[d];

@@ -37,7 +37,7 @@ class Backward {
   Backward(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch_bytes)
       : problem_(problem),
         task_(task),
-        padded_dim_((head_dim() + 31) / 32 * 32),
+        padded_dim_(padded_dim(head_dim())),
         chunk_(max_key_chunk(head_dim())),
         query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
         score_factor_(M::kPack == 1 ? 1.0F : problem.scale * kLog2E) {
@@ -74,6 +74,7 @@ class Backward {
   }
 
   [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
+  [[nodiscard]] HWY_INLINE int score_dim() const { return score_dim_of(head_dim()); }
 
   void load_keys(RowStream& stream) {
     const int count = stream.take(chunk_, key_refs_);
@@ -251,7 +252,7 @@ class Backward {
   HWY_NOINLINE void score_tile(const Element* k, const Element* q, float* s) const {
     VF acc[kRows][kVectors];
     fill_tile<kV0>(acc, nullptr);
-    multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, q, head_dim() / M::kPack);
+    multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, q, score_dim() / M::kPack);
     store_tile<kV0, kPanel>(acc, s);
   }
 
@@ -262,7 +263,7 @@ class Backward {
     fill_tile<kV0>(acc, minus_delta_ + p * kPanel);
     float* s = s_ + t * kRows * kPanel;
     const LaneLimits lanes = lanes_of(p);
-    const int steps = head_dim() / M::kPack / (kRows / 2);
+    const int steps = score_dim() / M::kPack / (kRows / 2);
     VF minus_lse[kVectors];
     for (int j = kV0; j < kVectors; ++j)
       minus_lse[j] = hn::Load(kF, minus_lse_ + p * kPanel + j * kLanes);
@@ -491,7 +492,9 @@ template <class M>
 void backward(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
   if (problem.head_dim == 64) return Backward<M, 64, 64>::run(problem, task, scratch);
   if (problem.head_dim == 128) return Backward<M, 128, 128>::run(problem, task, scratch);
-  return Backward<M, kMaxHeadDim, 0>::run(problem, task, scratch);
+  if (problem.head_dim <= kMediumHeadDim)
+    return Backward<M, packed_dim(kMediumHeadDim), 0>::run(problem, task, scratch);
+  return Backward<M, packed_dim(kMaxHeadDim), 0>::run(problem, task, scratch);
 }
 
 }  // namespace annulus::cpu::ANNULUS_ISA

@@ -70,7 +70,7 @@ class Forward {
   Forward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch_bytes)
       : problem_(problem),
         task_(task),
-        padded_dim_((head_dim() + 31) / 32 * 32),
+        padded_dim_(padded_dim(head_dim())),
         queries_(static_cast<int>(task.query_end - task.query_begin)),
         panels_((queries_ + kPanel - 1) / kPanel),
         classes_(task.repeats.empty() ? 0 : 1 << task.repeats.size()),
@@ -105,6 +105,7 @@ class Forward {
   }
 
   [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
+  [[nodiscard]] HWY_INLINE int score_dim() const { return score_dim_of(head_dim()); }
   // The reference is added here and not as the start of the score's sum: at its magnitude every
   // step would round.
   [[nodiscard]] HWY_INLINE VF weight_of(VF score, VF minus_reference) const {
@@ -368,7 +369,7 @@ class Forward {
                                float* s) const {
     VF acc[kRows][kVectors];
     fill_tile<kV0>(acc, nullptr);
-    multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, panel.q, head_dim() / M::kPack);
+    multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, panel.q, score_dim() / M::kPack);
     if constexpr (kMasked) {
       ANNULUS_UNROLL(8)
       for (int i = 0; i < kRows; ++i) {
@@ -397,8 +398,8 @@ class Forward {
       sums[j] = block_sums(j * kLanes);
       minus_reference[j] = hn::Load(kF, panel.minus_reference + j * kLanes);
     }
-    // kRows / 2 pairs of score rows, spread evenly over head_dim / kPack steps.
-    const int steps = head_dim() / M::kPack / (kRows / 2);
+    // kRows / 2 pairs of score rows, spread evenly over score_dim / kPack steps.
+    const int steps = score_dim() / M::kPack / (kRows / 2);
     ANNULUS_UNROLL(1)
     for (int r = 0; r < kRows / 2; ++r) {
       ANNULUS_UNROLL(2)
@@ -633,7 +634,9 @@ template <class M>
 void forward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
   if (problem.head_dim == 64) return Forward<M, 64, 64>::run(problem, task, scratch);
   if (problem.head_dim == 128) return Forward<M, 128, 128>::run(problem, task, scratch);
-  return Forward<M, kMaxHeadDim, 0>::run(problem, task, scratch);
+  if (problem.head_dim <= kMediumHeadDim)
+    return Forward<M, packed_dim(kMediumHeadDim), 0>::run(problem, task, scratch);
+  return Forward<M, packed_dim(kMaxHeadDim), 0>::run(problem, task, scratch);
 }
 
 }  // namespace annulus::cpu::ANNULUS_ISA

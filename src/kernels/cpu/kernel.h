@@ -9,6 +9,7 @@
 
 #include "annulus/band.h"
 #include "annulus/tensor.h"
+#include "kernels/head_dim.h"
 #include "kernels/row_index.h"
 #include "pattern/shared_pairs.h"
 
@@ -50,16 +51,14 @@ inline constexpr int kKeyBlock = 128;
 inline constexpr int kPackBlock = 256;  // key rows that are packed as a whole (PackTask)
 inline constexpr int kGradBlock = 128;  // queries and keys of a backward block
 // Key rows of one backward task: K, V, dK, dV of a chunk stream from L2/L3 while query blocks pass
-// by. 2 MiB of fp32; head dims other than 64 and 128 are packed into rows of 256.
+// by. About 2 MiB of fp32 (kPackedDim).
 [[nodiscard]] constexpr int max_key_chunk(int head_dim) {
-  return head_dim == 64 ? 2048 : head_dim == 128 ? 1024 : 512;
+  return head_dim == 64 ? 2048 : head_dim == 128 ? 1024 : head_dim <= 256 ? 512 : 256;
 }
-
-inline constexpr int kMaxHeadDim = 256;
 
 struct Problem {
   DType dtype = DType::f32;
-  int head_dim = 0;  // a multiple of 8 up to kMaxHeadDim
+  int head_dim = 0;  // 1 to kMaxHeadDim
   float scale = 1;   // of q.k
 };
 

@@ -3,6 +3,19 @@
 
 namespace annulus::cpu::ANNULUS_ISA {
 
+// Any head dim is computed as a multiple of 8 (scores) or of 32 (rows in scratch): packing fills up
+// with zeros, and only what the head has is stored.
+constexpr int padded_dim(int head_dim) { return (head_dim + 31) / 32 * 32; }
+// What score tiles are made of: kRows / 2 equal shares of whole Elements.
+HWY_INLINE int score_dim_of(int head_dim) { return (head_dim + 7) / 8 * 8; }
+static_assert(8 % kRows == 0);
+
+// Packed rows of head dims without kernels of their own lie packed_dim() elements apart, by which
+// of these holds them. 32 more than they need: rows that are a power of two apart would share few
+// cache sets.
+constexpr int kMediumHeadDim = 256;
+constexpr int packed_dim(int most) { return most + 32; }
+
 // Scratch is handed out in 64-byte steps. A task that wants more than there is ends in an
 // exception: past the end lies another thread's scratch.
 class Scratch {

@@ -103,12 +103,6 @@ class CudaBackend final : public Backend {
           "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros",
           head_dim, kMaxHeadDim);
     }
-    if (computation.pattern->band().least != -Band::kUnlimited) {
-      return fmt::format(
-          "the pattern has a window of {} tokens before each query, expected none on a GPU: CUDA "
-          "kernels compute full and causal attention; use device cpu",
-          computation.pattern->window.before);
-    }
     static_cast<void>(allowed_shared_bytes());  // says now what is wrong with the environment
     return forced_complaint(computation, device_);
   }

@@ -14,9 +14,13 @@ namespace annulus::cuda {
 namespace {
 
 // What the kernels can count: see most_indices. Forward adds two indices, masks of backward compare
-// 16 times an index and have two words for rows that are not there.
+// 16 times an index and have two words for rows that are not there. Under a lower limit they
+// compare the sum of an index and a limit.
 constexpr std::int64_t kForwardSm90Indices = std::int64_t{1} << 30;
-constexpr std::int64_t kBackwardSm90Indices = (std::int64_t{1} << 27) - 1;
+std::int64_t backward_sm90_indices(const Computation& computation) {
+  const bool lower = computation.pattern->band().least != -Band::kUnlimited;
+  return (std::int64_t{1} << (lower ? 26 : 27)) - 1;
+}
 
 bool anything_fits(const KernelShape&) { return true; }
 
@@ -115,15 +119,15 @@ Families choose_families(const Computation& computation, std::int64_t indices, i
   if (forced == "portable") return out;
   const bool can = sm90_complaint(computation, device).empty();
   const bool forward = can && indices <= kForwardSm90Indices;
-  const bool backward = can && indices <= kBackwardSm90Indices;
+  const bool backward = can && indices <= backward_sm90_indices(computation);
   if (forward) out.forward = sm90_forward_family(computation);
   if (backward) out.backward = sm90_backward_family(computation);
   if (forced != "sm90" || (forward && (backward || !computation.backward))) return out;
   if (!can) throw ConfigError(forced_complaint(computation, device));
-  throw ConfigError(
-      fmt::format("ANNULUS_CUDA_KERNELS is sm90: a segment has up to {} rows of a branch, expected "
-                  "at most {}",
-                  indices, computation.backward ? kBackwardSm90Indices : kForwardSm90Indices));
+  throw ConfigError(fmt::format(
+      "ANNULUS_CUDA_KERNELS is sm90: a segment has up to {} rows of a branch, expected "
+      "at most {}",
+      indices, computation.backward ? backward_sm90_indices(computation) : kForwardSm90Indices));
 }
 
 std::string forced_complaint(const Computation& computation, int device) {

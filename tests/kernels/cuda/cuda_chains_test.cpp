@@ -16,35 +16,19 @@
 #include <utility>
 #include <vector>
 
-#include "support/random_plans.h"
+#include "kernels/cuda/work/lists.h"
+#include "support/random_tables.h"
 
 namespace annulus::cuda {
 namespace {
 
 constexpr std::int32_t kFinished = std::numeric_limits<std::int32_t>::max();
 
-struct Row {
-  std::int32_t source;
-  std::int64_t at;
-  std::int32_t index;
-};
-
-std::vector<Row> rows_of(const Tables& tables, const RowList& list) {
-  std::vector<Row> rows;
-  for (std::int32_t r = 0; r < list.runs; ++r) {
-    const Run& run = tables.runs[static_cast<std::size_t>(list.begin + r)];
-    for (std::int32_t i = 0; i < run.count; ++i) {
-      rows.push_back({run.source, run.first + static_cast<std::int64_t>(i) * run.stride,
-                      run.index + i * run.index_stride});
-    }
-  }
-  return rows;
-}
-
 // What a block adds to dQ at once, when it may, and how far it is then: as the kernel has it.
 struct Step {
   int member;
   std::vector<Row> rows;
+  std::vector<bool> seeing;  // whether the item has something to add to the row
   std::int32_t until;
   std::int32_t reached;
 };
@@ -53,11 +37,11 @@ std::vector<Step> steps_of(const Tables& tables, const Item& item, const ItemTur
   const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
   const std::vector<Row> queries = rows_of(tables, group.queries);
   const std::vector<Row> keys = rows_of(tables, group.keys);
-  std::int32_t low = std::numeric_limits<std::int32_t>::max();
-  for (std::int32_t i = 0; i < item.rows; ++i)
-    low = std::min(low, keys[static_cast<std::size_t>(item.begin + i)].index);
+  const Stretch of_keys = indices_of(tables, group.keys, item.begin, item.rows);
+  const Band band = group.band();
   struct Block {
     std::vector<Row> rows;
+    std::vector<bool> seeing;
     std::int32_t last;
   };
   std::vector<Block> blocks;
@@ -65,21 +49,32 @@ std::vector<Step> steps_of(const Tables& tables, const Item& item, const ItemTur
     const std::size_t end = std::min(queries.size(), begin + static_cast<std::size_t>(size));
     Block block{{queries.begin() + static_cast<std::ptrdiff_t>(begin),
                  queries.begin() + static_cast<std::ptrdiff_t>(end)},
+                {},
                 static_cast<std::int32_t>(end) - 1};
-    std::int32_t high = -1;
-    for (const Row& row : block.rows) high = std::max(high, row.index);
-    if (group.queries.ascending != 0) block.last = high;
-    if (group.causal == 0 || high + group.shift >= low) blocks.push_back(std::move(block));
+    Stretch of_block{std::numeric_limits<std::int32_t>::max(), -1};
+    for (const Row& row : block.rows) {
+      of_block.first = std::min<std::int64_t>(of_block.first, row.index);
+      of_block.last = std::max<std::int64_t>(of_block.last, row.index);
+      bool seeing = false;
+      for (std::int32_t i = 0; i < item.rows; ++i)
+        seeing =
+            seeing || band.allows(row.index, keys[static_cast<std::size_t>(item.begin + i)].index);
+      block.seeing.push_back(seeing);
+    }
+    if (group.queries.ascending != 0)
+      block.last =
+          static_cast<std::int32_t>(std::min(of_block.last, band.queries_of(of_keys).last));
+    if (!band.hides_all(of_block, of_keys)) blocks.push_back(std::move(block));
   }
   std::vector<Step> steps;
-  if (blocks.empty()) return {{0, {}, turn.span, kFinished}};
+  if (blocks.empty()) return {{0, {}, {}, kFinished, kFinished}};
   for (int member = 0; member < item.members; ++member) {
     for (std::size_t b = 0; b < blocks.size(); ++b) {
       const bool ends = b + 1 == blocks.size() && turn.finish != 0;
       const std::int32_t reached =
           ends ? (member + 1) * turn.span : member * turn.span + blocks[b].last + 1;
       const std::int32_t until = !ends && blocks[b].last < turn.alone ? 0 : reached;
-      steps.push_back({member, blocks[b].rows, until, reached});
+      steps.push_back({member, blocks[b].rows, blocks[b].seeing, until, reached});
     }
   }
   steps.back().reached = kFinished;
@@ -129,8 +124,10 @@ bool run(const Tables& tables, const Launch& launch, const std::vector<ItemTurn>
         tables.members[static_cast<std::size_t>(item.member + step.member)].head;
     const std::size_t first = half * static_cast<std::size_t>(size) / 2;
     const std::size_t last = std::min(step.rows.size(), first + static_cast<std::size_t>(size) / 2);
-    for (std::size_t r = first; r < last; ++r)
-      sums[{item.batch, head, step.rows[r].source, step.rows[r].at}].push_back(walker.item);
+    for (std::size_t r = first; r < last; ++r) {
+      if (step.seeing[r])
+        sums[{item.batch, head, step.rows[r].source, step.rows[r].at}].push_back(walker.item);
+    }
     progress[static_cast<std::size_t>(walker.item)][half] = step.reached;
     ++walker.step[half];
     if (walker.step[0] == walker.steps.size() && walker.step[1] == walker.steps.size()) {
@@ -163,6 +160,7 @@ Example random_example(test::Random& random) {
     pattern = longnet(heads, segments, dilations, causal,
                       random.coin() ? Offsets::blocked : Offsets::interleaved);
   }
+  pattern.window = test::any_window(random, tokens, causal);
   const std::string name =
       random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});
   const int ranks = static_cast<int>(random.between(1, 3));
@@ -267,7 +265,7 @@ Tables tables_of(const std::vector<HandMade>& groups, bool causal) {
     Group group;
     group.queries = add(from.queries);
     group.keys = add(from.keys);
-    group.causal = causal ? 1 : 0;
+    group.set_band(causal ? Band::causal() : Band{});
     tables.groups.push_back(group);
   }
   tables.launches.push_back({0, 0, static_cast<std::int32_t>(tables.items.size())});
@@ -359,6 +357,29 @@ TEST(CudaChains, BeginWithTheLastKeysAndKeepADistance) {
       EXPECT_EQ(turns[i].finish, 0);
       EXPECT_EQ(turns[i].span, 256);
     }
+  }
+}
+
+// Items of a window begin and end a tile after the one before them: nobody has rows behind those of
+// an item that others wait for, so that none must wait for all of the item before it.
+TEST(CudaChains, ItemsOfAWindowFollowEachOtherAtADistance) {
+  for (const bool causal : {false, true}) {
+    Pattern pattern = dense(2, causal);
+    pattern.window = {25, causal ? 0 : 12};
+    const WholeSequence whole(pattern, 256);
+    Tables tables = make_tables({Stage::Kind::gradients, &whole.plan, 0, 0}, whole.computation,
+                                Side::keys, 16, false);
+    const std::vector<ItemTurn> turns = put_in_chains(tables, {.blocks = 8, .step = 4});
+    ASSERT_EQ(tables.launches.size(), 1U);
+    for (std::size_t i = 0; i < tables.items.size(); ++i) {
+      const bool first = i % 16 == 0;
+      EXPECT_EQ(turns[i].after, first ? -1 : static_cast<std::int32_t>(i) - 1);
+      EXPECT_EQ(turns[i].finish, 0);
+      if (!first) {
+        EXPECT_EQ(turns[i].alone, std::max(0, tables.items[i].begin + 16 - (causal ? 0 : 12)));
+      }
+    }
+    expect_one_order(tables, turns);
   }
 }
 

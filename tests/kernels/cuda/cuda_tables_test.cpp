@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/cuda/work/launch_traits.h"
+#include "kernels/cuda/work/lists.h"
 #include "kernels/cuda/work/most_indices.h"
 #include "support/random_tables.h"
 
@@ -21,7 +22,7 @@ namespace annulus::cuda {
 namespace {
 
 int weight_of(const Tables& tables, const Group& group, const Row& query, const Row& key) {
-  if (group.causal != 0 && key.index > query.index + group.shift) return 0;
+  if (!group.band().allows(query.index, key.index)) return 0;
   int weight = 1;
   for (std::int32_t r = 0; r < group.repeats; ++r) {
     const Repeat& repeat = tables.repeats[static_cast<std::size_t>(group.first_repeat + r)];
@@ -186,6 +187,51 @@ TEST(CudaTables, ArrangedItemsAreTheSameAndLoadBlocksEvenly) {
   EXPECT_LE(*most, 1.1 * static_cast<double>(*least));
 }
 
+// What hosts and kernels find of a list by index, against a look at every row.
+TEST(CudaTables, RowsAndTilesBetweenIndicesAreThoseOfTheList) {
+  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    test::Random random(seed);
+    const Case c = random_case(random);
+    const Plan plan(plan_options(c), 0);
+    const Tables tables = make_tables({Stage::Kind::gradients, &plan, 0, plan.steps()},
+                                      computation_of(c, 0), Side::keys, 64, random.coin());
+    for (const Group& group : tables.groups) {
+      const std::vector<Row> rows = rows_of(tables, group.keys);
+      const auto size = static_cast<std::int64_t>(rows.size());
+      const auto begin = static_cast<std::int32_t>(random.between(0, size - 1));
+      const auto count = static_cast<std::int32_t>(random.between(1, size - begin));
+      const Stretch found = indices_of(tables, group.keys, begin, count);
+      const auto [low, high] =
+          std::minmax_element(rows.begin() + begin, rows.begin() + begin + count,
+                              [](const Row& a, const Row& b) { return a.index < b.index; });
+      EXPECT_EQ(found.first, low->index);
+      EXPECT_EQ(found.last, high->index);
+      const std::int64_t from = random.between(-10, 100);
+      const Stretch wanted{from, from + random.between(-1, 60)};
+      const int tile = static_cast<int>(random.between(1, 20));
+      std::int64_t within = 0;
+      std::int64_t tiles = 0;
+      for (std::int64_t t = 0; t * tile < size; ++t) {
+        std::int64_t of_tile = 0;
+        for (std::int64_t r = t * tile; r < std::min(size, (t + 1) * tile); ++r) {
+          const std::int32_t index = rows[static_cast<std::size_t>(r)].index;
+          of_tile += wanted.first <= index && index <= wanted.last ? 1 : 0;
+        }
+        within += of_tile;
+        tiles += of_tile > 0 ? 1 : 0;
+      }
+      EXPECT_EQ(count_rows(tables, group.keys, wanted), within);
+      const std::int64_t at_most = count_tiles(tables, group.keys, wanted, tile);
+      if (group.keys.ascending != 0) {
+        EXPECT_EQ(at_most, tiles);
+      } else {
+        EXPECT_GE(at_most, tiles);
+      }
+    }
+  }
+}
+
 TEST(CudaTables, LongestItemsComeFirstAmongHeadsThatFitTheCache) {
   constexpr int kTile = 1024;
   const Tables made = whole(dense(4, true), kCachedRows / 2, kTile);
@@ -234,11 +280,19 @@ TEST(CudaTables, TraitsSayWhatKernelsAreChosenBy) {
   const LaunchTraits guest = launch_traits(shared, shared.launches[0]);  // coarse first
   EXPECT_EQ(guest.key_stride, 2);
   EXPECT_EQ(guest.weights, PairWeights::none);
-  EXPECT_FALSE(guest.causal);  // all its keys are in windows before its queries'
+  EXPECT_EQ(guest.limits, Limits::none);  // all its keys are in segments before its queries'
   const LaunchTraits host = launch_traits(shared, shared.launches[1]);
-  EXPECT_TRUE(host.causal);
+  EXPECT_EQ(host.limits, Limits::most);
   EXPECT_EQ(host.key_stride, 1);
   EXPECT_EQ(host.weights, PairWeights::periodic);  // every second row counts twice
+
+  Pattern windowed = dense(1, true);
+  for (const auto& [before, limits] :
+       {std::pair{100, Limits::both}, std::pair{1023, Limits::most}, std::pair{-1, Limits::most}}) {
+    windowed.window.before = before;
+    const Tables tables = whole(windowed, 1024, 64);
+    EXPECT_EQ(launch_traits(tables, tables.launches[0]).limits, limits) << before;
+  }
 
   const Pattern odd =
       longnet(3, std::vector<std::int64_t>{240, 480}, std::vector<std::int64_t>{1, 3});

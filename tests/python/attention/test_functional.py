@@ -74,6 +74,30 @@ def test_matches_a_pure_torch_reference(case: int, causal: bool, kv_heads: int) 
         assert relative_rms(f, e) < 2e-6
 
 
+HEAD_DIMS = (1, 2, 3, 7, 20, 33, 65, 80, 96, 100, 112, 160, 192, 250, 256, 257, 384, 511, 512)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_takes_any_head_dim(dim: int, dtype: torch.dtype) -> None:
+    causal = dim % 2 == 0
+    q, k, v, do = tensors(tokens=45, dim=dim, dtype=dtype)
+    found = gradients(lambda *x: at.ring_attention(*x, is_causal=causal, **LONGNET), q, k, v, do)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    pattern = Pattern.longnet(4, [16, 32, 64], [1, 2, 4], causal=causal)
+    expected = gradients(lambda *x: torch_reference.attention(*x, pattern), *wide, do.double())
+    largest = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    for f, e in zip(found, expected):
+        assert f.dtype == dtype and relative_rms(f.detach().float(), e) < largest
+
+
+@pytest.mark.parametrize("dim", [0, 513])
+def test_head_dims_out_of_range_are_errors(dim: int) -> None:
+    q, k, v, _ = tensors(tokens=8, dim=dim)
+    with pytest.raises(ConfigError, match=rf"head_dim is {dim}, expected 1 to 512"):
+        at.ring_attention(q, k, v)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mix", ["full", "detached"])
 def test_has_the_bits_of_the_core(dtype: torch.dtype, mix: str) -> None:

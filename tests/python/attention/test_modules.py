@@ -19,12 +19,14 @@ PADDING = torch.arange(50)[None] > torch.tensor([[49], [30], [7]])
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(50)
 
 
-def pair(**options) -> tuple[nn.MultiheadAttention, RingMultiheadDilatedAttention]:
+def pair(
+    embed_dim: int = 64, heads: int = 4, **options
+) -> tuple[nn.MultiheadAttention, RingMultiheadDilatedAttention]:
     torch.manual_seed(1)
-    theirs = nn.MultiheadAttention(64, 4, **options)
+    theirs = nn.MultiheadAttention(embed_dim, heads, **options)
     if theirs.in_proj_bias is not None:
         nn.init.normal_(theirs.in_proj_bias)
-    ours = RingMultiheadDilatedAttention(64, 4, **options)
+    ours = RingMultiheadDilatedAttention(embed_dim, heads, **options)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -82,6 +84,14 @@ def test_equals_multihead_attention_without_a_batch_and_for_separate_inputs() ->
     inputs = [torch.randn(50, 3, d, requires_grad=True) for d in (64, 24, 40)]
     check_equal(theirs, ours, inputs)
     theirs.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(1, 1), (1, 4), (2, 3), (5, 2), (33, 2), (509, 1)])
+@pytest.mark.parametrize("call", [{}, {"key_padding_mask": PADDING}], ids=["plain", "padded"])
+def test_takes_any_head_dim(head_dim: int, heads: int, call: dict) -> None:
+    theirs, ours = pair(head_dim * heads, heads, batch_first=True)
+    x = torch.randn(3, 50, head_dim * heads, requires_grad=True)
+    check_equal(theirs, ours, [x, x, x], **call)
 
 
 def test_state_dicts_go_both_ways() -> None:
@@ -257,7 +267,7 @@ def test_modules_can_be_stored() -> None:
         ({"add_bias_kv": True}, "add_bias_kv"),
         ({"add_zero_attn": True}, "add_zero_attn"),
         ({"num_heads": 5}, "num_heads 5"),
-        ({"num_heads": 16}, "multiple of 8"),
+        ({"embed_dim": 1026, "num_heads": 2}, "embed_dim / num_heads is 513: at most 512"),
         ({"num_heads": 0}, "num_heads is 0"),
         ({"num_heads": True}, "num_heads is True"),
         ({"num_heads": 4.0}, "num_heads is 4.0"),
@@ -294,6 +304,9 @@ def test_unsupported_calls_are_errors() -> None:
         ours(x, x, x, attn_mask=torch.zeros(49, 50))
     with pytest.raises(ConfigError, match="key_padding_mask"):
         ours(x, x, x, key_padding_mask=torch.zeros(3, 49, dtype=torch.bool))
+    wide = RingMultiheadDilatedAttention(512, 1, batch_first=True)
+    with pytest.raises(ConfigError, match="at most 509"):
+        wide(*[torch.randn(3, 50, 512)] * 3, key_padding_mask=PADDING)
     with pytest.raises(ConfigError, match="50 tokens, key 40"):
         ours(x, x[:, :40], x[:, :40])
     # A tokenizer's attention_mask: nn.MultiheadAttention refuses it, too.

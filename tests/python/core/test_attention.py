@@ -242,8 +242,8 @@ K = normal(1, 12, 2, 16)
         (lambda: annulus.attention(Q, K, K, schedule="fast"), "schedule is 'fast'"),
         (lambda: annulus.attention(Q, K, K, scale=-1.0), "scale is -1"),
         (
-            lambda: annulus.attention(Q[..., :12].copy(), *[K[..., :12].copy()] * 2),
-            "head_dim is 12",
+            lambda: annulus.attention(np.tile(Q, 33), *[np.tile(K, 33)] * 2),
+            "head_dim is 528, expected 1 to 512",
         ),
         (lambda: annulus.attention_backward(Q, K, K, Q, normal(1, 12, 3), Q), "lse is [1, 12, 3]"),
         (lambda: annulus.attention_backward(Q, K, K, Q, Q, Q), "lse is [1, 12, 4, 16]"),

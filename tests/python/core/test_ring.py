@@ -133,7 +133,7 @@ def one_rank(**options: Any) -> RingAttention:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_dim": 12}, "head_dim is 12"),
+        ({"head_dim": 513}, "head_dim is 513, expected 1 to 512"),
         ({"kv_heads": 3}, "kv_heads is 3"),
         ({"batch": 0}, "batch is 0"),
         ({"dtype": "float64"}, "dtype is 'float64', expected one of 'float32'"),

@@ -137,6 +137,12 @@ def test_plan_counts_rows_and_bytes() -> None:
         assert plan.sent_rows(rank) == plan.received_rows(rank) == 5 * 2
         assert plan.sent_bytes(rank, head_dim=8, dtype="float16", batch=3) == 10 * 3 * 2 * 8 * 2
         assert plan.received_bytes(rank, head_dim=8) == 10 * 2 * 8 * 4
+        # A row in a message is a multiple of 16 bytes.
+        assert plan.sent_bytes(rank, head_dim=1, dtype="float16") == 10 * 2 * 16
+        assert plan.sent_bytes(rank, head_dim=33) == 10 * 2 * 144
+        # Queries bring 16 bytes of statistics along.
+        queries = Plan(Pattern.dense(2), Placement.contiguous(10, 2), travel="queries")
+        assert queries.sent_bytes(rank, head_dim=8) == 10 * (2 * 8 * 4 + 16)
         assert plan.pairs(rank) == 2 * 5 * 10
 
 

@@ -19,6 +19,7 @@ WORLD = None
 PATTERNS = {
     "dense": {},
     "longnet": {"segment_lengths": [64, 160], "dilation_rates": [1, 2]},
+    "window": {"window": (70, -1)},
 }
 
 

@@ -101,7 +101,31 @@ def test_results_are_the_references(
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", ["dense", "causal", "longnet"])
+def test_keys_outside_of_the_window_change_no_bit(
+    cuda: types.ModuleType, dim: int, dtype: str
+) -> None:
+    """However large its values are, or if they are not finite."""
+    from annulus.torch import ring_attention
+
+    q, k, v, _ = (x.to(getattr(cuda, dtype)) for x in tensors(cuda, 1000, dim=dim))
+    for window in ((100, 0), (40, 70)):
+        o, lse = ring_attention(q, k, v, window=window, return_lse=True)
+        for value in (1e4, math.nan, math.inf):
+            changed = [k.clone(), v.clone()]
+            for x in changed:
+                x[:, 500] = value
+            found, found_lse = ring_attention(q, *changed, window=window, return_lse=True)
+            first, last = 500 - window[1], 500 + window[0]
+            for a, b in ((found, o), (found_lse, lse)):
+                assert cuda.equal(a[:, :first], b[:, :first])
+                assert cuda.equal(a[:, last + 1 :], b[:, last + 1 :])
+            if not math.isfinite(value):
+                assert not found[:, first : last + 1].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["dense", "causal", "longnet", "window"])
 def test_rows_with_nothing_but_minus_infinity_are_zero_whatever_the_values(
     cuda: types.ModuleType, name: str, dim: int, dtype: str
 ) -> None:

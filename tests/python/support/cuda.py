@@ -15,6 +15,8 @@ PATTERNS: dict[str, dict[str, Any]] = {
         "is_causal": True,
         "offsets": "interleaved",
     },
+    "window": {"is_causal": True, "window": (70, -1)},
+    "window_longnet": {"segment_lengths": [64, 320], "dilation_rates": [1, 2], "window": (90, 33)},
     "head_groups": {
         "segment_lengths": [64, 160],
         "dilation_rates": [1, 2],

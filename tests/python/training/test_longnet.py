@@ -168,7 +168,8 @@ def test_bf16_is_close_to_fp32() -> None:
     [
         (lambda: at.LongNet(0, 32, 2), "layers is 0"),
         (lambda: at.LongNetLM(0, 1, 32, 2), "vocabulary is 0"),
-        (lambda: at.LongNet(1, 30, 2), "multiple of 8"),
+        (lambda: at.LongNet(1, 30, 2), "width / heads is 15: an even number"),
+        (lambda: at.LongNet(1, 2048, 2), "at most 512"),
         (lambda: at.LongNet(True, 32, 2), "layers is True"),
         (lambda: at.LongNet(2.5, 32, 2), "layers is 2.5"),
         (lambda: at.LongNet(1, "32", 2), "width is '32'"),

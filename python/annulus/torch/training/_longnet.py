@@ -32,6 +32,13 @@ def _size_complaint(name: str, value: object) -> str | None:
     return whole_complaint(name, value, 2**31 - 1, least=1)
 
 
+def _head_complaint(width: object, heads: object) -> str | None:
+    sizes = isinstance(width, int) and isinstance(heads, int) and heads > 0
+    if sizes and width % heads == 0 and width // heads % 2 != 0:
+        return f"width / heads is {width // heads}: an even number was expected, because rotary positions rotate pairs"
+    return None
+
+
 def _check(where: str, *complaints: str | None) -> None:
     for complaint in complaints:
         if complaint is not None:
@@ -78,7 +85,7 @@ class LongNet(nn.Module):
     same on every rank. See :func:`token_mean` for their gradients.
 
     Args:
-        layers, width, heads: size of the stack; width / heads must be a multiple of 8 up to 256.
+        layers, width, heads: size of the stack; width / heads must be an even number up to 512.
         segment_lengths, dilation_rates: branches as in :func:`ring_attention`; None: dense attention.
         mlp_width: hidden features of the MLPs; None: 4 x width.
         rotary_base: as in :func:`rotary_table`.
@@ -109,6 +116,7 @@ class LongNet(nn.Module):
             "LongNet",
             _size_complaint("layers", layers),
             _size_complaint("width", width),
+            _head_complaint(width, heads),
             None if mlp_width is None else _size_complaint("mlp_width", mlp_width),
             number_complaint("rotary_base", rotary_base, MOST_NUMBER),
             flag_complaint("use_gradient_checkpointing", use_gradient_checkpointing),

@@ -79,19 +79,20 @@ __global__ void __launch_bounds__(kThreads)
   shared.poison.clear();
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                            query_place, p.q, p.dout, p.lse, p.delta, p.dq);
-  const int keys = seen_keys(p.tables.runs, group, item);
-  const auto load = [&](int tile) {
-    const int stage = tile % kStages;
-    shared.keys[stage].fill(p.tables, group, group.keys, tile * kKeys, keys, key_place, p.k, p.v);
+  const Walk walk = walk_keys<kKeys>(p.tables.runs, group, item);
+  const auto load = [&](int step) {
+    const int stage = step % kStages;
+    shared.keys[stage].fill(p.tables, group, group.keys, (walk.first + step) * kKeys, walk.extent,
+                            key_place, p.k, p.v);
     __syncthreads();
     shared.k[stage].load(shared.keys[stage].at[0], head_dim, p.shape.aligned, p.tables.items);
     shared.v[stage].load(shared.keys[stage].at[1], head_dim, p.shape.aligned, p.tables.items);
   };
-  const int tiles = (keys + kKeys - 1) / kKeys;
+  const int steps = walk.end - walk.first;
   __syncthreads();
   shared.q.load(shared.queries.at[0], head_dim, p.shape.aligned, p.tables.items);
   shared.dout.load(shared.queries.at[1], head_dim, p.shape.aligned, p.tables.items);
-  if (kStages == 2 && tiles > 0) load(0);
+  if (kStages == 2 && steps > 0) load(0);
   commit_copies();
 
   int index[2];
@@ -109,8 +110,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   float dq[kDim / 8][4] = {};
   const float scale = p.shape.scale * kLog2E;
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = arrive<kStages>(tile, tiles, load);
+  for (int step = 0; step < steps; ++step) {
+    const int stage = arrive<kStages>(step, steps, load);
 
     float s[kKeys / 8][4] = {};
     float ds[kKeys / 8][4] = {};
@@ -143,11 +144,10 @@ __global__ void __launch_bounds__(kThreads)
                        : weight * (ds[n][e] - delta[e / 2]);
       }
     }
-    if (group.causal != 0) {
-      const bool ordered =
-          group.queries.ascending != 0 && group.keys.ascending != 0 && group.keys.by_index == 0;
-      const int last_key = rows.index[min(kKeys, keys - tile * kKeys) - 1];
-      if (!ordered || last_key > shared.queries.index[0] + group.shift) {
+    if (limited(group)) {
+      if (!ordered(group) || group.keys.by_index != 0 ||
+          may_hide(group, shared.queries.index[0], shared.queries.index[item.rows - 1],
+                   rows.index[0], rows.index[kKeys - 1])) {
         shared.poison.take_from(shared.k[stage], [&](int query, int key) {
           return !hidden_pair(group, shared.queries.index[query], rows.index[key]);
         });
@@ -223,18 +223,17 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place,
                           p.k, p.v, p.dk, p.dv);
   }
-  // Queries that see some key of the block come last: whole tiles before them are skipped, and
-  // tiles stay where they are in the list.
-  const int first_tile = unseeing_tiles<kQueries>(p.tables.runs, group, item);
-  const int queries = tile_extent(p.tables.runs, group.queries);
-  const int tiles = max(0, (queries + kQueries - 1) / kQueries - first_tile);
+  // Tiles that see no key of the block are skipped, and those that do stay where they are in the
+  // list.
+  const Walk walk = walk_queries<kQueries>(p.tables.runs, group, item);
+  const int tiles = walk.end - walk.first;
   const int steps = tiles * item.members;
   const auto load = [&](int step) {
     const int stage = step % kStages;
     const Member member = p.tables.members[item.member + step / tiles];
     const RowOwner place{item.batch, member.head, member.unit};
     TileRows<kQueries, 4>& rows = shared.queries[stage];
-    rows.fill(p.tables, group, group.queries, (first_tile + step % tiles) * kQueries, queries,
+    rows.fill(p.tables, group, group.queries, (walk.first + step % tiles) * kQueries, walk.extent,
               place, p.q, p.dout, p.lse, p.delta);
     __syncthreads();
     shared.q[stage].load(rows.at[0], head_dim, p.shape.aligned, p.tables.items);
@@ -300,10 +299,10 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
         ds[n][e] = hidden ? 0.0F : weight * (ds[n][e] - shared.delta[stage][query]);
       }
     }
-    if (group.causal != 0) {
-      const bool ordered =
-          group.queries.ascending != 0 && group.keys.ascending != 0 && group.queries.by_index == 0;
-      if (!ordered || shared.keys.index[item.rows - 1] > rows.index[0] + group.shift) {
+    if (limited(group)) {
+      if (!ordered(group) || group.queries.by_index != 0 ||
+          may_hide(group, rows.index[0], rows.index[kQueries - 1], shared.keys.index[0],
+                   shared.keys.index[item.rows - 1])) {
         const auto sees = [&](int key, int query) {
           return !hidden_pair(group, rows.index[query], shared.keys.index[key]);
         };

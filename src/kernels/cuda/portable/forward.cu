@@ -32,9 +32,10 @@ struct Shared {
   SharedTile<T, kKeys, kDim> v;
   KeyStretch<kKeys> keys[2];
   TileRows<kQueries<kDim>, 4> queries;  // q, lse, state, out
-  int last_key[kQueries<kDim>];         // index of the last key that a query sees
-  float weights[9];                     // what counting once more, twice, ... adds to q.k
-  Group group;                          // these three: there are no registers for them
+  int first_key[kQueries<kDim>];        // indices of the first and the last key that a query sees
+  int last_key[kQueries<kDim>];
+  float weights[9];  // what counting once more, twice, ... adds to q.k
+  Group group;       // these three: there are no registers for them
   RowOwner key_owner;
   int key_extent;
   Poison<kQueries<kDim>, kDim> poison;
@@ -122,13 +123,14 @@ __global__ void __launch_bounds__(kThreads)
                            query_place, p.q, Channel{p.lse}, Channel{p.state}, Channel{p.out});
   for (int r = static_cast<int>(threadIdx.x); r < kQueries<kDim>; r += kThreads) {
     const int index = shared.queries.index[r];  // this thread's own
-    shared.last_key[r] = index == kAbsent || group.causal == 0 ? kAbsent - 1 : index + group.shift;
+    shared.first_key[r] = index == kAbsent ? 0 : first_key_of(group, index);
+    shared.last_key[r] = index == kAbsent ? kAbsent - 1 : last_key_of(group, index);
   }
   if (threadIdx.x < 9)
     shared.weights[threadIdx.x] = log2f(1.0F + threadIdx.x) / (p.shape.scale * kLog2E);
-  const int keys = seen_keys(p.tables.runs, group, item);
-  const int tiles = (keys + kKeys - 1) / kKeys;
-  shared.key_extent = keys;  // by all threads
+  const Walk walk = walk_keys<kKeys>(p.tables.runs, group, item);
+  const int tiles = walk.end;
+  shared.key_extent = walk.extent;  // by all threads
   const auto fill = [&](int slot, int tile) {
     return shared.keys[slot].fill(p.tables, group, tile, shared.key_extent, shared.key_owner, p.k,
                                   p.v, p.shape.aligned);
@@ -145,16 +147,20 @@ __global__ void __launch_bounds__(kThreads)
   };
   // Which of shared.keys has the tile, and the first tile that neither has.
   int slot = 0;
-  int described = tiles > 0 ? fill(0, 0) : 0;
+  int described = walk.first < tiles ? fill(0, walk.first) : 0;
   __syncthreads();
   if (p.kept.tables.branches > 0) point_to_kept(shared.queries, p, group, item, member.head);
   shared.q.load(shared.queries.at[0], head_dim, p.shape.aligned, p.tables.items);
-  if (tiles > 0) load_keys(0, 0);
+  if (walk.first < tiles) load_keys(0, walk.first);
   commit_copies();
-  // A tile of keys none of which is higher needs no mask.
+  // A tile of keys that are all in between needs no mask.
+  int highest_first_key = 0;
   int lowest_last_key = kAbsent;
-  for (int r = lane; r < kQueries<kDim>; r += 32)
+  for (int r = lane; r < kQueries<kDim>; r += 32) {
+    highest_first_key = max(highest_first_key, shared.first_key[r]);
     lowest_last_key = min(lowest_last_key, shared.last_key[r]);
+  }
+  highest_first_key = __reduce_max_sync(0xffffffffU, highest_first_key);
   lowest_last_key = __reduce_min_sync(0xffffffffU, lowest_last_key);
   __syncthreads();
 
@@ -192,7 +198,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t k_at = shared.k.b_address();
   const std::uint32_t v_at = shared.v.a_address();
   const float scale = p.shape.scale * kLog2E;
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = walk.first; tile < tiles; ++tile) {
     // V arrives while K is used, and the next K while V is used.
     wait_copies<0>();
     __syncthreads();
@@ -220,7 +226,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     const int offset = rows.index_offset(tile);
-    const bool masked = rows.highest > lowest_last_key - offset;
+    const bool masked =
+        rows.highest > lowest_last_key - offset || rows.index[0] < highest_first_key - offset;
     if (masked) {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
@@ -229,7 +236,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int key = rows.index[n * 8 + lane % 4 * 2 + e % 2];
-            if (key > shared.last_key[row_of(m, e / 2)] - offset) s[m][n][e] = -INFINITY;
+            const int row = row_of(m, e / 2);
+            if (key > shared.last_key[row] - offset || key < shared.first_key[row] - offset)
+              s[m][n][e] = -INFINITY;
           }
         }
       }
@@ -289,9 +298,10 @@ __global__ void __launch_bounds__(kThreads)
     wait_copies<0>();
     __syncthreads();
     if (tile + 1 < tiles) load_keys(slot, tile + 1);
-    if (masked && group.causal != 0) {
+    if (masked && limited(group)) {
       shared.poison.take_from(shared.v, [&](int query, int key) {
-        return rows.index[key] <= shared.last_key[query] - offset;
+        return rows.index[key] <= shared.last_key[query] - offset &&
+               rows.index[key] >= shared.first_key[query] - offset;
       });
     }
     add_values<T, kDim>(o, sum, s, make_again(v_at));

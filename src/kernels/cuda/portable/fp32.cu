@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
 
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                            query_place, p.q, Channel{p.lse}, Channel{p.state}, Channel{p.out});
-  const int keys = seen_keys(p.tables.runs, group, item);
+  const Walk walk = walk_keys<kOther>(p.tables.runs, group, item);
   __syncthreads();
   if (p.kept.tables.branches > 0) {
     point_to_kept(shared.queries, p, group, item, member.head);
@@ -178,9 +178,9 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const float scale = p.shape.scale * kLog2E;
-  for (int first = 0; first < keys; first += kOther) {
+  for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
     __syncthreads();
-    shared.keys.fill(p.tables, group, group.keys, first, keys, key_place, p.k, p.v);
+    shared.keys.fill(p.tables, group, group.keys, first, walk.extent, key_place, p.k, p.v);
     __syncthreads();
     shared.k.load(shared.keys.at[0], head_dim);
     shared.v.load(shared.keys.at[1], head_dim);
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kThreads)
 
   shared.queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows,
                            query_place, p.q, p.dout, p.lse, p.delta, p.dq);
-  const int keys = seen_keys(p.tables.runs, group, item);
+  const Walk walk = walk_keys<kOther>(p.tables.runs, group, item);
   __syncthreads();
   shared.own[0].load(shared.queries.at[0], head_dim);
   shared.own[1].load(shared.queries.at[1], head_dim);
@@ -336,9 +336,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   float dq[kOwnPerThread][kDim / 16] = {};
   const float scale = p.shape.scale * kLog2E;
-  for (int first = 0; first < keys; first += kOther) {
+  for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
     __syncthreads();
-    keys_of_tile.fill(p.tables, group, group.keys, first, keys, key_place, p.k, p.v);
+    keys_of_tile.fill(p.tables, group, group.keys, first, walk.extent, key_place, p.k, p.v);
     float s[kOwnPerThread][kOtherPerThread];
     float dp[kOwnPerThread][kOtherPerThread];
     multiply_tile(s, dp, shared, keys_of_tile, head_dim, ty, tx);
@@ -383,8 +383,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place,
                           p.k, p.v, p.dk, p.dv);
   }
-  const int queries = tile_extent(p.tables.runs, group.queries);
-  const int begin = unseeing_tiles<kOther>(p.tables.runs, group, item) * kOther;
+  const Walk walk = walk_queries<kOther>(p.tables.runs, group, item);
   __syncthreads();
   shared.own[0].load(shared.keys.at[0], head_dim);
   shared.own[1].load(shared.keys.at[1], head_dim);
@@ -394,9 +393,9 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   for (int m = 0; m < item.members; ++m) {
     const Member member = p.tables.members[item.member + m];
     const RowOwner place{item.batch, member.head, member.unit};
-    for (int first = begin; first < queries; first += kOther) {
+    for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
       __syncthreads();
-      queries_of_tile.fill(p.tables, group, group.queries, first, queries, place, p.q, p.dout,
+      queries_of_tile.fill(p.tables, group, group.queries, first, walk.extent, place, p.q, p.dout,
                            p.lse, p.delta);
       // Rows are keys, columns are queries.
       float s[kOwnPerThread][kOtherPerThread];

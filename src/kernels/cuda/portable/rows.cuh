@@ -95,8 +95,24 @@ __device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats
   }
 }
 
+// Indices are not negative, so that their differences fit, and differences from the lower limit
+// wrap where they are below it.
 __device__ inline bool hidden_pair(const Group& group, int query, int key) {
-  return query == kAbsent || key == kAbsent || (group.causal != 0 && key > query + group.shift);
+  const auto below = static_cast<unsigned>(group.least);
+  return query == kAbsent || key == kAbsent ||
+         static_cast<unsigned>(key) - static_cast<unsigned>(query) - below >
+             static_cast<unsigned>(group.most) - below;
+}
+__device__ inline bool limited(const Group& group) {
+  return group.least != kNoLeast || group.most != kNoMost;
+}
+// The first and the last index that a query sees.
+__device__ inline int first_key_of(const Group& group, int query) {
+  return static_cast<int>(max(0LL, static_cast<long long>(query) + group.least));
+}
+__device__ inline int last_key_of(const Group& group, int query) {
+  return static_cast<int>(
+      max(-1LL, min(kAbsent - 1LL, static_cast<long long>(query) + group.most)));
 }
 
 // How much of what tiles of an ascending list count has an index of at most `last`.
@@ -108,26 +124,62 @@ __device__ inline int extent_up_to(const Run* runs, const RowList& list, int las
   return run.before + min(run.count, (last - run.index) / run.index_stride + 1);
 }
 
-// How much of what tiles of the keys count some query of the item sees: all of it, unless the order
-// of the rows tells that the end is hidden.
-__device__ inline int seen_keys(const Run* runs, const Group& group, const Item& item) {
-  int keys = tile_extent(runs, group.keys);
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int last = place_row(runs, group.queries, item.begin + item.rows - 1).index + group.shift;
-    keys = extent_up_to(runs, group.keys, last);
+// Tiles of a list that an item walks past.
+struct Walk {
+  int first;   // tile
+  int end;     // tile
+  int extent;  // of what tiles count, up to which rows are of interest
+};
+// Those with indices from `first` to `last`: all of them, unless the order of the rows tells more.
+template <int kRowsOfTile>
+__device__ inline Walk walk_between(const Run* runs, const RowList& list, bool ordered,
+                                    long long first, long long last) {
+  Walk walk{0, 0, tile_extent(runs, list)};
+  if (ordered) {
+    const auto index = [](long long x) {
+      return static_cast<int>(max(-1LL, min(kAbsent - 1LL, x)));
+    };
+    walk.first = extent_up_to(runs, list, index(first - 1)) / kRowsOfTile;
+    walk.extent = extent_up_to(runs, list, index(last));
   }
-  return keys;
+  walk.end = max(walk.first, (walk.extent + kRowsOfTile - 1) / kRowsOfTile);
+  return walk;
+}
+__device__ inline bool ordered(const Group& group) {
+  return group.queries.ascending != 0 && group.keys.ascending != 0;
+}
+// Keys that some query of the item sees.
+template <int kRowsOfTile>
+__device__ inline Walk walk_keys(const Run* runs, const Group& group, const Item& item) {
+  const bool known = limited(group) && ordered(group);
+  long long first = 0;
+  long long last = 0;
+  if (known) {
+    first = place_row(runs, group.queries, item.begin).index + static_cast<long long>(group.least);
+    last = place_row(runs, group.queries, item.begin + item.rows - 1).index +
+           static_cast<long long>(group.most);
+  }
+  return walk_between<kRowsOfTile>(runs, group.keys, known, first, last);
+}
+// Queries that see some key of the item.
+template <int kRowsOfTile>
+__device__ inline Walk walk_queries(const Run* runs, const Group& group, const Item& item) {
+  const bool known = limited(group) && ordered(group);
+  long long first = 0;
+  long long last = 0;
+  if (known) {
+    first = place_row(runs, group.keys, item.begin).index - static_cast<long long>(group.most);
+    last = place_row(runs, group.keys, item.begin + item.rows - 1).index -
+           static_cast<long long>(group.least);
+  }
+  return walk_between<kRowsOfTile>(runs, group.queries, known, first, last);
 }
 
-// How many whole tiles of queries come before the first that sees a key of the item.
-template <int kRowsOfTile>
-__device__ inline int unseeing_tiles(const Run* runs, const Group& group, const Item& item) {
-  int tiles = 0;
-  if (group.causal != 0 && group.queries.ascending != 0 && group.keys.ascending != 0) {
-    const int first = place_row(runs, group.keys, item.begin).index - group.shift;
-    tiles = extent_up_to(runs, group.queries, first - 1) / kRowsOfTile;
-  }
-  return tiles;
+// Whether some query from `first_query` to `last_query` may not see some key. Rows are in order,
+// and absent ones come last.
+__device__ inline bool may_hide(const Group& group, int first_query, int last_query, int first_key,
+                                int last_key) {
+  return last_key > last_key_of(group, first_query) || first_key < first_key_of(group, last_query);
 }
 
 // Rows of a tile in shared memory: where they are, channel by channel, and how masks see them.

@@ -9,44 +9,23 @@
 #include <utility>
 
 #include "annulus/error.h"
+#include "kernels/cuda/work/lists.h"
 
 namespace annulus::cuda {
 namespace {
 
 using Interval = std::pair<std::int64_t, std::int64_t>;  // first and last
 
-const Group& group_of(const Tables& tables, const Item& item) {
-  return tables.groups[static_cast<std::size_t>(item.group)];
-}
-
-std::span<const Run> runs_of(const Tables& tables, const RowList& list) {
-  return {tables.runs.data() + list.begin, static_cast<std::size_t>(list.runs)};
-}
-
-// Lowest and highest index of rows [begin, begin + rows) of a list; rows > 0.
-Interval indices(const Tables& tables, const RowList& list, std::int32_t begin, std::int32_t rows) {
-  Interval out{std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()};
-  for (const Run& run : runs_of(tables, list)) {
-    const std::int64_t first = std::max(0, begin - run.before);
-    const std::int64_t last = std::min(run.count, begin + rows - run.before) - 1;
-    if (first > last) continue;
-    out.first = std::min(out.first, run.index + first * run.index_stride);
-    out.second = std::max(out.second, run.index + last * run.index_stride);
-  }
-  return out;
-}
-
-// Positions of the item's rows of dQ, in one member.
+// Positions of the item's rows of dQ, in one member. The last may come before the first: it has
+// none.
 Interval positions(const Tables& tables, const Item& item) {
   const Group& group = group_of(tables, item);
   const RowList& list = group.queries;
   if (list.ascending == 0) return {0, list.rows - 1};
-  Interval out = indices(tables, list, 0, list.rows);
-  if (group.causal != 0) {
-    const std::int64_t low = indices(tables, group.keys, item.begin, item.rows).first - group.shift;
-    out.first = std::max(out.first, low);
-  }
-  return out;
+  const Stretch all = indices_of(tables, list);
+  const Stretch seeing =
+      group.band().queries_of(indices_of(tables, group.keys, item.begin, item.rows));
+  return {std::max(all.first, seeing.first), std::min(all.last, seeing.last)};
 }
 
 std::vector<std::int32_t> heads_of(const Tables& tables, const Item& item) {
@@ -133,15 +112,15 @@ class Wave {
   std::map<std::pair<std::int32_t, std::int32_t>, Taken> taken_;  // by head and source
 };
 
-// The items of a chain in one batch, those that see the latest keys first: under a causal mask, the
-// queries at which they begin are then nobody's before them, and they follow each other at a
-// distance.
+// The items of a chain in one batch, those that see the latest keys first: under a causal mask or a
+// window, the queries at which they begin are then nobody's before them, and they follow each other
+// at a distance.
 std::vector<Item> in_turn(const Tables& tables, const Wave::Chain& chain, std::int32_t batch) {
   std::vector<std::pair<std::int64_t, Item>> order;
   for (const Item& item : chain.items) {
     if (item.batch == batch)
-      order.emplace_back(indices(tables, group_of(tables, item).keys, item.begin, item.rows).first,
-                         item);
+      order.emplace_back(
+          indices_of(tables, group_of(tables, item).keys, item.begin, item.rows).first, item);
   }
   std::stable_sort(order.begin(), order.end(),
                    [](const auto& a, const auto& b) { return a.first > b.first; });
@@ -160,9 +139,9 @@ double mean_steps(const Tables& tables, const std::vector<std::vector<Item>>& ch
     for (const Item& item : chain) {
       const auto [first, last] = positions(tables, item);
       const double rows = group_of(tables, item).queries.rows;
-      const double of_list = group_of(tables, item).causal != 0
-                                 ? std::min<double>(rows, static_cast<double>(last - first + 1))
-                                 : rows;
+      const double of_list = group_of(tables, item).band().full()
+                                 ? rows
+                                 : std::min<double>(rows, static_cast<double>(last - first + 1));
       steps += item.members * std::max(1.0, of_list / step);
     }
   }
@@ -173,23 +152,31 @@ double mean_steps(const Tables& tables, const std::vector<std::vector<Item>>& ch
 void add_turns(const Tables& tables, std::span<const std::int32_t> numbers,
                std::vector<ItemTurn>& turns) {
   std::int64_t span = 0;
-  for (const std::int32_t number : numbers)
-    span = std::max(span,
-                    positions(tables, tables.items[static_cast<std::size_t>(number)]).second + 1);
+  std::vector<Interval> of_items;
+  for (const std::int32_t number : numbers) {
+    of_items.push_back(positions(tables, tables.items[static_cast<std::size_t>(number)]));
+    span = std::max(span, of_items.back().second + 1);
+  }
+  std::vector<std::int64_t> behind(numbers.size() + 1, -1);  // the last of this item and all behind
+  for (std::size_t i = numbers.size(); i > 0; --i)
+    behind[i - 1] = std::max(behind[i], of_items[i - 1].second);
   std::int64_t least = std::numeric_limits<std::int32_t>::max();  // of those before
   std::int64_t most = -1;
   std::int32_t before = -1;
-  for (const std::int32_t number : numbers) {
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const std::int32_t number = numbers[i];
     const Item& item = tables.items[static_cast<std::size_t>(number)];
     const bool ascending = group_of(tables, item).queries.ascending != 0;
-    const auto [first, last] = positions(tables, item);
+    const auto [first, last] = of_items[i];
+    if (first > last) continue;  // it adds nothing, and nobody waits for it
     if (span * item.members > std::numeric_limits<std::int32_t>::max() - 1)
       throw ConfigError(
           "deterministic: the queries of one K/V head in one segment are too many to be counted");
     ItemTurn& turn = turns[static_cast<std::size_t>(number)];
     turn.after = before;
     turn.alone = static_cast<std::int32_t>(std::max<std::int64_t>(0, least));
-    turn.finish = before >= 0 && (!ascending || last < most) ? 1 : 0;
+    // Who has rows behind its last ones learns from it alone what those before it have done.
+    turn.finish = before >= 0 && (!ascending || last < std::min(most, behind[i + 1])) ? 1 : 0;
     turn.span = static_cast<std::int32_t>(span);
     least = std::min(least, first);
     most = std::max(most, last);
@@ -234,13 +221,13 @@ std::vector<ItemTurn> put_in_chains(Tables& tables, const ChainOptions& options)
         }
       }
       const auto count = static_cast<std::int64_t>(chains.size());
-      // Under a causal mask an item begins where those before it have been already.
-      const bool causal = group_of(tables, chains.front().front()).causal != 0;
+      // Where the queries of a key begin with it, an item begins where those before it have been.
+      const bool staggered = group_of(tables, chains.front().front()).most != kNoMost;
       const auto width = static_cast<std::int64_t>(
-          causal ? 1.0
-                 : std::clamp(
-                       options.distance * options.blocks / mean_steps(tables, chains, options.step),
-                       1.0, static_cast<double>(count)));
+          staggered ? 1.0
+                    : std::clamp(options.distance * options.blocks /
+                                     mean_steps(tables, chains, options.step),
+                                 1.0, static_cast<double>(count)));
       const std::int64_t bundles = (count + width - 1) / width;
       const auto first_item = static_cast<std::int32_t>(tables.items.size());
       std::vector<std::vector<std::int32_t>> numbers(chains.size());

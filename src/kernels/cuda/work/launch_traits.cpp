@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <functional>
-#include <limits>
 #include <map>
 #include <queue>
 #include <set>
@@ -11,35 +10,10 @@
 #include <tuple>
 #include <utility>
 
+#include "kernels/cuda/work/lists.h"
+
 namespace annulus::cuda {
 namespace {
-
-std::span<const Run> runs_of(const Tables& tables, const RowList& list) {
-  return {tables.runs.data() + list.begin, static_cast<std::size_t>(list.runs)};
-}
-
-std::span<const Item> items_of(const Tables& tables, const Launch& launch) {
-  return {tables.items.data() + launch.first_item, static_cast<std::size_t>(launch.items)};
-}
-
-const Group& group_of(const Tables& tables, const Item& item) {
-  return tables.groups[static_cast<std::size_t>(item.group)];
-}
-
-// Smallest and largest index of rows [begin, begin + rows) of a list; rows > 0.
-std::pair<std::int64_t, std::int64_t> index_range(std::span<const Run> runs, std::int64_t begin,
-                                                  std::int64_t rows) {
-  std::int64_t least = std::numeric_limits<std::int64_t>::max();
-  std::int64_t most = std::numeric_limits<std::int64_t>::min();
-  for (const Run& run : runs) {
-    const std::int64_t first = std::max<std::int64_t>(0, begin - run.before);
-    const std::int64_t last = std::min<std::int64_t>(run.count, begin + rows - run.before) - 1;
-    if (first > last) continue;
-    least = std::min(least, run.index + first * run.index_stride);
-    most = std::max(most, run.index + last * run.index_stride);
-  }
-  return {least, most};
-}
 
 // Rows of runs by whether they are received, and by stride.
 using RowsByPlace = std::map<std::pair<bool, std::int32_t>, std::int64_t>;
@@ -56,12 +30,13 @@ std::pair<bool, std::int32_t> usual_place(const RowsByPlace& rows_by_place) {
   return place;
 }
 
-// Whether some query of the group does not see some of its keys.
-bool masked(const Tables& tables, const Group& group) {
-  if (group.causal == 0 || group.queries.rows == 0 || group.keys.rows == 0) return false;
-  const auto queries = index_range(runs_of(tables, group.queries), 0, group.queries.rows);
-  const auto keys = index_range(runs_of(tables, group.keys), 0, group.keys.rows);
-  return queries.first + group.shift < keys.second;
+Limits limits_of(const Tables& tables, const Group& group) {
+  const Band band = group.band();
+  if (band.full() || group.queries.rows == 0 || group.keys.rows == 0) return Limits::none;
+  const Stretch queries = indices_of(tables, group.queries);
+  const Stretch keys = indices_of(tables, group.keys);
+  if (keys.first - queries.last < band.least) return Limits::both;
+  return keys.last - queries.first > band.most ? Limits::most : Limits::none;
 }
 
 // See PairWeights.
@@ -78,22 +53,11 @@ bool periodic_weights(const Tables& tables, const Group& group) {
 // Tiles of `tile` keys that the item's queries see something of (at least 1).
 std::int64_t key_tiles(const Tables& tables, const Item& item, int tile) {
   const Group& group = group_of(tables, item);
-  const std::int64_t all = (group.keys.rows + tile - 1) / tile;
-  if (group.causal == 0 || item.rows == 0) return std::max<std::int64_t>(1, all);
-  const std::int64_t limit =
-      index_range(runs_of(tables, group.queries), item.begin, item.rows).second + group.shift;
-  const std::span<const Run> keys = runs_of(tables, group.keys);
-  if (keys.size() == 1) {
-    const Run& run = keys.front();
-    const std::int64_t visible = limit < run.index ? 0 : (limit - run.index) / run.index_stride + 1;
-    return std::clamp<std::int64_t>((visible + tile - 1) / tile, 1, std::max<std::int64_t>(1, all));
-  }
-  std::int64_t tiles = 0;
-  for (std::int64_t t = 0; t < all; ++t) {
-    const std::int64_t rows = std::min<std::int64_t>(tile, group.keys.rows - t * tile);
-    if (index_range(keys, t * tile, rows).first <= limit) ++tiles;
-  }
-  return std::max<std::int64_t>(1, tiles);
+  const Band band = group.band();
+  if (band.full() || item.rows == 0)
+    return std::max<std::int64_t>(1, (group.keys.rows + tile - 1) / tile);
+  const Stretch queries = indices_of(tables, group.queries, item.begin, item.rows);
+  return std::max<std::int64_t>(1, count_tiles(tables, group.keys, band.keys_of(queries), tile));
 }
 
 }  // namespace
@@ -107,7 +71,7 @@ LaunchTraits launch_traits(const Tables& tables, const Launch& launch) {
     if (item.rows == 0 || item.group == seen) continue;
     seen = item.group;
     const Group& group = group_of(tables, item);
-    traits.causal = traits.causal || masked(tables, group);
+    traits.limits = std::max(traits.limits, limits_of(tables, group));
     if (group.repeats > 0) {
       traits.weights =
           std::max(traits.weights,

@@ -19,6 +19,9 @@ enum class PairWeights : std::uint8_t {
   general,
 };
 
+// Which limits of bands hide pairs of a launch. Kernels for causal attention know no lower one.
+enum class Limits : std::uint8_t { none, most, both };
+
 // What the steps of a map for bulk copies, and where it begins, are multiples of, in bytes.
 inline constexpr int kMapStep = 16;
 
@@ -30,7 +33,7 @@ struct RowGrid {
 };
 
 struct LaunchTraits {
-  bool causal = false;  // some query does not see some key of its group
+  Limits limits = Limits::none;
   PairWeights weights = PairWeights::none;
   // Of most rows of a side: whether they are in received parcels and not in the shard, and from one
   // row of a run to the next. These can go by bulk copies.

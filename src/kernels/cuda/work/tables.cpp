@@ -1,10 +1,13 @@
 #include "kernels/cuda/work/tables.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <tuple>
 #include <utility>
+
+#include "kernels/cuda/work/lists.h"
 
 namespace annulus::cuda {
 namespace {
@@ -101,8 +104,7 @@ struct Maker {
     Group group;
     group.queries = add_rows(work.rows(from).queries, from.queries);
     group.keys = add_rows(work.rows(from).keys, from.keys);
-    group.causal = from.band.full() ? 0 : 1;
-    group.shift = from.band.full() ? 0 : static_cast<std::int32_t>(from.band.most);
+    group.set_band(from.band);
     group.first_repeat = static_cast<std::int32_t>(tables.repeats.size());
     group.repeats = static_cast<std::int32_t>(from.repeats.size());
     group.branch = from.branch;
@@ -114,17 +116,28 @@ struct Maker {
   }
 };
 
-// Items of a causal group see more keys (or are seen by more queries) the later (earlier) their
-// rows are.
-double cost_of(const Item& item, const Group& group, Side side) {
-  const RowList& other = side == Side::queries ? group.keys : group.queries;
-  if (group.causal == 0) return static_cast<double>(item.members) * other.rows;
-  const RowList& own = side == Side::queries ? group.queries : group.keys;
-  const double where = (item.begin + 0.5 * item.rows) / std::max(1, own.rows);
-  return item.members * other.rows * (side == Side::queries ? where : 1 - where);
+// Rows that an item walks past.
+std::int64_t cost_of(const Tables& tables, const Item& item, Side side) {
+  const Group& group = group_of(tables, item);
+  const Band band = group.band();
+  const bool of_queries = side == Side::queries;
+  const RowList& other = of_queries ? group.keys : group.queries;
+  if (band.full() || item.rows == 0) return std::int64_t{item.members} * other.rows;
+  const Stretch own =
+      indices_of(tables, of_queries ? group.queries : group.keys, item.begin, item.rows);
+  return item.members *
+         count_rows(tables, other, of_queries ? band.keys_of(own) : band.queries_of(own));
 }
 
 }  // namespace
+
+void Group::set_band(const Band& band) {
+  const auto clamped = [](std::int64_t limit) {
+    return static_cast<std::int32_t>(std::clamp<std::int64_t>(limit, kNoLeast, kNoMost));
+  };
+  least = clamped(band.least);
+  most = clamped(band.most);
+}
 
 Tables make_tables(const Stage& stage, const Computation& computation, Side side, int tile,
                    bool canonical) {
@@ -143,6 +156,7 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   std::map<std::pair<int, Rows>, std::vector<std::pair<int, int>>> users;
   std::vector<std::int64_t> segments;  // by group
   for (const WorkGroup& from : work.all()) {
+    if (from.band.empty()) continue;
     const std::int32_t g = maker.add_group(from);
     segments.push_back(from.segment);
     const Group& group = maker.tables.groups.back();
@@ -212,14 +226,12 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
 
 void put_longest_first(Tables& tables, Side side) {
   using Items = std::vector<Item>::iterator;
-  const auto cost = [&](const Item& item) {
-    return cost_of(item, tables.groups[static_cast<std::size_t>(item.group)], side);
-  };
   const auto walked_rows = [&](const Item& item) {
-    const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
+    const Group& group = group_of(tables, item);
     return std::int64_t{item.members} *
            (side == Side::queries ? group.keys.rows : group.queries.rows);
   };
+  std::vector<std::pair<std::int64_t, Item>> order;  // cost
   for (const Launch& launch : tables.launches) {
     const Items end = tables.items.begin() + launch.first_item + launch.items;
     for (Items begin = end - launch.items; begin != end;) {
@@ -231,9 +243,12 @@ void put_longest_first(Tables& tables, Side side) {
           return item.group != of.group || item.member != of.member || item.batch != of.batch;
         });
       }
-      std::stable_sort(begin, next,
-                       [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
-      begin = next;
+      order.clear();
+      for (auto item = begin; item != next; ++item)
+        order.emplace_back(cost_of(tables, *item, side), *item);
+      std::stable_sort(order.begin(), order.end(),
+                       [](const auto& a, const auto& b) { return a.first > b.first; });
+      for (const auto& [cost, item] : order) *begin++ = item;
     }
   }
 }

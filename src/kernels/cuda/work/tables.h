@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
+#include "annulus/band.h"
 #include "kernels/backend.h"
 #include "kernels/work_groups.h"
 
@@ -33,17 +35,27 @@ struct RowList {
   std::int32_t by_index = 0;
 };
 
+// Limits of a group's band that no difference of two indices is beyond.
+inline constexpr std::int32_t kNoLeast = std::numeric_limits<std::int32_t>::min();
+inline constexpr std::int32_t kNoMost = std::numeric_limits<std::int32_t>::max();
+
 // Query rows against key rows of one segment, for heads that do the same. A pair counts once, and
 // once more for each of the repeats that has both of its rows.
 struct Group {
   RowList queries;
   RowList keys;
-  std::int32_t causal = 0;  // key index <= query index + shift
-  std::int32_t shift = 0;
+  std::int32_t least = kNoLeast;  // of key index - query index: a Band in 32 bits, never empty
+  std::int32_t most = kNoMost;
   std::int32_t first_repeat = 0;
   std::int32_t repeats = 0;
   std::int32_t branch = 0;
   std::int32_t dilation = 1;
+
+  void set_band(const Band& band);
+  [[nodiscard]] Band band() const {
+    return {least == kNoLeast ? -Band::kUnlimited : least,
+            most == kNoMost ? Band::kUnlimited : most};
+  }
 };
 
 struct Member {

@@ -32,7 +32,7 @@ __device__ __forceinline__ T kept(T value, int lane) {
 
 // No product may be in flight over the loop's back edge, nor where a branch touches its registers:
 // the compiler then serialises all of them (it says so: C7510 to C7520).
-template <typename T, int kDim>
+template <typename T, int kDim, bool kWindow>
 __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_t shared,
                                         int group) {
   using Memory = Shared<kDim>;
@@ -193,7 +193,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
           }
         }
       }
-      if ((flags & (kMasked | kWeighted)) != 0) {
+      if ((flags & kWords) != 0) {
         const std::uint32_t words = of_queries + Memory::kQueryWords + stage * (kQueries * 4);
         const int key0 = load_word(shared + Memory::kKeyWords + (warp * 16 + g) * 4);
         const int key1 = load_word(shared + Memory::kKeyWords + (warp * 16 + g + 8) * 4);
@@ -218,6 +218,26 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
           if (after0 > query.y) s[4 * i + 1] = 0;
           if (after1 > query.x) s[4 * i + 2] = 0;
           if (after1 > query.y) s[4 * i + 3] = 0;
+        }
+        if (kWindow && (flags & kLower) != 0) {
+          // Keys that come before the first index: all of their words are below it.
+          const std::uint32_t width =
+              15U + load_word(shared + Memory::kTileNotes +
+                              (tile & 1) * static_cast<int>(sizeof(TileNote)) + kTileNoteWidth);
+          const auto before = [&](int row) {
+            const int key = load_word(shared + Memory::kKeyWords + (warp * 16 + g + row) * 4);
+            return static_cast<int>(min((key & ~15) + width, 0x7FFFFFFFU));
+          };
+          const int before0 = before(0);
+          const int before1 = before(8);
+#pragma unroll
+          for (int i = 0; i < kQueries / 8; ++i) {
+            const int2 query = load_words2(words + i * 32);
+            if (before0 < query.x) s[4 * i] = 0;
+            if (before0 < query.y) s[4 * i + 1] = 0;
+            if (before1 < query.x) s[4 * i + 2] = 0;
+            if (before1 < query.y) s[4 * i + 3] = 0;
+          }
         }
       }
     };
@@ -363,7 +383,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   if (group == 0) named_sync(kToken, kPassing);  // takes the last arrival
 }
 
-template <typename T, int kDim>
+// kWindow: queries may not see keys from some index on only.
+template <typename T, int kDim, bool kWindow>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     attend_backward(const __grid_constant__ BackwardArguments a) {
   using Memory = Shared<kDim>;
@@ -397,25 +418,27 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     fewer_registers<40>();
     const int warp = __shfl_sync(~0U, static_cast<int>(threadIdx.x) / 32 & 3, 0);
     if (warp == 0) {
-      bring_steps<kDim>(a, shared);
+      bring_steps<kDim, kWindow>(a, shared);
     } else if (warp == 1) {
-      bring_tiles<kDim>(a, shared);
+      bring_tiles<kDim, kWindow>(a, shared);
     } else {
       add_query_gradients<kDim>(a, shared, warp - 2);
     }
   } else {
     more_registers<232>();
-    consume<T, kDim>(a, kept<kDim>(shared, 0), group);
+    consume<T, kDim, kWindow>(a, kept<kDim>(shared, 0), group);
   }
 }
 
 template <typename T, int kDim>
 cudaError_t start_backward(const BackwardArguments& arguments, int blocks, cudaStream_t stream) {
+  const bool window = arguments.schedule.traits.limits == Limits::both;
+  auto* const kernel = window ? attend_backward<T, kDim, true> : attend_backward<T, kDim, false>;
   // Of the current device, and there may be several: asked for every time.
   const cudaError_t error = cudaFuncSetAttribute(
-      attend_backward<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<kDim>::kBytes);
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<kDim>::kBytes);
   if (error != cudaSuccess) return error;
-  attend_backward<T, kDim><<<blocks, kBackwardThreads, Shared<kDim>::kBytes, stream>>>(arguments);
+  kernel<<<blocks, kBackwardThreads, Shared<kDim>::kBytes, stream>>>(arguments);
   return cudaGetLastError();
 }
 

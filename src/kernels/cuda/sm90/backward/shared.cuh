@@ -2,6 +2,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/cuda/sm90/backward/launch.h"
@@ -41,15 +42,17 @@ cudaError_t start_backward_f16(const BackwardArguments& arguments, int blocks, c
 enum StepFlag : int {
   kLastOfTile = 1,
   kLastOfAll = 2,
-  kMasked = 4,     // some pairs do not count
+  kMasked = 4,     // some pairs do not count: keys after the last that a query sees, or absent rows
   kPeriodic = 8,   // pairs have weights that repeat every 16 rows of either side
   kWeighted = 16,  // pairs have weights: by their rows' repeats
   kBox = 32,       // its rows of dQ are a box
   kNothing = 64,   // no pair counts, and nothing may be added
   kLastOfMember = 128,
+  kLower = 256,  // some keys come before the first that a query sees
 };
-inline constexpr int kMemberShift = 8;  // flags of a note hold the member's number above it
-inline constexpr int kSpecial = kMasked | kPeriodic | kWeighted;
+inline constexpr int kMemberShift = 9;  // flags of a note hold the member's number above it
+inline constexpr int kWords = kMasked | kWeighted | kLower;  // those that need words of queries
+inline constexpr int kSpecial = kWords | kPeriodic;
 struct alignas(16) StepNote {
   std::int32_t flags;
   std::int32_t head;
@@ -70,14 +73,28 @@ struct alignas(16) TileNote {
   std::int32_t item;
   std::int32_t rows;
   std::int32_t earlier;  // bit i % 32: row i has a sum already
+  std::int32_t width;    // of the band, as words count
 };
+inline constexpr int kTileNoteWidth = 44;  // where that is
+static_assert(offsetof(TileNote, width) == kTileNoteWidth);
 
 // Masks compare words: key word <= query word. A key's word is 16 times its index; a query's, 16
 // times the last index it sees. Absent keys come after all, absent queries before. The low four
-// bits say which of the group's repeats have the row.
+// bits say which of the group's repeats have the row. The first index that a query sees is the last
+// one less the width of the band.
 inline constexpr int kAbsentKey = 0x7FFFFFF0;
 inline constexpr int kAbsentQuery = -0x7FFFFFFF - 1;
 inline constexpr int kLastIndex = 0x7FFFFFE;  // so indices end at 2^27 - 2
+
+// A group's band. Limits that hide nothing are cut off, so that sums with indices fit, and words
+// where there is a lower limit: indices end at 2^26 - 2 there.
+struct BandLimits {
+  int least, most;
+};
+__device__ __forceinline__ BandLimits limits_of(const Group& group) {
+  const int far = group.least == kNoLeast ? 1 << 28 : (1 << 26) - 1;
+  return {max(-far, min(far, group.least)), max(-far, min(far, group.most))};
+}
 
 // Shared memory of a block, by offset. K has two buffers because dQ lags behind by a step, and so
 // reaches into the next tile; dS for the same reason.

@@ -6,7 +6,7 @@
 namespace annulus::cuda::sm90 {
 
 // Brings queries: the steps of one tile after the other. One warp.
-template <int kDim>
+template <int kDim, bool kWindow>
 __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uint32_t shared) {
   using Memory = Shared<kDim>;
   constexpr int kQueries = Memory::kQueries;
@@ -29,41 +29,52 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
     const Item item = p.tables.items[p.first_item + drawn];
     const Group& group = p.tables.groups[item.group];
     const RowList queries = group.queries;
-    const bool causal = group.causal != 0;
-    const int shift = group.shift;
+    const bool limited = group.most != kNoMost || (kWindow && group.least != kNoLeast);
+    const auto [least, most] = limits_of(group);
     const RowBlock keys = row_block(runs, group.keys, item.begin, item.rows);
-    const int blocks = (queries.rows + kQueries - 1) / kQueries;
-    // The first block at or after `block` that sees some key of the tile.
-    const auto seeing = [&](int block) {
-      if (!causal) return block;
-      if (queries.ascending != 0) {
-        int end = blocks;
-        while (block < end) {
-          const int middle = (block + end) / 2;
-          const int last = min(queries.rows, (middle + 1) * kQueries) - 1;
-          if (index_of(runs[run_of(runs, queries, last)], last) + shift >= keys.low) {
-            end = middle;
-          } else {
-            block = middle + 1;
-          }
+    int blocks = (queries.rows + kQueries - 1) / kQueries;
+    // The first block at or after `block` of which the row in this place has an index from `index`
+    // on, for ascending lists.
+    const auto first_with = [&](int block, int place, int index) {
+      int end = blocks;
+      while (block < end) {
+        const int middle = (block + end) / 2;
+        const int row = min(queries.rows - 1, middle * kQueries + place);
+        if (index_of(runs[run_of(runs, queries, row)], row) >= index) {
+          end = middle;
+        } else {
+          block = middle + 1;
         }
-        return block;
-      }
-      for (; block < blocks; ++block) {
-        const int begin = block * kQueries;
-        if (row_block(runs, queries, begin, min(kQueries, queries.rows - begin)).high + shift >=
-            keys.low)
-          break;
       }
       return block;
     };
-    const bool all_after = !causal || queries.ascending != 0;  // see it, after the first that does
+    // The first block at or after `block` that sees some key of the tile.
+    const auto seeing = [&](int block) {
+      if (!limited) return block;
+      if (queries.ascending != 0) return first_with(block, kQueries - 1, keys.low - most);
+      for (; block < blocks; ++block) {
+        const int begin = block * kQueries;
+        const RowBlock rows = row_block(runs, queries, begin, min(kQueries, queries.rows - begin));
+        if (rows.high + most >= keys.low && (!kWindow || rows.low + least <= keys.high)) break;
+      }
+      return block;
+    };
+    const auto last_seeing = [&](int high) {
+      return kWindow ? min(high, keys.high - least) : high;
+    };
+    // From the first block that sees it on, all do.
+    const bool all_after = !limited || queries.ascending != 0;
     int members = item.members;
     int first_block = seeing(0);
-    if (nothing || first_block >= blocks) {
+    int end_block = blocks;
+    if (kWindow && queries.ascending != 0 && group.least != kNoLeast)
+      end_block = first_with(first_block, 0, keys.high - least + 1);
+    if (nothing || first_block >= end_block) {
       nothing = true;
       members = 1;
       first_block = blocks - 1;
+    } else {
+      blocks = end_block;
     }
     // As bring_tiles has it.
     bool periodic = group.repeats > 0 && keys.whole && runs[keys.run].index_stride == 1;
@@ -120,7 +131,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           if (group.repeats > 0)
             flags_of |= periodic && run.index_stride == 1 && ((low - phase) & 15) == 0 ? kPeriodic
                                                                                        : kWeighted;
-          const int masked_below = causal ? keys.high - shift : -0x7FFFFFFF;
+          const int masked_below = keys.high - most;
+          const int lower_above = keys.low - least;
           // Of the tile: the block that ends it, if it is in this stretch.
           const int last_block = member + 1 == members ? blocks - 1 : -1;
           const float* lse_row =
@@ -144,6 +156,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             }
             flags = flags_of;
             if (low < masked_below) flags |= kMasked;
+            if (kWindow && low + low_step - run.index_stride > lower_above) flags |= kLower;
             ask_near_end(member, block, false);
             if (block + 1 == blocks) flags |= kLastOfMember;
             if (block == last_block) {
@@ -172,7 +185,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
               const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * kStepNote;
               store_words4(note, flags | member << kMemberShift, map_head, remainder, row);
               store_words4(note + 16, map_batch, owner.unit, p.first_item + drawn,
-                           queries.ascending != 0 ? low + low_step - run.index_stride
+                           queries.ascending != 0 ? last_seeing(low + low_step - run.index_stride)
                                                   : (block + 1) * kQueries - 1);
             }
             const std::uint32_t of_lane = shared + (stage * kQueries + lane) * 4;
@@ -182,11 +195,11 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
               store_float(of_lane + Memory::kLse + i * 128, negated);
               store_float(of_lane + Memory::kDelta + i * 128, -delta[i] * a.delta_scale);
             }
-            if ((flags & (kMasked | kWeighted)) != 0) {
+            if ((flags & kWords) != 0) {
 #pragma unroll 1
               for (int i = 0; i < kPerLane; ++i) {
                 const int index = low + (lane + 32 * i) * run.index_stride;
-                int word = (causal ? max(-1, min(kLastIndex, index + shift)) : kLastIndex) * 16;
+                int word = max(-1, min(kLastIndex, index + most)) * 16;
                 if ((flags & kWeighted) != 0)
                   word |= repeat_bits(p.tables.repeats + group.first_repeat, group.repeats, index);
                 store_word(of_lane + Memory::kQueryWords + i * 128, word);
@@ -210,7 +223,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
 #pragma unroll 1
         for (; block < stretch; block = next_block, next_block = block + 1) {
           flags = always;
-          if (causal && low + shift < keys.high) flags |= kMasked;
+          if (low + most < keys.high) flags |= kMasked;
+          if (kWindow && high + least > keys.low) flags |= kLower;
           ask_near_end(member, block, next_block >= blocks && member + 1 == members);
           if (next_block >= blocks) flags |= kLastOfMember;
           if (next_block >= blocks && member + 1 == members) {
@@ -240,10 +254,10 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                 delta[i] = __ldg(
                     reinterpret_cast<const float*>(row_address(p.delta, its, in_list, owner)));
               }
-              if ((flags & (kMasked | kWeighted)) != 0) {
+              if ((flags & kWords) != 0) {
                 const int index =
                     index_of(whole ? run : runs[run_of(runs, queries, in_list)], in_list);
-                word[i] = (causal ? max(-1, min(kLastIndex, index + shift)) : kLastIndex) * 16;
+                word[i] = max(-1, min(kLastIndex, index + most)) * 16;
                 if ((flags & kWeighted) != 0)
                   word[i] |=
                       repeat_bits(p.tables.repeats + group.first_repeat, group.repeats, index);
@@ -258,7 +272,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             const std::uint32_t note = shared + Memory::kStepNotes + (step & 3) * kStepNote;
             store_words4(note, flags | member << kMemberShift, owner.head, 0, begin);
             store_words4(note + 16, owner.batch, owner.unit, no_more ? -1 : p.first_item + drawn,
-                         queries.ascending != 0 ? high : block * kQueries + rows - 1);
+                         queries.ascending != 0 ? last_seeing(high) : block * kQueries + rows - 1);
           }
 #pragma unroll 1
           for (int which = 0; which < 2; ++which) {

@@ -6,7 +6,7 @@
 namespace annulus::cuda::sm90 {
 
 // Brings K and V of one tile after the other, and draws the items. One warp.
-template <int kDim>
+template <int kDim, bool kWindow>
 __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uint32_t shared) {
   using Memory = Shared<kDim>;
   const BackwardParams& p = a.params;
@@ -45,9 +45,10 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
       store_longs2(note, reinterpret_cast<std::int64_t>(row_address(p.dk, run, item.begin, owner)),
                    reinterpret_cast<std::int64_t>(row_address(p.dv, run, item.begin, owner)));
       store_longs2(note + 16, row_step(p.dk, run), row_step(p.dv, run));
+      const BandLimits band = kWindow ? limits_of(group) : BandLimits{};
       // No item is one without rows.
       store_words4(note + 32, whole ? -1 : number, drawn < p.items ? item.rows : 0,
-                   static_cast<std::int32_t>(earlier_of(number)), 0);
+                   static_cast<std::int32_t>(earlier_of(number)), (band.most - band.least) * 16);
     }
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {

@@ -46,10 +46,10 @@ struct Turn {
       seen = of_item.after < 0 ? kFinished : 0;
     }
     const int member = flags >> kMemberShift;
-    const bool ends =
-        (flags & kNothing) != 0 || ((flags & kLastOfMember) != 0 && of_item.finish != 0);
+    const bool ends = (flags & kLastOfMember) != 0 && of_item.finish != 0;
     reached = ends ? (member + 1) * of_item.span : member * of_item.span + words.y + 1;
     until = !ends && words.y < of_item.alone ? 0 : reached;
+    if ((flags & kNothing) != 0) until = kFinished;  // it knows no more than those before it
     if ((flags & kLastOfTile) != 0) reached = kFinished;
     if (seen < until) ask(half);
   }

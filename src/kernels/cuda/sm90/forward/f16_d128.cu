@@ -2,8 +2,8 @@
 
 namespace annulus::cuda::sm90 {
 
-ForwardKernel forward_f16_d128(bool causal, PairWeights weights, bool in_pieces) {
-  return choose_forward<__half, 128>(causal, weights, in_pieces);
+ForwardKernel forward_f16_d128(Limits limits, PairWeights weights, bool in_pieces) {
+  return choose_forward<__half, 128>(limits, weights, in_pieces);
 }
 
 }  // namespace annulus::cuda::sm90

@@ -9,11 +9,12 @@ namespace annulus::cuda::sm90 {
 
 // The key tiles that an item's queries see something of, last first: a place in the list for all of
 // a team's threads. Teams must agree on every tile.
-template <bool kCausal>
+template <Limits kLimits>
 struct KeyTiles {
   const Run* runs;
   RowList keys;
-  int limit;  // queries see indices up to it
+  int from;   // queries see indices from here (Limits::both)
+  int limit;  // up to here
   Span span;  // of the tile that was found last
 
   __device__ __forceinline__ int rows(int tile) const {
@@ -23,7 +24,13 @@ struct KeyTiles {
   __device__ __forceinline__ int visible(int tile) {
     while (tile >= 0) {
       span = look_up(runs, keys, tile * kTile, rows(tile));
-      if (!kCausal || span.least <= limit) break;
+      const bool below = kLimits == Limits::both && span.most < from;
+      if (!kHides<kLimits> || (span.least <= limit && !below)) break;
+      if (below) {  // and so is the rest of the run
+        if (keys.ascending != 0) return -1;
+        tile = min(tile - 1, (__ldg(&runs[span.run].before) - 1) >> 7);
+        continue;
+      }
       // None of this run from here on: to its last visible row, or to the run before.
       const int index = __ldg(&runs[span.run].index);
       const int seen =
@@ -42,15 +49,19 @@ struct KeyTiles {
   }
 };
 
-template <bool kCausal>
-__device__ __forceinline__ KeyTiles<kCausal> key_tiles(const Run* runs, const Group& group,
-                                                       int most_query) {
-  const bool causal = kCausal && group.causal != 0;
-  return {runs, group.keys, causal ? most_query + shift_of(group) : INT_MAX, {}};
+template <Limits kLimits>
+__device__ __forceinline__ KeyTiles<kLimits> key_tiles(const Run* runs, const Group& group,
+                                                       const Plan& plan) {
+  const bool compare = kHides<kLimits> && plan.compare != 0;
+  return {runs,
+          group.keys,
+          kLimits == Limits::both && compare ? plan.least + plan.band_least : INT_MIN,
+          compare ? plan.most + plan.band_most : INT_MAX,
+          {}};
 }
 
 // By one thread: the first item with rows from `at` on. Returns where to go on.
-template <bool kCausal, PairWeights kWeights, int kDim>
+template <Limits kLimits, PairWeights kWeights, int kDim>
 __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, Plan& plan) {
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
@@ -92,9 +103,12 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
     plan.remainder = static_cast<std::int32_t>(token % stride);
   }
 
-  const int shift = kCausal ? shift_of(*group) : 0;
-  const bool compare = kCausal && group->causal != 0;
-  plan.shift = shift;
+  const int band_least = kLimits == Limits::both ? limit_of(group->least) : 0;
+  const int band_most = kHides<kLimits> ? limit_of(group->most) : 0;
+  const bool compare = kHides<kLimits> && (group->most != kNoMost ||
+                                           (kLimits == Limits::both && group->least != kNoLeast));
+  plan.band_least = band_least;
+  plan.band_most = band_most;
   plan.compare = compare ? 1 : 0;
   const int key_runs = group->keys.runs;
   const bool received = a.traits.keys_received;
@@ -118,20 +132,27 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
       plain = plain && count % kTile == 0 && keys_mapped(a, run);
       if (!plain) break;
       int tiles = count / kTile;
+      int skipped = 0;
       if (compare) {
-        const int limit = span.most + shift;
+        const int limit = span.most + band_most;
         tiles = limit < index ? 0 : min(tiles, (limit - index) / step / kTile + 1);
+        if constexpr (kLimits == Limits::both) {
+          const int from = span.least + band_least;
+          skipped = from <= index ? 0 : ((from - index - 1) / step + 1) / kTile;
+          if (skipped >= tiles) skipped = tiles = 0;
+          tiles -= skipped;
+        }
       }
       plan.tiles[j] = tiles;
       sum += tiles;
-      const int before = __ldg(&run->before);
+      const int before = __ldg(&run->before) + skipped * kTile;
       std::uint32_t first = mapped_row<kDim>(a, p.k, at_run, before, plan.batch, plan.unit);
       plan.run_quotient[j] = static_cast<std::int32_t>(first / key_stride);
       plan.run_remainder[j] = static_cast<std::int32_t>(first % key_stride);
       if (received) first = mapped_row<kDim>(a, p.v, at_run, before, plan.batch, plan.unit);
       plan.value_quotient[j] = static_cast<std::int32_t>(first / key_stride);
       plan.value_remainder[j] = static_cast<std::int32_t>(first % key_stride);
-      plan.run_index[j] = index;
+      plan.run_index[j] = index + skipped * kTile * step;
       plan.run_step[j] = step;
     }
     if (sum == 0) plan.tiles[1] = 1;  // as every item has one
@@ -141,12 +162,12 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
 }
 
 // By a warp, for the team of queries and keys: the next item and its rows.
-template <bool kCausal, PairWeights kWeights, int kDim, bool kInPieces>
+template <Limits kLimits, PairWeights kWeights, int kDim, bool kInPieces>
 __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, Plan& plan,
                                             Slot& slot, std::uint32_t known, int lane) {
   const ForwardParams& p = a.params;
   const DeviceTables& tables = p.tables;
-  if (lane == 0) at = look_up_item<kCausal, kWeights, kDim>(a, at, plan);
+  if (lane == 0) at = look_up_item<kLimits, kWeights, kDim>(a, at, plan);
   at = __shfl_sync(~0U, at, 0);
   __syncwarp();
   if (lane == 0) slot.end = plan.end;
@@ -223,6 +244,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   }
   if (lane == 0) {
     slot.later = plan.later;
+    if constexpr (kLimits == Limits::both) slot.width = plan.band_most - plan.band_least;
     slot.out = p.out.base + batch * p.out.batch_step + head * p.out.head_step;
     slot.state = state;
     slot.lse = lses;

@@ -27,7 +27,7 @@ inline constexpr float kLn2 = 0.6931471805599453F;
 // Sums of a tile's P above which exponents are lessened by more: float16 has P up to 65504.
 inline constexpr float kHighSum = 16384.0F;
 
-template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
+template <typename T, int kDim, Limits kLimits, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
                                         typename Layout<kDim>::Control& control, int group) {
   using L = Layout<kDim>;
@@ -36,11 +36,11 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   constexpr bool kEarlyScores = kDim == 64;
   // As an item begins, P V is waited for after the softmax, not before it: gains in these kernels
   // only.
-  constexpr bool kWaitLate = kCausal || (kDim == 128 && kWeights != PairWeights::none);
+  constexpr bool kWaitLate = kHides<kLimits> || (kDim == 128 && kWeights != PairWeights::none);
   // The groups take turns to issue products, so that one has exponentials to compute while the
   // other has products: both at once would wait for one and then for the other. Under full masks at
   // head dim 128, where products take longest, it gained nothing.
-  constexpr bool kTurns = kCausal || kDim == 64;
+  constexpr bool kTurns = kHides<kLimits> || kDim == 64;
   // See attempt_weights.
   constexpr bool kAttempt = kWeights != PairWeights::general;
   const ForwardParams& p = a.params;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   };
   const auto wait_for_values = [&] {
     barrier_wait(shared_address(&control.values_full[0]) + 8 * value_stage, value_parity);
-    if constexpr (kCausal) sick = control.values[value_stage].any;
+    if constexpr (kHides<kLimits>) sick = control.values[value_stage].any;
   };
   const auto issue_scores = [&] {
     const std::uint64_t keys = k_major(tiles + L::kKeys + key_stage * L::kTileBytes);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     spoil_rows(weights, control.values[value_stage], factor0, factor1);
   };
   const auto release_values = [&] {
-    if constexpr (kCausal) __syncwarp();
+    if constexpr (kHides<kLimits>) __syncwarp();
     if (first_lane) barrier_arrive(shared_address(&control.values_empty[0]) + 8 * value_stage);
     if (++value_stage == L::kValueStages) {
       value_stage = 0;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   // Returns whether this was the item's last tile.
   const auto mask = [&](const Slot& slot) {
     const int flags = key_flags;
-    if ((flags & kMasked) != 0) hide_scores<kCausal>(s, control.keys[key_stage], flags, slot);
+    if ((flags & kMasked) != 0) hide_scores<kLimits>(s, control.keys[key_stage], flags, slot);
     if constexpr (kWeights != PairWeights::general) release_keys();
     return (flags & kLast) != 0;
   };
@@ -332,7 +332,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     pin(s);
     const bool last = mask(slot);
     if constexpr (kAttempt) {
-      if (kCausal && sick != 0) {
+      if (kHides<kLimits> && sick != 0) {
         float factor0 = 1.0F;
         float factor1 = 1.0F;
         see_sick(factor0, factor1);
@@ -344,7 +344,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       softmax(slot);
       products_wait<0>();
       pin(o);
-      if (kCausal && sick != 0) see_sick(keep0, keep1);
+      if (kHides<kLimits> && sick != 0) see_sick(keep0, keep1);
       release_values();
       round_weights();
       scale_output(keep0, keep1);
@@ -442,7 +442,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     softmax(next);
     products_wait<0>();
     pin(o);
-    if (kCausal && sick != 0) see_sick(factor0, factor1);
+    if (kHides<kLimits> && sick != 0) see_sick(factor0, factor1);
     release_values();
     round_weights();
     if constexpr (kEarlyScores) {
@@ -481,14 +481,14 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   float factor0;
   float factor1;
   end_sums(control.slots[slot_at], factor0, factor1);
-  if (kCausal && sick != 0) see_sick(factor0, factor1);
+  if (kHides<kLimits> && sick != 0) see_sick(factor0, factor1);
   release_values();
   write(slot_at, factor0, factor1);
   if (group == 0) take_turn();  // no barrier stays half full
 }
 
 // kInPieces: the state may come so.
-template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
+template <typename T, int kDim, Limits kLimits, PairWeights kWeights, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_forward(const __grid_constant__ ForwardArguments a) {
   using L = Layout<kDim>;
@@ -529,41 +529,42 @@ __global__ void __launch_bounds__(kThreads, 1)
     fewer_registers<40>();
     const int thread = threadIdx.x % 128;
     if (thread < kTeam) {
-      load_queries_and_keys<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, thread);
+      load_queries_and_keys<T, kDim, kLimits, kWeights, kInPieces>(a, tiles, control, thread);
     } else {
-      load_values<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, thread - kTeam);
+      load_values<T, kDim, kLimits, kWeights, kInPieces>(a, tiles, control, thread - kTeam);
     }
   } else {
     more_registers<232>();
-    compute<T, kDim, kCausal, kWeights, kInPieces>(a, tiles, control, group);
+    compute<T, kDim, kLimits, kWeights, kInPieces>(a, tiles, control, group);
   }
 }
 
 // One per kind of rows, each in a file of its own (bf16_d64.cu, ...): they take long to compile.
 using ForwardKernel = void (*)(ForwardArguments);
-ForwardKernel forward_bf16_d64(bool causal, PairWeights weights, bool in_pieces);
-ForwardKernel forward_bf16_d128(bool causal, PairWeights weights, bool in_pieces);
-ForwardKernel forward_f16_d64(bool causal, PairWeights weights, bool in_pieces);
-ForwardKernel forward_f16_d128(bool causal, PairWeights weights, bool in_pieces);
+ForwardKernel forward_bf16_d64(Limits limits, PairWeights weights, bool in_pieces);
+ForwardKernel forward_bf16_d128(Limits limits, PairWeights weights, bool in_pieces);
+ForwardKernel forward_f16_d64(Limits limits, PairWeights weights, bool in_pieces);
+ForwardKernel forward_f16_d128(Limits limits, PairWeights weights, bool in_pieces);
 
 template <typename T, int kDim, PairWeights kWeights>
-ForwardKernel choose_forward(bool causal, bool in_pieces) {
-  if (causal) return attend_forward<T, kDim, true, kWeights, false>;
+ForwardKernel choose_forward(Limits limits, bool in_pieces) {
+  if (limits == Limits::most) return attend_forward<T, kDim, Limits::most, kWeights, false>;
+  if (limits == Limits::both) return attend_forward<T, kDim, Limits::both, kWeights, false>;
   if constexpr (kPieces < kDim >> 0 && kWeights != PairWeights::general) {
-    if (in_pieces) return attend_forward<T, kDim, false, kWeights, true>;
+    if (in_pieces) return attend_forward<T, kDim, Limits::none, kWeights, true>;
   }
-  return attend_forward<T, kDim, false, kWeights, false>;
+  return attend_forward<T, kDim, Limits::none, kWeights, false>;
 }
 
 template <typename T, int kDim>
-ForwardKernel choose_forward(bool causal, PairWeights weights, bool in_pieces) {
+ForwardKernel choose_forward(Limits limits, PairWeights weights, bool in_pieces) {
   switch (weights) {
     case PairWeights::none:
-      return choose_forward<T, kDim, PairWeights::none>(causal, in_pieces);
+      return choose_forward<T, kDim, PairWeights::none>(limits, in_pieces);
     case PairWeights::periodic:
-      return choose_forward<T, kDim, PairWeights::periodic>(causal, in_pieces);
+      return choose_forward<T, kDim, PairWeights::periodic>(limits, in_pieces);
     case PairWeights::general:
-      return choose_forward<T, kDim, PairWeights::general>(causal, in_pieces);
+      return choose_forward<T, kDim, PairWeights::general>(limits, in_pieces);
   }
   return nullptr;
 }

@@ -41,7 +41,7 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchTraits& trai
   const bool bf16 = shape.dtype == DType::bf16;
   const auto choose = shape.head_dim == 64 ? (bf16 ? forward_bf16_d64 : forward_f16_d64)
                                            : (bf16 ? forward_bf16_d128 : forward_f16_d128);
-  const ForwardKernel kernel = choose(traits.causal, traits.weights, params.load_state);
+  const ForwardKernel kernel = choose(traits.limits, traits.weights, params.load_state);
   const int bytes = shape.head_dim == 64 ? Layout<64>::kBytes : Layout<128>::kBytes;
 
   int device = 0;

@@ -93,6 +93,19 @@ __device__ __forceinline__ void confine(std::uint32_t tile, ValueStage& stage, i
   }
 }
 
+// Indices that all queries of an item see.
+struct Everyone {
+  int from, until;
+  // Whether some query does not see some index from `least` to `most`.
+  template <Limits kLimits>
+  __device__ __forceinline__ bool hides(int least, int most) const {
+    return most > until || (kLimits == Limits::both && least < from);
+  }
+};
+__device__ __forceinline__ Everyone seen_by_everyone(const Plan& plan) {
+  return {plan.most + plan.band_least, plan.least + plan.band_most};
+}
+
 __device__ __forceinline__ void advance(int& stage, int& parity, int tiles, int stages) {
   const int sum = stage + tiles;
   parity ^= (sum / stages) & 1;
@@ -125,7 +138,7 @@ __device__ __forceinline__ void load_bulk(std::uint32_t target, std::uint32_t ba
 // Q and K. One thread loads the tiles of items; the other warp looks up items, as many ahead as
 // there are slots: short items follow each other faster than they are looked up. Only items of
 // which something is gathered take both.
-template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
+template <typename T, int kDim, Limits kLimits, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
                                                       std::uint32_t tiles,
                                                       typename Layout<kDim>::Control& control,
@@ -148,7 +161,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
     const std::uint32_t free = shared_address(&control.slots_free[0]) + 8 * slot_at;
     if (ahead) {
       barrier_wait(free, slot_parity ^ 1);
-      at = look_up_rows<kCausal, kWeights, kDim, kInPieces>(
+      at = look_up_rows<kLimits, kWeights, kDim, kInPieces>(
           a, at, control.plans[slot_at], control.slots[slot_at], known, thread - 32);
     } else {
       barrier_wait(known, slot_parity);
@@ -185,7 +198,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
     if (plan.plain != 0) {
       const int count = plan.tiles[0] + plan.tiles[1];
       if (thread == 0) {
-        const int everyone = plan.least + plan.shift;  // every query sees indices up to it
+        const Everyone everyone = seen_by_everyone(plan);
         int s = stage;
         int phase = parity;
         int left = count;
@@ -205,9 +218,10 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
             info.y = kTile;
             info.z = index + t * kTile * step;
             info.w = step;
-            if (kCausal && plan.compare != 0 && info.z + (kTile - 1) * step > everyone)
+            if (kHides<kLimits> && plan.compare != 0 &&
+                everyone.hides<kLimits>(info.z, info.z + (kTile - 1) * step))
               info.x |= kMasked | kCompare;
-            if (kCausal) info.z -= plan.shift;
+            if (kHides<kLimits>) info.z -= plan.band_most;
             const std::uint32_t full = shared_address(&control.keys_full[0]) + 8 * s;
             const std::uint32_t target = tiles + L::kKeys + s * L::kTileBytes;
             barrier_wait(shared_address(&control.keys_empty[0]) + 8 * s, phase ^ 1);
@@ -224,18 +238,18 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       advance(stage, parity, count, L::kKeyStages);
     } else {
       const Operand keys{plan.batch, plan.kv_head, plan.unit};
-      auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
+      auto walk = key_tiles<kLimits>(tables.runs, group, plan);
       int tile = walk.first();
-      const int shift = plan.shift;
-      const bool compare = kCausal && plan.compare != 0;
-      const int everyone = plan.least + shift;
+      const int shift = plan.band_most;
+      const bool compare = kHides<kLimits> && plan.compare != 0;
+      const Everyone everyone = seen_by_everyone(plan);
       while (tile >= 0) {
         const Span span = walk.span;
         const int count = walk.rows(tile);
         const int next = walk.visible(tile - 1);
         int flags = next < 0 ? kLast : 0;
         if (count < kTile) flags |= kMasked;
-        if (compare && span.most > everyone)
+        if (compare && everyone.hides<kLimits>(span.least, span.most))
           flags |= kMasked | kCompare | (span.single ? 0 : kTable);
 
         const std::uint32_t full = shared_address(&control.keys_full[stage]);
@@ -248,7 +262,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
           info.first = span.least - shift;  // of a single run, the first row's
           info.stride = __ldg(&tables.runs[span.run].index_stride);
         }
-        if ((kCausal && (flags & kTable) != 0) || kWeights == PairWeights::general) {
+        if ((kHides<kLimits> && (flags & kTable) != 0) || kWeights == PairWeights::general) {
           for (int r = thread; r < kTile; r += kTeam) {
             int index = INT_MAX;
             if (r < count) {
@@ -266,7 +280,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
         }
         const std::uint32_t target = tiles + L::kKeys + stage * L::kTileBytes;
         if (bulk(a, span, count)) {
-          if ((kCausal && (flags & kTable) != 0) || kWeights == PairWeights::general)
+          if ((kHides<kLimits> && (flags & kTable) != 0) || kWeights == PairWeights::general)
             team_sync(kTeamBarrier);
           if (thread == 0) {
             barrier_arrive_expecting(full, L::kTileBytes);
@@ -292,7 +306,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
 }
 
 // V, and pieces of the state.
-template <typename T, int kDim, bool kCausal, PairWeights kWeights, bool kInPieces>
+template <typename T, int kDim, Limits kLimits, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint32_t tiles,
                                             typename Layout<kDim>::Control& control, int thread) {
   using L = Layout<kDim>;
@@ -317,36 +331,51 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       slot_at = 0;
       slot_parity ^= 1;
     }
-    const int everyone = plan.least + plan.shift;
+    const Everyone everyone = seen_by_everyone(plan);
     if (plan.plain != 0) {
       int left = plan.tiles[0] + plan.tiles[1];
       int j = plan.tiles[0] > 0 ? 0 : 1;
       int t = plan.tiles[j] - 1;
-      if constexpr (kCausal) {
-        // Those that are masked come first: the team looks through them.
-        while (plan.compare != 0 && left > 0 &&
-               plan.run_index[j] + (t * kTile + kTile - 1) * plan.run_step[j] > everyone) {
-          const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
-          ValueStage& info = control.values[stage];
-          if (thread == 0) {
-            barrier_wait(shared_address(&control.values_empty[stage]), parity ^ 1);
-            barrier_arrive_expecting(landed, L::kTileBytes);
-            load_tile<kDim>(target, &a.v, landed, plan.map_head, plan.value_remainder[j],
-                            plan.value_quotient[j] + t * kTile, plan.map_batch, keep);
-            info.any = 0;
+      // A masked tile: the team looks through it.
+      const auto look_through = [&] {
+        const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
+        ValueStage& info = control.values[stage];
+        if (thread == 0) {
+          barrier_wait(shared_address(&control.values_empty[stage]), parity ^ 1);
+          barrier_arrive_expecting(landed, L::kTileBytes);
+          load_tile<kDim>(target, &a.v, landed, plan.map_head, plan.value_remainder[j],
+                          plan.value_quotient[j] + t * kTile, plan.map_batch, keep);
+          info.any = 0;
+        }
+        team_sync(kTeamBarrier);
+        barrier_wait(landed, landed_parity);
+        landed_parity ^= 1;
+        confine<T, kDim>(target, info, thread, kTeamBarrier);
+        team_sync(kTeamBarrier);
+        if (thread == 0) barrier_arrive(shared_address(&control.values_full[stage]));
+        advance(stage, parity, 1, L::kValueStages);
+        --left;
+        if (--t < 0) {
+          j = 1;
+          t = plan.tiles[1] - 1;
+        }
+      };
+      int masked = 0;  // at the end
+      if constexpr (kHides<kLimits>) {
+        // Tiles beyond the upper limit come first, and those beyond the lower one last.
+        const auto hides = [&] {
+          const int least = plan.run_index[j] + t * kTile * plan.run_step[j];
+          return everyone.hides<kLimits>(least, least + (kTile - 1) * plan.run_step[j]);
+        };
+        while (plan.compare != 0 && left > 0 && hides()) look_through();
+        if (kLimits == Limits::both && plan.compare != 0) {
+          for (int run = 0; run < 2; ++run) {
+            const int below = everyone.from - plan.run_index[run];
+            if (plan.tiles[run] > 0 && below > 0)
+              masked += min(plan.tiles[run], (below - 1) / (kTile * plan.run_step[run]) + 1);
           }
-          team_sync(kTeamBarrier);
-          barrier_wait(landed, landed_parity);
-          landed_parity ^= 1;
-          confine<T, kDim>(target, info, thread, kTeamBarrier);
-          team_sync(kTeamBarrier);
-          if (thread == 0) barrier_arrive(shared_address(&control.values_full[stage]));
-          advance(stage, parity, 1, L::kValueStages);
-          --left;
-          if (--t < 0) {
-            j = 1;
-            t = plan.tiles[1] - 1;
-          }
+          masked = min(masked, left);
+          left -= masked;
         }
       }
       if (thread == 0) {
@@ -359,12 +388,12 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
           const int remainder = plan.value_remainder[j];
           const int quotient = plan.value_quotient[j];
 #pragma unroll 1
-          for (; t >= 0; --t, --more) {
+          for (; t >= 0 && (kLimits != Limits::both || more > 0); --t, --more) {
             const std::uint32_t full = shared_address(&control.values_full[0]) + 8 * s;
             const std::uint32_t target = tiles + L::kValues + s * L::kTileBytes;
             barrier_wait(shared_address(&control.values_empty[0]) + 8 * s, phase ^ 1);
             load_tile<kDim>(target, &a.v, full, head, remainder, quotient + t * kTile, batch, keep);
-            if (kCausal) control.values[s].any = 0;
+            if (kHides<kLimits>) control.values[s].any = 0;
             barrier_arrive_expecting(full, L::kTileBytes);
             if (++s == L::kValueStages) {
               s = 0;
@@ -377,22 +406,28 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       }
       if (kInPieces && thread == 32) load_state<kDim>(a, tiles, control, plan, slot, state_parity);
       advance(stage, parity, left, L::kValueStages);
+      if (kLimits == Limits::both && masked > 0) {
+        j = masked > plan.tiles[1] ? 0 : 1;
+        t = masked - 1 - (j == 0 ? plan.tiles[1] : 0);
+        for (left = masked; left > 0;) look_through();
+      }
     } else {
       const Group& group = tables.groups[plan.group];
       const Operand values{plan.batch, plan.kv_head, plan.unit};
-      auto walk = key_tiles<kCausal>(tables.runs, group, plan.most);
+      auto walk = key_tiles<kLimits>(tables.runs, group, plan);
       int tile = walk.first();
       while (tile >= 0) {
         const Span span = walk.span;
         const int count = walk.rows(tile);
         const int next = walk.visible(tile - 1);
-        const bool look = kCausal && plan.compare != 0 && span.most > everyone;
+        const bool look =
+            kHides<kLimits> && plan.compare != 0 && everyone.hides<kLimits>(span.least, span.most);
         const std::uint32_t full = shared_address(&control.values_full[stage]);
         if (thread == 0) barrier_wait(shared_address(&control.values_empty[stage]), parity ^ 1);
         team_sync(kTeamBarrier);
         const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
         ValueStage& info = control.values[stage];
-        if (kCausal && thread == 0) info.any = 0;
+        if (kHides<kLimits> && thread == 0) info.any = 0;
         if (bulk(a, span, count)) {
           if (thread == 0) {
             const std::uint32_t barrier = look ? landed : full;

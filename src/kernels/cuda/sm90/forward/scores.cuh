@@ -12,21 +12,30 @@
 namespace annulus::cuda::sm90 {
 
 // Scores of keys that are not seen become -inf.
-template <bool kCausal>
+template <Limits kLimits>
 __device__ __forceinline__ void hide_scores(float (&s)[kTile / 2], const KeyStage& stage, int flags,
                                             const Slot& slot) {
   const auto [lane, c, row] = place_anew();
-  if constexpr (kCausal) {
+  if constexpr (kHides<kLimits>) {
+    constexpr bool kLower = kLimits == Limits::both;
     const int index0 = slot.index[row];
     const int index1 = slot.index[row + 8];
+    // Queries see indices, less the upper limit, from here to their own.
+    const int from0 = kLower ? index0 - slot.width : INT_MIN;
+    const int from1 = kLower ? index1 - slot.width : INT_MIN;
     std::uint32_t seen0 = 0;  // bit 2j + e: column 8j + 2c + e
     std::uint32_t seen1 = 0;
     if ((flags & kTable) != 0) {
 #pragma unroll 1
       for (int j = kTile / 8 - 1; j >= 0; --j) {
         const int2 key = *reinterpret_cast<const int2*>(&stage.index[8 * j + 2 * c]);
-        seen0 = 4 * seen0 + (key.x <= index0 ? 1U : 0U) + (key.y <= index0 ? 2U : 0U);
-        seen1 = 4 * seen1 + (key.x <= index1 ? 1U : 0U) + (key.y <= index1 ? 2U : 0U);
+        const auto sees = [](int index, int from, int own) {
+          return index <= own && (!kLower || index >= from);
+        };
+        seen0 = 4 * seen0 + (sees(key.x, from0, index0) ? 1U : 0U) +
+                (sees(key.y, from0, index0) ? 2U : 0U);
+        seen1 = 4 * seen1 + (sees(key.x, from1, index1) ? 1U : 0U) +
+                (sees(key.y, from1, index1) ? 2U : 0U);
       }
     } else {
       int end0 = stage.rows;
@@ -37,6 +46,10 @@ __device__ __forceinline__ void hide_scores(float (&s)[kTile / 2], const KeyStag
       }
       seen0 = columns_before(end0 - 2 * c);
       seen1 = columns_before(end1 - 2 * c);
+      if (kLower && (flags & kCompare) != 0) {
+        seen0 &= ~columns_before(multiples_until(from0 - 1 - stage.first, stage.stride) - 2 * c);
+        seen1 &= ~columns_before(multiples_until(from1 - 1 - stage.first, stage.stride) - 2 * c);
+      }
     }
 #pragma unroll
     for (int j = 0; j < kTile / 8; ++j) {

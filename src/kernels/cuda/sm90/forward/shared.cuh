@@ -20,6 +20,10 @@ inline constexpr int kTurnBarrier = 3;           // and 4: of the consumers
 inline constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
 inline constexpr int kSlots = 5;  // items that are known: looked up, loaded, computed or written
 
+// Whether kernels hide pairs at all.
+template <Limits kLimits>
+inline constexpr bool kHides = kLimits != Limits::none;
+
 inline constexpr int kPieceColumns = 32;  // of a state: 128 bytes a row
 inline constexpr int kPieceBytes = kTile * 128;
 
@@ -49,6 +53,7 @@ struct Slot {
   std::int32_t has_state;     // some row has, and consumers read it
   std::int32_t pieces;        // in which it comes otherwise
   std::int32_t every_tile;    // brings one
+  std::int32_t width;         // of the band: Limits::both
   std::int32_t token[kTile];  // < 0: no such row
   std::int32_t index[kTile];
   float old_lse[kTile];
@@ -60,9 +65,9 @@ struct Slot {
 struct alignas(16) KeyStage {
   std::int32_t flags;
   std::int32_t rows;
-  std::int32_t first;           // index of the first row less the mask's shift
+  std::int32_t first;           // index of the first row less the band's upper limit
   std::int32_t stride;          // of indices
-  std::int32_t index[kTile];    // kTable: less the shift; INT_MAX: no such row
+  std::int32_t index[kTile];    // kTable: less that limit; INT_MAX: no such row
   std::uint8_t repeats[kTile];  // general weights
 };
 
@@ -84,7 +89,7 @@ struct alignas(16) Plan {
   // Keys: all tiles come by bulk copies, from at most two runs.
   std::int32_t plain;
   std::int32_t compare;
-  std::int32_t shift;
+  std::int32_t band_least, band_most;
   std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in
                           // this order, the last tile of a run first
   std::int32_t run_remainder[2], run_quotient[2], run_index[2], run_step[2];
@@ -173,10 +178,8 @@ __device__ __forceinline__ Span look_up(const Run* runs, const RowList& list, in
   return span;
 }
 
-// Of the mask; indices are below 2^30, and sums must not overflow.
-__device__ __forceinline__ int shift_of(const Group& group) {
-  return max(-(1 << 30), min(1 << 30, group.shift));
-}
+// A limit of a band; indices are below 2^30, and sums must not overflow.
+__device__ __forceinline__ int limit_of(int limit) { return max(-(1 << 30), min(1 << 30, limit)); }
 
 __device__ __forceinline__ const std::byte* row_address(const Channel& channel, const Run* runs,
                                                         int run, int row, int batch, int head,

@@ -19,7 +19,6 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _calls: dict[tuple, Call] = {}
 _CONSTANTS = (str, int, float, type(None), np.generic)
 _LISTS = (list, tuple)
-_NO_LISTS = (None,) * 6
 
 
 def needs_gradient(
@@ -75,8 +74,11 @@ def call_signature(
     if forward_ad._current_level >= 0:
         return None
     numbers: tuple = ()
-    lists = arguments[2:8]  # from segment_lengths to query_start
-    if lists != _NO_LISTS:
+    lists = segments, rates, window, cu_seqlens, cu_seqlens_k, query_start = arguments[2:8]
+    if not (
+        (segments is None and rates is None and window is None)
+        and (cu_seqlens is None and cu_seqlens_k is None and query_start is None)
+    ):
         if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
         lengths = [x if x is None else len(x) for x in lists]

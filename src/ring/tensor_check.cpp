@@ -125,11 +125,10 @@ std::string first_of(std::initializer_list<std::string> complaints) {
 
 std::string complaint_about(const ForwardTensors& t, const RingOptions& options, int rank) {
   const Check check{options, rank};
-  std::string complaint =
-      first_of({check.tensor("q", t.q, false), check.tensor("k", t.k, true),
-                check.tensor("v", t.v, true), check.tensor("o", t.o, false), check.lse(t.lse),
-                check.sinks("sinks", t.sinks),
-                check_distinct("o", t.o), check_distinct("lse", t.lse)});
+  std::string complaint = first_of({check.tensor("q", t.q, false), check.tensor("k", t.k, true),
+                                    check.tensor("v", t.v, true), check.tensor("o", t.o, false),
+                                    check.lse(t.lse), check.sinks("sinks", t.sinks),
+                                    check_distinct("o", t.o), check_distinct("lse", t.lse)});
   if (!complaint.empty()) return complaint;
   const Named results[] = {{"o", t.o}, {"lse", t.lse}};
   const Named read[] = {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"sinks", t.sinks.value_or(t.v)}};

@@ -105,8 +105,8 @@ void CpuEngine::fill_statistics_and_dsinks(const BackwardCall& call) {
     std::fill_n(sums, heads, 0.0);
     for (std::int64_t i = tokens * block / blocks; i < tokens * (block + 1) / blocks; ++i) {
       for (int h = 0; h < heads; ++h) {
-        sums[h] += fill_statistics(call, i / computation_.query_tokens,
-                                   i % computation_.query_tokens, h);
+        sums[h] +=
+            fill_statistics(call, i / computation_.query_tokens, i % computation_.query_tokens, h);
       }
     }
   });

@@ -2,8 +2,8 @@
 #include "kernels/cuda/portable/kept.cuh"
 #include "kernels/cuda/portable/kernels.h"
 #include "kernels/cuda/portable/rows.cuh"
-#include "kernels/cuda/rows/sink.cuh"
 #include "kernels/cuda/portable/tiles.h"
+#include "kernels/cuda/rows/sink.cuh"
 
 namespace annulus::cuda {
 namespace {

@@ -31,8 +31,8 @@ struct RowSpace {
 [[nodiscard]] cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
                                     cudaStream_t stream);
 
-// The end of forward: rows are merged with sinks. Then zeros where lse was -inf; elsewhere the state
-// times a factor as `dtype`, or, if `only_empty`, whatever is there.
+// The end of forward: rows are merged with sinks. Then zeros where lse was -inf; elsewhere the
+// state times a factor as `dtype`, or, if `only_empty`, whatever is there.
 struct FinishParams {
   RowSpace space;
   TensorRows lse, state, out;

@@ -89,8 +89,8 @@ __global__ void merge_kernel(const __grid_constant__ MergeParams p) {
       if (row >= 0 && p.branch_lse[row] != -INFINITY)
         sum += exp(static_cast<double>(p.branch_lse[row]) - highest);
     }
-    const WithSink end = with_sink(empty ? -INFINITY : static_cast<float>(highest + log(sum)),
-                                   sink_of(p.sinks, h));
+    const WithSink end =
+        with_sink(empty ? -INFINITY : static_cast<float>(highest + log(sum)), sink_of(p.sinks, h));
     if (lane == 0) *reinterpret_cast<float*>(row_at(p.lse, b, t, h)) = end.lse;
     const float factor = empty && end.kept == 0 ? p.factor : p.factor * end.kept;
     std::byte* out = row_at(p.out, b, t, h);

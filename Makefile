@@ -170,6 +170,7 @@ pytorch-bench: python ## Measure beside PyTorch (installs it into .venv), result
 	@.venv/bin/python -c 'import matplotlib' 2>/dev/null || .venv/bin/pip install --quiet matplotlib
 	.venv/bin/python bench/peer/versus_pytorch.py --out bench/results/versus_pytorch.json
 	.venv/bin/python bench/peer/annulus_torch.py --out bench/results/annulus_torch.json
+	.venv/bin/python bench/peer/windows.py --out bench/results/windows.json
 	.venv/bin/python bench/plot.py bench/results/versus_pytorch.json
 	python3 bench/tables.py
 

@@ -81,6 +81,28 @@ def training(rows):
     )
 
 
+def windows(rows):
+    """Times of PyTorch over ours; empty where one was not measured."""
+
+    def cell(r, peer):
+        return f"**{r['ratios'][peer]:.2f}x**" if peer in r["ratios"] else ""
+
+    return table(
+        ["dtype", "tokens", "direction", "Annulus s", "over FlexAttention", "over SDPA"],
+        [
+            [
+                r["dtype"],
+                f"{r['tokens']:,}",
+                r["direction"],
+                f"{r['seconds']['annulus']['median']:.3f}",
+                cell(r, "flex"),
+                cell(r, "sdpa"),
+            ]
+            for r in rows
+        ],
+    )
+
+
 def overhead(rows):
     return table(
         ["tokens", "heads", "what", "C++ ms", "Python ms", "Python over C++", "more per call"],
@@ -327,6 +349,8 @@ TABLES = {
     "training": training,
     "overhead": overhead,
     "dilated": dilated,
+    "window": windows,
+    "dilated_window": windows,
     "peaky": peaky,
     "one_head": one_head,
     "ring": ring,

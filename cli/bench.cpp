@@ -207,7 +207,7 @@ void measure(Group& group, const BenchFlags& flags, Progress& progress) {
       Case& one = group[i];
       progress.phase(fmt::format("{}, {} tokens, head dim {}, {}{} ({}/{})", one.name,
                                  with_commas(one.options.placement.tokens()), one.options.head_dim,
-                                 name_of(one.options.dtype), band_text(one.options.pattern),
+                                 name_of(one.options.dtype), mask_text(one.options.pattern),
                                  round + 1, rounds));
       JobSettings settings;
       settings.repeat = repeat + 1;
@@ -343,7 +343,7 @@ int bench(const BenchFlags& flags) {
             : fmt::format("{}, {}, driver {}", device.text(), device.kernels, device.driver);
     Pattern window;
     window.window = flags.window;
-    print(fmt::format("{}, {} heads{}, medians of {}{}\n\n", where, flags.heads, band_text(window),
+    print(fmt::format("{}, {} heads{}, medians of {}{}\n\n", where, flags.heads, mask_text(window),
                       flags.repeat,
                       grouped ? "; ratio: time over that of the first of a group" : "") +
           header(grouped, flags.execution.options.backward, flags.on_gpu()));

@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <charconv>
+#include <fstream>
+#include <iterator>
 #include <limits>
+#include <sstream>
 #include <type_traits>
 
 #include "annulus/error.h"
@@ -101,8 +104,8 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
       ->allow_extra_args(false)
       ->check(whole_number(1, std::numeric_limits<std::int64_t>::max()))
       ->group(group);
-  add_choice(command, "--offsets", flags.offsets, {"blocked", "interleaved"},
-             "longnet: offset of head h is h / ceil(H/r) (default) or h mod r")
+  add_choice(command, "--offsets", flags.offsets, {"blocked", "interleaved", "all"},
+             "longnet: offset of head h is h / ceil(H/r) (default) or h mod r, or h has all")
       ->group(group);
   command
       .add_flag("--group-scale", flags.group_scale,
@@ -110,6 +113,7 @@ void add_pattern_flags(CLI::App& command, ProblemFlags& flags) {
       ->group(group);
   command.add_flag("--causal", flags.causal, "No token attends to a later one")->group(group);
   add_window_flag(command, flags.window)->group(group);
+  add_documents_flag(command, flags.documents)->group(group);
   add_flags_of(ring::Topic::pattern, command, flags, group);
 }
 
@@ -251,6 +255,34 @@ CLI::Option* add_window_flag(CLI::App& command, Window& window) {
       ->type_name("BEFORE,AFTER");
 }
 
+CLI::Option* add_documents_flag(CLI::App& command, std::vector<Document>& documents) {
+  const auto read = [](const std::string& path) {
+    std::ifstream file(path);
+    if (!file) throw ConfigError(fmt::format("--documents: {} cannot be read", path));
+    std::string text(std::istreambuf_iterator<char>(file), {});
+    std::replace(text.begin(), text.end(), ',', ' ');
+    std::istringstream words(text);
+    std::vector<std::int64_t> boundaries;
+    for (std::string word; words >> word;) {
+      std::int64_t number = 0;
+      const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
+      if (problem != std::errc() || end != word.data() + word.size()) {
+        throw ConfigError(
+            fmt::format("--documents: {} has '{}', expected whole numbers: 0, then the end of each "
+                        "document",
+                        path, word));
+      }
+      boundaries.push_back(number);
+    }
+    return packed_documents(boundaries);
+  };
+  return command
+      .add_option_function<std::string>(
+          "--documents", [&documents, read](const std::string& path) { documents = read(path); },
+          "File of document boundaries: 0, then the end of each")
+      ->type_name("FILE");
+}
+
 void add_limit_flags(CLI::App& command, ProblemFlags& flags) {
   add_flags_of(ring::Topic::limits, command, flags,
                "Limits per rank (default: derived from the memory that is available)");
@@ -320,7 +352,9 @@ Pattern preset_from(const ProblemFlags& flags, int heads) {
     return head_groups(heads, segments, dilations, flags.causal, flags.group_scale);
   }
   return longnet(heads, segments, dilations, flags.causal,
-                 flags.offsets == "blocked" ? Offsets::blocked : Offsets::interleaved,
+                 flags.offsets == "blocked"       ? Offsets::blocked
+                 : flags.offsets == "interleaved" ? Offsets::interleaved
+                                                  : Offsets::all,
                  flags.group_scale);
 }
 
@@ -329,6 +363,7 @@ Pattern preset_from(const ProblemFlags& flags, int heads) {
 Pattern pattern_from(const ProblemFlags& flags, int heads) {
   Pattern pattern = preset_from(flags, heads);
   pattern.window = flags.window;
+  pattern.documents = flags.documents;
   pattern.validate();
   return pattern;
 }
@@ -367,10 +402,22 @@ Json window_json(const Pattern& pattern) {
   return window == Window{} ? Json() : Json({window.before, window.after});
 }
 
+namespace {
+
+Json documents_json(const Pattern& pattern) {
+  if (pattern.documents.empty()) return {};
+  Json boundaries = {0};
+  for (const Document& document : pattern.documents) boundaries.push_back(document.query_end);
+  return boundaries;
+}
+
+}  // namespace
+
 Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
   std::vector<std::int64_t> segments;
   std::vector<std::int64_t> dilations;
-  for (const Branch& branch : options.pattern.branches) {
+  for (const BranchRun& run : branch_runs(options.pattern)) {
+    const Branch& branch = options.pattern.branches[run.first];
     segments.push_back(branch.segment_length == kWholeSequence ? options.placement.tokens()
                                                                : branch.segment_length);
     dilations.push_back(branch.dilation);
@@ -382,6 +429,7 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
                {"group_scale", flags.group_scale},
                {"causal", options.pattern.causal},
                {"window", window_json(options.pattern)},
+               {"documents", documents_json(options.pattern)},
                {"tokens", options.placement.tokens()},
                {"heads", options.pattern.heads},
                {"seed", flags.seed},
@@ -404,18 +452,12 @@ Json parameters_json(const ProblemFlags& flags, const RingOptions& options) {
 }
 
 std::string describe(const Pattern& pattern) {
-  std::string text = pattern.name + band_text(pattern);
+  std::string text = pattern.name + mask_text(pattern);
   if (pattern.branches.size() == 1 && pattern.branches[0].segment_length == kWholeSequence &&
       pattern.branches[0].dilation == 1) {
     return text;
   }
-  text += ", segments/dilations";
-  for (const Branch& branch : pattern.branches) {
-    text += branch.segment_length == kWholeSequence
-                ? fmt::format(" all/{}", branch.dilation)
-                : fmt::format(" {}/{}", branch.segment_length, branch.dilation);
-  }
-  return text;
+  return text + ", segments/dilations" + branches_text(pattern);
 }
 
 }  // namespace annulus::cli

@@ -35,6 +35,7 @@ struct ProblemFlags {
   bool group_scale = false;
   bool causal = false;
   Window window;
+  std::vector<Document> documents;
   // shape
   std::optional<std::int64_t> tokens;
   std::optional<std::int64_t> heads;
@@ -65,6 +66,7 @@ void add_machine_flags(CLI::App& command, ProblemFlags& flags);  // --threads, -
 // --max-communication-bytes for commands that allocate nothing: it decides between schedules.
 void add_schedule_limit_flag(CLI::App& command, ProblemFlags& flags);
 CLI::Option* add_window_flag(CLI::App& command, Window& window);
+CLI::Option* add_documents_flag(CLI::App& command, std::vector<Document>& documents);
 // --json and, unless null, --progress.
 void add_output_flags(CLI::App& command, bool& json, bool* progress = nullptr);
 // The flag of a single executor option, by its name in the list.

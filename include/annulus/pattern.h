@@ -14,7 +14,8 @@ namespace annulus {
 // Segment length of a branch whose only segment is the whole sequence.
 inline constexpr std::int64_t kWholeSequence = std::numeric_limits<std::int64_t>::max();
 
-enum class Offsets : std::uint8_t { blocked, interleaved };
+// How heads differ in the rows that dilated branches select; see longnet().
+enum class Offsets : std::uint8_t { blocked, interleaved, all };
 
 // full: the exact gradient. detached: the branch weights exp(L_b - L) are constants.
 enum class MixGradient : std::uint8_t { full, detached };
@@ -108,7 +109,9 @@ struct Pattern {
                                   bool group_scale = false);
 
 // Every head is in every branch; offset of head h is h / ceil(H/r) (blocked) or h mod r
-// (interleaved).
+// (interleaved). all: every head has every offset; there is a branch for each offset of each
+// segment length and dilation, and group_scale divides by the number of segment lengths. With a
+// window that is the dilated sliding window: query t sees keys t - i * r.
 [[nodiscard]] Pattern longnet(int heads, std::span<const std::int64_t> segments,
                               std::span<const std::int64_t> dilations, bool causal = false,
                               Offsets offsets = Offsets::blocked, bool group_scale = false);
@@ -116,6 +119,11 @@ struct Pattern {
 // Documents [boundaries[i], boundaries[i + 1]) of the same tokens on both sides; as
 // flash-attention's cu_seqlens. ConfigError unless the boundaries begin with 0 and never decrease.
 [[nodiscard]] std::vector<Document> packed_documents(std::span<const std::int64_t> boundaries);
+// With boundaries of their own for queries and keys, as cu_seqlens_q and cu_seqlens_k, and the
+// first query's position in each document (empty: 0).
+[[nodiscard]] std::vector<Document> packed_documents(std::span<const std::int64_t> queries,
+                                                     std::span<const std::int64_t> keys,
+                                                     std::span<const std::int64_t> query_starts);
 
 // Number of allowed (branch, head, query, key) pairs.
 [[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens,

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,6 +20,7 @@
 #include "core/lease_pool.h"
 #include "interrupt.h"
 #include "local_ring.h"
+#include "pattern/segments.h"
 #include "ring/option_text.h"
 #include "values.h"
 
@@ -51,6 +53,9 @@ struct Request {
   const Lengths& dilations;
   bool causal;
   nb::handle window;
+  const Lengths& cu_seqlens;
+  const Lengths& cu_seqlens_k;
+  nb::handle query_start;
   const std::string& offsets;
   bool group_scale;
   std::optional<double> scale;
@@ -60,20 +65,56 @@ struct Request {
   bool reproducible;
 };
 
+// k may differ from q in tokens and heads, other arrays from none of those that they are like.
 void expect_shape(const char* where, const char* name, const ConstTensorView& view,
-                  const ConstTensorView& like, const char* like_name, bool heads_too) {
+                  const ConstTensorView& like, const char* like_name, bool keys_of_q) {
   const auto same = [&](std::size_t axis) { return view.shape[axis] == like.shape[axis]; };
-  if (!same(0) || !same(1) || (heads_too && !same(2)) || (view.rank == 4 && !same(3))) {
-    throw ConfigError(fmt::format(
-        "{}: {} is {}, expected [{}, {}, {}{}] like {}", where, name, shape_string(view),
-        like.shape[0], like.shape[1], heads_too ? std::to_string(like.shape[2]) : "key heads",
-        view.rank == 4 ? fmt::format(", {}", like.shape[3]) : "", like_name));
+  if (!same(0) || (!keys_of_q && (!same(1) || !same(2))) || (view.rank == 4 && !same(3))) {
+    const auto extent = [&](std::size_t axis, const char* any) {
+      return keys_of_q ? any : std::to_string(like.shape[axis]);
+    };
+    throw ConfigError(
+        fmt::format("{}: {} is {}, expected [{}, {}, {}{}] like {}", where, name,
+                    shape_string(view), like.shape[0], extent(1, "tokens"), extent(2, "key heads"),
+                    view.rank == 4 ? fmt::format(", {}", like.shape[3]) : "", like_name));
   }
   if (view.rank == 4 && view.dtype != like.dtype) {
     throw ConfigError(fmt::format("{}: {} is {}, expected {} like {}", where, name,
                                   python_name_of(view.dtype), python_name_of(like.dtype),
                                   like_name));
   }
+}
+
+// The request's documents. Masks need to know where the queries are among the keys.
+void add_documents(const char* where, Pattern& pattern, const Request& request,
+                   std::int64_t query_tokens, std::int64_t key_tokens) {
+  const bool given = request.cu_seqlens || request.cu_seqlens_k || !request.query_start.is_none();
+  if (given && !pattern.documents.empty()) {
+    throw ConfigError(std::string(where) +
+                      ": pattern is a Pattern with documents: leave cu_seqlens, cu_seqlens_k and "
+                      "query_start out");
+  }
+  if (!given && query_tokens != key_tokens && pattern.documents.empty() &&
+      (!pattern.band().full() || pattern.branches.size() > 1 ||
+       pattern.branches[0].segment_length != kWholeSequence || pattern.branches[0].dilation > 1)) {
+    throw ConfigError(
+        fmt::format("{}: q has {} tokens and k {}: query_start, the position of the "
+                    "first query among the keys, is needed where there is a mask",
+                    where, query_tokens, key_tokens));
+  }
+  if (!given) return;
+  if (!request.cu_seqlens && request.cu_seqlens_k) {
+    throw ConfigError(std::string(where) +
+                      ": cu_seqlens_k is given without cu_seqlens, which the queries need, too");
+  }
+  const std::vector<std::int64_t> queries{0, query_tokens};
+  const std::vector<std::int64_t> keys{0, key_tokens};
+  pattern.documents =
+      request.cu_seqlens
+          ? parse_documents(*request.cu_seqlens, request.cu_seqlens_k, request.query_start)
+          : parse_documents(queries, keys, request.query_start);
+  pattern.validate();
+  check_documents(pattern, query_tokens, key_tokens);
 }
 
 // A ring for the request: the last one of its kind if it is free, else a new one. It is returned to
@@ -91,6 +132,7 @@ class Lease {
       throw ConfigError(
           fmt::format("{}: q has {} heads, the pattern is for {}", where, heads, pattern.heads));
     }
+    add_documents(where, pattern, request, q.shape[1], k.shape[1]);
     const Schedule schedule = parse_schedule(request.schedule);
     const bool named = nb::isinstance<nb::str>(request.placement);
     if (!named && !nb::isinstance<Placement>(request.placement)) {
@@ -117,8 +159,8 @@ class Lease {
     options.backward = backward;
     key_ = ring::options_key(options);
     if (named) {
-      key_ += fmt::format("|{} {} {}", nb::cast<std::string>(request.placement), request.ranks,
-                          q.shape[1]);
+      key_ += fmt::format("|{} {} {} {}", nb::cast<std::string>(request.placement), request.ranks,
+                          q.shape[1], k.shape[1]);
     } else if (const Placement& placement = options.placement;
                placement.tokens() != q.shape[1] ||
                (request.ranks != 1 && request.ranks != placement.ranks())) {
@@ -126,6 +168,17 @@ class Lease {
           fmt::format("{}: placement '{}' is for {} tokens on {} ranks, expected {} tokens{}",
                       where, placement.name(), placement.tokens(), placement.ranks(), q.shape[1],
                       request.ranks == 1 ? "" : fmt::format(" on {} ranks", request.ranks)));
+    }
+
+    if (!named && k.shape[1] != q.shape[1]) {
+      throw ConfigError(fmt::format(
+          "{}: q has {} tokens and k {}: placement was expected to be a name, which both can have",
+          where, q.shape[1], k.shape[1]));
+    }
+
+    if ((q.shape[1] == 0) != (k.shape[1] == 0)) {
+      throw ConfigError(fmt::format("{}: q has {} tokens and k {}, expected at least one of each",
+                                    where, q.shape[1], k.shape[1]));
     }
 
     // No sequences or no tokens: there is nothing to compute once the names have been checked.
@@ -146,6 +199,10 @@ class Lease {
     if (named) {
       options.placement =
           Placement::named(nb::cast<std::string>(request.placement), q.shape[1], request.ranks);
+      if (k.shape[1] != q.shape[1]) {
+        options.key_placement =
+            Placement::named(nb::cast<std::string>(request.placement), k.shape[1], request.ranks);
+      }
     }
     options.limits = local_limits(options);
     const nb::gil_scoped_release no_gil;
@@ -198,7 +255,8 @@ OptionalInputs optional_inputs(const char* where, Arrays& arrays, nb::handle sin
 
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
                      const Lengths& segments, const Lengths& dilations, Flag causal,
-                     nb::handle window, const std::string& offsets, Flag group_scale,
+                     nb::handle window, const Lengths& cu_seqlens, const Lengths& cu_seqlens_k,
+                     nb::handle query_start, const std::string& offsets, Flag group_scale,
                      std::optional<double> scale, int ranks, nb::handle placement,
                      const std::string& schedule, Flag reproducible, nb::object out,
                      Flag return_lse, std::optional<std::uintptr_t> stream, nb::handle sinks) {
@@ -208,13 +266,13 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
   const ConstTensorView k_view = arrays.input(k, "k");
   const ConstTensorView v_view = arrays.input(v, "v");
   arrays.check(where);
-  expect_shape(where, "k", k_view, q_view, "q", false);
-  expect_shape(where, "v", v_view, k_view, "k", true);
+  expect_shape(where, "k", k_view, q_view, "q", true);
+  expect_shape(where, "v", v_view, k_view, "k", false);
   const OptionalInputs more = optional_inputs(where, arrays, sinks, q_view);
   const Result o(std::move(out), q, q_view, q_view.dtype, 4, arrays.stream());
   const TensorView o_view = arrays.output(o.writable(), "out");
   arrays.check(where);
-  expect_shape(where, "out", o_view, q_view, "q", true);
+  expect_shape(where, "out", o_view, q_view, "q", false);
   std::optional<Result> lse;
   TensorView lse_view;
   if (return_lse) {
@@ -223,8 +281,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
     arrays.check(where);
   }
   Lease lease(where,
-              {pattern, segments, dilations, causal, window, offsets, group_scale, scale, ranks,
-               placement, schedule, reproducible},
+              {pattern, segments, dilations, causal, window, cu_seqlens, cu_seqlens_k, query_start,
+               offsets, group_scale, scale, ranks, placement, schedule, reproducible},
               q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr, more);
@@ -236,7 +294,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
 nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                              nb::handle dout, nb::handle pattern, const Lengths& segments,
                              const Lengths& dilations, Flag causal, nb::handle window,
-                             const std::string& offsets, Flag group_scale,
+                             const Lengths& cu_seqlens, const Lengths& cu_seqlens_k,
+                             nb::handle query_start, const std::string& offsets, Flag group_scale,
                              std::optional<double> scale, int ranks, nb::handle placement,
                              const std::string& schedule, Flag reproducible,
                              std::optional<std::uintptr_t> stream, nb::handle sinks) {
@@ -249,11 +308,11 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const ConstTensorView lse_view = arrays.input(lse, "lse", 3);
   const ConstTensorView dout_view = arrays.input(dout, "do");
   arrays.check(where);
-  expect_shape(where, "k", k_view, q_view, "q", false);
-  expect_shape(where, "v", v_view, k_view, "k", true);
-  expect_shape(where, "o", o_view, q_view, "q", true);
-  expect_shape(where, "lse", lse_view, q_view, "q", true);
-  expect_shape(where, "do", dout_view, q_view, "q", true);
+  expect_shape(where, "k", k_view, q_view, "q", true);
+  expect_shape(where, "v", v_view, k_view, "k", false);
+  expect_shape(where, "o", o_view, q_view, "q", false);
+  expect_shape(where, "lse", lse_view, q_view, "q", false);
+  expect_shape(where, "do", dout_view, q_view, "q", false);
   const OptionalInputs more = optional_inputs(where, arrays, sinks, q_view);
   const Result dq(nb::none(), q, q_view, q_view.dtype, 4, arrays.stream());
   const Result dk(nb::none(), k, k_view, q_view.dtype, 4, arrays.stream());
@@ -263,8 +322,8 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const TensorView dv_view = arrays.output(dv.writable(), "dv");
   arrays.check(where);
   Lease lease(where,
-              {pattern, segments, dilations, causal, window, offsets, group_scale, scale, ranks,
-               placement, schedule, reproducible},
+              {pattern, segments, dilations, causal, window, cu_seqlens, cu_seqlens_k, query_start,
+               offsets, group_scale, scale, ranks, placement, schedule, reproducible},
               q_view, k_view, /*backward=*/true, arrays);
   std::optional<Result> dsinks;  // of every rank
   std::optional<TensorView> dsinks_view;
@@ -288,8 +347,10 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
 #define ANNULUS_ATTENTION_SIGNATURE                                                           \
   "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "      \
   "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "     \
-  "None, is_causal: bool = False, window: tuple[int, int] | None = None, offsets: "           \
-  "typing.Literal['blocked', 'interleaved'] = 'blocked', "                                    \
+  "None, is_causal: bool = False, window: tuple[int, int] | None = None, cu_seqlens: "        \
+  "Sequence[int] | None = None, cu_seqlens_k: Sequence[int] | None = None, query_start: int " \
+  "| Sequence[int] | None = None, offsets: "                                                  \
+  "typing.Literal['blocked', 'interleaved', 'all'] = 'blocked', "                             \
   "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "        \
   "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', " \
   "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
@@ -299,15 +360,17 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
 void bind_attention(nb::module_& module) {
   // Two signatures of one function, so that type checkers know the type of the result.
   const auto define = [&](const auto&... signature_and_doc) {
-    module.def(
-        "attention", &attention, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
-        nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
-        nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
-        nb::arg("window").none() = nb::none(), nb::arg("offsets") = "blocked",
-        nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
-        nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
-        nb::arg("reproducible") = false, nb::arg("out") = nb::none(), nb::arg("return_lse") = false,
-        nb::arg("stream") = nb::none(), nb::arg("sinks") = nb::none(), signature_and_doc...);
+    module.def("attention", &attention, nb::arg("q").none(), nb::arg("k").none(),
+               nb::arg("v").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
+               nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
+               nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
+               nb::arg("cu_seqlens") = nb::none(), nb::arg("cu_seqlens_k") = nb::none(),
+               nb::arg("query_start").none() = nb::none(), nb::arg("offsets") = "blocked",
+               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
+               nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
+               nb::arg("return_lse") = false, nb::arg("stream") = nb::none(),
+               nb::arg("sinks") = nb::none(), signature_and_doc...);
   };
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False, "
@@ -319,7 +382,7 @@ Args:
         which then computes everything. Any array with DLPack (NumPy, PyTorch, JAX, ...) whose last axis is
         contiguous is used in place; PyTorch tensors that require gradients are read as if detached.
     k, v: like q, with as many heads or a divisor of them (GQA, MQA): query head h uses head
-        h // (heads // kv_heads).
+        h // (heads // kv_heads). They may have another number of tokens (cross-attention, caches).
     pattern: None, 'dense', 'longnet', 'head_groups' or a :class:`Pattern`. None is 'longnet' when
         segment_lengths are given, else 'dense'.
     segment_lengths, dilation_rates: of the branches; one each.
@@ -327,7 +390,13 @@ Args:
     window: (before, after), as flash-attention's window_size: the query at t attends only to keys p with
         t - before <= p <= t + after; -1: no limit on that side. Counts tokens, in dilated branches, too.
         With is_causal, after is 0 (or -1). None: no window.
-    offsets: 'blocked' or 'interleaved', see :meth:`Pattern.longnet`.
+    cu_seqlens: boundaries of packed documents, as flash-attention's: 0, then the end of each. Tokens of
+        different documents do not attend each other, and positions start anew in each: see
+        :meth:`Pattern.with_documents`. They hold for every batch entry. None: all tokens are one document.
+    cu_seqlens_k: likewise of the keys, if they are not as many as the queries.
+    query_start: position of the first query among the keys, or one for each document: a chunk of a prompt
+        behind a cache. Needed if there is a mask and q and k differ in length.
+    offsets: 'blocked', 'interleaved' or 'all', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
     ranks: more than 1 computes on a ring of that many threads, for experiments: the result is the same.
@@ -357,8 +426,9 @@ may call at the same time. The GIL is released.)");
                nb::arg("do").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
                nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
                nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
-               nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
-               nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
+               nb::arg("cu_seqlens") = nb::none(), nb::arg("cu_seqlens_k") = nb::none(),
+               nb::arg("query_start").none() = nb::none(), nb::arg("offsets") = "blocked",
+               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
                nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
                nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
                nb::arg("sinks") = nb::none(), signature_and_doc...);
@@ -373,8 +443,9 @@ Args:
     q, k, v: as given to attention.
     o, lse: what attention returned for them with return_lse=True.
     do: gradient of o, like q.
-    pattern, segment_lengths, dilation_rates, is_causal, window, offsets, group_scale, scale, ranks,
-        placement, schedule, reproducible, stream, sinks: as given to attention.
+    pattern, segment_lengths, dilation_rates, is_causal, window, cu_seqlens, cu_seqlens_k, query_start,
+        offsets, group_scale, scale, ranks, placement, schedule, reproducible, stream, sinks: as
+        given to attention.
 
 Returns:
     (dq, dk, dv), like q, k and v; with sinks (dq, dk, dv, dsinks).)");

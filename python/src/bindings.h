@@ -26,6 +26,8 @@ void bind_placement(nb::module_& module);
 void bind_plan(nb::module_& module);
 void bind_transport(nb::module_& module);
 void bind_ring(nb::module_& module);
+void bind_ring_cache(nb::module_& module);
+void bind_collectives(nb::module_& module);
 void bind_executor_pool(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_reference(nb::module_& module);

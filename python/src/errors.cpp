@@ -104,9 +104,20 @@ std::string printed(nb::handle object) {
   return {PyBytes_AS_STRING(bytes.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
 }
 
+bool can_hold_gil() noexcept {
+  if (Py_IsInitialized()) return true;
+    // While Python finalises, Py_IsInitialized() is false, but the thread that does it holds the
+    // GIL and destroys objects. Other threads must not wait for the GIL then.
+#if PY_VERSION_HEX >= 0x030D0000
+  const PyThreadState* const holder = PyThreadState_GetUnchecked();
+#else
+  const PyThreadState* const holder = _PyThreadState_UncheckedGet();
+#endif
+  return holder != nullptr && holder == PyGILState_GetThisThreadState();
+}
+
 void release_anywhere(PyObject* object) noexcept {
-  // Without an interpreter there is nothing left to release.
-  if (object == nullptr || !Py_IsInitialized()) return;
+  if (object == nullptr || !can_hold_gil()) return;
   const nb::gil_scoped_acquire gil;
   Py_DECREF(object);
 }

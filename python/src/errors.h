@@ -33,7 +33,11 @@ class PythonFailure : public TransportError {
 // str(object), or a placeholder if that raises. Needs the GIL.
 [[nodiscard]] std::string printed(nb::handle object);
 
-// Drops a reference. For threads that may not hold the GIL, and for after Python's end.
+// Whether this thread can hold the GIL: it cannot once Python ends, except the thread that
+// finalises it.
+[[nodiscard]] bool can_hold_gil() noexcept;
+
+// Drops a reference, from any thread. Does nothing if the thread cannot hold the GIL.
 void release_anywhere(PyObject* object) noexcept;
 
 }  // namespace annulus::python

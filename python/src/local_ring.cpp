@@ -75,7 +75,7 @@ LocalRing::LocalRing(RingOptions options)
       executors_(transports_.size()) {
   for (int rank = 0; options_.device.kind != Device::Kind::cpu && rank < options_.placement.ranks();
        ++rank) {
-    if (is_view(rank)) continue;
+    if (is_view(options_.placement, rank) && is_view(options_.keys(), rank)) continue;
     throw ConfigError(fmt::format(
         "attention on {}: shards of placement '{}' are no views of the arrays and would have to be "
         "copied, which is done on the CPU only: use 'contiguous', 'striped' or one rank",
@@ -103,41 +103,42 @@ std::byte* LocalRing::memory(int rank, std::size_t slot, std::size_t bytes) {
   return copies[slot].data();
 }
 
-TensorView LocalRing::shard(int rank, std::size_t slot, const ConstTensorView& whole,
-                            bool is_input) {
+TensorView LocalRing::shard(const Placement& placement, int rank, std::size_t slot,
+                            const ConstTensorView& whole, bool is_input) {
   const auto size = static_cast<std::int64_t>(size_of(whole.dtype));
   // Views of inputs are only read.
   auto* data = static_cast<std::byte*>(const_cast<void*>(whole.data));
-  if (is_view(rank)) {
+  if (is_view(placement, rank)) {
     TensorView view;
     view.dtype = whole.dtype;
     view.device = whole.device;
     view.rank = whole.rank;
     view.shape = whole.shape;
     view.stride = whole.stride;
-    const auto ranges = options_.placement.ranges(rank);
+    const auto ranges = placement.ranges(rank);
     const RowSet rows = ranges.empty() ? RowSet{} : ranges[0];
     view.data = data + rows.first * whole.stride[1] * size;
     view.shape[1] = rows.count;
     view.stride[1] = whole.stride[1] * rows.stride;
     return view;
   }
-  const std::int64_t tokens = options_.placement.local_tokens(rank);
+  const std::int64_t tokens = placement.local_tokens(rank);
   TensorView part = dense_view(nullptr, whole, tokens);
   part.data = memory(rank, slot, static_cast<std::size_t>(bytes_of(part)));
   if (is_input) {
     const std::size_t row = row_bytes(whole);
-    for_each_row(options_.placement, rank, whole, part, [&](std::int64_t from, std::int64_t to) {
+    for_each_row(placement, rank, whole, part, [&](std::int64_t from, std::int64_t to) {
       std::memcpy(static_cast<std::byte*>(part.data) + to, data + from, row);
     });
   }
   return part;
 }
 
-void LocalRing::collect(int rank, const ConstTensorView& part, const TensorView& whole) const {
-  if (is_view(rank)) return;
+void LocalRing::collect(const Placement& placement, int rank, const ConstTensorView& part,
+                        const TensorView& whole) {
+  if (is_view(placement, rank)) return;
   const std::size_t row = row_bytes(whole);
-  for_each_row(options_.placement, rank, whole, part, [&](std::int64_t to, std::int64_t from) {
+  for_each_row(placement, rank, whole, part, [&](std::int64_t to, std::int64_t from) {
     std::memcpy(static_cast<std::byte*>(whole.data) + to,
                 static_cast<const std::byte*>(part.data) + from, row);
   });
@@ -146,14 +147,16 @@ void LocalRing::collect(int rank, const ConstTensorView& part, const TensorView&
 void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
                         const ConstTensorView& v, const TensorView& o, const TensorView* lse,
                         const OptionalInputs& more) {
+  const Placement& queries = options_.placement;
+  const Placement& keys = options_.keys();
   on_every_rank([&](int rank) {
-    const TensorView q_part = shard(rank, 0, q, true);
-    const TensorView k_part = shard(rank, 1, k, true);
-    const TensorView v_part = shard(rank, 2, v, true);
-    const TensorView o_part = shard(rank, 3, o, false);
+    const TensorView q_part = shard(queries, rank, 0, q, true);
+    const TensorView k_part = shard(keys, rank, 1, k, true);
+    const TensorView v_part = shard(keys, rank, 2, v, true);
+    const TensorView o_part = shard(queries, rank, 3, o, false);
     TensorView lse_part;
     if (lse != nullptr) {
-      lse_part = shard(rank, 4, *lse, false);
+      lse_part = shard(queries, rank, 4, *lse, false);
     } else {
       lse_part =
           TensorView(nullptr, DType::f32, {q_part.shape[0], q_part.shape[1], q_part.shape[2]});
@@ -162,8 +165,8 @@ void LocalRing::forward(const ConstTensorView& q, const ConstTensorView& k,
     }
     executors_[static_cast<std::size_t>(rank)]->forward(q_part, k_part, v_part, o_part, lse_part,
                                                         nullptr, more);
-    collect(rank, o_part, o);
-    if (lse != nullptr) collect(rank, lse_part, *lse);
+    collect(queries, rank, o_part, o);
+    if (lse != nullptr) collect(queries, rank, lse_part, *lse);
   });
 }
 
@@ -172,17 +175,20 @@ void LocalRing::backward(const ConstTensorView& q, const ConstTensorView& k,
                          const ConstTensorView& lse, const ConstTensorView& dout,
                          const TensorView& dq, const TensorView& dk, const TensorView& dv,
                          const OptionalInputs& more, const std::optional<TensorView>& dsinks) {
+  const Placement& queries = options_.placement;
+  const Placement& keys = options_.keys();
   on_every_rank([&](int rank) {
-    const TensorView dq_part = shard(rank, 6, dq, false);
-    const TensorView dk_part = shard(rank, 7, dk, false);
-    const TensorView dv_part = shard(rank, 8, dv, false);
+    const TensorView dq_part = shard(queries, rank, 6, dq, false);
+    const TensorView dk_part = shard(keys, rank, 7, dk, false);
+    const TensorView dv_part = shard(keys, rank, 8, dv, false);
     executors_[static_cast<std::size_t>(rank)]->backward(
-        shard(rank, 0, q, true), shard(rank, 1, k, true), shard(rank, 2, v, true),
-        shard(rank, 3, o, true), shard(rank, 4, lse, true), shard(rank, 5, dout, true), dq_part,
-        dk_part, dv_part, nullptr, more, {row_of(dsinks, rank)});
-    collect(rank, dq_part, dq);
-    collect(rank, dk_part, dk);
-    collect(rank, dv_part, dv);
+        shard(queries, rank, 0, q, true), shard(keys, rank, 1, k, true),
+        shard(keys, rank, 2, v, true), shard(queries, rank, 3, o, true),
+        shard(queries, rank, 4, lse, true), shard(queries, rank, 5, dout, true), dq_part, dk_part,
+        dv_part, nullptr, more, {row_of(dsinks, rank)});
+    collect(queries, rank, dq_part, dq);
+    collect(keys, rank, dk_part, dk);
+    collect(keys, rank, dv_part, dv);
   });
 }
 

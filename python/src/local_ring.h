@@ -46,13 +46,16 @@ class LocalRing {
   using Copies = std::vector<Memory>;
 
   void on_every_rank(const std::function<void(int rank)>& body);
-  [[nodiscard]] bool is_view(int rank) const { return options_.placement.ranges(rank).size() <= 1; }
+  [[nodiscard]] static bool is_view(const Placement& placement, int rank) {
+    return placement.ranges(rank).size() <= 1;
+  }
   // The shard of a whole array. `slot` numbers the arrays of a call. If the shard is a copy of an
   // input, it is filled.
-  [[nodiscard]] TensorView shard(int rank, std::size_t slot, const ConstTensorView& whole,
-                                 bool is_input);
+  [[nodiscard]] TensorView shard(const Placement& placement, int rank, std::size_t slot,
+                                 const ConstTensorView& whole, bool is_input);
   // Copies results back.
-  void collect(int rank, const ConstTensorView& shard, const TensorView& whole) const;
+  static void collect(const Placement& placement, int rank, const ConstTensorView& shard,
+                      const TensorView& whole);
   [[nodiscard]] std::byte* memory(int rank, std::size_t slot, std::size_t bytes);
 
   RingOptions options_;

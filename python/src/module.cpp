@@ -34,6 +34,8 @@ NB_MODULE(_core, module) {
   bind_plan(module);
   bind_transport(module);
   bind_ring(module);
+  bind_ring_cache(module);
+  bind_collectives(module);
   bind_executor_pool(module);
   bind_attention(module);
   bind_reference(module);

@@ -23,8 +23,26 @@ namespace annulus::python {
 namespace {
 
 using BranchTuple = std::tuple<std::int64_t, std::int64_t, std::vector<std::int64_t>>;
+using DocumentTuple =
+    std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 using PatternTuple = std::tuple<std::string, int, bool, std::vector<Branch>, double,
-                                std::tuple<std::int64_t, std::int64_t>>;
+                                std::tuple<std::int64_t, std::int64_t>, std::vector<DocumentTuple>>;
+
+std::vector<DocumentTuple> tuples_of(const std::vector<Document>& documents) {
+  std::vector<DocumentTuple> tuples;
+  for (const Document& d : documents) {
+    tuples.emplace_back(d.query_begin, d.query_end, d.key_begin, d.key_end, d.query_start,
+                        d.key_start);
+  }
+  return tuples;
+}
+
+std::vector<Document> documents_of(const std::vector<DocumentTuple>& tuples) {
+  std::vector<Document> documents;
+  for (const auto& [query_begin, query_end, key_begin, key_end, query_start, key_start] : tuples)
+    documents.push_back({query_begin, query_end, key_begin, key_end, query_start, key_start});
+  return documents;
+}
 
 std::optional<std::int64_t> segment_length(const Branch& branch) {
   if (branch.segment_length == kWholeSequence) return std::nullopt;
@@ -42,12 +60,8 @@ std::string repr(const Branch& branch) {
 }
 
 std::string repr(const Pattern& pattern) {
-  std::string branches;
-  for (const Branch& branch : pattern.branches) {
-    branches += fmt::format(" {}/{}", length_text(branch, "all"), branch.dilation);
-  }
   return fmt::format("<Pattern {}: {} heads{}, segments/dilations{}{}>", pattern.name,
-                     pattern.heads, band_text(pattern), branches,
+                     pattern.heads, mask_text(pattern), branches_text(pattern),
                      pattern.output_scale == 1.0
                          ? ""
                          : fmt::format(", output scaled by {:.6g}", pattern.output_scale));
@@ -60,7 +74,7 @@ bool equal(const Branch& a, const Branch& b) {
 // The name is for messages: patterns that allow the same pairs are equal.
 bool equal(const Pattern& a, const Pattern& b) {
   if (a.heads != b.heads || a.band() != b.band() || a.output_scale != b.output_scale ||
-      a.branches.size() != b.branches.size()) {
+      a.documents != b.documents || a.branches.size() != b.branches.size()) {
     return false;
   }
   for (std::size_t i = 0; i < a.branches.size(); ++i) {
@@ -148,7 +162,8 @@ Args:
           [](Pattern* self, int heads, std::vector<Branch> branches, Flag causal,
              double output_scale, std::string name, nb::handle window) {
             new (self) Pattern(windowed(
-                {std::move(name), heads, causal, std::move(branches), output_scale, {}}, window));
+                {std::move(name), heads, causal, std::move(branches), output_scale, {}, {}},
+                window));
           },
           nb::arg("heads"), nb::arg("branches"), nb::kw_only(), nb::arg("causal") = false,
           nb::arg("output_scale") = 1.0, nb::arg("name") = "custom",
@@ -182,19 +197,20 @@ Args:
 
 Branch i of G gets heads // G neighbouring heads (the first heads % G branches one more), all with
 offset i % dilation_rates[i]. group_scale multiplies the output by 1/G.)")
-      .def_static("longnet", &make_longnet, nb::arg("heads"), nb::arg("segment_lengths"),
-                  nb::arg("dilation_rates"), nb::arg("causal") = false,
-                  nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
-                  nb::arg("window").none() = nb::none(),
-                  nb::sig("def longnet(heads: int, segment_lengths: Sequence[int], dilation_rates: "
-                          "Sequence[int], causal: bool = False, offsets: typing.Literal['blocked', "
-                          "'interleaved'] = 'blocked', group_scale: bool = False, " ANNULUS_WINDOW
-                          ") -> Pattern"),
-                  R"(LongNet: every head is in every branch.
+      .def_static(
+          "longnet", &make_longnet, nb::arg("heads"), nb::arg("segment_lengths"),
+          nb::arg("dilation_rates"), nb::arg("causal") = false, nb::arg("offsets") = "blocked",
+          nb::arg("group_scale") = false, nb::arg("window").none() = nb::none(),
+          nb::sig("def longnet(heads: int, segment_lengths: Sequence[int], dilation_rates: "
+                  "Sequence[int], causal: bool = False, offsets: typing.Literal['blocked', "
+                  "'interleaved', 'all'] = 'blocked', group_scale: bool = False, " ANNULUS_WINDOW
+                  ") -> Pattern"),
+          R"(LongNet: every head is in every branch.
 
 With dilation r, head h of H has offset h // ceil(H / r) (offsets='blocked': heads that share a
-key/value head share rows, too) or h % r ('interleaved'). group_scale multiplies the output by
-one over the number of branches.)")
+key/value head share rows, too) or h % r ('interleaved'). With 'all' every head has all r offsets: there is
+a branch for each, and every query attends to the keys of its segment at multiples of r from it. group_scale
+multiplies the output by one over the number of segment lengths.)")
       .def_prop_ro(
           "name", [](const Pattern& p) { return p.name; }, "For messages and pictures.")
       .def_ro("heads", &Pattern::heads, "Query heads.")
@@ -207,6 +223,33 @@ one over the number of branches.)")
       .def_prop_ro(
           "branches", [](const Pattern& p) { return p.branches; }, "A copy of the branches.")
       .def_ro("output_scale", &Pattern::output_scale, "Multiplies the output after the merge.")
+      .def_prop_ro(
+          "documents", [](const Pattern& p) { return tuples_of(p.documents); },
+          "The documents, each as (query_begin, query_end, key_begin, key_end, query_start, "
+          "key_start); empty: all tokens are one document.")
+      .def(
+          "with_documents",
+          [](const Pattern& p, const std::vector<std::int64_t>& queries,
+             const std::optional<std::vector<std::int64_t>>& keys, nb::handle starts) {
+            Pattern out = p;
+            out.documents = parse_documents(queries, keys, starts);
+            out.validate();
+            return out;
+          },
+          nb::arg("cu_seqlens"), nb::arg("cu_seqlens_k") = nb::none(),
+          nb::arg("query_start").none() = nb::none(),
+          nb::sig("def with_documents(self, cu_seqlens: Sequence[int], cu_seqlens_k: Sequence[int] "
+                  "| None = None, query_start: int | Sequence[int] | None = None) -> Pattern"),
+          R"(The same pattern for packed documents, whose tokens attend only tokens of their own document.
+
+Positions, segments, offsets and windows start anew in each document. Tokens behind the last one attend
+nothing.
+
+Args:
+    cu_seqlens: 0, then the end of each document in the sequence; never decreasing.
+    cu_seqlens_k: likewise of the keys; None: as of the queries.
+    query_start: position of a document's first query among its keys: of all, or one for each document.
+        None: 0.)")
       .def(
           "allows",
           [](const Pattern& p, int branch, int head, std::int64_t query, std::int64_t key) {
@@ -217,7 +260,7 @@ one over the number of branches.)")
             return p.allows(p.branches[static_cast<std::size_t>(branch)], head, query, key);
           },
           nb::arg("branch"), nb::arg("head"), nb::arg("query"), nb::arg("key"),
-          "Whether the query at one position attends to the key at another in one branch.")
+          "Whether one query token attends to one key token in a branch.")
       .def(
           "allowed_pairs",
           [](const Pattern& p, std::int64_t tokens, std::optional<std::int64_t> key_tokens) {
@@ -234,18 +277,29 @@ one over the number of branches.)")
            [](const Pattern& p) {
              const Band band = p.band();
              return hash(nb::make_tuple(p.heads, band.least, band.most, p.output_scale,
-                                        nb::tuple(nb::cast(p.branches))));
+                                        nb::tuple(nb::cast(p.branches)),
+                                        nb::tuple(nb::cast(tuples_of(p.documents)))));
            })
       .def("__repr__", [](const Pattern& pattern) { return repr(pattern); })
       .def("__getstate__",
            [](const Pattern& p) {
-             return PatternTuple{p.name,     p.heads,        p.causal,
-                                 p.branches, p.output_scale, {p.window.before, p.window.after}};
+             return PatternTuple{p.name,
+                                 p.heads,
+                                 p.causal,
+                                 p.branches,
+                                 p.output_scale,
+                                 {p.window.before, p.window.after},
+                                 tuples_of(p.documents)};
            })
       .def("__setstate__", [](Pattern& self, const PatternTuple& state) {
-        const auto& [name, heads, causal, branches, output_scale, window] = state;
-        new (&self) Pattern{name,     heads,        causal,
-                            branches, output_scale, {std::get<0>(window), std::get<1>(window)}};
+        const auto& [name, heads, causal, branches, output_scale, window, documents] = state;
+        new (&self) Pattern{name,
+                            heads,
+                            causal,
+                            branches,
+                            output_scale,
+                            {std::get<0>(window), std::get<1>(window)},
+                            documents_of(documents)};
       });
 }
 

@@ -45,8 +45,9 @@ reference::Shape shape_of(const Pattern& pattern, const Array& q, const Array& k
   shape.kv_heads = static_cast<int>(k.shape(2));
   shape.head_dim = static_cast<int>(q.shape(3));
   require(q, "q", shape.batch, shape.tokens, pattern.heads, shape.head_dim);
-  require(k, "k", shape.batch, shape.tokens, shape.kv_heads, shape.head_dim);
-  require(v, "v", shape.batch, shape.tokens, shape.kv_heads, shape.head_dim);
+  shape.key_tokens = static_cast<std::int64_t>(k.shape(1));
+  require(k, "k", shape.batch, shape.keys(), shape.kv_heads, shape.head_dim);
+  require(v, "v", shape.batch, shape.keys(), shape.kv_heads, shape.head_dim);
   if (shape.kv_heads < 1 || shape.q_heads % shape.kv_heads != 0) {
     throw ConfigError(fmt::format("reference: k has {} heads, expected a divisor of q's {}",
                                   shape.kv_heads, shape.q_heads));
@@ -115,7 +116,7 @@ void bind_reference(nb::module_& module) {
 
 Args:
     q: [batch, tokens, heads, head_dim], C-contiguous; any head_dim.
-    k, v: like q, with as many heads or a divisor of them.
+    k, v: like q, with as many heads or a divisor of them, and any number of tokens.
     pattern: which queries attend to which keys.
     scale: of q.k; None: 1/sqrt(head_dim).
     sinks: [heads], see :func:`attention`.

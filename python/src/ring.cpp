@@ -13,17 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "annulus/cuda.h"
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
-#include "annulus/ring_check.h"
 #include "arrays.h"
 #include "bindings.h"
-#include "errors.h"
+#include "executor.h"
 #include "flag.h"
 #include "interrupt.h"
-#include "kernels/backend.h"
-#include "ring/records.h"
 #include "ring_options.h"
 #include "transport.h"
 #include "values.h"
@@ -31,117 +27,11 @@
 namespace annulus::python {
 namespace {
 
-// An executor and the transport that it uses.
-struct Ring {
-  nb::object transport;
-  std::shared_ptr<RingAttention> core;
-  double flops = 0;  // of forward
-  std::int64_t bytes = 0;
-  // The caller's stream that this object last gave to the executor, and its queue. Another object
-  // that shares the executor may have given it a different one since.
-  std::uintptr_t stream = 0;
-  std::shared_ptr<Queue> queue;
-  std::shared_ptr<Queue> own;  // used between streams; null: no stream was left yet
-
-  Ring(nb::object link, std::shared_ptr<RingAttention> executor)
-      : transport(std::move(link)), core(std::move(executor)) {
-    const auto& ends = nb::cast<const Transport&>(transport);
-    const RingOptions& options = core->options();
-    bytes = core->memory_info().workspace_bytes;
-    flops = 4.0 *
-            allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
-            static_cast<double>(options.batch) * options.head_dim / ends.size();
-  }
-
-  // Enqueues passes on the stream from now on, after all earlier work.
-  void use_stream(std::uintptr_t number) {
-    if (queue != nullptr && stream == number && &core->queue() == queue.get()) return;
-    queue = cuda_queue(core->options().device, reinterpret_cast<void*>(number));
-    stream = number;
-    core->use_queue(queue);
-  }
-  // Stops using a stream that its owner may destroy. The next passes come after the work enqueued
-  // there.
-  void leave_stream() {
-    if (own == nullptr) {
-      const RingOptions& options = core->options();
-      own = backend_of(options.device, options.threads)->make_queue();
-    }
-    core->use_queue(own);
-    queue = nullptr;
-  }
-};
-
 // Memory for the branches' outputs; keeps the caller's arrays alive if the memory is theirs.
 struct State {
   BranchState core;
   Arrays arrays;
 };
-
-struct Cache {
-  nb::object transport;
-  std::unique_ptr<RingAttentionCache> core;
-};
-
-// A transport written in Python may refer back to its executor. The garbage collector must see both
-// edges of such a cycle.
-template <typename T>
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<T>(self)->transport.ptr());
-  return 0;
-}
-
-template <typename T>
-int clear(PyObject* self) {
-  // The executor goes first, because it holds transfers of the transport.
-  if (nb::inst_ready(self)) {
-    nb::inst_ptr<T>(self)->core.reset();
-    nb::inst_ptr<T>(self)->transport.reset();
-  }
-  return 0;
-}
-
-template <typename T>
-PyType_Slot* slots() {
-  static PyType_Slot table[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse<T>)},
-                                {Py_tp_clear, reinterpret_cast<void*>(clear<T>)},
-                                {0, nullptr}};
-  return table;
-}
-
-// Whether calls wait for other ranks in C++, where Ctrl-C is not noticed.
-bool waits_in_cpp(const Transport& transport) {
-  return transport.size() > 1 && dynamic_cast<const PyTransport*>(&transport) == nullptr;
-}
-
-// Construction is collective.
-void construct(Transport& transport, const std::function<void()>& make) {
-  run_interruptibly(waits_in_cpp(transport) && on_main_thread(), make,
-                    [&] { transport.abort("interrupted"); });
-}
-
-std::string reason_of(const std::exception& error) {
-  const auto* raised = dynamic_cast<const nb::python_error*>(&error);
-  if (raised == nullptr) return error.what();
-  return fmt::format("{}: {}", printed(raised->type().attr("__name__")), printed(raised->value()));
-}
-
-// Runs `make`, which checks this rank's arguments before it can take part in a call. If that fails,
-// reports the error to the other ranks and rethrows it.
-template <typename Make>
-auto telling_others(Transport& transport, const Make& make) {
-  try {
-    return make();
-  } catch (const std::exception& error) {
-    const std::string reason = reason_of(error);
-    try {
-      construct(transport, [&] { RingAttention::refuse(transport, reason); });
-    } catch (const ConfigError&) {  // expected; the original error says more
-    }
-    throw;
-  }
-}
 
 // Enqueues a pass over CUDA arrays on their stream.
 void follow_stream(Ring& ring, const Arrays& arrays) {
@@ -276,18 +166,6 @@ std::unique_ptr<State> make_state(const Ring& self, nb::handle o, nb::handle lse
   return state;
 }
 
-nb::dict dict_of(const MemoryInfo& info) {
-  nb::dict dict;
-  dict["device"] = name_of(info.device);
-  dict["complexity"] = info.complexity;
-  dict["workspace_bytes"] = info.workspace_bytes;
-  dict["communication_bytes"] = info.communication_bytes;
-  dict["state_bytes"] = info.state_bytes;
-  dict["scratch_bytes"] = info.scratch_bytes;
-  dict["cached_workspaces"] = info.cached_workspaces;
-  return dict;
-}
-
 constexpr const char* kRingDoc = R"(Exact attention over one rank's shard of a sequence.
 
 Construction is collective: every rank makes one with the same options, and a mismatch is a
@@ -298,6 +176,7 @@ is released while they run. One executor serves one caller at a time.
 Args:
     pattern: which queries attend to which keys; has the number of query heads.
     placement: which rank holds which tokens, for as many ranks as the transport has.
+    key_placement: the same for keys and values, if they are other tokens than the queries; None: as placement.
     transport: carries the rows; kept alive by the executor.
     batch: sequences per call.
     kv_heads: key/value heads, a divisor of the pattern's heads; None: as many. Query head h uses
@@ -486,104 +365,13 @@ called.)")
       });
 }
 
-void bind_cache(nb::module_& module) {
-  auto cache = nb::class_<Cache>(module, "RingAttentionCache", nb::type_slots(slots<Cache>()),
-                                 R"(Executors for changing shapes over one transport.
-
-Collective like the executors: every rank asks for the same options in the same order.
-
-Args:
-    transport: of all executors; kept alive by the cache.
-    capacity: executors kept; beyond it the least recently used ones are dropped. They also are when
-        all of them hold more than an eighth of the device's memory: a quarter while more than half of
-        it is free, a thirty-second while less than a tenth is.)");
-  cache.def(
-      "__init__",
-      [](Cache* self, nb::object transport, std::size_t capacity) {
-        auto core = std::make_unique<RingAttentionCache>(nb::cast<Transport&>(transport), capacity);
-        new (self) Cache{std::move(transport), std::move(core)};
-      },
-      nb::arg("transport"), nb::arg("capacity") = 20,
-      nb::sig("def __init__(self, transport: Transport, capacity: int = 20) -> None"));
-  cache.def(
-      "get",
-      [](Cache& self, nb::handle pattern, nb::handle placement, const nb::kwargs& given) {
-        const RingOptions options = telling_others(nb::cast<Transport&>(self.transport), [&] {
-          return options_from(pattern, placement, given);
-        });
-        std::shared_ptr<RingAttention> core;
-        construct(nb::cast<Transport&>(self.transport), [&] { core = self.core->get(options); });
-        return Ring(self.transport, std::move(core));
-      },
-      nb::arg("pattern").none(), nb::arg("placement").none(), nb::arg("options"),
-      nb::sig(signature_with_options("get", ") -> RingAttention")),
-      "The executor for these options, which are those of :class:`RingAttention`: a kept one or a "
-      "new one.");
-  cache
-      .def(
-          "clear_cache",
-          [](Cache& self) {
-            const nb::gil_scoped_release no_gil;
-            self.core->clear_cache();
-          },
-          "Drops every executor that is not in use elsewhere.")
-      .def_prop_ro(
-          "size", [](const Cache& self) { return self.core->size(); }, "Executors held.")
-      .def_prop_ro(
-          "memory_info", [](const Cache& self) { return dict_of(self.core->memory_info()); },
-          nb::sig("def memory_info(self) -> dict[str, typing.Any]"),
-          "Sums over the cached executors; keys as in RingAttention.memory_info.");
-}
-
-nb::list gather_records(Transport& transport, const nb::bytes& record) {
-  std::vector<std::string> records;
-  construct(transport, [&] {
-    records = ring::gather_records(transport, {record.c_str(), record.size()});
-  });
-  nb::list list;
-  for (const std::string& each : records) list.append(nb::bytes(each.data(), each.size()));
-  return list;
-}
-
-nb::dict check_blocks(Transport& transport, std::size_t bytes) {
-  RingCheck check;
-  construct(transport, [&] { check = check_ring(transport, bytes); });
-  nb::dict dict;
-  dict["forward_ok"] = check.forward_ok;
-  dict["backward_ok"] = check.backward_ok;
-  dict["detail"] = python_text(check.detail);
-  return dict;
-}
-
 }  // namespace
-
-Footprint footprint_of(nb::handle executor) {
-  const auto& ring = nb::cast<const Ring&>(executor);
-  return {ring.bytes, ring.core->options().device};
-}
 
 void bind_ring(nb::module_& module) {
   module.def("ring_options", &listed_options,
              nb::sig("def ring_options() -> list[dict[str, typing.Any]]"),
              "The options of an executor but its pattern and placement: one dict each.");
   bind_executor(module);
-  bind_cache(module);
-  module.def("gather_records", &gather_records, nb::arg("transport"), nb::arg("record"),
-             nb::sig("def gather_records(transport: Transport, record: bytes) -> list[bytes]"),
-             R"(Exchanges records: returns those of all ranks, in the order of ranks. Collective.
-
-Args:
-    transport: of the ring; no executor may be using it.
-    record: of this rank; of any length on any rank, at most a few kilobytes.)");
-  module.def(
-      "check_ring", &check_blocks, nb::arg("transport"), nb::arg("bytes") = 4096,
-      nb::sig("def check_ring(transport: Transport, bytes: int = 4096) -> "
-              "dict[str, typing.Any]"),
-      R"(Passes a stamped block to both neighbours and compares every byte of theirs. Collective.
-
-Returns 'forward_ok' (the block of the previous rank is right), 'backward_ok' (that of the next rank) and
-'detail', one line per direction. A TransportError is reported there and not raised; the transport is
-dead afterwards.)");
 }
 
 }  // namespace annulus::python

@@ -91,7 +91,15 @@ RingOptions options_from(nb::handle pattern, nb::handle placement, const nb::kwa
   RingOptions options{.pattern = instance_of<Pattern>(pattern, "pattern", "a Pattern"),
                       .placement = instance_of<Placement>(placement, "placement", "a Placement")};
   options.kv_heads = options.pattern.heads;
+  constexpr const char* kKeyPlacement = "key_placement";
   std::size_t known = given.contains(also) ? 1 : 0;
+  if (given.contains(kKeyPlacement)) {
+    ++known;
+    const nb::object keys = given[kKeyPlacement];
+    if (!keys.is_none()) {
+      options.key_placement = instance_of<Placement>(keys, kKeyPlacement, "a Placement or None");
+    }
+  }
   for_each_option(options, [&](const OptionInfo& info, auto& option) {
     if (!given.contains(info.name)) {
       if (is(info, "head_dim")) throw nb::type_error("head_dim is missing");
@@ -111,7 +119,7 @@ RingOptions options_from(nb::handle pattern, nb::handle placement, const nb::kwa
   if (known == given.size()) return options;
   for (const auto& [key, value] : given) {
     const auto name = nb::cast<std::string>(key);
-    bool found = name == also;
+    bool found = name == also || name == kKeyPlacement;
     for_each_option(
         options, [&](const OptionInfo& info, auto&) { found = found || is(info, name.c_str()); });
     if (!found) throw nb::type_error(fmt::format("there is no option '{}'", name).c_str());
@@ -174,7 +182,9 @@ const char* doc_with_options(const std::string& text) {
 
 const char* signature_with_options(const std::string& name, const std::string& rest) {
   const RingOptions usual{.pattern = {}, .placement = Placement::contiguous(1, 1)};
-  std::string text = "def " + name + "(self, pattern: Pattern, placement: Placement, *";
+  std::string text = "def " + name +
+                     "(self, pattern: Pattern, placement: Placement, *, key_placement: Placement | "
+                     "None = None";
   for_each_option(usual, [&](const OptionInfo& info, const auto& option) {
     text += fmt::format(", {}: ", info.name);
     text += is(info, "head_dim")   ? "int"

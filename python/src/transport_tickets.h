@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "errors.h"
 #include "prepared_messages.h"
 #include "transport.h"
 
@@ -30,11 +31,13 @@ class PyTicket final : public Ticket {
 
   // May run while an error unwinds the executor, so it must not throw.
   ~PyTicket() override {
-    if (!Py_IsInitialized()) return;
+    if (!can_hold_gil()) return;
     const nb::gil_scoped_acquire gil;
     // Calls into Python here must not disturb an exception that is being raised.
     const nb::error_scope scope;
-    for (std::size_t i = waited_; i < transfers_.size(); ++i) cancel(transfers_[i].object);
+    if (Py_IsInitialized()) {  // else Python's modules are being taken apart
+      for (std::size_t i = waited_; i < transfers_.size(); ++i) cancel(transfers_[i].object);
+    }
     for (PyObject* view : views_) release(view);
     for (const Transfer& transfer : transfers_) Py_DECREF(transfer.object);
     for (PyObject* view : views_) Py_DECREF(view);
@@ -123,10 +126,10 @@ class PyDeviceTicket final : public Ticket {
         transfer_(transfer.release().ptr()),
         moved_(moved) {}
   ~PyDeviceTicket() override {
-    if (!Py_IsInitialized()) return;
+    if (!can_hold_gil()) return;
     const nb::gil_scoped_acquire gil;
     const nb::error_scope scope;
-    if (!enqueued_ && PyObject_HasAttrString(transfer_, "cancel") == 1) {
+    if (Py_IsInitialized() && !enqueued_ && PyObject_HasAttrString(transfer_, "cancel") == 1) {
       const nb::object none = nb::steal(PyObject_CallMethod(transfer_, "cancel", nullptr));
       if (!none.is_valid()) PyErr_Clear();
     }

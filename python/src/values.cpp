@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "annulus/error.h"
 #include "ring/option_text.h"
@@ -23,8 +24,8 @@ auto parse(const char* option, const std::string& name, const Names& names) {
 }  // namespace
 
 Offsets parse_offsets(const std::string& name) {
-  constexpr ring::Name<Offsets> kNames[] = {{"blocked", Offsets::blocked},
-                                            {"interleaved", Offsets::interleaved}};
+  constexpr ring::Name<Offsets> kNames[] = {
+      {"blocked", Offsets::blocked}, {"interleaved", Offsets::interleaved}, {"all", Offsets::all}};
   return parse("offsets", name, kNames);
 }
 
@@ -101,6 +102,22 @@ Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
                      const std::string& offsets, Flag group_scale, nb::handle window) {
   return windowed(longnet(heads, segments, dilations, causal, parse_offsets(offsets), group_scale),
                   window);
+}
+
+std::vector<Document> parse_documents(const std::vector<std::int64_t>& queries,
+                                      const std::optional<std::vector<std::int64_t>>& keys,
+                                      nb::handle starts) {
+  std::vector<std::int64_t> positions;
+  std::int64_t position = 0;
+  if (starts.is_none()) {
+    // 0 for all
+  } else if (!PyBool_Check(starts.ptr()) && nb::try_cast(starts, position)) {
+    positions.assign(queries.empty() ? 0 : queries.size() - 1, position);
+  } else if (!nb::try_cast(starts, positions)) {
+    throw ConfigError(std::string("query_start is ") + nb::repr(starts).c_str() +
+                      ", expected None, a whole number, or one for each document");
+  }
+  return packed_documents(queries, keys.value_or(queries), positions);
 }
 
 Pattern windowed(Pattern pattern, nb::handle window) {

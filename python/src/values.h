@@ -42,6 +42,10 @@ template <typename T>
 [[nodiscard]] Window parse_window(nb::handle window);
 [[nodiscard]] nb::object object_of(const Window& window);  // None: no window
 [[nodiscard]] Pattern windowed(Pattern pattern, nb::handle window);
+// Boundaries as flash-attention's cu_seqlens. `starts`: None, a number or one for each document.
+[[nodiscard]] std::vector<Document> parse_documents(
+    const std::vector<std::int64_t>& queries, const std::optional<std::vector<std::int64_t>>& keys,
+    nb::handle starts);
 
 // None, a name or a Pattern, with the arguments that go with a name.
 [[nodiscard]] Pattern parse_pattern(nb::handle pattern, int heads,

@@ -14,6 +14,7 @@
 #include "annulus/plan.h"
 #include "draw/plan_text.h"
 #include "draw/svg_canvas.h"
+#include "pattern/segments.h"
 #include "plan/pair_counts.h"
 
 namespace annulus {
@@ -69,7 +70,7 @@ struct Layout {
     gap = plan.options().schedule == Schedule::gather ? std::max(140.0, size->gap) : size->gap;
     labels = ranks <= 16;
     branch_left = left + axis_width + 14;
-    const auto branches = static_cast<double>(plan.pattern().branches.size());
+    const auto branches = static_cast<double>(branch_runs(plan.pattern()).size());
     branch_width = std::clamp(130.0 / branches, 6.0, 24.0);
     grid_left = std::max(branch_left + branches * branch_width, left + 100.0) + 84;
     grid_height = std::max(ranks * (cell_height + row_gap) - row_gap, 200.0);
@@ -145,28 +146,37 @@ void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
 // fewer.
 void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
   const std::int64_t tokens = plan.travelling_placement().tokens();
-  const std::size_t branches = plan.pattern().branches.size();
+  const std::vector<BranchRun> runs = branch_runs(plan.pattern());
+  const std::size_t branches = runs.size();
   canvas.text(at.branch_left, at.header, 11, branches == 1 ? "branch" : "branches", "start",
               kMuted);
   for (std::size_t b = 0; b < branches; ++b) {
-    const Branch& branch = plan.pattern().branches[b];
+    const Branch& branch = plan.pattern().branches[runs[b].first];
     const double x = at.branch_left + static_cast<double>(b) * at.branch_width;
     const double w = at.branch_width - 3;
-    const std::int64_t length = std::min(branch.segment_length, tokens);
-    const std::int64_t segments = (tokens - 1) / length + 1;
-    const std::string fill = hex(mix({0.89, 0.91, 0.93}, {0.38, 0.44, 0.50},
-                                     1.0 / std::sqrt(static_cast<double>(branch.dilation))));
-    const double pitch = at.grid_height * static_cast<double>(length) / static_cast<double>(tokens);
+    const Segments segments(plan.pattern(), branch, plan.query_placement().tokens(),
+                            plan.key_placement().tokens());
+    const Side side = plan.options().travel == Travel::keys ? Side::keys : Side::queries;
+    const std::string fill = hex(
+        mix({0.89, 0.91, 0.93}, {0.38, 0.44, 0.50},
+            std::sqrt(static_cast<double>(runs[b].count) / static_cast<double>(branch.dilation))));
+    const auto height = [&](std::int64_t rows) {
+      return at.grid_height * static_cast<double>(rows) / static_cast<double>(tokens);
+    };
     canvas.rect(x, at.top, w, at.grid_height, fill);
-    if (pitch >= 3.0) {
-      for (std::int64_t s = 1; s < segments; ++s) {
-        const double y = at.top + pitch * static_cast<double>(s);
-        canvas.line(x, y, x + w, y, "#ffffff", std::min(1.6, pitch / 4.0));
+    if (at.grid_height >= 3.0 * static_cast<double>(segments.count())) {
+      for (std::int64_t s = 0; s < segments.count(); ++s) {
+        const Segments::Part part = segments.part(side, s);
+        const double y = at.top + height(part.begin);
+        const double width = std::min(1.6, height(part.end - part.begin) / 4.0);
+        if (part.begin > 0) canvas.line(x, y, x + w, y, "#ffffff", width);
       }
     }
-    const std::string label = segments == 1
-                                  ? fmt::format("all, r {}", branch.dilation)
-                                  : fmt::format("w {}, r {}", readable(length), branch.dilation);
+    std::string label =
+        branch.segment_length >= longer_side(plan)
+            ? fmt::format("all, r {}", branch.dilation)
+            : fmt::format("w {}, r {}", readable(branch.segment_length), branch.dilation);
+    if (runs[b].count > 1) label += fmt::format(" x{}", runs[b].count);
     const double label_x = x + w / 2 + 3.5;
     const double label_y = at.top + at.grid_height + 8;
     canvas.text(label_x, label_y, 10, label, "end", kMuted,

@@ -15,8 +15,11 @@ namespace {
 
 std::string heading(const Plan& plan) {
   std::string text = plan_title(plan) + "\n" + plan_subtitle(plan) + "\n";
-  for (std::size_t b = 0; b < plan.pattern().branches.size(); ++b) {
-    text += fmt::format("  branch {}: {}\n", b, branch_label(plan, b));
+  for (const BranchRun& run : branch_runs(plan.pattern())) {
+    text += run.count == 1
+                ? fmt::format("  branch {}: ", run.first)
+                : fmt::format("  branches {} to {}: ", run.first, run.first + run.count - 1);
+    text += branch_label(plan, run) + "\n";
   }
   return text;
 }

@@ -22,11 +22,13 @@ PlanTotals plan_totals(const Plan& plan) {
   return totals;
 }
 
-// ", causal, window (4095, 0)".
-std::string band_text(const Pattern& pattern) {
+// ", causal, window (4095, 0), 3 documents".
+std::string mask_text(const Pattern& pattern) {
   std::string text = pattern.causal ? ", causal" : "";
   if (pattern.window != Window{})
     text += fmt::format(", window ({}, {})", pattern.window.before, pattern.window.after);
+  if (!pattern.documents.empty())
+    text += fmt::format(", {} documents", with_commas(std::ssize(pattern.documents)));
   return text;
 }
 
@@ -37,7 +39,7 @@ std::string plan_title(const Plan& plan) {
     tokens += fmt::format(" against {}", with_commas(plan.key_placement().tokens()));
   }
   return fmt::format("{}{}: {}, {} query head{}, {} K/V head{}",
-                     pattern.name.empty() ? "pattern" : pattern.name, band_text(pattern), tokens,
+                     pattern.name.empty() ? "pattern" : pattern.name, mask_text(pattern), tokens,
                      pattern.heads, pattern.heads == 1 ? "" : "s", plan.options().kv_heads,
                      plan.options().kv_heads == 1 ? "" : "s");
 }
@@ -54,12 +56,39 @@ std::int64_t longer_side(const Plan& plan) {
   return std::max(plan.query_placement().tokens(), plan.key_placement().tokens());
 }
 
-std::string branch_label(const Plan& plan, std::size_t branch) {
-  const Branch& b = plan.pattern().branches[branch];
-  if (b.segment_length >= longer_side(plan)) {
-    return fmt::format("whole sequence, dilation {}", b.dilation);
+std::vector<BranchRun> branch_runs(const Pattern& pattern) {
+  std::vector<BranchRun> runs;
+  for (std::size_t b = 0; b < pattern.branches.size(); ++b) {
+    const Branch& branch = pattern.branches[b];
+    const Branch& first = pattern.branches[runs.empty() ? b : runs.back().first];
+    if (runs.empty() || branch.segment_length != first.segment_length ||
+        branch.dilation != first.dilation) {
+      runs.push_back({b, 0});
+    }
+    ++runs.back().count;
   }
-  return fmt::format("segments of {}, dilation {}", with_commas(b.segment_length), b.dilation);
+  return runs;
+}
+
+std::string branch_label(const Plan& plan, const BranchRun& run) {
+  const Branch& b = plan.pattern().branches[run.first];
+  std::string text = b.segment_length >= longer_side(plan)
+                         ? "whole sequence"
+                         : fmt::format("segments of {}", with_commas(b.segment_length));
+  text += fmt::format(", dilation {}", b.dilation);
+  return run.count == 1 ? text : text + fmt::format(", {} offsets", run.count);
+}
+
+std::string branches_text(const Pattern& pattern) {
+  std::string text;
+  for (const BranchRun& run : branch_runs(pattern)) {
+    const Branch& branch = pattern.branches[run.first];
+    text += branch.segment_length == kWholeSequence
+                ? fmt::format(" all/{}", branch.dilation)
+                : fmt::format(" {}/{}", branch.segment_length, branch.dilation);
+    if (run.count > 1) text += fmt::format(" x{}", run.count);
+  }
+  return text;
 }
 
 std::string all_gather_label(const PlanTotals& totals) {

@@ -24,10 +24,18 @@ struct PlanTotals {
 [[nodiscard]] PlanTotals plan_totals(const Plan& plan);
 
 [[nodiscard]] std::int64_t longer_side(const Plan& plan);  // tokens of the longer side
-[[nodiscard]] std::string band_text(const Pattern& pattern);
+[[nodiscard]] std::string mask_text(const Pattern& pattern);
 [[nodiscard]] std::string plan_title(const Plan& plan);
 [[nodiscard]] std::string plan_subtitle(const Plan& plan);
-[[nodiscard]] std::string branch_label(const Plan& plan, std::size_t branch);
+// Neighbouring branches with one segment length and dilation, which differ in their offsets only.
+struct BranchRun {
+  std::size_t first = 0;
+  std::size_t count = 0;
+};
+[[nodiscard]] std::vector<BranchRun> branch_runs(const Pattern& pattern);
+[[nodiscard]] std::string branch_label(const Plan& plan, const BranchRun& run);
+// " 2048/1 4096/2 all/4 x4": segment length and dilation, and how many branches have them.
+[[nodiscard]] std::string branches_text(const Pattern& pattern);
 [[nodiscard]] std::string all_gather_label(const PlanTotals& totals);
 [[nodiscard]] std::string unit_label(const Plan& plan);  // what a row is counted per
 

@@ -14,6 +14,9 @@
 namespace annulus {
 namespace {
 
+// Of one pattern with all offsets: plans and kernels treat each branch by itself.
+constexpr std::int64_t kMostBranches = 1024;
+
 void require_at_least_one(const std::string& where, const std::string& what, std::int64_t found) {
   if (found >= 1) return;
   throw ConfigError(where + ": " + what + " is " + std::to_string(found) + ", expected at least 1");
@@ -193,6 +196,21 @@ Pattern longnet(int heads, std::span<const std::int64_t> segments,
   if (group_scale) pattern.output_scale = 1.0 / static_cast<double>(segments.size());
   for (std::size_t i = 0; i < segments.size(); ++i) {
     Branch branch = make_branch(heads, segments[i], dilations[i]);
+    if (offsets == Offsets::all) {
+      // Offsets behind the end of a segment select nothing.
+      const std::int64_t count = std::min(segments[i], dilations[i]);
+      if (count > kMostBranches - static_cast<std::int64_t>(pattern.branches.size())) {
+        throw ConfigError("longnet: dilation " + std::to_string(dilations[i]) +
+                          " with offsets 'all' makes a branch for each of " +
+                          std::to_string(count) + " offsets, expected at most " +
+                          std::to_string(kMostBranches) + " branches in all");
+      }
+      for (std::int64_t offset = 0; offset < count; ++offset) {
+        std::fill(branch.offset.begin(), branch.offset.end(), offset);
+        pattern.branches.push_back(branch);
+      }
+      continue;
+    }
     // ceil(heads / dilation) without the overflow of heads + dilation - 1. The blocked offset is
     // below the dilation because head < heads <= dilation * heads_per_offset.
     const std::int64_t heads_per_offset = (heads - 1) / dilations[i] + 1;
@@ -206,22 +224,41 @@ Pattern longnet(int heads, std::span<const std::int64_t> segments,
 }
 
 std::vector<Document> packed_documents(std::span<const std::int64_t> boundaries) {
-  if (boundaries.empty() || boundaries.front() != 0) {
-    throw ConfigError("document boundaries begin with " +
-                      (boundaries.empty() ? "nothing" : std::to_string(boundaries.front())) +
-                      ", expected 0, then the end of each document");
-  }
-  std::vector<Document> documents;
-  documents.reserve(boundaries.size() - 1);
-  for (std::size_t i = 1; i < boundaries.size(); ++i) {
-    const std::int64_t begin = boundaries[i - 1];
-    const std::int64_t end = boundaries[i];
-    if (end < begin) {
-      throw ConfigError("document boundary " + std::to_string(i) + " is " + std::to_string(end) +
-                        ", expected at least the one before, " + std::to_string(begin));
+  return packed_documents(boundaries, boundaries, {});
+}
+
+std::vector<Document> packed_documents(std::span<const std::int64_t> queries,
+                                       std::span<const std::int64_t> keys,
+                                       std::span<const std::int64_t> query_starts) {
+  const auto check = [](std::span<const std::int64_t> boundaries) {
+    if (boundaries.empty() || boundaries.front() != 0) {
+      throw ConfigError("document boundaries begin with " +
+                        (boundaries.empty() ? "nothing" : std::to_string(boundaries.front())) +
+                        ", expected 0, then the end of each document");
     }
-    documents.push_back(
-        {.query_begin = begin, .query_end = end, .key_begin = begin, .key_end = end});
+    for (std::size_t i = 1; i < boundaries.size(); ++i) {
+      if (boundaries[i] >= boundaries[i - 1]) continue;
+      throw ConfigError("document boundary " + std::to_string(i) + " is " +
+                        std::to_string(boundaries[i]) + ", expected at least the one before, " +
+                        std::to_string(boundaries[i - 1]));
+    }
+  };
+  check(queries);
+  check(keys);
+  const std::size_t count = queries.size() - 1;
+  if (keys.size() != queries.size() || (!query_starts.empty() && query_starts.size() != count)) {
+    throw ConfigError("found boundaries of " + std::to_string(count) + " documents of queries, " +
+                      std::to_string(keys.size() - 1) + " documents of keys and " +
+                      std::to_string(query_starts.size()) +
+                      " positions of first queries, expected as many of each");
+  }
+  std::vector<Document> documents(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    documents[i] = {.query_begin = queries[i],
+                    .query_end = queries[i + 1],
+                    .key_begin = keys[i],
+                    .key_end = keys[i + 1],
+                    .query_start = query_starts.empty() ? 0 : query_starts[i]};
   }
   return documents;
 }

@@ -66,6 +66,7 @@ TEST_F(Cli, RunAcceptsEveryCombinationOfTheMainFlags) {
       {"--reproducible", "--ranks", "5", "--threads", "1", "--seed", "9"},
       {"--no-backward", "--min-tokens-for-ring", "10"},
       {"--pattern", "dense", "--window", "20,5", "--ranks", "3", "--placement", "striped"},
+      {"--offsets", "all", "--segments", "64,200", "--dilations", "2,8", "--window", "40,0"},
       {"--window", "-1,3", "--segments", "64,128", "--dilations", "1,3", "--dtype", "bf16"},
       {"--window", "30,0", "--causal", "--reproducible", "--ranks", "3"},
   };
@@ -321,6 +322,28 @@ TEST_F(Cli, PlanPredictsWhatRunMeasures) {
     for (const Json& rank : plan["ranks"]) pairs += rank["pairs"].get<double>();
     EXPECT_EQ(pairs, run["allowed_pairs"].get<double>());
   }
+}
+
+TEST_F(Cli, AllOffsetsAreOneLineOfThePlanAndSendNoRowTwice) {
+  const Words shape = {"plan", "--tokens", "1000", "--ranks", "4", "--heads", "2"};
+  const Words all = shape + Words{"--segments", "1000", "--dilations", "5", "--offsets", "all"};
+  const Words dense = shape + Words{"--pattern", "dense"};
+  for (const Words& window : {Words{"--window", "99,0"}, Words{"--window", "-1,-1"}}) {
+    const Json found = annulus_json(all + window);
+    const Json expected = annulus_json(dense + window);
+    EXPECT_EQ(found["parcels"], expected["parcels"]);
+    EXPECT_EQ(found["head_classes"], 1);
+    // With a window of 99, dilation 5 reaches back 95 tokens.
+    const std::int64_t least = window[1] == "99,0"
+                                   ? 2 * 3 * 95
+                                   : expected["totals"]["unit_rows_moved"].get<std::int64_t>();
+    EXPECT_EQ(found["totals"]["unit_rows_moved"], least);
+  }
+  const Outcome text = annulus(all);
+  EXPECT_NE(text.out.find("branches 0 to 4: whole sequence, dilation 5, 5 offsets"),
+            std::string::npos)
+      << text.out;
+  EXPECT_EQ(annulus_json(all)["parameters"]["dilations"], Json({5}));
 }
 
 TEST_F(Cli, AWindowIsShownAndCounted) {

@@ -187,13 +187,43 @@ TEST(Presets, LongnetInterleavedCyclesThroughTheOffsets) {
   EXPECT_EQ(pattern.branches[1].offset, (List{0, 1, 2, 3, 0, 1}));
 }
 
+// Every query sees each key of its segment at a multiple of the dilation from it, in one branch.
+TEST(Presets, LongnetWithAllOffsetsLeavesNoRowOut) {
+  for (const std::int64_t r : {1, 3, 4, 20}) {
+    const Pattern pattern = longnet(2, List{10, 17}, List{r, 2}, false, Offsets::all, true);
+    pattern.validate();
+    const std::size_t first = static_cast<std::size_t>(std::min<std::int64_t>(r, 10));
+    ASSERT_EQ(pattern.branches.size(), first + 2);
+    EXPECT_EQ(pattern.output_scale, 0.5);  // one over the segment lengths, whatever the offsets
+    for (std::int64_t query = 0; query < 30; ++query) {
+      for (std::int64_t key = 0; key < 30; ++key) {
+        const auto branches = [&](std::size_t begin, std::size_t end) {
+          int count = 0;
+          for (std::size_t b = begin; b < end; ++b)
+            count += pattern.allows(pattern.branches[b], 1, query, key) ? 1 : 0;
+          return count;
+        };
+        EXPECT_EQ(branches(0, first), query / 10 == key / 10 && (query - key) % r == 0 ? 1 : 0);
+        EXPECT_EQ(branches(first, first + 2),
+                  query / 17 == key / 17 && (query - key) % 2 == 0 ? 1 : 0);
+      }
+    }
+  }
+  EXPECT_NO_THROW(longnet(1, List{1 << 20}, List{1024}, false, Offsets::all).validate());
+  EXPECT_THROW(longnet(1, List{1 << 20}, List{1025}, false, Offsets::all), ConfigError);
+  EXPECT_THROW(longnet(1, List{4096, 4096}, List{1000, 25}, false, Offsets::all), ConfigError);
+  EXPECT_THROW(longnet(1, List{kWholeSequence}, List{kWholeSequence}, false, Offsets::all),
+               ConfigError);
+}
+
 TEST(Presets, AreValidForEveryNumberOfHeadsAndDilation) {
   for (int heads = 1; heads <= 33; ++heads) {
     for (std::int64_t r = 1; r <= 40; ++r) {
       SCOPED_TRACE("heads " + std::to_string(heads) + " dilation " + std::to_string(r));
       const List dilation = {r};
       EXPECT_NO_THROW(longnet(heads, List{16}, dilation).validate());
-      EXPECT_NO_THROW(longnet(heads, List{16}, dilation, false, Offsets::interleaved).validate());
+      for (const Offsets offsets : {Offsets::interleaved, Offsets::all})
+        EXPECT_NO_THROW(longnet(heads, List{16}, dilation, false, offsets).validate());
       EXPECT_NO_THROW(head_groups(heads, List{16}, dilation).validate());
     }
   }

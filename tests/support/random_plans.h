@@ -129,8 +129,9 @@ class Random {
       return head_groups(heads, segments, dilations, causal);
     }
     case 2:
-      return longnet(heads, segments, dilations, causal,
-                     random.coin() ? Offsets::blocked : Offsets::interleaved);
+      return longnet(
+          heads, segments, dilations, causal,
+          random.one_of<Offsets>({Offsets::blocked, Offsets::interleaved, Offsets::all}));
     default:
       return random_branches(random, tokens, heads, causal);
   }

@@ -46,7 +46,8 @@ class _ConfigMethods:
             complaints.append(whole_complaint("n_global", self.n_global))
         complaints.append(timeout_complaint(self.timeout))
         complaints.append(window_complaint(self.window, self.is_causal))
-        return next((c for c in complaints if c is not None), None) or self._branch_complaint()
+        found = next((c for c in complaints if c is not None), None)
+        return found or self._branch_complaint() or self._document_complaint()
 
     def _branch_complaint(self) -> str | None:
         dense = self.pattern == "dense"
@@ -67,6 +68,39 @@ class _ConfigMethods:
             if not all(is_whole(x, 1) for x in values):
                 return f"{name} is {list(values)}: whole numbers from 1 to 2**63 - 1 were expected"
         return None
+
+    def _document_complaint(self) -> str | None:
+        for name in ("cu_seqlens", "cu_seqlens_k", "query_start"):
+            values = getattr(self, name)
+            if values is not None and not all(is_whole(x, 0) for x in values):
+                return f"{name} is {list(values)}: whole numbers from 0 to 2**63 - 1 were expected"
+        if self.cu_seqlens is None:
+            if self.cu_seqlens_k is not None:
+                return "cu_seqlens_k is given without cu_seqlens, which the queries need, too"
+            return None
+        try:
+            self.with_documents(Pattern.dense(1), 0, 0)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def with_documents(self, pattern: Pattern, tokens: int, key_tokens: int) -> Pattern:
+        """The pattern with the documents of a sequence of so many queries and keys."""
+        starts = self.query_start
+        if starts is not None and len(starts) == 1:
+            starts = starts[0]  # of all documents
+        if self.cu_seqlens is not None:
+            return pattern.with_documents(self.cu_seqlens, self.cu_seqlens_k, starts)
+        if starts is not None:
+            return pattern.with_documents((0, tokens), (0, key_tokens), starts)
+        if tokens != key_tokens and (
+            pattern.causal or pattern.window is not None or self.pattern != "dense"
+        ):
+            raise ConfigError(
+                f"there are {tokens} queries and {key_tokens} keys: query_start, the position of the first query "
+                "among the keys, is needed where there is a mask"
+            )
+        return pattern
 
     @functools.cached_property
     def text(self) -> str:
@@ -106,6 +140,9 @@ Config = dataclasses.make_dataclass(
         ("segment_lengths", "tuple[int, ...]"),
         ("dilation_rates", "tuple[int, ...]"),
         ("window", "tuple[int, int] | None"),
+        ("cu_seqlens", "tuple[int, ...] | None"),
+        ("cu_seqlens_k", "tuple[int, ...] | None"),
+        ("query_start", "tuple[int, ...] | None"),  # of one number: of all documents
         ("is_causal", "bool"),
         ("offsets", "str"),
         ("group_scale", "bool"),
@@ -144,12 +181,17 @@ class Call(NamedTuple):
 def call_of(config: Config, q: torch.Tensor, k: torch.Tensor) -> Call:
     batch, tokens, heads, head_dim = q.shape
     # The shape first: keys are compared from the beginning.
-    shape = f"{batch} {tokens} {heads} {k.shape[2]} {head_dim}"
+    shape = f"{batch} {tokens} {k.shape[1]} {heads} {k.shape[2]} {head_dim}"
     return Call(config, f"{shape} {q.dtype} {q.device} {config.executor_text}")
 
 
-def pattern_of(config: Config, heads: int) -> Pattern:
-    """The pattern of a configuration for this many query heads."""
+def pattern_of(config: Config, heads: int, tokens: int, key_tokens: int) -> Pattern:
+    """The pattern of a configuration for this many query heads, and queries and keys of the whole sequence."""
+    return config.with_documents(branches_of(config, heads), tokens, key_tokens)
+
+
+def branches_of(config: Config, heads: int) -> Pattern:
+    """The pattern of a configuration without its documents."""
     mask = {"causal": config.is_causal, "window": config.window}
     if config.pattern == "dense":
         return Pattern.dense(heads, **mask)

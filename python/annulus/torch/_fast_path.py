@@ -73,14 +73,16 @@ def call_signature(
     """
     if forward_ad._current_level >= 0:
         return None
-    group, pattern, segment_lengths, dilation_rates, window = arguments[:5]
     numbers: tuple = ()
-    if segment_lengths is not None or dilation_rates is not None or window is not None:
-        lists = [segment_lengths, dilation_rates, window]
+    lists = segments, rates, window, cu_seqlens, cu_seqlens_k, query_start = arguments[2:8]
+    if not (
+        (segments is None and rates is None and window is None)
+        and (cu_seqlens is None and cu_seqlens_k is None and query_start is None)
+    ):
         if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
         lengths = [x if x is None else len(x) for x in lists]
-        arguments = (group, pattern, *lengths, *arguments[5:])
+        arguments = (*arguments[:2], *lengths, *arguments[8:])
         numbers = tuple(n for x in lists if x is not None for n in x)
     if options:
         arguments = (*arguments, *options, *options.values())

@@ -16,6 +16,7 @@ from annulus.torch._options import (
     branch_numbers,
     flag_complaint,
     refuse_unknown,
+    whole_numbers,
     window_pair,
     with_options,
 )
@@ -59,6 +60,9 @@ def _valid_text(
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
     window: Sequence[int] | None,
+    cu_seqlens: Sequence[int] | None,
+    cu_seqlens_k: Sequence[int] | None,
+    query_start: Sequence[int] | None,
     *others: object,
     options: dict[str, object],
 ) -> str:
@@ -79,7 +83,9 @@ def _valid_text(
     rates = branch_numbers("dilation_rates", dilation_rates)
     window = window_pair(window)
     names, values = tuple(options), tuple(options.values())
-    text = _text_of(names, values, needs_gradient, group, pattern, segments, rates, window, *others)
+    documents = [x if x is None else tuple(x) for x in (cu_seqlens, cu_seqlens_k, query_start)]
+    fields = (group, pattern, segments, rates, window, *documents, *others)
+    text = _text_of(names, values, needs_gradient, *fields)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
     return text
@@ -104,6 +110,9 @@ def ring_attention(
     pattern: str | None = None,
     is_causal: bool = False,
     window: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    cu_seqlens_k: Sequence[int] | torch.Tensor | None = None,
+    query_start: int | Sequence[int] | torch.Tensor | None = None,
     offsets: str = "blocked",
     group_scale: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -134,7 +143,8 @@ def ring_attention(
             any strides whose last axis is dense (others are copied). float64 runs on the slow reference, in
             one process.
         k, v: the same with as many or fewer heads (a divisor: grouped-query attention). Query head h uses
-            head h // (heads // kv_heads) of k and v: neighbours share one.
+            head h // (heads // kv_heads) of k and v: neighbours share one. They may have another number of
+            tokens than q: cross-attention, or a chunk of queries behind a cache (query_start).
         segment_lengths, dilation_rates: one branch each, as in LongNet; without them attention is dense.
         pattern: "dense", "longnet" (every head is in every branch) or "head_groups" (every head is in one
             branch); None: "dense" without segment lengths, else "longnet".
@@ -142,11 +152,21 @@ def ring_attention(
         window: (before, after), as flash-attention's window_size: the query at position t attends only to keys at
             t - before to t + after; -1: no limit on that side. Positions are those of tokens, in dilated branches,
             too. With is_causal, after is 0 (or -1). None: no window.
-        offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved".
+        cu_seqlens: boundaries of packed documents in the whole sequence, as flash-attention's: 0, then the end of
+            each document. Tokens of different documents do not attend to each other; positions, segments,
+            offsets and windows start anew in each. Tokens behind the last boundary are padding: their output
+            and gradients are 0. The same on all ranks and for every batch entry. A tensor on a CUDA device is
+            read, which waits for the device: pass a list. None: all tokens are one document.
+        cu_seqlens_k: likewise of the keys, if they are not as many as the queries.
+        query_start: position of the first query among the keys of its document: one number, or one for each
+            document. Needed if q and k differ in length and there is a mask.
+        offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved". "all":
+            every head takes every offset, so that the query at t attends to all keys of its segment at a multiple
+            of the dilation from t; with a window this is the dilated sliding window.
         mix_gradient: "full" is the exact gradient; "detached" treats the branches' weights as constants,
             as the best-known LongNet implementation does, and keeps for it every branch's output of the
             rows that the branch selects.
-        group_scale: divides the output by the number of branches.
+        group_scale: divides the output by the number of branches (of segment lengths, with offsets="all").
         scale: of q.k, above 0; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.
         placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make
@@ -184,7 +204,12 @@ def ring_attention(
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window, is_causal)
+    if cu_seqlens is not None or cu_seqlens_k is not None or query_start is not None:
+        cu_seqlens = whole_numbers("cu_seqlens", cu_seqlens)
+        cu_seqlens_k = whole_numbers("cu_seqlens_k", cu_seqlens_k)
+        query_start = whole_numbers("query_start", query_start, one=True)
+    arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window)
+    arguments += (cu_seqlens, cu_seqlens_k, query_start, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():

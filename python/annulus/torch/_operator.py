@@ -14,7 +14,7 @@ import torch
 import annulus
 from annulus import ConfigError, OutOfMemory, monitor
 from annulus.torch import _fast_path
-from annulus.torch._config import Call, Config, call_of, config_of, pattern_of
+from annulus.torch._config import Call, Config, branches_of, call_of, config_of, pattern_of
 from annulus.torch._memory import LOG, with_room
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring import _registry
@@ -63,10 +63,10 @@ def _keeps_branches(q: torch.Tensor, c: Config) -> bool:
 
 
 def _kept_rows(q: torch.Tensor, c: Config) -> int | torch.SymInt:
-    """The value of RingAttention.branch_state_rows for a sequence in one process."""
+    """The value of RingAttention.branch_state_rows for one document in one process."""
     batch, tokens, heads, _ = q.shape
     rows = 0
-    for branch in pattern_of(c, int(heads)).branches:
+    for branch in branches_of(c, int(heads)).branches:
         for offset in branch.offset:
             if offset < 0:
                 continue
@@ -80,6 +80,15 @@ def _kept_rows(q: torch.Tensor, c: Config) -> int | torch.SymInt:
                 whole, last = tokens // branch.segment_length, tokens % branch.segment_length
                 rows += whole * selected(branch.segment_length) + selected(last)
     return batch * rows
+
+
+def _whole_pattern(c: Config, q: torch.Tensor, k: torch.Tensor) -> annulus.Pattern:
+    return pattern_of(c, q.shape[2], q.shape[1], k.shape[1])
+
+
+def _one_side_is_empty(c: Config, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether there are queries without keys, or keys without queries, in one process."""
+    return c.group is None and (q.shape[1] == 0) != (k.shape[1] == 0)
 
 
 def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
@@ -121,11 +130,13 @@ def _forward(
     (sinks,) = others
     c = call.config
     o, lse = with_room(_results_like, q)
+    if _one_side_is_empty(c, q, k):
+        return o.zero_(), lse.fill_(-torch.inf)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(
                 *(x.cpu().numpy() for x in tensors),
-                pattern_of(c, q.shape[2]),
+                _whole_pattern(c, q, k),
                 scale=c.scale,
                 sinks=None if sinks is None else sinks.cpu().contiguous().numpy(),
             )
@@ -158,12 +169,14 @@ def _backward(
     if sinks is not None:
         dsinks = with_room(_dsinks_like, q, sinks)
         grads += (dsinks,)
+    if _one_side_is_empty(c, q, k):
+        return tuple(g.zero_() for g in grads)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             arrays = [x.cpu().numpy() for x in (q, k, v, grad)]
             exact = annulus.reference_backward(
                 *arrays,
-                pattern_of(c, q.shape[2]),
+                _whole_pattern(c, q, k),
                 scale=c.scale,
                 mix_gradient=c.mix_gradient,
                 sinks=None if sinks is None else sinks.cpu().contiguous().numpy(),
@@ -238,7 +251,8 @@ def _(
     rows: int | torch.SymInt = 0
     if _keeps_branches(q, c):
         # On a group it depends on the other ranks' lengths: they decide where this rank's tokens are.
-        rows = _kept_rows(q, c) if c.group is None else torch.library.get_ctx().new_dynamic_size()
+        simple = c.group is None and c.cu_seqlens is None and c.query_start is None
+        rows = _kept_rows(q, c) if simple else torch.library.get_ctx().new_dynamic_size()
     return o, lse, *_states(q, rows)
 
 

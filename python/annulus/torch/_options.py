@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable)
 
 NAMES = {
     "pattern": ("dense", "longnet", "head_groups"),
-    "offsets": ("blocked", "interleaved"),
+    "offsets": ("blocked", "interleaved", "all"),
     "placement": ("contiguous", "zigzag", "striped", "hilbert"),
 }
 # Options of an executor that are not arguments of a call, with the source of their values.
@@ -204,6 +204,22 @@ def with_options(function: F) -> F:
 def window_pair(window: object) -> object:
     """A window that is a list as a tuple. What it is, is checked later."""
     return tuple(window) if isinstance(window, list) else window
+
+
+def whole_numbers(name: str, values: object, *, one: bool = False) -> object:
+    """A list of whole numbers for a sequence, array or tensor of them, or for a single one if `one`; None stays None.
+
+    Elements of sequences are checked later.
+    """
+    if values is None or isinstance(values, (list, tuple)):
+        return values
+    if one and is_whole(values, -(2**63)):
+        return [operator.index(values)]
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(listed, list):
+        return listed
+    wanted = "a whole number, or a sequence of them," if one else "a sequence of whole numbers"
+    raise ConfigError(f"ring_attention: {name} is {values!r}: {wanted} was expected")
 
 
 def branch_numbers(name: str, values: object) -> tuple:

@@ -56,12 +56,12 @@ def tensor_complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: o
         return f"q is on {q.device}: {_cuda_complaint()}"
     shape = k.shape
     if shape != q.shape:
-        batch, tokens, _, head_dim = q.shape
-        shape = (batch, tokens, shape[2], head_dim)  # k and v may have fewer heads
+        batch, _, _, head_dim = q.shape
+        shape = (batch, shape[1], shape[2], head_dim)  # k and v may have other tokens and fewer heads
     if k.shape != shape or v.shape != shape:
         return (
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: equal shapes were expected, except "
-            "that k and v may have fewer heads"
+            "that k and v may have fewer heads and another number of tokens"
         )
     if q.dtype == torch.float64:
         if group is not None:

@@ -1,7 +1,6 @@
 #include "kernels/cpu/work.h"
 
 #include <algorithm>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -40,6 +39,20 @@ double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRow
   return q_count * k_count * visible / kSamples;
 }
 
+// Whether no row of a K/V head is in both branches, nor a query row of one of its heads.
+bool apart(const Branch& a, const Branch& b, int ratio) {
+  const bool same = a.segment_length == b.segment_length && a.dilation == b.dilation;
+  const std::size_t heads = a.offset.size();
+  const auto group = static_cast<std::size_t>(ratio);
+  for (std::size_t h = 0; h < heads; ++h) {
+    if (a.offset[h] < 0) continue;
+    for (std::size_t other = h / group * group; other < (h / group + 1) * group; ++other) {
+      if (b.offset[other] >= 0 && (!same || a.offset[h] == b.offset[other])) return false;
+    }
+  }
+  return true;
+}
+
 std::int64_t pieces(std::int64_t rows, std::int64_t size) {
   return std::max<std::int64_t>(1, (rows + size - 1) / size);
 }
@@ -49,12 +62,12 @@ std::int64_t pieces(std::int64_t rows, std::int64_t size) {
 Work::Work(const Stage& stage, const Computation& computation, int threads,
            const PackedBytes& packed_bytes)
     : kind_(stage.kind), groups_(stage, computation, 4 * static_cast<std::int64_t>(threads)) {
-  // Take branches in order and open a new phase when a K/V head is already in use.
+  // Take branches in order and open a new phase when rows are already in use.
   const Pattern& pattern = *computation.pattern;
   const int ratio = pattern.heads / computation.kv_heads;
   std::vector<Phase> phases;
   std::vector<int> in_phase;
-  std::set<int> used;
+  std::vector<const Branch*> used;
   int branch = -1;
   const auto close = [&] {
     if (in_phase.empty()) return;
@@ -71,15 +84,11 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
   for (std::size_t g = 0; g < groups_.all().size(); ++g) {
     if (groups_.all()[g].branch != branch) {
       branch = groups_.all()[g].branch;
-      std::set<int> heads;
       const Branch& b = pattern.branches[static_cast<std::size_t>(branch)];
-      for (int h = 0; h < pattern.heads; ++h) {
-        if (b.offset[static_cast<std::size_t>(h)] >= 0) heads.insert(h / ratio);
-      }
-      const bool clash =
-          std::any_of(heads.begin(), heads.end(), [&](int h) { return used.contains(h); });
+      const bool clash = std::any_of(used.begin(), used.end(),
+                                     [&](const Branch* a) { return !apart(*a, b, ratio); });
       if (clash) close();
-      used.insert(heads.begin(), heads.end());
+      used.push_back(&b);
     }
     in_phase.push_back(static_cast<int>(g));
   }

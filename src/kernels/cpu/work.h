@@ -57,8 +57,8 @@ struct Phase {
   bool operator==(const Phase&) const = default;
 };
 
-// A stage as the CPU runs it: phases one after the other. Branches whose K/V heads are disjoint
-// share a phase.
+// A stage as the CPU runs it: phases one after the other. Branches that have no row in common share
+// a phase: their K/V heads are disjoint, or they differ in their offsets only.
 class Work {
  public:
   Work(const Stage& stage, const Computation& computation, int threads,

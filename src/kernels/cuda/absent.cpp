@@ -1,4 +1,4 @@
-// Of builds without CUDA: says so.
+// For builds without CUDA: reports that it is missing.
 #include <fmt/format.h>
 
 #include "annulus/cuda.h"
@@ -24,6 +24,7 @@ CudaDevice cuda_device(int index) { refuse(index); }
 std::shared_ptr<Queue> cuda_queue(const Device& device, void*) { refuse(device.index); }
 bool cuda_capturing(void*) { return false; }
 void* cuda_stream(Queue& queue) { refuse(queue.device().index); }
+// NOLINTNEXTLINE(performance-unnecessary-value-param): cuda/device stores it
 void use_cuda_allocator(CudaAllocator) { throw DeviceError(cuda_complaint()); }
 
 std::shared_ptr<Backend> cuda::make_backend(int device) { refuse(device); }

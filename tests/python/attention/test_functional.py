@@ -209,7 +209,7 @@ def test_detached_keeps_selected_rows_only(dtype: torch.dtype, branches: dict) -
             patch.setattr(torch.ops.annulus, "attend", lambda *x: calls.append(x) or attend(*x))
             patch.setattr(at._fast_path, "only_autograd_active", lambda *x: False)
             at.ring_attention(q, k, v, mix_gradient="detached", **branches)
-        pattern = at._config.pattern_of(at._config.config_of(calls[0][4]), 4)
+        pattern = at._config.branches_of(at._config.config_of(calls[0][4]), 4)
         selected = sum(
             offset >= 0 and t % (branch.segment_length or tokens) % branch.dilation == offset
             for branch in pattern.branches

@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+from support import torch_reference  # noqa: E402
+from support.dense_masks import check, tensors  # noqa: E402
 
 # Both limits, one of them, none but the token itself, and more than there are tokens.
 WINDOWS = [
@@ -37,33 +38,6 @@ def allowed(tokens: int, window: tuple[int, int], causal: bool) -> torch.Tensor:
     return mask & (distance <= 0) if causal else mask
 
 
-def tensors(tokens: int, dtype: torch.dtype, kv_heads: int = 2, dim: int = 24):
-    generator = torch.Generator().manual_seed(tokens)
-    shapes = [(2, tokens, h, dim) for h in (4, kv_heads, kv_heads, 4)]
-    return [torch.randn(s, generator=generator).to(dtype) for s in shapes]
-
-
-def by_sdpa(inputs, mask: torch.Tensor) -> list[torch.Tensor]:
-    """o, dq, dk and dv."""
-    *qkv, do = inputs
-    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in qkv]
-    o = scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
-    found = (o, *torch.autograd.grad(o, leaves, do.transpose(1, 2)))
-    return [x.transpose(1, 2).detach() for x in found]
-
-
-def check(found, inputs, mask: torch.Tensor) -> None:
-    """float32: within 2e-6. 16 bits: within twice the error of PyTorch's attention of the same dtype."""
-    exact = by_sdpa([x.double() for x in inputs], mask)
-    theirs = by_sdpa(inputs, mask)
-    for name, f, e, other in zip(("o", "dq", "dk", "dv"), found, exact, theirs):
-        if e.abs().max() < 1e-12:  # with one key, dq and dk are 0 but for rounding
-            assert f.abs().max() < (1e-5 if f.dtype == torch.float32 else 0.1), name
-            continue
-        limit = 2e-6 if f.dtype == torch.float32 else 2 * relative_rms(other, e)
-        assert relative_rms(f, e) <= limit, name
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "causal"), WINDOWS)
 def test_a_window_is_the_dense_mask(window, causal: bool, dtype: torch.dtype) -> None:
@@ -86,6 +60,54 @@ def test_a_window_is_the_same_on_every_ring(ranks: int, placement: str) -> None:
             o, lse = annulus.attention(q, k, v, return_lse=True, **call)
             found = (o, *annulus.attention_backward(q, k, v, o, lse, do, **call))
             check(found, inputs, allowed(tokens, window, causal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dilation", "keys"), [(1, 7), (4, 4), (5, 100), (16, 3)])
+def test_a_dilated_window_is_the_dense_mask(dilation: int, keys: int, dtype: torch.dtype) -> None:
+    """Query t sees t - i * dilation, i < keys; also in segments, and on rings."""
+    window = ((keys - 1) * dilation, 0)
+    for tokens, segment, ranks in ((131, 131, 1), (131, 1000, 3), (90, 37, 1), (90, 37, 4), (7, 7, 2)):
+        q, k, v, do = inputs = tensors(tokens, dtype)
+        where = torch.arange(tokens)
+        places = where % segment % dilation
+        mask = allowed(tokens, window, causal=True)
+        mask &= where // segment == (where // segment)[:, None]
+        mask &= places == places[:, None]
+        call = {"segment_lengths": [segment], "dilation_rates": [dilation], "offsets": "all"}
+        call |= {"window": window, "is_causal": tokens != 90}
+        if ranks == 1:
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            o = at.ring_attention(*leaves, **call)
+            check((o.detach(), *torch.autograd.grad(o, leaves, do)), inputs, mask)
+            continue
+        call |= {"ranks": ranks, "placement": "striped" if ranks == 3 else "contiguous"}
+        o, lse = annulus.attention(q, k, v, return_lse=True, **call)
+        found = (o, *annulus.attention_backward(q, k, v, o, lse, do, **call))
+        check(found, inputs, mask)
+
+
+def test_all_offsets_keep_every_branch_and_group_scale_counts_segment_lengths() -> None:
+    q, k, v, do = tensors(90, torch.float32)
+    call = {"segment_lengths": [30, 90], "dilation_rates": [1, 3], "offsets": "all"}
+    pattern = annulus.Pattern.longnet(4, [30, 90], [1, 3], offsets="all")
+    assert len(pattern.branches) == 4 and pattern.output_scale == 1
+    for mix in ("full", "detached"):
+        results = []
+        for scale in (False, True):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            o = at.ring_attention(*leaves, mix_gradient=mix, group_scale=scale, **call)
+            results.append((o.detach(), *torch.autograd.grad(o, leaves, do)))
+        for plain, half in zip(*results):
+            torch.testing.assert_close(plain / 2, half)
+        if mix == "full":
+            wide = [x.double().requires_grad_() for x in (q, k, v)]
+            o = torch_reference.attention(*wide, pattern)
+            exact = (o, *torch.autograd.grad(o, wide, do.double()))
+            for f, e in zip(results[0], exact):
+                assert relative_rms(f, e) < 2e-6
+    with pytest.raises(annulus.ConfigError, match="1024 branches"):
+        at.ring_attention(q, k, v, segment_lengths=[9999], dilation_rates=[1025], offsets="all")
 
 
 def test_compiled_windows_are_the_same() -> None:

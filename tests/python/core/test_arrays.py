@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from annulus._core import view_of
 from support import make_ring, normal, problem
+from support.foreign import CudaArray
 from support.reference import relative_rms
 
 
@@ -172,26 +173,6 @@ def test_array_api_strict() -> None:
     )
 
 
-class Elsewhere:
-    """An array on a CUDA device, as far as DLPack can tell; nothing reads its memory."""
-
-    def __init__(self) -> None:
-        self.array = normal(1, 12, 2, 16)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        import ctypes
-
-        capsule = self.array.__dlpack__()
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # DLTensor begins with the data pointer, then the type of the device.
-        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2
-        return capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
-
-
 X = normal(1, 12, 2, 16)
 READ_ONLY = X.copy()
 READ_ONLY.flags.writeable = False
@@ -208,7 +189,7 @@ WRONG = {
     "three_axes": (X[0], "is [12, 2, 16]"),
     "five_axes": (X[None], "is [1, 1, 12, 2, 16]"),
     "last_axis": (X[..., ::2], "last axis"),
-    "cuda": (Elsewhere(), "is on cuda:0, expected cpu like the executor"),
+    "cuda": (CudaArray(), "is on cuda:0, expected cpu like the executor"),
 }
 
 

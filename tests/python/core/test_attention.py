@@ -204,7 +204,9 @@ K = normal(1, 12, 2, 16)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: annulus.attention(Q, K[:, :5], K), "k is [1, 5, 2, 16]"),
+        (lambda: annulus.attention(Q, K[:, :5], K), "v is [1, 12, 2, 16], expected [1, 5, 2, 16]"),
+        (lambda: annulus.attention(Q, K[:0], K), "k is [0, 12, 2, 16], expected [1, tokens, key heads"),
+        (lambda: annulus.attention(Q, K[:, :0], K[:, :0]), "q has 12 tokens and k 0"),
         (lambda: annulus.attention(Q, K, K[:, :, :1]), "v is [1, 12, 1, 16]"),
         (lambda: annulus.attention(Q, Q[:, :, :3], Q[:, :, :3]), "kv_heads is 3"),
         (

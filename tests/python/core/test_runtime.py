@@ -119,6 +119,19 @@ def test_nothing_leaks_until_exit() -> None:
     assert "leaked" in leak.stderr
 
 
+def test_a_pool_may_live_until_exit() -> None:
+    """An exception that a program keeps holds the frames of the call, and with them the ring's executors."""
+    found = run_python("""
+        import annulus
+        from annulus._core import ExecutorPool
+        transport = annulus.make_in_process_ring(1)[0]
+        pool = ExecutorPool()
+        pool.give_back("key", annulus.RingAttention(
+            annulus.Pattern.dense(2), annulus.Placement.contiguous(9, 1), transport=transport, head_dim=8))
+        """)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_import_needs_no_torch() -> None:
     found = run_python("""
         import sys

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import HANG, make_ring
 from support.cuda import LIMITS, PATTERNS, results, tensors
+from support.foreign import CudaArray
 from support.reference import relative_rms
 
 COMPLAINT = annulus.cuda_complaint()
@@ -59,46 +60,24 @@ def test_a_stream_means_nothing_on_the_cpu() -> None:
     ring.synchronize()
 
 
-class Foreign:
-    """An array of an unknown framework on a CUDA device. Its memory is never read."""
-
-    def __init__(self) -> None:
-        self.array = np.zeros((1, 12, 2, 16), np.float32)
-        self.streams: list[int] = []
-
-    def __dlpack__(self, stream: int | None = None, **kwargs: Any) -> Any:
-        import ctypes
-
-        self.streams.append(stream)
-        capsule = self.array.__dlpack__()
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # DLTensor begins with the data pointer, then the type of the device.
-        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2
-        return capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
-
-
 def test_arrays_are_asked_for_on_the_stream_that_uses_them() -> None:
     for stream, expected in ((None, 1), (0, 1), (12345, 12345)):
-        q, k = Foreign(), Foreign()
+        q, k = CudaArray(), CudaArray()
         with pytest.raises(annulus.ConfigError, match="results on CUDA devices are made for PyTorch only"):
-            annulus.attention(q, k, Foreign(), stream=stream)
+            annulus.attention(q, k, CudaArray(), stream=stream)
         assert q.streams == k.streams == [expected]
 
 
 def test_mixed_devices_name_the_array_and_both_devices() -> None:
     cpu = np.zeros((1, 12, 2, 16), np.float32)
     with pytest.raises(annulus.ConfigError, match="k is on cuda:0, expected cpu like q"):
-        annulus.attention(cpu, Foreign(), cpu)
+        annulus.attention(cpu, CudaArray(), cpu)
     with pytest.raises(annulus.ConfigError, match="v is on cpu, expected cuda:0 like q"):
-        annulus.attention(Foreign(), Foreign(), cpu)
+        annulus.attention(CudaArray(), CudaArray(), cpu)
     with pytest.raises(annulus.ConfigError, match="out is on cuda:0, expected cpu like q"):
-        annulus.attention(cpu, cpu, cpu, out=Foreign())
+        annulus.attention(cpu, cpu, cpu, out=CudaArray())
     with pytest.raises(annulus.ConfigError, match="v is on cuda:0, expected cpu like the executor"):
-        make_ring(12, 2, 16).forward(cpu, cpu, Foreign())
+        make_ring(12, 2, 16).forward(cpu, cpu, CudaArray())
 
 
 # ---- with one

@@ -157,7 +157,7 @@ def test_tables_are_what_the_results_say() -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["draw_placements", "draw_shared_pairs"])
+@pytest.mark.parametrize("name", ["draw_masks", "draw_placements", "draw_shared_pairs"])
 def test_picture_is_up_to_date(name: str) -> None:
     draw = script(DOCS / f"{name}.py")
     if draw.PICTURE.read_text(encoding="utf-8") != draw.make():

@@ -27,10 +27,12 @@ def make_executor(
     transport: annulus.Transport,
     q: torch.Tensor,
     k: torch.Tensor,
+    key_placement: Placement | None = None,
 ) -> RingAttention:
     executor = RingAttention(
         pattern,
         placement,
+        key_placement=key_placement,
         transport=transport,
         batch=q.shape[0],
         kv_heads=k.shape[2],
@@ -59,8 +61,8 @@ class LocalExecutors:
         k: torch.Tensor,
         body: Callable[[RingAttention], T],
     ) -> T | None:
-        shape = q.shape
-        if shape[0] == 0 or shape[1] == 0:
+        tokens, key_tokens = q.shape[1], k.shape[1]
+        if q.shape[0] == 0 or tokens == 0:
             return None
         config, key = call
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -71,15 +73,16 @@ class LocalExecutors:
                     "ring_attention: a CUDA graph is being captured and this call has not been made before, so "
                     "that its workspace would have to be allocated: make it once before capturing"
                 )
-            if config.n_global not in (None, q.shape[1]):
+            if config.n_global not in (None, tokens):
                 raise ConfigError(
-                    f"n_global is {config.n_global}, but q has {q.shape[1]} tokens and there is no group"
+                    f"n_global is {config.n_global}, but q has {tokens} tokens and there is no group"
                 )
             transport = annulus.make_in_process_ring(1)[0]
-            placement = Placement.named(config.placement, q.shape[1], 1)
-            pattern = pattern_of(config, q.shape[2])
+            placement = Placement.named(config.placement, tokens, 1)
+            keys = None if key_tokens == tokens else Placement.named(config.placement, key_tokens, 1)
+            pattern = pattern_of(config, q.shape[2], tokens, key_tokens)
             self.pool.make_room()
-            executor = make_executor(config, pattern, placement, transport, q, k)
+            executor = make_executor(config, pattern, placement, transport, q, k, keys)
         if capturing:
             _captured[id(executor)] = executor
         result = body(executor)

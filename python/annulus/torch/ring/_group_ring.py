@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -36,8 +36,9 @@ class GroupRing:
         self.transport = ProcessGroupTransport._instead_of(loss, group, timeout)
         self._usual_deadline = timeout_of(group)
         self.pool = ExecutorPool()
-        # By Call.executor_key: the tokens of all ranks when the call was last made, and the key of its executor.
-        self._last: dict[str, tuple[tuple[int, ...], str]] = {}
+        # By Call.executor_key: the numbers of queries and keys of all ranks when the call was last made, and the key of
+        # its executor.
+        self._last: dict[str, tuple[tuple[list[int], ...], str]] = {}
 
     def messages(self) -> int:
         """The number of messages sent so far. If it has not changed, the other ranks have not heard from this one."""
@@ -103,11 +104,13 @@ class GroupRing:
 
         claims = claims_of(what, config, q.shape, k.shape[2], str(q.dtype), q.device.type)
         expected = None if executor is None else lengths
-        lengths, all_knew = compare(self.transport, None, claims, q.shape[1], expected)
+        own = [q.shape[1], k.shape[1]]
+        lengths, all_knew = compare(self.transport, None, claims, own, expected)
         if all_knew:
             raise failure  # lengths and claims are as expected, so the error has another cause
         key = f"{lengths} {call.executor_key}"
-        if q.shape[0] * sum(lengths) == 0 and config.n_global in (None, sum(lengths)):
+        tokens, key_tokens = (sum(of_ranks) for of_ranks in zip(*lengths))
+        if q.shape[0] * max(tokens, key_tokens) == 0 and config.n_global in (None, tokens):
             return None
         executor = self.pool.take(key)
         kept = b"" if executor is None else b"kept"
@@ -117,7 +120,7 @@ class GroupRing:
         try:
             if executor is None:
                 self.pool.make_room()
-                executor = self._make(config, list(lengths), q, k)
+                executor = self._make(config, lengths, q, k)
                 messages = self.messages()
             result = body(executor)
         except Exception as error:
@@ -137,11 +140,13 @@ class GroupRing:
             raise refusal from error
 
     def _make(
-        self, config: Config, lengths: list[int], q: torch.Tensor, k: torch.Tensor
+        self, config: Config, lengths: Sequence[Sequence[int]], q: torch.Tensor, k: torch.Tensor
     ) -> RingAttention:
-        placement = placement_of_lengths(config.placement, lengths, config.n_global)
-        pattern = pattern_of(config, q.shape[2])
-        return make_executor(config, pattern, placement, self.transport, q, k)
+        tokens, key_tokens = ([of_rank[side] for of_rank in lengths] for side in (0, 1))
+        placement = placement_of_lengths(config.placement, tokens, config.n_global)
+        keys = None if tokens == key_tokens else placement_of_lengths(config.placement, key_tokens)
+        pattern = pattern_of(config, q.shape[2], sum(tokens), sum(key_tokens))
+        return make_executor(config, pattern, placement, self.transport, q, k, keys)
 
 
 def reason_of(error: BaseException) -> str:

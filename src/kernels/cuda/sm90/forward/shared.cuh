@@ -53,8 +53,8 @@ struct Slot {
   std::int32_t has_state;     // some row has, and consumers read it
   std::int32_t pieces;        // in which it comes otherwise
   std::int32_t every_tile;    // brings one
-  float sink;                 // of its head, for rows that end here; -inf: none
   std::int32_t width;         // of the band: Limits::both
+  float sink;                 // of its head, for rows that end here; -inf: none
   std::int32_t token[kTile];  // < 0: no such row
   std::int32_t index[kTile];
   float old_lse[kTile];

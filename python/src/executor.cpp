@@ -1,0 +1,73 @@
+#include "executor.h"
+
+#include <fmt/format.h>
+#include <nanobind/stl/string.h>
+
+#include "annulus/cuda.h"
+#include "bindings.h"
+#include "errors.h"
+#include "interrupt.h"
+#include "kernels/backend.h"
+#include "transport.h"
+
+namespace annulus::python {
+
+Ring::Ring(nb::object link, std::shared_ptr<RingAttention> executor)
+    : transport(std::move(link)), core(std::move(executor)) {
+  const auto& ends = nb::cast<const Transport&>(transport);
+  const RingOptions& options = core->options();
+  bytes = core->memory_info().workspace_bytes;
+  flops = 4.0 *
+          allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
+          static_cast<double>(options.batch) * options.head_dim / ends.size();
+}
+
+void Ring::use_stream(std::uintptr_t number) {
+  if (queue != nullptr && stream == number && &core->queue() == queue.get()) return;
+  queue = cuda_queue(core->options().device, reinterpret_cast<void*>(number));
+  stream = number;
+  core->use_queue(queue);
+}
+
+void Ring::leave_stream() {
+  if (own == nullptr) {
+    const RingOptions& options = core->options();
+    own = backend_of(options.device, options.threads)->make_queue();
+  }
+  core->use_queue(own);
+  queue = nullptr;
+}
+
+bool waits_in_cpp(const Transport& transport) {
+  return transport.size() > 1 && dynamic_cast<const PyTransport*>(&transport) == nullptr;
+}
+
+void construct(Transport& transport, const std::function<void()>& make) {
+  run_interruptibly(waits_in_cpp(transport) && on_main_thread(), make,
+                    [&] { transport.abort("interrupted"); });
+}
+
+std::string reason_of(const std::exception& error) {
+  const auto* raised = dynamic_cast<const nb::python_error*>(&error);
+  if (raised == nullptr) return error.what();
+  return fmt::format("{}: {}", printed(raised->type().attr("__name__")), printed(raised->value()));
+}
+
+nb::dict dict_of(const MemoryInfo& info) {
+  nb::dict dict;
+  dict["device"] = name_of(info.device);
+  dict["complexity"] = info.complexity;
+  dict["workspace_bytes"] = info.workspace_bytes;
+  dict["communication_bytes"] = info.communication_bytes;
+  dict["state_bytes"] = info.state_bytes;
+  dict["scratch_bytes"] = info.scratch_bytes;
+  dict["cached_workspaces"] = info.cached_workspaces;
+  return dict;
+}
+
+Footprint footprint_of(nb::handle executor) {
+  const auto& ring = nb::cast<const Ring&>(executor);
+  return {ring.bytes, ring.core->options().device};
+}
+
+}  // namespace annulus::python

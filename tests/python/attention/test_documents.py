@@ -1,0 +1,239 @@
+"""Packed documents, and queries and keys that differ in number, compared with PyTorch under a dense boolean mask."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import annulus  # noqa: E402
+import annulus.torch as at  # noqa: E402
+import numpy as np  # noqa: E402
+from annulus import ConfigError, Pattern  # noqa: E402
+from support.dense_masks import check, tensors  # noqa: E402
+
+TOKENS = 131
+# One, several, empty ones, single tokens, and padding behind the last.
+BOUNDARIES = [
+    [0, TOKENS],
+    [0, 1, 2, 60, TOKENS],
+    [0, 0, 40, 40, 99, TOKENS, TOKENS],
+    [0, 33, 66, 100],
+]
+MASKS = [
+    {},
+    {"is_causal": True},
+    {"window": (9, 4)},
+    {"is_causal": True, "window": (20, 0)},
+    {"segment_lengths": [16, 64], "dilation_rates": [1, 4], "is_causal": True, "offsets": "interleaved"},
+]
+
+
+def allowed(pattern: Pattern, tokens: int, keys: int) -> torch.Tensor:
+    """By Pattern.allows, for the single branch of a pattern without dilation."""
+    pairs = itertools.product(range(tokens), range(keys))
+    return torch.tensor([pattern.allows(0, 0, q, k) for q, k in pairs]).reshape(tokens, keys)
+
+
+def block_diagonal(boundaries: list[int], tokens: int, mask: dict) -> torch.Tensor:
+    """The dense mask: [query, key], True: the query attends to the key."""
+    out = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for begin, end in zip(boundaries, boundaries[1:]):
+        out[begin:end, begin:end] = True
+    distance = torch.arange(tokens) - torch.arange(tokens)[:, None]
+    before, after = mask.get("window", (-1, -1))
+    if before >= 0:
+        out &= distance >= -before
+    if after >= 0:
+        out &= distance <= after
+    return out & (distance <= 0) if mask.get("is_causal") else out
+
+
+def gradients(function, q, k, v, do):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = function(*leaves)
+    return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", MASKS[:4])
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
+def test_documents_are_the_block_diagonal_mask(boundaries, mask: dict, dtype: torch.dtype) -> None:
+    inputs = tensors(TOKENS, dtype)
+    found = gradients(lambda *x: at.ring_attention(*x, cu_seqlens=boundaries, **mask), *inputs)
+    end = boundaries[-1]
+    for x in found:
+        assert not x[:, end:].any(), "tokens behind the last document give zeros"
+    dense = block_diagonal(boundaries, TOKENS, mask)[:end, :end]
+    check([x[:, :end] for x in found], [x[:, :end] for x in inputs], dense)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_each_document_is_as_if_it_were_alone(mask: dict) -> None:
+    q, k, v, do = tensors(TOKENS, torch.float32)
+    boundaries = BOUNDARIES[1]
+    packed = gradients(
+        lambda *x: at.ring_attention(*x, cu_seqlens=boundaries, **mask), q, k, v, do
+    )
+    for begin, end in zip(boundaries, boundaries[1:]):
+        part = [x[:, begin:end] for x in (q, k, v, do)]
+        alone = gradients(lambda *x: at.ring_attention(*x, **mask), *part)
+        for a, b in zip(packed, alone):
+            torch.testing.assert_close(a[:, begin:end], b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("placement", ["contiguous", "zigzag", "striped"])
+def test_documents_are_the_same_on_every_ring(ranks: int, placement: str) -> None:
+    q, k, v, do = tensors(TOKENS, torch.float32)
+    for boundaries, mask in itertools.product(BOUNDARIES, MASKS):
+        results = []
+        for ring in ({}, {"ranks": ranks, "placement": placement, "schedule": "ring"}):
+            call = {"cu_seqlens": boundaries, **mask, **ring}
+            o, lse = annulus.attention(q, k, v, return_lse=True, **call)
+            results.append((o, lse, *annulus.attention_backward(q, k, v, o, lse, do, **call)))
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_other_documents_change_no_bit() -> None:
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    for mask in MASKS:
+        call = {"cu_seqlens": [0, 50, TOKENS], "ranks": 2, **mask}
+        before = annulus.attention(q, k, v, **call)
+        k2, v2 = k.clone(), v.clone()
+        k2[:, :50] = float("nan")
+        v2[:, :50] = 3e38
+        after = annulus.attention(q, k2, v2, **call)
+        assert torch.equal(before[:, 50:], after[:, 50:])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("placement", ["contiguous", "zigzag", "striped"])
+def test_cross_attention(ranks: int, placement: str) -> None:
+    for tokens, keys in ((50, 131), (131, 50), (1, 77), (2, 1)):
+        q, k, v, do = inputs = tensors(tokens, torch.float32, keys=keys)
+        call = {"ranks": ranks, "placement": placement}
+        o, lse = annulus.attention(q, k, v, return_lse=True, **call)
+        found = (o, *annulus.attention_backward(q, k, v, o, lse, do, **call))
+        check(found, inputs, torch.ones(tokens, keys, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("mask", MASKS[1:4])
+def test_chunks_of_a_prompt_are_the_whole(mask: dict) -> None:
+    """Prefill in chunks: each chunk of queries behind the keys so far."""
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    whole = at.ring_attention(q, k, v, **mask)
+    if "window" in mask and not mask.get("is_causal"):
+        return  # later keys would be missing
+    for begin, end in ((0, 40), (40, 41), (41, 100), (100, TOKENS)):
+        chunk = q[:, begin:end], k[:, :end], v[:, :end]
+        for call in (at.ring_attention, annulus.attention):
+            o = call(*chunk, query_start=begin, **mask)
+            torch.testing.assert_close(o, whole[:, begin:end], rtol=1e-5, atol=1e-5)
+
+
+def test_queries_behind_caches_of_packed_sequences() -> None:
+    """Two sequences with caches of different lengths, as in a serving engine."""
+    q, k, v, do = inputs = tensors(12, torch.float32, keys=70)
+    documents = {"cu_seqlens": [0, 5, 12], "cu_seqlens_k": [0, 30, 70], "query_start": [25, 33]}
+    pattern = Pattern.dense(4, causal=True).with_documents(*documents.values())
+    found = gradients(lambda *x: at.ring_attention(*x, is_causal=True, **documents), q, k, v, do)
+    check(found, inputs, allowed(pattern, 12, 70))
+
+
+def test_no_queries_give_zero_gradients_of_keys() -> None:
+    q, k, v, do = tensors(0, torch.float32, keys=20)
+    o, dq, dk, dv = gradients(at.ring_attention, q, k, v, do)
+    assert o.shape == dq.shape == (2, 0, 4, 24)
+    assert not dk.any() and not dv.any()
+    o, _, dk, dv = gradients(at.ring_attention, *(tensors(9, torch.float32, keys=0)))
+    assert o.shape == (2, 9, 4, 24) and not o.any()
+
+
+def test_documents_in_float64_and_with_detached_mixing() -> None:
+    inputs = tensors(40, torch.float64)
+    call = {"segment_lengths": [8, 32], "dilation_rates": [1, 2], "mix_gradient": "detached"}
+    call |= {"cu_seqlens": [0, 7, 40], "is_causal": True}
+    exact = gradients(lambda *x: at.ring_attention(*x, **call), *inputs)
+    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        found = gradients(
+            wrap(lambda *x: at.ring_attention(*x, **call)), *(x.float() for x in inputs)
+        )
+        for a, b in zip(found, exact):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_boundaries_are_any_sequence_of_whole_numbers(kind) -> None:
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    expected = at.ring_attention(q, k, v, cu_seqlens=[0, 50, TOKENS])
+    assert torch.equal(at.ring_attention(q, k, v, cu_seqlens=kind([0, 50, TOKENS])), expected)
+
+
+WRONG = [
+    ({"cu_seqlens": [0, 50, 40, TOKENS]}, ["boundary 2 is 40", "at least the one before, 50"]),
+    ({"cu_seqlens": [1, TOKENS]}, ["begin with 1", "expected 0"]),
+    ({"cu_seqlens": []}, ["begin with nothing"]),
+    ({"cu_seqlens": [0, TOKENS + 1]}, ["ends at query token 132", "131"]),
+    ({"cu_seqlens": [0, 50], "cu_seqlens_k": [0, 20, 50]}, ["1 documents of queries, 2 documents of keys"]),
+    ({"cu_seqlens": [0, 50], "query_start": [1, 2]}, ["2 positions of first queries"]),
+    ({"cu_seqlens_k": [0, TOKENS]}, ["cu_seqlens_k is given without cu_seqlens"]),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG)
+def test_wrong_documents_are_config_errors(call: dict, words: list[str]) -> None:
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    for function in (at.ring_attention, annulus.attention):
+        with pytest.raises(ConfigError) as error:
+            function(q, k, v, **call)
+        for word in words:
+            assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"cu_seqlens": [0, 5.5]},
+        {"cu_seqlens": [0, True]},
+        {"cu_seqlens": "0, 5"},
+        {"cu_seqlens": 5},
+        {"cu_seqlens": torch.tensor(5)},
+        {"cu_seqlens": torch.tensor([[0, 5]])},
+        {"cu_seqlens": {0: 5}},
+        {"query_start": -1},
+        {"query_start": 1.5},
+        {"query_start": [0, None]},
+        {"query_start": True},
+    ],
+)
+def test_documents_of_another_kind_are_config_errors(call: dict) -> None:
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    with pytest.raises(ConfigError, match=next(iter(call))):
+        at.ring_attention(q, k, v, **call)
+
+
+def test_masks_with_other_lengths_need_the_position_of_the_first_query() -> None:
+    q, k, v, _ = tensors(9, torch.float32, keys=20)
+    for function in (at.ring_attention, annulus.attention):
+        for mask in MASKS[1:]:
+            with pytest.raises(ConfigError, match="query_start"):
+                function(q, k, v, **mask)
+
+
+def test_patterns_with_documents_are_values() -> None:
+    import pickle
+
+    pattern = Pattern.dense(2, causal=True).with_documents([0, 3, 10], query_start=2)
+    assert pattern.documents == [(0, 3, 0, 3, 2, 0), (3, 10, 3, 10, 2, 0)]
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert hash(pickle.loads(pickle.dumps(pattern))) == hash(pattern)
+    assert pattern != Pattern.dense(2, causal=True)
+    assert "2 documents" in repr(pattern)
+    assert Pattern.dense(1).with_documents([0, 3, 10]).allowed_pairs(10) == 9 + 49
+    with pytest.raises(ConfigError, match="has documents|with documents"):
+        q = torch.zeros(1, 10, 2, 8)
+        annulus.attention(q, q, q, pattern=pattern, cu_seqlens=[0, 10])

@@ -413,16 +413,13 @@ def test_compiles_without_breaks(cuda: types.ModuleType) -> None:
 
 
 def test_the_operators_pass_pytorchs_own_checks(cuda: types.ModuleType) -> None:
-    from annulus.torch._config import text_of
-    from annulus.torch._options import DEFAULTS
+    import annulus.torch as at
 
     q, k, v, _ = tensors(cuda, 48)
-    text = text_of(
-        None, "dense", (), (), True, "blocked", False, "contiguous", None, None, False,
-        *DEFAULTS.values(), True,
-    )  # fmt: skip
-    q.requires_grad_()
-    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, text))
+    at._fast_path._calls.clear()
+    at.ring_attention(q.requires_grad_(), k, v, is_causal=True)
+    (call,) = at._fast_path._calls.values()
+    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, call.config.text))
 
 
 def test_checkpointing_computes_the_same(cuda: types.ModuleType) -> None:

@@ -143,6 +143,51 @@ def test_rows_may_begin_anywhere_and_nothing_behind_them_is_read(
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("mix", ["full", "detached"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_sinks_and_their_gradients_are_the_references(
+    cuda: types.ModuleType, name: str, mix: str, dtype: str
+) -> None:
+    from annulus.torch import ring_attention
+
+    options = {**PATTERNS[name], "mix_gradient": mix}
+    for dim in (64, 128):
+        inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 331, kv_heads=2, dim=dim)]
+        values = cuda.tensor([1.0, -2.0, 4.0, -math.inf], device="cuda")
+        found, expected = [], []
+        for out, given in ((found, inputs), (expected, [x.double() for x in inputs])):
+            sinks = values.clone().requires_grad_()
+            out += results(ring_attention, *given, sinks=sinks, **options)
+            out.append(sinks.grad)
+        for a, b in zip(found, expected):
+            assert relative_rms(a, b) < LIMITS[dtype]
+        assert found[-1][3] == 0
+        again = values.clone().requires_grad_()  # always the same bits
+        results(ring_attention, *inputs, sinks=again, **options)
+        assert cuda.equal(again.grad, found[-1])
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_rows_without_keys_have_their_sink_as_log_sum_exp(
+    cuda: types.ModuleType, dtype: str
+) -> None:
+    from annulus.torch import ring_attention
+
+    q, k, v, _ = (x.to(getattr(cuda, dtype)) for x in tensors(cuda, 300))
+    sinks = cuda.tensor([0.5, -1.0, -math.inf, math.nan], device="cuda")
+    options = {"segment_lengths": [300], "dilation_rates": [2], "return_lse": True}
+    o, lse = ring_attention(q, k, v, sinks=sinks, **options)
+    for head in range(4):
+        empty = cuda.arange(300, device="cuda") % 2 != head // 2
+        if head == 3:
+            assert bool(o[:, :, head].isnan().all()) and bool(lse[:, :, head].isnan().all())
+        else:
+            assert bool((o[:, empty, head] == 0).all())
+            assert bool((lse[:, empty, head] == sinks[head]).all())
+            assert bool(lse[:, ~empty, head].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_keys_outside_of_the_window_change_no_bit(
     cuda: types.ModuleType, dim: int, dtype: str

@@ -41,7 +41,7 @@ struct KernelShape {
   DType dtype = DType::f32;
   int head_dim = 0;
   float scale = 1;       // of q.k
-  bool aligned = false;  // rows of all channels begin at multiples of 16 bytes
+  bool aligned = false;  // rows of all channels begin at multiples of 16 bytes and are whole ones
   std::int64_t batch = 1;
   std::int64_t query_tokens = 0;  // of the shard
   std::int64_t key_tokens = 0;

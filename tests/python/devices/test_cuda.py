@@ -99,6 +99,49 @@ def test_results_are_the_references(
         assert relative_rms(a, b) < LIMITS[dtype]
 
 
+HEAD_DIMS = (1, 2, 3, 7, 20, 33, 65, 80, 96, 100, 112, 160, 192, 250, 256, 257, 384, 511, 512)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_any_head_dim_is_the_references(cuda: types.ModuleType, dim: int, dtype: str) -> None:
+    from annulus.torch import ring_attention
+
+    inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 331, kv_heads=2, dim=dim)]
+    for name in ("dense", "longnet_causal", "window_longnet"):
+        for mix in ("full", "detached"):
+            options = {**PATTERNS[name], "mix_gradient": mix}
+            found = results(ring_attention, *inputs, **options)
+            expected = results(ring_attention, *(x.double() for x in inputs), **options)
+            for a, b in zip(found, expected):
+                assert relative_rms(a, b) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dim", [1, 20, 33, 64, 100, 128, 250, 256, 300, 512])
+def test_rows_may_begin_anywhere_and_nothing_behind_them_is_read(
+    cuda: types.ModuleType, dim: int, dtype: str
+) -> None:
+    from annulus.torch import ring_attention
+
+    inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 150, kv_heads=2, dim=dim)]
+    among_nans = []
+    for x in inputs:
+        wide = x.new_full((*x.shape[:-1], dim + 3), math.nan)
+        among_nans.append(wide[..., 1 : 1 + dim].copy_(x))
+    for name in ("causal", "longnet"):
+        expected = results(ring_attention, *(x.double() for x in inputs), **PATTERNS[name])
+        q, k, v, do = among_nans
+        o, lse = ring_attention(q, k, v, return_lse=True, **PATTERNS[name])
+        assert relative_rms(o, expected[0]) < LIMITS[dtype]
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        found = cuda.autograd.grad(ring_attention(*leaves, **PATTERNS[name]), leaves, do)
+        for x in leaves:
+            x.requires_grad_(False)
+        for a, b in zip(found, expected[1:]):
+            assert relative_rms(a, b) < LIMITS[dtype]
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("mix", ["full", "detached"])
 @pytest.mark.parametrize("name", PATTERNS)
@@ -415,16 +458,13 @@ def test_compiles_without_breaks(cuda: types.ModuleType) -> None:
 
 
 def test_the_operators_pass_pytorchs_own_checks(cuda: types.ModuleType) -> None:
-    from annulus.torch._config import text_of
-    from annulus.torch._options import DEFAULTS
+    import annulus.torch as at
 
     q, k, v, _ = tensors(cuda, 48)
-    text = text_of(
-        None, "dense", (), (), True, "blocked", False, "contiguous", None, None, False,
-        *DEFAULTS.values(), True,
-    )  # fmt: skip
-    q.requires_grad_()
-    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, text))
+    at._fast_path._calls.clear()
+    at.ring_attention(q.requires_grad_(), k, v, is_causal=True)
+    (call,) = at._fast_path._calls.values()
+    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, call.config.text))
 
 
 def test_checkpointing_computes_the_same(cuda: types.ModuleType) -> None:

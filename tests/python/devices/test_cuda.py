@@ -151,7 +151,7 @@ def test_sinks_and_their_gradients_are_the_references(
     from annulus.torch import ring_attention
 
     options = {**PATTERNS[name], "mix_gradient": mix}
-    for dim in (64, 128):
+    for dim in (64, 128, 20, 320):
         inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 331, kv_heads=2, dim=dim)]
         values = cuda.tensor([1.0, -2.0, 4.0, -math.inf], device="cuda")
         found, expected = [], []

@@ -3,6 +3,7 @@
 #include "kernels/cuda/portable/rows.cuh"
 #include "kernels/cuda/portable/tiles.h"
 #include "kernels/cuda/rows/access.cuh"
+#include "kernels/cuda/rows/sink.cuh"
 #include "kernels/head_dim.h"
 
 // Head dims above kMostTiledDim. Tiles of such rows would not fit the shared memory of every GPU,
@@ -178,17 +179,16 @@ __global__ void __launch_bounds__(kThreads)
       const Softmax& of = softmax[i];
       const bool empty = of.highest == -INFINITY && of.sum == 0;  // not: a NaN
       __syncwarp();                                               // all lanes have read the state's
-      if (lane == 0) {
-        *reinterpret_cast<float*>(queries.at[1][row]) =
-            empty ? -INFINITY : (of.highest + log2f(of.sum)) * kLn2;
-      }
+      const WithSink end = with_sink(empty ? -INFINITY : (of.highest + log2f(of.sum)) * kLn2,
+                                     sink_of(p.sinks, member.head));
+      if (lane == 0) *reinterpret_cast<float*>(queries.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
-      const float factor = empty ? 0.0F : p.out_factor / of.sum;
+      const float factor = end.kept * p.out_factor / (empty ? 1.0F : of.sum);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int column = lane + 32 * c;
         if (column < head_dim)
-          store(queries.at[3][row], p.out_dtype, column, empty ? 0.0F : of.o.at[c] * factor);
+          store(queries.at[3][row], p.out_dtype, column, empty ? factor : of.o.at[c] * factor);
       }
     }
   }

@@ -101,8 +101,8 @@ std::vector<std::pair<std::string, std::function<Pattern(int heads, bool causal)
 
 std::vector<Problem> all_problems(const Window& window) {
   constexpr std::int64_t kTokens[] = {97, 64, 131, 3, 50, 112};
-  constexpr int kHeadDims[] = {16, 64, 24, 128,
-                               40};  // 64 and 128 have kernels of their own on GPUs
+  // 64 and 128 have kernels of their own on GPUs, those above 256 everywhere.
+  constexpr int kHeadDims[] = {16, 64, 24, 128, 40, 33, 300};
   std::vector<Problem> problems;
   for (const auto& [pattern_name, make_pattern] : patterns()) {
     for (const bool causal : {false, true}) {

@@ -9,11 +9,15 @@ from typing import Any
 
 import annulus
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from ours import HEADS, Ours, Report, longnet_pattern
 from peers import Function, medians
 
 TOKENS = 65536
+
+# FlexAttention's backward runs many times over one forward.
+torch._functorch.config.donated_buffer = False
 
 
 def gradients(o: torch.Tensor, leaves: list[torch.Tensor], do: torch.Tensor) -> Function:

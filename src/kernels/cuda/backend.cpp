@@ -20,8 +20,6 @@
 namespace annulus::cuda {
 namespace {
 
-constexpr int kMaxHeadDim = 256;
-
 std::string version_text(int number) {  // of CUDA's own encoding
   return fmt::format("{}.{}", number / 1000, number % 1000 / 10);
 }
@@ -68,7 +66,10 @@ class CudaCopies final : public CopyProgram {
     }
     params_.count = static_cast<std::int64_t>(items.size());
     params_.sections = layout.sections();
-    for (int s = 0; s < params_.sections; ++s) params_.section_bytes[s] = layout.section_bytes(s);
+    for (int s = 0; s < params_.sections; ++s) {
+      params_.section_bytes[s] = layout.section_bytes(s);
+      params_.content_bytes[s] = layout.content_bytes(s);
+    }
     const auto bytes = static_cast<std::int64_t>(items.size() * sizeof(CopyItem));
     memory_ = allocate_device(device, bytes, "the table of copies");
     copy_to_device(device, memory_.data(), items.data(), bytes, "the table of copies");
@@ -97,12 +98,6 @@ class CudaBackend final : public Backend {
   [[nodiscard]] std::int64_t scratch_bytes() const override { return 0; }
 
   [[nodiscard]] std::string complaint(const Computation& computation) const override {
-    const int head_dim = computation.head_dim;
-    if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
-      return fmt::format(
-          "head_dim is {}, expected a multiple of 8 from 8 to {}: pad the heads with zeros",
-          head_dim, kMaxHeadDim);
-    }
     static_cast<void>(allowed_shared_bytes());  // says now what is wrong with the environment
     return forced_complaint(computation, device_);
   }

@@ -101,8 +101,8 @@ CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
 
 void CudaEngine::allocate(const ReceivedRows& received) {
   const DeviceScope scope(device_);
-  const std::int64_t row_bytes =
-      computation_.head_dim * static_cast<std::int64_t>(size_of(computation_.dtype));
+  const std::int64_t row_bytes = parcel_row_bytes(
+      computation_.head_dim * static_cast<std::int64_t>(size_of(computation_.dtype)));
   for (CompiledStage& stage : forward_) {
     stage.upload(device_);
     list_bytes_ += stage.memory.bytes();
@@ -217,8 +217,8 @@ KernelShape CudaEngine::shape(std::span<const TensorRows> rows) const {
   out.dtype = computation_.dtype;
   out.head_dim = computation_.head_dim;
   out.scale = static_cast<float>(computation_.scale);
-  out.aligned =
-      keys_.aligned && queries_.aligned && std::all_of(rows.begin(), rows.end(), is_aligned);
+  out.aligned = computation_.head_dim % 8 == 0 && keys_.aligned && queries_.aligned &&
+                std::all_of(rows.begin(), rows.end(), is_aligned);
   out.batch = computation_.batch;
   out.query_tokens = computation_.query_tokens;
   out.key_tokens = computation_.key_tokens;

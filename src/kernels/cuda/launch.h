@@ -41,7 +41,7 @@ struct KernelShape {
   DType dtype = DType::f32;
   int head_dim = 0;
   float scale = 1;       // of q.k
-  bool aligned = false;  // rows of all channels begin at multiples of 16 bytes
+  bool aligned = false;  // rows of all channels begin at multiples of 16 bytes and are whole ones
   std::int64_t batch = 1;
   std::int64_t query_tokens = 0;  // of the shard
   std::int64_t key_tokens = 0;
@@ -61,9 +61,10 @@ struct ForwardParams {
   TensorRows state;  // fp32 O so far
   TensorRows out;    // where O goes: state again, or the caller's o for good
   DType out_dtype = DType::f32;
-  bool for_good = false;   // nothing comes after: empty rows become zeros
-  float out_factor = 1;    // 1 unless for good
-  HeadNumbers sinks;       // none unless for good: rows end merged with them (rows/sink.cuh)
+  bool for_good = false;  // nothing comes after: empty rows become zeros
+  float out_factor = 1;   // 1 unless for good
+  // None unless for good. Every family merges the rows that it ends with them (rows/sink.cuh).
+  HeadNumbers sinks;
   bool load_state = true;  // false: no row has attended to anything
   // Device memory, by number of the item: bit i % 32 says of its row i whether a later launch has
   // it as well, so that its O goes to the state, and not to `out` for good. Null: all are alike.

@@ -26,14 +26,19 @@ def tensors(
 
 
 def transformers_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, causal: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    causal: bool = True,
+    before: int = 1000,
 ) -> torch.Tensor:
     """The eager attention of gpt-oss in transformers: the sink is one more column of scores, which is dropped."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[3] ** -0.5
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        scores = scores.masked_fill(ones.triu(1) | ones.tril(-before - 1), -torch.inf)
     column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
     both = torch.cat([scores, column.to(scores.dtype)], dim=-1)
     both = both - both.max(dim=-1, keepdim=True).values
@@ -57,6 +62,18 @@ def test_equals_transformers(causal: bool, kv_heads: int) -> None:
     found = results(lambda *x: ring(*x, is_causal=causal), inputs, do)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     expected = results(lambda *x: transformers_attention(*x, causal), wide, do.double())
+    for f, e in zip(found, expected):
+        assert relative_rms(f, e) < 2e-6
+
+
+@pytest.mark.parametrize("before", [0, 5, 63])
+def test_equals_transformers_in_a_sliding_window(before: int) -> None:
+    inputs, do = tensors()
+    found = results(lambda *x: ring(*x, is_causal=True, window=(before, 0)), inputs, do)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = results(
+        lambda *x: transformers_attention(*x, before=before), wide, do.double()
+    )
     for f, e in zip(found, expected):
         assert relative_rms(f, e) < 2e-6
 

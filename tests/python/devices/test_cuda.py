@@ -99,6 +99,94 @@ def test_results_are_the_references(
         assert relative_rms(a, b) < LIMITS[dtype]
 
 
+HEAD_DIMS = (1, 2, 3, 7, 20, 33, 65, 80, 96, 100, 112, 160, 192, 250, 256, 257, 384, 511, 512)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_any_head_dim_is_the_references(cuda: types.ModuleType, dim: int, dtype: str) -> None:
+    from annulus.torch import ring_attention
+
+    inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 331, kv_heads=2, dim=dim)]
+    for name in ("dense", "longnet_causal", "window_longnet"):
+        for mix in ("full", "detached"):
+            options = {**PATTERNS[name], "mix_gradient": mix}
+            found = results(ring_attention, *inputs, **options)
+            expected = results(ring_attention, *(x.double() for x in inputs), **options)
+            for a, b in zip(found, expected):
+                assert relative_rms(a, b) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("dim", [1, 20, 33, 64, 100, 128, 250, 256, 300, 512])
+def test_rows_may_begin_anywhere_and_nothing_behind_them_is_read(
+    cuda: types.ModuleType, dim: int, dtype: str
+) -> None:
+    from annulus.torch import ring_attention
+
+    inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 150, kv_heads=2, dim=dim)]
+    among_nans = []
+    for x in inputs:
+        wide = x.new_full((*x.shape[:-1], dim + 3), math.nan)
+        among_nans.append(wide[..., 1 : 1 + dim].copy_(x))
+    for name in ("causal", "longnet"):
+        expected = results(ring_attention, *(x.double() for x in inputs), **PATTERNS[name])
+        q, k, v, do = among_nans
+        o, lse = ring_attention(q, k, v, return_lse=True, **PATTERNS[name])
+        assert relative_rms(o, expected[0]) < LIMITS[dtype]
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        found = cuda.autograd.grad(ring_attention(*leaves, **PATTERNS[name]), leaves, do)
+        for x in leaves:
+            x.requires_grad_(False)
+        for a, b in zip(found, expected[1:]):
+            assert relative_rms(a, b) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("mix", ["full", "detached"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_sinks_and_their_gradients_are_the_references(
+    cuda: types.ModuleType, name: str, mix: str, dtype: str
+) -> None:
+    from annulus.torch import ring_attention
+
+    options = {**PATTERNS[name], "mix_gradient": mix}
+    for dim in (64, 128, 20, 320):
+        inputs = [x.to(getattr(cuda, dtype)) for x in tensors(cuda, 331, kv_heads=2, dim=dim)]
+        values = cuda.tensor([1.0, -2.0, 4.0, -math.inf], device="cuda")
+        found, expected = [], []
+        for out, given in ((found, inputs), (expected, [x.double() for x in inputs])):
+            sinks = values.clone().requires_grad_()
+            out += results(ring_attention, *given, sinks=sinks, **options)
+            out.append(sinks.grad)
+        for a, b in zip(found, expected):
+            assert relative_rms(a, b) < LIMITS[dtype]
+        assert found[-1][3] == 0
+        again = values.clone().requires_grad_()  # always the same bits
+        results(ring_attention, *inputs, sinks=again, **options)
+        assert cuda.equal(again.grad, found[-1])
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_rows_without_keys_have_their_sink_as_log_sum_exp(
+    cuda: types.ModuleType, dtype: str
+) -> None:
+    from annulus.torch import ring_attention
+
+    q, k, v, _ = (x.to(getattr(cuda, dtype)) for x in tensors(cuda, 300))
+    sinks = cuda.tensor([0.5, -1.0, -math.inf, math.nan], device="cuda")
+    options = {"segment_lengths": [300], "dilation_rates": [2], "return_lse": True}
+    o, lse = ring_attention(q, k, v, sinks=sinks, **options)
+    for head in range(4):
+        empty = cuda.arange(300, device="cuda") % 2 != head // 2
+        if head == 3:
+            assert bool(o[:, :, head].isnan().all()) and bool(lse[:, :, head].isnan().all())
+        else:
+            assert bool((o[:, empty, head] == 0).all())
+            assert bool((lse[:, empty, head] == sinks[head]).all())
+            assert bool(lse[:, ~empty, head].isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_keys_outside_of_the_window_change_no_bit(
@@ -370,16 +458,13 @@ def test_compiles_without_breaks(cuda: types.ModuleType) -> None:
 
 
 def test_the_operators_pass_pytorchs_own_checks(cuda: types.ModuleType) -> None:
-    from annulus.torch._config import text_of
-    from annulus.torch._options import DEFAULTS
+    import annulus.torch as at
 
     q, k, v, _ = tensors(cuda, 48)
-    text = text_of(
-        None, "dense", (), (), True, "blocked", False, "contiguous", None, None, False,
-        *DEFAULTS.values(), True,
-    )  # fmt: skip
-    q.requires_grad_()
-    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, text))
+    at._fast_path._calls.clear()
+    at.ring_attention(q.requires_grad_(), k, v, is_causal=True)
+    (call,) = at._fast_path._calls.values()
+    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, call.config.text))
 
 
 def test_checkpointing_computes_the_same(cuda: types.ModuleType) -> None:

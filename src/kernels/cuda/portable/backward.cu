@@ -15,17 +15,18 @@ __device__ float reference_of(const std::byte* lse) {
   return l == -INFINITY ? INFINITY : l * kLog2E;
 }
 
-// Two neighbouring columns of a row of results, times a factor, to memory.
+// Two neighbouring columns of a row of results, times a factor, to memory; the second may be past
+// the row's end.
 template <typename Poisoned>
-__device__ void add_pair(std::byte* to, int row, int column, float a, float b, float factor,
-                         const Poisoned& poison) {
+__device__ void add_pair(std::byte* to, int row, int column, int head_dim, float a, float b,
+                         float factor, const Poisoned& poison) {
   if (poison.any != 0) {
     a = poison.apply(row, column, a);
     b = poison.apply(row, column + 1, b);
   }
   auto* sums = reinterpret_cast<float*>(to) + column;
   sums[0] += a * factor;
-  sums[1] += b * factor;
+  if (column + 1 < head_dim) sums[1] += b * factor;
 }
 
 // Waits for the tile of this step, with that of the next on its way where there is room for two.
@@ -176,8 +177,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int n = 0; n < kDim / 8; ++n) {
       const int column = n * 8 + lane % 4 * 2;
       if (column < head_dim) {
-        add_pair(shared.queries.at[4][row], row, column, dq[n][2 * half], dq[n][2 * half + 1],
-                 p.shape.scale, shared.poison);
+        add_pair(shared.queries.at[4][row], row, column, head_dim, dq[n][2 * half],
+                 dq[n][2 * half + 1], p.shape.scale, shared.poison);
       }
     }
   }
@@ -339,10 +340,10 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     for (int n = 0; n < kPart / 8; ++n) {
       const int column = first_column + n * 8 + lane % 4 * 2;
       if (column >= head_dim) continue;
-      add_pair(shared.keys.at[2][row], row, column, dk[n][2 * half], dk[n][2 * half + 1],
+      add_pair(shared.keys.at[2][row], row, column, head_dim, dk[n][2 * half], dk[n][2 * half + 1],
                p.shape.scale, shared.key_poison);
-      add_pair(shared.keys.at[3][row], row, column, dv[n][2 * half], dv[n][2 * half + 1], 1.0F,
-               shared.value_poison);
+      add_pair(shared.keys.at[3][row], row, column, head_dim, dv[n][2 * half], dv[n][2 * half + 1],
+               1.0F, shared.value_poison);
     }
   }
 }
@@ -351,6 +352,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
 
 cudaError_t portable_query_gradient(const BackwardParams& params, cudaStream_t stream) {
   if (params.items == 0) return cudaSuccess;
+  if (params.shape.head_dim > kMostTiledDim) return query_gradient_wide(params, stream);
   if (params.shape.dtype == DType::f32) return query_gradient_fp32(params, stream);
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);
@@ -366,6 +368,7 @@ cudaError_t portable_query_gradient(const BackwardParams& params, cudaStream_t s
 
 cudaError_t portable_key_gradient(const BackwardParams& params, cudaStream_t stream) {
   if (params.items == 0) return cudaSuccess;
+  if (params.shape.head_dim > kMostTiledDim) return key_gradient_wide(params, stream);
   if (params.shape.dtype == DType::f32) return key_gradient_fp32(params, stream);
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);

@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const Group& group = shared.group;
   const int head_dim = p.shape.head_dim;
+  const bool pairs = head_dim % 2 == 0;  // of columns of fp32 rows are aligned and whole
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
@@ -188,7 +189,13 @@ __global__ void __launch_bounds__(kThreads)
       for (int n = 0; n < kDim / 8; ++n) {
         const int column = n * 8 + lane % 4 * 2;
         const bool load = l != -INFINITY && column < head_dim;
-        const float2 pair = load ? *reinterpret_cast<const float2*>(from + column) : float2{0, 0};
+        float2 pair{0, 0};
+        if (load && pairs) {
+          pair = *reinterpret_cast<const float2*>(from + column);
+        } else if (load) {
+          pair.x = from[column];
+          if (column + 1 < head_dim) pair.y = from[column + 1];
+        }
         o[m][n][2 * half] = pair.x;
         o[m][n][2 * half + 1] = pair.y;
       }
@@ -315,7 +322,8 @@ __global__ void __launch_bounds__(kThreads)
   const int member_at = p.tables.items[p.first_item + blockIdx.x].member;
   const float sink = sink_of(p.sinks, p.tables.members[member_at].head);
   const bool wide = p.out_dtype == DType::f32;
-  const bool staged = !wide && p.for_good && p.kept.tables.branches == 0 && is_aligned(p.out);
+  const bool staged =
+      !wide && p.for_good && p.kept.tables.branches == 0 && is_aligned(p.out) && head_dim % 8 == 0;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -342,13 +350,17 @@ __global__ void __launch_bounds__(kThreads)
         }
         if (staged) {
           *reinterpret_cast<std::uint32_t*>(shared.q.chunk(row, n) + lane % 4 * 2) = pack<T>(a, b);
-        } else if (wide) {
+        } else if (wide && pairs) {
           *reinterpret_cast<float2*>(reinterpret_cast<float*>(shared.queries.at[3][row]) +
                                      column) = {a, b};
+        } else if (wide) {
+          float* to = reinterpret_cast<float*>(shared.queries.at[3][row]) + column;
+          to[0] = a;
+          if (column + 1 < head_dim) to[1] = b;
         } else {
           T* to = reinterpret_cast<T*>(shared.queries.at[3][row]) + column;
           to[0] = T(a);
-          to[1] = T(b);
+          if (column + 1 < head_dim) to[1] = T(b);
         }
       }
     }
@@ -376,6 +388,7 @@ cudaError_t portable_forward(const ForwardParams& forward_params, cudaStream_t s
                              const ForwardKept& kept) {
   if (forward_params.items == 0) return cudaSuccess;
   const PortableForwardParams params{forward_params, kept};
+  if (params.shape.head_dim > kMostTiledDim) return forward_wide(params, stream);
   if (params.shape.dtype == DType::f32) return forward_fp32(params, stream);
   std::size_t most = 0;
   if (const cudaError_t error = block_shared_bytes(most); error != cudaSuccess) return error;

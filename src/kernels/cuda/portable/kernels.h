@@ -4,7 +4,8 @@
 #include "kernels/cuda/rows/kernels.h"
 
 // Kernels for every GPU from sm_80 on: all dtypes, head dims and layouts. 16-bit rows are
-// multiplied by mma.sync, fp32 ones by real fp32 multiply-adds. Always the same bits: no atomics.
+// multiplied by mma.sync, fp32 ones and head dims above kMostTiledDim by real fp32 multiply-adds.
+// Always the same bits: no atomics.
 namespace annulus::cuda {
 
 // Most rows of an item.
@@ -33,5 +34,10 @@ struct PortableForwardParams : ForwardParams {
 [[nodiscard]] cudaError_t forward_fp32(const PortableForwardParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t query_gradient_fp32(const BackwardParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t key_gradient_fp32(const BackwardParams& params, cudaStream_t stream);
+
+// Head dims above kMostTiledDim, in a file of their own, too.
+[[nodiscard]] cudaError_t forward_wide(const PortableForwardParams& params, cudaStream_t stream);
+[[nodiscard]] cudaError_t query_gradient_wide(const BackwardParams& params, cudaStream_t stream);
+[[nodiscard]] cudaError_t key_gradient_wide(const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace annulus::cuda

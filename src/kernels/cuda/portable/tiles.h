@@ -27,6 +27,9 @@ inline constexpr std::array kFp32GradientTiles{Fp32Tile{64, 32}, Fp32Tile{32, 32
   return kFp32ForwardTiles;
 }
 
+// Wider heads have kernels without tiles.
+inline constexpr int kMostTiledDim = 256;
+
 // Heads are padded with zeros to one of three widths.
 [[nodiscard]] constexpr int padded_dim(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;

@@ -133,7 +133,8 @@ struct CopyParams {
   const CopyItem* items = nullptr;
   std::int64_t count = 0;
   int sections = 0;
-  std::int64_t section_bytes[kMaxSections] = {};
+  std::int64_t section_bytes[kMaxSections] = {};  // ParcelLayout's
+  std::int64_t content_bytes[kMaxSections] = {};
   TensorRows rows[kMaxSections];
   std::byte* buffer = nullptr;
 };

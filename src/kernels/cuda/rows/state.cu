@@ -50,7 +50,7 @@ __global__ void finish_kernel(const __grid_constant__ FinishParams p) {
     };
     const bool aligned =
         (reinterpret_cast<std::uintptr_t>(state) | reinterpret_cast<std::uintptr_t>(out)) % 16 == 0;
-    if (aligned && p.head_dim <= 128 && !p.only_empty) {
+    if (aligned && p.head_dim <= 128 && p.head_dim % 4 == 0 && !p.only_empty) {
       // What was never written may be anything; it is read all the same, not to wait for lse.
       const bool mine = lane * 4 < p.head_dim;
       const float4 x =
@@ -117,7 +117,8 @@ struct CopiedRows {
   std::byte* local;
   std::int64_t parcel_step;
   std::int64_t local_step;
-  unsigned bytes;  // of a row
+  unsigned bytes;    // of a row
+  unsigned padding;  // behind it in the parcel, in bytes
   unsigned rows;
 
   [[nodiscard]] __device__ bool aligned(unsigned to) const {
@@ -140,8 +141,8 @@ __device__ void for_each_copy(const CopyParams& p, const Use& use) {
       use(CopiedRows{
           p.buffer + item.unit_offset + before * item.unit_rows + item.parcel_first * bytes,
           row_at(p.rows[s], item.batch, item.local_first, item.head), item.parcel_stride * bytes,
-          item.local_stride * p.rows[s].row_step, static_cast<unsigned>(bytes),
-          static_cast<unsigned>(item.count)});
+          item.local_stride * p.rows[s].row_step, static_cast<unsigned>(p.content_bytes[s]),
+          static_cast<unsigned>(bytes - p.content_bytes[s]), static_cast<unsigned>(item.count)});
       before += bytes;
     }
   }
@@ -189,6 +190,11 @@ __global__ void pack_kernel(const __grid_constant__ CopyParams p) {
       pack_words<std::uint32_t>(rows);
     } else {
       pack_words<std::uint16_t>(rows);
+    }
+    const unsigned zeros = rows.padding / 2;
+    for (unsigned i = threadIdx.x; i < rows.rows * zeros; i += kThreads) {
+      std::byte* const behind = rows.parcel + i / zeros * rows.parcel_step + rows.bytes;
+      reinterpret_cast<std::uint16_t*>(behind)[i % zeros] = 0;
     }
   });
 }

@@ -438,7 +438,7 @@ def machine(result):
             f"commit {result['commit']}.\n"
         )
     return (
-        f"Measured with {result['cpu']}, {result['threads']} threads, `{result['isa']}`, PyTorch {result['torch']}, "
+        f"Measured with {result['cpu']}, {result['threads']} thread{'s' * (result['threads'] > 1)}, `{result['isa']}`, PyTorch {result['torch']}, "
         f"commit {result['commit']}"
         + "".join(
             f", memory of {MEMORY[side]} at commit {commit}"

@@ -29,6 +29,7 @@ class Panel:
     title: str
     arguments: str
     pattern: Pattern
+    queries: int = TOKENS
 
 
 PANELS = [
@@ -40,48 +41,77 @@ PANELS = [
         f'dilation {DILATION}, offsets="all", window=(12, 0)',
         Pattern.longnet(1, [TOKENS], [DILATION], offsets="all", window=(12, 0)),
     ),
+    Panel(
+        "documents",
+        "is_causal=True, cu_seqlens=[0, 9, 14, 24]",
+        Pattern.dense(1, causal=True).with_documents([0, 9, 14, 24]),
+    ),
+    Panel(
+        "documents with a window",
+        "window=(3, 0), cu_seqlens=[0, 9, 14, 24]",
+        Pattern.dense(1, window=(3, 0)).with_documents([0, 9, 14, 24]),
+    ),
+    Panel(
+        "LongNet in documents",
+        "segments 4 and 8, the same cu_seqlens",
+        Pattern.longnet(1, [4, 8], [1, 2], causal=True).with_documents([0, 9, 14, 24]),
+    ),
+    Panel(
+        "8 queries, 24 keys",
+        "is_causal=True, query_start=16",
+        Pattern.dense(1, causal=True).with_documents([0, 8], [0, TOKENS], 16),
+        queries=8,
+    ),
 ]
 
 CELL = 11
 SIDE = TOKENS * CELL
 LEFT, GAP, RIGHT, TOP = 52, 36, 32, 142
-WIDTH = LEFT + len(PANELS) * SIDE + (len(PANELS) - 1) * GAP + RIGHT
-HEIGHT = TOP + SIDE + 74
+COLUMNS = 4
+ROW = SIDE + 96  # pixels from one row of panels to the next
+WIDTH = LEFT + COLUMNS * SIDE + (COLUMNS - 1) * GAP + RIGHT
+HEIGHT = TOP + ROW + SIDE + 92
 
 
-def cells(panel: Panel, x: float) -> list[str]:
-    """A square for every allowed pair, in the colour of its branch."""
-    pattern = panel.pattern
-    return [
-        rect(x + key * CELL, TOP + query * CELL, CELL - 1, CELL - 1, COLOURS[branch], CRISP)
-        for branch in range(len(pattern.branches))
-        for query in range(TOKENS)
-        for key in range(TOKENS)
-        if pattern.allows(branch, 0, query, key)
-    ]
+def cells(panel: Panel, x: float, y: float) -> list[str]:
+    """A square for every allowed pair, in the colour of its first branch."""
+    drawn = []
+    for query in range(panel.queries):
+        for key in range(TOKENS):
+            branches = range(len(panel.pattern.branches))
+            having = [b for b in branches if panel.pattern.allows(b, 0, query, key)]
+            if having:
+                left, top = x + key * CELL, y + query * CELL
+                drawn.append(rect(left, top, CELL - 1, CELL - 1, COLOURS[having[0]], CRISP))
+    return drawn
 
 
 def make() -> str:
     """The text of the picture."""
     page = []
     for index, panel in enumerate(PANELS):
-        x = LEFT + index * (SIDE + GAP)
+        x, y = LEFT + index % COLUMNS * (SIDE + GAP), TOP + index // COLUMNS * ROW
         page += [
-            text(x, TOP - 32, panel.title, 16, INK, more=BOLD),
-            text(x, TOP - 12, panel.arguments, 12.5, GREY),
-            rect(x, TOP, SIDE - 1, SIDE - 1, EMPTY, CRISP),
-            *cells(panel, x),
+            text(x, y - 32, panel.title, 16, INK, more=BOLD),
+            text(x, y - 12, panel.arguments, 12.5, GREY),
+            rect(x, y, SIDE - 1, panel.queries * CELL - 1, EMPTY, CRISP),
+            *cells(panel, x, y),
         ]
-    note = (
-        f"Right: the colours are the {DILATION} offsets of the dilation. A query attends to itself and to every "
-        f"{DILATION}th token before it, up to 12 tokens back."
-    )
+    notes = [
+        f"Colours are branches. Dilated window: a branch for each offset. A query attends to itself and to every {DILATION}th "
+        "token before it, up to 12 tokens back.",
+        "LongNet in documents: a pair of both branches has the colour of the finer one. 8 queries: they are the last of 24 tokens.",
+    ]
     return page_of(
         WIDTH,
         HEIGHT,
         "Which keys a query attends to",
-        f"{TOKENS} tokens, one head. A row is a query, a column a key, a coloured cell an allowed pair.",
-        [*page, *axes(LEFT, TOP, SIDE), text(LEFT, HEIGHT - 24, note, 12, GREY)],
+        f"{TOKENS} keys, one head. A row is a query, a column a key, a coloured cell an allowed pair.",
+        [
+            *page,
+            *axes(LEFT, TOP + ROW, SIDE),
+            *(text(LEFT, HEIGHT - 42 + 18 * i, note, 12, GREY) for i, note in enumerate(notes)),
+        ],
     )
 
 

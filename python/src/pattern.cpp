@@ -140,8 +140,9 @@ Args:
 
 void bind_pattern(nb::module_& module) {
   bind_branch(module);
-  nb::class_<Pattern>(module, "Pattern",
-                      R"(Which queries attend to which keys: branches, a causal flag, a window and documents.
+  nb::class_<Pattern>(
+      module, "Pattern",
+      R"(Which queries attend to which keys: branches, a causal flag, a window and documents.
 
 Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the branches'
 keys. A row that attends to nothing gives zeros, and -inf as its log-sum-exp. Usually made by

@@ -23,6 +23,8 @@ cases=(
   "--pattern longnet --segments 128,256 --dilations 1,2 --tokens 520 --heads 2 --ranks 2 --head-dim 64 --placement striped"
   "--pattern longnet --segments 128,256 --dilations 1,2 --tokens 390 --heads 2 --ranks 1 --head-dim 64 --mix-gradient detached"
   "--pattern dense --tokens 300 --heads 2 --ranks 1 --head-dim 128 --deterministic"
+  "--pattern dense --tokens 520 --heads 2 --ranks 1 --head-dim 128 --causal --window 200,0 --deterministic"
+  "--pattern dense --tokens 520 --heads 2 --kv-heads 1 --ranks 2 --head-dim 64 --window 90,150"
   # more items than an H200 has blocks: what is shared is used again
   "--pattern dense --tokens 1100 --heads 32 --ranks 1 --head-dim 128 --causal"
 )

@@ -222,6 +222,8 @@ def main() -> None:
         attempt(flex)
         for dim in (128, 64):
             attempt(masks.window, dim)
+        for keys in (64, 1024):
+            attempt(masks.dilated_window, keys)
         attempt(masks.documents)
         attempt(masks.longnet_documents)
         attempt(masks.nothing)

@@ -79,6 +79,13 @@ def window(report: Report, dim: int) -> None:
            lambda _b, _h, i, j: (j <= i) & (i - j < keys), TOKENS * keys - keys * (keys - 1) / 2, dim)
 
 
+def dilated_window(report: Report, keys: int) -> None:
+    """A causal window with dilation 16, in which each token sees `keys` others: FlexAttention computes 16 times as many pairs."""
+    pattern = annulus.Pattern.longnet(HEADS, [TOKENS], [16], causal=True, offsets="all", window=((keys - 1) * 16, 0))
+    masked(report, f"dilated_window_64k_causal_{keys}", pattern,
+           lambda _b, _h, i, j: (j <= i) & (i - j < 16 * keys) & ((i - j) % 16 == 0), pattern.allowed_pairs(TOKENS) / HEADS, 128)
+
+
 def boundaries(count: int) -> list[int]:
     cuts = random.Random(1).sample(range(1, TOKENS), count - 1)
     return [0, *sorted(cuts), TOKENS]

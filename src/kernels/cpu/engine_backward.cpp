@@ -44,7 +44,7 @@ double CpuEngine::fill_statistics(const BackwardCall& call, std::int64_t b, std:
     if (sink == -INFINITY) return 0;
     // O is 0 where there are no keys, whatever dO is.
     if (out[0] == sink && !std::isfinite(out[1])) return 0;
-    return std::exp(static_cast<double>(sink) - out[0]) * out[1];
+    return static_cast<double>(std::exp(sink - out[0])) * out[1];
   }
   for (int branch = 0; branch < computation_.deltas(); ++branch) {
     const std::int64_t row = computation_.kept->row(branch, b, h, t);

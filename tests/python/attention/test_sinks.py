@@ -90,7 +90,16 @@ def test_is_as_exact_as_transformers_in_16_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mix", ["full", "detached"])
-@pytest.mark.parametrize("options", [{}, LONGNET, {**LONGNET, "group_scale": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        LONGNET,
+        {**LONGNET, "group_scale": True},
+        {"is_causal": True, "cu_seqlens": [0, 20, 33, 61]},  # and padding behind them
+        {"segment_lengths": [70], "dilation_rates": [4], "offsets": "all", "window": (12, 8)},
+    ],
+)
 def test_float64_is_the_reference(options: dict, mix: str) -> None:
     """Also the reference of float32, which is another code."""
     inputs, do = tensors()

@@ -36,7 +36,8 @@ def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def equals_one_process() -> None:
     """All placements and schedules, lengths that do not divide and below the number of ranks, GQA, causal."""
     longnet = {"segment_lengths": [32, 64, 128], "dilation_rates": [1, 2, 4]}
-    patterns = [{}, longnet, {"window": (40, 0)}]
+    dilated = {"segment_lengths": [200], "dilation_rates": [5], "offsets": "all", "window": (60, 0)}
+    patterns = [{}, longnet, {"window": (40, 0)}, dilated]
     placements = ["contiguous", "zigzag", "striped", "hilbert"]
     cases = itertools.product(placements, patterns, [False, True], ["ring", "gather", "auto"])
     for number, (placement, pattern, causal, schedule) in enumerate(cases):

@@ -17,6 +17,12 @@ PATTERNS: dict[str, dict[str, Any]] = {
     },
     "window": {"is_causal": True, "window": (70, -1)},
     "window_longnet": {"segment_lengths": [64, 320], "dilation_rates": [1, 2], "window": (90, 33)},
+    "dilated_window": {
+        "segment_lengths": [2**40],
+        "dilation_rates": [5],
+        "offsets": "all",
+        "window": (150, 0),
+    },
     "head_groups": {
         "segment_lengths": [64, 160],
         "dilation_rates": [1, 2],

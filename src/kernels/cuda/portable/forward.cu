@@ -117,7 +117,6 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const Group& group = shared.group;
   const int head_dim = p.shape.head_dim;
-  const bool pairs = head_dim % 2 == 0;  // of columns of fp32 rows are aligned and whole
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
@@ -190,12 +189,8 @@ __global__ void __launch_bounds__(kThreads)
         const int column = n * 8 + lane % 4 * 2;
         const bool load = l != -INFINITY && column < head_dim;
         float2 pair{0, 0};
-        if (load && pairs) {
-          pair = *reinterpret_cast<const float2*>(from + column);
-        } else if (load) {
-          pair.x = from[column];
-          if (column + 1 < head_dim) pair.y = from[column + 1];
-        }
+        if (load) pair.x = from[column];
+        if (load && column + 1 < head_dim) pair.y = from[column + 1];
         o[m][n][2 * half] = pair.x;
         o[m][n][2 * half + 1] = pair.y;
       }
@@ -322,6 +317,7 @@ __global__ void __launch_bounds__(kThreads)
   const int member_at = p.tables.items[p.first_item + blockIdx.x].member;
   const float sink = sink_of(p.sinks, p.tables.members[member_at].head);
   const bool wide = p.out_dtype == DType::f32;
+  const bool pairs = head_dim % 2 == 0;  // of columns of fp32 rows are aligned and whole
   const bool staged =
       !wide && p.for_good && p.kept.tables.branches == 0 && is_aligned(p.out) && head_dim % 8 == 0;
 #pragma unroll

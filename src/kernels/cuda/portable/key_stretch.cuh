@@ -93,7 +93,7 @@ struct KeyStretch {
         const bool there = present && start != nullptr;
         to.load_chunk(r, chunk,
                       there ? start + chunk * 16 : static_cast<const std::byte*>(somewhere),
-                      there ? head_dim - chunk * 8 : 0, aligned);
+                      there, head_dim, aligned);
       }
       return;
     }

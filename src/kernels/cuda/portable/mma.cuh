@@ -51,18 +51,19 @@ struct __align__(128) SharedTile {
       const std::byte* from = at[row];
       const bool present = from != nullptr && c * 8 < head_dim;
       load_chunk(row, c, present ? from + c * 16 : static_cast<const std::byte*>(somewhere),
-                 present ? head_dim - c * 8 : 0, aligned);
+                 present, head_dim, aligned);
     }
   }
-  // Chunk c of a row, from where that is: as many elements as are left of the row, then zeros. Of
-  // aligned rows they are none or all.
-  __device__ void load_chunk(int row, int c, const std::byte* from, int left, bool aligned) {
+  // Chunk c of a row, from where that is; zeros past head_dim and if it is not `present`. Aligned
+  // rows have whole chunks.
+  __device__ void load_chunk(int row, int c, const std::byte* from, bool present, int head_dim,
+                             bool aligned) {
     T* to = chunk(row, c);
     if (aligned) {
-      copy_async(to, from, left > 0);
+      copy_async(to, from, present);
     } else {
       const T* elements = reinterpret_cast<const T*>(from);
-      for (int e = 0; e < 8; ++e) to[e] = e < left ? elements[e] : T(0.0F);
+      for (int e = 0; e < 8; ++e) to[e] = present && c * 8 + e < head_dim ? elements[e] : T(0.0F);
     }
   }
 

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/cuda/work/lists.h"
+
 namespace annulus::cuda {
 namespace {
 
@@ -39,16 +41,11 @@ class Written {
 bool mark_item(const Tables& tables, const Item& item, Written& written, std::uint32_t& earlier,
                std::int64_t& local) {
   const Member& member = tables.members[static_cast<std::size_t>(item.member)];
-  const RowList& keys = tables.groups[static_cast<std::size_t>(item.group)].keys;
   std::uint32_t known = 0;
   earlier = 0;
   bool even = true;
-  const auto last = tables.runs.begin() + keys.begin + keys.runs;
-  auto first = std::upper_bound(
-      tables.runs.begin() + keys.begin, last, item.begin,
-      [](std::int32_t row, const Run& run) { return row < run.before + run.count; });
-  for (; first != last && first->before < item.begin + item.rows; ++first) {
-    const Run& run = *first;
+  for (const Run& run : runs_from(tables, group_of(tables, item).keys, item.begin)) {
+    if (run.before >= item.begin + item.rows) break;
     const std::int32_t begin = std::max(run.before, item.begin);
     const std::int32_t end = std::min(run.before + run.count, item.begin + item.rows);
     for (std::int32_t row = begin; row < end; ++row) {

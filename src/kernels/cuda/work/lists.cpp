@@ -26,22 +26,28 @@ bool meet(const Stretch& a, const Stretch& b) { return a.first <= b.last && b.fi
 
 }  // namespace
 
+std::span<const Run> runs_from(const Tables& tables, const RowList& list, std::int32_t row) {
+  const std::span<const Run> runs = runs_of(tables, list);
+  const auto first =
+      std::upper_bound(runs.begin(), runs.end(), row,
+                       [](std::int32_t of, const Run& run) { return of < run.before + run.count; });
+  return {first, runs.end()};
+}
+
 Stretch indices_of(const Tables& tables, const RowList& list, std::int32_t begin,
                    std::int32_t rows) {
-  const std::span<const Run> runs = runs_of(tables, list);
   if (list.ascending != 0 && begin == 0 && rows == list.rows) {
+    const std::span<const Run> runs = runs_of(tables, list);
     const Run& last = runs.back();
     return {runs.front().index, last.index + (last.count - 1) * std::int64_t{last.index_stride}};
   }
   Stretch out{std::numeric_limits<std::int64_t>::max(), std::numeric_limits<std::int64_t>::min()};
-  auto run = std::upper_bound(
-      runs.begin(), runs.end(), begin,
-      [](std::int32_t row, const Run& of_list) { return row < of_list.before + of_list.count; });
-  for (; run != runs.end() && run->before < begin + rows; ++run) {
-    const std::int64_t first = std::max(0, begin - run->before);
-    const std::int64_t last = std::min(run->count, begin + rows - run->before) - 1;
-    out.first = std::min(out.first, run->index + first * run->index_stride);
-    out.last = std::max(out.last, run->index + last * run->index_stride);
+  for (const Run& run : runs_from(tables, list, begin)) {
+    if (run.before >= begin + rows) break;
+    const std::int64_t first = std::max(0, begin - run.before);
+    const std::int64_t last = std::min(run.count, begin + rows - run.before) - 1;
+    out.first = std::min(out.first, run.index + first * run.index_stride);
+    out.last = std::max(out.last, run.index + last * run.index_stride);
   }
   return out;
 }

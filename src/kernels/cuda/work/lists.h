@@ -19,6 +19,10 @@ namespace annulus::cuda {
   return tables.groups[static_cast<std::size_t>(item.group)];
 }
 
+// The runs of a list from the one that has this row on.
+[[nodiscard]] std::span<const Run> runs_from(const Tables& tables, const RowList& list,
+                                             std::int32_t row);
+
 // Lowest and highest index of rows [begin, begin + rows) of a list; rows > 0.
 [[nodiscard]] Stretch indices_of(const Tables& tables, const RowList& list, std::int32_t begin,
                                  std::int32_t rows);

@@ -6,23 +6,21 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/work/lists.h"
+
 namespace annulus::cuda {
 namespace {
 
 // f(row of the item, token). False: not all rows are the shard's.
 template <typename F>
 bool for_each_row(const Tables& tables, const Item& item, const F& f) {
-  const RowList& queries = tables.groups[static_cast<std::size_t>(item.group)].queries;
-  const auto last = tables.runs.begin() + queries.begin + queries.runs;
-  auto run = std::upper_bound(
-      tables.runs.begin() + queries.begin, last, item.begin,
-      [](std::int32_t row, const Run& of_list) { return row < of_list.before + of_list.count; });
-  for (; run != last && run->before < item.begin + item.rows; ++run) {
-    if (run->source >= 0) return false;
-    const std::int32_t begin = std::max(run->before, item.begin);
-    const std::int32_t end = std::min(run->before + run->count, item.begin + item.rows);
+  for (const Run& run : runs_from(tables, group_of(tables, item).queries, item.begin)) {
+    if (run.before >= item.begin + item.rows) break;
+    if (run.source >= 0) return false;
+    const std::int32_t begin = std::max(run.before, item.begin);
+    const std::int32_t end = std::min(run.before + run.count, item.begin + item.rows);
     for (std::int32_t row = begin; row < end; ++row) {
-      f(row - item.begin, run->first + static_cast<std::int64_t>(row - run->before) * run->stride);
+      f(row - item.begin, run.first + static_cast<std::int64_t>(row - run.before) * run.stride);
     }
   }
   return true;

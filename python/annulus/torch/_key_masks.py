@@ -65,7 +65,7 @@ def attend_with_bias(
     columns = F.pad(columns, zeros)[:, :, None]
     wide_k = torch.cat([k, columns.expand(*k.shape[:3], more)], -1)
     wide_v = F.pad(v, (0, more))
-    changes = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
+    changes: dict[str, object] = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
     changes |= {HAS_MASK: True, "sinks": sinks}
     o, lse = ring_attention(wide_q, wide_k, wide_v, **{**attention._options(), **changes})
     # Rows that attend to no key, or only to ignored keys.

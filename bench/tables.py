@@ -81,7 +81,7 @@ def training(rows):
     )
 
 
-def windows(rows):
+def masks(rows):
     """Times of PyTorch over ours; empty where one was not measured."""
 
     def cell(r, peer):
@@ -349,8 +349,9 @@ TABLES = {
     "training": training,
     "overhead": overhead,
     "dilated": dilated,
-    "window": windows,
-    "dilated_window": windows,
+    "window": masks,
+    "dilated_window": masks,
+    "documents": masks,
     "peaky": peaky,
     "one_head": one_head,
     "ring": ring,
@@ -465,8 +466,10 @@ def filled():
     results = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
     page = PAGE.read_text(encoding="utf-8")
     for name, result in results.items():
-        if "cases" in result:
+        if "facts" in result:
             parts = {"gpu": gpu(result["cases"]), "gpu_facts": gpu_facts(result["facts"])}
+        elif "cases" in result:
+            parts = {"gpu_masks": gpu(result["cases"])}
         else:
             parts = {suite: TABLES[suite](rows) for suite, rows in result["suites"].items()}
         for part, text in parts.items():

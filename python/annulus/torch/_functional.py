@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,11 +11,13 @@ import torch.distributed as dist
 from annulus import ConfigError
 from annulus.torch import _fast_path
 from annulus.torch._config import call_of, config_of, text_of
+from annulus.torch._key_masks import mask_complaint, narrowed, widened
 from annulus.torch._operator import attend, attend_directly
 from annulus.torch._options import (
     DEFAULTS,
     branch_numbers,
     flag_complaint,
+    option_complaint,
     refuse_unknown,
     whole_numbers,
     window_pair,
@@ -98,6 +101,26 @@ def _wide(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _attend_masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, call: dict[str, object]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse with a key_padding_mask, given the other arguments of ring_attention."""
+    scale = call.get("scale")
+    complaint = (
+        tensor_complaint(q, k, v, call["group"])
+        or mask_complaint(mask, q, k)
+        or option_complaint("scale", scale)
+    )
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        q, k, v = _cast_for_autocast(q, k, v)
+    head_dim = q.shape[3]
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+    call = {**call, "scale": scale, "return_lse": True, HAS_MASK: True}
+    return narrowed(*ring_attention(*widened(q, k, v, mask, scale), **call), head_dim, scale)
+
+
 @collective(lambda *_, group=None, timeout=None, **__: (group, timeout))
 @with_options
 def ring_attention(
@@ -120,6 +143,7 @@ def ring_attention(
     n_global: int | None = None,
     timeout: float | None = None,
     return_lse: bool = False,
+    key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -186,6 +210,10 @@ def ring_attention(
         timeout: seconds that one transfer may take; None: the group's timeout. The ranks' may differ.
         return_lse: also return the log-sum-exp (natural logarithm) of every row, [batch, local tokens, heads],
             without gradient.
+        key_padding_mask: [batch, local keys], of the keys that this rank passes; on all ranks or none. bool (True: the
+            key is ignored) or floating point (added to the key's scores, with a gradient), as in
+            nn.MultiheadAttention. A row without other keys gives 0. It takes a few more columns of q, k and v; if the
+            padding is a range of tokens, cu_seqlens is cheaper.
         sinks: [heads], floating point, the same on every rank or on none: a logit per query head that takes part in
             the softmax of each of its rows and has no value (gpt-oss). -inf: none for that head. A row without keys
             gives 0, and its log-sum-exp is the sink. NaN or +inf makes all rows of the head NaN. On each rank its
@@ -204,6 +232,15 @@ def ring_attention(
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
+    if key_padding_mask is not None:
+        branches = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        masks = {"is_causal": is_causal, "window": window, "cu_seqlens": cu_seqlens}
+        masks |= {"cu_seqlens_k": cu_seqlens_k, "query_start": query_start}
+        ring = {"group": group, "placement": placement, "n_global": n_global, "timeout": timeout}
+        kind = {"pattern": pattern, "offsets": offsets, "group_scale": group_scale}
+        call = {**branches, **masks, **ring, **kind, **options, "sinks": sinks}
+        o, lse = _attend_masked(q, k, v, key_padding_mask, call)
+        return (o, lse) if return_lse else o
     if cu_seqlens is not None or cu_seqlens_k is not None or query_start is not None:
         cu_seqlens = whole_numbers("cu_seqlens", cu_seqlens)
         cu_seqlens_k = whole_numbers("cu_seqlens_k", cu_seqlens_k)

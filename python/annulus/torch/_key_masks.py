@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
-
-from annulus.torch._functional import HAS_MASK, ring_attention
-from annulus.torch._modules import RingDilatedAttention
 
 MOST_HEAD_DIM = 512
 _COLUMNS = 3
@@ -27,28 +22,35 @@ def key_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.to(wide)
 
 
-def scale_of(attention: RingDilatedAttention, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if attention.scale is None else attention.scale
+def mask_complaint(mask: object, q: torch.Tensor, k: torch.Tensor) -> str | None:
+    """What is wrong with a key_padding_mask for these tensors; None: nothing."""
+    if not isinstance(mask, torch.Tensor):
+        return f"key_padding_mask is a {type(mask).__name__}: a torch.Tensor was expected"
+    if mask.shape != k.shape[:2]:
+        return f"key_padding_mask is {list(mask.shape)}: {list(k.shape[:2])} was expected, [batch, local keys]"
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return (
+            f"key_padding_mask is {mask.dtype}: torch.bool (True: the key is ignored) or floating point (added to the "
+            "scores) was expected. A tokenizer's attention_mask has 1 for a token: pass attention_mask == 0"
+        )
+    if mask.device != q.device:
+        return f"key_padding_mask is on {mask.device}, but q is on {q.device}: one device was expected"
+    if q.dtype != torch.float64 and q.shape[3] > MOST_MASKED_HEAD_DIM:
+        return f"head_dim is {q.shape[3]}: at most {MOST_MASKED_HEAD_DIM} was expected with key_padding_mask"
+    return None
 
 
-def attend_with_bias(
-    attention: RingDilatedAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor,
-    causal: bool,
-    n_global: int | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention with a bias for each key, computed with additional columns of q and k.
+def widened(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v with additional columns that add a bias to the scores of each key.
 
     Column 0: q has 1, k the bias divided by the scale. Column 1: q has a large number, and k its negative if the key is
     ignored (a bias of -inf), else 0. Column 2: the part of column 0 that exceeds the range of float16; with a scale of
     1/16, this happens from a bias of -10,000 on. The other columns are 0: kernels are faster with a multiple of 8.
     """
+    bias = key_bias(mask, q.dtype)
     head_dim = q.shape[3]
-    scale = scale_of(attention, head_dim)
     out = bias == -torch.inf
     most = torch.finfo(q.dtype).max
     # At most a tenth of the bias of an ignored key.
@@ -63,14 +65,19 @@ def attend_with_bias(
     zeros = (0, more - _COLUMNS)
     wide_q = torch.cat([q, F.pad(ones, zeros).expand(*q.shape[:3], more)], -1)
     columns = F.pad(columns, zeros)[:, :, None]
+    # Ignored keys and values may be anything, also NaN or as large as the columns.
+    k, v = (x.masked_fill(out[..., None, None], 0) for x in (k, v))
     wide_k = torch.cat([k, columns.expand(*k.shape[:3], more)], -1)
-    wide_v = F.pad(v, (0, more))
-    changes: dict[str, object] = {"is_causal": causal, "scale": scale, "n_global": n_global, "return_lse": True}
-    changes |= {HAS_MASK: True, "sinks": sinks}
-    o, lse = ring_attention(wide_q, wide_k, wide_v, **{**attention._options(), **changes})
+    return wide_q, wide_k, F.pad(v, (0, more))
+
+
+def narrowed(
+    o: torch.Tensor, lse: torch.Tensor, head_dim: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of widened tensors as those of a call with a mask."""
     # Rows that attend to no key, or only to ignored keys.
-    empty = (lse < -0.5 * _LARGE * _LARGE * scale)[..., None]
-    return o[..., : head_dim].masked_fill(empty, 0)
+    empty = lse < -0.5 * _LARGE * _LARGE * scale
+    return o[..., :head_dim].masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
 
 
 def attention_weights(
@@ -89,8 +96,8 @@ def attention_weights(
         scores = scores + bias[:, None, None, :]
     before, after = (-1, -1) if window is None else window
     after = 0 if causal else after
-    where = torch.arange(q.shape[1], device=q.device)
-    distance = where - where[:, None]  # of the key from the query
+    queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+    distance = keys - queries[:, None]
     if before >= 0:
         scores = scores.masked_fill(distance < -before, -torch.inf)
     if after >= 0:

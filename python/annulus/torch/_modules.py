@@ -78,16 +78,18 @@ class RingDilatedAttention(nn.Module):
         is_causal: bool | None = None,
         n_global: int | None = None,
         sinks: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The output for this rank's queries, with the shape and dtype of `query`.
 
         Args:
             query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
             is_causal: overrides the value of the module; None: the module's.
-            n_global, sinks: as in :func:`ring_attention`.
+            n_global, sinks, key_padding_mask: as in :func:`ring_attention`.
         """
         causal = self.is_causal if is_causal is None else is_causal
         changes = {"is_causal": causal, "n_global": n_global, "sinks": sinks}
+        changes["key_padding_mask"] = key_padding_mask
         return ring_attention(query, key, value, **{**self._options(), **changes})
 
     def _options(self) -> dict[str, object]:

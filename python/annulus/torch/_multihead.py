@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -10,14 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from annulus import ConfigError
-from annulus.torch._key_masks import (
-    MOST_HEAD_DIM,
-    MOST_MASKED_HEAD_DIM,
-    attend_with_bias,
-    attention_weights,
-    key_bias,
-    scale_of,
-)
+from annulus.torch._key_masks import MOST_HEAD_DIM, attention_weights, key_bias
 from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
     MOST_NUMBER,
@@ -242,13 +236,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if self_attention:
             key = value = query
-        if key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]:
+        if key.shape[1] != value.shape[1]:
             self._refuse(
-                f"query has {query.shape[1]} tokens, key {key.shape[1]}, value {value.shape[1]}: equal lengths "
-                "were expected"
+                f"key has {key.shape[1]} tokens, value {value.shape[1]}: equal lengths were expected"
             )
-        if key_padding_mask is not None:
-            self._check_key_padding_mask(key_padding_mask, query.shape)
         has_weights = self.attention.segment_lengths is None and self.attention.group is None
         need_weights = has_weights if need_weights is None else need_weights
         if need_weights and not has_weights:
@@ -263,28 +254,18 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if rotary is not None:
             self._check_rotary(rotary, query.shape[1])
             q, k = rotate(q, rotary), rotate(k, rotary)
-        bias = None if key_padding_mask is None else key_bias(key_padding_mask, q.dtype)
-        if bias is None:
-            heads = self.attention(
-                q, k, v, is_causal=causal, n_global=n_global, sinks=self.sinks
-            )
-        else:
-            if self.head_dim > MOST_MASKED_HEAD_DIM:
-                self._refuse(
-                    f"key_padding_mask needs embed_dim / num_heads of at most {MOST_MASKED_HEAD_DIM}"
-                )
-            if scale_of(self.attention, self.head_dim) <= 0:
-                self._refuse("key_padding_mask needs a positive scale")
-            heads = attend_with_bias(
-                self.attention, q, k, v, bias, causal, n_global, self.sinks
-            )
+        heads = self.attention(
+            q, k, v, causal, n_global, sinks=self.sinks, key_padding_mask=key_padding_mask
+        )
         out = heads.flatten(-2)
         if self.layer_norm is not None:
             out = self.layer_norm(out)
         out = self.out_proj(out)
         weights = None
         if need_weights:
-            scale = scale_of(self.attention, self.head_dim)
+            scale = self.attention.scale
+            scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
+            bias = None if key_padding_mask is None else key_bias(key_padding_mask, q.dtype)
             mask = (causal, self.attention.window)
             weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale, self.sinks)
 
@@ -327,15 +308,6 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._refuse(
                 f"rotary has shapes {[list(x.shape) for x in rotary]}: two of {list(shape)} were expected, from "
                 "rotary_table"
-            )
-
-    def _check_key_padding_mask(self, mask: torch.Tensor, shape: torch.Size) -> None:
-        if mask.shape != shape[:2]:
-            self._refuse(f"key_padding_mask is {list(mask.shape)}: {list(shape[:2])} was expected")
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            self._refuse(
-                f"key_padding_mask is {mask.dtype}: torch.bool (True: the key is ignored) or floating point (added "
-                "to the scores) was expected. A tokenizer's attention_mask has 1 for a token: pass attention_mask == 0"
             )
 
     def _is_causal_mask(self, mask: torch.Tensor, batch: int, tokens: int) -> bool:

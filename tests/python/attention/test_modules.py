@@ -307,8 +307,8 @@ def test_unsupported_calls_are_errors() -> None:
     wide = RingMultiheadDilatedAttention(512, 1, batch_first=True)
     with pytest.raises(ConfigError, match="at most 509"):
         wide(*[torch.randn(3, 50, 512)] * 3, key_padding_mask=PADDING)
-    with pytest.raises(ConfigError, match="50 tokens, key 40"):
-        ours(x, x[:, :40], x[:, :40])
+    with pytest.raises(ConfigError, match="key has 40 tokens, value 50"):
+        ours(x, x[:, :40], x)
     # A tokenizer's attention_mask: nn.MultiheadAttention refuses it, too.
     for mask in ((~PADDING).long(), (~PADDING).to(torch.uint8)):
         with pytest.raises(ConfigError, match="key_padding_mask is torch.*attention_mask == 0"):
@@ -427,3 +427,22 @@ def test_windows_are_options_of_every_module() -> None:
     # A layer looks back by 9 tokens, two by 18.
     assert torch.equal(model(tokens)[:, 19:], model(changed)[:, 19:])
     assert not torch.equal(model(tokens)[:, 18], model(changed)[:, 18])
+
+
+@pytest.mark.parametrize("keys", [7, 90])
+def test_cross_attention_is_pytorchs(keys: int) -> None:
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(64, 4, batch_first=True)
+    ours = RingMultiheadDilatedAttention(64, 4, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    query, memory = torch.randn(3, 50, 64), torch.randn(3, keys, 64)
+    padding = torch.arange(keys) >= torch.tensor([[5], [keys], [3]])
+    for mask in (None, padding):
+        expected, weights = theirs(query, memory, memory, key_padding_mask=mask)
+        found, ours_weights = ours(query, memory, memory, key_padding_mask=mask)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours_weights, weights, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="query_start"):
+        ours(query, memory, memory, is_causal=True)
+    with pytest.raises(ConfigError, match="key has 7|key has 90"):
+        ours(query, memory, query)

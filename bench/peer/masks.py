@@ -1,17 +1,19 @@
-"""Compares causal windows with PyTorch's FlexAttention (compiled) and SDPA with a dense mask, by alternating runs in one process.
+"""Compares causal masks with PyTorch's FlexAttention (compiled) and SDPA, by alternating runs in one process.
 Needs the package ('make python').
 
-    .venv/bin/python bench/peer/windows.py --out bench/results/windows.json
+    .venv/bin/python bench/peer/masks.py --out bench/results/masks.json
 
-Suites: window (each token attends to itself and the 1,023 before it), dilated_window (to 64 tokens at distances 0, 16, 32, ...).
-Backward is compared with SDPA alone: FlexAttention has none on the CPU. SDPA computes all pairs, so that only short sequences are
-compared with it. The block mask of FlexAttention is made once and not timed. A ratio is PyTorch's time over ours.
+Suites: window (each token attends to itself and the 1,023 before it), dilated_window (to 64 tokens at distances 0, 16, 32, ...),
+documents (32 packed documents of random lengths). Backward is compared with SDPA alone: FlexAttention has none on the CPU. SDPA
+takes a dense mask and computes all pairs, so that only short sequences are compared with it; documents are one call each. The block
+mask of FlexAttention is made once and not timed. A ratio is PyTorch's time over ours.
 --cpu-time takes the time of the process instead of the clock's, for one thread on a busy machine.
 """
 
 import argparse
 import json
 import pathlib
+import random
 import statistics
 import sys
 import time
@@ -27,18 +29,55 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from machine import commit, cpu_name
 
 HEADS, DIM = 8, 64
-# name: (options of ring_attention, for a sequence of n tokens; whether a query sees a key at this distance)
+
+
+class Window:
+    """Causal; a token attends to itself and the tokens at the next `keys - 1` multiples of the dilation before it."""
+
+    def __init__(self, tokens, keys, dilation):
+        self.options = {"window": ((keys - 1) * dilation, 0)}
+        if dilation > 1:
+            self.options |= {"segment_lengths": [tokens], "dilation_rates": [dilation], "offsets": "all"}
+        self.keys, self.dilation, self.tokens = keys, dilation, tokens
+
+    def sees(self, query, key):
+        distance = query - key
+        inside = (distance >= 0) & (distance < self.keys * self.dilation)
+        return inside & (distance % self.dilation == 0)
+
+    def sdpa(self, args):
+        """SDPA as a function of q, k and v; None where it would take too long."""
+        if self.tokens > args.most_sdpa_tokens:
+            return None
+        where = torch.arange(self.tokens)
+        mask = self.sees(where[:, None], where)
+        return lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=mask)
+
+
+class Documents:
+    """Causal; packed documents of random lengths."""
+
+    def __init__(self, tokens, count):
+        cuts = [0, *sorted(random.Random(1).sample(range(1, tokens), count - 1)), tokens]
+        self.options = {"cu_seqlens": cuts}
+        self.ranges = list(zip(cuts, cuts[1:]))
+        self.number = torch.repeat_interleave(torch.arange(count), torch.tensor(cuts).diff())
+
+    def sees(self, query, key):
+        return (query >= key) & (self.number[query] == self.number[key])
+
+    def sdpa(self, args):
+        def run(*qkv):
+            parts = [F.scaled_dot_product_attention(*(x[:, :, a:b] for x in qkv), is_causal=True) for a, b in self.ranges]
+            return torch.cat(parts, 2)
+
+        return run
+
+
 CASES = {
-    "window": (lambda n: {"window": (1023, 0)}, lambda d: (d >= 0) & (d < 1024)),
-    "dilated_window": (
-        lambda n: {
-            "segment_lengths": [n],
-            "dilation_rates": [16],
-            "offsets": "all",
-            "window": (63 * 16, 0),
-        },
-        lambda d: (d >= 0) & (d < 1024) & (d % 16 == 0),
-    ),
+    "window": lambda tokens: Window(tokens, 1024, 1),
+    "dilated_window": lambda tokens: Window(tokens, 64, 16),
+    "documents": lambda tokens: Documents(tokens, 32),
 }
 
 
@@ -89,19 +128,17 @@ def measured(case, direction, dtype, tokens, bodies, args):
 def check(name, found, expected, limit):
     difference = relative_rms(found, expected)
     if not difference < limit:
-        sys.exit(f"windows: {name}: results differ by {difference:.2e} (limit {limit:.0e}): nothing was timed")
+        sys.exit(f"masks: {name}: results differ by {difference:.2e} (limit {limit:.0e}): nothing was timed")
 
 
 def rows_of(case, dtype, tokens, args):
-    options_of, sees = CASES[case]
-    options = {"is_causal": True, "threads": args.threads, **options_of(tokens)}
-    with_sdpa = tokens <= args.most_sdpa_tokens
+    mask = CASES[case](tokens)
+    options = {"is_causal": True, "threads": args.threads, **mask.options}
+    sdpa = mask.sdpa(args)
     q, k, v, dout = make((1, tokens, HEADS, DIM), dtype, 4)
     tq, tk, tv, tdout = (x.transpose(1, 2).contiguous() for x in (q, k, v, dout))
-    where = torch.arange(tokens)
-    mask = sees(where[:, None] - where) if with_sdpa else None
     block_mask = create_block_mask(
-        lambda b, h, query, key: sees(query - key), None, None, tokens, tokens, device="cpu"
+        lambda b, h, query, key: mask.sees(query, key), None, None, tokens, tokens, device="cpu"
     )
     compiled = torch.compile(flex_attention, dynamic=False)
     limit = 1e-5 if dtype == "fp32" else 2e-2
@@ -110,22 +147,21 @@ def rows_of(case, dtype, tokens, args):
         bodies = {
             "annulus": lambda: (ring_attention(q, k, v, **options), None)[1],
             "flex": lambda: (compiled(tq, tk, tv, block_mask=block_mask), None)[1],
-            "sdpa": lambda: (F.scaled_dot_product_attention(tq, tk, tv, attn_mask=mask), None)[1],
         }
-        if not with_sdpa:
-            del bodies["sdpa"]
+        if sdpa is not None:
+            bodies["sdpa"] = lambda: (sdpa(tq, tk, tv), None)[1]
         ours = ring_attention(q, k, v, **options).transpose(1, 2)
         check(f"{case} flex", ours, compiled(tq, tk, tv, block_mask=block_mask), limit)
-        if with_sdpa:
-            check(f"{case} sdpa", ours, F.scaled_dot_product_attention(tq, tk, tv, attn_mask=mask), limit)
+        if sdpa is not None:
+            check(f"{case} sdpa", ours, sdpa(tq, tk, tv), limit)
         rows = [measured(case, "forward", dtype, tokens, bodies, args)]
-    if not with_sdpa:
+    if sdpa is None:
         return rows
 
     leaves = [x.requires_grad_() for x in (q, k, v)]
     peers = [x.requires_grad_() for x in (tq, tk, tv)]
     o = ring_attention(*leaves, **options)
-    other = F.scaled_dot_product_attention(*peers, attn_mask=mask)
+    other = sdpa(*peers)
     ours = torch.autograd.grad(o, leaves, dout, retain_graph=True)
     theirs = torch.autograd.grad(other, peers, tdout, retain_graph=True)
     for name, a, b in zip(("dq", "dk", "dv"), ours, theirs):

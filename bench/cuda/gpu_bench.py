@@ -12,14 +12,12 @@ views, WITHOUT the merge or the accumulation that ours includes), PyTorch's flas
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import json
 import math
 import pathlib
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 

@@ -33,8 +33,8 @@ enum class BackwardTravel : std::uint8_t { automatic, keys, queries };
 
 struct RingOptions {
   Pattern pattern;
-  Placement placement;  // of queries; and of keys unless key_placement says otherwise
-  std::optional<Placement> key_placement;  // on as many ranks; for as many keys as it likes
+  Placement placement;  // of queries, and of keys unless there is a key_placement
+  std::optional<Placement> key_placement;  // on as many ranks; may have another number of tokens
   std::int64_t batch = 1;
   int kv_heads = 1;  // divides the query heads: head h uses K/V head h / (heads / kv_heads)
   int head_dim = 64;

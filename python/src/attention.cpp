@@ -65,7 +65,8 @@ struct Request {
   bool reproducible;
 };
 
-// k may differ from q in tokens and heads, other arrays from none of those that they are like.
+// With `keys_of_q`, `view` is k and `like` is q: they may differ in tokens and heads. Other arrays
+// have the shape of the one that they are compared with.
 void expect_shape(const char* where, const char* name, const ConstTensorView& view,
                   const ConstTensorView& like, const char* like_name, bool keys_of_q) {
   const auto same = [&](std::size_t axis) { return view.shape[axis] == like.shape[axis]; };
@@ -406,8 +407,8 @@ Args:
     out: array for the result; None: a new one of q's framework.
     return_lse: also return the log-sum-exp (natural logarithm), float32 [batch, tokens, heads].
     stream: the CUDA stream on which the work is enqueued, as a number (a cudaStream_t), and for which
-        PyTorch allocates the results. None: PyTorch's current one for PyTorch tensors; for other arrays the call waits until
-        the work is done.
+        PyTorch allocates the results. None: PyTorch's current one for PyTorch tensors; for other arrays the
+        call waits until the work is done.
     sinks: float32 [heads]: a logit per query head that takes part in the softmax of each of its rows and has no
         value. -inf: none for that head. A row without keys gives 0; its log-sum-exp is the sink. NaN or +inf makes
         all rows of the head NaN.

@@ -99,8 +99,8 @@ void bind_branch(nb::module_& module) {
 
 Position t is selected for head h iff ``offset[h] >= 0`` and ``(t % segment_length) % dilation ==
 offset[h]``. Query t attends key p iff both are selected, they lie in the same segment, the pattern's
-window allows p and, in a causal pattern, ``p <= t``. Positions are those of the whole sequence, never
-of a shard.
+window allows p and, in a causal pattern, ``p <= t``. Positions are those of the whole sequence, or of the
+document if the pattern has documents, never of a shard.
 
 Args:
     segment_length: tokens per segment; None: one segment, the whole sequence.
@@ -140,8 +140,9 @@ Args:
 
 void bind_pattern(nb::module_& module) {
   bind_branch(module);
-  nb::class_<Pattern>(module, "Pattern",
-                      R"(Which queries attend to which keys: branches, a causal flag and a window.
+  nb::class_<Pattern>(
+      module, "Pattern",
+      R"(Which queries attend to which keys: branches, a causal flag, a window and documents.
 
 Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the branches'
 keys. A row that attends to nothing gives zeros, and -inf as its log-sum-exp. Usually made by

@@ -244,10 +244,11 @@ order. o is like q; lse is float32 [batch, local tokens, heads], the natural log
 denominator. Arrays of any framework with DLPack on the executor's device, any strides whose last axis
 is contiguous, are used in place. Results are written into `o` and `lse` where given, else into new
 arrays of q's framework (on CUDA devices PyTorch's only). `stream` is the CUDA stream on which to enqueue
-the work, as a number (a cudaStream_t); None: see `device` of :class:`RingAttention`. With mix_gradient='detached', `state` is filled for backward.
-`sinks`, float32 [heads], on every rank or on none, are logits that take part in the softmax of their head's
-rows and have no value (:func:`attention`). PyTorch tensors that require gradients are read as if detached, and results have no gradient: this is the bare computation, not an
-autograd function (:func:`annulus.torch.ring_attention` is one).)");
+the work, as a number (a cudaStream_t); None: see `device` of :class:`RingAttention`. With
+mix_gradient='detached', `state` is filled for backward. `sinks`, float32 [heads], on every rank or on
+none, are logits that take part in the softmax of their head's rows and have no value (:func:`attention`).
+PyTorch tensors that require gradients are read as if detached, and results have no gradient: this is the
+bare computation, not an autograd function (:func:`annulus.torch.ring_attention` is one).)");
   const auto define_backward = [&](const auto&... signature_and_doc) {
     ring.def("backward", &backward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
              nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),

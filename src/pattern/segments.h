@@ -6,10 +6,9 @@
 
 #include "annulus/band.h"
 #include "annulus/pattern.h"
+#include "pattern/side.h"
 
 namespace annulus {
-
-enum class Side : std::uint8_t { queries, keys };
 
 // ConfigError unless every document lies within the tokens of both sides.
 void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens);
@@ -34,13 +33,14 @@ class Segments {
            std::int64_t key_tokens);
 
   [[nodiscard]] std::int64_t count() const { return first_segment_.back(); }
-  // Of a branch with more, only this much matters: no document is longer.
+  // Positions per segment: the branch's segment length, but no more than the longest document has.
   [[nodiscard]] std::int64_t length() const { return length_; }
   [[nodiscard]] std::size_t document_of(std::int64_t segment) const;
   [[nodiscard]] const Document& document(std::size_t index) const { return documents_[index]; }
   [[nodiscard]] Part part(Side side, std::int64_t segment) const;
-  // The first segment that ends behind a token, and the last one that begins at a token or before.
-  // count() and -1 if there is none.
+  // The segment of a token of a document. Of another token: at_or_after gives the first segment
+  // with tokens behind it or an earlier one, count() if there is none; at_or_before the last
+  // segment with tokens before it, -1 if there is none.
   [[nodiscard]] std::int64_t at_or_after(Side side, std::int64_t token) const;
   [[nodiscard]] std::int64_t at_or_before(Side side, std::int64_t token) const;
   // The segments from this one up to the result, at least this one, have equally many tokens on

@@ -11,8 +11,8 @@
 namespace annulus {
 
 // One (branch, offset) of a pattern, on one side. A dilation beyond the segment length selects one
-// row of a segment at most, so it is cut down to that: no product of positions overflows. Refers to
-// the segments.
+// row of a segment at most, so it is cut down to that: no product of positions overflows. Keeps a
+// pointer to the segments, which must outlive it.
 struct SelectedRows {
   SelectedRows(const Segments& segments_in, Side side_in, std::int64_t branch_dilation,
                std::int64_t branch_offset)
@@ -20,6 +20,7 @@ struct SelectedRows {
         side(side_in),
         dilation(std::min(branch_dilation, segments_in.length())),
         offset(branch_offset) {}
+  SelectedRows(const Segments&& temporary, Side, std::int64_t, std::int64_t) = delete;
 
   [[nodiscard]] Segments::Part part(std::int64_t segment) const {
     return segments->part(side, segment);

@@ -24,8 +24,8 @@ double kept_rows_per_token(const RingOptions& options) {
 
 Limits limits_for_memory(const RingOptions& options, std::int64_t available_bytes,
                          Missing missing) {
-  // Rows of queries and of keys count alike only if there are as many heads. Per query and element
-  // of a head:
+  // Rows of queries and of keys differ in number and in heads. Bytes per query and element of a
+  // head:
   const double keys_per_query =
       static_cast<double>(options.keys().tokens()) /
       static_cast<double>(std::max<std::int64_t>(1, options.placement.tokens()));

@@ -39,8 +39,7 @@ void for_each_option(Options& options, const Visit& visit) {
   visit(OptionInfo{"kv_heads", same, shape, "Key/value heads, a divisor of --heads (default H)",
                    "H2", 1, INT32_MAX},
         options.kv_heads);
-  visit(OptionInfo{"head_dim", same, shape, "1 to 512 (default 64)", "D", 1,
-                   INT32_MAX},
+  visit(OptionInfo{"head_dim", same, shape, "1 to 512 (default 64)", "D", 1, INT32_MAX},
         options.head_dim);
   visit(OptionInfo{"dtype", same, shape, "Compute in (default fp32, or what the files have)"},
         options.dtype);

@@ -207,9 +207,7 @@ std::vector<Claim> claims_of(const RingOptions& options) {
   claims.push_back({"the placement's tokens", text_of(options.placement.tokens())});
   claims.push_back({"the placement", placement_text(options.placement)});
   claims.push_back({"the keys' tokens", text_of(options.keys().tokens())});
-  claims.push_back({"the keys' placement", options.key_placement
-                                               ? placement_text(*options.key_placement)
-                                               : claims[claims.size() - 2].value});
+  claims.push_back({"the keys' placement", placement_text(options.keys())});
   return claims;
 }
 

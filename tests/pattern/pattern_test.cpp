@@ -210,9 +210,10 @@ TEST(Presets, LongnetWithAllOffsetsLeavesNoRowOut) {
     }
   }
   EXPECT_NO_THROW(longnet(1, List{1 << 20}, List{1024}, false, Offsets::all).validate());
-  EXPECT_THROW(longnet(1, List{1 << 20}, List{1025}, false, Offsets::all), ConfigError);
-  EXPECT_THROW(longnet(1, List{4096, 4096}, List{1000, 25}, false, Offsets::all), ConfigError);
-  EXPECT_THROW(longnet(1, List{kWholeSequence}, List{kWholeSequence}, false, Offsets::all),
+  EXPECT_THROW((void)longnet(1, List{1 << 20}, List{1025}, false, Offsets::all), ConfigError);
+  EXPECT_THROW((void)longnet(1, List{4096, 4096}, List{1000, 25}, false, Offsets::all),
+               ConfigError);
+  EXPECT_THROW((void)longnet(1, List{kWholeSequence}, List{kWholeSequence}, false, Offsets::all),
                ConfigError);
 }
 

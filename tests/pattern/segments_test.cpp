@@ -66,6 +66,7 @@ TEST(Segments, HoldEveryTokenOnceOnEachSide) {
 }
 
 TEST(Segments, SegmentsUpToAlikeUntilHoldAsManyRows) {
+  int longer = 0;  // than one segment
   for (std::uint64_t seed = 0; seed < 1000; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Random random(seed);
@@ -76,6 +77,7 @@ TEST(Segments, SegmentsUpToAlikeUntilHoldAsManyRows) {
     for (std::int64_t s = 0; s < segments.count(); ++s) {
       const std::int64_t until = segments.alike_until(s, segments.count());
       ASSERT_GT(until, s);
+      longer += until > s + 1 ? 1 : 0;
       for (std::int64_t other = s; other < until; ++other) {
         for (const Side side : {Side::queries, Side::keys}) {
           const Segments::Part a = segments.part(side, s);
@@ -86,6 +88,7 @@ TEST(Segments, SegmentsUpToAlikeUntilHoldAsManyRows) {
       }
     }
   }
+  EXPECT_GT(longer, 1000);
 }
 
 TEST(Documents, EveryQueryAttendsOnlyIfItDoes) {

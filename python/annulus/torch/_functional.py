@@ -234,7 +234,7 @@ def ring_attention(
         raise ConfigError(f"ring_attention: {complaint}")
     if key_padding_mask is not None:
         branches = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
-        masks = {"is_causal": is_causal, "window": window, "cu_seqlens": cu_seqlens}
+        masks: dict[str, object] = {"is_causal": is_causal, "window": window, "cu_seqlens": cu_seqlens}
         masks |= {"cu_seqlens_k": cu_seqlens_k, "query_start": query_start}
         ring = {"group": group, "placement": placement, "n_global": n_global, "timeout": timeout}
         kind = {"pattern": pattern, "offsets": offsets, "group_scale": group_scale}

@@ -91,6 +91,15 @@ def _one_side_is_empty(c: Config, q: torch.Tensor, k: torch.Tensor) -> bool:
     return c.group is None and (q.shape[1] == 0) != (k.shape[1] == 0)
 
 
+def _rows_without_keys(
+    o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if sinks is None:
+        return o.zero_(), lse.fill_(-torch.inf)
+    rows = torch.where(sinks < torch.inf, 0.0, torch.nan)  # NaN and +inf make all rows of a head NaN
+    return o.copy_(rows[:, None].expand_as(o)), lse.copy_((sinks + rows).expand_as(lse))
+
+
 def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if c.group is None else report_errors_to_ranks(c.group, c.timeout)
 
@@ -131,7 +140,7 @@ def _forward(
     c = call.config
     o, lse = with_room(_results_like, q)
     if _one_side_is_empty(c, q, k):
-        return o.zero_(), lse.fill_(-torch.inf)
+        return _rows_without_keys(o, lse, sinks)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
             o64, lse64 = annulus.reference_forward(

@@ -122,13 +122,11 @@ def test_cross_attention(ranks: int, placement: str) -> None:
         check(found, inputs, torch.ones(tokens, keys, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("mask", MASKS[1:4])
+@pytest.mark.parametrize("mask", [MASKS[1], MASKS[3]])  # causal: a chunk has no keys behind its queries
 def test_chunks_of_a_prompt_are_the_whole(mask: dict) -> None:
     """Prefill in chunks: each chunk of queries behind the keys so far."""
     q, k, v, _ = tensors(TOKENS, torch.float32)
     whole = at.ring_attention(q, k, v, **mask)
-    if "window" in mask and not mask.get("is_causal"):
-        return  # later keys would be missing
     for begin, end in ((0, 40), (40, 41), (41, 100), (100, TOKENS)):
         chunk = q[:, begin:end], k[:, :end], v[:, :end]
         for call in (at.ring_attention, annulus.attention):
@@ -176,6 +174,19 @@ def test_no_queries_give_zero_gradients_of_keys() -> None:
     assert not dk.any() and not dv.any()
     o, _, dk, dv = gradients(at.ring_attention, *(tensors(9, torch.float32, keys=0)))
     assert o.shape == (2, 9, 4, 24) and not o.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_queries_without_keys_have_their_sink_as_log_sum_exp(dtype: torch.dtype) -> None:
+    q, k, v, do = tensors(9, dtype, keys=0)
+    sinks = torch.tensor([0.5, -torch.inf, torch.nan, torch.inf], dtype=dtype, requires_grad=True)
+    o, lse = at.ring_attention(q, k, v, sinks=sinks, return_lse=True)
+    nan = torch.full_like(lse[..., 2:], torch.nan)
+    torch.testing.assert_close(lse[..., :2], sinks.detach()[:2].to(lse.dtype).expand_as(lse[..., :2]))
+    torch.testing.assert_close(lse[..., 2:], nan, equal_nan=True)
+    assert not o[:, :, :2].any() and o[:, :, 2:].isnan().all()
+    (gradient,) = torch.autograd.grad(o, sinks, do)
+    assert not gradient[:2].any()
 
 
 def test_documents_in_float64_and_with_detached_mixing() -> None:

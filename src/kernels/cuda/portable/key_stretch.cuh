@@ -92,8 +92,8 @@ struct KeyStretch {
         const std::byte* start = at[channel][r];
         const bool there = present && start != nullptr;
         to.load_chunk(r, chunk,
-                      there ? start + chunk * 16 : static_cast<const std::byte*>(somewhere),
-                      there, head_dim, aligned);
+                      there ? start + chunk * 16 : static_cast<const std::byte*>(somewhere), there,
+                      head_dim, aligned);
       }
       return;
     }

@@ -8,6 +8,7 @@
 #include "annulus/band.h"
 #include "kernels/backend.h"
 #include "kernels/work_groups.h"
+#include "pattern/side.h"
 
 // What a stage becomes on a CUDA device: plain tables that kernels walk, made once. No CUDA here:
 // they are made and tested on the host.
@@ -82,9 +83,6 @@ struct Launch {
   std::int32_t first_item = 0;
   std::int32_t items = 0;
 };
-
-// Who owns the rows that items write.
-enum class Side : std::uint8_t { queries, keys };
 
 struct Tables {
   std::vector<Run> runs;

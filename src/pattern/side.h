@@ -1,0 +1,9 @@
+#pragma once
+
+#include <cstdint>
+
+namespace annulus {
+
+enum class Side : std::uint8_t { queries, keys };
+
+}  // namespace annulus

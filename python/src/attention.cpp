@@ -53,8 +53,8 @@ struct Request {
   const Lengths& dilations;
   bool causal;
   nb::handle window;
-  const Lengths& cu_seqlens;
-  const Lengths& cu_seqlens_k;
+  const Lengths cu_seqlens;
+  const Lengths cu_seqlens_k;
   nb::handle query_start;
   const std::string& offsets;
   bool group_scale;
@@ -256,7 +256,7 @@ OptionalInputs optional_inputs(const char* where, Arrays& arrays, nb::handle sin
 
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
                      const Lengths& segments, const Lengths& dilations, Flag causal,
-                     nb::handle window, const Lengths& cu_seqlens, const Lengths& cu_seqlens_k,
+                     nb::handle window, nb::handle cu_seqlens, nb::handle cu_seqlens_k,
                      nb::handle query_start, const std::string& offsets, Flag group_scale,
                      std::optional<double> scale, int ranks, nb::handle placement,
                      const std::string& schedule, Flag reproducible, nb::object out,
@@ -281,10 +281,12 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
     lse_view = arrays.output(lse->writable(), "lse", 3);
     arrays.check(where);
   }
-  Lease lease(where,
-              {pattern, segments, dilations, causal, window, cu_seqlens, cu_seqlens_k, query_start,
-               offsets, group_scale, scale, ranks, placement, schedule, reproducible},
-              q_view, k_view, /*backward=*/false, arrays);
+  Lease lease(
+      where,
+      {pattern, segments, dilations, causal, window, parse_boundaries("cu_seqlens", cu_seqlens),
+       parse_boundaries("cu_seqlens_k", cu_seqlens_k), query_start, offsets, group_scale, scale,
+       ranks, placement, schedule, reproducible},
+      q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr, more);
   });
@@ -295,8 +297,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
 nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
                              nb::handle dout, nb::handle pattern, const Lengths& segments,
                              const Lengths& dilations, Flag causal, nb::handle window,
-                             const Lengths& cu_seqlens, const Lengths& cu_seqlens_k,
-                             nb::handle query_start, const std::string& offsets, Flag group_scale,
+                             nb::handle cu_seqlens, nb::handle cu_seqlens_k, nb::handle query_start,
+                             const std::string& offsets, Flag group_scale,
                              std::optional<double> scale, int ranks, nb::handle placement,
                              const std::string& schedule, Flag reproducible,
                              std::optional<std::uintptr_t> stream, nb::handle sinks) {
@@ -322,10 +324,12 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const TensorView dk_view = arrays.output(dk.writable(), "dk");
   const TensorView dv_view = arrays.output(dv.writable(), "dv");
   arrays.check(where);
-  Lease lease(where,
-              {pattern, segments, dilations, causal, window, cu_seqlens, cu_seqlens_k, query_start,
-               offsets, group_scale, scale, ranks, placement, schedule, reproducible},
-              q_view, k_view, /*backward=*/true, arrays);
+  Lease lease(
+      where,
+      {pattern, segments, dilations, causal, window, parse_boundaries("cu_seqlens", cu_seqlens),
+       parse_boundaries("cu_seqlens_k", cu_seqlens_k), query_start, offsets, group_scale, scale,
+       ranks, placement, schedule, reproducible},
+      q_view, k_view, /*backward=*/true, arrays);
   std::optional<Result> dsinks;  // of every rank
   std::optional<TensorView> dsinks_view;
   if (more.sinks) {
@@ -361,17 +365,17 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
 void bind_attention(nb::module_& module) {
   // Two signatures of one function, so that type checkers know the type of the result.
   const auto define = [&](const auto&... signature_and_doc) {
-    module.def("attention", &attention, nb::arg("q").none(), nb::arg("k").none(),
-               nb::arg("v").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
-               nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
-               nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
-               nb::arg("cu_seqlens") = nb::none(), nb::arg("cu_seqlens_k") = nb::none(),
-               nb::arg("query_start").none() = nb::none(), nb::arg("offsets") = "blocked",
-               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
-               nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
-               nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
-               nb::arg("return_lse") = false, nb::arg("stream") = nb::none(),
-               nb::arg("sinks") = nb::none(), signature_and_doc...);
+    module.def(
+        "attention", &attention, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
+        nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
+        nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
+        nb::arg("window").none() = nb::none(), nb::arg("cu_seqlens").none() = nb::none(),
+        nb::arg("cu_seqlens_k").none() = nb::none(), nb::arg("query_start").none() = nb::none(),
+        nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+        nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
+        nb::arg("schedule") = "auto", nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
+        nb::arg("return_lse") = false, nb::arg("stream") = nb::none(),
+        nb::arg("sinks") = nb::none(), signature_and_doc...);
   };
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False, "
@@ -422,17 +426,17 @@ may call at the same time. The GIL is released.)");
                  ", out: ArrayT | None = None, return_lse: typing.Literal[True], stream: int "
                  "| None = None, sinks: ArrayT | None = None) -> tuple[ArrayT, ArrayT]"));
   const auto define_backward = [&](const auto&... signature_and_doc) {
-    module.def("attention_backward", &attention_backward, nb::arg("q").none(), nb::arg("k").none(),
-               nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(),
-               nb::arg("do").none(), nb::kw_only(), nb::arg("pattern") = nb::none(),
-               nb::arg("segment_lengths") = nb::none(), nb::arg("dilation_rates") = nb::none(),
-               nb::arg("is_causal") = false, nb::arg("window").none() = nb::none(),
-               nb::arg("cu_seqlens") = nb::none(), nb::arg("cu_seqlens_k") = nb::none(),
-               nb::arg("query_start").none() = nb::none(), nb::arg("offsets") = "blocked",
-               nb::arg("group_scale") = false, nb::arg("scale") = nb::none(), nb::arg("ranks") = 1,
-               nb::arg("placement") = "contiguous", nb::arg("schedule") = "auto",
-               nb::arg("reproducible") = false, nb::arg("stream") = nb::none(),
-               nb::arg("sinks") = nb::none(), signature_and_doc...);
+    module.def(
+        "attention_backward", &attention_backward, nb::arg("q").none(), nb::arg("k").none(),
+        nb::arg("v").none(), nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
+        nb::kw_only(), nb::arg("pattern") = nb::none(), nb::arg("segment_lengths") = nb::none(),
+        nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
+        nb::arg("window").none() = nb::none(), nb::arg("cu_seqlens").none() = nb::none(),
+        nb::arg("cu_seqlens_k").none() = nb::none(), nb::arg("query_start").none() = nb::none(),
+        nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
+        nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
+        nb::arg("schedule") = "auto", nb::arg("reproducible") = false,
+        nb::arg("stream") = nb::none(), nb::arg("sinks") = nb::none(), signature_and_doc...);
   };
   define_backward(
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "

@@ -230,14 +230,15 @@ multiplies the output by one over the number of segment lengths.)")
           "key_start); empty: all tokens are one document.")
       .def(
           "with_documents",
-          [](const Pattern& p, const std::vector<std::int64_t>& queries,
-             const std::optional<std::vector<std::int64_t>>& keys, nb::handle starts) {
+          [](const Pattern& p, nb::handle queries, nb::handle keys, nb::handle starts) {
             Pattern out = p;
-            out.documents = parse_documents(queries, keys, starts);
+            out.documents = parse_documents(
+                parse_boundaries("cu_seqlens", queries).value_or(std::vector<std::int64_t>()),
+                parse_boundaries("cu_seqlens_k", keys), starts);
             out.validate();
             return out;
           },
-          nb::arg("cu_seqlens"), nb::arg("cu_seqlens_k") = nb::none(),
+          nb::arg("cu_seqlens"), nb::arg("cu_seqlens_k").none() = nb::none(),
           nb::arg("query_start").none() = nb::none(),
           nb::sig("def with_documents(self, cu_seqlens: Sequence[int], cu_seqlens_k: Sequence[int] "
                   "| None = None, query_start: int | Sequence[int] | None = None) -> Pattern"),

@@ -42,6 +42,9 @@ template <typename T>
 [[nodiscard]] Window parse_window(nb::handle window);
 [[nodiscard]] nb::object object_of(const Window& window);  // None: no window
 [[nodiscard]] Pattern windowed(Pattern pattern, nb::handle window);
+// A sequence, array or tensor of whole numbers; None: none.
+[[nodiscard]] std::optional<std::vector<std::int64_t>> parse_boundaries(const char* name,
+                                                                        nb::handle boundaries);
 // Boundaries as flash-attention's cu_seqlens. `starts`: None, a number or one for each document.
 [[nodiscard]] std::vector<Document> parse_documents(
     const std::vector<std::int64_t>& queries, const std::optional<std::vector<std::int64_t>>& keys,

@@ -205,8 +205,14 @@ def test_documents_in_float64_and_with_detached_mixing() -> None:
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
 def test_boundaries_are_any_sequence_of_whole_numbers(kind) -> None:
     q, k, v, _ = tensors(TOKENS, torch.float32)
-    expected = at.ring_attention(q, k, v, cu_seqlens=[0, 50, TOKENS])
-    assert torch.equal(at.ring_attention(q, k, v, cu_seqlens=kind([0, 50, TOKENS])), expected)
+    call = {"cu_seqlens": [0, 50, TOKENS], "query_start": [3, 0], "is_causal": True}
+    expected = at.ring_attention(q, k, v, **call)
+    call |= {"cu_seqlens": kind([0, 50, TOKENS]), "query_start": kind([3, 0])}
+    for function in (at.ring_attention, annulus.attention):
+        assert torch.equal(function(q, k, v, **call), expected)
+    starts = kind([3, 0])
+    pattern = Pattern.dense(4, causal=True).with_documents(kind([0, 50, TOKENS]), query_start=starts)
+    assert torch.equal(annulus.attention(q, k, v, pattern=pattern), expected)
 
 
 WRONG = [
@@ -248,8 +254,9 @@ def test_wrong_documents_are_config_errors(call: dict, words: list[str]) -> None
 )
 def test_documents_of_another_kind_are_config_errors(call: dict) -> None:
     q, k, v, _ = tensors(TOKENS, torch.float32)
-    with pytest.raises(ConfigError, match=next(iter(call))):
-        at.ring_attention(q, k, v, **call)
+    for function in (at.ring_attention, annulus.attention):
+        with pytest.raises(ConfigError, match=next(iter(call))):
+            function(q, k, v, **call)
 
 
 def test_masks_with_other_lengths_need_the_position_of_the_first_query() -> None:

@@ -4,11 +4,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
+#include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <limits>
-#include <sstream>
+#include <system_error>
 #include <type_traits>
 
 #include "annulus/error.h"
@@ -255,30 +256,50 @@ CLI::Option* add_window_flag(CLI::App& command, Window& window) {
       ->type_name("BEFORE,AFTER");
 }
 
-CLI::Option* add_documents_flag(CLI::App& command, std::vector<Document>& documents) {
-  const auto read = [](const std::string& path) {
-    std::ifstream file(path);
-    if (!file) throw ConfigError(fmt::format("--documents: {} cannot be read", path));
-    std::string text(std::istreambuf_iterator<char>(file), {});
-    std::replace(text.begin(), text.end(), ',', ' ');
-    std::istringstream words(text);
-    std::vector<std::int64_t> boundaries;
-    for (std::string word; words >> word;) {
-      std::int64_t number = 0;
-      const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
-      if (problem != std::errc() || end != word.data() + word.size()) {
-        throw ConfigError(
-            fmt::format("--documents: {} has '{}', expected whole numbers: 0, then the end of each "
-                        "document",
-                        path, word));
-      }
-      boundaries.push_back(number);
-    }
-    return packed_documents(boundaries);
+namespace {
+
+std::vector<Document> read_documents(const std::string& path) {
+  std::error_code none;
+  std::ifstream file(path);
+  if (!file || std::filesystem::is_directory(path, none))
+    throw ConfigError(fmt::format("--documents: {} cannot be read", path));
+  std::vector<std::int64_t> boundaries;
+  std::string word;
+  const auto wrong = [&] {
+    std::replace_if(
+        word.begin(), word.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+    return ConfigError(
+        fmt::format("--documents: {} has '{}', expected whole numbers: 0, then the end of each "
+                    "document",
+                    path, word));
   };
+  const auto finish_word = [&] {
+    if (word.empty()) return;
+    std::int64_t number = 0;
+    const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
+    if (problem != std::errc() || end != word.data() + word.size()) throw wrong();
+    boundaries.push_back(number);
+    word.clear();
+  };
+  for (char c = 0; file.get(c);) {
+    if (c == ',' || std::isspace(static_cast<unsigned char>(c)) != 0) {
+      finish_word();
+    } else {
+      word += c;
+      if (word.size() > 24) throw wrong();  // no number: a file of another kind may have no end
+    }
+  }
+  finish_word();
+  return packed_documents(boundaries);
+}
+
+}  // namespace
+
+CLI::Option* add_documents_flag(CLI::App& command, std::vector<Document>& documents) {
   return command
       .add_option_function<std::string>(
-          "--documents", [&documents, read](const std::string& path) { documents = read(path); },
+          "--documents",
+          [&documents](const std::string& path) { documents = read_documents(path); },
           "File of document boundaries: 0, then the end of each")
       ->type_name("FILE");
 }

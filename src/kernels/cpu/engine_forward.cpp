@@ -49,7 +49,9 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
     return PackedKeys{packed_.data() + list.offset, list.rows};
   };
 
-  bool first_phase = stage == 0;
+  // The only phase of all stages is the first one, whatever the stage: with fewer queries than
+  // keys, a rank's own keys may all be hidden.
+  bool first_phase = stage == 0 || direct(call);
   for (const Phase& phase : work.phases()) {
     const auto stopped = [&] { return call.stop->load(std::memory_order_relaxed); };
     const auto attend = [&](const WorkItem& item, const KeyList* list, int slot) {

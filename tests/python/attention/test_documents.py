@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
 import numpy as np  # noqa: E402
-from annulus import ConfigError, Pattern  # noqa: E402
+from annulus import ConfigError, Pattern, Placement  # noqa: E402
+from support import on_ranks  # noqa: E402
 from support.dense_masks import check, tensors  # noqa: E402
 
 TOKENS = 131
@@ -131,6 +132,30 @@ def test_chunks_of_a_prompt_are_the_whole(mask: dict) -> None:
         for call in (at.ring_attention, annulus.attention):
             o = call(*chunk, query_start=begin, **mask)
             torch.testing.assert_close(o, whole[:, begin:end], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("schedule", ["ring", "gather"])
+@pytest.mark.parametrize("start", [0, 10])
+def test_ranks_whose_own_keys_are_all_hidden(start: int, schedule: str, dtype: torch.dtype) -> None:
+    """Their first keys come from other ranks, and what lay in the memory of o and lse does not matter."""
+    inputs = tensors(12, dtype, keys=64)
+    pattern = Pattern.dense(4, causal=True).with_documents([0, 12], [0, 64], start)
+    queries, keys = Placement.contiguous(12, 3), Placement.contiguous(64, 3)
+
+    def body(transport: annulus.Transport) -> list[torch.Tensor]:
+        options = {"batch": 2, "kv_heads": 2, "head_dim": 24, "dtype": dtype, "schedule": schedule}
+        ring = annulus.RingAttention(
+            pattern, queries, key_placement=keys, transport=transport, **options
+        )
+        mine, theirs = queries.positions(transport.rank()), keys.positions(transport.rank())
+        q, k, v, do = (x[:, rows] for x, rows in zip(inputs, (mine, theirs, theirs, mine)))
+        o, lse = torch.full_like(q, 5.0), torch.full(q.shape[:3], 5.0)
+        ring.forward(q, k, v, o, lse)
+        return [o, *ring.backward(q, k, v, o, lse, do)]
+
+    shards = on_ranks(annulus.make_in_process_ring(3), body)
+    check([torch.cat(x, dim=1) for x in zip(*shards)], inputs, allowed(pattern, 12, 64))
 
 
 def test_queries_behind_caches_of_packed_sequences() -> None:

@@ -276,7 +276,7 @@ def test_deterministic_gives_the_same_bits_every_time(
     # Many tiles of keys for every query, so that their sums could come in another order.
     inputs = [x.bfloat16() for x in tensors(cuda, 3001, heads=8, kv_heads=2, dim=dim)]
     options = {**PATTERNS[name], "deterministic": True}
-    if "segment_lengths" in options:
+    if len(options.get("segment_lengths", ())) == 2:
         options["segment_lengths"] = [640, 2560]
     expected = results(ring_attention, *inputs, **{**options, "deterministic": False})
     first = results(ring_attention, *inputs, **options)

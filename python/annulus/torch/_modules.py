@@ -25,7 +25,7 @@ from annulus.torch.ring._process_groups import group_name
 F = TypeVar("F", bound=Callable)
 
 # Arguments of ring_attention that may differ between the calls of one module.
-_OF_CALLS = ("n_global", "return_lse", "sinks")
+_OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks")
 _PARAMETERS = [
     p
     for p in inspect.signature(ring_attention).parameters.values()
@@ -48,8 +48,8 @@ class RingDilatedAttention(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: as in :func:`ring_attention`.
-        options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse and sinks: pattern,
-            is_causal, window, offsets, group_scale, group, placement, timeout, schedule and so on.
+        options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse, key_padding_mask and
+            sinks: pattern, is_causal, window, offsets, group_scale, group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names

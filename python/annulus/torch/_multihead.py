@@ -50,8 +50,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             and has no value. It begins as 0.
         window: (before, after): the query at t attends only to keys from t - before to t + after, as in
             :func:`ring_attention`.
-        options: all other keyword arguments of :func:`ring_attention` except n_global and return_lse: pattern, offsets,
-            group_scale, group, placement, timeout, schedule and so on.
+        options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse and key_padding_mask:
+            pattern, offsets, group_scale, group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names
@@ -240,11 +240,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._refuse(
                 f"key has {key.shape[1]} tokens, value {value.shape[1]}: equal lengths were expected"
             )
-        has_weights = self.attention.segment_lengths is None and self.attention.group is None
+        special = ("segment_lengths", "group", "cu_seqlens", "query_start")
+        has_weights = all(getattr(self.attention, name) is None for name in special)
         need_weights = has_weights if need_weights is None else need_weights
         if need_weights and not has_weights:
             self._refuse(
-                "need_weights is supported only for the dense pattern in one process: pass need_weights=False"
+                "need_weights is supported only for the dense pattern without documents and query_start, in one "
+                "process: pass need_weights=False"
             )
         causal = is_causal or self.attention.is_causal
         if attn_mask is not None and not is_causal:

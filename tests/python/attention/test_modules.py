@@ -411,6 +411,22 @@ def test_weights_are_those_inside_the_window() -> None:
         torch.testing.assert_close(ours_weights, weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("documents", [{"cu_seqlens": [0, 20, 50]}, {"query_start": 3}])
+def test_weights_are_not_returned_with_documents(documents: dict) -> None:
+    module = RingMultiheadDilatedAttention(64, 4, batch_first=True, **documents)
+    x = torch.randn(2, 50, 64)
+    assert module(x, x, x)[1] is None
+    with pytest.raises(ConfigError, match="without documents and query_start"):
+        module(x, x, x, need_weights=True)
+
+
+def test_modules_take_padding_with_each_call_only() -> None:
+    """They would not use a mask that they were given when they were made."""
+    for make in (RingDilatedAttention, lambda **k: RingMultiheadDilatedAttention(64, 4, **k)):
+        with pytest.raises((ConfigError, TypeError), match="key_padding_mask"):
+            make(key_padding_mask=PADDING)
+
+
 def test_windows_are_options_of_every_module() -> None:
     q = torch.randn(1, 40, 4, 16)
     expected = at.ring_attention(q, q, q, is_causal=True, window=(9, 0))

@@ -64,6 +64,11 @@ class CpuEngine final : public Engine {
   [[nodiscard]] bool direct(const ForwardCall& call) const {
     return direct_output_ && call.branches.o == nullptr;
   }
+  // Kernels take in the sinks of all rows that they write. Otherwise finish_forward does, in one
+  // multiplication with output_scale.
+  [[nodiscard]] bool kernels_take_sinks(const ForwardCall& call) const {
+    return direct(call) && computation_.pattern->output_scale == 1.0;
+  }
   [[nodiscard]] TensorRows state_rows(const ForwardCall& call) const;
   // Where the branches' outputs so far are, in fp32: with the caller, or in the workspace.
   [[nodiscard]] float* branch_outputs(const BranchOutputs& kept) const {

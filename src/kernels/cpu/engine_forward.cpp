@@ -85,7 +85,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       if (list != nullptr) task.packed = packed_keys(*list);
       task.repeats = group.repeats;
       task.load_state = per_branch ? stage != 0 : !first_phase;
-      if (direct(call)) task.sink = sink_of(call.sinks, head);
+      if (kernels_take_sinks(call)) task.sink = sink_of(call.sinks, head);
       task.out_dtype = per_branch ? DType::f32 : state_dtype;
       kernels_.forward(problem_, task, pool_->scratch(slot));
     };
@@ -124,8 +124,7 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   const bool per_branch = call.branches.o != nullptr;
   const auto factor = static_cast<float>(computation_.pattern->output_scale);
   const bool convert = !direct(call) && !is_fp32();
-  // Kernels that write rows just once take in the sinks of all that they write.
-  const bool sinks_taken = call.sinks.base == nullptr || direct(call);
+  const bool sinks_taken = call.sinks.base == nullptr || kernels_take_sinks(call);
   if (!per_branch && every_row_attends_ && !convert && factor == 1.0F && sinks_taken) return;
   const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
   for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {

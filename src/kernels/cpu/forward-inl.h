@@ -574,12 +574,16 @@ class Forward {
       for (int i = first; i < first + count; ++i)
         prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
       float* o = o_ + first * padded_dim_;
+      // Two factors, because the engine multiplies with the second one by itself where other tasks
+      // come back to a row: bits must not depend on that (see ForwardTask::sink).
       HWY_ALIGN float inverse[kPanel];
+      HWY_ALIGN float kept[kPanel];
       for (int i = 0; i < kPanel; ++i) {
         const float sum = sum_[first + i];
         const float log_sum = std::log2(sum) - minus_reference_[first + i];
         const WithSink row = with_sink(sum == 0.0F ? -INFINITY : log_sum * kLn2, task_.sink);
-        inverse[i] = sum == 0.0F ? row.kept : row.kept / rounded_sum_[first + i];
+        inverse[i] = sum == 0.0F ? 1.0F : 1.0F / rounded_sum_[first + i];
+        kept[i] = row.kept;
         if (i >= count) continue;
         if (HWY_UNLIKELY(sum == 0.0F)) {  // nothing comes out, whatever Inf the values had
           for (int d = 0; d < head_dim(); ++d) o[d * kPanel + i] = 0.0F;
@@ -589,7 +593,8 @@ class Forward {
       for (int d = 0; d < head_dim(); ++d) {
         for (int j = 0; j < kPanel; j += kLanes) {
           float* at = o + d * kPanel + j;
-          hn::Store(hn::Mul(hn::Load(kF, at), hn::Load(kF, inverse + j)), kF, at);
+          const VF one = hn::Mul(hn::Load(kF, at), hn::Load(kF, inverse + j));
+          hn::Store(hn::Mul(one, hn::Load(kF, kept + j)), kF, at);
         }
       }
       panel_to_rows(o, padded_dim_, rows_, kLd);

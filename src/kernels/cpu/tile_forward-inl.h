@@ -406,23 +406,28 @@ class TileForward {
       const float log_sum = std::log2(sum) - minus_reference_[row];
       const WithSink end = with_sink(sum == 0.0F ? -INFINITY : log_sum * kLn2, task_.sink);
       *reinterpret_cast<float*>(query_refs_[row].at(kLse)) = end.lse;
-      const __m512 inverse =
-          _mm512_set1_ps(sum == 0.0F ? end.kept : end.kept / rounded_sum_[row * kLanes]);
+      // Two factors: see store_output in forward-inl.h.
+      const __m512 inverse = _mm512_set1_ps(sum == 0.0F ? 1.0F : 1.0F / rounded_sum_[row * kLanes]);
+      const __m512 kept = _mm512_set1_ps(end.kept);
       if (task_.out_dtype == DType::bf16) {
-        store_rounded(row, inverse);
+        store_rounded(row, inverse, kept);
         continue;
       }
       for (int d = 0; d < dims_ * 32; d += kLanes)
-        _mm512_store_ps(row_ + d, _mm512_mul_ps(inverse, _mm512_load_ps(output(row, d))));
+        _mm512_store_ps(row_ + d, finished(row, d, inverse, kept));
       store_row(task_.out_dtype, row_, 1.0F, query_refs_[row].at(kOut), problem_.head_dim);
     }
   }
 
-  HWY_INLINE void store_rounded(int row, __m512 inverse) const {
+  HWY_INLINE __m512 finished(int row, int d, __m512 inverse, __m512 kept) const {
+    return _mm512_mul_ps(kept, _mm512_mul_ps(inverse, _mm512_load_ps(output(row, d))));
+  }
+
+  HWY_INLINE void store_rounded(int row, __m512 inverse, __m512 kept) const {
     auto* const to = reinterpret_cast<std::uint16_t*>(query_refs_[row].at(kOut));
     for (int d = 0; d < problem_.head_dim; d += 32) {
-      const __m512i words = to_bf16(_mm512_mul_ps(inverse, _mm512_load_ps(output(row, d))),
-                                    _mm512_mul_ps(inverse, _mm512_load_ps(output(row, d + 16))));
+      const __m512i words =
+          to_bf16(finished(row, d, inverse, kept), finished(row, d + 16, inverse, kept));
       const int left = problem_.head_dim - d;
       const __mmask32 keep = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
       _mm512_mask_storeu_epi16(to + d, keep, words);

@@ -333,7 +333,13 @@ __global__ void __launch_bounds__(kThreads)
       if (lane % 4 == 0)  // an empty one's, too: nobody else may have
         *reinterpret_cast<float*>(shared.queries.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
-      const float factor = end.kept * p.out_factor / (empty ? 1.0F : total);
+      const float inverse = 1.0F / (empty ? 1.0F : total);
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        o[m][n][2 * half] *= inverse;
+        o[m][n][2 * half + 1] *= inverse;
+      }
+      const float factor = end.kept * p.out_factor;  // by itself, as finish_rows multiplies states
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         const int column = n * 8 + lane % 4 * 2;

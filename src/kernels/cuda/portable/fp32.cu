@@ -233,12 +233,13 @@ __global__ void __launch_bounds__(kThreads)
     if (tx == 0)  // an empty one's, too: nobody else may have
       *reinterpret_cast<float*>(shared.queries.at[1][row]) = end.lse;
     if (empty && !p.for_good) continue;
-    const float factor = end.kept * p.out_factor / (empty ? 1.0F : sum[i]);
+    const float inverse = 1.0F / (empty ? 1.0F : sum[i]);
+    const float factor = end.kept * p.out_factor;  // by itself, as finish_rows multiplies states
     auto* to = reinterpret_cast<float*>(shared.queries.at[3][row]);
 #pragma unroll
     for (int c = 0; c < kDim / 16; ++c) {
       const int column = tx + 16 * c;
-      if (column < head_dim) to[column] = empty ? factor : o[i][c] * factor;
+      if (column < head_dim) to[column] = empty ? factor : o[i][c] * inverse * factor;
     }
   }
 }

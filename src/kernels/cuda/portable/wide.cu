@@ -183,12 +183,14 @@ __global__ void __launch_bounds__(kThreads)
                                      sink_of(p.sinks, member.head));
       if (lane == 0) *reinterpret_cast<float*>(queries.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
-      const float factor = end.kept * p.out_factor / (empty ? 1.0F : of.sum);
+      const float inverse = 1.0F / (empty ? 1.0F : of.sum);
+      const float factor = end.kept * p.out_factor;  // by itself, as finish_rows multiplies states
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int column = lane + 32 * c;
         if (column < head_dim)
-          store(queries.at[3][row], p.out_dtype, column, empty ? factor : of.o.at[c] * factor);
+          store(queries.at[3][row], p.out_dtype, column,
+                empty ? factor : of.o.at[c] * inverse * factor);
       }
     }
   }

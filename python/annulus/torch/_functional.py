@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +40,12 @@ HAS_MASK = "_has_key_padding_mask"
 def _text_of(names: tuple[str, ...], values: tuple, needs_gradient: bool, *arguments: object) -> str:
     """Calls text_of. `arguments` has the fields of Config before the options; options are given by name or default."""
     return text_of(*arguments, *{**DEFAULTS, **dict(zip(names, values))}.values(), needs_gradient)
+
+
+def _fixed(x: object) -> object:
+    """x itself. In a compiled graph a whole number that was another one before is a variable, which this fixes."""
+    whole = isinstance(x, int) and not isinstance(x, bool)
+    return operator.index(x) if whole and torch.compiler.is_compiling() else x
 
 
 def _cast_for_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -82,11 +89,15 @@ def _valid_text(
     )
     if pattern is None:
         pattern = "dense" if segment_lengths is None and dilation_rates is None else "longnet"
-    segments = branch_numbers("segment_lengths", segment_lengths)
-    rates = branch_numbers("dilation_rates", dilation_rates)
+    segments = tuple(map(_fixed, branch_numbers("segment_lengths", segment_lengths)))
+    rates = tuple(map(_fixed, branch_numbers("dilation_rates", dilation_rates)))
     window = window_pair(window)
+    if isinstance(window, tuple):
+        window = tuple(map(_fixed, window))
     names, values = tuple(options), tuple(options.values())
-    documents = [x if x is None else tuple(x) for x in (cu_seqlens, cu_seqlens_k, query_start)]
+    documents = [
+        x if x is None else tuple(map(_fixed, x)) for x in (cu_seqlens, cu_seqlens_k, query_start)
+    ]
     fields = (group, pattern, segments, rates, window, *documents, *others)
     text = _text_of(names, values, needs_gradient, *fields)
     if text[0] == "!":
@@ -244,7 +255,7 @@ def ring_attention(
     if cu_seqlens is not None or cu_seqlens_k is not None or query_start is not None:
         cu_seqlens = whole_numbers("cu_seqlens", cu_seqlens)
         cu_seqlens_k = whole_numbers("cu_seqlens_k", cu_seqlens_k)
-        query_start = whole_numbers("query_start", query_start, one=True)
+        query_start = whole_numbers("query_start", _fixed(query_start), one=True)
     arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window)
     arguments += (cu_seqlens, cu_seqlens_k, query_start, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)

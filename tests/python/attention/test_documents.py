@@ -202,6 +202,29 @@ def test_documents_in_float64_and_with_detached_mixing() -> None:
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("cu_seqlens", ([0, 50, TOKENS], [0, 60, TOKENS], [0, 60, 70, TOKENS])),
+        ("query_start", (3, 4, 5)),
+        ("window", ((3, 4), (5, 6), (7, 8))),
+        ("segment_lengths", ([16], [32], [64])),
+    ],
+)
+def test_masks_of_a_compiled_graph_may_change(name: str, values: tuple) -> None:
+    """Numbers that were others in an earlier call are variables to dynamo, unless told that they are constants."""
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    rates = {"dilation_rates": [2]} if name == "segment_lengths" else {}
+
+    def attend(q, k, v, value):
+        return at.ring_attention(q, k, v, **{name: value}, **rates)
+
+    torch._dynamo.reset()  # the limit of compilations holds for the code of `attend` in all cases
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for value in values:
+        assert torch.equal(compiled(q, k, v, value), attend(q, k, v, value))
+
+
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
 def test_boundaries_are_any_sequence_of_whole_numbers(kind) -> None:
     q, k, v, _ = tensors(TOKENS, torch.float32)

@@ -36,7 +36,6 @@ class Segments {
   // Positions per segment: the branch's segment length, but no more than the longest document has.
   [[nodiscard]] std::int64_t length() const { return length_; }
   [[nodiscard]] std::size_t document_of(std::int64_t segment) const;
-  [[nodiscard]] const Document& document(std::size_t index) const { return documents_[index]; }
   [[nodiscard]] Part part(Side side, std::int64_t segment) const;
   // The segment of a token of a document. Of another token: at_or_after gives the first segment
   // with tokens behind it or an earlier one, count() if there is none; at_or_before the last

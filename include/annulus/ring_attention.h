@@ -40,6 +40,9 @@ struct RingOptions {
   int head_dim = 64;
   DType dtype = DType::f32;
   std::optional<double> scale;  // of q.k, above 0; 1/sqrt(head_dim) when absent
+  double softcap = 0;           // c > 0: scores become c * tanh(score / c), before masks; 0: none
+  double dropout_p = 0;         // in [0, 1): the share of probabilities that dropout sets to 0, see
+                                // OptionalInputs::dropout_seed
   MixGradient mix_gradient = MixGradient::full;
   Schedule schedule = Schedule::automatic;
   std::int64_t min_tokens_for_ring = 32768;  // below, `automatic` gathers
@@ -86,6 +89,12 @@ struct OptionalInputs {
   // without them, lse is L' = log(exp(L) + exp(sink)) and o is exp(L - L') O; of a row without keys
   // sink and 0. -inf: none for that head. NaN and +inf make all rows of the head NaN.
   std::optional<ConstTensorView> sinks;
+  // Needed where dropout_p is not 0, and of no meaning otherwise: the same number on every rank, in
+  // backward that of forward. After the softmax each pair of query and key of a head keeps its
+  // probability with probability 1 - dropout_p and is then divided by that. Which pairs do follows
+  // from the seed, the batch entry, the query head and the global tokens of query and key alone,
+  // whatever the ranks, the placement and the device. lse is that of all pairs.
+  std::optional<std::uint64_t> dropout_seed;
 };
 
 // Results of backward besides those that every call has, each for an input of its name.

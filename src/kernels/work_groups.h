@@ -25,8 +25,9 @@ struct WorkGroup {
   std::int64_t segment = 0;
   std::vector<Selection::Member> members;
   std::vector<Repeat> repeats;
-  int rows = 0;                 // index of its WorkRows
-  Band band;                    // in indices
+  int rows = 0;  // index of its WorkRows
+  Band band;     // in indices
+  IndexTokens tokens;
   bool whole = true;            // it has all pairs of the segment; else of one segment of the host:
   std::int32_t host_begin = 0;  // the first index within that
   IndexFilter queries;

@@ -21,6 +21,7 @@ struct Check {
   [[nodiscard]] std::string lse(const ConstTensorView& view) const;
   [[nodiscard]] std::string sinks(const char* name,
                                   const std::optional<ConstTensorView>& view) const;
+  [[nodiscard]] std::string seed(const std::optional<DropoutSeed>& given) const;
 };
 
 std::string Check::tensor(const char* name, const ConstTensorView& view, bool of_keys) const {
@@ -83,6 +84,13 @@ std::string Check::sinks(const char* name, const std::optional<ConstTensorView>&
   return "";
 }
 
+std::string Check::seed(const std::optional<DropoutSeed>& given) const {
+  if (options.dropout_p == 0 || given.has_value()) return "";
+  return fmt::format(
+      "dropout_p is {}, but there is no dropout_seed: pass the same one on every rank",
+      options.dropout_p);
+}
+
 // Of a result: threads would write its elements over each other's. Of all shapes and strides, this
 // is the mistake that an expanded view makes.
 std::string check_distinct(const char* name, const ConstTensorView& view) {
@@ -125,10 +133,10 @@ std::string first_of(std::initializer_list<std::string> complaints) {
 
 std::string complaint_about(const ForwardTensors& t, const RingOptions& options, int rank) {
   const Check check{options, rank};
-  std::string complaint = first_of({check.tensor("q", t.q, false), check.tensor("k", t.k, true),
-                                    check.tensor("v", t.v, true), check.tensor("o", t.o, false),
-                                    check.lse(t.lse), check.sinks("sinks", t.sinks),
-                                    check_distinct("o", t.o), check_distinct("lse", t.lse)});
+  std::string complaint = first_of(
+      {check.tensor("q", t.q, false), check.tensor("k", t.k, true), check.tensor("v", t.v, true),
+       check.tensor("o", t.o, false), check.lse(t.lse), check.sinks("sinks", t.sinks),
+       check.seed(t.dropout), check_distinct("o", t.o), check_distinct("lse", t.lse)});
   if (!complaint.empty()) return complaint;
   const Named results[] = {{"o", t.o}, {"lse", t.lse}};
   const Named read[] = {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"sinks", t.sinks.value_or(t.v)}};
@@ -143,7 +151,7 @@ std::string complaint_about(const BackwardTensors& t, const RingOptions& options
        check.tensor("o", t.o, false), check.lse(t.lse), check.tensor("dout", t.dout, false),
        check.tensor("dq", t.dq, false), check.tensor("dk", t.dk, true),
        check.tensor("dv", t.dv, true), check.sinks("sinks", t.sinks),
-       check.sinks("dsinks", t.dsinks),
+       check.sinks("dsinks", t.dsinks), check.seed(t.dropout),
        t.dsinks && !t.sinks ? "dsinks is given, but sinks is not: pass what forward got" : "",
        check_distinct("dq", t.dq), check_distinct("dk", t.dk), check_distinct("dv", t.dv),
        t.dsinks ? check_distinct("dsinks", *t.dsinks) : ""});

@@ -5,6 +5,7 @@
 
 #include "annulus/ring_attention.h"
 #include "annulus/tensor.h"
+#include "kernels/dropout.h"
 
 namespace annulus::ring {
 
@@ -12,6 +13,7 @@ struct ForwardTensors {
   ConstTensorView q, k, v;
   TensorView o, lse;
   std::optional<ConstTensorView> sinks;
+  std::optional<DropoutSeed> dropout;
 };
 
 struct BackwardTensors {
@@ -19,6 +21,7 @@ struct BackwardTensors {
   TensorView dq, dk, dv;
   std::optional<ConstTensorView> sinks;
   std::optional<TensorView> dsinks;
+  std::optional<DropoutSeed> dropout;
   bool adds_dsinks = false;  // to what is there
 };
 

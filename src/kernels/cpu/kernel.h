@@ -10,6 +10,7 @@
 
 #include "annulus/band.h"
 #include "annulus/tensor.h"
+#include "kernels/dropout.h"
 #include "kernels/head_dim.h"
 #include "kernels/row_index.h"
 #include "pattern/shared_pairs.h"
@@ -61,6 +62,11 @@ struct Problem {
   DType dtype = DType::f32;
   int head_dim = 0;  // 1 to kMaxHeadDim
   float scale = 1;   // of q.k
+  float softcap = 0;
+  DropoutRate dropout;
+
+  // Kernels of their own, so that the others do not get slower.
+  [[nodiscard]] bool caps_or_drops() const { return softcap != 0 || dropout.drops(); }
 };
 
 // Key rows of one head in the form that a set multiplies them in, made once for all tasks that have
@@ -95,6 +101,7 @@ struct ForwardTask {
   std::span<const Repeat> repeats;  // pairs that count several times
   bool load_state = false;          // start from (kState, kLse); otherwise from nothing
   float sink = -INFINITY;           // see with_sink: the task is the last one of its rows
+  dropout::Rows dropout;
   DType out_dtype = DType::f32;
 };
 
@@ -114,6 +121,7 @@ struct BackwardTask {
   bool only_branch = false;  // no other branch has these pairs, too, and there is no sink
   bool query_grad = true;    // add into kQueryGrad
   bool key_grad = true;      // add into kKeyGrad and kValueGrad
+  dropout::Rows dropout;
 };
 
 // One instruction set. All functions are pure in their arguments; scratch is
@@ -131,6 +139,7 @@ struct Kernels {
   // Bytes of so many packed rows; 0: forward wants none for this problem. Null: for no problem.
   std::int64_t (*packed_bytes)(const Problem&, std::int64_t rows) = nullptr;
   void (*pack_keys)(const Problem&, const PackTask&) = nullptr;
+  const Kernels* with_softcap_or_dropout = nullptr;  // instead of these; null: the same
 };
 
 // Compiled in and usable on this CPU; first the one that is chosen by default (preference.h), among

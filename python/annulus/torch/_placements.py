@@ -31,7 +31,7 @@ def plain_placement(placement: Placement) -> tuple:
     return placement.tokens, [[(r.start, r.stop, r.step) for r in of_rank] for of_rank in ranges]
 
 
-def placement_from(plain: str | Sequence) -> str | Placement:
+def placement_from(plain: str | list) -> str | Placement:
     if isinstance(plain, str):
         return plain
     tokens, ranges = plain

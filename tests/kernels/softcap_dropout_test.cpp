@@ -173,7 +173,9 @@ TEST_P(ModifiedKernels, AreAnotherSetOnTilesOnly) {
   }
 }
 
-void expect_close(const cpu::Kernels& kernels, const TaskData& data, const TaskResult& got) {
+// `factor`: where a cap bends scores, errors of scores count more.
+void expect_close(const cpu::Kernels& kernels, const TaskData& data, const TaskResult& got,
+                  double factor = 1) {
   const TaskOracle want = oracle(data);
   const double joint = std::max(rms(want.dv), std::max(rms(want.dq), rms(want.dk)));
   // 16 bit: P and dS are rounded, and where few keys are kept no mean evens that out.
@@ -183,7 +185,7 @@ void expect_close(const cpu::Kernels& kernels, const TaskData& data, const TaskR
                                       m == 1   ? 1.0
                                       : m == 0 ? 0.0
                                                : joint);
-    EXPECT_LE(error, native && m != 1 ? 6e-3 : 2e-6) << kResultNames[m];
+    EXPECT_LE(error, native && m != 1 ? 6e-3 : factor * 2e-6) << kResultNames[m];
     note_worst(std::string(native ? "native bf16 " : "fp32 ") + kResultNames[m] + " relative error",
                error);
   }
@@ -208,7 +210,7 @@ TEST_P(ModifiedKernels, MatchTheOracle) {
     if (random.between(0, 2) == 0) data.scale *= 8;  // scores that a cap bends
     TaskRun run;
     run.canonical_keys = random.coin();
-    expect_close(modified(), data, run_task(modified(), data, run));
+    expect_close(modified(), data, run_task(modified(), data, run), 2);
     if (HasFailure()) return;
   }
 }
@@ -243,7 +245,7 @@ TEST_P(ModifiedKernels, CapsSmallAndLargeScores) {
         random_task(4, DType::f32, 64, false, progression(0, 1, 40), progression(0, 1, 100));
     data.softmax.softcap = cap;
     data.scale *= 4;
-    expect_close(modified(), data, run_task(modified(), data));
+    expect_close(modified(), data, run_task(modified(), data), cap < 1 ? 5 : 1);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "kernels/cuda/work/chains.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <limits>
 #include <map>
@@ -60,13 +61,14 @@ class Wave {
 
   // Returns false if the items do not fit into one chain of the wave.
   bool add(const Tables& tables, std::span<const Item> items) {
-    const RowList& queries = group_of(tables, items.front()).queries;
+    const Group& group = group_of(tables, items.front());
+    const RowList& queries = group.queries;
     const std::vector<std::int32_t> heads = heads_of(tables, items.front());
     const std::map<std::int32_t, Interval> rows = extents(tables, queries);
     std::optional<std::size_t> chain;
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{head, source}];
+        auto& taken = taken_[{group.branch, head, source}];
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; ++at) {
           if (chain.has_value() && *chain != at->second.second) return false;
@@ -83,7 +85,7 @@ class Wave {
     }
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{head, source}];
+        auto& taken = taken_[{group.branch, head, source}];
         Interval all = interval;
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; at = taken.erase(at)) {
@@ -109,7 +111,8 @@ class Wave {
   }
 
   std::vector<Chain> chains_;
-  std::map<std::pair<std::int32_t, std::int32_t>, Taken> taken_;  // by head and source
+  // Per branch (those of a launch have no row in common), head and source.
+  std::map<std::array<std::int32_t, 3>, Taken> taken_;
 };
 
 // The items of a chain in one batch, those with the latest keys first. Under a causal mask or a

@@ -29,7 +29,7 @@ struct DropoutRate {
   std::int32_t threshold = INT32_MIN;
   float scale = 1.0F;  // 1 / (1 - p)
 
-  [[nodiscard]] bool drops() const { return scale != 1.0F; }
+  [[nodiscard]] constexpr bool drops() const { return scale != 1.0F; }
   [[nodiscard]] static DropoutRate of(double p) {
     const double dropped = std::min(std::round(p * 0x1p32), 0x1p32 - 1);  // of 2^32 numbers
     return {static_cast<std::int32_t>(dropped - 0x1p31), static_cast<float>(1 / (1 - p))};

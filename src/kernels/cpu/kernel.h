@@ -159,10 +159,10 @@ struct Kernels {
   // problem.
   std::int64_t (*packed_bytes)(const Problem&, std::int64_t rows) = nullptr;
   void (*pack_keys)(const Problem&, const PackTask&) = nullptr;
-  const Kernels* with_softcap_or_dropout = nullptr;  // instead of these; null: the same
   void (*few_rows)(const Problem&, const FewRowsTask&) = nullptr;
   // A row of q as few_rows wants it, at an address that is a multiple of 64.
   void (*load_few_query)(const Problem&, const std::byte* row, std::byte* out) = nullptr;
+  const Kernels* with_softcap_or_dropout = nullptr;  // instead of these; null: the same
 };
 
 // All sets that are compiled in and usable on this CPU, the default first (preference.h). Includes

@@ -51,9 +51,12 @@ struct SelectionDemands {
   }
 };
 
-// What one (branch, offset) demands. The placement of the side that travels says who owns a row,
+// What one (branch, offset) demands in batch entries with these documents (none: all tokens are
+// one). The placement of the side that travels says who owns a row,
 // that of the other side who needs it.
-[[nodiscard]] SelectionDemands collect_demands(const PlanOptions& options, const Branch& branch,
-                                               std::int64_t offset, RankSets& sets);
+[[nodiscard]] SelectionDemands collect_demands(const PlanOptions& options,
+                                               std::span<const Document> documents,
+                                               const Branch& branch, std::int64_t offset,
+                                               RankSets& sets);
 
 }  // namespace annulus

@@ -44,10 +44,11 @@ struct Branch {
   }
 };
 
-// A range of queries that attend only a range of keys, in one batch entry or in all. Positions are counted within the document:
-// the first query of the range has position query_start, the first key position key_start. A chunk
-// of a prompt or a decoded token starts behind the keys that are in a cache already; a cache whose
-// oldest keys were dropped has a key_start.
+// A range of queries that attend only a range of keys, in one batch entry or in all. Positions are
+// counted within the document: the first query of the range has position query_start, the first key
+// position key_start. For a chunk of a prompt or a decoded token, query_start is the number of
+// positions before it, whose keys are in a cache. A cache whose oldest keys were dropped has a
+// key_start.
 struct Document {
   std::int64_t query_begin = 0;  // tokens [begin, end) of the query and of the key tensors
   std::int64_t query_end = 0;
@@ -100,8 +101,8 @@ struct Pattern {
   std::vector<Branch> branches;
   double output_scale = 1.0;  // multiplies O after the merge (group_scale)
   Window window;
-  // In the order of their tokens, which may leave gaps on either side: tokens outside all documents
-  // attend nothing, and nothing attends them. Empty: all tokens are one document. They hold for
+  // In the order of their tokens, with gaps allowed on either side: tokens outside all documents
+  // attend nothing, and nothing attends them. Empty: all tokens are one document. The same for
   // every batch entry; or each has its entry, and they are in the order of entries first.
   std::vector<Document> documents;
 
@@ -113,12 +114,12 @@ struct Pattern {
     return !documents.empty() && documents.front().entry != Document::kEveryEntry;
   }
   // What is counted of a pattern (pairs, rows of a plan) is of so many batch entries: one, or all
-  // where they have documents of their own. How often a batch has it:
+  // if they have documents of their own. A batch has it times_in(batch) times.
   [[nodiscard]] std::int64_t counted_entries() const {
     return by_entry() ? documents.back().entry + 1 : 1;
   }
   [[nodiscard]] std::int64_t times_in(std::int64_t batch) const { return by_entry() ? 1 : batch; }
-  // The intersection of what causal and window allow.
+  // The intersection of causal and window.
   [[nodiscard]] Band band() const {
     Band out = causal ? Band::causal() : Band{};
     if (window.before >= 0) out.least = std::max(out.least, -window.before);
@@ -130,14 +131,14 @@ struct Pattern {
   void validate() const;
 };
 
-// Presets. `group_scale` multiplies the output by 1 / (number of branches), in every preset that
-// has it, in Python and in the tool.
+// Presets. `group_scale` multiplies the output by 1 / (number of branches), here, in Python and in
+// the tool.
 
 // Plain attention: one branch, one segment.
 [[nodiscard]] Pattern dense(int heads, bool causal = false);
 
-// The branches share the heads out: branch i gets floor(H/G) contiguous heads, the first H mod G
-// one more; every head of branch i has offset i mod r_i.
+// Every head is in one branch: branch i gets floor(H/G) contiguous heads, the first H mod G
+// branches one more; every head of branch i has offset i mod r_i.
 [[nodiscard]] Pattern head_groups(int heads, std::span<const std::int64_t> segments,
                                   std::span<const std::int64_t> dilations, bool causal = false,
                                   bool group_scale = false);
@@ -145,7 +146,7 @@ struct Pattern {
 // Every head is in every branch; offset of head h is h / ceil(H/r) (blocked) or h mod r
 // (interleaved). all: every head has every offset; there is a branch for each offset of each
 // segment length and dilation, and group_scale divides by the number of segment lengths. With a
-// window that is the dilated sliding window: query t sees keys t - i * r.
+// window, this is the dilated sliding window: query t sees keys t - i * r.
 [[nodiscard]] Pattern longnet(int heads, std::span<const std::int64_t> segments,
                               std::span<const std::int64_t> dilations, bool causal = false,
                               Offsets offsets = Offsets::blocked, bool group_scale = false);

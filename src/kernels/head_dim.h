@@ -2,7 +2,7 @@
 
 namespace annulus {
 
-// Head dims are 1 to this, on every device.
+// The largest head dim, on every device.
 inline constexpr int kMaxHeadDim = 512;
 
 }  // namespace annulus

@@ -13,7 +13,7 @@ namespace annulus {
 KeptRows::KeptRows(const Pattern& pattern, const Placement& placement, int rank, std::int64_t batch)
     : branch_heads_(pattern.heads), batch_(batch) {
   const std::int64_t words = ceil_div(placement.local_tokens(rank), kWordTokens);
-  // Of queries only; how many keys there are does not matter.
+  // Rows are queries, so the number of keys does not matter.
   const std::int64_t tokens = placement.tokens();
   const std::size_t entry_heads =
       pattern.branches.size() * static_cast<std::size_t>(pattern.heads);

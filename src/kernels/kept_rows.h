@@ -13,16 +13,16 @@ namespace annulus {
 
 struct SelectedRows;
 
-// Where the output of each single branch is kept (`BranchOutputs`): only rows that the branch
-// selects are. A branch's rows of one head lie one after the other, in the order of the shard's
-// tokens:
+// Indices of the rows of single branches in `BranchOutputs`, which has only rows that the branch
+// selects. The rows of one branch and head are contiguous, in the order of the shard's tokens:
 //
 //   row = batch * batch_rows() + first(branch, head) + rank of the token
 //
-// The rank, how many earlier tokens of the shard the branch selects for this head, comes from a
-// bitmap with counts, one for all heads of a branch with the same offset in all batch entries with
-// the same documents: a quarter of a byte per token. Entries with other documents may select fewer
-// rows; each entry has room for the most. All tables are plain memory that a device may copy.
+// The rank of a token is the number of earlier tokens of the shard that the branch selects for this
+// head. It comes from a bitmap with counts, shared by all heads of a branch with the same offset in
+// all batch entries with the same documents: a quarter of a byte per token. Entries with documents
+// of their own may select fewer rows than batch_rows(), which is enough for any of them. Tables are
+// plain memory that a device can copy.
 class KeptRows {
  public:
   static constexpr std::int64_t kWordTokens = 64;
@@ -36,10 +36,8 @@ class KeptRows {
   [[nodiscard]] std::int64_t rows() const { return batch_ * batch_rows_; }
   [[nodiscard]] std::int64_t batch_rows() const { return batch_rows_; }
   // The same for every batch entry.
-  [[nodiscard]] std::int64_t first(int branch, int head) const {
-    return of(branch, 0, head).first;
-  }
-  // For heads that are in the branch, whether it selects the token or not.
+  [[nodiscard]] std::int64_t first(int branch, int head) const { return of(branch, 0, head).first; }
+  // For heads that are in the branch. The token need not be selected.
   [[nodiscard]] std::int64_t rank(int branch, std::int64_t batch, int head,
                                   std::int64_t token) const {
     const Word& word = word_of(of(branch, batch, head), token);
@@ -57,8 +55,8 @@ class KeptRows {
            std::popcount(word.selected & (bit - 1));
   }
 
-  // The tables: words of all bitmaps, and for [batch entry][branch][head] its first row and first
-  // word. There is one batch entry in it where all have the same documents.
+  // The tables: words of all bitmaps, and first row and first word of each [batch entry][branch]
+  // [head]. If all entries have the same documents, there is only one entry in the table.
   struct Head {
     std::int64_t first = 0;
     std::int64_t first_word = -1;  // -1: the head is not in the branch
@@ -79,7 +77,7 @@ class KeptRows {
   [[nodiscard]] static std::uint64_t bit_of(std::int64_t token) {
     return std::uint64_t{1} << (token % kWordTokens);
   }
-  // Returns how many tokens are selected.
+  // Returns the number of selected tokens.
   std::int64_t add_bitmap(const SelectedRows& selected, std::span<const RowSet> ranges,
                           std::int64_t words);
 

@@ -11,8 +11,7 @@ namespace {
 
 TensorRows rows_of(const ConstTensorView& view) {
   const auto size = static_cast<std::int64_t>(size_of(view.dtype));
-  // Kernels write through the same type they read through; what is const stays unwritten by
-  // construction.
+  // Kernels use one type for reading and writing. They never write to inputs.
   auto* base = static_cast<std::byte*>(const_cast<void*>(view.data));
   return {base, view.stride[0] * size, view.stride[2] * size, view.stride[1] * size};
 }
@@ -23,8 +22,8 @@ HeadNumbers numbers_of(const std::optional<ConstTensorView>& view) {
           view->stride[0] * static_cast<std::int64_t>(sizeof(float))};
 }
 
-// A call that fails is over: what it and those before it have enqueued touches the caller's tensors
-// no more, and the caller may free them.
+// If a call throws, waits for everything that it and earlier calls have enqueued. The caller may
+// then free its tensors.
 template <typename Executor>
 class OverOnError {
  public:

@@ -83,10 +83,10 @@ std::string Check::sinks(const char* name, const std::optional<ConstTensorView>&
   return "";
 }
 
-// Of a result: threads would write its elements over each other's. Of all shapes and strides, this
-// is the mistake that an expanded view makes.
+// Elements of a result must not share memory, or threads would overwrite each other's. Detects
+// strides of 0, as in expanded views, not every overlap.
 std::string check_distinct(const char* name, const ConstTensorView& view) {
-  if (view.rank < 1 || view.rank > 4) return "";  // refused anyway
+  if (view.rank < 1 || view.rank > 4) return "";  // rejected anyway
   for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
     if (view.stride[axis] != 0 || view.shape[axis] <= 1 || view.elements() == 0) continue;
     return fmt::format("{} has stride 0 on axis {}, expected a tensor whose elements are distinct",
@@ -100,7 +100,7 @@ struct Named {
   ConstTensorView view;
 };
 
-// Rows of a tensor that is read would be overwritten while they are needed.
+// Results must not overlap inputs, which are still read while results are written.
 std::string check_apart(std::span<const Named> results, std::span<const Named> read) {
   for (const Named& result : results) {
     for (const std::span<const Named>& others : {read, results}) {

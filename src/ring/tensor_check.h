@@ -19,10 +19,10 @@ struct BackwardTensors {
   TensorView dq, dk, dv;
   std::optional<ConstTensorView> sinks;
   std::optional<TensorView> dsinks;
-  bool adds_dsinks = false;  // to what is there
+  bool adds_dsinks = false;  // to their present values
 };
 
-// What is wrong with the tensors of a call on this rank; empty: nothing.
+// What is wrong with this rank's tensors; empty: nothing.
 [[nodiscard]] std::string complaint_about(const ForwardTensors& tensors, const RingOptions& options,
                                           int rank);
 [[nodiscard]] std::string complaint_about(const BackwardTensors& tensors,

@@ -1,7 +1,7 @@
 // The same kernels with the bf16 dot product of AVX512_BF16, which the packaged Highway does not
-// know. Other dtypes use the plain AVX-512 code. The instruction set is asked for by a pragma
-// around this code only: a compiler flag for the whole file would leak into inline functions that
-// other files share.
+// support. Other dtypes use the plain AVX-512 code. A pragma enables the instruction set for this
+// code only: a compiler flag for the whole file would also apply to inline functions that other
+// files share.
 
 #include <algorithm>
 #include <cmath>

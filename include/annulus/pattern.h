@@ -56,9 +56,9 @@ struct Document {
   std::int64_t key_end = 0;
   std::int64_t query_start = 0;
   std::int64_t key_start = 0;
-  int entry = kEveryEntry;  // of the batch
+  std::int64_t entry = kEveryEntry;  // of the batch
 
-  static constexpr int kEveryEntry = -1;
+  static constexpr std::int64_t kEveryEntry = -1;
 
   // One more than the last position of either side.
   [[nodiscard]] std::int64_t length() const {
@@ -78,14 +78,12 @@ struct Document {
 // Batch entries [begin, end) that have the same documents. Without documents of single entries, all
 // entries, however many there are.
 struct EntryRange {
-  static constexpr int kNoEnd = std::numeric_limits<int>::max();
-  int begin = 0;
-  int end = kNoEnd;
+  static constexpr std::int64_t kNoEnd = std::numeric_limits<std::int64_t>::max();
+  std::int64_t begin = 0;
+  std::int64_t end = kNoEnd;
 
   // In a batch of so many entries.
-  [[nodiscard]] std::int64_t end_in(std::int64_t batch) const {
-    return std::min<std::int64_t>(end, batch);
-  }
+  [[nodiscard]] std::int64_t end_in(std::int64_t batch) const { return std::min(end, batch); }
   [[nodiscard]] std::int64_t count_in(std::int64_t batch) const { return end_in(batch) - begin; }
   // How often they count in what is counted of a pattern: see Pattern::times_in.
   [[nodiscard]] std::int64_t times() const { return end == kNoEnd ? 1 : end - begin; }

@@ -37,8 +37,8 @@ struct Selection {
   std::vector<Member> members;
 };
 
-// Units whose rows are needed by exactly the same ranks at every position, in batch entries with the
-// same documents: they share every row set of the plan.
+// Units whose rows are needed by exactly the same ranks at every position, in batch entries with
+// the same documents: they share every row set of the plan.
 struct HeadClass {
   std::vector<int> units;
   std::vector<Selection> selections;

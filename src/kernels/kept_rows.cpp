@@ -15,8 +15,7 @@ KeptRows::KeptRows(const Pattern& pattern, const Placement& placement, int rank,
   const std::int64_t words = ceil_div(placement.local_tokens(rank), kWordTokens);
   // Rows are queries, so the number of keys does not matter.
   const std::int64_t tokens = placement.tokens();
-  const std::size_t entry_heads =
-      pattern.branches.size() * static_cast<std::size_t>(pattern.heads);
+  const std::size_t entry_heads = pattern.branches.size() * static_cast<std::size_t>(pattern.heads);
   if (pattern.by_entry()) entry_heads_ = static_cast<std::int64_t>(entry_heads);
   heads_.resize(entry_heads * static_cast<std::size_t>(pattern.by_entry() ? batch : 1));
   std::vector<std::int64_t> most_rows(entry_heads, 0);

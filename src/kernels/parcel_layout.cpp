@@ -13,7 +13,8 @@ ParcelLayout::ParcelLayout(const Plan& plan, std::int64_t batch,
 
 std::int64_t ParcelLayout::bytes(int parcel) const {
   const auto count = static_cast<std::int64_t>(units(parcel).size());
-  return entries(parcel) * count * plan_->parcels()[static_cast<std::size_t>(parcel)].row_count * row_bytes_;
+  return entries(parcel) * count * plan_->parcels()[static_cast<std::size_t>(parcel)].row_count *
+         row_bytes_;
 }
 
 std::int64_t ParcelLayout::offset(int parcel, std::int64_t batch, int unit, int section) const {

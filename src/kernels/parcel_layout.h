@@ -32,7 +32,9 @@ class ParcelLayout {
   // Start of the rows of (batch entry, unit index, section) within the parcel.
   [[nodiscard]] std::int64_t offset(int parcel, std::int64_t batch, int unit, int section) const;
   // Batch entries that the parcel has rows of: from first_entry() on.
-  [[nodiscard]] std::int64_t first_entry(int parcel) const { return class_of(parcel).entries.begin; }
+  [[nodiscard]] std::int64_t first_entry(int parcel) const {
+    return class_of(parcel).entries.begin;
+  }
   [[nodiscard]] std::int64_t entries(int parcel) const {
     return class_of(parcel).entries.count_in(batch_);
   }

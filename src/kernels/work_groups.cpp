@@ -117,9 +117,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     if (computation.kept != nullptr && stage.kind == Stage::Kind::forward) {
       const int head = selection.members.front().q_head;  // all have the same offset
       for (RunTemplate& run : rows_.back().queries) {
-        run.kept = static_cast<std::int32_t>(
-            computation.kept->rank(selection.branch, entries_of(tiles).begin, head,
-                                   run.store_first));
+        run.kept = static_cast<std::int32_t>(computation.kept->rank(
+            selection.branch, entries_of(tiles).begin, head, run.store_first));
       }
     }
     // Both rows of a pair belong to one selection, so their positions differ by a multiple of the

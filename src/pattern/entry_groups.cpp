@@ -26,7 +26,7 @@ std::vector<EntryGroup> entry_groups(const Pattern& pattern) {
   if (!pattern.by_entry()) return {{{}, all, 0}};
   std::vector<EntryGroup> groups;
   for (std::size_t begin = 0, end = 0; begin < all.size(); begin = end) {
-    const int entry = all[begin].entry;
+    const std::int64_t entry = all[begin].entry;
     while (end < all.size() && all[end].entry == entry) ++end;
     const auto documents = all.subspan(begin, end - begin);
     if (!groups.empty() && groups.back().entries.end == entry &&
@@ -46,7 +46,7 @@ std::vector<Document> documents_of_part(const Pattern& pattern, std::int64_t beg
   std::ranges::copy_if(pattern.documents, std::back_inserter(out), [&](const Document& document) {
     return document.entry >= begin && document.entry < end;
   });
-  for (Document& document : out) document.entry -= static_cast<int>(begin);
+  for (Document& document : out) document.entry -= begin;
   if (out.empty()) out.push_back({.entry = 0});  // no list at all would be one document
   return out;
 }

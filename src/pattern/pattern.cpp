@@ -50,7 +50,8 @@ void check_document(const Pattern& pattern, std::size_t index) {
   const std::string where =
       "Pattern '" + pattern.name + "', document " + std::to_string(index) + ": ";
   const bool by_entry = pattern.by_entry();
-  const int least = by_entry ? std::max(0, before.entry) : Document::kEveryEntry;
+  const std::int64_t least =
+      by_entry ? std::max<std::int64_t>(0, before.entry) : Document::kEveryEntry;
   if (document.entry < least || (!by_entry && document.entry > least)) {
     throw ConfigError(where + "entry is " + std::to_string(document.entry) + ", expected " +
                       (by_entry ? std::to_string(least) + " or more: documents are in the order "
@@ -58,8 +59,8 @@ void check_document(const Pattern& pattern, std::size_t index) {
                                 : "-1 (every entry) in all documents, or in none"));
   }
   if (document.entry != before.entry) before = {};
-  const auto check = [&](const char* side, std::int64_t begin, std::int64_t end,
-                         std::int64_t first, std::int64_t start) {
+  const auto check = [&](const char* side, std::int64_t begin, std::int64_t end, std::int64_t first,
+                         std::int64_t start) {
     if (begin < first || end < begin) {
       throw ConfigError(where + side + " tokens are [" + std::to_string(begin) + ", " +
                         std::to_string(end) + "), expected a range that begins at " +
@@ -281,7 +282,8 @@ std::vector<Document> documents_of_entries(std::span<const std::vector<Document>
     const std::size_t begin = out.size();
     out.insert(out.end(), documents[entry].begin(), documents[entry].end());
     if (out.size() == begin) out.emplace_back();  // else the batch would seem to be smaller
-    for (std::size_t i = begin; i < out.size(); ++i) out[i].entry = static_cast<int>(entry);
+    for (std::size_t i = begin; i < out.size(); ++i)
+      out[i].entry = static_cast<std::int64_t>(entry);
   }
   return out;
 }

@@ -134,9 +134,9 @@ std::int64_t Segments::at_or_before(Side side, std::int64_t token) const {
   // one before them that has tokens does, if there is no gap: the first that ends there.
   while (next != documents_.begin()) {
     const std::int64_t end = range_of(*(next - 1), side).end;
-    next = std::partition_point(
-        documents_.begin(), next - 1,
-        [&](const Document& document) { return range_of(document, side).end < end; });
+    next = std::partition_point(documents_.begin(), next - 1, [&](const Document& document) {
+      return range_of(document, side).end < end;
+    });
     const Range range = range_of(*next, side);
     if (range.begin == range.end) continue;
     const std::int64_t position = std::min(token, range.end - 1) - range.origin();

@@ -18,8 +18,9 @@ void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int
 [[nodiscard]] bool every_query_attends(const Pattern& pattern, std::int64_t query_tokens,
                                        std::int64_t key_tokens, std::int64_t batch);
 
-// The segments of a branch in one batch entry, numbered through all documents. A query sees keys of its own segment
-// only, so the numbers are the same on both sides. A segment may have no tokens on one side.
+// The segments of a branch in one batch entry, numbered through all documents. A query sees keys of
+// its own segment only, so the numbers are the same on both sides. A segment may have no tokens on
+// one side.
 class Segments {
  public:
   // What a segment has on one side: tokens [begin, end). `origin` is the token at position 0 of the

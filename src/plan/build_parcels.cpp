@@ -19,7 +19,7 @@
 namespace annulus {
 namespace {
 
-using SelectionKey = std::tuple<int, int, std::int64_t>;  // (first entry, branch, offset)
+using SelectionKey = std::tuple<std::int64_t, int, std::int64_t>;  // (first entry, branch, offset)
 SelectionKey key_of(const HeadClass& head_class, const Selection& selection) {
   return {head_class.entries.begin, selection.branch, selection.offset};
 }

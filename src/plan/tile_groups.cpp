@@ -212,7 +212,7 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
     // Of one group of batch entries: the classes of a group follow each other.
     std::optional<Segments> segments;
     std::size_t first_document = 0;
-    int entry = -1;
+    std::int64_t entry = -1;
     // By offset, because classes share them. In self-attention both sides share them, too.
     std::map<std::int64_t, ShardRows> shards;
     std::map<std::int64_t, ShardRows> travelling_shards;
@@ -221,10 +221,10 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
         entry = classes()[c].entries.begin;
         const std::span<const Document> documents = documents_of(pattern(), entry);
         segments.emplace(documents, branch, query_placement().tokens(), key_placement().tokens());
-        first_document = pattern().documents.empty()
-                             ? 0
-                             : static_cast<std::size_t>(documents.data() -
-                                                        pattern().documents.data());
+        first_document =
+            pattern().documents.empty()
+                ? 0
+                : static_cast<std::size_t>(documents.data() - pattern().documents.data());
         shards.clear();
         travelling_shards.clear();
       }

@@ -11,7 +11,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from annulus.torch._config import MOST_CALLS, Call
+from annulus.torch._config import DOCUMENTS, MOST_CALLS, Call
+from annulus.torch._options import each_number
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Valid calls by their signatures. Programs make few different calls; if there are many, all are forgotten and validated
@@ -19,6 +20,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _calls: dict[tuple, Call] = {}
 _CONSTANTS = (str, int, float, type(None), np.generic)
 _LISTS = (list, tuple)
+_END_OF_LISTS = 5 + len(DOCUMENTS)  # in the arguments of a call: from segment_lengths to the documents
 
 
 def needs_gradient(
@@ -74,16 +76,15 @@ def call_signature(
     if forward_ad._current_level >= 0:
         return None
     numbers: tuple = ()
-    lists = segments, rates, window, cu_seqlens, cu_seqlens_k, query_start = arguments[2:8]
-    if not (
-        (segments is None and rates is None and window is None)
-        and (cu_seqlens is None and cu_seqlens_k is None and query_start is None)
-    ):
+    lists = arguments[2:_END_OF_LISTS]
+    if any(x is not None for x in lists):
         if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
-        lengths = [x if x is None else len(x) for x in lists]
-        arguments = (*arguments[:2], *lengths, *arguments[8:])
-        numbers = tuple(n for x in lists if x is not None for n in x)
+        # Documents of single batch entries are tuples of tuples.
+        lengths = [len(y) for x in lists for y in (x or ()) if type(y) is tuple]
+        counts = [x if x is None else len(x) for x in lists]
+        arguments = (*arguments[:2], *counts, *lengths, *arguments[_END_OF_LISTS:])
+        numbers = tuple(each_number(tuple(y for x in lists if x is not None for y in x)))
     if options:
         arguments = (*arguments, *options, *options.values())
     try:

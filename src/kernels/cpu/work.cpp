@@ -107,8 +107,8 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
   std::int64_t heads = 0;
   for (int g : groups) {
     const WorkGroup& group = groups_[g];
-    heads += group.entries.count_in(computation.batch) *
-             static_cast<std::int64_t>(group.members.size());
+    heads +=
+        group.entries.count_in(computation.batch) * static_cast<std::int64_t>(group.members.size());
   }
   const std::int64_t split = pieces(wanted, heads);  // pieces per head for that number of items
   struct Costed {

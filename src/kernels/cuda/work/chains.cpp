@@ -55,9 +55,9 @@ class Wave {
  public:
   struct Chain {
     std::vector<std::int32_t> heads;
-    std::int32_t first_entry;   // of the batch
-    bool ascending;           // only then do positions of several groups compare
-    std::vector<Item> items;  // of all batches
+    std::int32_t first_entry;  // of the batch
+    bool ascending;            // only then do positions of several groups compare
+    std::vector<Item> items;   // of all batches
   };
 
   // False: the items do not fit into one chain of the wave.

@@ -153,7 +153,7 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   // query heads share pairs in different ways: these come in waves, one after the other.
   std::vector<std::vector<std::vector<Item>>> items(computation.pattern->branches.size());
   // First batch entry, segment, offset, K/V head.
-  using Rows = std::tuple<int, std::int64_t, std::int64_t, int>;
+  using Rows = std::tuple<std::int64_t, std::int64_t, std::int64_t, int>;
   std::map<std::pair<int, Rows>, std::vector<std::pair<int, int>>> users;
   std::vector<std::int64_t> segments;  // by group
   for (const WorkGroup& from : work.all()) {

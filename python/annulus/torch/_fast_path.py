@@ -11,6 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from annulus import Placement
 from annulus.torch._config import DOCUMENTS, MOST_CALLS, Call
 from annulus.torch._options import each_number
 
@@ -18,7 +19,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Valid calls by their signatures. Programs make few different calls; if there are many, all are forgotten and validated
 # again. Only calls whose arguments are immutable: a tensor that holds another number is still the same object.
 _calls: dict[tuple, Call] = {}
-_CONSTANTS = (str, int, float, type(None), np.generic)
+_CONSTANTS = (str, int, float, type(None), np.generic, Placement)
 _LISTS = (list, tuple)
 _END_OF_LISTS = 5 + len(DOCUMENTS)  # in the arguments of a call: from segment_lengths to the documents
 

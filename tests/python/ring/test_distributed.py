@@ -42,6 +42,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "equals_one_process",
                 "compiled_equals_eager",
                 "lengths_of_your_own",
+                "placements_of_your_own",
                 "lengths_that_change",
                 "nothing_gives_nothing",
                 "errors_are_everybodys",

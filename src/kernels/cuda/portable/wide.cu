@@ -7,9 +7,9 @@
 #include "kernels/head_dim.h"
 
 // Head dims above kMostTiledDim. Tiles of such rows would not fit the shared memory of every GPU,
-// so there are none: a warp has a few rows in registers, each lane every 32nd column, and walks
-// past the rows of the other side one by one, from the caches. Slow beside tensor cores, but all
-// dtypes in one kernel, and rows may begin anywhere.
+// so there are none: a warp has a few rows in registers, each lane every 32nd column, and reads the
+// rows of the other side one by one, from the caches. Slower than tensor cores, but one kernel for
+// all dtypes, and rows need no alignment.
 namespace annulus::cuda {
 namespace {
 
@@ -71,7 +71,7 @@ __device__ float read(const std::byte* at) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : 0.0F;
 }
 
-// Sums of 64 keys are made from zero, as in tiles: errors then grow with the number of these and
+// Sums of 64 keys start from zero, as in tiles, so that errors grow with the number of such blocks,
 // not of keys.
 struct Softmax {
   Columns o;

@@ -21,7 +21,7 @@ bool ascends(const std::vector<Run>& runs) {
   return true;
 }
 
-// The same rows by index. Neighbours that lie evenly in one source become runs again.
+// The same rows, sorted by index. Neighbours that are evenly spaced in one source become runs.
 std::vector<Run> by_index(const std::vector<Run>& runs) {
   struct Row {
     std::int32_t index;
@@ -60,7 +60,7 @@ std::vector<Run> by_index(const std::vector<Run>& runs) {
   return out;
 }
 
-// Groups of one launch, while it is being made.
+// The groups of one launch, while it is being made.
 struct Maker {
   const WorkGroups& work;
   const Computation& computation;
@@ -99,7 +99,7 @@ struct Maker {
     return list;
   }
 
-  // Returns the group's number.
+  // Returns the group's index.
   std::int32_t add_group(const WorkGroup& from) {
     Group group;
     group.queries = add_rows(work.rows(from).queries, from.queries);
@@ -116,7 +116,7 @@ struct Maker {
   }
 };
 
-// Rows that an item walks past.
+// The number of rows of the other side of an item.
 std::int64_t cost_of(const Tables& tables, const Item& item, Side side) {
   const Group& group = group_of(tables, item);
   const Band band = group.band();
@@ -149,13 +149,14 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   Maker maker{work, computation, side, tile, canonical, {}};
   const int ratio = computation.heads() / computation.kv_heads;
 
-  // Items by (branch, wave). Key rows of one K/V head may be in several groups of a branch, whose
-  // query heads share pairs in different ways: these come in waves, one after the other.
+  // Items by (branch, wave). If the query heads of a K/V head share pairs in different ways, its
+  // key rows are in several groups of a branch. These groups are in separate waves, because they
+  // write the same rows.
   std::vector<std::vector<std::vector<Item>>> items(computation.pattern->branches.size());
   // First batch entry, segment, offset, K/V head.
   using Rows = std::tuple<std::int64_t, std::int64_t, std::int64_t, int>;
   std::map<std::pair<int, Rows>, std::vector<std::pair<int, int>>> users;
-  std::vector<std::int64_t> segments;  // by group
+  std::vector<std::int64_t> segments;  // per group
   for (const WorkGroup& from : work.all()) {
     if (from.band.empty()) continue;
     const std::int32_t g = maker.add_group(from);
@@ -202,10 +203,10 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
     };
     return dilation(a) > dilation(b);
   });
-  // Work comes head by head, each with all its segments. The rows of all heads at a token are
-  // neighbours in memory: forward takes the items of a segment one after the other, so that blocks
-  // that run side by side are near each other (gpu_bench.py, 1M tokens, LongNet, causal: 0.81 of
-  // cuDNN's time; head by head 0.84). Backward took as long either way.
+  // Groups are ordered by head, then segment. The rows of all heads of a token are adjacent in
+  // memory, so forward orders items by segment first: blocks that run at the same time then read
+  // nearby memory (gpu_bench.py, 1M tokens, LongNet, causal: 0.81 of cuDNN's time, head by head
+  // 0.84). It makes no difference in backward.
   const auto place = [&](const Item& item) {
     return std::pair(item.batch, segments[static_cast<std::size_t>(item.group)]);
   };

@@ -263,7 +263,7 @@ def test_modules_can_be_stored() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dropout": 0.1}, "dropout"),
+        ({"dropout": 1.1}, "dropout"),
         ({"add_bias_kv": True}, "add_bias_kv"),
         ({"add_zero_attn": True}, "add_zero_attn"),
         ({"num_heads": 5}, "num_heads 5"),

@@ -68,8 +68,9 @@ def test_published_names_are_translated() -> None:
     assert layer.use_gradient_checkpointing is True
     assert advanced(activation_checkpointing=True).use_gradient_checkpointing is True
     for make in (at.RingDilatedAttention, *HAS_BRANCHES):
-        module = make(**BRANCHES, min_seq_for_distributed=100, dropout=0.0)
+        module = make(**BRANCHES, min_seq_for_distributed=100, dropout=0.2)
         assert module.min_tokens_for_ring == 100, make
+        assert module.dropout_p == 0.2, make
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,8 @@ def test_published_names_are_translated() -> None:
         ({"overlap_communication": True, "overlap_comm": True}, "another name of overlap_comm"),
         ({"overlap_communication": "yes"}, "overlap_comm is 'yes'"),
         ({"use_checkpointing": True, "activation_checkpointing": True}, "another name"),
-        ({"attention_dropout": 0.1}, "dropout = 0.1 is not supported"),
+        ({"attention_dropout": 1}, "dropout is 1: a number from 0 to less than 1"),
+        ({"attention_dropout": 0.1, "dropout": 0.1}, "another name of dropout"),
         ({"ring_size": 2}, "there is no group"),
         ({"ring_size": 0}, "from 1 to"),
         ({"ring_size": "1"}, "from 1 to"),
@@ -115,7 +117,7 @@ def test_the_supported_values_are_accepted(make: type) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_errors_name_the_class(kind: type) -> None:
-    for given in ({"ring_size": 3}, {"dropout": 0.5}, {"use_checkpointing": True}):
+    for given in ({"ring_size": 3}, {"model_parallel": True}, {"use_checkpointing": True}):
         with pytest.raises(annulus.ConfigError, match=kind.__name__):
             kind(**BRANCHES, **given)
 
@@ -135,7 +137,7 @@ def test_numpy_numbers_are_valid() -> None:
     for zero in (np.float32(0), np.float64(0), np.int64(0)):
         at.RingDilatedAttentionSDPA(**BRANCHES, dropout=zero, model_parallel=np.False_, ring_size=np.int64(1))
         with pytest.raises(annulus.ConfigError, match="dropout is"):
-            at.RingDilatedAttentionSDPA(**BRANCHES, dropout=zero + 1)
+            multihead(dropout=zero + 1)
 
 
 def test_unknown_names_are_errors() -> None:

@@ -97,7 +97,8 @@ def run(made: at.Training, steps: int) -> dict[int, float]:
         ({"log_level": "loud"}, "'debug', 'info'"),
         ({"log_level": 10}, "'debug', 'info'"),
         ({"use_gradient_checkpointing": None}, "True or False"),
-        ({"dropout": 0.1}, "not supported"),
+        ({"add_zero_attn": True}, "not supported"),
+        ({"dropout": 1.0}, "less than 1"),
     ],
 )
 def test_arguments_without_effect_or_that_cannot_work_are_refused(arguments: dict, words: str) -> None:

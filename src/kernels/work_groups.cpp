@@ -48,7 +48,7 @@ class Sharing {
  public:
   // With detached mixing, every branch computes all its pairs.
   Sharing(const Plan& plan, MixGradient mix)
-      : plan_(plan), share_(mix == MixGradient::full && plan.self_attention()) {}
+      : plan_(plan), share_(mix == MixGradient::full && plan.options().same_positions()) {}
 
   void share_nothing() {
     share_ = false;
@@ -74,6 +74,19 @@ class Sharing {
 
 }  // namespace
 
+bool apart(const Branch& a, const Branch& b, int ratio) {
+  const bool same = a.segment_length == b.segment_length && a.dilation == b.dilation;
+  const std::size_t heads = a.offset.size();
+  const auto group = static_cast<std::size_t>(ratio);
+  for (std::size_t h = 0; h < heads; ++h) {
+    if (a.offset[h] < 0) continue;
+    for (std::size_t other = h / group * group; other < (h / group + 1) * group; ++other) {
+      if (b.offset[other] >= 0 && (!same || a.offset[h] == b.offset[other])) return false;
+    }
+  }
+  return true;
+}
+
 WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
                        std::int64_t least_chains) {
   const Plan& plan = *stage.plan;
@@ -82,6 +95,10 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
   const auto selection_of = [&](const TileGroup& tiles) -> const Selection& {
     return plan.classes()[static_cast<std::size_t>(tiles.head_class)]
         .selections[static_cast<std::size_t>(tiles.selection)];
+  };
+
+  const auto entries_of = [&](const TileGroup& tiles) {
+    return plan.classes()[static_cast<std::size_t>(tiles.head_class)].entries;
   };
 
   Sharing sharing(plan, computation.mix_gradient);
@@ -93,7 +110,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     for (const TileGroup& tiles : tile_groups) {
       const Selection& selection = selection_of(tiles);
       const auto branch = static_cast<std::size_t>(selection.branch);
-      chains[branch] += computation.batch * static_cast<std::int64_t>(selection.members.size());
+      chains[branch] += entries_of(tiles).count_in(computation.batch) *
+                        static_cast<std::int64_t>(selection.members.size());
       for (const Selection::Member& member : selection.members) {
         if (sharing.of(tiles, selection.branch, member.q_head).host >= 0) guest[branch] = true;
       }
@@ -112,8 +130,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     if (computation.kept != nullptr && stage.kind == Stage::Kind::forward) {
       const int head = selection.members.front().q_head;  // all have the same offset
       for (RunTemplate& run : rows_.back().queries) {
-        run.kept = static_cast<std::int32_t>(
-            computation.kept->rank(selection.branch, head, run.store_first));
+        run.kept = static_cast<std::int32_t>(computation.kept->rank(
+            selection.branch, entries_of(tiles).begin, head, run.store_first));
       }
     }
     // Both rows of a pair belong to one selection, so their positions differ by a multiple of the
@@ -131,6 +149,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       group.branch = selection.branch;
       group.offset = selection.offset;
       group.segment = tiles.segment;
+      group.entries = entries_of(tiles);
       group.rows = static_cast<int>(rows_.size()) - 1;
       group.band = band;
       group.repeats = sharing_of(m).repeats;

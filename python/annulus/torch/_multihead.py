@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from annulus import ConfigError
+from annulus.torch._config import DOCUMENTS
 from annulus.torch._key_masks import MOST_HEAD_DIM, attention_weights, key_bias
 from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
@@ -240,7 +241,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._refuse(
                 f"key has {key.shape[1]} tokens, value {value.shape[1]}: equal lengths were expected"
             )
-        special = ("segment_lengths", "group", "cu_seqlens", "query_start")
+        special = ("segment_lengths", "group", *DOCUMENTS)
         has_weights = all(getattr(self.attention, name) is None for name in special)
         need_weights = has_weights if need_weights is None else need_weights
         if need_weights and not has_weights:

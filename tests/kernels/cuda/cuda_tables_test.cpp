@@ -59,7 +59,8 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
     const int ratio = c.pattern.heads / c.kv_heads;
     const bool canonical = random.coin();
     for (const Side side : {Side::queries, Side::keys}) {
-      std::map<std::tuple<int, std::int64_t, std::int64_t>, int> weights;  // head, query, key
+      // Batch entry, head, query, key.
+      std::map<std::tuple<int, int, std::int64_t, std::int64_t>, int> weights;
       for (int rank = 0; rank < c.placement.ranks(); ++rank) {
         const Plan plan(plan_options(c), rank);
         const Positions positions(plan);
@@ -83,7 +84,7 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
             for (std::int32_t i = 0; i < launch.items; ++i) {
               const Item& item = tables.items[static_cast<std::size_t>(launch.first_item + i)];
               const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
-              EXPECT_EQ(group.branch, launch.branch);
+              EXPECT_EQ(group.dilation, of_branch);
               EXPECT_LE(item.rows, tile);
               const std::vector<Row> queries = rows_of(tables, group.queries);
               const std::vector<Row> keys = rows_of(tables, group.keys);
@@ -103,13 +104,13 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
                     EXPECT_TRUE(written.insert({item.batch, head, mine.source, mine.at}).second)
                         << "two items of a launch write one row";
                   }
-                  if (item.batch != 0) continue;
                   for (const Row& theirs : other) {
                     const Row& query = side == Side::queries ? mine : theirs;
                     const Row& key = side == Side::queries ? theirs : mine;
                     const int weight = weight_of(tables, group, query, key);
                     if (weight > 0)
-                      weights[{member.head, positions.of(query), positions.of(key)}] += weight;
+                      weights[{item.batch, member.head, positions.of(query), positions.of(key)}] +=
+                          weight;
                   }
                 }
               }
@@ -118,15 +119,18 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
           EXPECT_EQ(next, static_cast<std::int32_t>(tables.items.size()));
         }
       }
-      for (int head = 0; head < c.pattern.heads; ++head) {
-        for (std::int64_t q = 0; q < c.placement.tokens(); ++q) {
-          for (std::int64_t k = 0; k < c.placement.tokens(); ++k) {
-            int allowed = 0;
-            for (const Branch& branch : c.pattern.branches)
-              allowed += c.pattern.allows(branch, head, q, k) ? 1 : 0;
-            const auto found = weights.find({head, q, k});
-            const int weight = found == weights.end() ? 0 : found->second;
-            ASSERT_EQ(weight, allowed) << "head " << head << ", query " << q << ", key " << k;
+      for (int entry = 0; entry < 2; ++entry) {
+        for (int head = 0; head < c.pattern.heads; ++head) {
+          for (std::int64_t q = 0; q < c.placement.tokens(); ++q) {
+            for (std::int64_t k = 0; k < c.placement.tokens(); ++k) {
+              int allowed = 0;
+              for (const Branch& branch : c.pattern.branches)
+                allowed += c.pattern.allows(branch, head, q, k, entry) ? 1 : 0;
+              const auto found = weights.find({entry, head, q, k});
+              const int weight = found == weights.end() ? 0 : found->second;
+              ASSERT_EQ(weight, allowed)
+                  << "entry " << entry << ", head " << head << ", query " << q << ", key " << k;
+            }
           }
         }
       }
@@ -229,6 +233,29 @@ TEST(CudaTables, RowsAndTilesBetweenIndicesAreThoseOfTheList) {
         EXPECT_GE(at_most, tiles);
       }
     }
+  }
+}
+
+// Each has a prologue, and a state that the next one reads: 16 launches of short items took twice
+// as long as one. Where each branch has its own deltas, a launch is of one.
+TEST(CudaTables, AllOffsetsOfADilationAreOneLaunch) {
+  using List = std::vector<std::int64_t>;
+  const auto launches = [](const Pattern& pattern, MixGradient mix, Side side) {
+    WholeSequence all(pattern, 512);
+    all.computation.mix_gradient = mix;
+    const Stage stage{Stage::Kind::gradients, &all.plan, 0, 0};
+    return make_tables(stage, all.computation, side, 64, false).launches.size();
+  };
+  const Pattern alone = longnet(2, List{512}, List{16}, true, Offsets::all);
+  const Pattern several = longnet(2, List{64, 512}, List{4, 16}, false, Offsets::all);
+  const Pattern blocked = longnet(2, List{64, 512}, List{4, 4}, false);
+  const Pattern groups = head_groups(4, List{64, 128}, List{4, 4});
+  for (const Side side : {Side::queries, Side::keys}) {
+    EXPECT_EQ(launches(alone, MixGradient::full, side), 1U);
+    EXPECT_EQ(launches(alone, MixGradient::detached, side), 16U);
+    EXPECT_EQ(launches(several, MixGradient::full, side), 2U);
+    EXPECT_EQ(launches(blocked, MixGradient::full, side), 2U) << "rows are in both";
+    EXPECT_EQ(launches(groups, MixGradient::full, side), 1U) << "of other heads";
   }
 }
 

@@ -17,6 +17,14 @@ using namespace annulus;
 struct Cache {
   std::vector<std::unique_ptr<Transport>> transports;
   std::unique_ptr<RingCache> core;
+  void* stream = nullptr;
+  std::shared_ptr<Queue> queue;  // of the stream
+
+  void use(void* other) {
+    if (queue != nullptr && stream == other) return;
+    queue = cuda_queue(core->options().device, stream = other);
+    core->use_queue(queue);
+  }
 };
 
 TensorView view(const Cache& cache, void* data, std::int64_t tokens, int heads, bool lse = false) {
@@ -66,7 +74,7 @@ extern "C" int engine_append(void* handle, void* k, void* v, std::int64_t tokens
   auto& cache = *static_cast<Cache*>(handle);
   return guarded(message, size, [&] {
     const int heads = cache.core->options().kv_heads;
-    cache.core->use_queue(cuda_queue(cache.core->options().device, stream));
+    cache.use(stream);
     cache.core->append(view(cache, k, tokens, heads), view(cache, v, tokens, heads));
   });
 }
@@ -76,7 +84,7 @@ extern "C" int engine_attend(void* handle, void* q, void* o, void* lse, std::int
   auto& cache = *static_cast<Cache*>(handle);
   return guarded(message, size, [&] {
     const int heads = cache.core->options().heads;
-    cache.core->use_queue(cuda_queue(cache.core->options().device, stream));
+    cache.use(stream);
     cache.core->attend(view(cache, q, tokens, heads), view(cache, o, tokens, heads),
                        view(cache, lse, tokens, heads, true));
   });

@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--commit", default="")
+    parser.add_argument("--commit", default="unknown", help="of the library, for --out")
     arguments = parser.parse_args()
     library = ctypes.CDLL(str(arguments.library.resolve()))
     torch.manual_seed(1)
@@ -165,9 +165,10 @@ def main() -> None:
                for batch, length, dtype in ((1, 1_048_576, torch.bfloat16), (1, 131_072, torch.bfloat16), (1, 16_384, torch.bfloat16),
                                             (32, 8_192, torch.bfloat16), (1, 262_144, torch.float32))]
     if arguments.out:
-        commit = arguments.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        arguments.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit,
-                                             "command": "python3 bench/cuda/decode.py LIBRARY.so", "results": results}, indent=1) + "\n")
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
+                   "nvidia_smi": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(), "commit": arguments.commit}
+        arguments.out.write_text(json.dumps({"machine": machine, "suites": {"gpu_decode": results}}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,13 @@ struct Tokens {
   NewTokens core;
 
   Tokens(nb::handle lengths, nb::handle placement) {
-    if (auto given = parse_boundaries("lengths", lengths)) counts = std::move(*given);
+    const nb::object list =
+        nb::hasattr(lengths, "tolist") ? lengths.attr("tolist")() : nb::borrow(lengths);
+    if (!list.is_none() && !nb::try_cast(list, counts)) {
+      throw ConfigError(
+          fmt::format("lengths is {}, expected a whole number for each entry, or None",
+                      nb::repr(lengths).c_str()));
+    }
     core.counts = counts;
     if (!placement.is_none())
       core.placement = instance_of<Placement>(placement, "placement", "a Placement");

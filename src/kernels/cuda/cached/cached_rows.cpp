@@ -32,14 +32,14 @@ int attribute(cudaDeviceAttr which, int device) {
 class CudaCacheKernels final : public CacheKernels {
  public:
   CudaCacheKernels(const CacheShape& shape, int device) : shape_(shape), device_(device) {
-    const auto shared = std::min<std::size_t>(
+    const DeviceScope scope(device);
+    shared_bytes_ = std::min<std::size_t>(
         static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)),
         allowed_shared_bytes());
-    on_tensor_cores_ = shape.dtype != DType::f32 && shape.head_dim <= kTensorCoreHeadDim &&
-                       tensor_core_shared_bytes(shape.head_dim) <= shared;
-    const DeviceScope scope(device);
-    slots_ = std::int64_t{attribute(cudaDevAttrMultiProcessorCount, device)} *
-             (on_tensor_cores_ ? tensor_core_blocks(shape.head_dim) : plain_blocks(shape.head_dim));
+    int blocks = shape.dtype == DType::f32 ? 0 : tensor_core_blocks(shape.head_dim, shared_bytes_);
+    on_tensor_cores_ = blocks > 0;
+    if (!on_tensor_cores_) blocks = plain_blocks(shape.head_dim);
+    slots_ = std::int64_t{attribute(cudaDevAttrMultiProcessorCount, device)} * blocks;
   }
 
   void copy(const TensorRows& from, const TensorRows& to, int heads, std::int64_t row_bytes,
@@ -183,15 +183,18 @@ class CudaCacheKernels final : public CacheKernels {
     params.part_lse = parts_.floats();
     params.part_o = parts_.floats() + rows;
     const cudaStream_t stream = stream_of(queue);
-    const auto attend = on_tensor_cores_ ? &attend_on_tensor_cores : &attend_plain;
-    check_launch(attend(params, shape_.dtype, static_cast<int>(most_splits),
-                        static_cast<int>(most_tiles), stream),
+    const auto splits = static_cast<int>(most_splits);
+    const auto tiles = static_cast<int>(most_tiles);
+    check_launch(on_tensor_cores_ ? attend_on_tensor_cores(params, shape_.dtype, shared_bytes_,
+                                                           splits, tiles, stream)
+                                  : attend_plain(params, shape_.dtype, splits, tiles, stream),
                  "attend", stream);
     check_launch(merge_splits(params, most_tokens, stream), "merge_splits", stream);
   }
 
   const CacheShape shape_;
   const int device_;
+  std::size_t shared_bytes_ = 0;  // that a block may have
   bool on_tensor_cores_ = false;
   std::int64_t slots_ = 1;  // blocks that run at a time
   Memory parts_;            // log-sum-exps of all rows, then their O

@@ -67,16 +67,14 @@ struct MergeRowsParams {
 
 // Rows of 16-bit heads of up to 256 elements, on tensor cores; and any rows.
 inline constexpr int kTensorCoreRows = 16;
-inline constexpr int kTensorCoreHeadDim = 256;
 inline constexpr int kPlainRows = 4;
-// What a block on tensor cores has of shared memory, and how many run on a multiprocessor at a
-// time.
-[[nodiscard]] std::size_t tensor_core_shared_bytes(int head_dim);
-[[nodiscard]] int tensor_core_blocks(int head_dim);
+// How many blocks run on a multiprocessor at a time, where a block may have so much shared memory;
+// 0: there is no such kernel on tensor cores.
+[[nodiscard]] int tensor_core_blocks(int head_dim, std::size_t shared_bytes);
 [[nodiscard]] int plain_blocks(int head_dim);
 [[nodiscard]] cudaError_t attend_on_tensor_cores(const AttendParams& params, DType dtype,
-                                                 int most_splits, int most_tiles,
-                                                 cudaStream_t stream);
+                                                 std::size_t shared_bytes, int most_splits,
+                                                 int most_tiles, cudaStream_t stream);
 [[nodiscard]] cudaError_t attend_plain(const AttendParams& params, DType dtype, int most_splits,
                                        int most_tiles, cudaStream_t stream);
 // The parts of every row become its result.

@@ -18,13 +18,20 @@ namespace {
 
 constexpr int kBlockWarps = 4;
 constexpr int kTileKeys = 16;
-// Stages of a warp's pipeline: 4 and 8 KiB of K and V each. With head dim 128 three blocks of four
-// warps fit on an SM of Hopper, which then has up to 96 KiB under way.
+// A stage of a warp's pipeline has 4, 8 or 16 KiB of K and V. With head dim 128 and three stages
+// two blocks of four warps fit on an SM of Hopper, which then has 128 KiB under way while it
+// computes. Blocks of GPUs with less shared memory have two stages.
 template <int kDim>
-constexpr int kStages = kDim <= 64 ? 4 : 2;
+constexpr int kMostStages = kDim <= 64    ? 4
+                            : kDim <= 128 ? 3
+                                          : 2;
+template <int kDim, int kStages>
+constexpr int kBlocks = kDim > 128     ? 1
+                        : kStages == 3 ? 2
+                                       : 3;
 constexpr float kLn2 = 0.69314718055994530942F;
 
-template <typename T, int kDim>
+template <typename T, int kDim, int kStages>
 struct Shared {
   SharedTile<T, kTensorCoreRows, kDim> q;
   struct Stage {
@@ -38,7 +45,7 @@ struct Shared {
     float rounded_sum[kBlockWarps][kTensorCoreRows];
   };
   union {
-    Stage stages[kBlockWarps][kStages<kDim>];
+    Stage stages[kBlockWarps][kStages];
     Ends ends;
   };
 };
@@ -48,12 +55,11 @@ __device__ float rounded(float x) {
   return static_cast<float>(static_cast<T>(x));
 }
 
-template <typename T, int kDim>
+template <typename T, int kDim, int kStages>
 class WarpAttention {
  public:
-  using Smem = Shared<T, kDim>;
+  using Smem = Shared<T, kDim, kStages>;
   static constexpr bool kQueriesInRegisters = kDim <= 128;
-  static constexpr int kStageCount = kStages<kDim>;
 
   __device__ WarpAttention(const AttendParams& p, Smem& shared, const QueryRun& run, int kv_head)
       : p_(p),
@@ -74,16 +80,16 @@ class WarpAttention {
     const std::int64_t first = begin + warp_ * kTileKeys;
     const std::int64_t step = kBlockWarps * kTileKeys;
     std::int64_t next = first;
-    for (int s = 0; s < kStageCount - 1; ++s, next += step) load(s, next, end);
+    for (int s = 0; s < kStages - 1; ++s, next += step) load(s, next, end);
     int stage = 0;
     for (std::int64_t key = first; key < end; key += step, next += step) {
-      wait_copies<kStageCount - 2>();
+      wait_copies<kStages - 2>();
       __syncwarp();
       // The stage that the last tile has left.
-      load(stage == 0 ? kStageCount - 1 : stage - 1, next, end);
+      load(stage == 0 ? kStages - 1 : stage - 1, next, end);
       attend<false>(shared_.stages[warp_][stage],
                     static_cast<int>(min(end - key, std::int64_t{kTileKeys})), true, true);
-      stage = stage + 1 == kStageCount ? 0 : stage + 1;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
       __syncwarp();
     }
     wait_copies<0>();
@@ -268,11 +274,11 @@ class WarpAttention {
   float rounded_sum_[2] = {};  // of weights as V is multiplied with them
 };
 
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kBlockWarps * 32, kDim <= 128 ? 3 : 1)
+template <typename T, int kDim, int kStages>
+__global__ void __launch_bounds__(kBlockWarps * 32, kBlocks<kDim, kStages>)
     tensor_core_kernel(const __grid_constant__ AttendParams p) {
   extern __shared__ __align__(128) std::byte memory[];
-  auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
+  auto& shared = *reinterpret_cast<Shared<T, kDim, kStages>*>(memory);
   const AttendRun& item = p.run[blockIdx.z];
   const QueryRun& run = item.run;
   const int split = static_cast<int>(blockIdx.x);
@@ -305,7 +311,7 @@ __global__ void __launch_bounds__(kBlockWarps * 32, kDim <= 128 ? 3 : 1)
   // What all rows see.
   const std::int64_t begin = last.begin;
   const std::int64_t end = max(begin, first.end);
-  WarpAttention<T, kDim> warp(p, shared, run, kv_head);
+  WarpAttention<T, kDim, kStages> warp(p, shared, run, kv_head);
   const std::int64_t split_begin = begin + split * item.split_keys;
   warp.attend_all(split_begin, min(end, split_begin + item.split_keys));
   if (split == 0) {
@@ -324,63 +330,71 @@ __global__ void __launch_bounds__(kBlockWarps * 32, kDim <= 128 ? 3 : 1)
              rows);
 }
 
-template <typename T, int kDim>
-constexpr int kSharedBytes = static_cast<int>(sizeof(Shared<T, kDim>));
+// What the host asks of a kernel.
+template <typename T, int kDim, int kStages>
+struct Kernel {
+  static constexpr int kBytes = static_cast<int>(sizeof(Shared<T, kDim, kStages>));
 
-// Cheap, and needed once for each device.
-template <typename T, int kDim>
-cudaError_t allow_shared_bytes() {
-  return cudaFuncSetAttribute(&tensor_core_kernel<T, kDim>,
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<T, kDim>);
-}
+  // Cheap, and needed once for each device.
+  static cudaError_t allow_shared_bytes() {
+    return cudaFuncSetAttribute(&tensor_core_kernel<T, kDim, kStages>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  }
+  static int blocks() {
+    int count = 0;
+    if (allow_shared_bytes() != cudaSuccess) return 1;
+    const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+        &count, &tensor_core_kernel<T, kDim, kStages>, kBlockWarps * 32, kBytes);
+    return error == cudaSuccess && count > 0 ? count : 1;
+  }
+  static cudaError_t launch(const AttendParams& params, int most_splits, int most_tiles,
+                            cudaStream_t stream) {
+    const cudaError_t error = allow_shared_bytes();
+    if (error != cudaSuccess) return error;
+    const dim3 grid(static_cast<unsigned>(most_splits),
+                    static_cast<unsigned>(most_tiles * params.kv_heads),
+                    static_cast<unsigned>(params.runs));
+    tensor_core_kernel<T, kDim, kStages><<<grid, kBlockWarps * 32, kBytes, stream>>>(params);
+    return cudaGetLastError();
+  }
+};
 
-template <typename T, int kDim>
-int blocks() {
-  int count = 0;
-  if (allow_shared_bytes<T, kDim>() != cudaSuccess) return 1;
-  const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &count, &tensor_core_kernel<T, kDim>, kBlockWarps * 32, kSharedBytes<T, kDim>);
-  return error == cudaSuccess && count > 0 ? count : 1;
-}
-
-template <typename T, int kDim>
-cudaError_t launch(const AttendParams& params, int most_splits, int most_tiles,
-                   cudaStream_t stream) {
-  const cudaError_t error = allow_shared_bytes<T, kDim>();
-  if (error != cudaSuccess) return error;
-  const dim3 grid(static_cast<unsigned>(most_splits),
-                  static_cast<unsigned>(most_tiles * params.kv_heads),
-                  static_cast<unsigned>(params.runs));
-  tensor_core_kernel<T, kDim><<<grid, kBlockWarps * 32, kSharedBytes<T, kDim>, stream>>>(params);
-  return cudaGetLastError();
-}
-
-template <typename T>
-cudaError_t launch(const AttendParams& params, int most_splits, int most_tiles,
-                   cudaStream_t stream) {
-  if (params.head_dim <= 64) return launch<T, 64>(params, most_splits, most_tiles, stream);
-  if (params.head_dim <= 128) return launch<T, 128>(params, most_splits, most_tiles, stream);
-  return launch<T, 256>(params, most_splits, most_tiles, stream);
+// Calls use(Kernel()) with the one for a head dim that fits into so much shared memory; none does:
+// returns `otherwise`.
+template <typename T, typename Result, typename Use>
+Result with_kernel(int head_dim, std::size_t shared_bytes, Result otherwise, const Use& use) {
+  const auto fits = [&](auto kernel) {
+    return static_cast<std::size_t>(decltype(kernel)::kBytes) <= shared_bytes;
+  };
+  using Small = Kernel<T, 64, kMostStages<64>>;
+  using Usual = Kernel<T, 128, kMostStages<128>>;
+  using UsualLess = Kernel<T, 128, 2>;
+  using Large = Kernel<T, 256, kMostStages<256>>;
+  if (head_dim <= 64) return fits(Small()) ? use(Small()) : otherwise;
+  if (head_dim <= 128) {
+    if (fits(Usual())) return use(Usual());
+    return fits(UsualLess()) ? use(UsualLess()) : otherwise;
+  }
+  return head_dim <= 256 && fits(Large()) ? use(Large()) : otherwise;
 }
 
 }  // namespace
 
-std::size_t tensor_core_shared_bytes(int head_dim) {
-  using T = __half;  // or bf16
-  return head_dim <= 64    ? kSharedBytes<T, 64>
-         : head_dim <= 128 ? kSharedBytes<T, 128>
-                           : kSharedBytes<T, 256>;
+int tensor_core_blocks(int head_dim, std::size_t shared_bytes) {
+  return with_kernel<__nv_bfloat16>(head_dim, shared_bytes, 0,
+                                    [](auto kernel) { return kernel.blocks(); });
 }
 
-int tensor_core_blocks(int head_dim) {
-  using T = __nv_bfloat16;
-  return head_dim <= 64 ? blocks<T, 64>() : head_dim <= 128 ? blocks<T, 128>() : blocks<T, 256>();
-}
-
-cudaError_t attend_on_tensor_cores(const AttendParams& params, DType dtype, int most_splits,
-                                   int most_tiles, cudaStream_t stream) {
-  return dtype == DType::bf16 ? launch<__nv_bfloat16>(params, most_splits, most_tiles, stream)
-                              : launch<__half>(params, most_splits, most_tiles, stream);
+cudaError_t attend_on_tensor_cores(const AttendParams& params, DType dtype,
+                                   std::size_t shared_bytes, int most_splits, int most_tiles,
+                                   cudaStream_t stream) {
+  const auto launch = [&](auto kernel) {
+    return kernel.launch(params, most_splits, most_tiles, stream);
+  };
+  return dtype == DType::bf16
+             ? with_kernel<__nv_bfloat16>(params.head_dim, shared_bytes, cudaErrorInvalidValue,
+                                          launch)
+             : with_kernel<__half>(params.head_dim, shared_bytes, cudaErrorInvalidValue, launch);
 }
 
 }  // namespace annulus::cuda

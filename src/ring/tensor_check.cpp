@@ -12,10 +12,6 @@
 namespace annulus::ring {
 namespace {
 
-std::string gives(const Placement& placement, std::int64_t tokens) {
-  return fmt::format("placement '{}' gives this rank {} tokens", placement.name(), tokens);
-}
-
 struct Check {
   const RingOptions& options;
   int rank;
@@ -28,37 +24,35 @@ struct Check {
   [[nodiscard]] std::string seed(const std::optional<DropoutSeed>& given) const;
 };
 
-// `why` makes the text only where it is needed: calls allocate nothing.
-template <typename Why>
-std::string complaint_with(const char* name, const ConstTensorView& view, ExpectedTensor expected,
-                           const Why& why) {
-  if (complaint_about(name, view, expected).empty()) return "";
-  expected.why = why();
-  return complaint_about(name, view, expected);
-}
-
 std::string Check::tensor(const char* name, const ConstTensorView& view, bool of_keys) const {
   const Placement& placement = of_keys ? options.keys() : options.placement;
   const std::int64_t tokens = placement.local_tokens(rank);
   const std::int64_t heads = of_keys ? options.kv_heads : options.pattern.heads;
-  return complaint_with(
-      name, view,
-      {4, {options.batch, tokens, heads, options.head_dim}, options.dtype, options.device, {}},
-      [&] { return gives(placement, tokens); });
+  return complaint_about(name, view,
+                         {4,
+                          {options.batch, tokens, heads, options.head_dim},
+                          options.dtype,
+                          options.device,
+                          "",
+                          &placement});
 }
 
 std::string Check::lse(const ConstTensorView& view) const {
   const std::int64_t tokens = options.placement.local_tokens(rank);
-  return complaint_with(
-      "lse", view,
-      {3, {options.batch, tokens, options.pattern.heads}, DType::f32, options.device, {}},
-      [&] { return gives(options.placement, tokens); });
+  return complaint_about("lse", view,
+                         {3,
+                          {options.batch, tokens, options.pattern.heads},
+                          DType::f32,
+                          options.device,
+                          "",
+                          &options.placement});
 }
 
 std::string Check::sinks(const char* name, const std::optional<ConstTensorView>& view) const {
   if (!view.has_value()) return "";
-  return complaint_with(name, *view, {1, {options.pattern.heads}, DType::f32, options.device, {}},
-                        [] { return "one number per query head"; });
+  return complaint_about(
+      name, *view,
+      {1, {options.pattern.heads}, DType::f32, options.device, "one number per query head"});
 }
 
 std::string Check::seed(const std::optional<DropoutSeed>& given) const {
@@ -82,8 +76,12 @@ std::string complaint_about(const char* name, const ConstTensorView& view,
   const auto axes = static_cast<std::size_t>(expected.axes);
   if (view.rank != expected.axes ||
       !std::equal(view.shape.begin(), view.shape.begin() + expected.axes, expected.shape.begin())) {
+    const std::string why = expected.placement == nullptr
+                                ? std::string(expected.why)
+                                : fmt::format("placement '{}' gives this rank {} tokens",
+                                              expected.placement->name(), expected.shape[1]);
     return fmt::format("{} is {}, expected [{}]: {}", name, shape_string(view),
-                       fmt::join(std::span(expected.shape).first(axes), ", "), expected.why);
+                       fmt::join(std::span(expected.shape).first(axes), ", "), why);
   }
   if (view.dtype != expected.dtype) {
     return fmt::format("{} is {}, expected {}", name, name_of(view.dtype), name_of(expected.dtype));

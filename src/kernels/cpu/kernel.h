@@ -135,8 +135,10 @@ struct FewRowsTask {
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;
   std::int64_t row_step = 0;
-  int keys = 0;                  // 1 to kFewKeys
-  const std::byte* q = nullptr;  // by load_few_query
+  int keys = 0;                       // 1 to kFewKeys
+  const std::byte* next_k = nullptr;  // where the next task's keys are, to be asked for early;
+  int next_keys = 0;                  // 0: nobody knows
+  const std::byte* q = nullptr;       // by load_few_query
   int rows = 0;
   float* o = nullptr;
   float* highest = nullptr;

@@ -8,6 +8,13 @@
 #include "kernels/cuda/portable/kernels.h"
 
 namespace annulus::cuda {
+namespace {
+
+Modifiers modifiers_of(const Computation& computation, const DropoutSeed& seed) {
+  return {static_cast<float>(computation.softcap), DropoutRate::of(computation.dropout_p), seed};
+}
+
+}  // namespace
 
 CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> forward,
                        std::span<const Stage> backward, const Families& families, int device)
@@ -261,6 +268,7 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
   const TensorRows tensors[] = {call.q, call.k, call.v};
   ForwardParams params;
   params.shape = shape(tensors);
+  params.modifiers = modifiers_of(computation_, call.dropout);
   params.tables = compiled.device;
   params.q.local = call.q;
   params.k = channel(call.k, keys_, 0);
@@ -431,6 +439,7 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
   const Parcels none;
   BackwardParams params;
   params.shape = shape;
+  params.modifiers = modifiers_of(computation_, call.dropout);
   params.q = channel(call.q, queries_, 0);
   params.dout = channel(call.dout, queries_, 1);
   params.lse = channel(stats, queries_, 2);

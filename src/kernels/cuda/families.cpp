@@ -91,6 +91,7 @@ std::string sm90_complaint(const Computation& computation, int device) {
   if (!is_hopper(device)) return "the device is not of compute capability 9.0";
   // Only portable kernels make canonical sums.
   if (computation.reproducible) return "reproducible results come from the portable kernels";
+  if (computation.caps_or_drops()) return "softcap and dropout come from the portable kernels";
   const KernelShape shape = shape_of(computation);
   if (sm90::forward_fits(shape)) return "";
   return fmt::format("they take bf16 and fp16 with head_dim 64 or 128, not {} with {}",

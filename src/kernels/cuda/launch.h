@@ -49,6 +49,15 @@ struct KernelShape {
   int kv_heads = 0;
 };
 
+// What happens to scores and probabilities besides. Portable kernels only.
+struct Modifiers {
+  float softcap = 0;  // 0: none
+  DropoutRate rate;
+  DropoutSeed seed;
+
+  [[nodiscard]] bool any() const { return softcap != 0 || rate.drops(); }
+};
+
 // Adds the pairs of a launch to the running state (O, L) of its query rows. L is the natural log;
 // -inf: the row has attended to nothing and its O was never written. O is normalised.
 struct ForwardParams {
@@ -66,6 +75,7 @@ struct ForwardParams {
   // None unless for_good. Every family merges sinks into the rows that it completes
   // (rows/sink.cuh).
   HeadNumbers sinks;
+  Modifiers modifiers;
   bool load_state = true;  // false: no row has attended to anything
   // Device memory, by item: bit i % 32 says whether a later launch has row i of the item, too. O of
   // such rows goes to the state, O of the others to `out`. Null: all rows are alike. Only for
@@ -106,6 +116,7 @@ struct BackwardParams {
   Channel k, v;
   Channel dq, dk, dv;  // fp32
   KeySums key_sums;
+  Modifiers modifiers;
   bool dealt_dq = false;  // columns of dq: see dealt_column. Only for families that support it
 };
 

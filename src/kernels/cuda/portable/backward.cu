@@ -1,6 +1,7 @@
 #include "kernels/cuda/portable/dispatch.cuh"
 #include "kernels/cuda/portable/kernels.h"
 #include "kernels/cuda/portable/mma.cuh"
+#include "kernels/cuda/portable/modifiers.cuh"
 #include "kernels/cuda/portable/rows.cuh"
 
 namespace annulus::cuda {
@@ -60,7 +61,8 @@ struct QueryShared {
   Poison<kRows, kDim> poison;
 };
 
-template <typename T, int kDim, typename Buffers>
+// kModified: there may be a softcap, dropout or both.
+template <typename T, int kDim, typename Buffers, bool kModified>
 __global__ void __launch_bounds__(kThreads)
     query_gradient(const __grid_constant__ BackwardParams p) {
   constexpr int kKeys = Buffers::kRows;  // of a tile
@@ -111,6 +113,12 @@ __global__ void __launch_bounds__(kThreads)
   }
   float dq[kDim / 8][4] = {};
   const float scale = p.shape.scale * kLog2E;
+  const PairWords words(p.modifiers, group, item.batch, member.head);
+  dropout::Row row_words[2];
+  if constexpr (kModified) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_words[half] = words.query(index[half]);
+  }
   for (int step = 0; step < steps; ++step) {
     const int stage = arrive<kStages>(step, steps, load);
 
@@ -138,11 +146,20 @@ __global__ void __launch_bounds__(kThreads)
       for (int e = 0; e < 4; ++e) {
         const int key = n * 8 + lane % 4 * 2 + e % 2;
         float score = s[n][e] * scale - reference[e / 2];
+        float slope = 1;
+        if constexpr (kModified) {
+          const Score modified = modified_score(p.shape, p.modifiers, s[n][e]);
+          score = modified.value - reference[e / 2];
+          slope = modified.slope;
+          if (p.modifiers.rate.drops())
+            ds[n][e] *= kept_factor(p.modifiers.rate, row_words[e / 2], words.key(rows.index[key]));
+        }
         if (group.repeats > 0) score += log2_weight(repeats[e / 2], rows.repeats[key]);
         const float weight = exp2_fast(score);
         ds[n][e] = hidden_pair(group, index[e / 2], rows.index[key])
                        ? 0.0F
                        : weight * (ds[n][e] - delta[e / 2]);
+        if constexpr (kModified) ds[n][e] *= slope;
       }
     }
     if (limited(group)) {
@@ -197,18 +214,24 @@ struct KeyShared {
   Poison<kRows, kDim> key_poison;
   Poison<kRows, kDim> value_poison;
 };
+template <typename T, int kDim, typename Buffers>
+struct ModifiedKeyShared : KeyShared<T, kDim, Buffers> {
+  dropout::Row words[Buffers::kStages][Buffers::kRows];  // of queries
+};
 
 // dK and dV of 256 columns do not fit the registers: a block computes at most 128 of them.
 template <int kDim>
 constexpr int kColumns = kDim < 128 ? kDim : 128;
 
-template <typename T, int kDim, typename Buffers>
+template <typename T, int kDim, typename Buffers, bool kModified>
 __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__ BackwardParams p) {
+  using Memory = std::conditional_t<kModified, ModifiedKeyShared<T, kDim, Buffers>,
+                                    KeyShared<T, kDim, Buffers>>;
   constexpr int kPart = kColumns<kDim>;
   constexpr int kQueries = Buffers::kRows;  // of a tile
   constexpr int kStages = Buffers::kStages;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<KeyShared<T, kDim, Buffers>*>(memory);
+  auto& shared = *reinterpret_cast<Memory*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
@@ -243,6 +266,10 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
       shared.reference[stage][threadIdx.x] = reference_of(rows.at[2][threadIdx.x]);
       shared.delta[stage][threadIdx.x] =
           present ? *reinterpret_cast<const float*>(rows.at[3][threadIdx.x]) : 0.0F;
+      if constexpr (kModified) {
+        const PairWords words(p.modifiers, group, item.batch, member.head);
+        if (present) shared.words[stage][threadIdx.x] = words.query(rows.index[threadIdx.x]);
+      }
     }
   };
   __syncthreads();
@@ -286,17 +313,38 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
       }
     }
     const TileRows<kQueries, 4>& rows = shared.queries[stage];
+    std::uint32_t words[2] = {};  // of keys
+    if constexpr (kModified) {
+      const int head = p.tables.members[item.member + step / tiles].head;
+      const PairWords of_head(p.modifiers, group, item.batch, head);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) words[half] = of_head.key(index[half]);
+    }
 #pragma unroll
     for (int n = 0; n < kQueries / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int query = n * 8 + lane % 4 * 2 + e % 2;
         float score = weights[n][e] * scale - shared.reference[stage][query];
+        float slope = 1;
+        float kept = 1;
+        if constexpr (kModified) {
+          const Score modified = modified_score(p.shape, p.modifiers, weights[n][e]);
+          score = modified.value - shared.reference[stage][query];
+          slope = modified.slope;
+          if (p.modifiers.rate.drops())
+            kept = kept_factor(p.modifiers.rate, shared.words[stage][query], words[e / 2]);
+        }
         if (group.repeats > 0) score += log2_weight(rows.repeats[query], repeats[e / 2]);
         const bool hidden = hidden_pair(group, rows.index[query], index[e / 2]);
         const float weight = hidden ? 0.0F : exp2_fast(score);
         weights[n][e] = weight;
+        if constexpr (kModified) {
+          weights[n][e] *= kept;
+          ds[n][e] *= kept;
+        }
         ds[n][e] = hidden ? 0.0F : weight * (ds[n][e] - shared.delta[stage][query]);
+        if constexpr (kModified) ds[n][e] *= slope;
       }
     }
     if (limited(group)) {
@@ -360,8 +408,11 @@ cudaError_t portable_query_gradient(const BackwardParams& params, cudaStream_t s
     return with_dim(params.shape.head_dim, [&](auto dim) {
       return with_buffers<QueryShared, T, dim()>([&](auto buffers) {
         using Buffers = decltype(buffers);
-        return launch(query_gradient<T, dim(), Buffers>, dim3(static_cast<unsigned>(params.items)),
-                      kThreads, sizeof(QueryShared<T, dim(), Buffers>), params, stream);
+        return with_modified(params.modifiers, [&](auto modified) {
+          return launch(query_gradient<T, dim(), Buffers, modified()>,
+                        dim3(static_cast<unsigned>(params.items)), kThreads,
+                        sizeof(QueryShared<T, dim(), Buffers>), params, stream);
+        });
       });
     });
   });
@@ -377,10 +428,17 @@ cudaError_t portable_key_gradient(const BackwardParams& params, cudaStream_t str
     using T = decltype(half);
     return with_dim(params.shape.head_dim, [&](auto dim) {
       const unsigned parts = params.shape.head_dim > 128 ? 2 : 1;
+      const auto grid = dim3(static_cast<unsigned>(params.items), parts);
+      if (params.modifiers.any()) {
+        return with_buffers<ModifiedKeyShared, T, dim()>([&](auto buffers) {
+          using Buffers = decltype(buffers);
+          return launch(key_gradient<T, dim(), Buffers, true>, grid, kThreads,
+                        sizeof(ModifiedKeyShared<T, dim(), Buffers>), params, stream);
+        });
+      }
       return with_buffers<KeyShared, T, dim()>([&](auto buffers) {
         using Buffers = decltype(buffers);
-        return launch(key_gradient<T, dim(), Buffers>,
-                      dim3(static_cast<unsigned>(params.items), parts), kThreads,
+        return launch(key_gradient<T, dim(), Buffers, false>, grid, kThreads,
                       sizeof(KeyShared<T, dim(), Buffers>), params, stream);
       });
     });

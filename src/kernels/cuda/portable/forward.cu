@@ -3,6 +3,7 @@
 #include "kernels/cuda/portable/kernels.h"
 #include "kernels/cuda/portable/key_stretch.cuh"
 #include "kernels/cuda/portable/mma.cuh"
+#include "kernels/cuda/portable/modifiers.cuh"
 #include "kernels/cuda/portable/rows.cuh"
 #include "kernels/cuda/rows/sink.cuh"
 
@@ -41,6 +42,13 @@ struct Shared {
   int key_extent;
   Poison<kQueries<kDim>, kDim> poison;
 };
+template <typename T, int kDim, int kKeys>
+struct ModifiedShared : Shared<T, kDim, kKeys> {
+  dropout::Row words[kQueries<kDim>];
+};
+template <typename T, int kDim, int kKeys, bool kModified>
+using SharedOf =
+    std::conditional_t<kModified, ModifiedShared<T, kDim, kKeys>, Shared<T, kDim, kKeys>>;
 
 // Scores of a warp's queries, fragments A at `q`, against a tile of keys, fragments B at `k`.
 template <typename T, int kDim, int kTiles, int kBlocks>
@@ -72,8 +80,8 @@ __device__ void multiply_queries(float (&s)[kTiles][kBlocks][4], std::uint32_t q
   }
 }
 
-// o += weights times values, fragments B at `v`; sum += this thread's weights.
-template <typename T, int kDim, int kTiles, int kBlocks>
+// o += weights times values, fragments B at `v`; if kSums, sum += this thread's weights.
+template <typename T, int kDim, bool kSums, int kTiles, int kBlocks>
 __device__ void add_values(float (&o)[kTiles][kDim / 8][4], float (&sum)[kTiles][2],
                            const float (&weights)[kTiles][kBlocks][4], std::uint32_t v) {
   using Rows = SharedTile<T, 8 * kBlocks, kDim>;
@@ -83,7 +91,7 @@ __device__ void add_values(float (&o)[kTiles][kDim / 8][4], float (&sum)[kTiles]
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum[m][e / 2 % 2] += weights[m][k + e / 4][e % 4];
+      for (int e = 0; kSums && e < 8; ++e) sum[m][e / 2 % 2] += weights[m][k + e / 4][e % 4];
       as_a<T>(a[m], weights[m][k], weights[m][k + 1]);
     }
 #pragma unroll
@@ -99,12 +107,13 @@ __device__ void add_values(float (&o)[kTiles][kDim / 8][4], float (&sum)[kTiles]
   }
 }
 
-template <typename T, int kDim, int kKeys>
+// kModified: there may be a softcap, dropout or both.
+template <typename T, int kDim, int kKeys, bool kModified>
 __global__ void __launch_bounds__(kThreads)
     forward(const __grid_constant__ PortableForwardParams p) {
   constexpr int kTiles = kRowTiles<kDim>;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<Shared<T, kDim, kKeys>*>(memory);
+  auto& shared = *reinterpret_cast<SharedOf<T, kDim, kKeys, kModified>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
   if (item.rows == 0) return;
   const Member member = p.tables.members[item.member];
@@ -126,9 +135,17 @@ __global__ void __launch_bounds__(kThreads)
     const int index = shared.queries.index[r];  // this thread's own
     shared.first_key[r] = index == kAbsent ? 0 : first_key_of(group, index);
     shared.last_key[r] = index == kAbsent ? kAbsent - 1 : last_key_of(group, index);
+    if constexpr (kModified) {
+      if (p.modifiers.rate.drops() && index != kAbsent)
+        shared.words[r] = PairWords(p.modifiers, group, item.batch, member.head).query(index);
+    }
   }
-  if (threadIdx.x < 9)
-    shared.weights[threadIdx.x] = log2f(1.0F + threadIdx.x) / (p.shape.scale * kLog2E);
+  // Modified scores are in log2 units.
+  const float scale = kModified ? 1.0F : p.shape.scale * kLog2E;
+  if (threadIdx.x < 9) shared.weights[threadIdx.x] = log2f(1.0F + threadIdx.x) / scale;
+  std::uint32_t key_salt = 0;
+  if constexpr (kModified)
+    key_salt = dropout::head_of(p.modifiers.seed, item.batch, member.head).keys;
   const Walk walk = walk_keys<kKeys>(p.tables.runs, group, item);
   const int tiles = walk.end;
   shared.key_extent = walk.extent;  // by all threads
@@ -183,6 +200,10 @@ __global__ void __launch_bounds__(kThreads)
                           : -INFINITY;
       highest[m][half] = l * kLog2E;
       sum[m][half] = l != -INFINITY && lane % 4 == 0 ? 1.0F : 0.0F;
+      if constexpr (kModified) {  // see Forward::load_state of the CPU
+        highest[m][half] -= log2f(p.modifiers.rate.scale);
+        sum[m][half] *= p.modifiers.rate.scale;
+      }
       const auto* from = reinterpret_cast<const float*>(shared.queries.at[2][row]);
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
@@ -200,7 +221,6 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t q_at = shared.q.a_address(warp * kTiles * 16);
   const std::uint32_t k_at = shared.k.b_address();
   const std::uint32_t v_at = shared.v.a_address();
-  const float scale = p.shape.scale * kLog2E;
   for (int tile = walk.first; tile < tiles; ++tile) {
     // V arrives while K is used, and the next K while V is used.
     wait_copies<0>();
@@ -214,6 +234,17 @@ __global__ void __launch_bounds__(kThreads)
       described = fill(slot, tile + 1);
     }
 
+    if constexpr (kModified) {
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            s[m][n][e] = modified_score(p.shape, p.modifiers, s[m][n][e]).value;
+        }
+      }
+    }
     if (group.repeats > 0) {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
@@ -298,6 +329,31 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
+    if constexpr (kModified) {
+      // Dropped weights count in the sums.
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const auto index = static_cast<std::int64_t>(rows.index[n * 8 + lane % 4 * 2 + c]);
+          const std::uint32_t word =
+              dropout::Head{0, key_salt}.key(group.first_key + (index + offset) * group.dilation);
+#pragma unroll
+          for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float& weight = s[m][n][2 * half + c];
+              sum[m][half] += weight;
+              if (p.modifiers.rate.drops() &&
+                  dropout::pair_number(shared.words[row_of(m, half)], word) <
+                      p.modifiers.rate.threshold)
+                weight = 0;
+            }
+          }
+        }
+      }
+    }
+
     wait_copies<0>();
     __syncthreads();
     if (tile + 1 < tiles) load_keys(slot, tile + 1);
@@ -307,7 +363,7 @@ __global__ void __launch_bounds__(kThreads)
                rows.index[key] >= shared.first_key[query] - offset;
       });
     }
-    add_values<T, kDim>(o, sum, s, make_again(v_at));
+    add_values<T, kDim, !kModified>(o, sum, s, make_again(v_at));
   }
   wait_copies<0>();
   __syncthreads();  // without a tile: the queries are here
@@ -333,7 +389,8 @@ __global__ void __launch_bounds__(kThreads)
       if (lane % 4 == 0)  // an empty one's, too: nobody else may have
         *reinterpret_cast<float*>(shared.queries.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
-      const float inverse = 1.0F / (empty ? 1.0F : total);
+      const float kept_weights = kModified ? p.modifiers.rate.scale : 1.0F;
+      const float inverse = kept_weights / (empty ? 1.0F : total);
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         o[m][n][2 * half] *= inverse;
@@ -400,14 +457,17 @@ cudaError_t portable_forward(const ForwardParams& forward_params, cudaStream_t s
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);
     return with_dim(params.shape.head_dim, [&](auto dim) {
-      constexpr std::size_t kBytes = sizeof(Shared<T, dim(), 64>);
-      if constexpr (kBytes > kLeastSharedBytes) {
-        if (kBytes > most) {
-          return launch(forward<T, dim(), 32>, blocks, kThreads, sizeof(Shared<T, dim(), 32>),
-                        params, stream);
+      return with_modified(params.modifiers, [&](auto modified) {
+        constexpr bool kModified = modified();
+        constexpr std::size_t kBytes = sizeof(SharedOf<T, dim(), 64, kModified>);
+        if constexpr (kBytes > kLeastSharedBytes) {
+          if (kBytes > most) {
+            return launch(forward<T, dim(), 32, kModified>, blocks, kThreads,
+                          sizeof(SharedOf<T, dim(), 32, kModified>), params, stream);
+          }
         }
-      }
-      return launch(forward<T, dim(), 64>, blocks, kThreads, kBytes, params, stream);
+        return launch(forward<T, dim(), 64, kModified>, blocks, kThreads, kBytes, params, stream);
+      });
     });
   });
 }

@@ -1,6 +1,7 @@
 #include "kernels/cuda/portable/dispatch.cuh"
 #include "kernels/cuda/portable/kept.cuh"
 #include "kernels/cuda/portable/kernels.h"
+#include "kernels/cuda/portable/modifiers.cuh"
 #include "kernels/cuda/portable/rows.cuh"
 #include "kernels/cuda/portable/tiles.h"
 #include "kernels/cuda/rows/sink.cuh"
@@ -131,7 +132,8 @@ struct ForwardShared {
   TileRows<kOther, 2> keys;
 };
 
-template <typename Shape>
+// kModified: there may be a softcap, dropout or both.
+template <typename Shape, bool kModified>
 __global__ void __launch_bounds__(kThreads)
     forward(const __grid_constant__ PortableForwardParams p) {
   constexpr int kDim = Shape::kDim;
@@ -171,6 +173,10 @@ __global__ void __launch_bounds__(kThreads)
                         : -INFINITY;
     highest[i] = l * kLog2E;
     sum[i] = l != -INFINITY ? 1.0F : 0.0F;
+    if constexpr (kModified) {  // see Forward::load_state of the CPU
+      highest[i] -= log2f(p.modifiers.rate.scale);
+      sum[i] *= p.modifiers.rate.scale;
+    }
     const auto* from = reinterpret_cast<const float*>(shared.queries.at[2][row]);
 #pragma unroll
     for (int c = 0; c < kDim / 16; ++c) {
@@ -179,6 +185,13 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const float scale = p.shape.scale * kLog2E;
+  const PairWords words(p.modifiers, group, item.batch, member.head);
+  dropout::Row row_words[kOwnPerThread];
+  if constexpr (kModified) {
+#pragma unroll
+    for (int i = 0; i < kOwnPerThread; ++i)
+      row_words[i] = words.query(shared.queries.index[ty + 16 * i]);
+  }
   for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
     __syncthreads();
     shared.keys.fill(p.tables, group, group.keys, first, walk.extent, key_place, p.k, p.v);
@@ -196,11 +209,11 @@ __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < kOtherPerThread; ++j) {
         const int key = shared.keys.index[tx + 16 * j];
         const bool hidden = hidden_pair(group, shared.queries.index[row], key);
-        s[i][j] =
-            hidden
-                ? -INFINITY
-                : fmaf(s[i][j], scale,
-                       log2_weight(shared.queries.repeats[row], shared.keys.repeats[tx + 16 * j]));
+        const float times =
+            log2_weight(shared.queries.repeats[row], shared.keys.repeats[tx + 16 * j]);
+        const float score = kModified ? modified_score(p.shape, p.modifiers, s[i][j]).value + times
+                                      : fmaf(s[i][j], scale, times);
+        s[i][j] = hidden ? -INFINITY : score;
         top = fmaxf(top, s[i][j]);
       }
       top = row_max(top);
@@ -213,7 +226,14 @@ __global__ void __launch_bounds__(kThreads)
         const bool hidden =
             hidden_pair(group, shared.queries.index[row], shared.keys.index[tx + 16 * j]);
         const float weight = exp2f(s[i][j] - reference);
-        shared.weights[row][tx + 16 * j] = hidden ? kHidden : weight;
+        float kept = weight;
+        if constexpr (kModified) {  // dropped weights count in the sum
+          const std::uint32_t key = words.key(shared.keys.index[tx + 16 * j]);
+          if (p.modifiers.rate.drops() &&
+              dropout::pair_number(row_words[i], key) < p.modifiers.rate.threshold)
+            kept = 0;
+        }
+        shared.weights[row][tx + 16 * j] = hidden ? kHidden : kept;
         total += weight;
       }
       sum[i] = fmaf(sum[i], shrink, row_sum(total));
@@ -233,7 +253,7 @@ __global__ void __launch_bounds__(kThreads)
     if (tx == 0)  // an empty one's, too: nobody else may have
       *reinterpret_cast<float*>(shared.queries.at[1][row]) = end.lse;
     if (empty && !p.for_good) continue;
-    const float inverse = 1.0F / (empty ? 1.0F : sum[i]);
+    const float inverse = (kModified ? p.modifiers.rate.scale : 1.0F) / (empty ? 1.0F : sum[i]);
     const float factor = end.kept * p.out_factor;  // by itself, as finish_rows multiplies states
     auto* to = reinterpret_cast<float*>(shared.queries.at[3][row]);
 #pragma unroll
@@ -283,6 +303,15 @@ __device__ Gradient gradient_of(float s, float dp, float lse, float delta, float
   const float weight = exp2f(fmaf(s, scale, log2_of_weight - lse * kLog2E));
   return {weight, weight * (dp - delta) + 0.0F};  // not -0
 }
+// The same with softcap and dropout, whose factor is `kept`. `score` is q.k.
+__device__ Gradient modified_gradient_of(const BackwardParams& p, float score, float dp, float lse,
+                                         float delta, float log2_of_weight, float kept,
+                                         bool hidden) {
+  if (hidden || lse == -INFINITY) return {kHidden, kHidden};
+  const Score modified = modified_score(p.shape, p.modifiers, score);
+  const float weight = exp2f(modified.value + (log2_of_weight - lse * kLog2E));
+  return {weight * kept + 0.0F, weight * (kept * dp - delta) * modified.slope + 0.0F};  // not -0
+}
 __device__ float read(const std::byte* at) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : 0.0F;
 }
@@ -303,7 +332,7 @@ __device__ void add_rows(const float (&sums)[kRows][kColumns], std::byte* const*
   }
 }
 
-template <typename Shape>
+template <typename Shape, bool kModified>
 __global__ void __launch_bounds__(kThreads)
     query_gradient(const __grid_constant__ BackwardParams p) {
   constexpr int kDim = Shape::kDim;
@@ -339,6 +368,13 @@ __global__ void __launch_bounds__(kThreads)
   }
   float dq[kOwnPerThread][kDim / 16] = {};
   const float scale = p.shape.scale * kLog2E;
+  const PairWords words(p.modifiers, group, item.batch, member.head);
+  dropout::Row row_words[kOwnPerThread];
+  if constexpr (kModified) {
+#pragma unroll
+    for (int i = 0; i < kOwnPerThread; ++i)
+      row_words[i] = words.query(shared.queries.index[ty + 16 * i]);
+  }
   for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
     __syncthreads();
     keys_of_tile.fill(p.tables, group, group.keys, first, walk.extent, key_place, p.k, p.v);
@@ -354,8 +390,15 @@ __global__ void __launch_bounds__(kThreads)
         const bool hidden =
             hidden_pair(group, shared.queries.index[row], keys_of_tile.index[column]);
         const float weight = log2_weight(shared.queries.repeats[row], keys_of_tile.repeats[column]);
-        shared.ds[row][column] =
-            gradient_of(s[i][j], dp[i][j], lse[i], delta[i], weight, scale, hidden).ds;
+        if constexpr (kModified) {
+          const float kept =
+              kept_factor(p.modifiers.rate, row_words[i], words.key(keys_of_tile.index[column]));
+          shared.ds[row][column] =
+              modified_gradient_of(p, s[i][j], dp[i][j], lse[i], delta[i], weight, kept, hidden).ds;
+        } else {
+          shared.ds[row][column] =
+              gradient_of(s[i][j], dp[i][j], lse[i], delta[i], weight, scale, hidden).ds;
+        }
       }
     }
     __syncthreads();
@@ -364,7 +407,7 @@ __global__ void __launch_bounds__(kThreads)
   add_rows(dq, shared.queries.at[4], p.shape.scale, head_dim, ty, tx);
 }
 
-template <typename Shape>
+template <typename Shape, bool kModified>
 __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__ BackwardParams p) {
   constexpr int kDim = Shape::kDim;
   constexpr int kOther = Shape::kOther;
@@ -396,6 +439,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   for (int m = 0; m < item.members; ++m) {
     const Member member = p.tables.members[item.member + m];
     const RowOwner place{item.batch, member.head, member.unit};
+    const PairWords words(p.modifiers, group, item.batch, member.head);
     for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
       __syncthreads();
       queries_of_tile.fill(p.tables, group, group.queries, first, walk.extent, place, p.q, p.dout,
@@ -409,6 +453,8 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
         const int column = tx + 16 * j;
         const float lse = read(queries_of_tile.at[2][column]);
         const float delta = read(queries_of_tile.at[3][column]);
+        dropout::Row row_words;
+        if constexpr (kModified) row_words = words.query(queries_of_tile.index[column]);
 #pragma unroll
         for (int i = 0; i < kOwnPerThread; ++i) {
           const int row = ty + 16 * i;
@@ -416,8 +462,14 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
               hidden_pair(group, queries_of_tile.index[column], shared.keys.index[row]);
           const float weight =
               log2_weight(queries_of_tile.repeats[column], shared.keys.repeats[row]);
-          const Gradient gradient =
-              gradient_of(s[i][j], dp[i][j], lse, delta, weight, scale, hidden);
+          Gradient gradient;
+          if constexpr (kModified) {
+            const float kept =
+                kept_factor(p.modifiers.rate, row_words, words.key(shared.keys.index[row]));
+            gradient = modified_gradient_of(p, s[i][j], dp[i][j], lse, delta, weight, kept, hidden);
+          } else {
+            gradient = gradient_of(s[i][j], dp[i][j], lse, delta, weight, scale, hidden);
+          }
           shared.weights[row][column] = gradient.weight;
           shared.ds[row][column] = gradient.ds;
         }
@@ -454,25 +506,31 @@ cudaError_t launch_items(const Params& params, cudaStream_t stream, const Kernel
   if (const cudaError_t error = block_shared_bytes(most); error != cudaSuccess) return error;
   const Fp32Tile tile = fp32_tile(params.shape.head_dim, kBackward, most);
   return with_dim(params.shape.head_dim, [&](auto dim) {
-    return launch_tile<kBackward, Shared>(dim, tile, params, stream, kernel);
+    return with_modified(params.modifiers, [&](auto modified) {
+      const auto modified_kernel = [&](auto shape) { return kernel(shape, modified); };
+      return launch_tile<kBackward, Shared>(dim, tile, params, stream, modified_kernel);
+    });
   });
 }
 
 }  // namespace
 
 cudaError_t forward_fp32(const PortableForwardParams& params, cudaStream_t stream) {
-  return launch_items<false, ForwardShared>(params, stream,
-                                            [](auto shape) { return forward<decltype(shape)>; });
+  return launch_items<false, ForwardShared>(params, stream, [](auto shape, auto modified) {
+    return forward<decltype(shape), modified()>;
+  });
 }
 
 cudaError_t query_gradient_fp32(const BackwardParams& params, cudaStream_t stream) {
-  return launch_items<true, GradientShared>(
-      params, stream, [](auto shape) { return query_gradient<decltype(shape)>; });
+  return launch_items<true, GradientShared>(params, stream, [](auto shape, auto modified) {
+    return query_gradient<decltype(shape), modified()>;
+  });
 }
 
 cudaError_t key_gradient_fp32(const BackwardParams& params, cudaStream_t stream) {
-  return launch_items<true, GradientShared>(
-      params, stream, [](auto shape) { return key_gradient<decltype(shape)>; });
+  return launch_items<true, GradientShared>(params, stream, [](auto shape, auto modified) {
+    return key_gradient<decltype(shape), modified()>;
+  });
 }
 
 }  // namespace annulus::cuda

@@ -1,5 +1,6 @@
 #include "kernels/cuda/portable/kept.cuh"
 #include "kernels/cuda/portable/kernels.h"
+#include "kernels/cuda/portable/modifiers.cuh"
 #include "kernels/cuda/portable/rows.cuh"
 #include "kernels/cuda/portable/tiles.h"
 #include "kernels/cuda/rows/access.cuh"
@@ -71,6 +72,19 @@ __device__ float read(const std::byte* at) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : 0.0F;
 }
 
+// A score in log2 units plus a weight of the pair.
+template <typename Params>
+__device__ Score score_of(const Params& p, float product, float weight) {
+  if (p.modifiers.softcap == 0) return {fmaf(product, p.shape.scale * kLog2E, weight), 1.0F};
+  const Score score = modified_score(p.shape, p.modifiers, product);
+  return {score.value + weight, score.slope};
+}
+template <typename Params>
+__device__ float kept_of(const Params& p, const PairWords& words, int query, int key) {
+  if (!p.modifiers.rate.drops()) return 1.0F;
+  return kept_factor(p.modifiers.rate, words.query(query), words.key(key));
+}
+
 // Sums of 64 keys start from zero, as in tiles, so that errors grow with the number of such blocks,
 // not of keys.
 struct Softmax {
@@ -88,7 +102,8 @@ struct Softmax {
     part.clear();
     o.read(empty ? nullptr : state, head_dim);
   }
-  __device__ void add(float score, const Columns& value) {
+  // `kept`: 1, or 0 where dropout takes the weight, which counts in the sum all the same.
+  __device__ void add(float score, float kept, const Columns& value) {
     if (score > highest) {
       const float shrink = exp2f(highest - score);  // 0 at first
       highest = score;
@@ -100,7 +115,7 @@ struct Softmax {
     if (score == -INFINITY) return;  // a weight of 0, also where nothing was higher
     const float weight = exp2f(score - highest);
     part_sum += weight;
-    part.add(weight, value);
+    part.add(weight * kept, value);
   }
   __device__ void settle() {
     sum += part_sum;
@@ -122,11 +137,11 @@ __global__ void __launch_bounds__(kThreads)
   const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const float scale = p.shape.scale * kLog2E;
 
   queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows, query_place,
                     p.q, Channel{p.lse}, Channel{p.state}, Channel{p.out});
   const Walk walk = walk_keys<kOther>(p.tables.runs, group, item);
+  const PairWords words(p.modifiers, group, item.batch, member.head);
   __syncthreads();
   if (p.kept.tables.branches > 0) {
     point_to_kept(queries, p, group, item, member.head);
@@ -142,6 +157,8 @@ __global__ void __launch_bounds__(kThreads)
       q[i].read(present ? queries.at[0][row] : nullptr, head_dim);
       softmax[i].start(queries.at[2][row],
                        p.load_state && present ? read(queries.at[1][row]) : -INFINITY, head_dim);
+      softmax[i].highest -= log2f(p.modifiers.rate.scale);  // see Forward::load_state of the CPU
+      softmax[i].sum *= p.modifiers.rate.scale;
     }
     for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
       __syncthreads();
@@ -165,7 +182,9 @@ __global__ void __launch_bounds__(kThreads)
           const float s = dot(q[i], k);
           if (!seen[i]) continue;
           const float weight = log2_weight(queries.repeats[own_row(turn, i)], keys.repeats[key]);
-          softmax[i].add(fmaf(s, scale, weight), v);
+          softmax[i].add(score_of(p, s, weight).value,
+                         kept_of(p, words, queries.index[own_row(turn, i)], keys.index[key]) > 0,
+                         v);
         }
       }
 #pragma unroll
@@ -182,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
                                      sink_of(p.sinks, member.head));
       if (lane == 0) *reinterpret_cast<float*>(queries.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
-      const float inverse = 1.0F / (empty ? 1.0F : of.sum);
+      const float inverse = p.modifiers.rate.scale / (empty ? 1.0F : of.sum);
       const float factor = end.kept * p.out_factor;  // by itself, as finish_rows multiplies states
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
@@ -206,11 +225,11 @@ __global__ void __launch_bounds__(kThreads)
   const RowOwner query_place{item.batch, member.head, member.unit};
   const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
-  const float scale = p.shape.scale * kLog2E;
 
   queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows, query_place,
                     p.q, p.dout, p.lse, p.delta, p.dq);
   const Walk walk = walk_keys<kOther>(p.tables.runs, group, item);
+  const PairWords words(p.modifiers, group, item.batch, member.head);
   __syncthreads();
   for (int turn = 0; turn < kTurns; ++turn) {
     Columns q[kOwn];
@@ -254,8 +273,9 @@ __global__ void __launch_bounds__(kThreads)
           const float dp = dot(dout[i], v);
           if (!seen[i]) continue;
           const float times = log2_weight(queries.repeats[own_row(turn, i)], keys.repeats[key]);
-          const float weight = exp2f(fmaf(s, scale, times - lse[i] * kLog2E));
-          part[i].add(weight * (dp - delta[i]), k);
+          const Score score = score_of(p, s, times - lse[i] * kLog2E);
+          const float kept = kept_of(p, words, queries.index[own_row(turn, i)], keys.index[key]);
+          part[i].add(exp2f(score.value) * (kept * dp - delta[i]) * score.slope, k);
         }
       }
 #pragma unroll
@@ -277,7 +297,6 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const int head_dim = p.shape.head_dim;
-  const float scale = p.shape.scale * kLog2E;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   {
     const Member member = p.tables.members[item.member];
@@ -300,6 +319,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     for (int m = 0; m < item.members; ++m) {
       const Member member = p.tables.members[item.member + m];
       const RowOwner place{item.batch, member.head, member.unit};
+      const PairWords words(p.modifiers, group, item.batch, member.head);
       for (int first = walk.first * kOther; first < walk.extent; first += kOther) {
         __syncthreads();
         queries.fill(p.tables, group, group.queries, first, walk.extent, place, p.q, p.dout, p.lse,
@@ -319,9 +339,11 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
           q.read(queries.at[0][query], head_dim);
           dout.read(queries.at[1][query], head_dim);
           const float times = log2_weight(queries.repeats[query], keys.repeats[row]);
-          const float weight = exp2f(fmaf(dot(q, k), scale, times - lse * kLog2E));
-          dv_part.add(weight, dout);
-          dk_part.add(weight * (dot(dout, v) - delta), q);
+          const Score score = score_of(p, dot(q, k), times - lse * kLog2E);
+          const float weight = exp2f(score.value);
+          const float kept = kept_of(p, words, queries.index[query], index);
+          dv_part.add(weight * kept, dout);
+          dk_part.add(weight * (kept * dot(dout, v) - delta) * score.slope, q);
         }
         dk.add(1.0F, dk_part);
         dv.add(1.0F, dv_part);

@@ -2,6 +2,7 @@
 #include "kernels/cuda/portable/kept.cuh"
 #include "kernels/cuda/portable/kernels.h"
 #include "kernels/cuda/portable/mma.cuh"
+#include "kernels/cuda/portable/modifiers.cuh"
 #include "kernels/cuda/portable/rows.cuh"
 #include "kernels/cuda/rows/sink.cuh"
 #include "kernels/head_dim.h"
@@ -85,7 +86,8 @@ __device__ float read(const std::byte* at, float absent) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : absent;
 }
 
-template <typename T, Sum kSum>
+// kModified: there may be a softcap, dropout or both.
+template <typename T, Sum kSum, bool kModified>
 __global__ void __launch_bounds__(kThreads, 1)
     add_up(const __grid_constant__ typename Traits<kSum>::Params p) {
   using Of = Traits<kSum>;
@@ -217,6 +219,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (l == -INFINITY) continue;
       highest[upper] = l * kLog2E;
       if (quarter == 0 && lane % 4 == 0) total[upper] = 1;
+      if constexpr (kModified) {  // see Forward::load_state of the CPU
+        highest[upper] -= log2f(p.modifiers.rate.scale);
+        total[upper] *= p.modifiers.rate.scale;
+      }
       const auto* from = reinterpret_cast<const float*>(shared.own_rows.at[2][row]);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -263,6 +269,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       return Of::kOwnsQueries ? hidden_pair(group, shared.own_rows.index[own], rows.index[other])
                               : hidden_pair(group, rows.index[other], shared.own_rows.index[own]);
     };
+    const int query_head = Of::kOwnsQueries || !kModified
+                               ? member.head
+                               : p.tables.members[item.member + tile / tiles_of_member].head;
+    const PairWords words(p.modifiers, group, item.batch, query_head);
+    // What dropout multiplies the probability of a pair with.
+    const auto kept = [&](int own, int other) {
+      const int query = Of::kOwnsQueries ? shared.own_rows.index[own] : rows.index[other];
+      const int key = Of::kOwnsQueries ? rows.index[other] : shared.own_rows.index[own];
+      if (!kModified || !p.modifiers.rate.drops()) return 1.0F;
+      return kept_factor(p.modifiers.rate, words.query(query), words.key(key));
+    };
+    float slope[2][4];
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -270,7 +288,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int e = 0; e < 4; ++e) {
         const int own = row_of(e / 2);
         const int other = column_of(n, e);
-        s[n][e] *= scale;
+        if constexpr (kModified) {
+          const Score modified = modified_score(p.shape, p.modifiers, s[n][e]);
+          s[n][e] = modified.value;
+          slope[n][e] = modified.slope;
+        } else {
+          s[n][e] *= scale;
+        }
         if (group.repeats > 0)
           s[n][e] += log2_weight(shared.own_rows.repeats[own], rows.repeats[other]);
         if (hidden(own, other)) s[n][e] = -INFINITY;
@@ -311,6 +335,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int e = 2 * upper; e < 2 * upper + 2; ++e) {
             s[n][e] = exp2_fast(s[n][e] - reference);
             total[upper] += s[n][e];
+            if constexpr (kModified) {
+              if (kept(row_of(upper), column_of(n, e)) == 0) s[n][e] = 0;
+            }
           }
         }
       }
@@ -323,7 +350,13 @@ __global__ void __launch_bounds__(kThreads, 1)
           const int query = Of::kOwnsQueries ? row_of(e / 2) : column_of(n, e);
           const bool none = s[n][e] == -INFINITY;
           s[n][e] = none ? 0.0F : exp2_fast(s[n][e] - shared.lse[slot][query]);
+          if constexpr (kModified) {
+            const float factor = kept(row_of(e / 2), column_of(n, e));
+            if (!Of::kGradients) s[n][e] *= factor;
+            dp[n][e] *= factor;
+          }
           if (Of::kGradients && !none) s[n][e] *= dp[n][e] - shared.delta[slot][query];
+          if constexpr (kModified && Of::kGradients) s[n][e] *= slope[n][e];
         }
       }
     }
@@ -412,7 +445,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (quarter == 0 && lane % 4 == 0)  // an empty one's, too: nobody else may have
         *reinterpret_cast<float*>(shared.own_rows.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
-      const float inverse = 1.0F / (empty ? 1.0F : sum);
+      const float kept_weights = kModified ? p.modifiers.rate.scale : 1.0F;
+      const float inverse = kept_weights / (empty ? 1.0F : sum);
       const float factor = end.kept * p.out_factor;  // by itself, as finish_rows multiplies states
       for_each_pair(upper, [&](int column, float x, float y) {
         x = empty ? factor : x * inverse * factor;
@@ -444,8 +478,10 @@ cudaError_t start(const typename Traits<kSum>::Params& params, cudaStream_t stre
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);
     static_assert(sizeof(Shared<T, kSum>) <= kLeastSharedBytes);
-    return launch(add_up<T, kSum>, dim3(static_cast<unsigned>(params.items)), kThreads,
-                  sizeof(Shared<T, kSum>), params, stream);
+    return with_modified(params.modifiers, [&](auto modified) {
+      return launch(add_up<T, kSum, modified()>, dim3(static_cast<unsigned>(params.items)),
+                    kThreads, sizeof(Shared<T, kSum>), params, stream);
+    });
   });
 }
 

@@ -110,6 +110,8 @@ struct Maker {
     group.branch = from.branch;
     group.dilation = static_cast<std::int32_t>(
         computation.pattern->branches[static_cast<std::size_t>(from.branch)].dilation);
+    group.first_query = from.tokens.first_query;
+    group.first_key = from.tokens.first_key;
     tables.repeats.insert(tables.repeats.end(), from.repeats.begin(), from.repeats.end());
     tables.groups.push_back(group);
     return static_cast<std::int32_t>(tables.groups.size()) - 1;

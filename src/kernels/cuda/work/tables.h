@@ -51,6 +51,8 @@ struct Group {
   std::int32_t repeats = 0;
   std::int32_t branch = 0;
   std::int32_t dilation = 1;
+  std::int64_t first_query = 0;  // the tokens of index 0; see IndexTokens
+  std::int64_t first_key = 0;
 
   void set_band(const Band& band);
   [[nodiscard]] Band band() const {

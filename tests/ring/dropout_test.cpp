@@ -54,6 +54,22 @@ TEST(SoftcapAndDropout, EveryWayOfTheRowsGivesTheReference) {
   }
 }
 
+// Devices have kernels of their own for some of them.
+TEST(SoftcapAndDropout, EveryHeadDimGivesTheReference) {
+  for (const int dim : {20, 64, 72, 128, 200, 256, 300, 512}) {
+    for (const DType dtype : kDTypes) {
+      SCOPED_TRACE("head dim " + std::to_string(dim) + ", " + name_of(dtype));
+      const Problem problem =
+          with(make_problem("dims", longnet(2, List{32, 90}, List{1, 2}, true), 1, 90, dim),
+               {.softcap = 2, .dropout_p = 0.3, .dropout_seed = 8}, dtype);
+      const Inputs inputs = random_inputs(problem, static_cast<std::uint64_t>(dim));
+      RingOptions options = ring_options(problem, Placement::contiguous(90, 2));
+      options.schedule = Schedule::ring;  // forward goes on from a state
+      expect_matches(problem, run_ring(options, inputs), reference_of(problem, inputs));
+    }
+  }
+}
+
 // With V = the unit vectors o is D P: what is 0 was dropped.
 TEST(Dropout, KeepsTheSamePairsForEveryNumberOfRanks) {
   constexpr int kTokens = 64;

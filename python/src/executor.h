@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
@@ -22,6 +23,7 @@ struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
   double flops = 0;  // of forward
+  std::string documents_key;  // by which callers recognise the documents that it has
   std::int64_t bytes = 0;
   // The caller's stream that this object last gave to the executor, and its queue. Another object
   // that shares the executor may have given it a different one since.
@@ -30,6 +32,8 @@ struct Ring {
   std::shared_ptr<Queue> own;  // used between streams; null: no stream was left yet
 
   Ring(nb::object link, std::shared_ptr<RingAttention> executor);
+  void set_documents(std::vector<Document> documents);
+  void measure();  // flops and bytes
   // Enqueues passes on the stream from now on, after all earlier work.
   void use_stream(std::uintptr_t number);
   // Stops using a stream that its owner may destroy. The next passes come after the work enqueued

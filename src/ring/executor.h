@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -9,10 +10,12 @@
 
 #include "annulus/ring_attention.h"
 #include "core/function_ref.h"
+#include "core/memory.h"
 #include "kernels/backend.h"
 #include "ring/agreement.h"
 #include "ring/courier.h"
 #include "ring/link.h"
+#include "ring/plans.h"
 #include "ring/return_courier.h"
 #include "ring/tensor_check.h"
 
@@ -73,7 +76,14 @@ struct RingAttention::Impl {
   void check_limits() const;
   void make_engine();
   void allocate();
-  void make_call_claims(std::span<const ring::Claim> claims);
+  void make_call_claims();
+  // Runs a part of construction. What it throws becomes `complaint`.
+  void attempt(FunctionRef<void()> part);
+  void make_computation();
+
+  // Plans anew for other documents, without talking to other ranks: whatever is wrong is an error
+  // of the next pass on all of them. Memory of the last plan is used again.
+  void set_documents(std::vector<Document> documents);
 
   [[nodiscard]] static std::string check_state(const BranchState::Data& state,
                                                std::int64_t output_bytes, std::int64_t rows);
@@ -87,9 +97,15 @@ struct RingAttention::Impl {
   [[nodiscard]] std::int64_t communication_bytes() const;
   [[nodiscard]] std::int64_t list_bytes() const;  // work lists and copy lists
 
-  const RingOptions options;
+  SpareMemory spare;    // outlives all other memory
+  RingOptions options;  // the documents may change
   Transport* const transport;
   const int rank;
+  // What is wrong on this rank with the options or documents, until the ranks have agreed on it: an
+  // Error of its own kind, or a ConfigError with this text.
+  ring::Complaint complaint;
+  std::exception_ptr failure;
+  std::uint64_t identity = 0;  // of all options but the documents
   std::shared_ptr<Backend> backend;
   std::shared_ptr<Queue> queue;
   std::unique_ptr<KeptRows> kept;  // detached mixing only
@@ -101,10 +117,19 @@ struct RingAttention::Impl {
     std::vector<ring::Claim> claims;
     std::uint64_t digest = 0;
   };
+  // The agreement before a pass. `wrong`: what this rank has found.
+  void agree_on_call(const char* where, std::string wrong, const CallClaims& claims) const;
   CallClaims forward_claims[2][2];        // without and with a branch state, without and with sinks
   CallClaims backward_claims[2];          // without and with sinks
   std::atomic<bool> interrupted = false;  // remaining work is skipped; never reset
 
+  // Of earlier documents, the latest first: gradients are often computed after other forwards.
+  struct PastPlans {
+    std::vector<Document> documents;
+    ring::Plans plans;
+  };
+  static constexpr std::size_t kMostPastPlans = 4;
+  std::vector<PastPlans> past_plans;
   std::unique_ptr<Plan> key_plan;
   std::unique_ptr<Plan> query_plan;  // backward with travelling queries, or reproducible
   std::unique_ptr<ring::Link> link;

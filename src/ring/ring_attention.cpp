@@ -61,7 +61,17 @@ RingAttention::RingAttention(RingAttention&&) noexcept = default;
 RingAttention& RingAttention::operator=(RingAttention&&) noexcept = default;
 
 const RingAttention::Impl& RingAttention::impl() const {
-  return pieces_ != nullptr ? pieces_->current() : *impl_;
+  if (pieces_ != nullptr) return pieces_->current();
+  if (!impl_->complaint.empty()) throw ConfigError("RingAttention: " + impl_->complaint.text);
+  return *impl_;
+}
+
+void RingAttention::set_documents(std::vector<Document> documents) {
+  if (pieces_ != nullptr) {
+    throw ConfigError("RingAttention::set_documents: memory ran out, and calls are split (" +
+                      recovery_ + "): make another executor for other documents");
+  }
+  impl_->set_documents(std::move(documents));
 }
 
 void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,

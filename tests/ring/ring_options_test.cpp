@@ -118,7 +118,7 @@ INSTANTIATE_TEST_SUITE_P(
                  [](RingOptions& o) {
                    o.pattern.documents = {{.query_end = kTokens, .key_end = kTokens}};
                  },
-                 "the number of documents"},
+                 "the documents (number and digest)"},
         Mismatch{"dtype", [](RingOptions& o) { o.dtype = DType::bf16; }, "dtype"},
         Mismatch{"scale", [](RingOptions& o) { o.scale = 0.3; }, "scale"},
         Mismatch{"batch", [](RingOptions& o) { o.batch = 1; }, "batch"},

@@ -174,6 +174,9 @@ class CopyProgram {
   [[nodiscard]] virtual std::int64_t bytes() const = 0;  // of the list
 };
 
+class CacheKernels;  // cached_rows.h
+struct CacheShape;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -208,6 +211,8 @@ class Backend {
   virtual void add(const CopyProgram& program, const std::byte* buffer,
                    std::span<const TensorRows> sections, Queue& queue) = 0;
   virtual void clear(std::byte* memory, std::int64_t bytes, Queue& queue) = 0;
+  // ConfigError where there are none for the device.
+  [[nodiscard]] virtual std::unique_ptr<CacheKernels> cache_kernels(const CacheShape& shape);
 };
 
 // The backend of a device. `threads` is for the CPU: backends with the same number share their

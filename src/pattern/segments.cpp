@@ -10,7 +10,7 @@
 namespace annulus {
 namespace {
 
-// Of one side of a document.
+// One side of a document.
 struct Range {
   std::int64_t begin;
   std::int64_t end;
@@ -130,8 +130,8 @@ std::int64_t Segments::at_or_before(Side side, std::int64_t token) const {
   auto next = std::partition_point(
       documents_.begin(), documents_.end(),
       [&](const Document& document) { return range_of(document, side).begin <= token; });
-  // Documents without tokens on this side have no segment that could be meant. They end where the
-  // one before them that has tokens does, if there is no gap: the first that ends there.
+  // Skips documents without tokens on this side. They end where the one before them that has tokens
+  // does, if there is no gap: the first that ends there.
   while (next != documents_.begin()) {
     const std::int64_t end = range_of(*(next - 1), side).end;
     next = std::partition_point(documents_.begin(), next - 1, [&](const Document& document) {

@@ -1,26 +1,17 @@
 #include <exception>
-#include <optional>
 #include <utility>
 
 #include "annulus/error.h"
 #include "annulus/events.h"
 #include "ring/executor.h"
+#include "ring/tensor_rows.h"
 
 namespace annulus {
+
+using ring::numbers_of;
+using ring::rows_of;
+
 namespace {
-
-TensorRows rows_of(const ConstTensorView& view) {
-  const auto size = static_cast<std::int64_t>(size_of(view.dtype));
-  // Kernels use one type for reading and writing. They never write to inputs.
-  auto* base = static_cast<std::byte*>(const_cast<void*>(view.data));
-  return {base, view.stride[0] * size, view.stride[2] * size, view.stride[1] * size};
-}
-
-HeadNumbers numbers_of(const std::optional<ConstTensorView>& view) {
-  if (!view.has_value()) return {};
-  return {static_cast<std::byte*>(const_cast<void*>(view->data)),
-          view->stride[0] * static_cast<std::int64_t>(sizeof(float))};
-}
 
 // If a call throws, waits for everything that it and earlier calls have enqueued. The caller may
 // then free its tensors.

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "annulus/ring_attention.h"
+#include "kernels/head_dim.h"
 
 namespace annulus::ring {
 
@@ -23,7 +24,7 @@ struct OptionInfo {
   Topic topic;
   const char* help;        // one line
   const char* value = "";  // the placeholder of its value in help
-  std::int64_t least = 0;  // bounds of whole numbers on the command line
+  std::int64_t least = 0;  // bounds of whole numbers
   std::int64_t most = INT64_MAX;
 };
 
@@ -39,7 +40,7 @@ void for_each_option(Options& options, const Visit& visit) {
   visit(OptionInfo{"kv_heads", same, shape, "Key/value heads, a divisor of --heads (default H)",
                    "H2", 1, INT32_MAX},
         options.kv_heads);
-  visit(OptionInfo{"head_dim", same, shape, "1 to 512 (default 64)", "D", 1, INT32_MAX},
+  visit(OptionInfo{"head_dim", same, shape, "1 to 512 (default 64)", "D", 1, kMaxHeadDim},
         options.head_dim);
   visit(OptionInfo{"dtype", same, shape, "Compute in (default fp32, or what the files have)"},
         options.dtype);
@@ -88,7 +89,7 @@ void for_each_option(Options& options, const Visit& visit) {
                    "DEVICE"},
         options.device);
   visit(OptionInfo{"threads", own, execution,
-                   "Threads that compute, over all ranks (default ANNULUS_THREADS or all)", "T", 1,
+                   "Threads that compute, over all ranks (default ANNULUS_THREADS or all)", "T", 0,
                    4096},
         options.threads);
 }

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 namespace annulus::ring {
 
@@ -165,21 +166,24 @@ std::string digest_text(const std::string& bytes) {
   return fmt::format("{:016x}", digest_of(std::span(&claim, 1)));
 }
 
-std::string placement_text(const Placement& placement) {
-  return fmt::format("{} {}", placement.name().substr(0, 20), digest_text(bytes_of(placement)));
-}
-
-// A list as text if it is short, otherwise its digest.
 template <typename Value>
 std::string list_text(const std::vector<Branch>& branches, const Value& value) {
-  std::string text;
-  for (const Branch& branch : branches)
-    text += (text.empty() ? "" : ",") + std::to_string(value(branch));
+  std::vector<std::int64_t> values;
+  for (const Branch& branch : branches) values.push_back(value(branch));
+  return ring::list_text(values);
+}
+
+}  // namespace
+
+std::string list_text(std::span<const std::int64_t> values) {
+  const std::string text = fmt::format("{}", fmt::join(values, ","));
   constexpr std::size_t kReadable = 40;
   return text.size() <= kReadable ? text : text.substr(0, 20) + "... " + digest_text(text);
 }
 
-}  // namespace
+std::string placement_text(const Placement& placement) {
+  return fmt::format("{} {}", placement.name().substr(0, 20), digest_text(bytes_of(placement)));
+}
 
 std::string documents_text(const Pattern& pattern) {
   return fmt::format("{} {}", pattern.documents.size(), digest_text(bytes_of(pattern.documents)));

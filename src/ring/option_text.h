@@ -69,6 +69,10 @@ template <Named T>
 
 // The factor of q.k: as given, or 1/sqrt(head_dim).
 [[nodiscard]] double scale_of(const RingOptions& options);
+// A list as text if it is short, otherwise its beginning and a digest.
+[[nodiscard]] std::string list_text(std::span<const std::int64_t> values);
+// A placement's name and a digest of it.
+[[nodiscard]] std::string placement_text(const Placement& placement);
 
 // The options that must be equal on all ranks, as claims.
 [[nodiscard]] std::vector<Claim> claims_of(const RingOptions& options);

@@ -474,7 +474,7 @@ TEST(RingProperty, CommunicationBytesAreThoseThatTheLimitIsHeldAgainst) {
     });
     ++refused;
   }
-  EXPECT_GT(refused, 20);
+  EXPECT_GT(refused, 15);
 }
 
 // ---- zero copy ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@
 #include "kernels/cuda/work/tables.h"
 #include "support/random_plans.h"
 
-// Tables of random problems, and their rows as kernels walk them.
+// Tables of random problems, and their rows in the order of kernels.
 namespace annulus::cuda {
 
 struct Row {
@@ -85,7 +85,7 @@ inline PlanOptions plan_options(const Case& c) {
   return {c.pattern, c.placement, c.placement, c.kv_heads, c.schedule, c.travel};
 }
 
-// One rank that has everything, and as many heads of keys as of queries.
+// One rank with the whole sequence, and as many K/V heads as query heads.
 struct WholeSequence {
   WholeSequence(const Pattern& pattern, std::int64_t tokens)
       : placement(Placement::contiguous(tokens, 1)),

@@ -78,7 +78,9 @@ def call_signature(
         return None
     numbers: tuple = ()
     lists = arguments[2:_END_OF_LISTS]
-    if any(x is not None for x in lists):
+    for given in lists:  # no generator: a small call makes few Python calls
+        if given is None:
+            continue
         if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
         # Documents of single batch entries are tuples of tuples.
@@ -86,6 +88,7 @@ def call_signature(
         counts = [x if x is None else len(x) for x in lists]
         arguments = (*arguments[:2], *counts, *lengths, *arguments[_END_OF_LISTS:])
         numbers = tuple(each_number(tuple(y for x in lists if x is not None for y in x)))
+        break
     if options:
         arguments = (*arguments, *options, *options.values())
     try:

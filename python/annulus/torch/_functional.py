@@ -268,11 +268,13 @@ def ring_attention(
         o, lse = _attend_masked(q, k, v, key_padding_mask, call)
         return (o, lse) if return_lse else o
     documents = (cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k)
-    if any(x is not None for x in documents):
-        documents = tuple(
-            whole_numbers(name, _fixed(x), one=not name.startswith("cu_"))
-            for name, x in zip(DOCUMENTS, documents)
-        )
+    for given in documents:  # no generator: a small call makes few Python calls
+        if given is not None:
+            documents = tuple(
+                whole_numbers(name, _fixed(x), one=not name.startswith("cu_"))
+                for name, x in zip(DOCUMENTS, documents)
+            )
+            break
     arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window)
     arguments += (*documents, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)

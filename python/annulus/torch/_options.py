@@ -219,7 +219,8 @@ def whole_numbers(name: str, values: object, *, one: bool = False) -> object:
     if not isinstance(listed, (list, tuple)):
         wanted = "a whole number, or a sequence of them," if one else "a sequence of whole numbers"
         raise ConfigError(f"ring_attention: {name} is {values!r}: {wanted} was expected")
-    if any(isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) > 0 for x in listed):
+    # Numbers first: dynamo does not look up attributes of its variables.
+    if any(not isinstance(x, int) and (isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) > 0) for x in listed):
         return tuple(whole_numbers(f"{name}[{i}]", x) for i, x in enumerate(listed))
     return tuple(listed)
 

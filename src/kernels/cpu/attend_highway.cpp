@@ -37,6 +37,7 @@ HWY_BEFORE_NAMESPACE();
 #include "kernels/cpu/reach-inl.h"
 #include "kernels/cpu/forward-inl.h"
 #include "kernels/cpu/backward-inl.h"
+#include "kernels/cpu/few_rows-inl.h"
 #include "kernels/cpu/peak-inl.h"
 HWY_AFTER_NAMESPACE();
 
@@ -48,7 +49,8 @@ namespace {
 #define ANNULUS_IMPLEMENTATION(space, label)                                                 \
   {                                                                                          \
     label, false, &space::forward<space::MultiplyF32>, &space::backward<space::MultiplyF32>, \
-        &space::dot_rows, &space::store_row                                                  \
+        &space::dot_rows, &space::store_row, nullptr, nullptr, &space::few_rows,             \
+        &space::load_few_query                                                               \
   }
 
 std::string complaint(std::int64_t target) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/thread_pool.h"
+#include "kernels/cpu/cached_rows.h"
 #include "kernels/cpu/engine.h"
 #include "kernels/cpu/kernel.h"
 
@@ -178,6 +179,10 @@ class CpuBackend final : public Backend {
       std::memset(memory + i * kPiece, 0,
                   static_cast<std::size_t>(std::min(kPiece, bytes - i * kPiece)));
     });
+  }
+
+  [[nodiscard]] std::unique_ptr<CacheKernels> cache_kernels(const CacheShape& shape) override {
+    return make_cache_kernels(shape, kernels_, pool_);
   }
 
  private:

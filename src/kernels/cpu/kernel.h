@@ -117,6 +117,24 @@ struct BackwardTask {
   bool key_grad = true;      // add into kKeyGrad and kValueGrad
 };
 
+// Few queries and neighbouring rows of a cache (cached_rows.h), all of which every query sees. Rows
+// of O are of padded_head_dim() floats, not divided by the sum, and with maximum and sum of their
+// weights they go on from where an earlier task has left them: 0, -inf and 0 at first. Maxima are
+// of scores in log2 units.
+inline constexpr int kFewKeys = 64;
+inline constexpr std::int64_t kFewQueryBytes = kMaxHeadDim * 4;  // from one query to the next
+struct FewRowsTask {
+  const std::byte* k = nullptr;
+  const std::byte* v = nullptr;
+  std::int64_t row_step = 0;
+  int keys = 0;                  // 1 to kFewKeys
+  const std::byte* q = nullptr;  // by load_few_query
+  int rows = 0;
+  float* o = nullptr;
+  float* highest = nullptr;
+  float* sum = nullptr;
+};
+
 // The kernels of one instruction set. Functions depend on their arguments only; scratch has
 // ThreadPool::kScratchBytes.
 struct Kernels {
@@ -133,6 +151,9 @@ struct Kernels {
   // problem.
   std::int64_t (*packed_bytes)(const Problem&, std::int64_t rows) = nullptr;
   void (*pack_keys)(const Problem&, const PackTask&) = nullptr;
+  void (*few_rows)(const Problem&, const FewRowsTask&) = nullptr;
+  // A row of q as few_rows wants it, at an address that is a multiple of 64.
+  void (*load_few_query)(const Problem&, const std::byte* row, std::byte* out) = nullptr;
 };
 
 // All sets that are compiled in and usable on this CPU, the default first (preference.h). Includes

@@ -2,13 +2,13 @@
 // AVX-512 with the same bits, for CPUs without tiles. Included once per instruction set, after
 // pack-inl.h; ANNULUS_AMX_TILES says whether tiles are real.
 //
-// What decides speed (Emerald Rapids, 2.8 GHz, one thread):
-// - a product takes 16 cycles, dependent or not; loading a tile 9 from L1 and 21 from L2; storing
-//   one 16. Tiles and AVX-512 share their ports: weaving them hides latency and no work.
-// - where the core's other hyperthread is busy, the number of tiles in use decides: 25.8 ns a
-//   product with all eight, 12.4 with four. So kernels take two sums, one A and one B. A tile is in
-//   use from when it is written until it is cleared, whether somebody needs it or not.
-// - clearing a tile right before a product costs 50 cycles; long before, less than loading zeros.
+// What decides speed (Emerald Rapids, 2.8 GHz, one thread): - a product takes 16 cycles, dependent
+// or not; loading a tile 9 from L1 and 21 from L2; storing one 16. Tiles and AVX-512 share their
+// ports: weaving them hides latency and no work. - where the core's other hyperthread is busy, the
+// number of tiles in use decides: 25.8 ns a product with all eight, 12.4 with four. So kernels take
+// two sums, one A and one B. A tile is in use from its first write until it is cleared, even if it
+// is no longer needed. - clearing a tile right before a product costs 50 cycles; long before, less
+// than loading zeros.
 
 namespace annulus::cpu::ANNULUS_ISA {
 

@@ -21,10 +21,9 @@ void Ring::measure() {
   const auto& ends = nb::cast<const Transport&>(transport);
   const RingOptions& options = core->options();
   bytes = core->memory_info().workspace_bytes;
-  flops = 4.0 *
-          allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
-          static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim /
-          ends.size();
+  flops =
+      4.0 * allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
+      static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim / ends.size();
 }
 
 void Ring::set_documents(std::vector<Document> documents) {

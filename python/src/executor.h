@@ -22,7 +22,7 @@ namespace nb = nanobind;
 struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
-  double flops = 0;  // of forward
+  double flops = 0;           // of forward
   std::string documents_key;  // by which callers recognise the documents that it has
   std::int64_t bytes = 0;
   // The caller's stream that this object last gave to the executor, and its queue. Another object

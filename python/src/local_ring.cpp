@@ -65,8 +65,7 @@ TensorView dense_view(std::byte* data, const ConstTensorView& whole, std::int64_
 }  // namespace
 
 double LocalRing::forward_flops_of(const RingOptions& options) {
-  return 4.0 *
-         allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
+  return 4.0 * allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
          static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim;
 }
 
@@ -79,8 +78,7 @@ void LocalRing::set_documents(const std::vector<Document>& documents) {
 }
 
 bool LocalRing::takes_documents(const std::vector<Document>& documents) const {
-  return has_documents(documents) ||
-         (!keeps_documents_ && executors_.front()->recovery().empty());
+  return has_documents(documents) || (!keeps_documents_ && executors_.front()->recovery().empty());
 }
 
 LocalRing::LocalRing(RingOptions options)

@@ -65,9 +65,8 @@ OutOfMemory out_of_memory(std::int64_t bytes, const char* what, const Device& de
 }
 
 Memory allocate_host(std::int64_t bytes, const char* what) {
-  return SpareMemory::allocate(bytes, what, Device{}, [&](std::int64_t size) {
-    return allocate_new_host(size, what);
-  });
+  return SpareMemory::allocate(bytes, what, Device{},
+                               [&](std::int64_t size) { return allocate_new_host(size, what); });
 }
 
 }  // namespace annulus

@@ -59,8 +59,7 @@ void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::
   const bool keep = kept != nullptr && state != nullptr;
   const CallClaims& claims = forward_claims[keep ? 1 : 0][tensors.sinks ? 1 : 0];
   std::string wrong = ring::complaint_about(tensors, options, rank);
-  if (wrong.empty() && keep)
-    wrong = check_state(*state, branch_output_bytes(), branch_rows());
+  if (wrong.empty() && keep) wrong = check_state(*state, branch_output_bytes(), branch_rows());
   agree_on_call(where, std::move(wrong), claims);
   ForwardCall call;
   call.q = rows_of(tensors.q);
@@ -89,9 +88,9 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
   std::string wrong = ring::complaint_about(tensors, options, rank);
   if (wrong.empty() && detached) {
     wrong = state == nullptr || !state->filled
-                    ? "mix_gradient detached needs the branch state of forward: make it with "
-                      "make_branch_state() and pass it to forward and backward"
-                    : check_state(*state, branch_output_bytes(), branch_rows());
+                ? "mix_gradient detached needs the branch state of forward: make it with "
+                  "make_branch_state() and pass it to forward and backward"
+                : check_state(*state, branch_output_bytes(), branch_rows());
   }
   const CallClaims& claims = backward_claims[tensors.sinks ? 1 : 0];
   agree_on_call(where, std::move(wrong), claims);

@@ -37,7 +37,6 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     // Claims of options come first: a rank that runs out of memory later in this part must not hide
     // that its options differ.
     for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
-    admit(0, "plans");
     check_options();
     backend = backend_of(options.device, options.threads);
     make_computation();
@@ -128,7 +127,8 @@ void RingAttention::Impl::set_documents(std::vector<Document> documents) {
 }
 
 void RingAttention::Impl::make_call_claims() {
-  const std::string executor = fmt::format("{:x} {} {}", identity, name_of(schedule), name_of(travel));
+  const std::string executor =
+      fmt::format("{:x} {} {}", identity, name_of(schedule), name_of(travel));
   const std::string documents = ring::documents_text(options.pattern);
   const auto call = [&](const char* name, const char* state, bool sinks) {
     CallClaims out;
@@ -222,16 +222,21 @@ void RingAttention::Impl::make_plans(const RingOptions* whole) {
   const auto past = std::find_if(past_plans.begin(), past_plans.end(), [&](const PastPlans& plans) {
     return plans.documents == options.pattern.documents;
   });
-  RingOptions wanted = options;
-  if (whole != nullptr) {
-    const ring::Plans of_whole = ring::make_plans(*whole, rank);
-    wanted.schedule = of_whole.schedule;
-    wanted.backward_travel =
-        of_whole.travel == Travel::keys ? BackwardTravel::keys : BackwardTravel::queries;
+  ring::Plans plans;
+  if (past != past_plans.end()) {
+    plans = std::move(past->plans);
+    past_plans.erase(past);
+  } else {
+    admit(0, "plans");
+    RingOptions wanted = options;
+    if (whole != nullptr) {
+      const ring::Plans of_whole = ring::make_plans(*whole, rank);
+      wanted.schedule = of_whole.schedule;
+      wanted.backward_travel =
+          of_whole.travel == Travel::keys ? BackwardTravel::keys : BackwardTravel::queries;
+    }
+    plans = ring::make_plans(wanted, rank);
   }
-  ring::Plans plans = past == past_plans.end() ? ring::make_plans(wanted, rank)
-                                               : std::move(past->plans);
-  if (past != past_plans.end()) past_plans.erase(past);
   schedule = plans.schedule;
   travel = plans.travel;
   key_plan = std::move(plans.keys);

@@ -29,7 +29,7 @@ Parcels upload_parcels(const ParcelRows& parcels, int device) {
                   source.rows * row_bytes % 16 == 0;
   }
   out.table = allocate_reusable(device, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
-                              "the table of parcels");
+                                "the table of parcels");
   copy_to_device(device, out.table.data(), sources.data(), out.table.bytes(),
                  "the table of parcels");
   return out;

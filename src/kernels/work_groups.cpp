@@ -74,6 +74,19 @@ class Sharing {
 
 }  // namespace
 
+bool apart(const Branch& a, const Branch& b, int ratio) {
+  const bool same = a.segment_length == b.segment_length && a.dilation == b.dilation;
+  const std::size_t heads = a.offset.size();
+  const auto group = static_cast<std::size_t>(ratio);
+  for (std::size_t h = 0; h < heads; ++h) {
+    if (a.offset[h] < 0) continue;
+    for (std::size_t other = h / group * group; other < (h / group + 1) * group; ++other) {
+      if (b.offset[other] >= 0 && (!same || a.offset[h] == b.offset[other])) return false;
+    }
+  }
+  return true;
+}
+
 WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
                        std::int64_t least_chains) {
   const Plan& plan = *stage.plan;

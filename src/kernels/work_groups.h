@@ -37,6 +37,11 @@ struct WorkGroup {
   std::int64_t key_rows = 0;
 };
 
+// Whether the branches have no key row of a K/V head, and no query row of its heads, in common:
+// their heads are disjoint, or they differ in their offsets only. `ratio`: query heads per K/V
+// head.
+[[nodiscard]] bool apart(const Branch& a, const Branch& b, int ratio);
+
 // The work groups of a stage. Each pair of any branch is in exactly one group.
 class WorkGroups {
  public:

@@ -41,16 +41,22 @@ struct Configuration {
   std::string text;
 };
 
-Configuration random_configuration(std::uint64_t seed) {
+// `long_rows`: several tiles of every kernel, and head dims that kernels for GPUs treat
+// differently.
+Configuration random_configuration(std::uint64_t seed, bool long_rows = false) {
   Random random(seed);
-  const std::int64_t tokens = random.between(1, random.one_of<std::int64_t>({8, 40, 40, 90}));
-  const int ranks = static_cast<int>(random.between(1, 8));
-  const int group = random.one_of<int>({1, 1, 2, 4, 8});
+  const std::int64_t tokens =
+      long_rows ? random.between(130, random.one_of<std::int64_t>({200, 300, 450}))
+                : random.between(1, random.one_of<std::int64_t>({8, 40, 40, 90}));
+  const int ranks = static_cast<int>(random.between(1, long_rows ? 3 : 8));
+  const int group = long_rows ? 1 : random.one_of<int>({1, 1, 2, 4, 8});
   const int kv_heads = static_cast<int>(random.between(1, group > 2 ? 1 : 3));
-  Problem problem =
-      make_problem("random", any_pattern(random, tokens, group * kv_heads), kv_heads, tokens,
-                   random.one_of<int>({8, 8, 16, 24, 40, 64, 1, 2, 3, 7, 20, 33, 65}),
-                   random.between(1, 3), random.coin() ? MixGradient::full : MixGradient::detached);
+  const std::vector<int> dims = long_rows
+                                    ? std::vector{64, 128, 128, 257, 320, 392, 512}
+                                    : std::vector{8, 8, 16, 24, 40, 64, 1, 2, 3, 7, 20, 33, 65};
+  Problem problem = make_problem("random", any_pattern(random, tokens, group * kv_heads), kv_heads,
+                                 tokens, random.one_of<int>(dims), random.between(1, 3),
+                                 random.coin() ? MixGradient::full : MixGradient::detached);
   const bool sides_differ = random.between(0, 2) == 0;
   if (sides_differ) problem.shape.key_tokens = random.between(1, 2 * tokens);
   problem.pattern.documents =
@@ -115,8 +121,8 @@ void expect_right(const Configuration& c, const Results& results, const Expected
 }
 
 TEST(RingProperty, RandomConfigurationsMatchTheReference) {
-  for (std::uint64_t seed = 0; seed < 400; ++seed) {
-    const Configuration c = random_configuration(seed);
+  for (std::uint64_t seed = 0; seed < 450; ++seed) {
+    const Configuration c = random_configuration(seed, seed >= 400);
     SCOPED_TRACE(c.text);
     const Inputs inputs = random_inputs(c.problem, seed);
     expect_right(c, run_ring(c.options, inputs, c.layout), reference_of(c.problem, inputs));
@@ -127,8 +133,8 @@ TEST(RingProperty, RandomConfigurationsMatchTheReference) {
 // A key with other values, however large or not finite, changes no bit of the rows that do not see
 // it.
 TEST(RingProperty, RowsDoNotDependOnKeysThatTheyDoNotSee) {
-  for (std::uint64_t seed = 500; seed < 800; ++seed) {
-    Configuration c = random_configuration(seed);
+  for (std::uint64_t seed = 500; seed < 850; ++seed) {
+    Configuration c = random_configuration(seed, seed >= 800);
     c.options.backward = false;
     Random random(seed + 1'000'000);
     const reference::Shape& shape = c.problem.shape;

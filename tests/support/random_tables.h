@@ -56,8 +56,9 @@ inline Case random_case(test::Random& random) {
   } else {
     const std::vector<std::int64_t> segments{16, 32, 64};
     const std::vector<std::int64_t> dilations{1, 2, 4};
-    pattern = longnet(heads, segments, dilations, causal,
-                      random.coin() ? Offsets::blocked : Offsets::interleaved);
+    pattern =
+        longnet(heads, segments, dilations, causal,
+                random.one_of<Offsets>({Offsets::blocked, Offsets::interleaved, Offsets::all}));
   }
   pattern.window = test::any_window(random, tokens, causal);
   pattern.documents = test::any_documents(random, tokens, tokens, 2);

@@ -39,20 +39,6 @@ double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRow
   return q_count * k_count * visible / kSamples;
 }
 
-// Whether the branches have no key row of a K/V head, and no query row of its heads, in common.
-bool apart(const Branch& a, const Branch& b, int ratio) {
-  const bool same = a.segment_length == b.segment_length && a.dilation == b.dilation;
-  const std::size_t heads = a.offset.size();
-  const auto group = static_cast<std::size_t>(ratio);
-  for (std::size_t h = 0; h < heads; ++h) {
-    if (a.offset[h] < 0) continue;
-    for (std::size_t other = h / group * group; other < (h / group + 1) * group; ++other) {
-      if (b.offset[other] >= 0 && (!same || a.offset[h] == b.offset[other])) return false;
-    }
-  }
-  return true;
-}
-
 std::int64_t pieces(std::int64_t rows, std::int64_t size) {
   return std::max<std::int64_t>(1, (rows + size - 1) / size);
 }

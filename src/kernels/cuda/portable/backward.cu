@@ -351,8 +351,10 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
 
 cudaError_t portable_query_gradient(const BackwardParams& params, cudaStream_t stream) {
   if (params.items == 0) return cudaSuccess;
-  if (params.shape.head_dim > kMostTiledDim) return query_gradient_wide(params, stream);
-  if (params.shape.dtype == DType::f32) return query_gradient_fp32(params, stream);
+  const bool wide = params.shape.head_dim > kMostTiledDim;
+  if (params.shape.dtype == DType::f32)
+    return wide ? query_gradient_wide_fp32(params, stream) : query_gradient_fp32(params, stream);
+  if (wide) return query_gradient_wide_half(params, stream);
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);
     return with_dim(params.shape.head_dim, [&](auto dim) {
@@ -367,8 +369,10 @@ cudaError_t portable_query_gradient(const BackwardParams& params, cudaStream_t s
 
 cudaError_t portable_key_gradient(const BackwardParams& params, cudaStream_t stream) {
   if (params.items == 0) return cudaSuccess;
-  if (params.shape.head_dim > kMostTiledDim) return key_gradient_wide(params, stream);
-  if (params.shape.dtype == DType::f32) return key_gradient_fp32(params, stream);
+  const bool wide = params.shape.head_dim > kMostTiledDim;
+  if (params.shape.dtype == DType::f32)
+    return wide ? key_gradient_wide_fp32(params, stream) : key_gradient_fp32(params, stream);
+  if (wide) return key_gradient_wide_half(params, stream);
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);
     return with_dim(params.shape.head_dim, [&](auto dim) {

@@ -4,7 +4,7 @@
 #include "kernels/cuda/rows/kernels.h"
 
 // Kernels for every GPU from sm_80 on: all dtypes, head dims and layouts. 16-bit rows are
-// multiplied by mma.sync, fp32 ones and head dims above kMostTiledDim by real fp32 multiply-adds.
+// multiplied by mma.sync, fp32 ones by real fp32 multiply-adds.
 // Always the same bits: no atomics.
 namespace annulus::cuda {
 
@@ -35,9 +35,17 @@ struct PortableForwardParams : ForwardParams {
 [[nodiscard]] cudaError_t query_gradient_fp32(const BackwardParams& params, cudaStream_t stream);
 [[nodiscard]] cudaError_t key_gradient_fp32(const BackwardParams& params, cudaStream_t stream);
 
-// The kernels for head dims above kMostTiledDim (wide.cu).
-[[nodiscard]] cudaError_t forward_wide(const PortableForwardParams& params, cudaStream_t stream);
-[[nodiscard]] cudaError_t query_gradient_wide(const BackwardParams& params, cudaStream_t stream);
-[[nodiscard]] cudaError_t key_gradient_wide(const BackwardParams& params, cudaStream_t stream);
+// The kernels for head dims above kMostTiledDim (16-bit rows in wide_half.cu, fp32 rows in
+// wide.cu).
+[[nodiscard]] cudaError_t forward_wide_half(const PortableForwardParams& params,
+                                            cudaStream_t stream);
+[[nodiscard]] cudaError_t query_gradient_wide_half(const BackwardParams& params,
+                                                   cudaStream_t stream);
+[[nodiscard]] cudaError_t key_gradient_wide_half(const BackwardParams& params, cudaStream_t stream);
+[[nodiscard]] cudaError_t forward_wide_fp32(const PortableForwardParams& params,
+                                            cudaStream_t stream);
+[[nodiscard]] cudaError_t query_gradient_wide_fp32(const BackwardParams& params,
+                                                   cudaStream_t stream);
+[[nodiscard]] cudaError_t key_gradient_wide_fp32(const BackwardParams& params, cudaStream_t stream);
 
 }  // namespace annulus::cuda

@@ -1,12 +1,12 @@
 #include "kernels/cuda/work/chains.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <limits>
 #include <map>
 #include <optional>
 #include <span>
-#include <tuple>
 #include <utility>
 
 #include "annulus/error.h"
@@ -62,14 +62,15 @@ class Wave {
 
   // Returns false if the items do not fit into one chain of the wave.
   bool add(const Tables& tables, std::span<const Item> items) {
-    const RowList& queries = group_of(tables, items.front()).queries;
+    const Group& group = group_of(tables, items.front());
+    const RowList& queries = group.queries;
     const std::vector<std::int32_t> heads = heads_of(tables, items.front());
     const std::int32_t entry = items.front().batch;  // groups of other entries have other rows
     const std::map<std::int32_t, Interval> rows = extents(tables, queries);
     std::optional<std::size_t> chain;
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{entry, head, source}];
+        auto& taken = taken_[{entry, group.branch, head, source}];
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; ++at) {
           if (chain.has_value() && *chain != at->second.second) return false;
@@ -86,7 +87,7 @@ class Wave {
     }
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{entry, head, source}];
+        auto& taken = taken_[{entry, group.branch, head, source}];
         Interval all = interval;
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; at = taken.erase(at)) {
@@ -112,8 +113,8 @@ class Wave {
   }
 
   std::vector<Chain> chains_;
-  // By first batch entry, head and source.
-  std::map<std::tuple<std::int32_t, std::int32_t, std::int32_t>, Taken> taken_;
+  // Per first batch entry, branch (those of a launch have no row in common), head and source.
+  std::map<std::array<std::int32_t, 4>, Taken> taken_;
 };
 
 // The items of a chain in one batch, those with the latest keys first. Under a causal mask or a

@@ -77,9 +77,10 @@ struct Item {
   std::int32_t rows = 0;
 };
 
-// Items that may run in parallel: no two of them write the same row.
+// Items that may run in parallel: no two of them write the same row. They belong to one branch, or
+// to several branches of one dilation that have no row in common (all offsets of a dilation).
 struct Launch {
-  std::int32_t branch = 0;
+  std::int32_t branch = 0;  // the first, and the only one if branches have their own deltas
   std::int32_t first_item = 0;
   std::int32_t items = 0;
 };

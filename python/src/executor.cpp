@@ -31,7 +31,11 @@ void Ring::set_documents(std::vector<Document> documents) {
     const nb::gil_scoped_release no_gil;
     core->set_documents(std::move(documents));
   }
-  measure();
+  try {
+    measure();
+  } catch (const ConfigError&) {
+    flops = 0;  // wrong documents are an error of the next pass
+  }
 }
 
 void Ring::use_stream(std::uintptr_t number) {

@@ -14,6 +14,7 @@
 
 #include "annulus/error.h"
 #include "annulus/moves.h"
+#include "annulus/pattern.h"
 #include "annulus/placement.h"
 #include "bindings.h"
 

@@ -26,7 +26,7 @@ class Memory {
 
   Memory() = default;
   Memory(std::byte* data, std::int64_t bytes, Device device, Free free)
-      : data_(data, {std::move(free), bytes, device, nullptr}), bytes_(bytes), device_(device) {
+      : data_(data, Deleter(std::move(free), bytes, device)), bytes_(bytes), device_(device) {
     if (data_.get_deleter().free && data != nullptr) count_memory(bytes);
   }
 
@@ -41,10 +41,13 @@ class Memory {
  private:
   friend class SpareMemory;
   struct Deleter {
+    Deleter() : capacity(0), reuse_as(nullptr) {}
+    Deleter(Free f, std::int64_t size, const Device& where)
+        : free(std::move(f)), capacity(size), device(where), reuse_as(nullptr) {}
     Free free;
-    std::int64_t capacity = 0;
+    std::int64_t capacity;
     Device device;
-    const char* reuse_as = nullptr;  // null: never reused
+    const char* reuse_as;  // null: never reused
     void operator()(std::byte* data) const noexcept;
   };
   std::unique_ptr<std::byte, Deleter> data_;

@@ -59,7 +59,7 @@ Memory SpareMemory::take(std::int64_t bytes, const char* what, const Device& dev
   blocks_[best] = std::move(blocks_.back());
   blocks_.pop_back();
   Memory memory;
-  memory.data_ = {block.data, block.deleter};
+  memory.data_ = std::unique_ptr<std::byte, Memory::Deleter>(block.data, block.deleter);
   memory.bytes_ = bytes;
   memory.device_ = device;
   return memory;

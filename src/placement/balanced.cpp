@@ -86,7 +86,7 @@ Placement Placement::balanced(const Pattern& pattern, std::int64_t tokens, int r
   pattern.validate();
   check_documents(pattern, tokens, tokens);
   constexpr std::int64_t kMostChunks = 16;  // of a rank: more of them cut more segments and windows
-  constexpr double kEnough = 0.98;
+  constexpr double kEnough = 0.95;
   const auto count = static_cast<std::size_t>(ranks);
   std::vector<std::int64_t> best_bounds;
   std::vector<std::size_t> best_ranks;

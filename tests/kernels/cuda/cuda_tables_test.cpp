@@ -278,6 +278,23 @@ TEST(CudaTables, LongestItemsComeFirstAmongHeadsThatFitTheCache) {
   }
 }
 
+TEST(CudaTables, ItemsOfNarrowWindowsAreSortedByPosition) {
+  using List = std::vector<std::int64_t>;
+  Pattern pattern = longnet(2, List{1024}, List{4}, true, Offsets::all);
+  const auto begins = [&](std::int64_t before) {
+    pattern.window = {before, 0};
+    Tables tables = whole(pattern, 1024, 64);
+    put_by_position(tables, 64);
+    EXPECT_EQ(tables.launches.size(), 1U);
+    List out;
+    for (const Item& item : tables.items) out.push_back(item.begin);
+    return out;
+  };
+  EXPECT_TRUE(std::ranges::is_sorted(begins(100)));
+  EXPECT_FALSE(std::ranges::is_sorted(begins(-1))) << "no window";
+  EXPECT_FALSE(std::ranges::is_sorted(begins(std::int64_t{1} << 20))) << "too wide for the cache";
+}
+
 TEST(CudaTables, MostIndicesBoundThoseOfEveryList) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     test::Random random(seed);

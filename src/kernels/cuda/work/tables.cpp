@@ -246,6 +246,24 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   return std::move(maker.tables);
 }
 
+void put_by_position(Tables& tables, int tile) {
+  for (const Launch& launch : tables.launches) {
+    std::int64_t seen = 0;  // from one position of a batch entry on
+    bool narrow = true;
+    for (const Item& item : items_of(tables, launch)) {
+      const Group& group = group_of(tables, item);
+      narrow = narrow && group.least != kNoLeast && group.most != kNoMost;
+      if (!narrow) break;
+      if (item.batch == 0 && item.begin == 0) seen += tile + std::int64_t{group.most} - group.least;
+    }
+    if (!narrow || seen > 2 * kCachedRows) continue;
+    const auto first = tables.items.begin() + launch.first_item;
+    std::stable_sort(first, first + launch.items, [](const Item& a, const Item& b) {
+      return std::pair(a.batch, a.begin) < std::pair(b.batch, b.begin);
+    });
+  }
+}
+
 void put_longest_first(Tables& tables, Side side) {
   using Items = std::vector<Item>::iterator;
   const auto walked_rows = [&](const Item& item) {

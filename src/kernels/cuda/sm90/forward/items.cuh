@@ -94,7 +94,8 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   plan.most = span.most;
   const auto stride = static_cast<std::uint32_t>(a.traits.query_stride);
   plan.bulk = 0;
-  if (a.map_queries && rows == kTile && span.single && __ldg(&runs[span.run].source) < 0 &&
+  // A box has 128 rows: those behind the item's are somebody else's or zeros, and end nowhere.
+  if (a.map_queries && span.single && __ldg(&runs[span.run].source) < 0 &&
       __ldg(&runs[span.run].stride) == a.traits.query_stride) {
     const std::uint32_t token =
         static_cast<std::uint32_t>(__ldg(&runs[span.run].first)) +
@@ -102,6 +103,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
     plan.bulk = 1;
     plan.quotient = static_cast<std::int32_t>(token / stride);
     plan.remainder = static_cast<std::int32_t>(token % stride);
+    plan.index_step = __ldg(&runs[span.run].index_stride);
   }
 
   const int band_least = kLimits == Limits::both ? limit_of(group->least) : 0;
@@ -130,9 +132,9 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
       const int count = __ldg(&run->count);
       const int index = __ldg(&run->index);
       const int step = __ldg(&run->index_stride);
-      plain = plain && count % kTile == 0 && keys_mapped(a, run);
+      plain = plain && (count % kTile == 0 || from == key_runs - 1) && keys_mapped(a, run);
       if (!plain) break;
-      int tiles = count / kTile;
+      int tiles = (count + kTile - 1) / kTile;
       int skipped = 0;
       if (compare) {
         const int limit = span.most + band_most;
@@ -153,6 +155,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
       if (received) first = mapped_row<kDim>(a, p.v, at_run, before, plan.batch, plan.unit);
       plan.value_quotient[j] = static_cast<std::int32_t>(first / key_stride);
       plan.value_remainder[j] = static_cast<std::int32_t>(first % key_stride);
+      plan.run_rows[j] = count - skipped * kTile;
       plan.run_index[j] = index + skipped * kTile * step;
       plan.run_step[j] = step;
     }
@@ -182,7 +185,6 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   const bool single = plan.bulk != 0;
   std::byte* const state = p.state.base + batch * p.state.batch_step + head * p.state.head_step;
   std::byte* const lses = p.lse.base + batch * p.lse.batch_step + head * p.lse.head_step;
-  const int step = single ? (plan.most - plan.least) / (kTile - 1) : 0;
   // All rows are asked for before any of them is waited for.
   constexpr int kRows = kTile / 32;
   int token[kRows];
@@ -192,12 +194,12 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   for (int i = 0; i < kRows; ++i) {
     const int r = lane + 32 * i;
     token[i] = -1;
-    index[i] = 0;
+    index[i] = plan.most;  // it sees something: rows that have not are computed twice
     lse[i] = -INFINITY;
     if (r >= plan.rows) continue;
     if (single) {
       token[i] = (plan.quotient + r) * a.traits.query_stride + plan.remainder;
-      index[i] = plan.least + r * step;
+      index[i] = plan.least + r * plan.index_step;
     } else {
       const int run = find_run(tables.runs, group.queries, plan.begin + r);
       const int place = plan.begin + r - __ldg(&tables.runs[run].before);

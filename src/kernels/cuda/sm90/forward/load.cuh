@@ -93,6 +93,21 @@ __device__ __forceinline__ void confine(std::uint32_t tile, ValueStage& stage, i
   }
 }
 
+// By a team: zeroes the rows of a tile from `rows` on, which a bulk copy has brought from behind
+// the list. Nobody sees these keys, but 0 * NaN is NaN.
+template <int kDim>
+__device__ __forceinline__ void clear_rows(std::uint32_t tile, int rows, int thread) {
+  constexpr int kChunks = kDim / 8;
+  for (int i = rows * kChunks + thread; i < kTile * kChunks; i += kTeam) {
+    const int chunk = i % kChunks;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + (chunk / 8) * kBlockBytes +
+                                                                  swizzled(i / kChunks, chunk % 8)),
+                 "r"(0U)
+                 : "memory");
+  }
+  fence_shared_for_async();
+}
+
 // Indices that all queries of an item see.
 struct Everyone {
   int from, until;
@@ -210,14 +225,17 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
           const int quotient = plan.run_quotient[j];
           const int step = plan.run_step[j];
           const int index = plan.run_index[j];
+          int rows = min(kTile, plan.run_rows[j] - (plan.tiles[j] - 1) * kTile);
 #pragma unroll 1
           for (int t = plan.tiles[j] - 1; t >= 0; --t) {
             --left;
             int4 info;
             info.x = left == 0 ? kLast : 0;
-            info.y = kTile;
+            info.y = rows;
             info.z = index + t * kTile * step;
             info.w = step;
+            if (rows < kTile) info.x |= kMasked;
+            rows = kTile;
             if (kHides<kLimits> && plan.compare != 0 &&
                 everyone.hides<kLimits>(info.z, info.z + (kTile - 1) * step))
               info.x |= kMasked | kCompare;
@@ -336,7 +354,8 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       int left = plan.tiles[0] + plan.tiles[1];
       int j = plan.tiles[0] > 0 ? 0 : 1;
       int t = plan.tiles[j] - 1;
-      // A masked tile: the team looks through it.
+      int rows = min(kTile, plan.run_rows[j] - t * kTile);  // of the tile; later ones are full
+      // A masked or a ragged tile: the team looks through it.
       const auto look_through = [&] {
         const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
         ValueStage& info = control.values[stage];
@@ -350,7 +369,12 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         team_sync(kTeamBarrier);
         barrier_wait(landed, landed_parity);
         landed_parity ^= 1;
-        confine<T, kDim>(target, info, thread, kTeamBarrier);
+        if (rows < kTile) {
+          clear_rows<kDim>(target, rows, thread);
+          if (kHides<kLimits>) team_sync(kTeamBarrier);
+          rows = kTile;
+        }
+        if constexpr (kHides<kLimits>) confine<T, kDim>(target, info, thread, kTeamBarrier);
         team_sync(kTeamBarrier);
         if (thread == 0) barrier_arrive(shared_address(&control.values_full[stage]));
         advance(stage, parity, 1, L::kValueStages);
@@ -361,6 +385,7 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         }
       };
       int masked = 0;  // at the end
+      if (rows < kTile) look_through();
       if constexpr (kHides<kLimits>) {
         // Tiles beyond the upper limit come first, and those beyond the lower one last.
         const auto hides = [&] {

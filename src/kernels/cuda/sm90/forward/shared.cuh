@@ -86,13 +86,14 @@ struct alignas(16) Plan {
   std::int32_t group, batch, head, kv_head, unit, begin, rows;
   std::int32_t least, most;  // indices of queries
   std::int32_t bulk;         // queries come by bulk copies
-  std::int32_t remainder, quotient;
+  std::int32_t remainder, quotient, index_step;
   // Keys: all tiles come by bulk copies, from at most two runs.
   std::int32_t plain;
   std::int32_t compare;
   std::int32_t band_least, band_most;
-  std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in
-                          // this order, the last tile of a run first
+  std::int32_t tiles[2];     // visible ones of the second run and of the first; they are loaded in
+                             // this order, the last tile of a run first
+  std::int32_t run_rows[2];  // from the first of these tiles on; only the last run's may be ragged
   std::int32_t run_remainder[2], run_quotient[2], run_index[2], run_step[2];
   std::int32_t value_remainder[2], value_quotient[2];  // where parcels have them
   std::int32_t map_head, map_batch;                    // of keys and values

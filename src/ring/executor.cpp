@@ -22,7 +22,7 @@ using ring::ReturnCourier;
 
 RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole,
                           bool by_ring)
-    : options(std::move(options_in)), transport(&transport_in), rank(transport_in.rank()) {
+    : Executor(std::move(options_in), transport_in), rank(transport_in.rank()) {
   const auto agree = [&](std::span<const Claim> claims) {
     try {
       ring::agree(*transport, "RingAttention", complaint, claims);

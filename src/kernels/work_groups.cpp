@@ -174,6 +174,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       group.entries = entries_of(tiles);
       group.rows = static_cast<int>(rows_.size()) - 1;
       group.band = band;
+      group.tokens = {tiles.query_origin + selection.offset, tiles.key_origin + selection.offset,
+                      branch.dilation};
       group.repeats = share.sharing.repeats;
       group.members = share.members;
       if (share.sharing.host < 0) {

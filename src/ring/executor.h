@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -145,10 +146,15 @@ struct RingAttention::Impl final : Executor {
   Computation computation;
   Schedule schedule = Schedule::ring;
   Travel travel = Travel::keys;  // backward
-  // What the ranks compare before each pass. Made once.
+  // What the ranks compare before each pass. Made once, except for the seed of dropout: the last
+  // claim.
   struct CallClaims {
+    static constexpr std::size_t kMostSeedDigits = 20;
     std::vector<ring::Claim> claims;
     std::uint64_t digest = 0;
+    bool with_seed = false;
+
+    void set(const std::optional<DropoutSeed>& dropout);
   };
   // The agreement before a pass. `wrong`: what this rank has found.
   void agree_on_call(const char* where, std::string wrong, const CallClaims& claims) const;

@@ -24,7 +24,13 @@ from annulus.torch._options import (
     window_pair,
     with_options,
 )
-from annulus.torch._tensor_checks import DEVICES, DTYPES, sinks_complaint, tensor_complaint
+from annulus.torch._tensor_checks import (
+    DEVICES,
+    DTYPES,
+    seed_complaint,
+    sinks_complaint,
+    tensor_complaint,
+)
 from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
@@ -110,6 +116,18 @@ def _wide(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _seed_of(dropout_seed: int | torch.Tensor | None) -> torch.Tensor:
+    """The seed of a call with dropout, on the CPU. None: drawn from PyTorch's generator of the CPU."""
+    if dropout_seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    complaint = seed_complaint(dropout_seed)
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    if isinstance(dropout_seed, torch.Tensor):
+        return dropout_seed.detach().reshape(()).to("cpu", torch.int64)
+    return torch.full((), operator.index(dropout_seed), dtype=torch.int64, device="cpu")
+
+
 def _attend_masked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, call: dict[str, object]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +138,11 @@ def _attend_masked(
         or mask_complaint(mask, q, k)
         or option_complaint("scale", scale)
     )
+    if complaint is None and call.get("softcap"):
+        complaint = (
+            "key_padding_mask cannot be used with softcap, which would bend the mask: pass cu_seqlens where padding is "
+            "a range of tokens"
+        )
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
     # Lists of documents are part of what ranks agree on: one rank does not know the others' masks. A mask on a CUDA
@@ -164,6 +187,7 @@ def ring_attention(
     return_lse: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_seed: int | torch.Tensor | None = None,
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a group.
@@ -244,6 +268,16 @@ def ring_attention(
             gives 0, and its log-sum-exp is the sink. NaN or +inf makes all rows of the head NaN. On each rank its
             gradient is that of the rank's rows, as for every parameter that all ranks hold: the sum over the group
             is the whole one.
+        softcap: c above 0: scores become c * tanh(score / c) before masks and softmax (Gemma 2). 0: they do not. Not with
+            key_padding_mask.
+        dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its probability
+            with this probability, and the others are divided by 1 - dropout_p. Which pairs do follows from dropout_seed,
+            the batch entry, the head and the positions of query and key alone: it is the same for any number of ranks,
+            any placement and device, and in backward. lse is that of all pairs.
+        dropout_seed: a whole number from 0 on, or a tensor of one (on the CPU: another one is read, which waits for the
+            device). The same on all ranks. None: drawn from PyTorch's default generator of the CPU, which
+            torch.manual_seed seeds; with a group the ranks' generators must then be in the same state. Unused if
+            dropout_p is 0.
 
     Raises:
         ConfigError: an argument is wrong on any rank; the ranks' calls differ; two threads call on one group at
@@ -264,7 +298,8 @@ def ring_attention(
         masks |= {"seqused_k": seqused_k, "leftpad_k": leftpad_k}
         ring = {"group": group, "placement": placement, "n_global": n_global, "timeout": timeout}
         kind = {"pattern": pattern, "offsets": offsets, "group_scale": group_scale}
-        call = {**branches, **masks, **ring, **kind, **options, "sinks": sinks}
+        call = {**branches, **masks, **ring, **kind, **options}
+        call |= {"sinks": sinks, "dropout_seed": dropout_seed}
         o, lse = _attend_masked(q, k, v, key_padding_mask, call)
         return (o, lse) if return_lse else o
     documents = (cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k)
@@ -279,11 +314,13 @@ def ring_attention(
     arguments += (*documents, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
     compiling = torch.compiler.is_compiling()
+    drops = bool(options.get("dropout_p", 0.0))  # what it is, is checked below
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = _cast_for_autocast(q, k, v)
     if compiling:
         text = _valid_text(q, k, v, sinks, *arguments, options=options)
-        o, lse = attend(q, k, v, _wide(sinks, q), text)
+        seed = _seed_of(dropout_seed) if drops else None
+        o, lse = attend(q, k, v, _wide(sinks, q), seed, text)
     else:
         tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
         plain = _fast_path.only_autograd_active(*tensors)
@@ -296,8 +333,9 @@ def ring_attention(
             call = call_of(config_of(text), q, k)
             _fast_path.remember(signature, call)
         sinks = _wide(sinks, q)
+        seed = _seed_of(dropout_seed) if drops else None
         if plain:
-            o, lse = attend_directly(q, k, v, sinks, call)
+            o, lse = attend_directly(q, k, v, sinks, seed, call)
         else:
-            o, lse = attend(q, k, v, sinks, call.config.text)
+            o, lse = attend(q, k, v, sinks, seed, call.config.text)
     return (o, lse) if return_lse else o

@@ -101,9 +101,12 @@ def attention_weights(
     average: bool,
     scale: float,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """The matrix of attention weights, [batch, heads, queries, keys], or its mean over the heads."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias[:, None, None, :]
     before, after = (-1, -1) if window is None else window

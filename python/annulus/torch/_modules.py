@@ -25,7 +25,7 @@ from annulus.torch.ring._process_groups import group_name
 F = TypeVar("F", bound=Callable)
 
 # Arguments of ring_attention that may differ between the calls of one module.
-_OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks")
+_OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks", "dropout_seed")
 _PARAMETERS = [
     p
     for p in inspect.signature(ring_attention).parameters.values()
@@ -48,8 +48,10 @@ class RingDilatedAttention(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: as in :func:`ring_attention`.
-        options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse, key_padding_mask and
-            sinks: pattern, is_causal, window, offsets, group_scale, group, placement, timeout, schedule and so on.
+        dropout_p: as in :func:`ring_attention`, in training only.
+        options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse, key_padding_mask,
+            sinks and dropout_seed: pattern, is_causal, window, offsets, group_scale, group, placement, timeout, schedule
+            and so on.
     """
 
     @takes_published_names
@@ -79,17 +81,20 @@ class RingDilatedAttention(nn.Module):
         n_global: int | None = None,
         sinks: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
+        dropout_seed: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The output for this rank's queries, with the shape and dtype of `query`.
 
         Args:
             query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
             is_causal: overrides the value of the module; None: the module's.
-            n_global, sinks, key_padding_mask: as in :func:`ring_attention`.
+            n_global, sinks, key_padding_mask, dropout_seed: as in :func:`ring_attention`.
         """
         causal = self.is_causal if is_causal is None else is_causal
         changes = {"is_causal": causal, "n_global": n_global, "sinks": sinks}
-        changes["key_padding_mask"] = key_padding_mask
+        changes |= {"key_padding_mask": key_padding_mask, "dropout_seed": dropout_seed}
+        if not self.training:
+            changes["dropout_p"] = 0.0
         return ring_attention(query, key, value, **{**self._options(), **changes})
 
     def _options(self) -> dict[str, object]:

@@ -16,6 +16,7 @@ from annulus.torch._key_masks import MOST_HEAD_DIM, attention_weights, key_bias
 from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
     MOST_NUMBER,
+    dropout_complaint,
     flag_complaint,
     number_complaint,
     refuse_unknown,
@@ -34,9 +35,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     process both give the same numbers. It can be used as ``self_attn`` in ``nn.TransformerEncoderLayer``.
     With a `group`, every rank passes its shard of the sequence.
 
-    These options of nn.MultiheadAttention raise a :class:`ConfigError`, because they need the matrix of scores
-    or would silently change the result: ``dropout`` > 0 (of attention weights), ``add_bias_kv``,
-    ``add_zero_attn``.
+    These options of nn.MultiheadAttention raise a :class:`ConfigError`, because they would silently change the
+    result: ``add_bias_kv``, ``add_zero_attn``.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
@@ -82,12 +82,16 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         here = type(self).__name__
         refuse_unknown(here, options, FIXED)
         for name, value in (
-            ("dropout", dropout),
             ("add_bias_kv", add_bias_kv),
             ("add_zero_attn", add_zero_attn),
         ):
             if value:
                 raise ConfigError(f"{here}: {name} = {value} is not supported")
+        complaint = dropout_complaint("dropout", dropout)
+        if complaint is None and options.get("dropout_p", 0.0) != 0.0:
+            complaint = "dropout_p is another name of dropout: pass dropout"
+        if complaint is not None:
+            self._refuse(complaint)
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads}
         sizes |= {n: x for n, x in (("kdim", kdim), ("vdim", vdim)) if x is not None}
         flags = {"bias": bias, "batch_first": batch_first, "layer_norm": layer_norm, "sinks": sinks}
@@ -106,6 +110,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim,
             num_heads,
+            dropout=float(dropout),
             bias=bias,
             kdim=kdim,
             vdim=vdim,
@@ -117,6 +122,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         # The fused path of nn.TransformerEncoderLayer would compute dense attention with the weights of this
         # module. This attribute disables it.
         self._qkv_same_embed_dim = False
+        options["dropout_p"] = self.dropout
         self.attention = RingDilatedAttention(segment_lengths, dilation_rates, **options)
         self.layer_norm = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
@@ -188,6 +194,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         n_global: int | None = None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        dropout_seed: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As nn.MultiheadAttention.forward, for this rank's shards.
 
@@ -208,6 +215,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             is_causal: whether the call is causal, without a mask. If it is True, attn_mask is ignored.
             n_global: as in :func:`ring_attention`.
             rotary: rotates queries and keys by their positions: the result of :func:`rotary_table` for this shard.
+            dropout_seed: as in :func:`ring_attention`. Returned weights are those without dropout.
 
         Returns:
             (output like query, weights or None).
@@ -258,7 +266,10 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._check_rotary(rotary, query.shape[1])
             q, k = rotate(q, rotary), rotate(k, rotary)
         heads = self.attention(
-            q, k, v, causal, n_global, sinks=self.sinks, key_padding_mask=key_padding_mask
+            *(q, k, v, causal, n_global),
+            sinks=self.sinks,
+            key_padding_mask=key_padding_mask,
+            dropout_seed=dropout_seed,
         )
         out = heads.flatten(-2)
         if self.layer_norm is not None:
@@ -270,7 +281,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
             bias = None if key_padding_mask is None else key_bias(key_padding_mask, q.dtype)
             mask = (causal, self.attention.window)
-            weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale, self.sinks)
+            special = (self.sinks, self.attention.softcap)
+            weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale, *special)
 
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)

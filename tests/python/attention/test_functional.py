@@ -160,7 +160,7 @@ def test_operators_pass_pytorchs_own_checks(mix: str, monkeypatch: pytest.Monkey
     q, k, v, _ = tensors()
     at.ring_attention(q, k, v, mix_gradient=mix, **LONGNET)
     (call,) = at._fast_path._calls.values()
-    torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, None, call.config.text))
+    torch.library.opcheck(torch.ops.annulus.attend, (q, k, v, None, None, call.config.text))
 
 
 @pytest.mark.parametrize("mix", ["full", "detached"])
@@ -199,7 +199,7 @@ def test_detached_keeps_selected_rows_only(dtype: torch.dtype, branches: dict) -
             patch.setattr(torch.ops.annulus, "attend", lambda *x: calls.append(x) or attend(*x))
             patch.setattr(at._fast_path, "only_autograd_active", lambda *x: False)
             at.ring_attention(q, k, v, mix_gradient="detached", **branches)
-        pattern = at._config.branches_of(at._config.config_of(calls[0][4]), 4)
+        pattern = at._config.branches_of(at._config.config_of(calls[0][-1]), 4)
         selected = sum(
             offset >= 0 and t % (branch.segment_length or tokens) % branch.dilation == offset
             for branch in pattern.branches

@@ -466,7 +466,7 @@ def test_the_operators_pass_pytorchs_own_checks(cuda: types.ModuleType) -> None:
     at._fast_path._calls.clear()
     at.ring_attention(q.requires_grad_(), k, v, is_causal=True)
     (call,) = at._fast_path._calls.values()
-    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, call.config.text))
+    cuda.library.opcheck(cuda.ops.annulus.attend, (q, k, v, None, None, call.config.text))
 
 
 def test_checkpointing_computes_the_same(cuda: types.ModuleType) -> None:

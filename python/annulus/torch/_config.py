@@ -126,6 +126,7 @@ class _ConfigMethods:
         fields = dataclasses.asdict(self)
         renamed = {
             MASKED: fields.pop("has_key_padding_mask"),
+            "tokens of shared_k": fields.pop("shared_keys"),
             "whether gradients are needed": fields.pop("backward"),
         }
         return renamed | {name: value for name, value in fields.items() if name not in OF_ONE_RANK}
@@ -150,6 +151,7 @@ Config = dataclasses.make_dataclass(
         ("n_global", "int | None"),
         ("timeout", "float | None"),
         ("has_key_padding_mask", "bool"),  # it is part of q and k
+        ("shared_keys", "int"),  # that every query attends to besides those of the sequence; 0: none
         *((name, o["annotation"]) for name, o in OPTIONS.items()),
         ("backward", "bool"),  # whether gradients are needed
     ],

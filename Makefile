@@ -9,12 +9,12 @@ TORCH ?= yes
 BASE ?=
 
 PYTHON = .venv/bin/python
-# Of pytest: one more than cores, since tests of lost ranks mostly wait.
+# Of ctest and pytest: one more than cores, since tests of lost ranks mostly wait.
 WORKERS = $$(( $(JOBS) + 1 ))
 CUDA_OPTION = -DANNULUS_CUDA=$(or $(patsubst no,OFF,$(patsubst yes,ON,$(patsubst auto,AUTO,$(CUDA)))),AUTO)
 CONFIGURE = cmake --preset
 BUILD = cmake --build --parallel $(JOBS) --preset
-CTEST = ctest --parallel $(JOBS) --preset
+CTEST = ctest --parallel $(WORKERS) --preset
 # GCC's ThreadSanitizer cannot work with the address space layout of recent kernels; containers may forbid changing it.
 NO_ASLR = $$(setarch -R true 2>/dev/null && echo setarch -R)
 

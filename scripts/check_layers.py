@@ -34,6 +34,7 @@ PUBLIC_HEADERS = {
     "mpi.h": "transport",
     "ring_check.h": "transport",
     "ring_attention.h": "ring",
+    "ring_cache.h": "kv_cache",
     "simulate.h": "simulate",
 }
 

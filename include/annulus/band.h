@@ -13,9 +13,9 @@ struct Stretch {
 };
 
 // Which keys a query sees: those with least <= key - query <= most. Causal attention, windows and
-// their intersections are bands. A tile carries its band: whoever computes the tile asks the band,
-// never the pattern. In the plan a band is in positions; in kernels it is in indices of rows within
-// their segment (see `divided_by`).
+// their intersections are bands. A tile carries its band: kernels ask the band, never the pattern.
+// In the plan a band is in positions; in kernels it is in indices of rows within their segment (see
+// `divided_by`).
 struct Band {
   // Stands for no limit, with either sign. Small enough for sums with positions.
   static constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max() / 4;
@@ -30,16 +30,16 @@ struct Band {
   [[nodiscard]] bool allows(std::int64_t query, std::int64_t key) const {
     return least <= key - query && key - query <= most;
   }
-  // No query of a stretch sees any key of another. May say false where it is true: stretches have
-  // gaps.
+  // Whether no query of a stretch sees any key of another. May be false although no pair is
+  // visible, because rows of a stretch have gaps.
   [[nodiscard]] bool hides_all(const Stretch& queries, const Stretch& keys) const {
     return empty() || keys.first - queries.last > most || keys.last - queries.first < least;
   }
-  // Every query of a stretch sees every key of another.
+  // Whether every query of a stretch sees every key of another.
   [[nodiscard]] bool shows_all(const Stretch& queries, const Stretch& keys) const {
     return keys.last - queries.first <= most && keys.first - queries.last >= least;
   }
-  // The keys that queries of a stretch see, as far as the band says.
+  // The key positions that the band allows for any query of a stretch.
   [[nodiscard]] Stretch keys_of(const Stretch& queries) const {
     return {queries.first + least, queries.last + most};
   }

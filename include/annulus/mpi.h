@@ -17,7 +17,7 @@ namespace annulus {
 
 struct MpiOptions {
   std::chrono::milliseconds deadline{60'000};
-  // A process that has not answered for this long is lost, whatever the deadline. Live processes
+  // A process that has not answered for this long is lost, even before the deadline. Live processes
   // also answer while they compute, read or write.
   std::chrono::milliseconds silence{60'000};
   // MPI_Comm_c2f() of the communicator whose processes are the ring, in its order. Absent:

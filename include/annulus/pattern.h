@@ -45,9 +45,9 @@ struct Branch {
 };
 
 // A range of queries that attend only a range of keys. Positions are counted within the document:
-// the first query of the range has position query_start, the first key position key_start. A chunk
-// of a prompt or a decoded token starts behind the keys that are in a cache already; a cache whose
-// oldest keys were dropped has a key_start.
+// the first query of the range has position query_start, the first key position key_start. For a
+// chunk of a prompt or a decoded token, query_start is the number of positions before it, whose
+// keys are in a cache. A cache whose oldest keys were dropped has a key_start.
 struct Document {
   std::int64_t query_begin = 0;  // tokens [begin, end) of the query and of the key tensors
   std::int64_t query_end = 0;
@@ -76,15 +76,15 @@ struct Pattern {
   std::vector<Branch> branches;
   double output_scale = 1.0;  // multiplies O after the merge (group_scale)
   Window window;
-  // In the order of their tokens, which may leave gaps on either side: tokens outside all documents
-  // attend nothing, and nothing attends them. Empty: all tokens are one document. They hold for
+  // In the order of their tokens, with gaps allowed on either side: tokens outside all documents
+  // attend nothing, and nothing attends them. Empty: all tokens are one document. The same for
   // every batch entry.
   std::vector<Document> documents;
 
   // Whether a query token attends a key token. Sharding never enters.
   [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query,
                             std::int64_t key) const;
-  // The intersection of what causal and window allow.
+  // The intersection of causal and window.
   [[nodiscard]] Band band() const {
     Band out = causal ? Band::causal() : Band{};
     if (window.before >= 0) out.least = std::max(out.least, -window.before);
@@ -96,14 +96,14 @@ struct Pattern {
   void validate() const;
 };
 
-// Presets. `group_scale` multiplies the output by 1 / (number of branches), in every preset that
-// has it, in Python and in the tool.
+// Presets. `group_scale` multiplies the output by 1 / (number of branches), here, in Python and in
+// the tool.
 
 // Plain attention: one branch, one segment.
 [[nodiscard]] Pattern dense(int heads, bool causal = false);
 
-// The branches share the heads out: branch i gets floor(H/G) contiguous heads, the first H mod G
-// one more; every head of branch i has offset i mod r_i.
+// Every head is in one branch: branch i gets floor(H/G) contiguous heads, the first H mod G
+// branches one more; every head of branch i has offset i mod r_i.
 [[nodiscard]] Pattern head_groups(int heads, std::span<const std::int64_t> segments,
                                   std::span<const std::int64_t> dilations, bool causal = false,
                                   bool group_scale = false);
@@ -111,7 +111,7 @@ struct Pattern {
 // Every head is in every branch; offset of head h is h / ceil(H/r) (blocked) or h mod r
 // (interleaved). all: every head has every offset; there is a branch for each offset of each
 // segment length and dilation, and group_scale divides by the number of segment lengths. With a
-// window that is the dilated sliding window: query t sees keys t - i * r.
+// window, this is the dilated sliding window: query t sees keys t - i * r.
 [[nodiscard]] Pattern longnet(int heads, std::span<const std::int64_t> segments,
                               std::span<const std::int64_t> dilations, bool causal = false,
                               Offsets offsets = Offsets::blocked, bool group_scale = false);

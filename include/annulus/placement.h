@@ -44,10 +44,10 @@ class Placement {
   [[nodiscard]] std::int64_t local_tokens(int rank) const {
     return data_->local_tokens[static_cast<std::size_t>(rank)];
   }
-  // A copy of the other one, or it of this one. Two placements made separately are never the same,
-  // even where they place all tokens alike.
+  // Whether one is a copy of the other. Placements that were made separately are never the same,
+  // even if they place all tokens alike.
   [[nodiscard]] bool same_as(const Placement& other) const { return data_ == other.data_; }
-  // Global position of a rank's local token: what rotary embeddings need.
+  // Global position of a rank's local token, for example for rotary embeddings.
   [[nodiscard]] std::int64_t position(int rank, std::int64_t local) const;
   [[nodiscard]] std::vector<std::int64_t> positions(int rank) const;
 

@@ -51,7 +51,7 @@ struct Parcel {
   int head_class = 0;
   std::vector<RowSet> rows;    // disjoint global positions; storage order is row set by row set
   std::int64_t row_count = 0;  // sum of the counts, per unit
-  int rank_set = 0;            // who needs the rows; parcels share these: see Plan::itinerary
+  int rank_set = 0;            // the ranks that need the rows; see Plan::itinerary
 };
 
 // A parcel on its way in one step.
@@ -60,8 +60,8 @@ struct Hop {
   int peer = 0;  // the other side: sender for an incoming hop, receiver for an outgoing one
 };
 
-// Rows of a tile and where this rank has them: row i is at store_first + i * store_stride of the
-// local shard of their side (parcel < 0) or of the parcel's rows.
+// Rows of a tile and where they are stored on this rank: row i is element store_first + i *
+// store_stride of the local shard of their side (parcel < 0) or of the parcel's rows.
 struct PlacedRows {
   RowSet rows;
   int parcel = -1;
@@ -71,8 +71,8 @@ struct PlacedRows {
 
 // All tiles of one segment: every query row against every key row that the band allows, for every
 // member of one selection. Row sets ascend by first token. A tile is one pair of a query row set
-// and a key row set. `band` is in tokens, and full where it hides nothing, whatever the pattern
-// says.
+// and a key row set. `band` is in tokens, and full if it hides none of these pairs, even if the
+// pattern's band is not.
 struct TileGroup {
   int head_class = 0;
   int selection = 0;         // index into HeadClass::selections
@@ -88,8 +88,8 @@ struct TileGroup {
 
 struct PlanOptions {
   Pattern pattern;
-  Placement queries;  // who holds which query rows, and
-  Placement keys;     // which K/V rows: the same object in self-attention. Lengths may differ
+  Placement queries;  // which rank holds which query rows
+  Placement keys;  // the same for K/V rows; the same object in self-attention. Lengths may differ
   int kv_heads = 1;
   Schedule schedule = Schedule::ring;  // ring or gather: `automatic` is resolved by choose_schedule
   Travel travel = Travel::keys;
@@ -104,24 +104,25 @@ struct RankTotals {
   double work = 0.0;          // pairs that it computes: the same when keys travel
   std::int64_t received = 0;  // rows x units over all steps, sent
   std::int64_t sent = 0;
-  std::int64_t largest_step = 0;  // received in one step
+  std::int64_t largest_step = 0;  // received in one step, at most
 };
 
 class Traffic;
 
-// What moves where in which step, as one rank sees it. Step 0 is local; in step s >= 1 a rank
-// receives the parcels whose itinerary names it at s-1 (ring) or all of them (gather, one step),
-// and computes on them. All ranks plan alike from the same options: what one sends in a step is
-// what the others expect, in the same order. A view keeps the parcels that its rank owns or needs,
-// and counts of everybody's; it grows with these and with shards, branches and head classes, never
-// with tokens x heads or ranks x ranks.
+// Which rows move in which step, in the view of one rank. Step 0 is local. In step s >= 1, a rank
+// receives the parcels whose itinerary has it at index s-1 (ring) or all of them (gather, one
+// step), and computes on them. All ranks derive the same plan from the same options: what one rank
+// sends in a step is what the others expect, in the same order. A view stores the parcels that its
+// rank owns or needs, and counts for all ranks. Its size grows with these and with shards, branches
+// and head classes, never with tokens x heads or ranks x ranks.
 class Plan {
  public:
   Plan(PlanOptions options, int rank);
-  // Every rank's view, one after the other; parcels are built once. A view ends with its visit.
+  // Visits every rank's view, one after the other; parcels are built once. A view lives until its
+  // visit returns.
   static void for_each_rank(const PlanOptions& options,
                             const std::function<void(const Plan&)>& visit);
-  // The same all at once. For pictures and tests: together they are large.
+  // The views of all ranks at once. For pictures and tests: together they are large.
   [[nodiscard]] static std::vector<Plan> of_all_ranks(const PlanOptions& options);
   // The same parcels under another schedule; shares them.
   [[nodiscard]] Plan with_schedule(Schedule schedule) const;
@@ -130,7 +131,7 @@ class Plan {
   [[nodiscard]] const Pattern& pattern() const { return options_.pattern; }
   [[nodiscard]] const Placement& query_placement() const { return options_.queries; }
   [[nodiscard]] const Placement& key_placement() const { return options_.keys; }
-  // Of the rows that leave their owner, and of those that wait for them.
+  // Placements of the rows that leave their owner, and of those that stay.
   [[nodiscard]] const Placement& travelling_placement() const {
     return options_.travel == Travel::keys ? options_.keys : options_.queries;
   }
@@ -143,39 +144,39 @@ class Plan {
   // Communication steps of the longest itinerary of all ranks; there are steps() + 1 compute steps.
   [[nodiscard]] int steps() const { return steps_; }
   [[nodiscard]] const std::vector<HeadClass>& classes() const { return parts_->classes; }
-  // Those that this rank owns or needs, in an order that is the same on every rank.
+  // The parcels that this rank owns or needs, in the same order on every rank.
   [[nodiscard]] const std::vector<Parcel>& parcels() const { return parts_->parcels; }
-  // The ranks that need a parcel, in the order in which they get it; never the owner.
+  // The ranks that need a parcel, in the order in which they receive it, without the owner.
   [[nodiscard]] std::vector<int> itinerary(int parcel) const;
-  // The step in which this rank receives a parcel; 0: it is its own.
+  // The step in which this rank receives a parcel; 0: it owns the parcel.
   [[nodiscard]] int arrival(int parcel) const;
 
   // Hops of `step` (1..steps()), ordered by (peer, parcel): the order of the rows inside a message.
   [[nodiscard]] std::span<const Hop> incoming(int step) const;
   [[nodiscard]] std::span<const Hop> outgoing(int step) const;
 
-  // The tiles of steps first_step..last_step taken together, ordered by (branch, class, segment).
-  // Keys (or queries) of step 0 are local, of step s those received in s; the other side is always
-  // local. Groups without an allowed pair are left out.
+  // The tiles of steps first_step..last_step together, ordered by (branch, class, segment). Rows of
+  // the travelling side are local in step 0 and received in step s; those of the other side are
+  // always local. Groups without an allowed pair are left out.
   [[nodiscard]] std::vector<TileGroup> tile_groups(int first_step, int last_step) const;
 
   // Rows x units over all parcels of a hop list.
   [[nodiscard]] std::int64_t unit_rows(std::span<const Hop> hops) const;
-  // Rows x units that this rank receives over all steps; and the largest over single steps.
+  // Rows x units that this rank receives over all steps, and in the largest step.
   [[nodiscard]] std::int64_t received_unit_rows() const;
   [[nodiscard]] std::int64_t largest_step_unit_rows() const;
   // Allowed pairs (branch, head, query, key) whose query this rank owns.
   [[nodiscard]] double pairs() const;
 
-  // Of all ranks, and the same on all of them. Sum over parcels of rows x units x visits:
+  // Of all ranks, equal on all of them. The first is the sum over parcels of rows x units x visits.
   [[nodiscard]] std::int64_t total_unit_rows() const;
   [[nodiscard]] std::vector<RankTotals> rank_totals() const;
 
-  // A stable 64-bit digest of everything that the ranks must agree on.
+  // A stable 64-bit digest of all options, which must be equal on all ranks.
   [[nodiscard]] std::uint64_t digest() const;
 
  private:
-  struct Parts {  // what does not depend on the schedule
+  struct Parts {  // independent of the schedule
     std::vector<HeadClass> classes;
     std::vector<Parcel> parcels;
     std::shared_ptr<const Traffic> traffic;
@@ -187,7 +188,7 @@ class Plan {
   };
   struct StepHop;
 
-  // For the library: what it counts of all ranks.
+  // For the library: counts for all ranks.
   friend const Traffic& traffic_of(const Plan& plan);
   [[nodiscard]] const Traffic& traffic() const { return *parts_->traffic; }
 
@@ -205,8 +206,8 @@ class Plan {
   HopTable outgoing_;
 };
 
-// For people: a table of all ranks, and a picture of who computes and sends what in which step. Any
-// rank's view will do.
+// A table of all ranks, and a picture of what each rank computes and sends in each step. Any rank's
+// view gives the same.
 [[nodiscard]] std::string plan_table(const Plan& plan);
 [[nodiscard]] std::string plan_svg(const Plan& plan);
 

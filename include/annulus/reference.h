@@ -9,12 +9,12 @@
 
 namespace annulus::reference {
 
-// The oracle: the definitions of docs/concepts.md in fp64, in loops so plain that reading them
-// is proof. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens, heads];
-// sinks have one number per query head, or are empty. Slow on purpose.
+// The oracle of all tests: the definitions of docs/concepts.md in fp64, as plain loops that can be
+// checked by reading. Tensors are dense [batch, tokens, heads, head_dim]; lse is [batch, tokens,
+// heads]; sinks have one number per query head, or are empty. Slow on purpose.
 struct Shape {
   std::int64_t batch = 1;
-  std::int64_t tokens = 0;  // of queries, and of keys unless key_tokens says otherwise
+  std::int64_t tokens = 0;  // of queries, and of keys unless key_tokens is set
   int q_heads = 1;
   int kv_heads = 1;
   int head_dim = 0;
@@ -25,7 +25,7 @@ struct Shape {
 
 struct Output {
   std::vector<double> o;
-  std::vector<double> lse;  // -inf where a row attends to nothing and its head has no sink
+  std::vector<double> lse;  // -inf if a row attends to nothing and its head has no sink
 };
 
 struct Gradients {

@@ -22,8 +22,8 @@ struct Limits {
   std::int64_t qkv_elements = 100'000'000;                   // q + k + v of one rank
 };
 
-// What `automatic` schedules reckon with, per rank: those of a CPU socket on a fast network. Only
-// their ratio matters.
+// Speeds per rank by which `automatic` schedules are chosen. The defaults are those of a CPU socket
+// on a fast network. Only the ratio matters.
 struct Rates {
   double flops_per_second = 1e12;
   double bytes_per_second = 1e10;
@@ -33,7 +33,7 @@ enum class BackwardTravel : std::uint8_t { automatic, keys, queries };
 
 struct RingOptions {
   Pattern pattern;
-  Placement placement;  // of queries, and of keys unless there is a key_placement
+  Placement placement;                     // of queries, and of keys unless key_placement is set
   std::optional<Placement> key_placement;  // on as many ranks; may have another number of tokens
   std::int64_t batch = 1;
   int kv_heads = 1;  // divides the query heads: head h uses K/V head h / (heads / kv_heads)
@@ -42,21 +42,22 @@ struct RingOptions {
   std::optional<double> scale;  // of q.k, above 0; 1/sqrt(head_dim) when absent
   MixGradient mix_gradient = MixGradient::full;
   Schedule schedule = Schedule::automatic;
-  std::int64_t min_tokens_for_ring = 32768;  // below, `automatic` gathers
+  std::int64_t min_tokens_for_ring = 32768;  // with fewer, `automatic` gathers
   // The same bits for every ring size and placement. Needs the gather schedule; backward computes
   // scores twice.
   bool reproducible = false;
   // The same bits in every run with the same ranks; implied by reproducible. The CPU always does
-  // so; on CUDA devices backward is slower by it.
+  // so; on CUDA devices it makes backward slower.
   bool deterministic = false;
-  bool backward = true;  // false: backward() is refused and its memory is not allocated
+  bool backward = true;  // false: backward() throws and its memory is not allocated
   BackwardTravel backward_travel = BackwardTravel::automatic;  // automatic: fewer bytes
   bool blocking =
       false;  // debugging: wait for each transfer where it is posted instead of overlapping it
-  // When memory runs out on any rank while an executor is made, all ranks try again: without what
-  // is cached, then sequence by sequence, head by head, then by the ring schedule. The results are
-  // the same (gradients, and all results by the ring schedule, to rounding, unless reproducible);
-  // RingAttention::recovery says what it came to. false: the first failure is the error.
+  // When memory runs out on any rank while an executor is made, all ranks try again: with caches
+  // dropped, then sequence by sequence, head by head, then with the ring schedule. The results are
+  // the same (gradients, and all results with the ring schedule, up to rounding, unless
+  // reproducible). RingAttention::recovery says what was done. false: the first failure is the
+  // error.
   bool recover = true;
   Limits limits;
   Rates rates;
@@ -67,9 +68,9 @@ struct RingOptions {
   [[nodiscard]] const Placement& keys() const { return key_placement ? *key_placement : placement; }
 };
 
-// Bytes are of this rank.
+// Memory of this rank, in bytes.
 struct MemoryInfo {
-  Device device;                         // of a cache's: that of one of its executors
+  Device device;                         // for a cache: that of one of its executors
   std::string complexity;                // how memory grows, in words
   std::int64_t workspace_bytes = 0;      // everything this executor has allocated
   std::int64_t communication_bytes = 0;  // of these: send and receive buffers
@@ -78,26 +79,27 @@ struct MemoryInfo {
   std::int64_t cached_workspaces = 0;    // filled by RingAttentionCache, else 0
 };
 
-// What a call may have besides the tensors that every call has. Every rank passes them, or none
-// does: else it is a ConfigError on all of them.
+// Optional inputs of a call. Either all ranks pass one or none does; otherwise every rank gets a
+// ConfigError.
 struct OptionalInputs {
-  // fp32 [q heads], any stride, the same numbers on every rank: logits that take part in the
-  // softmax of each of their head's rows, once, and have no value (attention sinks). With L and O
-  // without them, lse is L' = log(exp(L) + exp(sink)) and o is exp(L - L') O; of a row without keys
-  // sink and 0. -inf: none for that head. NaN and +inf make all rows of the head NaN.
+  // Attention sinks: fp32 [q heads], any stride, the same numbers on every rank. A sink is a logit
+  // that takes part once in the softmax of every row of its head and has no value. If L and O are
+  // the results without sinks, lse is L' = log(exp(L) + exp(sink)) and o is exp(L - L') O. A row
+  // without keys has lse = sink and o = 0. -inf: no sink for that head. NaN and +inf make all rows
+  // of the head NaN.
   std::optional<ConstTensorView> sinks;
 };
 
-// Results of backward besides those that every call has, each for an input of its name.
+// Optional results of backward, each for the optional input of the same name.
 struct OptionalGradients {
-  // fp32 [q heads]: of this rank's rows alone, whose sum over the ranks is the gradient. The same
-  // bits in every run with the same ranks, but to rounding for other numbers of ranks, also where
-  // the call is `reproducible`.
+  // fp32 [q heads]: the part of this rank's rows. The gradient is the sum over all ranks. The same
+  // bits in every run with the same ranks. With another number of ranks equal up to rounding, even
+  // if the call is `reproducible`.
   std::optional<TensorView> sinks;
 };
 
-// What `detached` mixing needs from forward: the normalised output of every branch, of the rows
-// that the branch selects. Made by make_branch_state().
+// What backward with `detached` mixing needs from forward: the normalised output of every branch,
+// for the rows that it selects. Made by make_branch_state().
 class BranchState {
  public:
   BranchState();
@@ -112,13 +114,13 @@ class BranchState {
 };
 
 // Exact attention over one rank's shard of a sequence. Construction is collective: it plans,
-// allocates everything and compares its options with every other rank; a mismatch, or whatever one
-// rank alone finds wrong, is a ConfigError on every rank, and lack of memory that nothing helps
-// against an OutOfMemory on every rank. forward and backward are collective, allocate nothing
-// (unless memory ran out and heads differ: then every pass makes the pieces anew) and accept any
-// strides whose last axis is contiguous. Executors with transports
-// of their own may run at once in different threads; an executor or a transport serves one caller
-// at a time. A second one gets a ConfigError and, in a ring of several ranks, ends the transport:
+// allocates everything and compares its options with every other rank. A mismatch, or an error that
+// one rank alone finds, is a ConfigError on every rank. A lack of memory that recovery cannot solve
+// is an OutOfMemory on every rank. forward and backward are collective, accept any strides whose
+// last axis is contiguous, and allocate nothing (unless memory ran out and heads differ in their
+// offsets: every pass then makes its executors again). Executors with different transports may run
+// at the same time in different threads. An executor or a transport serves one caller at a time: a
+// second one gets a ConfigError and, in a ring of several ranks, ends the transport, because
 // another rank may have taken the two calls in the other order.
 class RingAttention {
  public:
@@ -134,39 +136,39 @@ class RingAttention {
                const TensorView& o, const TensorView& lse, BranchState* state = nullptr,
                const OptionalInputs& more = {});
 
-  // o and lse are forward's results, `more` is what forward got; dq, dk, dv are overwritten, and so
-  // is what `gradients` asks for.
+  // o and lse are the results of forward, `more` is the same as in forward. Overwrites dq, dk, dv
+  // and the tensors in `gradients`.
   void backward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                 const ConstTensorView& o, const ConstTensorView& lse, const ConstTensorView& dout,
                 const TensorView& dq, const TensorView& dk, const TensorView& dv,
                 const BranchState* state = nullptr, const OptionalInputs& more = {},
                 const OptionalGradients& gradients = {});
 
-  // Blocks until the device has done what forward and backward have enqueued; DeviceError if it
-  // could not, Interrupted after interrupt(). The CPU enqueues nothing: its passes return when they
-  // are done. A pass that throws has waited itself: nothing touches its tensors afterwards.
+  // Blocks until the device has finished the work that forward and backward have enqueued.
+  // DeviceError if the work failed, Interrupted after interrupt(). On the CPU, passes return when
+  // they are done. A pass that throws has already waited: nothing uses its tensors afterwards.
   void synchronize();
-  // On which passes are enqueued: for callers that order their own work before and behind them by
+  // The queue of all passes, for callers that order their own work before and after passes by
   // events instead of waiting.
   [[nodiscard]] Queue& queue();
-  // Passes are enqueued here from now on, after what was enqueued before: a stream of the caller's
-  // (cuda_queue). ConfigError for a queue of another device.
+  // Enqueues passes from now on in this queue, for example the caller's stream (cuda_queue), after
+  // the work that was enqueued before. ConfigError for a queue of another device.
   void use_queue(std::shared_ptr<Queue> queue);
 
-  // Instead of constructing or calling forward or backward, for callers that find something wrong
-  // before they can: the other ranks' construction or call becomes a ConfigError that gives the
-  // reason, and so does this. Empty: another rank has the reason.
+  // For callers that find an error before they can construct an executor or call forward or
+  // backward. The construction or call of the other ranks throws a ConfigError with this reason,
+  // and so does this function. Empty: another rank gives the reason.
   [[noreturn]] static void refuse(Transport& transport, const std::string& reason);
 
-  // From any thread: the pass that runs, or else the next one, soon ends with Interrupted on this
-  // rank and with a TransportError on the others. Results are then undefined, and the executor and
-  // its transport are of no further use. A rank that is waiting for rows first waits for them: its
-  // transport's deadline limits that.
+  // Callable from any thread. The current pass, or else the next one, soon ends with Interrupted on
+  // this rank and with a TransportError on the others. Results are then undefined, and the executor
+  // and its transport cannot be used again. A rank that is waiting for rows continues to wait for
+  // them, at most until its transport's deadline.
   void interrupt() noexcept;
 
   [[nodiscard]] BranchState make_branch_state() const;
-  // The same over the caller's memory, for frameworks that own whatever lives between forward and
-  // backward: branch_state_rows() * head_dim elements of the options' dtype, and
+  // A branch state in the caller's memory, for frameworks that own everything that lives between
+  // forward and backward: branch_state_rows() * head_dim elements of the options' dtype, and
   // branch_state_rows() floats. `filled`: a forward has written it already.
   [[nodiscard]] BranchState make_branch_state(std::span<std::byte> o, std::span<float> lse,
                                               bool filled) const;
@@ -183,14 +185,13 @@ class RingAttention {
   [[nodiscard]] std::string kernels() const;
   // How rows travel between ranks: "host memory", "device memory" (the transport reaches it),
   // "shared device memory" (between processes of one host), or "staged through host memory (why)".
-  // Empty for a rank alone.
+  // Empty for a ring of one rank.
   [[nodiscard]] std::string transfers() const;
   // What was done because memory ran out: "caches dropped", or "1 of 4 sequences at a time"; empty:
-  // nothing. Then plan(), schedule() and kernels() are of one piece.
+  // nothing. If calls run in pieces, plan(), schedule() and kernels() are those of one piece.
   [[nodiscard]] const std::string& recovery() const;
-  // Bytes that this rank will send in one forward or backward: equals what the transport counts.
-  // Includes the 24 bytes per doubling of the ranks with which they agree on the call; the rest is
-  // rows.
+  // Bytes that this rank sends in one forward or backward, equal to what the transport counts:
+  // rows, and 24 bytes x ceil(log2(ranks)) for the agreement.
   [[nodiscard]] std::int64_t predicted_forward_bytes() const;
   [[nodiscard]] std::int64_t predicted_backward_bytes() const;
   [[nodiscard]] MemoryInfo memory_info() const;
@@ -200,21 +201,21 @@ class RingAttention {
   struct Pieces;
   [[nodiscard]] const Impl& impl() const;
   std::unique_ptr<Impl> impl_;
-  std::unique_ptr<Pieces> pieces_;  // instead, where memory ran out
+  std::unique_ptr<Pieces> pieces_;  // instead, if memory ran out
   std::string recovery_;
 };
 
-// Executors for changing shapes. The least recently used ones are dropped beyond `capacity`, or
-// when they hold more than a share of the memory: an eighth, a quarter while more than half of it
-// is free, a thirty-second (and a quarter of `capacity`) while less than a tenth is. Collective
-// like the executors themselves: every rank asks for the same options in the same order. What one
-// rank has dropped is made anew on all.
+// A cache of executors for changing shapes. Drops the least recently used ones if there are more
+// than `capacity`, or if they hold more than a share of the memory: 1/8; 1/4 while more than half
+// of the memory is free; 1/32 (and a quarter of `capacity`) while less than a tenth is free.
+// Collective like the executors: every rank asks for the same options in the same order. An
+// executor that one rank has dropped is made again on all ranks.
 class RingAttentionCache {
  public:
   explicit RingAttentionCache(Transport& transport, std::size_t capacity = 20);
   ~RingAttentionCache();
 
-  // The executor for these options, which lives for as long as it is held or kept here.
+  // The executor for these options. It lives as long as the caller or the cache holds it.
   [[nodiscard]] std::shared_ptr<RingAttention> get(const RingOptions& options);
   void clear_cache();  // idempotent
   [[nodiscard]] std::size_t size() const;

@@ -13,7 +13,7 @@ KeptRows::KeptRows(const Pattern& pattern, const Placement& placement, int rank,
       batch_(batch),
       heads_(pattern.branches.size() * static_cast<std::size_t>(pattern.heads)) {
   const std::int64_t words = ceil_div(placement.local_tokens(rank), kWordTokens);
-  // Of queries only; how many keys there are does not matter.
+  // Rows are queries, so the number of keys does not matter.
   const std::int64_t tokens = placement.tokens();
   Head* head = heads_.data();
   for (const Branch& branch : pattern.branches) {

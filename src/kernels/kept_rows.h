@@ -13,15 +13,14 @@ namespace annulus {
 
 struct SelectedRows;
 
-// Where the output of each single branch is kept (`BranchOutputs`): only rows that the branch
-// selects are. A branch's rows of one head lie one after the other, in the order of the shard's
-// tokens:
+// Indices of the rows of single branches in `BranchOutputs`, which has only rows that the branch
+// selects. The rows of one branch and head are contiguous, in the order of the shard's tokens:
 //
 //   row = batch * batch_rows() + first(branch, head) + rank of the token
 //
-// The rank, how many earlier tokens of the shard the branch selects for this head, comes from a
-// bitmap with counts, one for all heads of a branch with the same offset: a quarter of a byte per
-// token. All tables are plain memory that a device may copy.
+// The rank of a token is the number of earlier tokens of the shard that the branch selects for this
+// head. It comes from a bitmap with counts, shared by all heads of a branch with the same offset: a
+// quarter of a byte per token. Tables are plain memory that a device can copy.
 class KeptRows {
  public:
   static constexpr std::int64_t kWordTokens = 64;
@@ -35,7 +34,7 @@ class KeptRows {
   [[nodiscard]] std::int64_t rows() const { return batch_ * batch_rows_; }
   [[nodiscard]] std::int64_t batch_rows() const { return batch_rows_; }
   [[nodiscard]] std::int64_t first(int branch, int head) const { return of(branch, head).first; }
-  // For heads that are in the branch, whether it selects the token or not.
+  // For heads that are in the branch. The token need not be selected.
   [[nodiscard]] std::int64_t rank(int branch, int head, std::int64_t token) const {
     const Word& word = word_of(of(branch, head), token);
     return word.before + std::popcount(word.selected & (bit_of(token) - 1));
@@ -52,7 +51,7 @@ class KeptRows {
            std::popcount(word.selected & (bit - 1));
   }
 
-  // The tables: words of all bitmaps, and for [branch][head] its first row and first word.
+  // The tables: words of all bitmaps, and first row and first word of each [branch][head].
   struct Head {
     std::int64_t first = 0;
     std::int64_t first_word = -1;  // -1: the head is not in the branch
@@ -72,7 +71,7 @@ class KeptRows {
   [[nodiscard]] static std::uint64_t bit_of(std::int64_t token) {
     return std::uint64_t{1} << (token % kWordTokens);
   }
-  // Returns how many tokens are selected.
+  // Returns the number of selected tokens.
   std::int64_t add_bitmap(const SelectedRows& selected, std::span<const RowSet> ranges,
                           std::int64_t words);
 

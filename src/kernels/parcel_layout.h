@@ -8,15 +8,15 @@
 
 namespace annulus {
 
-// Rows in parcels start at multiples of 16 bytes, whatever the head dim: kernels load them in
-// pieces of 16 bytes, and numbers of 2 bytes share parcels with numbers of 4.
+// Rows in parcels start at multiples of 16 bytes for every head dim: kernels load 16 bytes at a
+// time, and a parcel may have elements of 2 bytes and of 4.
 [[nodiscard]] constexpr std::int64_t parcel_row_bytes(std::int64_t content_bytes) {
   return (content_bytes + 15) / 16 * 16;
 }
 
-// How a parcel's rows lie in memory and in messages: [batch][unit][section][row], a section being
-// K, V, Q, ... of `section_bytes` per row, `content_bytes` and zeros behind them. The same
-// everywhere, so that forwarding a parcel is one copy.
+// The layout of a parcel in memory and in messages: [batch][unit][section][row]. Sections are K, V,
+// Q, ...; a row of a section has `content_bytes`, padded with zeros. The layout is the same on all
+// ranks, so that forwarding a parcel is one copy.
 class ParcelLayout {
  public:
   ParcelLayout(const Plan& plan, std::int64_t batch, std::vector<std::int64_t> content_bytes);
@@ -42,7 +42,7 @@ class ParcelLayout {
   std::int64_t row_bytes_ = 0;          // over all sections
 };
 
-// Rows of a parcel that lie evenly spaced in the owner's shard as well.
+// Rows of a parcel that are evenly spaced in the owner's shard, too.
 struct CopyRun {
   std::int64_t parcel_first = 0;
   std::int64_t parcel_stride = 1;
@@ -52,7 +52,7 @@ struct CopyRun {
 };
 [[nodiscard]] std::vector<CopyRun> copy_runs(const Placement& placement, const Parcel& parcel);
 
-// A parcel in a buffer, and the owner's rows that it is a copy of.
+// A parcel in a buffer and the corresponding rows of the owner's shard.
 struct ParcelCopy {
   int parcel = 0;
   std::int64_t offset = 0;  // of the parcel in the buffer

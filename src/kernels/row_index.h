@@ -4,11 +4,11 @@
 #include <cstdint>
 #include <limits>
 
-// Rows of a segment by their index: the row's number within the segment's progression (first row
-// selected = 0). Bands, gaps and weights of pairs go by it, on every device.
+// Rows of a segment by index: the selected rows of a segment are numbered 0, 1, ... On every
+// device, bands, gaps and weights of pairs are in terms of this index.
 namespace annulus {
 
-// Indices that a list of rows jumps over.
+// Indices that a list of rows skips.
 struct IndexGap {
   std::int32_t begin = 0;
   std::int32_t end = 0;
@@ -16,7 +16,7 @@ struct IndexGap {
   [[nodiscard]] std::int32_t rows() const { return end - begin; }
 };
 
-// Rows of a tile group as the kernels see them, for no head in particular yet.
+// Evenly spaced rows of a tile group, for all of its heads.
 struct RunTemplate {
   int parcel = -1;  // < 0: the local shard
   std::int64_t store_first = 0;
@@ -24,14 +24,15 @@ struct RunTemplate {
   std::int32_t index = 0;  // within the segment's progression
   std::int32_t index_stride = 1;
   std::int32_t count = 0;
-  // Forward's query rows where branches are kept apart: the first one's rank among the kept rows of
-  // its branch and head. Those of the others follow: what lies between is not selected.
+  // For query rows in forward with detached mixing: the rank of the first row among the kept rows
+  // of its branch and head. The other rows have the next ranks, because rows between them are not
+  // selected.
   std::int32_t kept = 0;
 
   [[nodiscard]] std::int32_t last_index() const { return index + (count - 1) * index_stride; }
 };
 
-// Which rows of a list count: those with begin <= index < end, except gap.begin <= index < gap.end.
+// Selects the rows with begin <= index < end, except gap.begin <= index < gap.end.
 struct IndexFilter {
   std::int32_t begin = 0;
   std::int32_t end = std::numeric_limits<std::int32_t>::max();
@@ -40,7 +41,7 @@ struct IndexFilter {
   [[nodiscard]] bool keeps_all() const {
     return begin == 0 && end == std::numeric_limits<std::int32_t>::max() && gap.rows() == 0;
   }
-  // Calls use(first row, rows) for each of the at most two stretches of `run` that count.
+  // Calls use(first row, rows) for each of the at most two stretches of selected rows of `run`.
   template <typename Use>
   void apply(const RunTemplate& run, const Use& use) const {
     const auto row = [&](std::int32_t index) {  // the first row at or after `index`

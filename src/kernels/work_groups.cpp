@@ -27,7 +27,7 @@ std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int
   return out;
 }
 
-// Rows of `runs` that count, and the runs that hold them.
+// The number of selected rows of `runs`, and of runs that have any.
 struct Extent {
   std::int64_t rows = 0;
   std::size_t runs = 0;
@@ -43,10 +43,10 @@ Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
   return out;
 }
 
-// Which branch computes what, by document: the same for documents of the same length.
+// Which branch computes which pairs of a document: the same for documents of the same length.
 class Sharing {
  public:
-  // Where branches are kept apart, each has all its pairs.
+  // With detached mixing, every branch computes all its pairs.
   Sharing(const Plan& plan, MixGradient mix)
       : plan_(plan), share_(mix == MixGradient::full && plan.self_attention()) {}
 
@@ -74,6 +74,19 @@ class Sharing {
 
 }  // namespace
 
+bool apart(const Branch& a, const Branch& b, int ratio) {
+  const bool same = a.segment_length == b.segment_length && a.dilation == b.dilation;
+  const std::size_t heads = a.offset.size();
+  const auto group = static_cast<std::size_t>(ratio);
+  for (std::size_t h = 0; h < heads; ++h) {
+    if (a.offset[h] < 0) continue;
+    for (std::size_t other = h / group * group; other < (h / group + 1) * group; ++other) {
+      if (b.offset[other] >= 0 && (!same || a.offset[h] == b.offset[other])) return false;
+    }
+  }
+  return true;
+}
+
 WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
                        std::int64_t least_chains) {
   const Plan& plan = *stage.plan;
@@ -86,8 +99,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
 
   Sharing sharing(plan, computation.mix_gradient);
   if (stage.kind == Stage::Kind::gradients) {
-    // Groups that leave out pairs take turns at a segment's keys. If that would leave threads idle,
-    // every branch computes all its pairs.
+    // Groups that skip shared pairs have to add to the keys of a segment one after the other. If
+    // that would leave threads idle, every branch computes all its pairs.
     std::vector<std::int64_t> chains(pattern.branches.size(), 0);
     std::vector<bool> guest(pattern.branches.size(), false);
     for (const TileGroup& tiles : tile_groups) {
@@ -116,11 +129,11 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
             computation.kept->rank(selection.branch, head, run.store_first));
       }
     }
-    // Both sides of a pair are rows of one selection: positions differ by multiples of its
+    // Both rows of a pair belong to one selection, so their positions differ by a multiple of the
     // dilation.
     const Band band =
         tiles.band.shifted_by(tiles.query_origin - tiles.key_origin).divided_by(branch.dilation);
-    // One group for all members that share alike.
+    // One group for all members with the same sharing.
     std::vector<bool> done(selection.members.size(), false);
     for (std::size_t m = 0; m < selection.members.size(); ++m) {
       if (done[m]) continue;
@@ -155,13 +168,13 @@ void WorkGroups::add(WorkGroup group) {
   if (queries.rows == 0 || keys.rows == 0) return;
   group.query_rows = queries.rows;
   group.key_rows = keys.rows;
-  // All keys of the tile group: whoever packs takes no filter.
+  // All keys of the tile group, because packing ignores filters.
   longest_run_list_ = std::max({longest_run_list_, queries.runs, keys.runs, rows.keys.size()});
   groups_.push_back(std::move(group));
 }
 
-// A group per segment of the host. Where items own key rows, the keys lie within that segment and
-// the queries outside; else the other way round.
+// A group per segment of the host. If items own key rows, the keys are within that segment and the
+// queries outside it, otherwise the other way round.
 void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind) {
   const bool keys_within = kind == Stage::Kind::key_gradient;
   const WorkRows& rows = rows_[static_cast<std::size_t>(like.rows)];

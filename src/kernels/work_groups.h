@@ -16,9 +16,10 @@ struct WorkRows {
   std::vector<RunTemplate> keys;
 };
 
-// Query rows against key rows of one segment, for heads that do the same. A branch whose pairs are
-// partly computed by another one (see shared_pairs.h) has a group for each segment of that other
-// branch: the rows of one side lie within it, those of the other side outside.
+// Query rows against key rows of one segment, for all heads that compute the same pairs. If another
+// branch, the host, computes a part of the branch's pairs (see shared_pairs.h), there is a group
+// for each segment of the host: the rows of one side are within it, those of the other side
+// outside.
 struct WorkGroup {
   int branch = 0;
   std::int64_t offset = 0;
@@ -27,19 +28,25 @@ struct WorkGroup {
   std::vector<Repeat> repeats;
   int rows = 0;                 // index of its WorkRows
   Band band;                    // in indices
-  bool whole = true;            // it has all pairs of the segment; else of one segment of the host:
-  std::int32_t host_begin = 0;  // the first index within that
+  bool whole = true;            // all pairs of the segment; otherwise of one segment of the host:
+  std::int32_t host_begin = 0;  // first index in that segment
   IndexFilter queries;
   IndexFilter keys;
   std::int64_t query_rows = 0;
   std::int64_t key_rows = 0;
 };
 
-// What a stage's tile groups become: each pair that some branch has is in one group.
+// Whether the branches have no key row of a K/V head, and no query row of its heads, in common:
+// their heads are disjoint, or they differ in their offsets only. `ratio`: query heads per K/V
+// head.
+[[nodiscard]] bool apart(const Branch& a, const Branch& b, int ratio);
+
+// The work groups of a stage. Each pair of any branch is in exactly one group.
 class WorkGroups {
  public:
-  // A stage of kind `gradients` shares pairs only where every guest still has so many chains of
-  // groups that can run side by side: its groups take turns at a segment's keys.
+  // A stage of kind `gradients` shares pairs only if every guest still has at least `least_chains`
+  // chains of groups that can run in parallel: the groups of a chain add to the same keys, one
+  // after the other.
   WorkGroups(const Stage& stage, const Computation& computation, std::int64_t least_chains);
 
   [[nodiscard]] const std::vector<WorkGroup>& all() const { return groups_; }

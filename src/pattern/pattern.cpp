@@ -14,7 +14,8 @@
 namespace annulus {
 namespace {
 
-// Of one pattern with all offsets: plans and kernels treat each branch by itself.
+// The number of branches of a pattern with all offsets is limited, because plans and kernels treat
+// each branch separately.
 constexpr std::int64_t kMostBranches = 1024;
 
 void require_at_least_one(const std::string& where, const std::string& what, std::int64_t found) {

@@ -9,7 +9,7 @@
 namespace annulus {
 namespace {
 
-// Of one side of a document.
+// One side of a document.
 struct Range {
   std::int64_t begin;
   std::int64_t end;
@@ -110,7 +110,7 @@ std::int64_t Segments::at_or_before(Side side, std::int64_t token) const {
   const auto next = std::partition_point(
       documents_.begin(), documents_.end(),
       [&](const Document& document) { return range_of(document, side).begin <= token; });
-  // Documents without tokens on this side have no segment that could be meant.
+  // Skips documents without tokens on this side.
   for (auto found = next; found != documents_.begin();) {
     --found;
     const Range range = range_of(*found, side);

@@ -13,7 +13,7 @@ namespace annulus {
 // ConfigError unless every document lies within the tokens of both sides.
 void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens);
 
-// Every query sees at least one key, in every head.
+// Whether every query sees at least one key, in every head.
 [[nodiscard]] bool every_query_attends(const Pattern& pattern, std::int64_t query_tokens,
                                        std::int64_t key_tokens);
 
@@ -21,7 +21,7 @@ void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int
 // only, so the numbers are the same on both sides. A segment may have no tokens on one side.
 class Segments {
  public:
-  // What a segment has on one side: tokens [begin, end). `origin` is the token at position 0 of the
+  // The tokens of a segment on one side: [begin, end). `origin` is the token at position 0 of the
   // segment; it may lie before `begin`, and even before token 0.
   struct Part {
     std::int64_t begin = 0;
@@ -33,19 +33,21 @@ class Segments {
            std::int64_t key_tokens);
 
   [[nodiscard]] std::int64_t count() const { return first_segment_.back(); }
-  // Positions per segment: the branch's segment length, but no more than the longest document has.
+  // Positions per segment: the branch's segment length, or the length of the longest document if
+  // that is smaller.
   [[nodiscard]] std::int64_t length() const { return length_; }
   [[nodiscard]] std::size_t document_of(std::int64_t segment) const;
   [[nodiscard]] Part part(Side side, std::int64_t segment) const;
-  // The segment of a token of a document. Of another token: at_or_after gives the first segment
-  // with tokens behind it or an earlier one, count() if there is none; at_or_before the last
-  // segment with tokens before it, -1 if there is none.
+  // The segment of a token. For a token outside all documents, at_or_after returns the first
+  // segment with later tokens or one before it, or count(); at_or_before returns the last segment
+  // with earlier tokens, or -1.
   [[nodiscard]] std::int64_t at_or_after(Side side, std::int64_t token) const;
   [[nodiscard]] std::int64_t at_or_before(Side side, std::int64_t token) const;
-  // The segments from this one up to the result, at least this one, have equally many tokens on
-  // both sides and belong to one document. No further than `end`.
+  // The segments from this one up to the result (exclusive, at most `end`) have the same number of
+  // tokens on both sides and belong to one document. They include this one, unless `end` excludes
+  // it.
   [[nodiscard]] std::int64_t alike_until(std::int64_t segment, std::int64_t end) const;
-  // A band in positions as one of the segment's tokens.
+  // Converts a band in positions to a band in the segment's tokens.
   [[nodiscard]] Band in_tokens(const Band& band, std::int64_t segment) const;
 
  private:

@@ -9,7 +9,7 @@ namespace annulus {
 namespace {
 
 struct Grid {
-  std::int64_t segment;  // length; the sequence's if there is only one
+  std::int64_t segment;  // length; the length of the sequence if there is only one segment
   std::int64_t dilation;
   std::int64_t offset;
   bool single;  // one segment holds everything
@@ -20,8 +20,8 @@ Grid grid_of(const Branch& branch, std::int64_t tokens, int head) {
           branch.offset[static_cast<std::size_t>(head)], branch.segment_length >= tokens};
 }
 
-// Every row of `guest` is a row of `host`, no segment of the host crosses one of the guest, and all
-// its segments see the guest's rows at the same indices.
+// Whether every row of `guest` is a row of `host`, no segment of the host crosses a boundary of the
+// guest's segments, and the guest's rows have the same indices in all segments of the host.
 bool contains(const Grid& host, const Grid& guest) {
   if (host.offset < 0 || guest.offset < 0 || guest.dilation > guest.segment) return false;
   if (guest.dilation % host.dilation != 0 || guest.offset % host.dilation != host.offset)
@@ -34,9 +34,10 @@ std::int64_t rows_per_segment(const Grid& grid, std::int64_t length) {
   return (length + grid.dilation - 1) / grid.dilation;
 }
 
-// A guest's queries are computed in blocks of one host segment, which meet fewer keys but pack them
-// more often, and fill vectors of queries less well. Packing a key costs about as much as 8 queries
-// that use it; blocks are as long as the CPU kernels', which this layer does not know.
+// Whether sharing saves time. A guest's queries are computed in blocks of one host segment. These
+// blocks see fewer keys, but pack them more often, and fill vectors of queries less well. Packing a
+// key costs about as much as 8 queries that use it. The sizes are those of the CPU kernels,
+// repeated here because this layer cannot include them; the GPU kernels use the same decision.
 bool worth_sharing(std::int64_t segment_rows, std::int64_t host_rows) {
   constexpr double kPackCost = 8;
   constexpr std::int64_t kQueryBlock = 1024;
@@ -62,7 +63,7 @@ std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& sp
   grids.reserve(count);
   for (const Branch& branch : pattern.branches) grids.push_back(grid_of(branch, tokens, head));
 
-  // Finest first, so that a guest's possible hosts are settled before it.
+  // Finest first, so that a guest's possible hosts are decided before the guest.
   std::vector<std::size_t> order(count);
   std::iota(order.begin(), order.end(), std::size_t{0});
   const auto fineness = [&](std::size_t b) {
@@ -73,7 +74,7 @@ std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& sp
 
   for (std::size_t g = 0; g < count; ++g) {
     const std::size_t guest = order[g];
-    // The coarsest possible host takes most off the guest.
+    // The coarsest possible host computes most of the guest's pairs.
     for (std::size_t h = g; h-- > 0;) {
       std::vector<std::size_t> ancestors;  // the host, its host, ...
       for (int a = static_cast<int>(order[h]); a >= 0;

@@ -19,7 +19,8 @@ namespace {
 
 using SelectionKey = std::pair<int, std::int64_t>;  // (branch, offset)
 
-// Takes the row sets of one owner, class by class and range by range: one parcel per rank set.
+// Collects the row sets of one owner, class by class and range by range, into one parcel per class
+// and rank set.
 class ParcelBuilder {
  public:
   ParcelBuilder(const Placement& placement, const std::vector<HeadClass>& classes, RankSets& sets,
@@ -69,7 +70,7 @@ class ParcelBuilder {
     moved_.clear();
   }
 
-  // Keeps the rank sets that are in use, and no others: planning made many on the way.
+  // Keeps only the rank sets that are in use. Planning made many intermediate ones.
   BuiltParcels take() {
     RankSetList used(placement_->ranks());
     std::vector<int> new_id(static_cast<std::size_t>(sets_->list().size()), -1);
@@ -117,7 +118,7 @@ class ParcelBuilder {
   std::int64_t parcel_count_ = 0;
 };
 
-// The demands of one class on one owner, range by range.
+// The demands of one class for rows of one owner, range by range.
 class ClassDemands {
  public:
   void start(const HeadClass& head_class, int owner,
@@ -169,8 +170,8 @@ BuiltParcels build_parcels_directly(const PlanOptions& options,
                                     const std::vector<HeadClass>& classes, int rank) {
   const Placement& placement = options.travel == Travel::keys ? options.keys : options.queries;
   RankSets sets(placement.ranks());
-  // Classes share selections (16 heads of LongNet: 31 instead of 80): walk the shards once for
-  // each.
+  // Classes share selections (16 heads of LongNet: 31 instead of 80), so walk the shards once per
+  // selection, not once per class.
   std::map<SelectionKey, SelectionDemands> demands;
   for (const HeadClass& head_class : classes) {
     for (const Selection& s : head_class.selections) {

@@ -15,26 +15,25 @@ struct Piece {
   std::int64_t segment = 0;
   int rank = 0;
   int range = 0;
-  int cuts = -1;  // index of its segment's cuts; -1: nobody else needs these rows
+  int cuts = -1;  // index of its segment's cuts; -1: no other rank needs these rows
   Crossing::Rows rows;
 };
 
-// From position `begin` on (up to the next cut) a row is needed by these ranks.
+// From position `begin` to the next cut, these ranks need a row.
 struct Cut {
   std::int64_t begin = 0;
   int needed_by = 0;
 };
 
-// Positions at which a row of the travelling side is of use to a rank.
+// Positions at which a rank needs rows of the travelling side.
 struct Use {
   int rank = 0;
   std::int64_t first = 0;
   std::int64_t last = 0;
 };
 
-// In self-attention, segments that lie within one range are local: nobody else has rows in them.
-// They are skipped in bulk (`skip_whole`), so that the work follows shard boundaries and not
-// tokens.
+// In self-attention, segments within one range are local: no other rank has rows in them. They are
+// skipped in bulk (`skip_whole`), so that the cost grows with shard boundaries, not with tokens.
 std::vector<Piece> shard_pieces(const Placement& placement, const SelectedRows& selected,
                                 bool skip_whole) {
   std::vector<Piece> pieces;
@@ -58,8 +57,8 @@ std::vector<Piece> shard_pieces(const Placement& placement, const SelectedRows& 
   return pieces;
 }
 
-// Which ranks need a row, as a function of its position: the set changes where a use begins and
-// behind its end. No row lies beyond position `end`.
+// Which ranks need a row, as a function of its position: the set changes at the beginning of a use
+// and after its end. No row lies beyond position `end`.
 std::vector<Cut> segment_cuts(const std::vector<Use>& uses, std::int64_t end, RankSets& sets) {
   std::vector<std::pair<std::int64_t, int>> changes;  // (position, rank that joins or leaves)
   for (const Use& use : uses) {
@@ -90,8 +89,8 @@ std::vector<std::size_t> by_segment(const std::vector<Piece>& pieces) {
   return order;
 }
 
-// What one (branch, offset) demands. Pieces of the side that travels are cut where the set of ranks
-// changes that have use for them.
+// Collects the demands of one (branch, offset). Pieces of the travelling side are cut where the set
+// of ranks that need them changes.
 class DemandCollector {
  public:
   DemandCollector(const PlanOptions& options, const Branch& branch, RankSets& sets)
@@ -129,8 +128,8 @@ class DemandCollector {
   }
 
  private:
-  // Where in a segment rows of the travelling side are of use to the ranks that have rows of the
-  // staying side there. A rank's uses do not overlap.
+  // Finds the positions in a segment at which ranks with rows of the staying side need rows of the
+  // travelling side. The uses of one rank do not overlap.
   void find_uses(const std::vector<Piece>& waiting, std::span<const std::size_t> segment) {
     uses_.clear();
     // Positions of both sides differ by multiples of the dilation.
@@ -145,8 +144,8 @@ class DemandCollector {
                                                           : band.queries_of({first, last});
       if (use.last >= 0) uses_.push_back({rank, use.first, use.last});
     };
-    // What neighbouring rows use overlaps, or leaves no selected row between. Without a limit on
-    // either side always.
+    // Whether the uses of neighbouring rows overlap or are adjacent. Always true if the band has no
+    // limit on one side.
     const auto seamless = [&](std::int64_t step) {
       return !limited || step <= band.most - band.least + dilation_;
     };
@@ -195,7 +194,7 @@ class DemandCollector {
       find_uses(waiting, std::span(waiters).subspan(w, end_of(waiting, waiters, w) - w));
       if (uses_.empty()) continue;
       const bool one_rank = uses_.front().rank == uses_.back().rank;
-      bool needed = false;  // by a rank that is not the owner
+      bool needed = false;  // by a rank other than the owner
       std::int64_t last = 0;
       for (std::size_t j = m; j < end; ++j) {
         const Piece& piece = moving[movers[j]];
@@ -215,7 +214,8 @@ class DemandCollector {
     const RowSet& range = travelling_.ranges(piece.rank)[static_cast<std::size_t>(piece.range)];
     const std::vector<Cut>& segment = cuts_[static_cast<std::size_t>(piece.cuts)];
     const Crossing::Rows& rows = piece.rows;
-    // From row to row: a striped segment has as many cuts as ranks, and a rank few rows in it.
+    // Searches forward from row to row: a striped segment has as many cuts as ranks, but a rank has
+    // few rows in it.
     auto cut = segment.begin();
     for (std::int64_t row = rows.elements.first; row < rows.end;) {
       cut =
@@ -228,9 +228,10 @@ class DemandCollector {
         demand.end = std::min(demand.end, ceil_div((cut + 1)->begin - range.first, range.stride));
       }
       row += ceil_div(demand.end - row, demand.stride) * demand.stride;
-      // The owner is in every set, needed or not: sets that differ in nothing else are one parcel.
+      // The owner is in every set, whether it needs the rows or not, so that sets that differ only
+      // in the owner make one parcel.
       demand.needed_by = sets_->with(cut->needed_by, piece.rank);
-      if (sets_->has_one_member(demand.needed_by)) continue;  // by the owner alone
+      if (sets_->has_one_member(demand.needed_by)) continue;  // only the owner
       if (demands.size() == owner_begin || !demands.back().extend(demand)) {
         demands.push_back(demand);
       }
@@ -243,7 +244,7 @@ class DemandCollector {
   const Placement& travelling_;
   const Placement& staying_;
   RankSets* sets_;
-  std::vector<std::vector<Cut>> cuts_;  // per segment that somebody else needs
+  std::vector<std::vector<Cut>> cuts_;  // per segment with rows that other ranks need
   std::vector<Use> uses_;
 };
 

@@ -13,9 +13,9 @@
 namespace annulus {
 
 // Rows of one range of the owner, in indices into that range: first, first + stride, ... < end.
-// `needed_by` includes the owner. `begin` and `end` are where the reason for the demand starts and
-// stops (a segment, a limit of the band), not where its rows do: demands of different strides then
-// have common boundaries and are not chopped up at their ends.
+// `needed_by` includes the owner. `begin` and `end` are the limits of what causes the demand (a
+// segment, a limit of the band), not of its rows. Demands with different strides then have common
+// boundaries, so uniting them makes fewer row sets.
 struct Demand {
   int range = 0;
   int needed_by = 0;
@@ -29,7 +29,7 @@ struct Demand {
     return {start, start < to ? (to - start - 1) / stride + 1 : 0, stride};
   }
 
-  // True when `next` simply goes on where this one ends; it is then part of this one.
+  // If `next` continues this demand, appends it and returns true.
   bool extend(const Demand& next) {
     if (next.range != range || next.needed_by != needed_by || next.begin != end ||
         next.stride != stride || (next.first - first) % stride != 0) {
@@ -40,7 +40,7 @@ struct Demand {
   }
 };
 
-// What one (branch, offset) demands of every owner, ordered by (owner, range, begin).
+// The demands of one (branch, offset), ordered by (owner, range, begin).
 struct SelectionDemands {
   std::vector<Demand> demands;
   std::vector<std::size_t> owner_begin;  // ranks + 1
@@ -51,8 +51,8 @@ struct SelectionDemands {
   }
 };
 
-// What one (branch, offset) demands. The placement of the side that travels says who owns a row,
-// that of the other side who needs it.
+// Collects the demands of one (branch, offset). The placement of the travelling side determines the
+// owner of a row, and that of the staying side which ranks need it.
 [[nodiscard]] SelectionDemands collect_demands(const PlanOptions& options, const Branch& branch,
                                                std::int64_t offset, RankSets& sets);
 

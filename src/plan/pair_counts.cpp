@@ -20,7 +20,7 @@ double floor_sum(std::int64_t n, std::int64_t m, std::int64_t a, std::int64_t b)
   double sum = 0.0;
   while (n > 0) {
     const auto count = static_cast<double>(n);
-    const std::int64_t slope = a / m;  // whole part of the slope and of the start
+    const std::int64_t slope = a / m;  // integer parts of slope and start
     const std::int64_t start = b / m;
     sum += count * (count - 1.0) / 2.0 * static_cast<double>(slope);
     sum += count * static_cast<double>(start);
@@ -47,8 +47,8 @@ double clamped_sum(const RowSet& rows, std::int64_t shift, std::int64_t most) {
          static_cast<double>(above.count) * static_cast<double>(most);
 }
 
-// Pairs of one query head whose staying side is in a range, of which `selected` are the selected
-// rows and `other` those of the side that travels.
+// Counts the pairs of one query head whose staying row is in a range. `selected` are the selected
+// rows of the staying side, `other` those of the travelling side.
 class RangePairs {
  public:
   RangePairs(const RowSet& range, const SelectedRows& selected, const SelectedRows& other,
@@ -63,8 +63,8 @@ class RangePairs {
     const auto [whole_begin, whole_end] = crossing_.whole_segments();
     const Segments& segments = *selected_.segments;
     const std::int64_t end = crossing_.end_segment();
-    // Strided ranges meet every segment. Those that are alike `period` segments further on, away
-    // from the ends of range and document, are counted once.
+    // Strided ranges meet every segment. Segments repeat after `period` segments, except at the
+    // ends of the range and of the document, so one period is counted and multiplied.
     const std::int64_t period = range_.stride / std::gcd(range_.stride, segments.length());
     double pairs = 0.0;
     for (std::int64_t s = crossing_.first_segment(); s < end; ++s) {
@@ -90,7 +90,7 @@ class RangePairs {
  private:
   [[nodiscard]] bool holds_queries() const { return selected_.side == Side::queries; }
 
-  // Of a segment of which the range has everything.
+  // Pairs in a segment that lies entirely in the range.
   [[nodiscard]] double in_whole_segment(std::int64_t s) const {
     return holds_queries() ? band_pairs(band_, selected_.indices(s), other_.indices(s))
                            : band_pairs(band_, other_.indices(s), selected_.indices(s));
@@ -100,7 +100,7 @@ class RangePairs {
     const RowSet rows = crossing_.in_segment(s).elements;
     const Stretch others = other_.indices(s);
     if (rows.count == 0 || others.last < others.first) return 0.0;
-    // In indices: the i-th selected row of a segment. They are a progression, too.
+    // In indices of selected rows within a segment, the range's rows are a progression, too.
     const std::int64_t start = selected_.part(s).origin + selected_.offset;
     const RowSet own{(range_[rows.first] - start) / selected_.dilation, rows.count,
                      rows.count > 1 ? (range_[rows.last()] - range_[rows.first]) /
@@ -124,7 +124,7 @@ class RangePairs {
   Band band_;
 };
 
-// Of key <= query.
+// Number of pairs with key <= query.
 double causal_pairs(const RowSet& queries, const RowSet& keys) {
   if (queries.count == 0 || keys.count == 0 || keys.first > queries.last()) return 0.0;
   const auto all_keys = static_cast<double>(keys.count);

@@ -9,8 +9,8 @@
 namespace annulus {
 namespace {
 
-// A reduced sequence has this many periods and what is left over: one of settling in, the one that
-// is repeated, and two before the end.
+// Periods of the reduced sequence, besides the remainder: one at the start, the one that is
+// repeated, and two before the end.
 constexpr std::int64_t kPeriods = 4;
 constexpr std::int64_t kRepeated = 1;
 
@@ -23,12 +23,12 @@ bool is_striped(const Placement& placement) {
   return true;
 }
 
-// After how many positions pattern and stripes repeat; 0: not within `limit`.
+// The number of positions after which pattern and stripes repeat; 0: more than `limit`.
 std::int64_t period_of(const PlanOptions& options, std::int64_t limit) {
   std::int64_t period = options.queries.ranks();
   const std::int64_t tokens = options.queries.tokens();
   for (const Branch& branch : options.pattern.branches) {
-    // Only the rows of the one segment of a whole-sequence branch have to repeat.
+    // A whole-sequence branch has one segment: only its selected rows have to repeat.
     const std::int64_t length =
         branch.segment_length < tokens ? branch.segment_length : branch.dilation;
     if (length > limit) return 0;
@@ -42,15 +42,14 @@ std::int64_t period_of(const PlanOptions& options, std::int64_t limit) {
 PlanOptions with_tokens(const PlanOptions& options, std::int64_t tokens) {
   PlanOptions shorter = options;
   shorter.queries = shorter.keys = Placement::striped(tokens, options.queries.ranks());
-  // What is one segment of the whole sequence must not become several of the shorter one, nor the
-  // other way round.
+  // A branch must have one segment in both sequences, or several in both.
   for (Branch& branch : shorter.pattern.branches) {
     if (branch.segment_length >= options.queries.tokens()) branch.segment_length = kWholeSequence;
   }
   return shorter;
 }
 
-// Row sets of a sequence that is `times` periods longer. False where they do not repeat.
+// Extends row sets to a sequence that is `times` periods longer. False if they do not repeat.
 bool repeat(std::vector<RowSet>& rows, std::int64_t period, std::int64_t times) {
   const std::int64_t begin = kRepeated * period;
   const std::int64_t end = begin + period;
@@ -61,7 +60,7 @@ bool repeat(std::vector<RowSet>& rows, std::int64_t period, std::int64_t times) 
     if (rows[i].first < begin) copied_begin = i + 1;
     longer.push_back(rows[i]);
     if (rows[i].last() < end + period) continue;
-    if (period % rows[i].stride != 0) return false;  // one that goes on and on
+    if (period % rows[i].stride != 0) return false;  // a row set that continues through all periods
     longer.back().count += times * (period / rows[i].stride);
   }
   const std::size_t copied_end = i;
@@ -88,7 +87,8 @@ std::int64_t count_rows(const std::vector<RowSet>& rows) {
   return count;
 }
 
-// The plan of the sequence that is one period longer must be the repeated one, row set by row set.
+// Whether the plan of the sequence that is one period longer equals the extended plan, row set by
+// row set.
 bool parcels_repeat(const BuiltParcels& one, const BuiltParcels& longer, std::int64_t period) {
   if (one.parcels.size() != longer.parcels.size() || one.parcel_count != longer.parcel_count) {
     return false;
@@ -106,14 +106,14 @@ bool parcels_repeat(const BuiltParcels& one, const BuiltParcels& longer, std::in
   return true;
 }
 
-// Adds what a flow gains per period, `times` times. False when the flows are not the same.
+// Adds to each flow `times` times its growth per period. False if the flows are not the same.
 bool extend_flows(BuiltParcels& one, const BuiltParcels& longer, std::int64_t times) {
   if (one.flows.size() != longer.flows.size()) return false;
   std::size_t begin = 0;
   for (std::size_t i = 0; i < one.flows.size(); ++i) {
     Flow& flow = one.flows[i];
     while (begin < longer.flows.size() && longer.flows[begin].owner < flow.owner) ++begin;
-    std::size_t j = begin;  // an owner has a handful
+    std::size_t j = begin;  // an owner has few
     while (j < longer.flows.size() && longer.flows[j].owner == flow.owner &&
            !same_set(one.sets, flow.rank_set, longer.sets, longer.flows[j].rank_set)) {
       ++j;

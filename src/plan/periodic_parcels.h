@@ -8,10 +8,10 @@
 
 namespace annulus {
 
-// Striped shards and segments repeat: after the least common multiple of their lengths everything
-// is as before, except near the ends of the sequence. So a sequence of many periods is planned as
-// one of a few, and the middle period is repeated. Nothing where that is not possible: other
-// placements, too few periods, or row sets that do not repeat (they are checked, not assumed).
+// With striped shards, the plan is periodic, except near the ends of the sequence: its period is
+// the least common multiple of the lengths of stripes and segments. A sequence of many periods is
+// planned as one of a few periods, whose middle period is repeated. Returns nullopt for other
+// placements, too few periods, and row sets that do not repeat (this is checked, not assumed).
 [[nodiscard]] std::optional<BuiltParcels> build_periodic_parcels(
     const PlanOptions& options, const std::vector<HeadClass>& classes, int rank);
 

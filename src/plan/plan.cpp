@@ -209,7 +209,7 @@ Plan::HopTable Plan::make_table(std::vector<StepHop> hops, int steps) {
   return table;
 }
 
-// Rank sets hold the owner, too: in cyclic order it is before the first visit and after the last.
+// Rank sets include the owner, which in cyclic order precedes the first visit and follows the last.
 void Plan::make_hops() {
   steps_ = traffic().steps(options_.schedule);
   const bool ring = options_.schedule == Schedule::ring;
@@ -257,7 +257,7 @@ int Plan::arrival(int parcel) const {
   if (options_.schedule == Schedule::gather) return 1;
   const RankSetList& sets = traffic().rank_sets();
   const int members = sets.count(p.rank_set);
-  // Members from the owner up to, and not with, this rank.
+  // Number of members from the owner up to this rank, this rank excluded.
   int upwards = sets.count(p.rank_set, p.owner, rank_);
   if (rank_ < p.owner) upwards = members - sets.count(p.rank_set, rank_, p.owner);
   return traffic().downwards() ? members - upwards : upwards;
@@ -323,8 +323,8 @@ std::vector<RankTotals> Plan::rank_totals() const {
 
 std::uint64_t Plan::digest() const {
   Fnv1a hash;
-  // The pattern's name is left out: it is for people, the branches say it all. Every list is
-  // preceded by its length, so that no two different options give the same words.
+  // The pattern's name has no effect, so it is left out. Every list is preceded by its length, so
+  // that different options never give the same words.
   hash.add(pattern().heads);
   hash.add(pattern().band().least);
   hash.add(pattern().band().most);
@@ -344,7 +344,8 @@ std::uint64_t Plan::digest() const {
     hash.add(branch.dilation);
     for (const std::int64_t offset : branch.offset) hash.add(offset);
   }
-  // By content: one rank may pass the same object twice, another two that are alike.
+  // By content: one rank may pass the same object for both sides, and another rank two equal
+  // objects.
   const std::uint64_t query_digest = digest_of(query_placement());
   hash.add(query_digest);
   hash.add(query_placement().same_as(key_placement()) ? query_digest : digest_of(key_placement()));

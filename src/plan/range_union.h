@@ -12,15 +12,15 @@
 
 namespace annulus {
 
-// Unites what the selections of one class demand of one range into disjoint row sets, each with
-// everybody who needs it.
+// Unites the demands of all selections of a class for rows of one range into disjoint row sets,
+// each with all ranks that need it.
 class RangeUnion {
  public:
   explicit RangeUnion(RankSets& sets) : partition_(sets) {}
 
-  // Between two neighbouring boundaries the demands do not change: there the ranks that need a row
-  // depend only on its residues modulo the strides. Row sets that go on beyond a boundary with the
-  // same ranks are extended across it.
+  // Demands do not change between two neighbouring boundaries, so the ranks that need a row depend
+  // only on its residues modulo the strides. A row set that continues beyond a boundary with the
+  // same ranks is extended across it.
   const std::vector<LabelledRows>& unite(std::vector<Demand>& demands) {
     result_.clear();
     open_.clear();
@@ -39,8 +39,8 @@ class RangeUnion {
       for (; next < demands.size() && demands[next].begin == begin; ++next) {
         active_.push_back(&demands[next]);
       }
-      // Dense rows first: the others then mostly fall into them and split nothing. The order is
-      // total, so that every rank gets the same row sets, whatever its standard library.
+      // Dense rows first: most of the others are then subsets and split nothing. The order is
+      // total, so that every rank gets the same row sets with any standard library.
       std::sort(active_.begin(), active_.end(), [](const Demand* a, const Demand* b) {
         return std::tie(a->stride, a->first, a->needed_by) <
                std::tie(b->stride, b->first, b->needed_by);
@@ -82,7 +82,7 @@ class RangeUnion {
   std::vector<LabelledRows> result_;
   std::vector<std::int64_t> boundaries_;
   std::vector<const Demand*> active_;
-  std::vector<std::pair<Key, std::size_t>> open_;  // row sets that reach the last boundary
+  std::vector<std::pair<Key, std::size_t>> open_;  // row sets that reach the previous boundary
   std::vector<std::pair<Key, std::size_t>> next_open_;
 };
 

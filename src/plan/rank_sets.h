@@ -10,7 +10,7 @@
 
 namespace annulus {
 
-// Sets of ranks as bits, one after the other; a set is named by its index.
+// A list of sets of ranks as bits. The id of a set is its index.
 class RankSetList {
  public:
   explicit RankSetList(int ranks)
@@ -22,7 +22,7 @@ class RankSetList {
   [[nodiscard]] const std::uint64_t* words(int id) const {
     return bits_.data() + static_cast<std::size_t>(id) * words_;
   }
-  // A new empty set at the end; the pointer is good until the next change.
+  // Appends an empty set. The pointer is valid until the next change.
   std::uint64_t* append() {
     bits_.resize(bits_.size() + words_);
     return bits_.data() + bits_.size() - words_;
@@ -95,7 +95,7 @@ class RankSets {
   using Words = std::vector<std::uint64_t>;
 
   explicit RankSets(int ranks) : list_(ranks), ids_(64, Hash{this}, Equal{this}) {}
-  RankSets(const RankSets&) = delete;  // the hash functors point here
+  RankSets(const RankSets&) = delete;  // the hash functors point to this object
   RankSets& operator=(const RankSets&) = delete;
 
   [[nodiscard]] const RankSetList& list() const { return list_; }
@@ -124,7 +124,7 @@ class RankSets {
     return found->second;
   }
 
-  // The set and one more rank.
+  // The set with `rank` added.
   int with(int id, int rank) {
     if (list_.contains(id, rank)) return id;
     std::uint64_t* more = list_.append();
@@ -157,7 +157,7 @@ class RankSets {
     }
   };
 
-  // The set just appended gets the next id unless it is there already.
+  // Returns the id of the set that was just appended, and removes it again if an equal one exists.
   int intern_last() {
     const auto [found, inserted] = ids_.insert(list_.size() - 1);
     if (!inserted) list_.pop();

@@ -37,7 +37,7 @@ void subtract(const RowSet& whole, const RowSet& part, Emit emit) {
     run(last + 1, whole.count);
     return;
   }
-  std::int64_t residues = 0;  // row sets that the split by residues below would make
+  std::int64_t residues = 0;  // number of row sets after the split by residues below
   for (std::int64_t rest = q; rest > 1;) {
     const std::int64_t p = smallest_factor(rest);
     residues += p - 1;
@@ -75,7 +75,7 @@ void join_interleaved(std::vector<RowSet>& sets) {
   for (const RowSet& rows : sets) by_stride[rows.stride].push_back(rows);
   sets.clear();
   const auto by_first = [](const RowSet& a, const RowSet& b) { return a.first < b.first; };
-  // Joining adds smaller strides only, which come later in this order.
+  // Joining only adds smaller strides, which come later in this order.
   for (auto& [stride, same] : by_stride) {
     std::sort(same.begin(), same.end(), by_first);
     for (std::int64_t rest = stride; rest > 1 && same.size() > 1;) {
@@ -96,13 +96,14 @@ void join_interleaved(std::vector<RowSet>& sets) {
           others.push_back(&*next);
         }
         if (leader.count == 0 || static_cast<std::int64_t>(others.size()) + 1 < p) continue;
-        // Equal counts up to some row set, one less after it: otherwise there is a hole.
+        // Counts must be equal up to some row set and one less after it. Otherwise rows are missing
+        // in between.
         if (!std::is_sorted(others.rbegin(), others.rend(),
                             [](const RowSet* a, const RowSet* b) { return a->count < b->count; })) {
           continue;
         }
         by_stride[finer].push_back(joined);
-        leader.count = 0;  // used; positions stay for the search
+        leader.count = 0;  // joined; its position stays for the search
         for (RowSet* other : others) other->count = 0;
       }
       std::erase_if(same, [](const RowSet& rows) { return rows.count == 0; });
@@ -132,7 +133,7 @@ void join_single_rows(std::vector<RowSet>& sets) {
 
 void RowPartition::add(const RowSet& rows, int needed_by) {
   if (rows.count == 0) return;
-  rest_.assign(1, rows);  // the part of `rows` that is in no piece
+  rest_.assign(1, rows);  // the part of `rows` that is in no piece yet
   const std::size_t old_pieces = pieces_.size();
   for (std::size_t i = 0; i < old_pieces && !rest_.empty(); ++i) {
     const LabelledRows piece = pieces_[i];

@@ -13,16 +13,16 @@ struct LabelledRows {
   int needed_by = 0;  // id of a rank set
 };
 
-// p row sets of stride s that interleave become one of stride s / p, as long as that is possible
-// anywhere.
+// Joins p interleaved row sets of stride s to one of stride s / p, repeatedly, until no more can be
+// joined.
 void join_interleaved(std::vector<RowSet>& sets);
 
-// Single rows at equal distances become one row set: causal demands on striped shards leave one row
-// per segment.
+// Joins single rows at equal distances to one row set. Causal demands on striped shards leave one
+// row per segment.
 void join_single_rows(std::vector<RowSet>& sets);
 
-// Disjoint row sets, each with the ranks that need it. Adding rows splits what is there only where
-// the ranks differ.
+// Disjoint row sets, each with the ranks that need it. Adding rows splits existing row sets only if
+// their ranks change for a part of their rows.
 class RowPartition {
  public:
   explicit RowPartition(RankSets& sets) : sets_(&sets) {}
@@ -32,8 +32,8 @@ class RowPartition {
 
   void add(const RowSet& rows, int needed_by);
 
-  // Undoes splits that turned out to be needless: heads with different offsets that share a K/V
-  // head often need, taken together, every row.
+  // Undoes needless splits: query heads with different offsets that share a K/V head often need
+  // every row together.
   void join();
 
  private:

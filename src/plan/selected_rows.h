@@ -10,9 +10,9 @@
 
 namespace annulus {
 
-// One (branch, offset) of a pattern, on one side. A dilation beyond the segment length selects one
-// row of a segment at most, so it is cut down to that: no product of positions overflows. Keeps a
-// pointer to the segments, which must outlive it.
+// One (branch, offset) of a pattern, on one side. A dilation beyond the segment length selects at
+// most one row of a segment. It is reduced to the segment length, so that no product of positions
+// overflows. Keeps a pointer to the segments, which must outlive it.
 struct SelectedRows {
   SelectedRows(const Segments& segments_in, Side side_in, std::int64_t branch_dilation,
                std::int64_t branch_offset)
@@ -25,7 +25,8 @@ struct SelectedRows {
   [[nodiscard]] Segments::Part part(std::int64_t segment) const {
     return segments->part(side, segment);
   }
-  // None where the offset is beyond the segment: the dilation may be cut down.
+  // Empty if the offset is beyond the segment, which is possible because the dilation may be
+  // reduced.
   [[nodiscard]] Stretch indices(std::int64_t segment) const {
     if (offset >= segments->length()) return {0, -1};
     return selected_indices(part(segment), dilation, offset);
@@ -37,27 +38,27 @@ struct SelectedRows {
   std::int64_t offset;
 };
 
-// A progression of positions (a range of a shard, a row set of a parcel) seen through a selection:
-// which of its elements are selected in a segment. Again a progression, in indices into the base,
-// so it is a strided view of whatever stores the base.
+// The selected elements, in each segment, of a progression of positions (a range of a shard, a row
+// set of a parcel). They are a progression of indices into this base, and so a strided view of
+// whatever stores the base.
 class Crossing {
  public:
   struct Rows {
     RowSet elements;  // indices into the base
     std::int64_t begin = 0,
-                 end = 0;  // indices of the base that lie in the segment, selected or not
+                 end = 0;  // all indices of the base in the segment, selected or not
   };
 
   Crossing(const RowSet& base, const SelectedRows& selected);
 
-  // All segments that the base reaches are within [first_segment, end_segment).
+  // The base has rows only in segments [first_segment, end_segment).
   [[nodiscard]] std::int64_t first_segment() const {
     return selected_.segments->at_or_after(selected_.side, base_.first);
   }
   [[nodiscard]] std::int64_t end_segment() const {
     return selected_.segments->at_or_before(selected_.side, base_.last()) + 1;
   }
-  // Segments of which the base holds every token: [first, second), empty when first >= second.
+  // Segments whose tokens are all in the base: [first, second), empty if first >= second.
   [[nodiscard]] std::pair<std::int64_t, std::int64_t> whole_segments() const;
   [[nodiscard]] Rows in_segment(std::int64_t segment) const;
 

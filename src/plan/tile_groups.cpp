@@ -30,7 +30,7 @@ PlacedRows place(const RowSet& base, const RowSet& elements, int parcel, std::in
 
 Stretch stretch_of(const RowSet& rows) { return {rows.first, rows.last()}; }
 
-// Over all of them; there is at least one.
+// The stretch from the first row to the last, over all row sets. There is at least one.
 Stretch stretch_of(const std::vector<PlacedRows>& list) {
   Stretch all = stretch_of(list.front().rows);
   for (const PlacedRows& rows : list) {
@@ -99,7 +99,7 @@ class ShardRows {
   std::vector<PlacedRows> rows_;
 };
 
-// Received rows, by the segment of the shard whose rows they meet.
+// Received rows, grouped by segments in which the shard has rows.
 class GuestRows {
  public:
   GuestRows(const Plan& plan, const std::vector<int>& parcels, const SelectedRows& selected,
@@ -107,7 +107,8 @@ class GuestRows {
       : begin_(shard.segments().size() + 1, 0) {
     if (shard.segments().empty()) return;  // striped shards select all or nothing
     const bool keys_travel = plan.options().travel == Travel::keys;
-    // Most rows of a large ring are here for coarse branches only: for others they are far away.
+    // In a large ring, most received rows are needed by coarse branches only, and are far from the
+    // shard's segments of this one.
     const std::int64_t begin = selected.part(shard.segments().front().segment).begin;
     const std::int64_t end = selected.part(shard.segments().back().segment).end;
     std::vector<std::pair<std::size_t, PlacedRows>> found;
@@ -142,7 +143,7 @@ class GuestRows {
     for (const auto& [i, rows] : found) rows_[next[i]++] = rows;
   }
 
-  // Of the i-th segment of the shard, in no particular order.
+  // Rows in the i-th segment of the shard, in no particular order.
   [[nodiscard]] std::span<const PlacedRows> rows(std::size_t i) const {
     return std::span(rows_).subspan(begin_[i], begin_[i + 1] - begin_[i]);
   }
@@ -152,7 +153,7 @@ class GuestRows {
   std::vector<PlacedRows> rows_;
 };
 
-// Leaves out row sets that the band hides entirely. False when nothing is left.
+// Removes row sets that the band hides entirely. False if no pair is left.
 bool trim(TileGroup& group, const Band& band) {
   if (group.queries.empty() || group.keys.empty()) return false;
   const Stretch queries = stretch_of(group.queries);
@@ -164,7 +165,7 @@ bool trim(TileGroup& group, const Band& band) {
                 [&](const PlacedRows& q) { return band.hides_all(stretch_of(q.rows), keys); });
   if (group.queries.empty()) return false;
   if (band.least == -Band::kUnlimited || band.most == Band::kUnlimited) return true;
-  // A band with both limits can fit between rows of a stretch: there, only counting is exact.
+  // A band with two limits can fit between the rows of a stretch, so these have to be counted.
   const auto meet = [&](const PlacedRows& q, const PlacedRows& k) {
     return !band.hides_all(stretch_of(q.rows), stretch_of(k.rows)) &&
            allowed_pairs(band, q.rows, k.rows) > 0;
@@ -180,7 +181,7 @@ bool trim(TileGroup& group, const Band& band) {
   return !group.queries.empty();
 }
 
-// Full where every row sees every other: kernels skip the comparison then.
+// The full band if every query sees every key; kernels then skip the comparison.
 Band band_of(const TileGroup& group, const Band& band) {
   return band.shows_all(stretch_of(group.queries), stretch_of(group.keys)) ? Band{} : band;
 }
@@ -208,7 +209,7 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
     const Branch& branch = pattern().branches[b];
     const Segments segments(pattern(), branch, query_placement().tokens(),
                             key_placement().tokens());
-    // By offset: classes share them. In self-attention one serves both sides.
+    // By offset, because classes share them. In self-attention both sides share them, too.
     std::map<std::int64_t, ShardRows> shards;
     std::map<std::int64_t, ShardRows> travelling_shards;
     for (std::size_t c = 0; c < classes().size(); ++c) {
@@ -258,7 +259,7 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
           groups.push_back(std::move(group));
         }
       }
-      if (selections > 1) {  // several offsets of one branch: the order is by segment first
+      if (selections > 1) {  // several offsets of one branch: order by segment first
         std::stable_sort(
             groups.begin() + static_cast<std::ptrdiff_t>(class_begin), groups.end(),
             [](const TileGroup& x, const TileGroup& y) { return x.segment < y.segment; });

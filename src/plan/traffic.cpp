@@ -45,7 +45,7 @@ void Traffic::for_each_ring_hop_list(bool downwards, VisitHops visit) const {
       const Flow& flow = *traveller.flow;
       const int next = downwards ? sets_.previous(flow.rank_set, traveller.rank)
                                  : sets_.next(flow.rank_set, traveller.rank);
-      if (next == flow.owner) continue;  // once round
+      if (next == flow.owner) continue;  // back at the owner
       hops.push_back({traveller.rank, next, flow.owner, flow.unit_rows});
       travellers[kept++] = {next, &flow};
     }
@@ -91,7 +91,7 @@ void Traffic::for_each_step(Schedule schedule, Visit visit) const {
   if (longest_ == 0) return;
   std::vector<std::int64_t> received(static_cast<std::size_t>(sets_.ranks()), 0);
   std::vector<std::int64_t> sent(received.size(), 0);
-  // Everybody in a set gets all of its flows but the own ones.
+  // Every rank in a set receives all flows of the set except its own.
   std::vector<std::int64_t> of_set(static_cast<std::size_t>(sets_.size()), 0);
   for (const Flow& flow : flows_) {
     const auto owner = static_cast<std::size_t>(flow.owner);

@@ -10,18 +10,18 @@
 
 namespace annulus {
 
-// Parcels of one owner that the same ranks need, of whatever class.
+// Parcels of one owner, of all classes, that the same ranks need.
 struct Flow {
   int owner = 0;
-  int rank_set = 0;  // everybody who has the rows in the end, the owner included
+  int rank_set = 0;  // the ranks that need the rows, and the owner
   std::int64_t unit_rows = 0;
 };
 
-// Who receives and sends how much in which step, on all ranks: what decisions need that every rank
-// must take alike. It knows counts, never rows, so it is small: a handful of flows per rank.
+// How much every rank receives and sends in each step. Decisions that all ranks must make alike use
+// it. It stores counts, not rows, so it is small: a few flows per rank.
 class Traffic {
  public:
-  // `parcels`: how many there are on all ranks.
+  // `parcels`: their number on all ranks.
   Traffic(RankSetList sets, std::vector<Flow> flows, std::int64_t parcels);
 
   [[nodiscard]] const RankSetList& rank_sets() const { return sets_; }
@@ -30,9 +30,10 @@ class Traffic {
   // Sum over flows of rows x units x visits.
   [[nodiscard]] std::int64_t total_unit_rows() const;
   [[nodiscard]] int steps(Schedule schedule) const;
-  // A ring visits ranks in cyclic order from the owner: upwards unless downwards is better. Causal
-  // rows that the ranks below their owner need (late keys of zigzag shards, all queries) would
-  // otherwise all go to rank 0 first: 8 shards in one step of a zigzag ring of 16, instead of one.
+  // A ring visits ranks in cyclic order from the owner: upwards unless downwards is better. With a
+  // causal mask, some rows are needed by ranks below their owner (late keys of zigzag shards, all
+  // queries). Upwards, they would all go to rank 0 first: 8 shards in one step of a zigzag ring of
+  // 16, instead of one.
   [[nodiscard]] bool downwards() const { return downwards_; }
 
   // What a rank receives and sends over all steps of a schedule, and receives in its largest step.
@@ -50,7 +51,7 @@ class Traffic {
     int owner = 0;
     std::int64_t unit_rows = 0;
   };
-  // visit(hops) for steps 1, 2, ...: everything that moves in that step, in no particular order.
+  // visit(hops) for steps 1, 2, ...: all hops of that step, in no particular order.
   using VisitHops = FunctionRef<void(std::span<const FlowHop>)>;
   void for_each_hop_list(Schedule schedule, VisitHops visit) const;
 
@@ -61,8 +62,8 @@ class Traffic {
  private:
   void for_each_ring_hop_list(bool downwards, VisitHops visit) const;
   void for_each_ring_step(bool downwards, Visit visit) const;
-  // Sums of a ring that runs one way, and what it waits for in lockstep: in each step the rank that
-  // gets most.
+  // Sums of a ring that runs in one direction. `lockstep_rows` adds up, over the steps, the largest
+  // amount that a rank receives.
   struct RingSums {
     std::vector<RankSum> ranks;
     std::int64_t lockstep_rows = 0;
@@ -74,7 +75,7 @@ class Traffic {
   std::int64_t parcels_;
   int longest_ = 0;  // visits of a flow
   bool downwards_ = false;
-  std::vector<RankSum> ring_ranks_;  // the chosen way
+  std::vector<RankSum> ring_ranks_;  // of the chosen direction
 };
 
 [[nodiscard]] const Traffic& traffic_of(const Plan& plan);

@@ -18,12 +18,12 @@ namespace {
 
 constexpr std::int32_t kNobody = INT32_MAX;
 
-// What always travels. Merging keeps the lowest rank's digest together with the lowest rank that
-// differs from it.
+// The record that every agreement exchanges. A merge keeps the digest of the lowest rank and the
+// lowest rank with another digest.
 struct Vote {
   std::uint64_t digest = 0;
-  std::int32_t rank = kNobody;         // whose digest it is
-  std::int32_t differing = kNobody;    // a rank that has another one
+  std::int32_t rank = kNobody;         // the rank with this digest
+  std::int32_t differing = kNobody;    // the lowest rank with another digest
   std::int32_t complaining = kNobody;  // the lowest rank that has a complaint
   std::uint16_t kinds = 0;             // of the complaints
   std::uint16_t flags = 0;
@@ -50,7 +50,7 @@ std::uint16_t kind_of(const Complaint& complaint) {
   return complaint.over_limit ? kOfLimits : kOfMemory;
 }
 
-// Of fixed size: ranks that disagree may disagree about how much there is to say.
+// Of fixed size, because ranks that disagree may have texts of different lengths.
 template <std::size_t kSize>
 struct Text {
   std::array<char, kSize> bytes{};
@@ -62,8 +62,8 @@ struct Text {
   bool operator==(const Text&) const = default;
 };
 
-// What travels when something is wrong: the complaint of the lowest rank, and per claim the lowest
-// rank's value together with that of the lowest rank that differs from it.
+// The record that ranks exchange after an error: the complaint of the lowest rank that has one, and
+// for each claim the value of the lowest rank and that of the lowest rank that differs from it.
 struct Report {
   static constexpr std::size_t kMostClaims = 32;
   struct Entry {
@@ -89,7 +89,7 @@ struct Report {
       const bool keep = mine.rank <= theirs.rank;
       Entry out = keep ? mine : theirs;
       const Entry& rest = keep ? theirs : mine;
-      // A rank may differ from the value that was the lowest rank's so far and not from this one.
+      // A rank that differs from the lowest value so far may be equal to the new lowest value.
       const auto consider = [&](std::int32_t rank, const Text<48>& value) {
         if (rank >= out.differing || value == out.value) return;
         out.differing = rank;
@@ -102,8 +102,8 @@ struct Report {
   }
 };
 
-// Dissemination: after round i everybody knows of 2^(i+1) ranks behind it. Merging twice changes
-// nothing.
+// Dissemination: after round i every rank has the records of the 2^(i+1) - 1 ranks before it.
+// Merging a record twice has no effect.
 template <typename Record>
 void exchange(Transport& transport, Record& mine) {
   const int rank = transport.rank();
@@ -123,7 +123,7 @@ void exchange(Transport& transport, Record& mine) {
   }
 }
 
-// Collective among ranks that know that something is wrong.
+// Collective: exchanges the reasons of an error that all ranks know of, and throws.
 [[noreturn]] void explain(Transport& transport, const char* where, const Complaint& complaint,
                           std::span<const Claim> claims, std::uint16_t kinds) {
   const bool only_memory = kinds != 0 && (kinds & kOfSomethingElse) == 0;
@@ -142,7 +142,8 @@ void exchange(Transport& transport, Record& mine) {
   }
   exchange(transport, report);
 
-  // Ranks that try again go by their options: with others they would part.
+  // Ranks choose the next attempt from their options, so they must have equal options to stay
+  // together.
   const bool differ = std::any_of(report.entries.begin(), report.entries.end(),
                                   [](const auto& entry) { return entry.differing != kNobody; });
   if (report.complaining != kNobody && !(only_memory && differ)) {
@@ -176,7 +177,7 @@ std::uint64_t digest_of(std::span<const Claim> claims) {
   for (const Claim& claim : claims) {
     for (const char c : claim.value)
       digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
-    digest = (digest ^ 0xffU) * 0x100000001b3U;  // no text has this byte
+    digest = (digest ^ 0xffU) * 0x100000001b3U;  // a separator: this byte is not in any text
   }
   return digest;
 }
@@ -208,7 +209,7 @@ std::uint16_t agree_on_digest(Transport& transport, const char* where, const Com
       throw SharedShortage(text, *complaint.shortage, transport.rank(), complaint.over_limit);
     throw ConfigError(text);
   }
-  // Within a pass, or while executors are made: where() has no function then.
+  // Functions of a pass have "::" in their names; constructors have not.
   const bool in_pass = std::strchr(where, ':') != nullptr;
   const EventScope waiting(EventKind::wait, in_pass ? "agreement" : "construction",
                            transport.rank());
@@ -229,7 +230,7 @@ std::uint16_t agree_on_digest(Transport& transport, const char* where, const Com
   } catch (const SharedShortage&) {
     throw;
   } catch (const std::exception& error) {
-    transport.abort(error.what());  // the others would wait for this rank's record
+    transport.abort(error.what());  // the other ranks would wait for this rank's record
     throw;
   }
 }

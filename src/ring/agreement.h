@@ -12,24 +12,24 @@
 
 namespace annulus::ring {
 
-// One property that all ranks must share: its name, and its value as people read it. Equal texts
-// are equal values.
+// One property that must be equal on all ranks: its name and its value as text. Values are equal if
+// their texts are.
 struct Claim {
   std::string name;
   std::string value;
 };
 
-// What a rank says it is doing: the first claim of every agreement, since ranks in different places
-// would compare unlike things.
+// Name of the first claim of every agreement: the operation. Ranks that are in different operations
+// have different claims and cannot compare the others.
 inline constexpr const char* kTheCall = "the call";
 
-// An OutOfMemory that every rank gets: all of them may try something else.
+// An OutOfMemory that is thrown on every rank, so all of them can try something else.
 class SharedShortage final : public OutOfMemory {
  public:
   SharedShortage(const std::string& message, const Shortage& bytes, int rank,
                  bool over_limit = false)
       : OutOfMemory(message, bytes), rank_(rank), over_limit_(over_limit) {}
-  [[nodiscard]] int rank() const noexcept { return rank_; }  // the lowest that has run out
+  [[nodiscard]] int rank() const noexcept { return rank_; }  // the lowest rank that ran out
   [[nodiscard]] bool over_limit() const noexcept { return over_limit_; }  // see Complaint
 
  private:
@@ -37,35 +37,36 @@ class SharedShortage final : public OutOfMemory {
   bool over_limit_;
 };
 
-// What a rank has to say against a call; empty: nothing.
+// Why a rank rejects a call. Empty: it accepts.
 struct Complaint {
   Complaint() = default;
   Complaint(std::string about) : text(std::move(about)) {}  // NOLINT(google-explicit-constructor)
 
   std::string text;
-  // Memory is all that it lacks. Where that goes for every rank that complains, and all claim the
-  // same, the error is a SharedShortage.
+  // Set if the reason is lack of memory. If that is the reason of every rank that complains, and
+  // all claims are equal, the error is a SharedShortage.
   std::optional<Shortage> shortage;
-  bool over_limit = false;  // it is not the memory that is too small, but what the caller allows
+  bool over_limit = false;  // the caller's limit is too small, not the memory
 
   [[nodiscard]] bool empty() const { return text.empty(); }
 };
 
-// Collective: returns if every rank came with an empty `complaint` and equal claims; else a
-// ConfigError on every rank, which is the rank's own complaint, or names the rank that complained
-// or differs and in what. `where` starts messages: "RingAttention::forward". Costs
-// ceil(log2(size)) messages of a few bytes, and as many again to say what is wrong.
+// Collective. Returns if every rank has an empty `complaint` and all claims are equal. Otherwise
+// throws a ConfigError on every rank: the rank's own complaint, or a message that names the rank
+// that complained, or the rank and the claim that differ. Messages start with `where`:
+// "RingAttention::forward". Costs ceil(log2(size)) messages of a few bytes, and as many again to
+// collect the reason of an error.
 //
-// Returns what any rank came with: the bits of all `flags`.
+// Returns the bitwise or of the `flags` of all ranks.
 std::uint16_t agree(Transport& transport, const char* where, const Complaint& complaint,
                     std::span<const Claim> claims, std::uint16_t flags = 0);
-// The same about claims whose digest is known.
+// The same for claims whose digest is known.
 std::uint16_t agree_on_digest(Transport& transport, const char* where, const Complaint& complaint,
                               std::span<const Claim> claims, std::uint64_t digest,
                               std::uint16_t flags = 0);
 [[nodiscard]] std::uint64_t digest_of(std::span<const Claim> claims);
 
-// Bytes that a rank sends in one agreement that ends well.
+// Bytes that a rank sends in one successful agreement.
 [[nodiscard]] std::int64_t agreement_bytes(int ranks);
 
 // "[rank 3/8] RingAttention::forward: "

@@ -10,7 +10,7 @@ namespace annulus {
 struct RingAttentionCache::Impl {
   Impl(Transport& link, std::size_t capacity) : transport(&link), pool(capacity) {}
   Transport* transport;
-  LeasePool<std::shared_ptr<RingAttention>> pool;  // idle or not: callers share what is in it
+  LeasePool<std::shared_ptr<RingAttention>> pool;  // may be in use: callers share the executors
 };
 
 RingAttentionCache::RingAttentionCache(Transport& transport, std::size_t capacity) {
@@ -23,7 +23,7 @@ RingAttentionCache::~RingAttentionCache() = default;
 std::shared_ptr<RingAttention> RingAttentionCache::get(const RingOptions& options) {
   const std::string key = ring::options_key(options);
   auto kept = impl_->pool.take(key);
-  // Each rank drops what its own memory makes it drop.
+  // Ranks drop executors by their own memory, so some may lack one that others have.
   constexpr std::uint16_t kMissing = 1;
   {
     const Transport::Use use(*impl_->transport, "RingAttentionCache::get");
@@ -36,7 +36,8 @@ std::shared_ptr<RingAttention> RingAttentionCache::get(const RingOptions& option
     impl_->pool.make_room();
     kept = std::make_shared<RingAttention>(options, *impl_->transport);
   }
-  // At once, and shared with the caller: the next one on this rank is meant to get the same.
+  // Returned at once but still held by the caller: the next caller on this rank shares the
+  // executor.
   const MemoryInfo info = (*kept)->memory_info();
   impl_->pool.give_back(key, *kept, info.workspace_bytes, info.device);
   return *kept;

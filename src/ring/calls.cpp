@@ -1,30 +1,20 @@
 #include <exception>
-#include <optional>
 #include <utility>
 
 #include "annulus/error.h"
 #include "annulus/events.h"
 #include "ring/executor.h"
+#include "ring/tensor_rows.h"
 
 namespace annulus {
+
+using ring::numbers_of;
+using ring::rows_of;
+
 namespace {
 
-TensorRows rows_of(const ConstTensorView& view) {
-  const auto size = static_cast<std::int64_t>(size_of(view.dtype));
-  // Kernels write through the same type they read through; what is const stays unwritten by
-  // construction.
-  auto* base = static_cast<std::byte*>(const_cast<void*>(view.data));
-  return {base, view.stride[0] * size, view.stride[2] * size, view.stride[1] * size};
-}
-
-HeadNumbers numbers_of(const std::optional<ConstTensorView>& view) {
-  if (!view.has_value()) return {};
-  return {static_cast<std::byte*>(const_cast<void*>(view->data)),
-          view->stride[0] * static_cast<std::int64_t>(sizeof(float))};
-}
-
-// A call that fails is over: what it and those before it have enqueued touches the caller's tensors
-// no more, and the caller may free them.
+// If a call throws, waits for everything that it and earlier calls have enqueued. The caller may
+// then free its tensors.
 template <typename Executor>
 class OverOnError {
  public:

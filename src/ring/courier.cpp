@@ -25,8 +25,8 @@ Courier::Courier(const Plan& plan, ParcelLayout layout, Link& link)
     step.in = envelopes(plan.incoming(s), layout_);
     step.out = envelopes(plan.outgoing(s), layout_);
     slots_.place(s, step.in, layout_);
-    // A message whose parcels lie one after the other where they are goes out from there; others
-    // are staged.
+    // A message whose parcels are adjacent is sent in place. Others are gathered in the staging
+    // area.
     std::int64_t staged = 0;
     const std::vector<std::int64_t>& source = s == 1 ? outbox_offset_ : slots_.offsets();
     for (Envelope& envelope : step.out) {

@@ -12,8 +12,9 @@
 
 namespace annulus::ring {
 
-// Moves one side's parcels through the steps of a plan: packs the rank's own, receives into two
-// slots, forwards. Step s+1 is posted before step s is computed and finished after it.
+// Moves the parcels of the travelling side through the steps of a plan: packs the rank's own
+// parcels, receives others into two slots, and forwards them. The messages of step s+1 are posted
+// before step s is computed, and finished after it.
 class Courier {
  public:
   Courier(const Plan& plan, ParcelLayout layout, Link& link);
@@ -24,24 +25,23 @@ class Courier {
   [[nodiscard]] std::int64_t buffer_bytes() const;
   void allocate();
 
-  // Copies the rank's own travelling rows out of its shard; `sections[i]` are the rows of section
-  // i, heads being units.
+  // Copies the rank's own travelling rows from its shard to the outbox. `sections[i]` are the rows
+  // of section i; their heads are units.
   void pack(std::span<const TensorRows> sections);
-  // Makes the messages of a step ready behind what the queue has so far; post() lets them go, also
-  // when the queue has got more work meanwhile.
+  // Prepares the messages of a step: they follow the work that is in the queue now. post() sends
+  // them, even if the queue has more work by then.
   void prepare(int step);
   void post();
   void finish();
-  void cancel();  // after an error: drops whatever is under way
+  void cancel();  // after an error: drops pending messages
 
-  // Received parcels; each is valid from finish() of its step until prepare() of the step after the
-  // next.
+  // Received parcels. The parcels of step s are valid from finish() of s to prepare() of s+2.
   [[nodiscard]] ParcelRows received() const { return {&layout_, &slots_.rows()}; }
-  [[nodiscard]] std::int64_t bytes_sent() const;  // per pass over all steps
+  [[nodiscard]] std::int64_t bytes_sent() const;  // in one pass
   [[nodiscard]] std::int64_t list_bytes() const { return packing_->bytes(); }
 
  private:
-  // Parcels of a message that do not lie one after the other are put so first.
+  // A copy into the staging area: parcels of a message that are not adjacent are gathered there.
   struct Staged {
     const Mailbox* from = nullptr;
     std::int64_t source = 0;
@@ -63,13 +63,13 @@ class Courier {
   std::vector<Step> steps_;
   std::vector<ParcelCopy> own_;              // parcels of this rank, in outbox order
   std::unique_ptr<CopyProgram> packing_;     // of these
-  std::vector<std::int64_t> outbox_offset_;  // per parcel, -1: not ours
+  std::vector<std::int64_t> outbox_offset_;  // per parcel; -1: of another rank
   std::int64_t outbox_bytes_ = 0;
   std::int64_t staging_bytes_ = 0;
   Mailbox outbox_;
   Slots slots_;
   Mailbox staging_;
-  int current_ = 0;  // step prepared and not finished
+  int current_ = 0;  // prepared, not yet finished
   Event ready_;      // of its messages
   Posted posted_;
 };

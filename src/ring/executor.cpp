@@ -24,7 +24,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
                           bool by_ring)
     : options(std::move(options_in)), transport(&transport_in), rank(transport_in.rank()) {
   const char* where = "RingAttention";
-  // What only one rank may fail at (memory, its environment) is everybody's error, too.
+  // Errors that only one rank may have (memory, environment) must be errors on every rank.
   std::exception_ptr failure;
   ring::Complaint complaint;
   const auto attempt = [&](FunctionRef<void()> part) {
@@ -57,7 +57,8 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
 
   std::vector<Claim> claims{{ring::kTheCall, "construction of an executor"}};
   attempt([&] {
-    // First: a rank that runs out of memory here must not hide that its options are others.
+    // Claims of options come first: a rank that runs out of memory later in this part must not hide
+    // that its options differ.
     for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
     admit(0, "plans");
     check_options();
@@ -74,7 +75,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
         {"the kind of device", options.device.kind == Device::Kind::cpu ? "cpu" : "cuda"});
     claims.push_back({"the schedule as chosen (by limits and rates)", name_of(schedule)});
     claims.push_back({"which rows travel in backward", name_of(travel)});
-    // Other kernels give other bits.
+    // Different kernels give different bits.
     if (options.reproducible) claims.push_back({"the kernels", backend->kernels()});
   });
   agree(claims);
@@ -112,7 +113,7 @@ void RingAttention::Impl::make_call_claims(std::span<const Claim> claims) {
 }
 
 RingAttention::Impl::~Impl() {
-  finish_enqueued();  // memory outlives the work that uses it
+  finish_enqueued();  // enqueued work still uses the memory
 }
 
 void RingAttention::Impl::finish_enqueued() noexcept {
@@ -120,7 +121,8 @@ void RingAttention::Impl::finish_enqueued() noexcept {
   try {
     link->finish();
   } catch (const std::exception&) {
-    // The device failed and was reported, or nobody asked; it uses the memory no more.
+    // The error was reported earlier, or there is no caller to report it to. The device no longer
+    // uses the memory.
   }
 }
 
@@ -137,15 +139,14 @@ void RingAttention::Impl::check_options() const {
                                   options.placement.ranks()));
   }
   check_documents(options.pattern, options.placement.tokens(), options.keys().tokens());
-  // In floating point, and before anything is multiplied out in integers: a huge batch must not
-  // wrap.
+  // In floating point, and before any integer product: a huge batch must not overflow.
   const auto at_least_one = [](std::int64_t tokens) {
     return static_cast<double>(std::max<std::int64_t>(1, tokens));
   };
   const double elements = static_cast<double>(options.batch) * options.head_dim *
                           (at_least_one(local_queries()) * options.pattern.heads +
                            at_least_one(local_keys()) * 2.0 * options.kv_heads);
-  constexpr double kMostElements = 0x1p58;  // of which byte counts still fit 63 bits
+  constexpr double kMostElements = 0x1p58;  // their byte counts fit 63 bits
   if (elements > static_cast<double>(options.limits.qkv_elements) || elements > kMostElements) {
     throw ConfigError(
         fmt::format("q, k and v of this rank have {:.0f} elements, limits.qkv_elements allows {}: "
@@ -171,9 +172,9 @@ std::unique_ptr<RingAttention::Impl> RingAttention::Impl::make(RingOptions optio
   try {
     return std::make_unique<Impl>(std::move(options), transport, whole, by_ring);
   } catch (const Error&) {
-    throw;  // every rank has heard of it, or the transport has ended
+    throw;  // known on every rank, or the transport has ended
   } catch (const std::exception& error) {
-    transport.abort(error.what());  // out of memory at the wrong moment: others would wait
+    transport.abort(error.what());  // out of memory outside attempt(): the other ranks would wait
     throw;
   }
 }

@@ -18,31 +18,31 @@
 
 namespace annulus {
 
-// Normalised output and log-sum-exp of every branch, of the rows that it selects: o is [row][dim]
-// of the call's dtype, lse fp32 and the same without dim; `KeptRows` says which row is where.
+// Normalised output and log-sum-exp of every branch, for the rows that it selects: o is [row][dim]
+// in the call's dtype, lse is fp32 [row]. `KeptRows` gives the index of a row.
 struct BranchState::Data {
   Memory o;
   Memory lse;
-  bool filled = false;  // by a forward that ended well
+  bool filled = false;  // by a successful forward
 
   [[nodiscard]] BranchOutputs outputs() const { return {o.data(), lse.floats()}; }
 };
 
-// What one rank's executor holds: the plan's order of things, and whose memory is where. How to
-// compute is the engine's business.
+// The executor of one rank: the order of operations and the buffers. The engine does the
+// arithmetic.
 struct RingAttention::Impl {
-  // `whole`: what this is a piece of, whose choices (schedule, which side travels) are kept.
-  // `by_ring`: instead of a schedule that the caller has chosen, or that was better. That its
-  // messages exceed the limit is then no error of the caller but one more shortage.
+  // `whole`: the options of the call that this executor is a piece of; the piece keeps its choices
+  // (schedule, travelling side). `by_ring`: recovery uses the ring schedule instead of the one that
+  // was asked for or chosen. Messages that exceed the limit are then a shortage, not a ConfigError.
   Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole = nullptr,
        bool by_ring = false);
   ~Impl();
-  // The same, as the only caller of the transport.
+  // The same, with the transport reserved for it.
   [[nodiscard]] static std::unique_ptr<Impl> make(RingOptions options, Transport& transport,
                                                   const RingOptions* whole = nullptr,
                                                   bool by_ring = false);
 
-  // ---- calls.cpp: one call, as the only caller of the transport
+  // ---- calls.cpp: one call, with the transport reserved for it
   void run(const ring::ForwardTensors& tensors, BranchState::Data* state);
   void run(const ring::BackwardTensors& tensors, const BranchState::Data* state);
   void synchronize();
@@ -54,18 +54,19 @@ struct RingAttention::Impl {
   // ---- passes.cpp
   void forward(const ForwardCall& call);
   void backward(const BackwardCall& call);
-  // Runs a pass; on an error drops its transfers and tells the other ranks.
+  // Runs a pass. On an error, drops its transfers and reports the error to the other ranks.
   void guard(FunctionRef<void()> pass);
   void check_interrupt() const;
-  // Waits for the device, whatever has become of its work.
+  // Waits for the device and ignores its errors.
   void finish_enqueued() noexcept;
-  // Step s+1 travels while step s computes. `work` is called for every stage.
+  // Transfers of step s+1 overlap with the work of step s. Calls `work` for every stage.
   void run_steps(ring::Courier& courier, std::span<const TensorRows> sections, int steps,
                  FunctionRef<void(int stage)> work);
-  // Arithmetic, or what enqueues it, and an event of it.
+  // Calls `work`, which computes or enqueues computation, and records an event.
   void compute(const char* what, int step, FunctionRef<void()> work) const;
 
-  // ---- executor.cpp: construction, in order; whatever one of them throws becomes every rank's
+  // ---- executor.cpp: construction, in this order. What one of them throws is an error on every
+  // rank
   void check_options() const;
   void make_plans(const RingOptions* whole);
   void make_couriers();
@@ -84,7 +85,7 @@ struct RingAttention::Impl {
     return branch_rows() * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   }
   [[nodiscard]] std::int64_t communication_bytes() const;
-  [[nodiscard]] std::int64_t list_bytes() const;  // what says what to compute and to copy
+  [[nodiscard]] std::int64_t list_bytes() const;  // work lists and copy lists
 
   const RingOptions options;
   Transport* const transport;
@@ -95,14 +96,14 @@ struct RingAttention::Impl {
   Computation computation;
   Schedule schedule = Schedule::ring;
   Travel travel = Travel::keys;  // backward
-  // What the ranks compare before each pass, made once.
+  // What the ranks compare before each pass. Made once.
   struct CallClaims {
     std::vector<ring::Claim> claims;
     std::uint64_t digest = 0;
   };
   CallClaims forward_claims[2][2];        // without and with a branch state, without and with sinks
   CallClaims backward_claims[2];          // without and with sinks
-  std::atomic<bool> interrupted = false;  // work still to come is skipped; never taken back
+  std::atomic<bool> interrupted = false;  // remaining work is skipped; never reset
 
   std::unique_ptr<Plan> key_plan;
   std::unique_ptr<Plan> query_plan;  // backward with travelling queries, or reproducible

@@ -6,7 +6,7 @@
 namespace annulus::ring {
 namespace {
 
-// Of every branch the rows that it selects, which is all that detached mixing keeps.
+// Detached mixing keeps the selected rows of every branch.
 double kept_rows_per_token(const RingOptions& options) {
   double rows = 0.0;
   for (const Branch& branch : options.pattern.branches) {
@@ -24,8 +24,8 @@ double kept_rows_per_token(const RingOptions& options) {
 
 Limits limits_for_memory(const RingOptions& options, std::int64_t available_bytes,
                          Missing missing) {
-  // Rows of queries and of keys differ in number and in heads. Bytes per query and element of a
-  // head:
+  // Queries and keys may differ in their number of rows and of heads. Bytes per query row and
+  // element of a head:
   const double keys_per_query =
       static_cast<double>(options.keys().tokens()) /
       static_cast<double>(std::max<std::int64_t>(1, options.placement.tokens()));
@@ -42,7 +42,7 @@ Limits limits_for_memory(const RingOptions& options, std::int64_t available_byte
     for (int rank = 0; rank < options.placement.ranks(); ++rank) {
       if (options.placement.ranges(rank).size() <= 1 && options.keys().ranges(rank).size() <= 1)
         continue;
-      bytes += every_tensor * element;  // shards that are no views are copied
+      bytes += every_tensor * element;  // shards that are not views are copied
       break;
     }
   }

@@ -7,21 +7,22 @@
 
 namespace annulus::ring {
 
-// What is not there yet when the limits are chosen, and has to fit beside the executor's own
+// The tensors that will be allocated after the limits are chosen and must fit beside the executor's
 // memory.
 enum class Missing : std::uint8_t {
   all_tensors,  // the tool: inputs and results of all passes
-  results,      // a caller with arrays of its own, which are views or copied: results of one pass
+  results,  // a caller that has the inputs (its arrays are used in place or copied): results of one
+            // pass
 };
 
-// Limits per rank for an in-process ring of which every rank gets its share of `available_bytes`: a
-// fifth for messages; the rest for tensors, their fp32 accumulators where the dtype is narrower,
-// and the rows of branches that detached mixing keeps.
+// Limits per rank for an in-process ring whose ranks share `available_bytes` equally: a fifth is
+// for messages, the rest for tensors, fp32 accumulators of 16-bit tensors, and the branch rows that
+// detached mixing keeps.
 [[nodiscard]] Limits limits_for_memory(const RingOptions& options, std::int64_t available_bytes,
                                        Missing missing);
 
-// Ranks of one process share the cores, so one may wait for as long as all others compute. A
-// deadline is there to find hangs: this allows for a machine of 1 GFLOP/s.
+// Ranks of one process share the cores, so a rank may wait while all others compute. The deadline
+// only detects hangs: it allows for a machine of 1 GFLOP/s.
 [[nodiscard]] InProcessOptions patient_ring(const RingOptions& options);
 
 }  // namespace annulus::ring

@@ -49,7 +49,7 @@ void Link::connect() {
       sharing_ = backend_->sharing();
       shared_ = share_device_memory(*transport_, sharing_, why);
     } catch (const std::exception& error) {
-      transport_->abort(error.what());  // the others would wait for what this rank has to say
+      transport_->abort(error.what());  // the other ranks would wait for this rank's record
       throw;
     }
   }
@@ -87,7 +87,7 @@ Posted Link::post(const Batch& batch, const Event& after) {
     if (message.way == Way::receive || message.bytes == 0) continue;
     copies_->copy(box.staging.data() + message.offset, box.data() + message.offset, message.bytes);
   }
-  // The host waits for the device before it lets the messages go.
+  // The host waits for the device before it posts the messages.
   const EventScope waiting(EventKind::wait, "device", transport_->rank(), batch.step);
   return {transport_->post(batch.messages, copies_->record()), begin};
 }
@@ -125,7 +125,7 @@ void Link::use_queue(std::shared_ptr<Queue> queue) {
 
 void Link::finish() {
   queue_->record().wait();
-  // Of a batch that could not be posted: nobody else has waited for its way through the host.
+  // Staging copies of a batch that could not be posted may still run.
   if (copies_ != nullptr) copies_->record().wait();
 }
 

@@ -8,7 +8,7 @@
 
 namespace annulus::ring {
 
-// Tells of messages that were posted at `begin_ns` and have arrived now.
+// Records events of messages that were posted at `begin_ns` and have now arrived.
 inline void record_messages(const Transport& transport, std::span<const Message> messages,
                             const char* what, int step, std::int64_t begin_ns) {
   EventRecord record;

@@ -1,30 +1,40 @@
 #include "ring/option_check.h"
 
 #include <cmath>
+#include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include <fmt/format.h>
 
 #include "annulus/error.h"
-#include "kernels/head_dim.h"
+#include "ring/option_list.h"
 #include "ring/option_text.h"
 
 namespace annulus::ring {
+namespace {
+
+// Whole numbers have their bounds in the list of options.
+template <typename Value>
+void check(const OptionInfo& info, const Value& value) {
+  if constexpr (std::is_integral_v<Value> && !std::is_same_v<Value, bool>) {
+    if (value >= info.least && value <= info.most) return;
+    throw ConfigError(
+        info.most == INT64_MAX
+            ? fmt::format("{} is {}, expected at least {}", info.name, value, info.least)
+            : fmt::format("{} is {}, expected {} to {}", info.name, value, info.least, info.most));
+  }
+}
+
+}  // namespace
 
 void check_values(const RingOptions& options) {
   options.pattern.validate();
-  if (options.batch < 1)
-    throw ConfigError(fmt::format("batch is {}, expected at least 1", options.batch));
-  if (options.kv_heads < 1 || options.pattern.heads % options.kv_heads != 0) {
+  for_each_option(options, [](const OptionInfo& info, const auto& value) { check(info, value); });
+  if (options.pattern.heads % options.kv_heads != 0) {
     throw ConfigError(fmt::format("kv_heads is {}, expected a divisor of the {} query heads",
                                   options.kv_heads, options.pattern.heads));
   }
-  if (options.head_dim < 1 || options.head_dim > kMaxHeadDim) {
-    throw ConfigError(
-        fmt::format("head_dim is {}, expected 1 to {}", options.head_dim, kMaxHeadDim));
-  }
-  if (options.threads < 0)
-    throw ConfigError(fmt::format("threads is {}, expected 0 (all) or more", options.threads));
   if (!(options.rates.flops_per_second > 0) || !(options.rates.bytes_per_second > 0)) {
     throw ConfigError(fmt::format("rates are {} FLOP/s and {} bytes/s, expected more than 0",
                                   options.rates.flops_per_second, options.rates.bytes_per_second));

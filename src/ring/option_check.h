@@ -7,11 +7,11 @@
 
 namespace annulus::ring {
 
-// ConfigError for values that are wrong whatever the ring.
+// ConfigError for values that are invalid for every ring.
 void check_values(const RingOptions& options);
 
-// What a backend is asked to compute for a rank of that many tokens; ConfigError if it cannot.
-// Refers to the options' pattern.
+// The backend's input for a rank with this many tokens. ConfigError if the backend does not support
+// it. Keeps a pointer to the options' pattern.
 [[nodiscard]] Computation computation_of(const RingOptions& options, const Backend& backend,
                                          std::int64_t query_tokens, std::int64_t key_tokens);
 

@@ -3,33 +3,34 @@
 #include <cstdint>
 
 #include "annulus/ring_attention.h"
+#include "kernels/head_dim.h"
 
 namespace annulus::ring {
 
-// What an option is to the other ranks.
+// How ranks compare an option.
 enum class Shared : std::uint8_t {
-  same,    // everybody must have the same
-  choice,  // it has a say in what `automatic` chooses; the choice is what the ranks compare
-  own,     // nobody else's business
+  same,    // must be equal on all ranks
+  choice,  // an input of what `automatic` chooses: the ranks compare the choice instead
+  own,     // may differ between ranks
 };
 
-// Where people look for it.
+// The section of --help that lists it.
 enum class Topic : std::uint8_t { pattern, shape, ring, limits, execution };
 
-// How an option is known to people.
+// How an option appears to users.
 struct OptionInfo {
-  const char* name;  // as in Python and, with dashes, on the command line
+  const char* name;  // in Python and, with dashes, on the command line
   Shared shared;
   Topic topic;
   const char* help;        // one line
-  const char* value = "";  // what stands for a number or a device in help
-  std::int64_t least = 0;  // whole numbers: what the command line takes
+  const char* value = "";  // the placeholder of its value in help
+  std::int64_t least = 0;  // bounds of whole numbers
   std::int64_t most = INT64_MAX;
 };
 
-// Every option of an executor but its pattern and placement, once: what the ranks compare, what
-// tells executors apart in a cache, the tool's flags and the arguments in Python all follow from
-// this list. A bool that is usually true is --no-<name> on the command line.
+// Every option of an executor except its pattern and placements. The claims of the agreement, cache
+// keys, the tool's flags and the arguments in Python all follow from this list. A bool whose
+// default is true is --no-<name> on the command line.
 template <typename Options, typename Visit>
 void for_each_option(Options& options, const Visit& visit) {
   using enum Shared;
@@ -39,7 +40,7 @@ void for_each_option(Options& options, const Visit& visit) {
   visit(OptionInfo{"kv_heads", same, shape, "Key/value heads, a divisor of --heads (default H)",
                    "H2", 1, INT32_MAX},
         options.kv_heads);
-  visit(OptionInfo{"head_dim", same, shape, "1 to 512 (default 64)", "D", 1, INT32_MAX},
+  visit(OptionInfo{"head_dim", same, shape, "1 to 512 (default 64)", "D", 1, kMaxHeadDim},
         options.head_dim);
   visit(OptionInfo{"dtype", same, shape, "Compute in (default fp32, or what the files have)"},
         options.dtype);
@@ -88,7 +89,7 @@ void for_each_option(Options& options, const Visit& visit) {
                    "DEVICE"},
         options.device);
   visit(OptionInfo{"threads", own, execution,
-                   "Threads that compute, over all ranks (default ANNULUS_THREADS or all)", "T", 1,
+                   "Threads that compute, over all ranks (default ANNULUS_THREADS or all)", "T", 0,
                    4096},
         options.threads);
 }

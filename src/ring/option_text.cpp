@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 namespace annulus::ring {
 
@@ -51,7 +52,7 @@ std::string read_text(const OptionInfo& info, const std::string& text, std::int6
   std::int64_t read = 0;
   const auto [stop, problem] = std::from_chars(text.data(), end, read);
   if (problem != std::errc()) return expected;
-  // 128k is 131,072; bytes may be said to be bytes: 2GiB, 2G.
+  // 128k is 131,072. Byte counts may have a unit: 2GiB, 2G.
   std::string unit(stop, end);
   for (char& c : unit) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   if (unit.ends_with("ib")) unit.erase(unit.size() - 2);
@@ -114,7 +115,7 @@ std::string read_text(const OptionInfo& /*info*/, const std::string& text, Devic
 
 namespace {
 
-// Bytes of a value, for keys that nobody reads.
+// Appends the bytes of a value to a cache key.
 template <typename T>
 void append(std::string& key, const T& value) {
   key.append(reinterpret_cast<const char*>(&value), sizeof(T));
@@ -159,21 +160,24 @@ std::string digest_text(const std::string& bytes) {
   return fmt::format("{:016x}", digest_of(std::span(&claim, 1)));
 }
 
-std::string placement_text(const Placement& placement) {
-  return fmt::format("{} {}", placement.name().substr(0, 20), digest_text(bytes_of(placement)));
-}
-
-// Lists are short enough to be read, or else told apart by a digest.
 template <typename Value>
 std::string list_text(const std::vector<Branch>& branches, const Value& value) {
-  std::string text;
-  for (const Branch& branch : branches)
-    text += (text.empty() ? "" : ",") + std::to_string(value(branch));
+  std::vector<std::int64_t> values;
+  for (const Branch& branch : branches) values.push_back(value(branch));
+  return ring::list_text(values);
+}
+
+}  // namespace
+
+std::string list_text(std::span<const std::int64_t> values) {
+  const std::string text = fmt::format("{}", fmt::join(values, ","));
   constexpr std::size_t kReadable = 40;
   return text.size() <= kReadable ? text : text.substr(0, 20) + "... " + digest_text(text);
 }
 
-}  // namespace
+std::string placement_text(const Placement& placement) {
+  return fmt::format("{} {}", placement.name().substr(0, 20), digest_text(bytes_of(placement)));
+}
 
 double scale_of(const RingOptions& options) {
   return options.scale.value_or(1.0 / std::sqrt(static_cast<double>(options.head_dim)));
@@ -184,7 +188,7 @@ std::vector<Claim> claims_of(const RingOptions& options) {
   for_each_option(options, [&](const OptionInfo& info, const auto& value) {
     if (info.shared == Shared::same) claims.push_back({info.name, text_of(value)});
   });
-  // A default that is spelled out is the same value.
+  // An explicit value that equals the default is equal to the default.
   for (Claim& claim : claims) {
     if (claim.name == "scale") claim.value = text_of(scale_of(options));
   }

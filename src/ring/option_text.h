@@ -13,8 +13,8 @@
 
 namespace annulus::ring {
 
-// A value that has a name, and the names of all values of its type in the order of preference. The
-// argument says the type.
+// A named value of an enumeration. `names_like` lists the names of all values of its argument's
+// type, preferred ones first.
 template <typename T>
 struct Name {
   const char* text;
@@ -30,7 +30,7 @@ concept Named = requires(T value) {
   names_like(value);
 };
 
-// A value as people write it.
+// A value as users write it.
 [[nodiscard]] std::string text_of(std::int64_t value);
 [[nodiscard]] std::string text_of(int value);
 [[nodiscard]] std::string text_of(bool value);
@@ -45,8 +45,8 @@ template <Named T>
   return "";
 }
 
-// The value that a text stands for. Returns what was expected instead ("a whole number from 1 to
-// 4096"), or nothing if all is well.
+// Parses a value. Returns what was expected ("a whole number from 1 to 4096") if the text is
+// invalid, otherwise an empty string.
 [[nodiscard]] std::string read_text(const OptionInfo& info, const std::string& text,
                                     std::int64_t& value);
 [[nodiscard]] std::string read_text(const OptionInfo& info, const std::string& text, int& value);
@@ -67,14 +67,17 @@ template <Named T>
   return expected;
 }
 
-// Of q.k: as given, or 1/sqrt(head_dim).
+// The factor of q.k: as given, or 1/sqrt(head_dim).
 [[nodiscard]] double scale_of(const RingOptions& options);
+// A list as text if it is short, otherwise its beginning and a digest.
+[[nodiscard]] std::string list_text(std::span<const std::int64_t> values);
+// A placement's name and a digest of it.
+[[nodiscard]] std::string placement_text(const Placement& placement);
 
-// What the ranks must agree on before they can compute together, except what they choose for
-// themselves.
+// The options that must be equal on all ranks, as claims.
 [[nodiscard]] std::vector<Claim> claims_of(const RingOptions& options);
 
-// Everything that makes two executors differ: equal keys mean equal executors.
+// A cache key: options with equal keys make equal executors.
 [[nodiscard]] std::string options_key(const RingOptions& options);
 
 }  // namespace annulus::ring

@@ -8,8 +8,8 @@ void RingAttention::Impl::guard(FunctionRef<void()> pass) {
   try {
     pass();
   } catch (const std::exception& error) {
-    // The others would wait for rows that never come. First of all: some transports can call off
-    // what is under way only by ending.
+    // The other ranks would wait for rows that never come. Before cancel(): some transports can
+    // cancel pending messages only by ending.
     link->abort(error.what());
     key_courier->cancel();
     if (query_courier != nullptr) query_courier->cancel();
@@ -35,7 +35,7 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
     check_interrupt();
   };
   if (steps > 0) compute("pack", -1, [&] { courier.pack(sections); });
-  if (options.reproducible) {  // everything has to be here: one stage in canonical order
+  if (options.reproducible) {  // one stage in canonical order needs all rows first
     const EventScope whole(EventKind::step, "step", rank, 0);
     if (steps > 0) {
       courier.prepare(1);
@@ -49,7 +49,7 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
     const EventScope whole(EventKind::step, "step", rank, step);
     courier.finish();
     if (step < steps) courier.prepare(step + 1);
-    // Posting may have to wait for the device, which then has something to do meanwhile.
+    // Posting waits for the device: enqueue the stage first to keep it busy.
     if (link->staged()) run(step);
     if (step < steps) {
       courier.post();
@@ -59,7 +59,7 @@ void RingAttention::Impl::run_steps(ring::Courier& courier, std::span<const Tens
   }
 }
 
-// What travels goes out first: the links are busy while sums are cleared.
+// Travelling rows are sent before accumulators are cleared, so that links are busy meanwhile.
 void RingAttention::Impl::forward(const ForwardCall& call) {
   const TensorRows sections[] = {call.k, call.v};
   run_steps(*key_courier, sections, key_plan->steps(), [&](int stage) {
@@ -89,13 +89,13 @@ void RingAttention::Impl::backward(const BackwardCall& call) {
     const bool by_keys = travel == Travel::keys;
     const auto gradients = by_keys ? std::span<const TensorRows>(key_gradients)
                                    : std::span<const TensorRows>(query_gradients);
-    if (!by_keys) begin();  // the rows' statistics travel, too
+    if (!by_keys) begin();  // row statistics travel, too
     const auto step = [&](int s) {
       if (s == 0 && by_keys) begin();
       if (s > 0) compute("clear", s, [&] { returns->clear(s); });
       stage(s);
       if (s == 0) return;
-      returns->finish(gradients);  // of step s-1: they had this step's compute to arrive
+      returns->finish(gradients);  // of step s-1: they arrived while this step computed
       returns->begin(s);
       if (options.blocking) returns->finish(gradients);
     };

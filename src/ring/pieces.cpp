@@ -11,11 +11,11 @@
 namespace annulus {
 namespace {
 
-// Where a piece lies in the tensors of a call.
+// The sequences and heads of one piece.
 struct Part {
   std::int64_t first_sequence, sequences;
   std::int64_t first_kv_head, kv_heads;
-  std::int64_t group;  // query heads of a K/V head
+  std::int64_t group;  // query heads per K/V head
 
   template <typename View>
   [[nodiscard]] View of(View view, bool heads_of_keys) const {
@@ -32,11 +32,11 @@ struct Part {
     view.shape[2] = kv_heads * heads;
     return view;
   }
-  // One number per query head.
+  // A vector with one number per query head.
   template <typename View>
   [[nodiscard]] std::optional<View> of(std::optional<View> view) const {
     if (!view.has_value()) return view;
-    // The axis of heads is another one, and there is none of sequences.
+    // Its only axis is that of heads: give it the shape that of(view) expects.
     view->stride[2] = view->stride[0];
     view->stride[0] = 0;
     View part = of(*view, false);
@@ -48,7 +48,7 @@ struct Part {
     return {of(t.q, false), of(t.k, true),    of(t.v, true),
             of(t.o, false), of(t.lse, false), of(t.sinks)};
   }
-  // Every piece of the sequences adds to the gradients of sinks.
+  // Pieces after the first sequence add to the gradients of sinks.
   [[nodiscard]] ring::BackwardTensors of(const ring::BackwardTensors& t) const {
     return {of(t.q, false),   of(t.k, true),     of(t.v, true),   of(t.o, false),
             of(t.lse, false), of(t.dout, false), of(t.dq, false), of(t.dk, true),
@@ -56,7 +56,7 @@ struct Part {
   }
 };
 
-// The rows of some sequences, which lie one after the other (KeptRows). `Data` is
+// The part of a branch state for some sequences, whose rows are contiguous (KeptRows). `Data` is
 // BranchState::Data.
 template <typename Data>
 Data part_of(const Data& state, std::int64_t piece, std::int64_t pieces) {
@@ -89,7 +89,7 @@ RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strateg
     std::string key = ring::options_key(piece);
     kinds_.push_back({std::move(piece), std::move(key)});
   }
-  // Passes begin with the executor of the last piece and end with it.
+  // A pass starts and ends with the executor of the last piece. Count its bytes in the same way.
   const auto sent = [&] { return static_cast<std::int64_t>(transport_->counters().bytes_sent); };
   const Impl& last = executor_of(kinds_.size() - 1);
   queue_ = last.queue;
@@ -116,7 +116,7 @@ RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t head_piece) 
     next = std::move(executor_);
     key_.clear();
   }
-  next.reset();  // its memory is what the next one gets
+  next.reset();  // frees its memory for the next one
   next = Impl::make(kind.options, *transport_, &options_, by_ring_);
   if (queue_ != nullptr) next->use_queue(queue_);
   const std::lock_guard lock(mutex_);
@@ -151,7 +151,7 @@ template <typename Tensors, typename State>
 void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, State* state,
                                     std::string complaint) {
   if (!complaint.empty()) {
-    // The others are about to agree on their first piece, or to make its executor.
+    // The other ranks agree on their first piece now, or on the construction of its executor.
     const Transport::Use use(*transport_, where);
     const ring::Claim claim{ring::kTheCall, where};
     ring::agree(*transport_, where, std::move(complaint), std::span(&claim, 1));
@@ -197,7 +197,7 @@ const RingAttention::Impl& RingAttention::Pieces::current() const {
 }
 
 void RingAttention::Pieces::synchronize() {
-  if (executor_ != nullptr) executor_->synchronize();  // whoever is gone has waited
+  if (executor_ != nullptr) executor_->synchronize();  // earlier ones waited in their destructors
 }
 
 void RingAttention::Pieces::use_queue(std::shared_ptr<Queue> queue) {

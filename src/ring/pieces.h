@@ -11,17 +11,17 @@
 
 namespace annulus {
 
-// An executor whose memory is that of a piece: calls are cut into some sequences and some heads at
-// a time, one after the other. Heads never meet in the arithmetic, and every piece keeps the
-// schedule of the whole, so results are those of the whole, to rounding where sums are made in
-// another order. Pieces of one kind share an executor. Heads with other offsets are of another
-// kind: its executor takes the place of the last one in every pass, because two of them would take
-// the memory that is not there.
+// Runs calls in pieces, a few sequences and heads at a time, to need the memory of one piece only.
+// Heads are independent and every piece keeps the schedule of the whole, so results equal those of
+// the whole, up to rounding where sums are made in another order. Pieces of one kind share an
+// executor. Heads with different offsets are different kinds. Only one executor exists at a time,
+// because there is no memory for two: each kind's executor replaces that of the kind before it in
+// every pass.
 //
-// Whatever fails between pieces fails on all ranks; results are then undefined, like those of any
-// call that throws, and nothing is ever added to what an earlier call has left in them.
+// An error between pieces is an error on all ranks. Results are then undefined, as after any call
+// that throws; a later call overwrites them.
 struct RingAttention::Pieces {
-  // Makes every kind once: what does not fit is known now. SharedShortage.
+  // Makes the executor of every kind once, to find out now whether it fits. SharedShortage.
   Pieces(RingOptions options, const ring::Strategy& strategy, Transport& transport);
 
   void run(const ring::ForwardTensors& tensors, BranchState::Data* state);
@@ -33,7 +33,7 @@ struct RingAttention::Pieces {
   [[nodiscard]] const RingOptions& options() const { return options_; }
   [[nodiscard]] Queue& queue() { return *queue_; }
   [[nodiscard]] Backend& backend() const { return *backend_; }
-  // That of the last piece; DeviceError where it could not be made again in the last pass.
+  // The executor of the last piece. DeviceError if the last pass could not make it again.
   [[nodiscard]] const Impl& current() const;
   [[nodiscard]] std::int64_t branch_rows() const { return branch_rows_; }
   [[nodiscard]] std::int64_t predicted_forward_bytes() const { return forward_bytes_; }
@@ -45,20 +45,22 @@ struct RingAttention::Pieces {
     RingOptions options;
     std::string key;
   };
-  // The executor for this piece of the heads, made if there is another one. SharedShortage.
+  // The executor for this piece of the heads; replaces the current one if that is of another kind.
+  // SharedShortage.
   Impl& executor_of(std::size_t head_piece);
-  // In a pass: with caches dropped if need be, and with advice if that does not help.
+  // The same within a pass: on a shortage, drops caches and tries again. OutOfMemory with advice if
+  // that fails, too.
   Impl& executor_again(std::size_t head_piece);
   template <typename Tensors, typename State>
   void run_all(const char* where, const Tensors& tensors, State* state, std::string complaint);
   [[nodiscard]] std::string check_state(const BranchState::Data& state) const;
 
   const RingOptions options_;
-  const bool by_ring_;  // instead of what was asked for
+  const bool by_ring_;  // ring schedule instead of the requested one
   Transport* const transport_;
   std::int64_t batch_pieces_ = 1;
-  std::vector<Kind> kinds_;  // by piece of the heads
-  std::mutex mutex_;         // of the next three, for interrupt()
+  std::vector<Kind> kinds_;  // per piece of the heads
+  std::mutex mutex_;         // guards the next three, for interrupt()
   std::unique_ptr<Impl> executor_;
   std::string key_;
   bool interrupted_ = false;

@@ -11,8 +11,8 @@
 namespace annulus::ring {
 namespace {
 
-// Equal blocks of all ranks. `blocks` starts with this rank's own and ends with that of the rank
-// after it: block j is rank (rank - j)'s. Dissemination: the blocks known double in every round.
+// All-gather of blocks of equal size. Block j of the result is that of rank (rank - j) modulo size.
+// Dissemination: the number of known blocks doubles in every round.
 std::vector<std::byte> gather_blocks(Transport& transport, std::span<const std::byte> mine) {
   const int rank = transport.rank();
   const int size = transport.size();
@@ -40,7 +40,7 @@ std::vector<std::string> gather(Transport& transport, std::string_view mine) {
   std::vector<std::uint64_t> sizes(ranks);
   std::memcpy(sizes.data(), size_blocks.data(), size_blocks.size());
 
-  // Padded to the longest: messages of one round have one size on all ranks.
+  // Padded to the longest, because messages of one round have the same size on all ranks.
   const std::size_t width = *std::max_element(sizes.begin(), sizes.end());
   std::vector<std::byte> padded(width);
   std::copy(mine.begin(), mine.end(), reinterpret_cast<char*>(padded.data()));
@@ -61,7 +61,7 @@ std::vector<std::string> gather_records(Transport& transport, std::string_view m
   try {
     return gather(transport, mine);
   } catch (const std::exception& error) {
-    transport.abort(error.what());  // the others would wait for this rank's record
+    transport.abort(error.what());  // the other ranks would wait for this rank's record
     throw;
   }
 }

@@ -9,8 +9,8 @@
 namespace annulus::ring {
 namespace {
 
-// Divisors of `whole` from half of it down to 1, each at most half of the one before: pieces are of
-// one size, so that one executor serves them all.
+// Divisors of `whole` from half of it down to 1, each at most half of the one before. Divisors,
+// because pieces of equal size share one executor.
 std::vector<std::int64_t> parts_of(std::int64_t whole) {
   std::vector<std::int64_t> parts;
   for (std::int64_t pieces = 2; pieces <= whole; ++pieces) {
@@ -52,7 +52,7 @@ std::vector<Strategy> strategies(const RingOptions& options) {
       add(fmt::format("{} of {} K/V heads{} at a time", part, options.kv_heads, of_one));
     }
   }
-  // Reproducible sums need all keys of a row at once.
+  // `reproducible` adds up all keys of a row in one step.
   if (!options.reproducible && options.schedule != Schedule::ring &&
       options.placement.ranks() > 1) {
     strategy.by_ring = true;
@@ -72,7 +72,8 @@ Pattern pattern_of_heads(const Pattern& pattern, int first, int count) {
                                   [](std::int64_t offset) { return offset >= 0; });
     if (used) part.branches.push_back(std::move(mine));
   }
-  // Heads that are in no branch attend to nothing, which is what a branch without them says.
+  // Heads without a branch attend to nothing. A pattern needs a branch, so it gets one without
+  // heads.
   if (part.branches.empty()) {
     part.branches.push_back(pattern.branches.front());
     part.branches.front().offset.assign(static_cast<std::size_t>(count), -1);
@@ -81,7 +82,7 @@ Pattern pattern_of_heads(const Pattern& pattern, int first, int count) {
 }
 
 void Trials::add(const SharedShortage& shortage, const Strategy& strategy) {
-  // Where it says nothing in numbers, those of the attempt before it still are the least.
+  // A shortage without numbers keeps those of the attempt before it.
   if (shortage.shortage().needed >= 0 || shortage.shortage().free >= 0) last_ = shortage;
   tried_.push_back(strategy.what + (shortage.over_limit()
                                         ? ", whose messages limits.communication_bytes forbids"

@@ -9,16 +9,16 @@
 #include "annulus/ring_attention.h"
 #include "ring/agreement.h"
 
-// What to do when memory runs out while an executor is made. Everything here is a function of what
-// all ranks have in common, so that they go the same way without talking.
+// What to do when memory runs out while an executor is made. Everything here depends only on what
+// is equal on all ranks, so they make the same choices without communication.
 namespace annulus::ring {
 
-// How to compute a call: as asked, or with less memory.
+// How to compute a call: as requested, or with less memory.
 struct Strategy {
   std::int64_t sequences = 0;  // at a time; 0: all
   int kv_heads = 0;            // at a time, with their query heads; 0: all
-  bool by_ring = false;        // rows hop around even if they were to be gathered
-  std::string what;            // for people
+  bool by_ring = false;        // ring schedule even if gather was requested or chosen
+  std::string what;            // for messages
 
   [[nodiscard]] bool whole() const { return sequences == 0 && kv_heads == 0; }
   [[nodiscard]] RingOptions applied_to(RingOptions options) const;
@@ -26,17 +26,17 @@ struct Strategy {
   [[nodiscard]] const char* event() const;  // "split heads"
 };
 
-// In this order: as asked (caches have been dropped); fewer sequences at a time, down to one; fewer
-// heads at a time, down to one K/V head; and the last of these by the ring schedule. Each takes at
-// most half of what the one before it took. Detached mixing keeps rows of all heads side by side
-// between forward and backward: its heads stay together.
+// In this order: as requested (after caches were dropped); fewer sequences at a time, down to one;
+// fewer heads at a time, down to one K/V head; the last of these with the ring schedule. Each piece
+// is at most half as large as the one before it. Detached mixing stores the rows of all heads in
+// one branch state, so its heads are not split.
 [[nodiscard]] std::vector<Strategy> strategies(const RingOptions& options);
 
-// The pattern of some neighbouring query heads.
+// The pattern of `count` query heads from `first` on.
 [[nodiscard]] Pattern pattern_of_heads(const Pattern& pattern, int first, int count);
 
-// What has been tried in vain, and the error that says so: the first one, what was tried, and what
-// would fit.
+// The failed attempts, and the error that reports them: the first shortage, what was tried, and
+// what would fit.
 class Trials {
  public:
   explicit Trials(const RingOptions& options) : options_(options) {}

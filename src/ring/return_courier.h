@@ -10,8 +10,8 @@
 
 namespace annulus::ring {
 
-// Brings fp32 partial gradients of received parcels straight back to their owners, who add them in
-// a fixed order: by step, then by rank.
+// Sends fp32 partial gradients of received parcels directly back to their owners, who add them in a
+// fixed order: by step, then by rank.
 class ReturnCourier {
  public:
   ReturnCourier(const Plan& plan, ParcelLayout layout, Link& link);
@@ -20,8 +20,8 @@ class ReturnCourier {
   void allocate();
 
   void clear(int step);  // zeroes the gradients of a step
-  void begin(int step);  // sends those of `step`, posts receives of what comes back
-  // Adds what came back to the rows of its sections.
+  void begin(int step);  // sends the gradients of `step`, posts receives of those that come back
+  // Adds received gradients to the rows of `sections`.
   void finish(std::span<const TensorRows> sections);
   void cancel();
 
@@ -31,18 +31,18 @@ class ReturnCourier {
   [[nodiscard]] std::int64_t list_bytes() const;
 
  private:
-  // What comes back in one message, and how it is added.
+  // A message with gradients of own rows, and how they are added.
   struct Incoming {
     Envelope envelope;
     std::vector<ParcelCopy> copies;
     std::unique_ptr<CopyProgram> add;  // of these
-    Batch batch;                       // where messages are received one by one
+    Batch batch;                       // if messages are received one by one
   };
   struct Step {
-    std::vector<Envelope> out;  // to owners, offsets into the slot
-    std::vector<Incoming> in;   // from consumers of our parcels, offsets into the inbox
+    std::vector<Envelope> out;  // to owners; offsets into the slot
+    std::vector<Incoming> in;   // from ranks that had our parcels; offsets into the inbox
     std::int64_t slot_bytes = 0;
-    Batch batch;  // sends; and receives, where all fit the inbox
+    Batch batch;  // sends, and receives if all fit the inbox
   };
   void post_receive(std::size_t index);
 
@@ -52,14 +52,15 @@ class ReturnCourier {
   std::vector<Step> steps_;
   std::int64_t inbox_bytes_ = 0;
   bool ring_;
-  // The ring returns each own row once per step: all of a step's messages fit an inbox of the
-  // shard's size. The gather schedule returns P - 1 copies in its one step: they take turns in two
-  // places, unless the transport carries batches out in order. Other ranks' sends would then wait
-  // for receives that are posted after them.
+  // Whether all messages of a step are received together. The ring schedule returns each own row
+  // once per step: the messages of a step fit an inbox of the shard's size. The gather schedule
+  // returns P - 1 copies in its one step: they alternate between two places in the inbox. A
+  // transport that executes batches in order receives them together, because other ranks' sends
+  // would wait for receives that are posted later.
   bool together_;
   Slots slots_;  // of gradients
   Mailbox inbox_;
-  int current_ = 0;  // step begun and not finished
+  int current_ = 0;  // begun, not yet finished
   Posted posted_;
   Posted receives_[2];
 };

@@ -40,7 +40,7 @@ RingAttention::RingAttention(RingOptions options, Transport& transport) {
   } catch (const ring::SharedShortage& shortage) {
     trials.add(shortage);
   }
-  // Every rank is here, or none: a SharedShortage is everybody's.
+  // A SharedShortage is thrown on all ranks, so all of them are here.
   if (options.recover) {
     for (const ring::Strategy& strategy : ring::strategies(options)) {
       try {

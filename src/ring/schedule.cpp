@@ -10,8 +10,8 @@
 namespace annulus::ring {
 namespace {
 
-// Seconds of one forward on the slowest rank: compute spread evenly over the steps, each step
-// hiding the transfer of the next one.
+// Seconds of one forward on the slowest rank. Compute is spread evenly over the steps, and each
+// step overlaps with the transfer of the next one.
 double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_bytes, int head_dim,
                          std::int64_t batch, const Rates& rates) {
   const int steps = traffic_of(plan).steps(schedule);
@@ -34,9 +34,10 @@ double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_b
   return *std::max_element(seconds.begin(), seconds.end());
 }
 
-// What messages of a gather take at most, on the rank that needs most: the rows of others, the own
-// ones that they need (and a copy for each who gets others of them than the rest do) and, where
-// gradients of keys come back, fp32 sums of the former and two messages of the latter.
+// Upper bound of the message buffers of a gather, on the rank that needs most: received rows, own
+// rows that other ranks need (with a staging copy for every rank that needs a different subset)
+// and, if gradients of keys come back, fp32 gradients of received rows and two messages with
+// gradients of own rows.
 double gather_bytes(const Plan& plan, const RingOptions& options, std::int64_t row_bytes) {
   const Traffic& traffic = traffic_of(plan);
   const auto row = static_cast<double>(row_bytes);

@@ -7,10 +7,11 @@
 
 namespace annulus::ring {
 
-// What `automatic` means: ring where gathering would exceed the communication limit; gather below
-// options.min_tokens_for_ring; else the smaller predicted time, and ring, which needs less memory,
-// when they are equal. `row_bytes` is what one travelling row costs.
-// The plan's own schedule does not matter; every rank's view gives the same answer.
+// Resolves `automatic`: ring if gathered rows would exceed the communication limit; otherwise
+// gather below options.min_tokens_for_ring tokens; otherwise the schedule with the smaller
+// predicted time, and ring, which needs less memory, if they are equal. `row_bytes` are the bytes
+// of one travelling row. The plan's own schedule does not matter; every rank's view gives the same
+// answer.
 [[nodiscard]] Schedule choose_schedule(const Plan& plan, const RingOptions& options,
                                        std::int64_t row_bytes);
 

@@ -1,16 +1,20 @@
 #include "ring/tensor_check.h"
 
-#include <array>
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <span>
-#include <string_view>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 namespace annulus::ring {
 namespace {
+
+std::string gives(const Placement& placement, std::int64_t tokens) {
+  return fmt::format("placement '{}' gives this rank {} tokens", placement.name(), tokens);
+}
 
 struct Check {
   const RingOptions& options;
@@ -27,91 +31,29 @@ std::string Check::tensor(const char* name, const ConstTensorView& view, bool of
   const Placement& placement = of_keys ? options.keys() : options.placement;
   const std::int64_t tokens = placement.local_tokens(rank);
   const std::int64_t heads = of_keys ? options.kv_heads : options.pattern.heads;
-  const std::array<std::int64_t, 4> expected{options.batch, tokens, heads, options.head_dim};
-  if (view.rank != 4 || view.shape != expected) {
-    return fmt::format(
-        "{} is {}, expected [{}, {}, {}, {}]: placement '{}' gives this rank {} tokens", name,
-        shape_string(view), expected[0], expected[1], expected[2], expected[3], placement.name(),
-        tokens);
-  }
-  if (view.dtype != options.dtype) {
-    return fmt::format("{} is {}, expected {}", name, name_of(view.dtype), name_of(options.dtype));
-  }
-  if (view.device != options.device) {
-    return fmt::format("{} is on {}, expected {} like all tensors of this executor", name,
-                       name_of(view.device), name_of(options.device));
-  }
-  if (view.stride[3] != 1 && options.head_dim > 1) {
-    return fmt::format("{} has stride {} on its last axis, expected 1: make head_dim contiguous",
-                       name, view.stride[3]);
-  }
-  if (view.data == nullptr && view.elements() > 0)
-    return fmt::format("{} has no data (null pointer)", name);
-  return "";
+  return complaint_about(name, view,
+                         {4,
+                          {options.batch, tokens, heads, options.head_dim},
+                          options.dtype,
+                          options.device,
+                          gives(placement, tokens)});
 }
 
 std::string Check::lse(const ConstTensorView& view) const {
   const std::int64_t tokens = options.placement.local_tokens(rank);
-  const std::array<std::int64_t, 4> expected{options.batch, tokens, options.pattern.heads, 0};
-  if (view.rank != 3 || view.shape != expected) {
-    return fmt::format("lse is {}, expected [{}, {}, {}]: placement '{}' gives this rank {} tokens",
-                       shape_string(view), expected[0], expected[1], expected[2],
-                       options.placement.name(), tokens);
-  }
-  if (view.dtype != DType::f32) return fmt::format("lse is {}, expected fp32", name_of(view.dtype));
-  if (view.device != options.device) {
-    return fmt::format("lse is on {}, expected {} like all tensors of this executor",
-                       name_of(view.device), name_of(options.device));
-  }
-  if (view.data == nullptr && view.elements() > 0) return "lse has no data (null pointer)";
-  return "";
+  return complaint_about("lse", view,
+                         {3,
+                          {options.batch, tokens, options.pattern.heads},
+                          DType::f32,
+                          options.device,
+                          gives(options.placement, tokens)});
 }
 
 std::string Check::sinks(const char* name, const std::optional<ConstTensorView>& view) const {
   if (!view.has_value()) return "";
-  if (view->rank != 1 || view->shape[0] != options.pattern.heads) {
-    return fmt::format("{} is {}, expected [{}]: one number per query head", name,
-                       shape_string(*view), options.pattern.heads);
-  }
-  if (view->dtype != DType::f32)
-    return fmt::format("{} is {}, expected fp32", name, name_of(view->dtype));
-  if (view->device != options.device) {
-    return fmt::format("{} is on {}, expected {} like all tensors of this executor", name,
-                       name_of(view->device), name_of(options.device));
-  }
-  if (view->data == nullptr) return fmt::format("{} has no data (null pointer)", name);
-  return "";
-}
-
-// Of a result: threads would write its elements over each other's. Of all shapes and strides, this
-// is the mistake that an expanded view makes.
-std::string check_distinct(const char* name, const ConstTensorView& view) {
-  if (view.rank < 1 || view.rank > 4) return "";  // refused anyway
-  for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
-    if (view.stride[axis] != 0 || view.shape[axis] <= 1 || view.elements() == 0) continue;
-    return fmt::format("{} has stride 0 on axis {}, expected a tensor whose elements are distinct",
-                       name, axis);
-  }
-  return "";
-}
-
-struct Named {
-  std::string_view name;
-  ConstTensorView view;
-};
-
-// Rows of a tensor that is read would be overwritten while they are needed.
-std::string check_apart(std::span<const Named> results, std::span<const Named> read) {
-  for (const Named& result : results) {
-    for (const std::span<const Named>& others : {read, results}) {
-      for (const Named& other : others) {
-        if (result.name == other.name || !share_memory(result.view, other.view)) continue;
-        return fmt::format("{} shares memory with {}, expected memory of its own", result.name,
-                           other.name);
-      }
-    }
-  }
-  return "";
+  return complaint_about(
+      name, *view,
+      {1, {options.pattern.heads}, DType::f32, options.device, "one number per query head"});
 }
 
 std::string first_of(std::initializer_list<std::string> complaints) {
@@ -123,6 +65,53 @@ std::string first_of(std::initializer_list<std::string> complaints) {
 
 }  // namespace
 
+std::string complaint_about(const char* name, const ConstTensorView& view,
+                            const ExpectedTensor& expected) {
+  const auto axes = static_cast<std::size_t>(expected.axes);
+  if (view.rank != expected.axes ||
+      !std::equal(view.shape.begin(), view.shape.begin() + expected.axes, expected.shape.begin())) {
+    return fmt::format("{} is {}, expected [{}]: {}", name, shape_string(view),
+                       fmt::join(std::span(expected.shape).first(axes), ", "), expected.why);
+  }
+  if (view.dtype != expected.dtype) {
+    return fmt::format("{} is {}, expected {}", name, name_of(view.dtype), name_of(expected.dtype));
+  }
+  if (view.device != expected.device) {
+    return fmt::format("{} is on {}, expected {} like all tensors of this executor", name,
+                       name_of(view.device), name_of(expected.device));
+  }
+  if (axes == 4 && view.stride[3] != 1 && view.shape[3] > 1) {
+    return fmt::format("{} has stride {} on its last axis, expected 1: make head_dim contiguous",
+                       name, view.stride[3]);
+  }
+  if (view.data == nullptr && view.elements() > 0)
+    return fmt::format("{} has no data (null pointer)", name);
+  return "";
+}
+
+std::string check_distinct(const char* name, const ConstTensorView& view) {
+  if (view.rank < 1 || view.rank > 4) return "";  // rejected anyway
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
+    if (view.stride[axis] != 0 || view.shape[axis] <= 1 || view.elements() == 0) continue;
+    return fmt::format("{} has stride 0 on axis {}, expected a tensor whose elements are distinct",
+                       name, axis);
+  }
+  return "";
+}
+
+std::string check_apart(std::span<const NamedTensor> results, std::span<const NamedTensor> read) {
+  for (const NamedTensor& result : results) {
+    for (const std::span<const NamedTensor>& others : {read, results}) {
+      for (const NamedTensor& other : others) {
+        if (result.name == other.name || !share_memory(result.view, other.view)) continue;
+        return fmt::format("{} shares memory with {}, expected memory of its own", result.name,
+                           other.name);
+      }
+    }
+  }
+  return "";
+}
+
 std::string complaint_about(const ForwardTensors& t, const RingOptions& options, int rank) {
   const Check check{options, rank};
   std::string complaint = first_of({check.tensor("q", t.q, false), check.tensor("k", t.k, true),
@@ -130,8 +119,8 @@ std::string complaint_about(const ForwardTensors& t, const RingOptions& options,
                                     check.lse(t.lse), check.sinks("sinks", t.sinks),
                                     check_distinct("o", t.o), check_distinct("lse", t.lse)});
   if (!complaint.empty()) return complaint;
-  const Named results[] = {{"o", t.o}, {"lse", t.lse}};
-  const Named read[] = {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"sinks", t.sinks.value_or(t.v)}};
+  const NamedTensor results[] = {{"o", t.o}, {"lse", t.lse}};
+  const NamedTensor read[] = {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"sinks", t.sinks.value_or(t.v)}};
   return check_apart(results, std::span(read, t.sinks ? 4 : 3));
 }
 
@@ -148,15 +137,15 @@ std::string complaint_about(const BackwardTensors& t, const RingOptions& options
        check_distinct("dq", t.dq), check_distinct("dk", t.dk), check_distinct("dv", t.dv),
        t.dsinks ? check_distinct("dsinks", *t.dsinks) : ""});
   if (!complaint.empty()) return complaint;
-  const Named results[] = {
+  const NamedTensor results[] = {
       {"dq", t.dq}, {"dk", t.dk}, {"dv", t.dv}, {"dsinks", t.dsinks.value_or(t.dv)}};
-  const Named read[] = {{"q", t.q},
-                        {"k", t.k},
-                        {"v", t.v},
-                        {"o", t.o},
-                        {"lse", t.lse},
-                        {"dout", t.dout},
-                        {"sinks", t.sinks.value_or(t.dout)}};
+  const NamedTensor read[] = {{"q", t.q},
+                              {"k", t.k},
+                              {"v", t.v},
+                              {"o", t.o},
+                              {"lse", t.lse},
+                              {"dout", t.dout},
+                              {"sinks", t.sinks.value_or(t.dout)}};
   return check_apart(std::span(results, t.dsinks ? 4 : 3), std::span(read, t.sinks ? 7 : 6));
 }
 

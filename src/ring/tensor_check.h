@@ -1,7 +1,11 @@
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 
 #include "annulus/ring_attention.h"
 #include "annulus/tensor.h"
@@ -19,10 +23,33 @@ struct BackwardTensors {
   TensorView dq, dk, dv;
   std::optional<ConstTensorView> sinks;
   std::optional<TensorView> dsinks;
-  bool adds_dsinks = false;  // to what is there
+  bool adds_dsinks = false;  // to their present values
 };
 
-// What is wrong with the tensors of a call on this rank; empty: nothing.
+// Tensors of `axes` axes, contiguous along the fourth one. `why` explains the shape in the message
+// about a wrong one.
+struct ExpectedTensor {
+  int axes = 4;
+  std::array<std::int64_t, 4> shape{};
+  DType dtype = DType::f32;
+  Device device;
+  std::string why;
+};
+[[nodiscard]] std::string complaint_about(const char* name, const ConstTensorView& view,
+                                          const ExpectedTensor& expected);
+// Elements of a result must not share memory, or threads would overwrite each other's. Detects
+// strides of 0, as in expanded views, not every overlap.
+[[nodiscard]] std::string check_distinct(const char* name, const ConstTensorView& view);
+
+struct NamedTensor {
+  std::string_view name;
+  ConstTensorView view;
+};
+// Results must not overlap inputs, which are still read while results are written.
+[[nodiscard]] std::string check_apart(std::span<const NamedTensor> results,
+                                      std::span<const NamedTensor> read);
+
+// What is wrong with this rank's tensors; empty: nothing.
 [[nodiscard]] std::string complaint_about(const ForwardTensors& tensors, const RingOptions& options,
                                           int rank);
 [[nodiscard]] std::string complaint_about(const BackwardTensors& tensors,

@@ -110,7 +110,8 @@ TEST_F(Cli, SimulateRefusesInWords) {
                  "between.latency_seconds is -1");
   expect_refused(annulus(kSimulate + Words{"--sweep-ranks", "4,0"}), "--sweep-ranks");
   expect_refused(annulus(kSimulate + Words{"--sweep-placements", "spiral"}), "spiral");
-  expect_refused(annulus(kSimulate + Words{"--head-dim", "513"}), "expected 1 to 512");
+  expect_refused(annulus(kSimulate + Words{"--head-dim", "513"}),
+                 "expected a whole number from 1 to 512");
 }
 
 TEST_F(Cli, SimulateHelpNamesEveryPreset) {

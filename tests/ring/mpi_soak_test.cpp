@@ -38,7 +38,8 @@ void expect_flat(const char* what, const Held& before, const Held& after, std::i
 
 TEST(MpiSoak, StepsGiveTheSameBitsAndLeaveNoTrace) {
   const char* const wanted = std::getenv("ANNULUS_SOAK_STEPS");
-  const int steps = wanted == nullptr ? 2000 : std::atoi(wanted);
+  // Few by default: with more ranks than free cores, every message waits for a time slice.
+  const int steps = wanted == nullptr ? 400 : std::atoi(wanted);
   const auto transport = World::ring();
   const Problem problem =
       make_problem("soak", longnet(2, List{16, 48}, List{1, 3}, true), 1, 48, 16);

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <ostream>
 #include <span>
@@ -145,6 +147,71 @@ TEST_P(Overlap, MessagesAreUnderWayWhileAStepIsComputed) {
     EXPECT_EQ(transport.gradients, gradients) << "backward, rank " << transport.rank();
   });
   test::expect_everywhere(outcomes, "", {});
+}
+
+// Calls look() before every batch with a message of at least `bytes`: rows, not the records of an
+// agreement.
+class LookedThroughTransport final : public test::ForwardingTransport {
+ public:
+  LookedThroughTransport(Transport& inner, std::int64_t bytes, std::function<void()> look)
+      : ForwardingTransport(inner), bytes_(bytes), look_(std::move(look)) {}
+
+  std::unique_ptr<Ticket> post(std::span<const Message> messages, const Event& after) override {
+    if (std::any_of(messages.begin(), messages.end(),
+                    [&](const Message& message) { return message.bytes >= bytes_; }))
+      look_();
+    return ForwardingTransport::post(messages, after);
+  }
+
+ private:
+  std::int64_t bytes_;
+  std::function<void()> look_;
+};
+
+// Links must not be idle while sums are cleared, because every step would wait for that time. fp32
+// forward and backward clear the caller's own tensors: when the first rows are sent, these must be
+// unchanged.
+TEST(Ring, RowsGoOutBeforeAnythingIsCleared) {
+  constexpr std::int64_t kTokens = 256;
+  constexpr int kRanks = 2;
+  constexpr std::int64_t kLocal = kTokens / kRanks;
+  for (const Schedule schedule : {Schedule::ring, Schedule::gather}) {
+    RingOptions options{dense(2), Placement::contiguous(kTokens, kRanks)};
+    options.kv_heads = 2;
+    options.head_dim = 8;
+    options.schedule = schedule;
+    options.backward_travel = BackwardTravel::keys;
+    run_in_process(kRanks, [&](Transport& inner) {
+      std::vector<float> in(kLocal * 2 * 8, 0.5F);
+      std::vector<float> o(in.size(), 7);
+      std::vector<float> lse(kLocal * 2, 7);
+      std::vector<float> dq(in.size(), 7);
+      std::vector<float> dk(in.size(), 7);
+      std::vector<float> dv(in.size(), 7);
+      std::vector<const std::vector<float>*> untouched;
+      int looks = 0;
+      LookedThroughTransport transport(inner, kLocal * 8 * 4, [&] {
+        for (const std::vector<float>* const x : untouched)
+          EXPECT_EQ(std::count(x->begin(), x->end(), 7.0F), std::ssize(*x));
+        looks += untouched.empty() ? 0 : 1;
+        untouched.clear();
+      });
+      const auto view = [&](std::vector<float>& x) {
+        return TensorView(x.data(), DType::f32, {1, kLocal, 2, 8});
+      };
+      const TensorView lse_view(lse.data(), DType::f32, {1, kLocal, 2});
+      RingAttention ring(options, transport);
+      untouched = {&o, &lse};
+      ring.forward(view(in), view(in), view(in), view(o), lse_view);
+      ring.synchronize();
+      untouched = {&dq, &dk, &dv};
+      ring.backward(view(in), view(in), view(in), view(o), lse_view, view(in), view(dq), view(dk),
+                    view(dv));
+      ring.synchronize();
+      EXPECT_EQ(looks, 2);
+      EXPECT_EQ(std::count(lse.begin(), lse.end(), 7.0F), 0);
+    });
+  }
 }
 
 }  // namespace

@@ -219,8 +219,6 @@ TEST_P(BadOptionTest, IsAConfigErrorEverywhere) {
   }
 }
 
-constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
-
 INSTANTIATE_TEST_SUITE_P(
     All, BadOptionTest,
     ::testing::Values(
@@ -232,11 +230,18 @@ INSTANTIATE_TEST_SUITE_P(
                   {"head_dim is 0", "expected 1 to 512"}},
         BadOption{"head_dim_minus_8", [](RingOptions& o) { o.head_dim = -8; }, {"head_dim is -8"}},
         BadOption{"batch_0", [](RingOptions& o) { o.batch = 0; }, {"batch is 0"}},
-        BadOption{"batch_2_to_60",
-                  [](RingOptions& o) { o.batch = std::int64_t{1} << 60; },
+        BadOption{"batch_2_to_31",
+                  [](RingOptions& o) { o.batch = std::int64_t{1} << 31; },
+                  {"batch is 2147483648, expected 1 to 2147483647"}},
+        BadOption{"batch_too_large",
+                  [](RingOptions& o) { o.batch = INT32_MAX; },
                   {"limits.qkv_elements"}},
-        BadOption{
-            "batch_largest", [](RingOptions& o) { o.batch = kHuge; }, {"limits.qkv_elements"}},
+        BadOption{"threads_4097",
+                  [](RingOptions& o) { o.threads = 4097; },
+                  {"threads is 4097, expected 0 to 4096"}},
+        BadOption{"negative_limit",
+                  [](RingOptions& o) { o.limits.communication_bytes = -1; },
+                  {"max_communication_bytes is -1, expected at least 0"}},
         BadOption{"kv_heads_0", [](RingOptions& o) { o.kv_heads = 0; }, {"kv_heads is 0"}},
         BadOption{"kv_heads_3", [](RingOptions& o) { o.kv_heads = 3; }, {"kv_heads is 3", "4"}},
         BadOption{"kv_heads_8", [](RingOptions& o) { o.kv_heads = 8; }, {"kv_heads is 8", "4"}},
@@ -343,11 +348,11 @@ TEST(RingLimits, QkvElementsMayBeReachedButNotExceeded) {
   EXPECT_NE(outcomes[1].message.find("rank 0 refused"), std::string::npos) << outcomes[1].message;
 }
 
-// Nothing may be allocated before the limits are checked: this would be 2^45 bytes.
+// Nothing may be allocated before the limits are checked: this would be 2^44 bytes.
 TEST(RingLimits, AreCheckedBeforeAnythingIsAllocated) {
   const MemoryCap cap;
   RingOptions options = small_options();
-  options.batch = std::int64_t{1} << 32;
+  options.batch = INT32_MAX;
   expect_everywhere(build(options), "ConfigError", {"limits.qkv_elements"});
   options.limits.qkv_elements = std::numeric_limits<std::int64_t>::max();
   expect_everywhere(build(options), "ConfigError", {"limits.communication_bytes"});

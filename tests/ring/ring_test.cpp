@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -11,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "annulus/in_process.h"
 #include "annulus/pattern.h"
 #include "annulus/ring_attention.h"
 #include "support/random_plans.h"
@@ -264,6 +267,55 @@ TEST(Ring, BranchStateGivesTheSameForward) {
       << "the two mix gradients should differ here";
   const Results results = run_ring(ring_options(problem, Placement::zigzag(61, 4)), inputs);
   expect_matches(problem, results, detached);
+}
+
+// Strides may be negative, and 0 for inputs: a sequence stored backwards, and one K/V for the whole
+// batch.
+TEST(Ring, NegativeAndZeroStridesWork) {
+  const Problem problem = make_problem("strides", dense(2, true), 2, 30, 16, 2);
+  const RingOptions options = ring_options(problem, Placement::zigzag(30, 3));
+  Inputs inputs = random_inputs(problem, 1);
+  const std::size_t half = inputs.k.size() / 2;
+  for (auto* tensor : {&inputs.k, &inputs.v})
+    std::copy_n(tensor->begin(), half, tensor->begin() + static_cast<std::ptrdiff_t>(half));
+  const Results expected = run_ring(options, inputs);
+  Results results = empty_results(options);
+  run_in_process(3, [&](Transport& transport) {
+    RingAttention ring(options, transport);
+    Shard shard(options, transport.rank());
+    shard.load(inputs);
+    const std::int64_t local = shard.q.view().shape[1];
+    const auto reversed = [&](ShardTensor& tensor) {
+      TensorView view = tensor.view();
+      view.data = static_cast<std::byte*>(view.data) +
+                  (local - 1) * view.stride[1] * static_cast<std::int64_t>(size_of(view.dtype));
+      view.stride[1] = -view.stride[1];
+      return view;
+    };
+    // Store q and dout backwards, read results backwards.
+    for (ShardTensor* tensor : {&shard.q, &shard.dout}) {
+      for (std::int64_t b = 0; b < 2; ++b) {
+        for (std::int64_t t = 0; t < local / 2; ++t) {
+          for (std::int64_t h = 0; h < 2; ++h) {
+            for (std::int64_t d = 0; d < 16; ++d) {
+              const float x = tensor->get(b, t, h, d);
+              tensor->set(b, t, h, d, tensor->get(b, local - 1 - t, h, d));
+              tensor->set(b, local - 1 - t, h, d, x);
+            }
+          }
+        }
+      }
+    }
+    TensorView k = shard.k.view();
+    TensorView v = shard.v.view();
+    k.stride[0] = v.stride[0] = 0;
+    ring.forward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view());
+    ring.backward(reversed(shard.q), k, v, shard.o.view(), shard.lse.view(), reversed(shard.dout),
+                  shard.dq.view(), shard.dk.view(), shard.dv.view());
+    ring.synchronize();
+    shard.collect(results);
+  });
+  EXPECT_EQ(first_difference(results, expected), "");
 }
 
 // The same executor again and again, forward and backward in any order, with new data each time.

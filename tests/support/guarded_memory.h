@@ -10,8 +10,8 @@
 
 namespace annulus::test {
 
-// Bytes that end where a page ends, in front of one that nobody may touch: whoever reads or writes
-// past the end is killed by SIGSEGV, with or without a sanitizer.
+// Bytes that end at the end of a page, before a protected one. Reading or writing past the end
+// raises SIGSEGV, with or without a sanitizer.
 class GuardedMemory {
  public:
   GuardedMemory(std::size_t bytes, std::byte filling) {

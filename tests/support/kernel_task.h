@@ -24,8 +24,8 @@
 #include "kernels/row_index.h"
 #include "support/guarded_memory.h"
 
-// One kernel task with its data, an oracle in fp64 and the memory that kernels want: rows that are
-// aligned to nothing, in runs that are cut as a test likes.
+// One kernel task with its data, an fp64 oracle and memory for kernels: unaligned rows, in runs
+// that a test chooses.
 namespace annulus::test {
 
 inline constexpr double kNegInf = -std::numeric_limits<double>::infinity();
@@ -41,7 +41,7 @@ struct TaskData {
   std::vector<double> q, dout;  // [queries][dim], representable in dtype
   std::vector<double> k, v;     // [keys][dim]
   std::vector<Repeat> repeats;
-  IndexFilter key_filter;  // forward only: the keys that count; the others may be packed, too
+  IndexFilter key_filter;  // forward only: the selected keys; the others may be packed, too
 
   [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
   [[nodiscard]] std::int64_t keys() const { return std::ssize(k_index); }
@@ -116,9 +116,9 @@ struct BasicTaskResult {
 using TaskResult = BasicTaskResult<float>;
 using TaskOracle = BasicTaskResult<double>;
 
-// The definition: softmax over the keys a query sees, as often as they count, its gradient with
-// delta = dO.O. A row that
-// sees nothing, or nothing but scores of -inf, has O = 0, no gradient and gives none.
+// The definition: softmax over the keys that a query sees, each as often as it counts; its gradient
+// with delta = dO.O. A row that sees nothing, or only scores of -inf, has O = 0 and no gradient,
+// and contributes none.
 inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = nullptr) {
   const auto dim = static_cast<std::size_t>(data.dim);
   const auto dot = [&](const std::vector<double>& a, std::int64_t i, const std::vector<double>& b,
@@ -178,9 +178,8 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
   return out;
 }
 
-// What the numbers of a task are sums of: the magnitudes of their terms, added up. `rounded` takes
-// P and dS as they are, `exact` takes dS = P (dO.V - delta) by the magnitudes of what dS itself is
-// a sum of. lse is left out.
+// The sums of the magnitudes of the terms of each result. `rounded` uses the magnitudes of P and
+// dS; `exact` uses those of the terms of dS = P (dO.V - delta). Without lse.
 struct TaskMagnitudes {
   TaskOracle rounded, exact;
 };
@@ -235,8 +234,8 @@ struct Cut {
   std::int64_t count = 0;
 };
 
-// Rows of one channel: `width` elements each, a gap between rows, the start off by one element. The
-// last row ends where a page does: nobody may touch what lies behind it.
+// Rows of one channel: `width` elements each, a gap between rows, and a start that is off by one
+// element. The last row ends at the end of a page, before a protected one.
 class ChannelRows {
  public:
   ChannelRows(DType dtype, std::int64_t rows, int width)
@@ -277,11 +276,12 @@ class ChannelRows {
   GuardedMemory bytes_;
 };
 
-// ThreadPool::kScratchBytes with a fence behind them.
+// ThreadPool::kScratchBytes before a protected page.
 class FencedScratch {
  public:
   FencedScratch() : memory_(static_cast<std::byte*>(std::aligned_alloc(64, kAll))) {
-    std::memset(memory_.get(), 0xff, ThreadPool::kScratchBytes);  // NaN: nobody may rely on zeros
+    std::memset(memory_.get(), 0xff,
+                ThreadPool::kScratchBytes);  // NaN, so that no kernel can rely on zeros
     std::memset(memory_.get() + ThreadPool::kScratchBytes, 0x5a, kFence);
   }
   [[nodiscard]] std::span<std::byte> span() const {
@@ -308,10 +308,10 @@ struct TaskRun {
   bool query_grad = true;
   bool key_grad = true;
   bool only_branch = true;
-  bool packed = false;  // forward gets keys packed beforehand, of sets that can
+  bool packed = false;  // forward gets packed keys, if the set supports it
   DType out_dtype = DType::f32;
   std::size_t scratch_bytes = ThreadPool::kScratchBytes;
-  // Forward continues from this state where it is given.
+  // Forward continues from this state if it is given.
   const std::vector<float>* state_o = nullptr;
   const std::vector<float>* state_lse = nullptr;
 };
@@ -370,7 +370,7 @@ inline std::int64_t count_of(const std::vector<cpu::RowRun>& runs) {
                          [](std::int64_t sum, const cpu::RowRun& run) { return sum + run.count; });
 }
 
-// Keys packed in pieces, as engines do, in memory of exactly the bytes that the set asks for.
+// Keys packed in pieces, as by engines, in memory of exactly the required bytes.
 class PackedMemory {
  public:
   PackedMemory(const cpu::Kernels& kernels, const cpu::Problem& problem,
@@ -382,7 +382,7 @@ class PackedMemory {
     }
     const auto bytes = static_cast<std::size_t>(kernels.packed_bytes(problem, keys_.rows));
     memory_.reset(static_cast<std::byte*>(std::aligned_alloc(64, bytes)));
-    std::memset(memory_.get(), 0xff, bytes);  // NaN: nobody may rely on zeros
+    std::memset(memory_.get(), 0xff, bytes);  // NaN, so that no kernel can rely on zeros
     keys_.memory = memory_.get();
     for (std::int64_t begin = 0; begin < keys_.rows; begin += cpu::kPackRows) {
       const std::int64_t end = std::min(keys_.rows, begin + cpu::kPackRows);
@@ -440,8 +440,8 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
   result.lse = lse.load();
 }
 
-// Backward with the given statistics; gradients start from `start` and what was there is taken off
-// again by the caller.
+// Backward with the given statistics. Gradients start from `start`, which the caller subtracts
+// again.
 inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, const TaskRun& run,
                          const std::vector<double>& lse_in, const std::vector<double>& delta_in,
                          TaskResult& result, float start = 0.0F) {
@@ -472,7 +472,7 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
   auto keys =
       runs_of(data.k_index, run.key_cuts,
               {{cpu::kKey, &k}, {cpu::kValue, &v}, {cpu::kKeyGrad, &dk}, {cpu::kValueGrad, &dv}});
-  // A gradient that is not asked for may have no memory.
+  // A gradient that is not computed may have no memory.
   for (cpu::RowRun& r : queries) {
     if (!run.query_grad) r.base[cpu::kQueryGrad] = nullptr;
   }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "annulus/error.h"
+#include "kernels/cached_rows.h"
 
 namespace annulus::test {
 namespace {
@@ -295,6 +296,38 @@ class LateEngine final : public Engine {
   std::shared_ptr<Queue> now_;
 };
 
+class LateCacheKernels final : public CacheKernels {
+ public:
+  LateCacheKernels(std::unique_ptr<CacheKernels> inner, std::shared_ptr<Queue> now)
+      : inner_(std::move(inner)), now_(std::move(now)) {}
+
+  void copy(const TensorRows& from, const TensorRows& to, int heads, std::int64_t row_bytes,
+            std::span<const RowCopy> copies, Queue& queue) override {
+    enqueue(queue, [=, this, all = std::vector(copies.begin(), copies.end())] {
+      inner_->copy(from, to, heads, row_bytes, all, *now_);
+    });
+  }
+  void attend(const TensorRows& q, const CachedKeys& keys, std::span<const QueryRun> runs,
+              Queue& queue) override {
+    enqueue(queue, [=, this, all = std::vector(runs.begin(), runs.end())] {
+      inner_->attend(q, keys, all, *now_);
+    });
+  }
+  void merge(std::span<const PartialRows> parts, const HeadNumbers& sinks,
+             std::span<const RowCopy> copies, const TensorRows& o, const TensorRows& lse,
+             Queue& queue) override {
+    enqueue(queue, [=, this, all = std::vector(parts.begin(), parts.end()),
+                    rows = std::vector(copies.begin(), copies.end())] {
+      inner_->merge(all, sinks, rows, o, lse, *now_);
+    });
+  }
+  [[nodiscard]] std::int64_t workspace_bytes() const override { return inner_->workspace_bytes(); }
+
+ private:
+  std::unique_ptr<CacheKernels> inner_;
+  std::shared_ptr<Queue> now_;
+};
+
 class LateBackend final : public Backend {
  public:
   LateBackend(std::shared_ptr<Backend> inner, bool shared)
@@ -342,6 +375,9 @@ class LateBackend final : public Backend {
   }
   void clear(std::byte* memory, std::int64_t bytes, Queue& queue) override {
     enqueue(queue, [=, this] { inner_->clear(memory, bytes, *now_); });
+  }
+  [[nodiscard]] std::unique_ptr<CacheKernels> cache_kernels(const CacheShape& shape) override {
+    return std::make_unique<LateCacheKernels>(inner_->cache_kernels(shape), now_);
   }
 
  private:

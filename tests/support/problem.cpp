@@ -266,7 +266,7 @@ Errors error_ratios(const Problem& problem, const Results& results, const Expect
   Errors errors;
   for (std::size_t m = 0; m < 6; ++m) {
     const double error = difference_rms(*actual[m], *wanted[m]);
-    // lse is fp32 whatever the dtype of the rest.
+    // lse is always fp32.
     errors.value[m] =
         m == 1
             ? ratio(error, scales[m])

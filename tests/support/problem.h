@@ -59,7 +59,7 @@ struct Expected {
 inline constexpr const char* kResultNames[] = {"o", "lse", "dq", "dk", "dv", "dsinks"};
 [[nodiscard]] std::vector<const std::vector<float>*> members(const Results& results);
 [[nodiscard]] std::vector<const std::vector<double>*> members(const Expected& expected);
-// Empty if every bit is equal, else the first difference. NaNs are equal whatever their payload.
+// Empty if every bit is equal, else the first difference. All NaNs are equal.
 [[nodiscard]] std::string first_difference(const Results& a, const Results& b);
 
 // Root mean square of actual - expected, over that of expected or `floor`, whichever is larger.

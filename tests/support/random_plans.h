@@ -97,7 +97,7 @@ class Random {
   return pattern;
 }
 
-// A third has no window, some see nothing or next to nothing.
+// A third has no window; some windows allow no or very few keys.
 [[nodiscard]] inline Window any_window(Random& random, std::int64_t tokens, bool causal) {
   const auto limit = [&]() -> std::int64_t {
     return random.between(0, 3) == 0 ? -1 : random.between(0, random.coin() ? 4 : tokens);
@@ -178,8 +178,7 @@ class Random {
 }
 
 [[nodiscard]] inline PlanOptions any_options(Random& random) {
-  // Mostly short: brute force costs tokens^2, and what can go wrong does so in short sequences,
-  // too.
+  // Mostly short: brute force costs tokens^2, and short sequences show the same errors.
   const std::int64_t tokens = random.between(1, random.one_of<std::int64_t>({12, 50, 50, 50, 200}));
   const int ranks = static_cast<int>(random.between(1, 8));
   const int group = random.one_of<int>({1, 1, 2, 4, 8});

@@ -11,7 +11,7 @@
 #include "kernels/cuda/work/tables.h"
 #include "support/random_plans.h"
 
-// Tables of random problems, and their rows as kernels walk them.
+// Tables of random problems, and their rows in the order of kernels.
 namespace annulus::cuda {
 
 struct Row {
@@ -56,8 +56,9 @@ inline Case random_case(test::Random& random) {
   } else {
     const std::vector<std::int64_t> segments{16, 32, 64};
     const std::vector<std::int64_t> dilations{1, 2, 4};
-    pattern = longnet(heads, segments, dilations, causal,
-                      random.coin() ? Offsets::blocked : Offsets::interleaved);
+    pattern =
+        longnet(heads, segments, dilations, causal,
+                random.one_of<Offsets>({Offsets::blocked, Offsets::interleaved, Offsets::all}));
   }
   pattern.window = test::any_window(random, tokens, causal);
   pattern.documents = test::any_documents(random, tokens, tokens);
@@ -85,7 +86,7 @@ inline PlanOptions plan_options(const Case& c) {
   return {c.pattern, c.placement, c.placement, c.kv_heads, c.schedule, c.travel};
 }
 
-// One rank that has everything, and as many heads of keys as of queries.
+// One rank with the whole sequence, and as many K/V heads as query heads.
 struct WholeSequence {
   WholeSequence(const Pattern& pattern, std::int64_t tokens)
       : placement(Placement::contiguous(tokens, 1)),

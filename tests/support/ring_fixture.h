@@ -29,7 +29,7 @@ namespace annulus::test {
 [[nodiscard]] Results run_ring(const RingOptions& options, const Inputs& inputs,
                                Layout layout = Layout::dense);
 
-// The ways in which rows reach other ranks.
+// The ways in which rows travel to other ranks.
 struct RowTravel {
   std::string name;
   Schedule schedule;

@@ -56,7 +56,7 @@ struct Shard {
   Shard(const RingOptions& options, int rank, Layout layout = Layout::dense);
 
   void load(const Inputs& inputs);    // and fills outputs with NaN, to find unwritten ones
-  void forward(RingAttention& ring);  // makes a branch state where backward will need one
+  void forward(RingAttention& ring);  // makes a branch state if backward needs one
   void backward(RingAttention& ring);
   // Both passes. Backward is enqueued behind forward without a wait between them.
   void enqueue(RingAttention& ring) const;
@@ -64,7 +64,7 @@ struct Shard {
   [[nodiscard]] std::string damage()
       const;  // inputs or gaps that changed since load(); empty: none
 
-  // What there is besides, by the sinks of the inputs that were loaded.
+  // The optional tensors of a call, for the sinks of the loaded inputs.
   [[nodiscard]] OptionalInputs more() const;
   [[nodiscard]] OptionalGradients more_gradients() const;
 

@@ -26,6 +26,7 @@ from annulus.torch._options import (
     whole_complaint,
     window_complaint,
 )
+from annulus.torch._placements import claim_of, placement_complaint, placement_from, plain_placement
 
 MOST_CALLS = 1000  # different calls that one cache holds
 
@@ -40,6 +41,7 @@ class _ConfigMethods:
     def complaint(self) -> str | None:
         """What is wrong with the options; None: nothing."""
         complaints = [name_complaint(n, getattr(self, n), names) for n, names in NAMES.items()]
+        complaints.append(placement_complaint(self.placement))
         complaints += [option_complaint(name, getattr(self, name)) for name in OPTIONS]
         complaints += [flag_complaint(n, getattr(self, n)) for n in ("is_causal", "group_scale")]
         if self.n_global is not None:
@@ -107,7 +109,7 @@ class _ConfigMethods:
         """The fields as JSON; config_of is the inverse."""
         # Numbers of NumPy and tensors of one element are valid, too. Not dataclasses.astuple, which copies the values.
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return json.dumps(fields, default=plain)
+        return json.dumps(fields, default=_json_value)
 
     @functools.cached_property
     def executor_text(self) -> str:
@@ -124,6 +126,7 @@ class _ConfigMethods:
     def claims(self) -> dict[str, object]:
         """The values that must be equal on all ranks, by name."""
         fields = dataclasses.asdict(self)
+        fields["placement"] = claim_of(self.placement)
         renamed = {
             MASKED: fields.pop("has_key_padding_mask"),
             "tokens of shared_k": fields.pop("shared_keys"),
@@ -147,7 +150,7 @@ Config = dataclasses.make_dataclass(
         ("is_causal", "bool"),
         ("offsets", "str"),
         ("group_scale", "bool"),
-        ("placement", "str"),
+        ("placement", "str | Placement"),
         ("n_global", "int | None"),
         ("timeout", "float | None"),
         ("has_key_padding_mask", "bool"),  # it is part of q and k
@@ -160,6 +163,10 @@ Config = dataclasses.make_dataclass(
 )
 
 
+def _json_value(x: object) -> object:
+    return plain_placement(x) if isinstance(x, Placement) else plain(x)
+
+
 def text_of(*fields: object) -> str:
     """The text of a Config with these fields, in their order. If one is wrong: "!" and what is wrong with it."""
     config = Config(*fields)
@@ -170,7 +177,9 @@ def text_of(*fields: object) -> str:
 @functools.lru_cache(maxsize=MOST_CALLS)
 def config_of(text: str) -> Config:
     """The Config of a text, whose values are plain numbers, strings and tuples."""
-    return Config(*(tuple(x) if isinstance(x, list) else x for x in json.loads(text)))
+    values = dict(zip((field.name for field in dataclasses.fields(Config)), json.loads(text)))
+    values["placement"] = placement_from(values["placement"])
+    return Config(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
 
 
 class Call(NamedTuple):
@@ -202,22 +211,3 @@ def branches_of(config: Config, heads: int) -> Pattern:
     if config.pattern == "head_groups":
         return Pattern.head_groups(*branches, **options)
     return Pattern.longnet(*branches, offsets=config.offsets, **options)
-
-
-def placement_of_lengths(name: str, lengths: list[int], n_global: int | None = None) -> Placement:
-    """The placement of shards of these lengths. Contiguous shards may have any lengths, unless n_global is given."""
-    tokens = sum(lengths) if n_global is None else n_global
-    placement = Placement.named(name, tokens, len(lengths))
-    if all(placement.local_tokens(r) == n for r, n in enumerate(lengths)):
-        return placement
-    if name != "contiguous" or n_global is not None:
-        expected = [placement.local_tokens(r) for r in range(len(lengths))]
-        raise ConfigError(
-            f"the ranks hold {lengths} tokens, but placement {name!r} of {tokens} tokens gives them "
-            f"{expected}: make the shards with annulus.torch.shard"
-        )
-    ranges, first = [], 0
-    for n in lengths:
-        ranges.append([range(first, first + n)] if n > 0 else [])
-        first += n
-    return Placement.explicit(tokens, ranges)

@@ -11,13 +11,14 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from annulus import Placement
 from annulus.torch._config import MOST_CALLS, Call
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Valid calls by their signatures. Programs make few different calls; if there are many, all are forgotten and validated
 # again. Only calls whose arguments are immutable: a tensor that holds another number is still the same object.
 _calls: dict[tuple, Call] = {}
-_CONSTANTS = (str, int, float, type(None), np.generic)
+_CONSTANTS = (str, int, float, type(None), np.generic, Placement)
 _LISTS = (list, tuple)
 
 

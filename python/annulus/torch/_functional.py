@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from annulus import ConfigError
+from annulus import ConfigError, Placement
 from annulus.torch import _fast_path
 from annulus.torch._config import call_of, config_of, text_of
 from annulus.torch._dense_masks import attend_densely, bias_complaint, pairs_of, total_bias
@@ -250,7 +250,7 @@ def ring_attention(
     offsets: str = "blocked",
     group_scale: bool = False,
     group: dist.ProcessGroup | None = None,
-    placement: str = "contiguous",
+    placement: str | Placement = "contiguous",
     n_global: int | None = None,
     timeout: float | None = None,
     return_lse: bool = False,
@@ -308,8 +308,9 @@ def ring_attention(
         group_scale: divides the output by the number of branches (of segment lengths, with offsets="all").
         scale: of q.k, above 0; None: 1/sqrt(head_dim).
         group: the ranks of the ring; None: this process alone.
-        placement: "contiguous", "zigzag", "striped" or "hilbert": which rank holds which tokens. Make
-            shards with :func:`shard`; contiguous shards may also have lengths of your own.
+        placement: "contiguous", "zigzag", "striped", "hilbert" or a Placement: which rank holds which tokens. Make
+            shards with :func:`shard`; contiguous shards may also have lengths of your own. A Placement is that of q,
+            k and v.
         n_global: tokens of the whole sequence, on all ranks or none. The shards must then have the lengths
             that the placement gives them. This is only a check: ranks compare their lengths in any case.
         schedule: "ring", "gather" or "auto".

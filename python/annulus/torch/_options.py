@@ -19,7 +19,6 @@ F = TypeVar("F", bound=Callable)
 NAMES = {
     "pattern": ("dense", "longnet", "head_groups"),
     "offsets": ("blocked", "interleaved", "all"),
-    "placement": ("contiguous", "zigzag", "striped", "hilbert"),
 }
 # Options of an executor that are not arguments of a call, with the source of their values.
 NO_ARGUMENTS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, Placement
-from annulus.torch._config import placement_of_lengths
+from annulus.torch._placements import claim_of, placement_of_lengths
 from annulus.torch._sharding import _axis
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._messages import exchange
@@ -126,11 +125,7 @@ def _index(rows: Sequence[range], device: torch.device) -> torch.Tensor:
 
 
 def _claim_of(where: Where) -> str:
-    """A text that is equal if and only if the placements are. Explicit placements of one name may differ."""
-    if not isinstance(where, Placement):
-        return f"{where[0]} over ranks {where[1]}"
-    ranges = repr([where.ranges(rank) for rank in range(where.ranks)])
-    return f"{where} {hashlib.sha256(ranges.encode()).hexdigest()[:16]}"
+    return claim_of(where) if isinstance(where, Placement) else f"{where[0]} over ranks {where[1]}"
 
 
 def _move(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from annulus import ConfigError
-from annulus.torch._config import placement_of_lengths
+from annulus import ConfigError, Placement
+from annulus.torch._placements import claim_of, placement_of_lengths
 from annulus.torch._sharding import positions
 from annulus.torch.ring._process_groups import group_name
 from annulus.torch.ring._registry import lengths_of_all
@@ -50,17 +50,19 @@ def own_positions(
     where: str,
     tokens: int,
     n_global: int | None,
-    placement: str,
+    placement: str | Placement,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """The position of each token of this rank. With a group and without n_global, ranks exchange their lengths."""
-    if group is None:
+    if group is None and isinstance(placement, str):
         # Not `positions`, which torch.compile cannot trace.
         mine = torch.arange(tokens)
+    elif group is None:
+        mine = positions(tokens, placement=placement)
     elif n_global is not None:
         mine = positions(n_global, placement=placement, group=group)
     else:
-        claims = {"placement": placement, "n_global": None}
+        claims = {"placement": claim_of(placement), "n_global": None}
         lengths = list(lengths_of_all(where, group_name(group), claims, tokens))
         if sum(lengths) == 0:
             return torch.arange(0)

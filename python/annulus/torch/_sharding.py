@@ -6,8 +6,13 @@ import torch
 import torch.distributed as dist
 
 from annulus import ConfigError, Placement
-from annulus.torch._config import placement_of_lengths
-from annulus.torch._options import NAMES, name_complaint, whole_complaint
+from annulus.torch._options import whole_complaint
+from annulus.torch._placements import (
+    claim_of,
+    placement_complaint,
+    placement_of_lengths,
+    placement_of_tokens,
+)
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name, group_size_and_rank
 from annulus.torch.ring._registry import lengths_of_all
@@ -29,7 +34,7 @@ def _axis(where: str, x: torch.Tensor, dim: int) -> int:
 def positions(
     n_global: int,
     *,
-    placement: str = "contiguous",
+    placement: str | Placement = "contiguous",
     group: dist.ProcessGroup | None = None,
     rank: int | None = None,
 ) -> torch.Tensor:
@@ -40,7 +45,7 @@ def positions(
 
     Args:
         n_global: tokens of the whole sequence.
-        placement: "contiguous", "zigzag", "striped" or "hilbert".
+        placement: "contiguous", "zigzag", "striped", "hilbert" or a Placement.
         group: the ranks of the ring; None: this process alone, which holds all tokens in order.
         rank: the rank in the group; None: the rank of this process.
     """
@@ -48,13 +53,17 @@ def positions(
     rank = own if rank is None else rank
     for complaint in (
         whole_complaint("n_global", n_global),
-        name_complaint("placement", placement, NAMES["placement"]),
+        placement_complaint(placement),
         whole_complaint("rank", rank, ranks - 1),
     ):
         if complaint is not None:
             raise ConfigError(f"positions: {complaint}")
     # A placement has at least one token. For an empty sequence, it is made to check the name and the rank.
-    placed = Placement.named(placement, 1 if n_global == 0 else n_global, ranks)
+    tokens = 1 if n_global == 0 and isinstance(placement, str) else n_global
+    try:
+        placed = placement_of_tokens(placement, tokens, ranks)
+    except ConfigError as error:
+        raise ConfigError(f"positions: {error}") from None
     mine = torch.from_numpy(placed.positions(rank))
     return mine[:n_global]
 
@@ -62,7 +71,7 @@ def positions(
 def shard(
     x: torch.Tensor,
     *,
-    placement: str = "contiguous",
+    placement: str | Placement = "contiguous",
     group: dist.ProcessGroup | None = None,
     dim: int = 1,
 ) -> torch.Tensor:
@@ -72,13 +81,13 @@ def shard(
 
     Args:
         x: the whole tensor, with the tokens of the sequence along `dim`: embeddings, q, k, v, labels.
-        placement: "contiguous", "zigzag", "striped" or "hilbert".
+        placement: "contiguous", "zigzag", "striped", "hilbert" or a Placement.
         group: the ranks of the ring; None: this process alone, which gets all of x.
         dim: the axis of the tokens.
     """
     dim = _axis("shard", x, dim)
     mine = positions(x.shape[dim], placement=placement, group=group)
-    if placement == "contiguous":
+    if isinstance(placement, str) and placement == "contiguous":
         return x.narrow(dim, int(mine[0]) if len(mine) else 0, len(mine))
     return x.index_select(dim, mine.to(x.device))
 
@@ -113,7 +122,7 @@ class _Gather(torch.autograd.Function):
 def unshard(
     x: torch.Tensor,
     *,
-    placement: str = "contiguous",
+    placement: str | Placement = "contiguous",
     group: dist.ProcessGroup | None = None,
     dim: int = 1,
 ) -> torch.Tensor:
@@ -134,10 +143,14 @@ def unshard(
     dim = _axis("unshard", x, dim)
     if name is None:
         order = positions(x.shape[dim], placement=placement)
-        return x.index_select(dim, torch.argsort(order).to(x.device)) if placement == "hilbert" else x
-    positions(0, placement=placement, group=group)  # checks the name of the placement
+        if torch.equal(order, torch.arange(len(order))):
+            return x
+        return x.index_select(dim, torch.argsort(order).to(x.device))
+    complaint = placement_complaint(placement)
+    if complaint is not None:
+        raise ConfigError(f"unshard: {complaint}")
     others = [None if axis == dim else n for axis, n in enumerate(x.shape)]
-    claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others, "placement": placement}
+    claims = {"dtype": str(x.dtype), "dim": dim, "the other axes": others, "placement": claim_of(placement)}
     lengths = list(lengths_of_all("unshard", name, claims, x.shape[dim]))
     if sum(lengths) == 0:
         return x

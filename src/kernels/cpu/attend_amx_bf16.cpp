@@ -1,5 +1,5 @@
-// bf16 on the tiles of AMX (Sapphire Rapids and later). The tiles need no compiler flag, being asm;
-// the rest is asked for by a pragma, as in attend_avx512_bf16.cpp.
+// bf16 on the tiles of AMX (Sapphire Rapids and later). Tile instructions are inline asm and need
+// no compiler flag. A pragma enables the other instructions, as in attend_avx512_bf16.cpp.
 
 #include <algorithm>
 #include <array>
@@ -38,8 +38,8 @@
 namespace annulus::cpu {
 namespace {
 
-// Linux hands out the 8 KiB of tile state on request, to the whole process and for good. Containers
-// and hypervisors may refuse.
+// A process has to ask Linux once for the 8 KiB of tile state. Containers and hypervisors may
+// reject the request.
 std::string tile_complaint() {
   constexpr unsigned kBf16 = 1U << 22;
   constexpr unsigned kTile = 1U << 24;
@@ -57,7 +57,7 @@ std::string tile_complaint() {
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;
   if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
-  // Linux wants room for the tiles on all of them, and says ENOSPC.
+  // Linux needs room for the tiles on all of them, otherwise it reports ENOSPC.
   const std::string reason = errno == ENOSPC
                                  ? "a thread has an alternate signal stack that is too small"
                                  : std::strerror(errno);

@@ -1,5 +1,5 @@
-// The kernels of attend_amx_bf16.cpp with tiles in plain AVX-512: the same source and, as far as
-// the manual says what a tile product computes, the same bits. For tests on machines without tiles.
+// The kernels of attend_amx_bf16.cpp with tiles emulated in plain AVX-512: the same source and, as
+// far as the manual specifies tile products, the same bits. For tests on machines without tiles.
 
 #include <algorithm>
 #include <array>

@@ -1,7 +1,7 @@
 // The same kernels with the bf16 dot product of AVX512_BF16, which the packaged Highway does not
-// know. Other dtypes use the plain AVX-512 code. The instruction set is asked for by a pragma
-// around this code only: a compiler flag for the whole file would leak into inline functions that
-// other files share.
+// support. Other dtypes use the plain AVX-512 code. A pragma enables the instruction set for this
+// code only: a compiler flag for the whole file would also apply to inline functions that other
+// files share.
 
 #include <algorithm>
 #include <cmath>
@@ -33,6 +33,7 @@ HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
 #include "kernels/cpu/reach-inl.h"
 #include "kernels/cpu/forward-inl.h"
 #include "kernels/cpu/backward-inl.h"
+#include "kernels/cpu/few_rows-inl.h"
 #include "kernels/cpu/peak-inl.h"
 
 namespace annulus::cpu::n_avx512_bf16 {
@@ -67,7 +68,11 @@ std::vector<Implementation> avx512_bf16_implementations() {
                                &forward_by_dtype,
                                &backward_by_dtype,
                                &n_avx512_bf16::dot_rows,
-                               &n_avx512_bf16::store_row};
+                               &n_avx512_bf16::store_row,
+                               nullptr,
+                               nullptr,
+                               &n_avx512_bf16::few_rows,
+                               &n_avx512_bf16::load_few_query};
   __builtin_cpu_init();
   const bool usable =
       (hwy::SupportedTargets() & HWY_AVX3) != 0 && __builtin_cpu_supports("avx512bf16");

@@ -1,5 +1,5 @@
-// The kernels for every instruction set that Highway reaches here: scalar, AVX2 and AVX-512 on x86,
-// NEON on Arm. This file is compiled once per set by foreach_target.h.
+// The kernels for every instruction set that Highway supports here: scalar, AVX2 and AVX-512 on
+// x86, NEON on Arm. foreach_target.h compiles this file once per set.
 
 #include <algorithm>
 #include <cmath>
@@ -12,8 +12,8 @@
 #include "kernels/cpu/row_stream.h"
 #include "kernels/cpu/sink.h"
 
-// SSSE3 and SSE4 machines use the scalar code: none that old runs long sequences. SVE vectors have
-// no size at compile time.
+// SSSE3 and SSE4 machines use the scalar code: they are too old for long sequences. SVE is left out
+// because its vectors have no size at compile time.
 #define HWY_COMPILE_ALL_ATTAINABLE
 #define HWY_DISABLED_TARGETS \
   (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
@@ -37,6 +37,7 @@ HWY_BEFORE_NAMESPACE();
 #include "kernels/cpu/reach-inl.h"
 #include "kernels/cpu/forward-inl.h"
 #include "kernels/cpu/backward-inl.h"
+#include "kernels/cpu/few_rows-inl.h"
 #include "kernels/cpu/peak-inl.h"
 HWY_AFTER_NAMESPACE();
 
@@ -48,7 +49,8 @@ namespace {
 #define ANNULUS_IMPLEMENTATION(space, label)                                                 \
   {                                                                                          \
     label, false, &space::forward<space::MultiplyF32>, &space::backward<space::MultiplyF32>, \
-        &space::dot_rows, &space::store_row                                                  \
+        &space::dot_rows, &space::store_row, nullptr, nullptr, &space::few_rows,             \
+        &space::load_few_query                                                               \
   }
 
 std::string complaint(std::int64_t target) {

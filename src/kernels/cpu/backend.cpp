@@ -5,13 +5,14 @@
 #include <utility>
 
 #include "core/thread_pool.h"
+#include "kernels/cpu/cached_rows.h"
 #include "kernels/cpu/engine.h"
 #include "kernels/cpu/kernel.h"
 
 namespace annulus::cpu {
 namespace {
 
-// Whatever is enqueued is done at once.
+// Runs work when it is enqueued.
 class CpuQueue final : public Queue {
  public:
   [[nodiscard]] Device device() const override { return {}; }
@@ -22,7 +23,7 @@ class CpuQueue final : public Queue {
   }
 };
 
-// Stretches of rows, short enough that one head of one sequence keeps all threads busy.
+// Copies in stretches of rows, short enough that one head of one sequence keeps all threads busy.
 class CpuCopies final : public CopyProgram {
  public:
   CpuCopies(const ParcelLayout& layout_in, std::vector<ParcelCopy> copies)
@@ -50,7 +51,7 @@ class CpuCopies final : public CopyProgram {
     std::size_t sum = 0;
     for (const std::vector<Stretch>& cut : stretches) sum += cut.size() * sizeof(Stretch);
     for (const ParcelCopy& parcel : parcels) {
-      // Programs of one parcel share its runs.
+      // Copies of one parcel share its runs, so each counts its share of their memory.
       sum +=
           sizeof(ParcelCopy) + parcel.runs->size() * sizeof(CopyRun) /
                                    static_cast<std::size_t>(std::max(1L, parcel.runs.use_count()));
@@ -58,7 +59,7 @@ class CpuCopies final : public CopyProgram {
     return static_cast<std::int64_t>(sum);
   }
 
-  // `rows` rows from row `first` of run number `run` on, going on into the next runs.
+  // `rows` rows, from row `first` of run `run` on; continues into the next runs.
   struct Stretch {
     std::size_t run;
     std::int64_t first;
@@ -178,8 +179,13 @@ class CpuBackend final : public Backend {
     });
   }
 
+  [[nodiscard]] std::unique_ptr<CacheKernels> cache_kernels(const CacheShape& shape) override {
+    return make_cache_kernels(shape, kernels_, pool_);
+  }
+
  private:
-  const Kernels& kernels_;  // first: it may ask the system for tiles, before there are threads
+  const Kernels&
+      kernels_;  // before pool_: it may ask the system for tiles, which must precede threads
   std::shared_ptr<ThreadPool> pool_;
 };
 

@@ -6,7 +6,7 @@
 
 namespace annulus::cpu {
 
-// All CPU cores of this process, behind the pool of `threads` threads (0: the shared one).
+// The backend of the CPU, with a pool of `threads` threads (0: the shared pool).
 [[nodiscard]] std::shared_ptr<Backend> make_backend(int threads);
 
 }  // namespace annulus::cpu

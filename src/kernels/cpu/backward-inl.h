@@ -1,7 +1,7 @@
 // Backward: queries in the SIMD lanes, as in forward-inl.h. Per block of 128 keys x 128 queries:
 // S^T, P^T = 2^(S - L), dP^T (whose accumulator starts at -delta) and dS^T = P * dP, panel by
 // panel; then dQ^T += K^T dS^T with queries in the lanes and dV += P^T dO, dK += dS^T Q with
-// head_dim in the lanes. Only Q, dO and dQ are ever transposed. See simd-inl.h for how this file is
+// head_dim in the lanes. Only Q, dO and dQ are transposed. See simd-inl.h for how this file is
 // included.
 
 namespace annulus::cpu::ANNULUS_ISA {
@@ -120,15 +120,14 @@ class Backward {
     queries_finite_ = pack_queries(kOutGrad, 1.0F, do_columns_, do_pairs_) && queries_finite_;
     for (int i = 0; i < lanes; ++i) {
       const bool exists = i < queries_ && query_refs_[i].run != nullptr;
-      minus_lse_[i] = -INFINITY;  // padding sees no key: weight 2^-inf
+      minus_lse_[i] = -INFINITY;  // padding sees no key; its weights are 2^-inf
       large_lse_[i] = 0;
       minus_delta_[i] = 0.0F;
       repeat_weights(task_.repeats, exists ? query_refs_[i].index() : 0, repeats_ + i,
                      kPanels * kPanel);
       if (!exists) continue;
       const float lse = *reinterpret_cast<const float*>(query_refs_[i].at(kLse));
-      if (lse ==
-          -INFINITY) {  // all its scores are -inf: it has no gradient, whatever Inf made them so
+      if (lse == -INFINITY) {  // all its scores are -inf, so it has no gradient
         query_before_[i] = kSeesNothing.before;
         query_last_[i] = kSeesNothing.last;
         continue;
@@ -136,7 +135,7 @@ class Backward {
       minus_lse_[i] = -lse * kLog2E;
       if (std::abs(minus_lse_[i]) >= kLargeLse && std::isfinite(minus_lse_[i])) {
         large_[i / kPanel] = true;
-        large_lse_[i] = lse / double{kLn2};  // forward multiplied by that
+        large_lse_[i] = lse / double{kLn2};  // undoes forward's multiplication
         minus_lse_[i] = 0;                   // settle_scores subtracts it
       }
       minus_delta_[i] = -*reinterpret_cast<const float*>(query_refs_[i].at(kDelta));
@@ -147,7 +146,7 @@ class Backward {
   }
 
   bool pack_queries(int channel, float factor, Element* columns, Element* pairs) {
-    // fp32 rows serve as pair form too, so they go straight there.
+    // Row form and pair form are the same for fp32, so rows are written there directly.
     Element* rows = M::kPack == 1 ? pairs : rows_;
     const int lanes = panels_ * kPanel;
     const bool finite = Packer<M, kLd>::pack(problem_.dtype, query_refs_, channel, queries_, lanes,
@@ -162,7 +161,7 @@ class Backward {
 
   void process(int block) {
     const int tiles = std::min(kGradBlock, key_rows_ - block) / kRows;
-    int begin = tiles;  // of the tiles that some panel needs
+    int begin = tiles;  // of the tiles that any panel needs
     int end = 0;
     for (int p = 0; p < panels_; ++p) {
       reach_[p] = reach(limits_[p], &tile(block, 0), tiles);
@@ -191,7 +190,7 @@ class Backward {
   [[nodiscard]] const TileKeys& tile(int block, int t) const {
     return key_tiles_[block / kRows + t];
   }
-  // Some pairs that a panel and a block compute are not allowed.
+  // Whether some of the computed pairs are not allowed.
   [[nodiscard]] bool masked(int block, int p) const {
     for (int t = reach_[p].begin; t < reach_[p].end; ++t)
       if (!limits_[p].see_all(tile(block, t))) return true;
@@ -202,8 +201,8 @@ class Backward {
     return base + p * kGradBlock * kPanelElements;
   }
 
-  // P^T and dS^T of one panel. All of S first: Q^T and dO^T together would not fit L1 at head_dim
-  // 128.
+  // Computes P^T and dS^T of one panel. All of S first, because Q^T and dO^T together do not fit L1
+  // at head_dim 128.
   template <bool kRepeats>
   void score_gradients(int block, int p) {
     const Reach& r = reach_[p];
@@ -231,7 +230,7 @@ class Backward {
     }
   }
 
-  // S - L of rows with a large L, lane by lane, whatever its neighbours are.
+  // S - L of rows with a large L, one lane at a time.
   template <bool kRepeats>
   HWY_NOINLINE void settle_scores(int block, int p) const {
     const Reach& r = reach_[p];
@@ -267,7 +266,7 @@ class Backward {
     VF minus_lse[kVectors];
     for (int j = kV0; j < kVectors; ++j)
       minus_lse[j] = hn::Load(kF, minus_lse_ + p * kPanel + j * kLanes);
-    // Exponentials of two score rows between the products, as in forward.
+    // Exponentials of two score rows are interleaved with the products, as in forward.
     ANNULUS_UNROLL(1)
     for (int r = 0; r < kRows; r += 2) {
       ANNULUS_UNROLL(2)
@@ -309,7 +308,7 @@ class Backward {
         }
         w[j] = hn::Load(kF, s + i * kPanel + j * kLanes);
         acc[i][j] = hn::Mul(acc[i][j], w[j]);
-        // dP may be Inf or NaN where the pair is not allowed; 0 times that is no 0.
+        // dP of a hidden pair may be Inf or NaN, and 0 times that is not 0.
         if constexpr (kMasked)
           acc[i][j] = hn::IfThenElseZero(visible(lanes + j * kLanes, keys[i]), acc[i][j]);
       }
@@ -344,7 +343,7 @@ class Backward {
     }
   }
 
-  // Sum over the panels of weights[key][query] x x[query][column], keys of one tile.
+  // The sum over the panels of weights[key][query] x x[query][column], for the keys of one tile.
   HWY_INLINE void key_gradients(int block, int t, Element* weights, const Element* x,
                                 float* gradient) {
     bool careful = false;
@@ -375,8 +374,8 @@ class Backward {
     add_tile<kLd>(acc, out);
   }
 
-  // The same where queries hold Inf or NaN: only allowed pairs are touched. Slow; keeps the order
-  // of the fast path.
+  // The same for queries with Inf or NaN: uses allowed pairs only. Slow; keeps the order of the
+  // fast path.
   HWY_NOINLINE void key_gradients_visible(int block, int t, const Element* weights,
                                           const Element* x, float* out) const {
     for (int i = 0; i < kRows; ++i) {
@@ -460,7 +459,7 @@ class Backward {
   PanelLimits limits_[kPanels] = {};
   RowStream::Ref* key_refs_;
   std::int32_t* key_index_;
-  std::int32_t* key_repeats_;  // where a key's class begins in repeats_
+  std::int32_t* key_repeats_;  // offset of the key's class in repeats_
   TileKeys* key_tiles_;
   Element* k_;        // row form
   Element* v_;        // row form

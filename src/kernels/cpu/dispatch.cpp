@@ -19,7 +19,8 @@ const std::vector<Implementation>& implementations() {
     std::vector<Implementation> out = avx512_bf16_implementations();
     for (const Implementation& implementation : highway_implementations())
       out.push_back(implementation);
-    // CPUs with tiles are slow at bf16 otherwise (preference.cpp): the rest is done in fp32.
+    // CPUs with tiles are slow at other bf16 products (preference.cpp), so what does not run on
+    // tiles uses fp32.
     const auto others = std::find_if(out.begin(), out.end(), [](const Implementation& i) {
       return std::string_view(i.kernels->name) == "avx512";
     });
@@ -44,7 +45,7 @@ const IsaChoice& default_choice() {
   return choice;
 }
 
-// Null where nothing is forced.
+// Null if no set is forced.
 const char* forced_name() {
   const char* const name = std::getenv("ANNULUS_ISA");
   return name != nullptr && *name != '\0' ? name : nullptr;
@@ -116,7 +117,7 @@ double measure_fma_peak_gflops(bool bf16) {
   constexpr std::int64_t kRounds = 200'000;
   float sink = 0;
   double fastest = 0;
-  best->multiply_add(kRounds, &sink);  // clocks and upper register halves wake up
+  best->multiply_add(kRounds, &sink);  // warm-up: clock frequency and upper halves of registers
   for (int repeat = 0; repeat < 5; ++repeat) {
     const auto start = Clock::now();
     const double flops = best->multiply_add(kRounds, &sink);

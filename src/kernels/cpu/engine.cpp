@@ -34,7 +34,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
   const Plan& plan = *forward.front().plan;
   every_row_attends_ = every_query_attends(*computation.pattern, plan.query_placement().tokens(),
                                            plan.key_placement().tokens());
-  // A scaled 16-bit output would be rounded twice.
+  // Not with output_scale, because a 16-bit output would be rounded twice.
   direct_output_ = passes <= 1 && (is_fp32() || computation.pattern->output_scale == 1.0);
   state_bytes_ = needed_state();
   if (computation.backward)
@@ -49,7 +49,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
 
 void CpuEngine::compile(std::vector<Work>& works, std::span<const Stage> stages) {
   works.reserve(stages.size());
-  std::vector<std::size_t> distinct;  // whose lists no other has
+  std::vector<std::size_t> distinct;  // stages with lists of their own
   for (const Stage& stage : stages) {
     PackedBytes packed_bytes;
     if (kernels_.packed_bytes != nullptr && kernels_.packed_bytes(problem_, 1) > 0)
@@ -66,7 +66,7 @@ void CpuEngine::compile(std::vector<Work>& works, std::span<const Stage> stages)
 CpuEngine::StateBytes CpuEngine::needed_state() const {
   StateBytes bytes;
   if (!is_fp32()) {
-    // Forward and backward take turns: the larger one's needs will do.
+    // Forward and backward never run at the same time, so they share the larger workspace.
     const auto [dq, dk, dv] = sum_bytes();
     bytes.accumulators = computation_.backward ? dq + dk + dv : direct_output_ ? 0 : dq;
     if (computation_.kept != nullptr) {

@@ -18,10 +18,10 @@
 
 namespace annulus::cpu {
 
-// Of rows over which gradients of sinks are summed: some for each thread.
+// Blocks of rows over which gradients of sinks are summed: several per thread.
 inline constexpr std::int64_t kMostSinkBlocks = 256;
 
-// Runs at once whatever it is asked to do: the queue is the caller's thread and the pool.
+// Runs all work at once, on the caller's thread and the pool.
 class CpuEngine final : public Engine {
  public:
   CpuEngine(const Computation& computation, std::span<const Stage> forward,
@@ -60,17 +60,17 @@ class CpuEngine final : public Engine {
   [[nodiscard]] static float sink_of(const HeadNumbers& sinks, int head) {
     return sinks.base == nullptr ? -INFINITY : *sinks.at(head);
   }
-  // Where O so far is kept, for rows that are not written just once.
+  // Where the running O is, for rows that are written more than once.
   [[nodiscard]] bool direct(const ForwardCall& call) const {
     return direct_output_ && call.branches.o == nullptr;
   }
-  // Kernels take in the sinks of all rows that they write. Otherwise finish_forward does, in one
-  // multiplication with output_scale.
+  // Whether kernels merge sinks into all rows that they write. Otherwise finish_forward does, in
+  // one multiplication with output_scale.
   [[nodiscard]] bool kernels_take_sinks(const ForwardCall& call) const {
     return direct(call) && computation_.pattern->output_scale == 1.0;
   }
   [[nodiscard]] TensorRows state_rows(const ForwardCall& call) const;
-  // Where the branches' outputs so far are, in fp32: with the caller, or in the workspace.
+  // The running fp32 outputs of branches: in the caller's memory or in the workspace.
   [[nodiscard]] float* branch_outputs(const BranchOutputs& kept) const {
     return is_fp32() ? reinterpret_cast<float*>(kept.o) : accumulators_.floats();
   }
@@ -102,8 +102,8 @@ class CpuEngine final : public Engine {
   bool direct_output_ = false;      // every row is written once: no fp32 state is needed
 
   ReceivedRows received_;
-  Memory accumulators_;  // 16-bit dtypes: fp32 O, or those of the branches; in backward dQ, dK, dV
-  Memory packed_;        // keys of a phase, where the kernels pack them
+  Memory accumulators_;  // 16-bit dtypes: fp32 O, or O of the branches; in backward dQ, dK, dV
+  Memory packed_;        // keys of a phase, if the kernels pack them
   Memory statistics_;    // [batch][token][q head][statistics_width()]
   struct Runs {
     std::vector<RowRun> queries;

@@ -8,7 +8,7 @@
 
 namespace annulus::cpu {
 
-// fp32 gradients are summed where the caller wants them, 16-bit ones in the workspace.
+// fp32 gradients are summed in the caller's tensors, 16-bit ones in the workspace.
 GradientSums CpuEngine::sums(const BackwardCall& call) const {
   if (is_fp32()) return {call.dq, call.dk, call.dv};
   const Computation& c = computation_;
@@ -21,17 +21,17 @@ GradientSums CpuEngine::sums(const BackwardCall& call) const {
           rows_of(dv, c.key_tokens, c.kv_heads, c.head_dim)};
 }
 
-// lse and delta = rowsum(dO * O) of a row, side by side, so that they travel together. Detached
-// mixing has one delta per branch, from that branch's own output. Gradients are scaled by
-// output_scale at the very end, so delta is taken with the unscaled O. Returns what the row adds to
-// -1 / output_scale times the gradient of its head's sink.
+// Writes lse and delta = rowsum(dO * O) of a row, adjacent because they travel together. Detached
+// mixing has one delta per branch, from that branch's own output. Gradients are multiplied by
+// output_scale at the end, so delta uses the unscaled O. Returns the row's term of the gradient of
+// its head's sink, divided by -output_scale.
 double CpuEngine::fill_statistics(const BackwardCall& call, std::int64_t b, std::int64_t t,
                                   int h) const {
   const int heads = computation_.heads();
   const int head_dim = computation_.head_dim;
   const DType dtype = computation_.dtype;
   const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
-  // A scale of 0 makes every gradient 0 at the end.
+  // With a scale of 0 every gradient becomes 0 at the end.
   const double factor = computation_.pattern->output_scale;
   const auto unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
   const float sink = sink_of(call.sinks, h);
@@ -42,7 +42,7 @@ double CpuEngine::fill_statistics(const BackwardCall& call, std::int64_t b, std:
   if (call.branches.o == nullptr) {
     out[1] = unscale * kernels_.dot_rows(dtype, g, call.o.at(b, h) + t * call.o.row_step, head_dim);
     if (sink == -INFINITY) return 0;
-    // O is 0 where there are no keys, whatever dO is.
+    // A row without keys has O = 0, so its term is 0 even if dO is not finite.
     if (out[0] == sink && !std::isfinite(out[1])) return 0;
     return static_cast<double>(std::exp(sink - out[0])) * out[1];
   }
@@ -60,8 +60,8 @@ double CpuEngine::fill_statistics(const BackwardCall& call, std::int64_t b, std:
 }
 
 // Detached mixing holds the branches' weights w = exp(L_b - L) constant, but not p = exp(sink -
-// L'), on which every score has an influence. With m = sum(w delta) = dO.O of the merge without the
-// sink, that is p m less in every delta. Returns what fill_statistics does: p (1 - p) m.
+// L'), which depends on every score. With m = sum(w delta) = dO.O of the merge without the sink,
+// every delta becomes smaller by p m. Returns the same as fill_statistics: p (1 - p) m.
 double CpuEngine::take_sink(const BackwardCall& call, std::int64_t batch, std::int64_t token,
                             int head, float sink, float* statistics) const {
   const auto lse_of = [&](int branch) {
@@ -89,7 +89,7 @@ double CpuEngine::take_sink(const BackwardCall& call, std::int64_t batch, std::i
   return weight / (1 + std::exp(above)) * mean;
 }
 
-// Sums over blocks of rows, which are the same for every number of threads.
+// Sums over blocks of rows that do not depend on the number of threads.
 void CpuEngine::fill_statistics_and_dsinks(const BackwardCall& call) {
   const int heads = computation_.heads();
   if (call.dsinks.base == nullptr) {
@@ -172,7 +172,7 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
                                         {kValue, call.v, keys_from, 1},
                                         {kKeyGrad, sum.dk, back, 0},
                                         {kValueGrad, sum.dv, back, 1}};
-          // In canonical passes received rows have no gradient here.
+          // In canonical passes, received rows have no gradient channel.
           const std::size_t query_channels = kind == Stage::Kind::key_gradient ? 4 : 5;
           const std::size_t key_channels = kind == Stage::Kind::query_gradient ? 2 : 4;
           Runs& runs = runs_[static_cast<std::size_t>(slot)];

@@ -19,7 +19,7 @@ void CpuEngine::begin_forward(const ForwardCall& call, Queue&) {
     std::fill_n(call.branches.lse, computation_.kept->rows(), -INFINITY);
     return;
   }
-  if (direct(call) && every_row_attends_) return;  // each is written once, and read by nobody
+  if (direct(call) && every_row_attends_) return;  // every row is written once and never read
   for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
     for (int h = 0; h < computation_.heads(); ++h)
       *reinterpret_cast<float*>(call.lse.at(b, h) + t * call.lse.row_step) = -INFINITY;
@@ -31,8 +31,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
   const bool per_branch = call.branches.o != nullptr;
   const int heads = computation_.heads();
   const int ratio = heads / computation_.kv_heads;
-  // Running state of a row: where O so far and its log-sum-exp are. fp32 accumulates in the
-  // caller's o.
+  // The running state of rows: O and log-sum-exp so far. fp32 accumulates in the caller's o.
   const TensorRows state = state_rows(call);
   const DType state_dtype = direct(call) ? computation_.dtype : DType::f32;
   float* branch_o = branch_outputs(call.branches);
@@ -49,8 +48,8 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
     return PackedKeys{packed_.data() + list.offset, list.rows};
   };
 
-  // The only phase of all stages is the first one, whatever the stage: with fewer queries than
-  // keys, a rank's own keys may all be hidden.
+  // `direct` means that there is only one phase. It need not be in stage 0: with fewer queries than
+  // keys, all of a rank's own keys may be hidden.
   bool first_phase = stage == 0 || direct(call);
   for (const Phase& phase : work.phases()) {
     const auto stopped = [&] { return call.stop->load(std::memory_order_relaxed); };
@@ -114,8 +113,8 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
   }
 }
 
-// What the caller gets: merged, with sinks, scaled, in its dtype; zeros where a row attended to
-// nothing.
+// Writes the caller's output: merges branches and sinks, scales and rounds; zeros if a row attended
+// to nothing.
 void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   const int heads = computation_.heads();
   const int head_dim = computation_.head_dim;
@@ -129,8 +128,9 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   const auto row_bytes = static_cast<std::int64_t>(size_of(dtype)) * head_dim;
   for_each_token(computation_.query_tokens, [&](std::int64_t b, std::int64_t t) {
     alignas(64) float row[kMaxHeadDim];
-    std::byte* empty = nullptr;      // zeros are due from here ...
-    std::byte* empty_end = nullptr;  // ... to here: rows of neighbouring heads are cleared together
+    std::byte* empty = nullptr;  // rows to clear begin here ...
+    std::byte* empty_end =
+        nullptr;  // ... and end here: rows of neighbouring heads are cleared together
     for (int h = 0; h < heads; ++h) {
       auto* l = reinterpret_cast<float*>(call.lse.at(b, h) + t * call.lse.row_step);
       std::byte* out = call.o.at(b, h) + t * call.o.row_step;
@@ -163,7 +163,8 @@ void CpuEngine::finish_forward(const ForwardCall& call, Queue&) {
   });
 }
 
-// What is kept for backward is rounded like o, of which exact gradients take delta.
+// Rounds the outputs that are kept for backward. Backward takes delta from rounded outputs, as it
+// does for exact gradients.
 void CpuEngine::round_branches(const BranchOutputs& kept, std::int64_t batch, std::int64_t token,
                                int head) const {
   const DType dtype = computation_.dtype;
@@ -183,7 +184,7 @@ void CpuEngine::merge_branches(const BranchOutputs& kept, std::int64_t batch, st
   const auto branches = static_cast<int>(computation_.pattern->branches.size());
   const int head_dim = computation_.head_dim;
   const float* branch_o = branch_outputs(kept);
-  // Selects the token and has seen a key; calls use(lse, o).
+  // Calls use(lse, o) for every branch that selects the token and has seen a key.
   const auto for_each_branch = [&](const auto& use) {
     for (int b = 0; b < branches; ++b) {
       const std::int64_t at = computation_.kept->row(b, batch, head, token);

@@ -1,16 +1,16 @@
 // Forward: queries in the SIMD lanes. S^T[k][q] = K[k][d] (broadcast) x Q^T[d][q], then O^T[d][q]
-// += V[k][d] (broadcast) x P^T[k][q]. K and V need no transpose, maximum and sum are lane-wise, and
-// what a lane computes depends on its own row alone: that is what makes results independent of how
-// rows are grouped. See simd-inl.h for how this is included.
+// += V[k][d] (broadcast) x P^T[k][q]. K and V need no transpose, and maximum and sum are lane-wise.
+// A lane depends only on its own row, so results do not depend on how rows are grouped. See
+// simd-inl.h for how this is included.
 //
 // There is no running maximum. Scores are taken relative to a reference per row: the maximum over
 // its first tile of keys, or the log-sum-exp of a running state. fp32 holds 2^x for x in +-126 at
-// full precision, so any reference within a factor 2^48 of the truth is as good as the maximum. The
-// row sums say whether it was; if not, which even logits of standard deviation 9 hardly ever cause,
-// the block is computed again with the exact maximum.
+// full precision, so any reference within a factor 2^48 of the maximum is as good. The row sums
+// show whether it was. If not, which is rare even for logits of standard deviation 9, the block is
+// computed again with the exact maximum.
 //
-// Where weights are rounded (to bf16) a row is divided by the sum of the rounded ones: where few
-// keys have all the weight, their rounding then cancels. The log-sum-exp is that of the exact sum.
+// If weights are rounded (to bf16), a row is divided by the sum of the rounded weights, so that
+// their rounding cancels if few keys have all the weight. The log-sum-exp is that of the exact sum.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -27,13 +27,13 @@ class Forward {
     float* minus_reference;  // [kPanel]; added to a score in log2 units
     float* sum;              // [kPanel]; 0: no key seen yet
     float* rounded_sum;      // [kPanel]; see Sums
-    LaneLimits keys;         // [kPanel]: which each query sees
+    LaneLimits keys;         // [kPanel]: the keys that each query sees
     const float* repeats;    // [key class][kPanel]; see repeat_weights
     PanelLimits limits;
   };
 
   static constexpr bool kRoundsWeights = M::kPack == 2;
-  // Of weights, exact and as they are multiplied with V.
+  // Sums of weights: exact, and rounded as they are multiplied with V.
   struct Sums {
     VF exact;
     VF rounded;
@@ -43,7 +43,7 @@ class Forward {
     const Element* k;             // row form
     const Element* v;             // pair form
     const std::int32_t* index;    // [rows], kMaskedIndex in the padding
-    const std::int32_t* repeats;  // [rows], where a key's class begins in Panel::repeats
+    const std::int32_t* repeats;  // [rows], offset of the key's class in Panel::repeats
     TileKeys tiles[kTiles];
     std::int32_t first_key;
     std::int32_t last_key;
@@ -58,7 +58,7 @@ class Forward {
     std::int64_t keys = 0;
     for (const RowRun& run : task.keys) keys += run.count;
     RowStream stream(task.keys, 0, keys, {task.canonical, task.key_gap, kKeyBlock});
-    // Strided rows lie on a page each: whatever is known to come is asked for early.
+    // Each strided row is on a page of its own, so rows are prefetched early.
     const int first_keys = stream.take(kKeyBlock, self.key_refs_[0]);
     self.prefetch_keys(self.key_refs_[0], 0, first_keys);
     self.load_queries();
@@ -106,8 +106,8 @@ class Forward {
 
   [[nodiscard]] HWY_INLINE int head_dim() const { return kFd != 0 ? kFd : problem_.head_dim; }
   [[nodiscard]] HWY_INLINE int score_dim() const { return score_dim_of(head_dim()); }
-  // The reference is added here and not as the start of the score's sum: at its magnitude every
-  // step would round.
+  // The reference is added at the end. A sum that started with it would round at its magnitude in
+  // every step.
   [[nodiscard]] HWY_INLINE VF weight_of(VF score, VF minus_reference) const {
     return exp2_vector<M::kExpDegree>(
         M::kPack == 1 ? hn::Add(score, minus_reference)
@@ -132,7 +132,7 @@ class Forward {
       rows_to_panel(rows, kRowElements, padded_dim_ / M::kPack,
                     q_ + first * padded_dim_ / M::kPack);
       for (int i = 0; i < kPanel; ++i) {
-        // Lanes past the end repeat the last index: they then never decide which tiles a panel
+        // Lanes past the end repeat the last index, so they do not affect which tiles a panel
         // skips.
         const RowStream::Ref& ref = query_refs_[first + std::min(i, count - 1)];
         const KeyLimits keys = key_limits(task_.band, ref.index());
@@ -151,14 +151,14 @@ class Forward {
     }
   }
 
-  // The state is normalised: O as it would be output now and its log-sum-exp L. So reference = L
+  // The state is normalised: O as it would be stored now, and its log-sum-exp L. So reference = L
   // and sum = 1.
   void load_state(int first, int count) {
     for (int i = 0; i < kPanel; ++i) {
       float* row = rows_ + i * kLd;
       const float lse =
           i < count ? *reinterpret_cast<const float*>(query_refs_[first + i].at(kLse)) : -INFINITY;
-      if (lse == -INFINITY) {  // nothing seen yet: what the state holds is not even initialised
+      if (lse == -INFINITY) {  // no key seen yet, so the state is not initialised
         std::memset(row, 0, sizeof(float) * static_cast<std::size_t>(padded_dim_));
         continue;
       }
@@ -186,7 +186,7 @@ class Forward {
       const Block block = pack_block(key_refs_[slot], count);
       const int next_count = stream.take(kKeyBlock, key_refs_[slot ^ 1]);
       for (int p = 0; p < panels_; ++p) {
-        // The next block's rows arrive in L2 while this one computes, a share per panel.
+        // Prefetches the next block's rows to L2 while this one computes, a share per panel.
         prefetch_keys(key_refs_[slot ^ 1], next_count * p / panels_,
                       next_count * (p + 1) / panels_);
         attend(panel(p), block);
@@ -287,15 +287,15 @@ class Forward {
   }
 
   // P = 2^(S - reference) and its sums over the block. Returns whether any tile was masked. With
-  // `choose_reference` rows without keys so far take their reference from the first tile of which
-  // they see a key. kRepeats: pairs may count several times.
+  // `choose_reference`, rows without keys so far take their reference from the first tile of which
+  // they see a key. kRepeats: pairs may count more than once.
   template <bool kRepeats>
   bool weigh(const Panel& panel, const Block& block, const Reach& tiles, bool choose_reference) {
     clear_block_sums();
     if (choose_reference) find_fresh(panel);
     bool choosing = choose_reference;  // some rows may have seen no key before this tile
     bool masked = tiles.end > tiles.first_end;
-    bool pending = false;  // the previous tile's exponentials are still to be taken
+    bool pending = false;  // the exponentials of the previous tile are not computed yet
     float* s = s_;
     float* previous = s_ + kRows * kPanel;
     const auto take_pending = [&](int t) {
@@ -342,7 +342,7 @@ class Forward {
   }
 
   // Fresh rows that see keys of the tile take their highest score as reference. Returns whether
-  // some rows see keys of later tiles only.
+  // some fresh rows see keys of later tiles only.
   template <int kV0>
   HWY_INLINE bool choose_references(const Panel& panel, const Block& block, int tile,
                                     const float* s) const {
@@ -383,8 +383,8 @@ class Forward {
     store_tile<kV0, kPanel>(acc, s);
   }
 
-  // A score tile with the previous tile's exponentials woven in: their latency hides behind the
-  // products.
+  // A score tile, interleaved with the exponentials of the previous tile to hide their latency
+  // behind the products.
   template <bool kRepeats>
   HWY_NOINLINE void score_tile_and_weights(const Panel& panel, const Element* k, float* s,
                                            const float* previous,
@@ -464,8 +464,8 @@ class Forward {
     }
   }
 
-  // The same tile by tile, where lanes that `rounds` marks round score x factor, as their reference
-  // was rounded: see move_reference. The others get the bits that they always get.
+  // The same tile by tile. Lanes that `rounds` marks round score x factor in the same way as their
+  // reference: see move_reference. The other lanes get the same bits as otherwise.
   template <bool kRepeats>
   HWY_NOINLINE void weigh_rounded(const Panel& panel, const Block& block, const Reach& tiles,
                                   const float* rounds) {
@@ -479,7 +479,7 @@ class Forward {
         Sums sums = block_sums(j);
         const auto weight = [&](int i) {
           const VF score = hn::Load(kF, s_ + i * kPanel + j);
-          // Pinned, lest the compiler makes one operation of the two again.
+          // Pinned, so that the compiler does not fuse the two operations.
           const VF by_product =
               exp2_vector<M::kExpDegree>(hn::Add(pin(hn::Mul(score, factor)), minus_reference));
           const VF w = hn::IfThenElse(rounded, by_product, weight_of(score, minus_reference));
@@ -496,7 +496,7 @@ class Forward {
     }
   }
 
-  // Lanes whose reference is off: too large a sum (or NaN), or too small a first one.
+  // Lanes with an unsuitable reference: too large a sum (or NaN), or too small a first one.
   [[nodiscard]] HWY_INLINE auto misfits(const Panel& panel, int j) const {
     const VF fresh = hn::Load(kF, block_sum_ + j);
     const VF old = hn::Load(kF, panel.sum + j);
@@ -515,13 +515,13 @@ class Forward {
     return true;
   }
 
-  // Misfit lanes get their maximum over the block as reference; what they have summed so far is
-  // rescaled. Lanes that fit are left alone: their result must not depend on their neighbours.
+  // Misfit lanes get their maximum over the block as reference, and their sums so far are rescaled.
+  // Other lanes are unchanged, because their results must not depend on their neighbours.
   //
-  // With bf16 a reference is score x factor, rounded, and a weight 2^(score x factor - reference),
-  // where the product is not: beyond 2^24 the maximum's own weight is then not 1 but, from 2^31 on,
-  // perhaps 2^-149, which is 0: a row without keys. Returns whether there are such lanes, which
-  // `rounds` marks.
+  // With bf16, a reference is score x factor, rounded, and a weight is 2^(score x factor -
+  // reference) with an unrounded product. Beyond 2^24, the weight of the maximum therefore differs
+  // from 1. From 2^31 on it may be 2^-149, which is flushed to 0: a row without keys. Marks such
+  // lanes in `rounds` and returns whether there are any.
   HWY_NOINLINE bool move_reference(const Panel& panel, const Block& block, const Reach& tiles,
                                    float* rounds) {
     VF highest[kVectors];
@@ -547,8 +547,8 @@ class Forward {
       any_rounds = any_rounds || (M::kPack == 2 && !hn::AllFalse(kF, round));
       hn::Store(hn::IfThenElseZero(round, hn::Set(kF, 1.0F)), kF, rounds + at);
       const VF sum = hn::Load(kF, panel.sum + at);
-      // A lane that stays, or has no keys yet, has nothing to rescale; 2^(moved - old) might
-      // overflow.
+      // A lane that keeps its reference, or has no keys yet, has nothing to rescale; 2^(moved -
+      // old) might overflow.
       const auto rescale = hn::And(move, hn::Ne(sum, hn::Zero(kF)));
       const VF weight =
           hn::IfThenElse(rescale, exp2_vector(hn::Sub(moved, old)), hn::Set(kF, 1.0F));
@@ -574,8 +574,8 @@ class Forward {
       for (int i = first; i < first + count; ++i)
         prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
       float* o = o_ + first * padded_dim_;
-      // Two factors, because the engine multiplies with the second one by itself where other tasks
-      // come back to a row: bits must not depend on that (see ForwardTask::sink).
+      // Two separate products, because the engine does the second one if several tasks write a row.
+      // Bits must not depend on that (see ForwardTask::sink).
       HWY_ALIGN float inverse[kPanel];
       HWY_ALIGN float kept[kPanel];
       for (int i = 0; i < kPanel; ++i) {
@@ -585,7 +585,7 @@ class Forward {
         inverse[i] = sum == 0.0F ? 1.0F : 1.0F / rounded_sum_[first + i];
         kept[i] = row.kept;
         if (i >= count) continue;
-        if (HWY_UNLIKELY(sum == 0.0F)) {  // nothing comes out, whatever Inf the values had
+        if (HWY_UNLIKELY(sum == 0.0F)) {  // no key seen: 0, even if values are Inf
           for (int d = 0; d < head_dim(); ++d) o[d * kPanel + i] = 0.0F;
         }
         *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) = row.lse;
@@ -610,7 +610,7 @@ class Forward {
   int padded_dim_;
   int queries_;
   int panels_;
-  int classes_;  // of keys, by which repeats contain them; 0: every pair counts once
+  int classes_;  // number of key classes (see repeat_class); 0: every pair counts once
   float query_factor_;
   float score_factor_;
   RowStream::Ref* query_refs_;
@@ -632,7 +632,7 @@ class Forward {
   float* s_;
   float* block_sum_;
   float* block_rounded_sum_;
-  float* fresh_;  // not 0: rows that have seen no key yet
+  float* fresh_;  // not 0: the row has seen no key yet
 };
 
 template <class M>

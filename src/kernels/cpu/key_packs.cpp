@@ -27,7 +27,7 @@ std::int32_t pieces(const KeyList& list) {
 
 void assign_packs(Phase& phase, const WorkGroups& groups, int head_ratio, bool canonical,
                   const PackedBytes& packed_bytes) {
-  // Groups that leave out pairs have the rows of one tile group in common.
+  // Groups that skip shared pairs have the same rows as the other groups of their tile group.
   using Key = std::tuple<int, std::int32_t, int>;
   const auto key_of = [&](const WorkItem& item) {
     const WorkGroup& group = groups[item.group];
@@ -43,7 +43,8 @@ void assign_packs(Phase& phase, const WorkGroups& groups, int head_ratio, bool c
   for (std::size_t i = 0; i < phase.items.size(); ++i) {
     const WorkItem& item = phase.items[i];
     const Key key = key_of(item);
-    if (users[key] < 2) continue;  // who is alone packs as it goes, in memory that stays in L2
+    if (users[key] < 2)
+      continue;  // a single item packs its keys itself, in scratch that stays in L2
     const auto [found, is_new] = ids.try_emplace(key, static_cast<std::int32_t>(ids.size()));
     list_of[i] = found->second;
     if (!is_new) continue;
@@ -61,14 +62,14 @@ void assign_packs(Phase& phase, const WorkGroups& groups, int head_ratio, bool c
   }
   if (phase.lists.empty()) return;
 
-  // Even waves lie in front, odd ones behind them.
+  // Even waves use the first half of the memory, odd ones the second.
   std::int64_t half[2] = {0, 0};
   for (std::size_t w = 0; w < wave_bytes.size(); ++w)
     half[w % 2] = std::max(half[w % 2], wave_bytes[w]);
   for (KeyList& list : phase.lists) list.offset += list.wave % 2 == 0 ? 0 : half[0];
   phase.packed_bytes = half[0] + half[1];
 
-  // Items of a list go where the first of them is: waves stay in order.
+  // Items of a list move to the place of the first of them, so waves stay in order.
   std::vector<std::size_t> first_of(phase.lists.size(), phase.items.size());
   std::vector<std::size_t> place(phase.items.size());
   phase.wave_items.assign(wave_bytes.size(), 0);
@@ -102,8 +103,8 @@ void ShareRunner::reserve(const Phase& phase) {
   wave_items_ = std::make_unique<std::atomic<std::int32_t>[]>(size_);
 }
 
-// A thread's visit to a share: it does what nobody has taken yet. What it has taken counts as done
-// even where it throws; whatever it leaves is taken by those who wait for it.
+// A thread's work on a share: it takes pieces and items until none is left. A piece or item counts
+// as done even if it throws. Waiting threads take the ones that it has not taken.
 class ShareRunner::Visit {
  public:
   Visit(ShareRunner& runner, const Phase& phase, std::size_t index)
@@ -139,7 +140,7 @@ class ShareRunner::Visit {
     for (int spins = 0; left.load(std::memory_order_acquire) != 0; ++spins)
       if (spins > 1000) std::this_thread::yield();
   }
-  // The next one that nobody has; -1: there is none.
+  // Takes the next piece; -1: none is left.
   std::int32_t take_piece() {
     if (list_ == nullptr) return -1;
     const std::int32_t piece = counters_.pieces_taken.fetch_add(1, std::memory_order_relaxed);
@@ -161,7 +162,7 @@ class ShareRunner::Visit {
   std::atomic<std::int32_t>* wave_items_ = nullptr;
 };
 
-// A wave takes the memory of the last but one, whose items have to be done.
+// A wave reuses the memory of the wave two before it, whose items must be done.
 bool ShareRunner::has_memory(const Phase& phase, std::size_t share) const {
   const std::int32_t list = phase.shares[share].list;
   if (list < 0) return true;
@@ -170,8 +171,8 @@ bool ShareRunner::has_memory(const Phase& phase, std::size_t share) const {
          wave_items_[static_cast<std::size_t>(wave - 2)].load(std::memory_order_acquire) == 0;
 }
 
-// Of the shares that are wanted(), from `first` on, the one with most items that nobody has taken;
-// none left: the number of shares.
+// Among the shares that are wanted(), the one with most items left to take, searching from `first`
+// on. Returns the number of shares if nothing is left.
 template <typename Wanted>
 std::size_t ShareRunner::most_to_do(const Phase& phase, std::size_t first,
                                     const Wanted& wanted) const {
@@ -190,10 +191,10 @@ std::size_t ShareRunner::most_to_do(const Phase& phase, std::size_t first,
   return best;
 }
 
-// Without memory it helps those before it that have some: threads that only waited made dilation 4
-// at D 128, where a wave is 8 lists, take 1.17 times as long as dilation 1 (16 threads). Nobody
-// waits for ever, in whatever order shares begin: of the waves with items that are not done, the
-// first has its memory, and what nobody has taken of it whoever waits takes.
+// While the share has no memory, helps earlier shares that have: with threads that only waited,
+// dilation 4 at D 128, where a wave has 8 lists, took 1.17 times as long as dilation 1 (16
+// threads). There is no deadlock, in whatever order shares begin: the first wave with unfinished
+// items has its memory, and waiting threads take its remaining pieces and items.
 void ShareRunner::work_on(const Phase& phase, std::size_t share, int slot, Pack pack,
                           Attend attend) {
   for (int spins = 0; !has_memory(phase, share); ++spins) {
@@ -208,8 +209,8 @@ void ShareRunner::work_on(const Phase& phase, std::size_t share, int slot, Pack 
   Visit(*this, phase, share).run(phase, slot, pack, attend);
 }
 
-// One that nobody has begun: the same as in the call before if it can be, of which this thread has
-// memory in its cache. There always is one: run() asks once for every share.
+// Takes a share that no thread has begun, if possible the same as in the previous call, whose
+// memory is in this thread's cache. There always is one, because run() calls this once per share.
 std::size_t ShareRunner::take_share(const Phase& phase, int slot) {
   const auto take = [&](std::size_t at) {
     return !shares_[at].begun.exchange(true, std::memory_order_relaxed);

@@ -16,31 +16,31 @@ namespace annulus::cpu {
 struct Phase;
 struct WorkItem;
 
-// Bytes of so many packed rows (Kernels::packed_bytes); null where nothing is packed.
+// Bytes of `rows` packed rows (Kernels::packed_bytes); null if nothing is packed.
 using PackedBytes = std::function<std::int64_t(std::int64_t rows)>;
 
-// Keys of one K/V head that several items of a forward phase want: they are packed once, as part of
-// the same work. Memory for them is bounded: lists are taken in waves of at most kWaveBytes (or one
-// list), and a wave takes the memory of the last but one.
+// A KeyList is the keys of one K/V head that several items of a forward phase use. They are packed
+// once, as part of the phase. To bound their memory, lists are processed in waves of at most
+// kWaveBytes (or one list), and a wave reuses the memory of the wave two before it.
 inline constexpr std::int64_t kWaveBytes = std::int64_t{32} << 20;
 inline constexpr std::int64_t kPackRows = 2 * kPackBlock;  // of one piece
 
 struct KeyList {
-  int group = 0;  // of an item that wants it
+  int group = 0;  // of an item that uses it
   int member = 0;
   std::int32_t batch = 0;
   std::int32_t wave = 0;
   std::int64_t rows = 0;    // places
-  std::int64_t offset = 0;  // of its memory
+  std::int64_t offset = 0;  // in the memory for packed rows
 
   bool operator==(const KeyList&) const = default;
 };
 
-// A list and the items that want it, or one item that wants none. One thread packs the list and
-// computes the items, so that keys come from its own cache. From the caches of others they come
-// slowly: with 1,024 keys, items of 256 queries took 1.2 times as long, items of 128 queries 1.4
-// times (Emerald Rapids, D 64, 16 threads). Threads that find no share any more help where most is
-// left to do.
+// A list and the items that use it, or one item without a list. One thread packs the list and
+// computes the items, so that keys come from its own cache. Reading them from caches of other cores
+// is slow: with 1,024 keys, items of 256 queries took 1.2 times as long, items of 128 queries 1.4
+// times (Emerald Rapids, D 64, 16 threads). Threads without a share help the one that has most left
+// to do.
 struct KeyShare {
   std::int32_t list = -1;  // -1: none
   std::int32_t begin = 0;  // items
@@ -49,12 +49,12 @@ struct KeyShare {
   bool operator==(const KeyShare&) const = default;
 };
 
-// Finds the lists of a phase and orders its items by shares; leaves lists and shares empty where
-// nothing is to be packed. `canonical`: places are indices.
+// Finds the lists of a phase and orders its items by shares. Lists and shares stay empty if nothing
+// is packed. `canonical`: places are indices.
 void assign_packs(Phase& phase, const WorkGroups& groups, int head_ratio, bool canonical,
                   const PackedBytes& packed_bytes);
 
-// Runs the shares of a phase, of one engine: phases run one at a time.
+// Runs the shares of a phase. One per engine, whose phases run one at a time.
 class ShareRunner {
  public:
   using Pack = FunctionRef<void(const KeyList& list, std::int64_t begin, int slot)>;
@@ -72,7 +72,7 @@ class ShareRunner {
   struct Counters {  // of a share
     std::atomic<bool> begun;
     std::atomic<std::int32_t> pieces_taken;
-    std::atomic<std::int32_t> pieces_left;  // to be packed
+    std::atomic<std::int32_t> pieces_left;  // not packed yet
     std::atomic<std::int32_t> items_taken;
   };
   [[nodiscard]] std::size_t take_share(const Phase& phase, int slot);
@@ -83,9 +83,9 @@ class ShareRunner {
   void work_on(const Phase& phase, std::size_t share, int slot, Pack pack, Attend attend);
 
   std::size_t size_ = 0;
-  std::atomic<std::size_t> next_share_ = 0;  // to look at; each is drawn once
+  std::atomic<std::size_t> next_share_ = 0;  // the next share to try
   std::unique_ptr<Counters[]> shares_;
-  std::unique_ptr<std::atomic<std::int32_t>[]> wave_items_;  // to be computed
+  std::unique_ptr<std::atomic<std::int32_t>[]> wave_items_;  // not computed yet, per wave
 };
 
 }  // namespace annulus::cpu

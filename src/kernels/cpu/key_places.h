@@ -8,8 +8,8 @@
 
 namespace annulus::cpu {
 
-// Where packed keys lie: one row after the other as the runs have them, or in canonical order each
-// at its index, so that how keys are grouped does not depend on which of them somebody left out.
+// The places of packed keys: consecutive rows in the order of the runs or, if canonical, each at
+// its index. Canonical blocks of keys then do not depend on which keys are missing.
 class KeyPlaces {
  public:
   KeyPlaces(std::span<const RowRun> runs, bool canonical) : runs_(runs), canonical_(canonical) {
@@ -21,7 +21,7 @@ class KeyPlaces {
 
   [[nodiscard]] std::int64_t count() const { return count_; }
 
-  // The rows at kPackBlock places from `first` on; a null run where there is none.
+  // The rows at the kPackBlock places from `first` on; a null run if a place is empty.
   void fill(std::int64_t first, RowStream::Ref* refs) const {
     for (int i = 0; i < kPackBlock; ++i) refs[i] = {nullptr, 0};
     std::int64_t place = 0;  // of a run's first row

@@ -4,18 +4,18 @@
 
 namespace annulus::cpu {
 
-// Backward's rows with a log-sum-exp L beyond this (in units of log 2) get their exponents S - L
-// settled: fp32 has rounded L by up to 2^-24 of it, which is an error of so much in every weight.
-// What forward saw is lost, but scores that large mostly leave a row one key with weight 1, which
-// is known.
+// In backward, rows whose log-sum-exp L (in units of log 2) exceeds this get corrected exponents S
+// - L. fp32 rounds L by up to 2^-24 of its value, which becomes a relative error of every weight.
+// The exact value is lost, but with scores that large one key usually has all the weight, and its
+// weight is known to be 1.
 inline constexpr float kLargeLse = 2048.0F;
-// By how much L of such a row may be off, per unit: rounded in the caller's tensor, in forward's
-// sum, and in some steps of a ring.
+// Bound of the relative error of L in such a row: it is rounded in the caller's tensor, in
+// forward's sum, and in some steps of a ring.
 inline constexpr double kLseError = 0x1p-22;
 
-// S - L of such a pair, which counts `repeats` times. A weight never exceeds 1. Where it is 1 but
-// for what L may be off, the row has no other key that counts, and it is 1; unless other branches
-// may have the same pair, which halves it, and L is not even known to that.
+// S - L of such a pair, which counts `repeats` times. A weight never exceeds 1. If it is 1 within
+// the error of L, no other key has any weight, so it is exactly 1. The exception: another branch
+// may have the same pair, so that the weight is 1/2, and L is too inexact to tell.
 inline double settled_exponent(double score, double lse, double repeats, bool only_branch) {
   const double highest = -std::log2(repeats);
   double x = score - lse;

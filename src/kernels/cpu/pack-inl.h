@@ -1,23 +1,23 @@
 // Rows in and out of scratch: widening, padding, transposing. Packing is also the gather of a
-// dilated branch: rows come from wherever they are. See simd-inl.h for how this file is included.
+// dilated branch: rows may be anywhere. See simd-inl.h for how this file is included.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
-// Any head dim is computed as a multiple of 8 (scores) or of 32 (rows in scratch): packing fills up
-// with zeros, and only what the head has is stored.
+// Any head dim is computed as a multiple of 8 (scores) or of 32 (rows in scratch): packing pads
+// with zeros, and only the head's elements are stored.
 constexpr int padded_dim(int head_dim) { return (head_dim + 31) / 32 * 32; }
-// What score tiles are made of: kRows / 2 equal shares of whole Elements.
+// The head dim of score tiles: a multiple of kRows / 2 Elements.
 HWY_INLINE int score_dim_of(int head_dim) { return (head_dim + 7) / 8 * 8; }
 static_assert(8 % kRows == 0);
 
-// Packed rows of head dims without kernels of their own lie packed_dim() elements apart, by which
-// of these holds them. 32 more than they need: rows that are a power of two apart would share few
-// cache sets.
+// The distance between packed rows of head dims without a specialised kernel is the smallest of
+// these that holds them, packed_dim(). They are 32 larger than a power of two, because rows a power
+// of two apart share few cache sets.
 constexpr int kMediumHeadDim = 256;
 constexpr int packed_dim(int most) { return most + 32; }
 
-// Scratch is handed out in 64-byte steps. A task that wants more than there is ends in an
-// exception: past the end lies another thread's scratch.
+// Allocates scratch in multiples of 64 bytes. Throws if a task needs more than there is: the next
+// bytes are another thread's scratch.
 class Scratch {
  public:
   explicit Scratch(std::span<std::byte> bytes) : left_(bytes) {}
@@ -34,15 +34,15 @@ class Scratch {
   std::span<std::byte> left_;
 };
 
-// The packaged scalar conversions from and to fp16 truncate and know neither Inf nor NaN: ours are
-// used there.
+// Highway's packaged scalar conversions of fp16 truncate and ignore Inf and NaN, so scalar code
+// uses ours.
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
 constexpr bool kVectorHalf = false;
 #else
 constexpr bool kVectorHalf = true;
 #endif
 
-// out[0, padded) = row * factor, zeros past head_dim. `poison` collects row * 0: it stays 0 iff
+// out[0, padded) = row * factor, zeros past head_dim. Adds row * 0 to `poison`, which stays 0 iff
 // every element is finite.
 HWY_INLINE void load_row(DType dtype, const std::byte* row, float factor, float* out, int head_dim,
                          int padded, VF& poison) {
@@ -106,7 +106,7 @@ inline void store_row(DType dtype, const float* row, float factor, std::byte* ou
   for (; d < head_dim; ++d) to[d] = float_to_bf16(row[d] * factor);  // vectorised by the compiler
 }
 
-// sum of a[d] * b[d]; two rows of one dtype. The order of the sum depends on nothing but head_dim.
+// sum of a[d] * b[d]; two rows of one dtype. The order of the sum depends only on head_dim.
 inline float dot_rows(DType dtype, const std::byte* a, const std::byte* b, int head_dim) {
   HWY_ALIGN float wide_a[kMaxHeadDim];
   HWY_ALIGN float wide_b[kMaxHeadDim];
@@ -232,7 +232,7 @@ struct Packer<MultiplyBf16, kLd> {
     __mmask32 poison = 0;
     for (int i = 0; i < padded; i += 2) {
       for (int d = 0; d < padded_dim; d += 32) {
-        // Whole vectors only inside the row: past its end may be past the tensor.
+        // Whole vectors only within the row: its end may be the end of the tensor.
         const __mmask32 keep =
             head_dim - d >= 32 ? ~__mmask32{0} : (__mmask32{1} << (head_dim - d)) - 1;
         const auto load = [&](int row) HWY_ATTR {

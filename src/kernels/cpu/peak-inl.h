@@ -1,10 +1,11 @@
-// The machine's multiply-add rate: the roof that bench and docs compare with. See simd-inl.h for
-// how this is included.
+// Measures the machine's multiply-add rate, the upper bound in benchmarks and documents. See
+// simd-inl.h for how this is included.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
 // Runs `rounds` x kRows x kVectors dependent chains through the same multiply-add as the kernels;
-// returns the FLOPs done. The sum goes through `sink` so that nothing can be left out.
+// returns the FLOPs done. The sum is written to `sink`, so that the compiler cannot remove the
+// chains.
 template <class M>
 HWY_NOINLINE double multiply_add_rounds(std::int64_t rounds, float* sink) {
   VF acc[kRows][kVectors];

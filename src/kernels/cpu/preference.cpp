@@ -11,22 +11,21 @@ namespace {
 constexpr std::string_view kTiles = "amx_bf16";
 constexpr std::string_view kNativeBf16 = "avx512_bf16";
 
-// VDPBF16PS does 64 FLOPs on a 512-bit register, a multiply-add 32. What counts is how often each
-// can start:
+// VDPBF16PS does 64 FLOPs on a 512-bit register, a multiply-add 32. Their throughput decides:
 // - Zen 4 and 5 start as many of one as of the other: 233 against 118 GFLOP/s on one core of an
 //   EPYC of family 25 ('annulus doctor').
-// - Emerald Rapids (model 207) starts one VDPBF16PS in two cycles, four multiply-adds in the same
-//   time: 84 against 166 GFLOP/s on one core; https://github.com/libxsmm/tpp-mlir/pull/1025 has it
-//   at half the rate of fp32, too, and Zen 5 fast. Sapphire Rapids is the same core (Golden Cove)
-//   with smaller caches.
-// - Granite Rapids (173, 174) and Cooper Lake (85 from stepping 10 on) are missing on purpose:
-//   nobody has measured our kernels there. The first descends from Golden Cove; the second has two
-//   512-bit multiply-add ports as well, so that native bf16 would win only if both could start a
-//   VDPBF16PS in every cycle.
+// - Emerald Rapids (model 207) starts one VDPBF16PS in two cycles, but four multiply-adds: 84
+//   against 166 GFLOP/s on one core. https://github.com/libxsmm/tpp-mlir/pull/1025 also has it at
+//   half the rate of fp32, and Zen 5 as fast. Sapphire Rapids is the same core (Golden Cove) with
+//   smaller caches.
+// - Granite Rapids (173, 174) and Cooper Lake (85 from stepping 10 on) are not listed, because our
+//   kernels were not measured on them. The first descends from Golden Cove. The second has two
+//   512-bit multiply-add ports, so native bf16 would win only if both could start a VDPBF16PS in
+//   every cycle.
 struct Known {
   std::string_view vendor;
   int family;
-  int model;  // kAnyModel: all that have the instruction at all
+  int model;  // kAnyModel: all with this instruction
   Bf16Dot bf16_dot;
 };
 constexpr int kAnyModel = -1;
@@ -50,8 +49,8 @@ Bf16Dot bf16_dot_of(const CpuIdentity& cpu) {
 }
 
 IsaChoice choose_isa(const CpuIdentity& cpu, std::span<const std::string_view> usable) {
-  // 1,024 FLOPs a cycle against 64 of fp32 (Emerald Rapids): no CPU that has tiles is known to do
-  // better without.
+  // 1,024 FLOPs a cycle against 64 of fp32 (Emerald Rapids): no CPU with tiles is known to be
+  // faster without them.
   if (usable.front() == kTiles) return {kTiles, "the best that runs here: this CPU has tiles"};
   const auto wide = std::find_if(usable.begin(), usable.end(),
                                  [](std::string_view name) { return name != kNativeBf16; });

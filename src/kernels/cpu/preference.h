@@ -8,23 +8,23 @@
 
 namespace annulus::cpu {
 
-// How fast a CPU multiplies pairs of bf16 natively (AVX512_BF16), beside fp32 multiply-add of as
-// wide vectors.
+// How fast a CPU's native bf16 products (AVX512_BF16) are, compared with fp32 multiply-adds on
+// vectors of the same width.
 enum class Bf16Dot {
-  fast,     // known: more FLOP/s than fp32
-  slow,     // known: fewer
-  unknown,  // not measured, by us or anybody whom we could cite
+  fast,     // more FLOP/s than fp32
+  slow,     // fewer
+  unknown,  // no measurement known
 };
 [[nodiscard]] Bf16Dot bf16_dot_of(const CpuIdentity& cpu);
 
 struct IsaChoice {
   std::string_view name;  // one of `usable`
-  std::string reason;     // for people
+  std::string reason;     // for messages
 };
 
-// The set that runs when none is forced: the first of `usable` (widest first, not empty), but
-// "avx512_bf16" only where it is known to be fast (CPUs with tiles, "amx_bf16", use these). A pure
-// function: the same CPU computes the same bits in every run, which a choice by timing would not.
+// The set that runs if none is forced: the first of `usable` (widest first, not empty), but
+// "avx512_bf16" only on CPUs on which it is known to be fast (those with tiles use "amx_bf16"). A
+// pure function, not a measurement, so that a CPU computes the same bits in every run.
 [[nodiscard]] IsaChoice choose_isa(const CpuIdentity& cpu,
                                    std::span<const std::string_view> usable);
 

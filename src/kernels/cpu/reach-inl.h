@@ -1,13 +1,13 @@
-// Which tiles of keys concern a panel of queries, and which of them need masks. See simd-inl.h for
-// how this file is included.
+// Which tiles of keys a panel of queries sees, and which of them need masks. See simd-inl.h for how
+// this file is included.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
 // The keys of one tile (kRows of them).
 struct TileKeys {
-  std::int32_t first = kMaskedIndex;  // over those that exist
+  std::int32_t first = kMaskedIndex;  // over keys, without padding
   std::int32_t last = -1;
-  bool padded = false;  // some do not
+  bool padded = false;  // it has padding
 };
 
 inline TileKeys tile_keys(const std::int32_t* index) {
@@ -42,7 +42,8 @@ inline PanelLimits panel_limits(const LaneLimits& queries) {
           *std::max_element(queries.last, queries.last + kLanes)};
 }
 
-// Tiles [begin, first_end) concern both vectors of a panel, [first_end, end) only the second.
+// Tiles [begin, first_end) are visible to both vectors of a panel, [first_end, end) only to the
+// second.
 struct Reach {
   int begin = 0;
   int first_end = 0;

@@ -11,8 +11,7 @@ namespace annulus::cpu {
 
 inline constexpr std::int32_t kMaskedIndex = std::numeric_limits<std::int32_t>::max();
 
-// A query sees the keys with before < index <= last. Keys that are not there have kMaskedIndex,
-// which no query sees.
+// A query sees the keys with before < index <= last. Padding has kMaskedIndex, which no query sees.
 struct KeyLimits {
   std::int32_t before = -1;
   std::int32_t last = kMaskedIndex - 1;
@@ -28,8 +27,8 @@ inline KeyLimits key_limits(const Band& band, std::int32_t index) {
   return {clamped(index + band.least - 1), clamped(index + band.most)};
 }
 
-// A pair counts once, and once more for every repeat that contains both its rows. Keys fall into
-// classes by the set of repeats they are in; a query has one weight per class.
+// A pair counts once, and once more for every repeat that contains both of its rows. The class of a
+// key is the set of repeats that contain it; a query has one weight per class.
 inline std::int32_t repeat_class(std::span<const Repeat> repeats, std::int32_t key) {
   std::int32_t out = 0;
   for (std::size_t i = 0; i < repeats.size(); ++i) out |= repeats[i].contains(key) ? 1 << i : 0;
@@ -45,14 +44,14 @@ inline void repeat_weights(std::span<const Repeat> repeats, std::int32_t query, 
         1.0F + static_cast<float>(std::popcount(c & mine));
 }
 
-// Hands out the rows of a list of runs block by block. In canonical order the rows [0, end) are
-// handed out by index: blocks are stretches of indices that begin at multiples of `block`, and rows
-// that no run has are null.
+// Iterates over the rows of a list of runs, block by block. In canonical order, the blocks are
+// stretches of indices in [0, end) that begin at multiples of `block`; rows that no run has are
+// null.
 class RowStream {
  public:
   struct Canonical {
     bool on = false;
-    IndexGap gap;  // behind it, rows close up
+    IndexGap gap;  // rows after it move up to fill it
     int block = 0;
   };
 
@@ -78,7 +77,7 @@ class RowStream {
 
   [[nodiscard]] std::int64_t remaining() const { return remaining_; }
 
-  // Fills run/row references of the next rows, at most `limit` of them.
+  // A reference to a row.
   struct Ref {
     const RowRun* run;
     std::int32_t row;
@@ -90,7 +89,9 @@ class RowStream {
     [[nodiscard]] std::int32_t index() const { return run->index + run->index_stride * row; }
   };
 
-  // In canonical order `limit` is the block; blocks without any row are left out.
+  // Writes references to the next rows, at most `limit`, and returns their number. In canonical
+  // order `limit` is the block length and missing rows count, as null references; blocks without
+  // any row are skipped.
   int take(int limit, Ref* refs) {
     for (int wanted = 0; canonical_.on;) {
       wanted = static_cast<int>(std::min<std::int64_t>(limit, remaining_));
@@ -114,8 +115,8 @@ class RowStream {
   }
 
  private:
-  // Runs ascend by first index but may interleave (striped shards): each puts its rows of the index
-  // window in place. Returns how many there are.
+  // Runs ascend by first index but may interleave (striped shards): each writes its rows within the
+  // window of indices. Returns the number of rows.
   int take_canonical(int wanted, Ref* refs) {
     const std::int32_t begin = next_place_;
     const std::int32_t end = begin + wanted;
@@ -126,7 +127,7 @@ class RowStream {
       const std::int32_t first = place(run);
       const std::int32_t last = first + (run.count - 1) * run.index_stride;
       if (last < begin) {
-        if (i == run_) ++run_;  // exhausted runs at the front are never looked at again
+        if (i == run_) ++run_;  // skips finished runs at the front from now on
         continue;
       }
       std::int32_t row =
@@ -142,7 +143,7 @@ class RowStream {
     return found;
   }
 
-  // A run lies on one side of the gap.
+  // A run never contains the gap.
   [[nodiscard]] std::int32_t place(const RowRun& run) const {
     return run.index - (run.index >= canonical_.gap.end ? canonical_.gap.rows() : 0);
   }

@@ -34,8 +34,9 @@ constexpr int kKeyAlign = 8;  // key blocks are padded to this; a multiple of kR
 
 constexpr float kLog2E = 1.4426950408889634F;
 constexpr float kLn2 = 0.6931471805599453F;
-// Sums of weights that tell that a row's reference was off; see forward-inl.h.
-constexpr float kSumTooLarge = 0x1p48F;  // O = sum of p * v still has 2^79 to spare
+// Sums of weights outside these bounds show that a row's reference is unsuitable; see
+// forward-inl.h.
+constexpr float kSumTooLarge = 0x1p48F;  // leaves a factor of 2^79 for O = sum of p * v
 constexpr float kSumTooSmall =
     0x1p-64F;  // of a row's first block: smaller weights would be lost to underflow
 
@@ -101,8 +102,8 @@ HWY_INLINE VF exp2_vector(VF x) {
 // A pair of 1 in bf16.
 constexpr std::uint32_t kTwoOnes = 0x3f803f80;
 
-// How numbers are multiplied. An Element is what one broadcast covers: one float, or two bf16 that
-// are multiplied with two bf16 of the other side and summed into fp32.
+// How numbers are multiplied. A broadcast copies one Element to all lanes: one float, or two bf16
+// that are multiplied with two bf16 of the other side and summed in fp32.
 struct MultiplyF32 {
   using Element = float;
   static constexpr int kPack = 1;
@@ -213,8 +214,8 @@ HWY_INLINE void store_tile(const VF (&acc)[kRows][kVectors], float* out) {
   }
 }
 
-// out += tile. Every block starts its sums from zero and adds them here once, so that rounding
-// errors grow with the square root of the block length and of the number of blocks, not of the row
+// out += tile. Every block starts its sums from zero and adds them here once. Rounding errors then
+// grow with the square roots of the block length and of the number of blocks, not of the row
 // length.
 template <int kStride>
 HWY_INLINE void add_tile(const VF (&acc)[kRows][kVectors], float* out) {
@@ -242,9 +243,9 @@ HWY_INLINE auto visible(const LaneLimits& queries, std::int32_t key_index) {
                                     hn::Gt(hn::Set(kI, key_index), hn::Load(kI, queries.before))));
 }
 
-// acc + a (broadcast) x b in the lanes that see the keys behind a: its only one, or the two of a
-// pair (of which a lane may see both, either or none, as keys need not ascend). What a lane does
-// not see is not even multiplied by 0.
+// acc + a (broadcast) x b in the lanes that see the keys of a: one key, or the two of a pair (a
+// lane may see both, either or none, because keys need not ascend). Keys that a lane does not see
+// are left out, not multiplied by 0.
 template <class M, class Mask>
 HWY_INLINE VF multiply_add_visible(const typename M::Element* a, VF b, Mask first, Mask last,
                                    VF acc) {
@@ -261,8 +262,8 @@ HWY_INLINE VF multiply_add_visible(const typename M::Element* a, VF b, Mask firs
 }
 
 // out[d][query] += sum over keys of rows[key][d] x weights[key][query], kRows values of d at a
-// time: O in forward, dQ in backward. Steps [begin, first_end) concern both vectors of the panel,
-// [first_end, end) only the second.
+// time: O in forward, dQ in backward. Steps [begin, first_end) are for both vectors of the panel,
+// [first_end, end) only for the second.
 template <class M, int kLd>
 HWY_NOINLINE void add_weighted_rows(const typename M::Element* rows,
                                     const typename M::Element* weights, int begin, int first_end,
@@ -278,9 +279,9 @@ HWY_NOINLINE void add_weighted_rows(const typename M::Element* rows,
   add_tile<kPanel>(acc, out);
 }
 
-// The same sum where rows hold Inf or NaN: a masked weight is 0, and 0 x Inf would poison queries
-// that never see the key. Slow; keeps the order and grouping of the fast path, so that what nothing
-// poisons keeps its bits.
+// The same sum for rows with Inf or NaN: a masked weight is 0, and 0 x Inf would make queries NaN
+// that do not see the key. Slow; keeps the order and grouping of the fast path, so that finite
+// results have the same bits.
 template <class M, int kLd>
 HWY_NOINLINE void add_visible_rows(const typename M::Element* rows,
                                    const typename M::Element* weights, const std::int32_t* keys,

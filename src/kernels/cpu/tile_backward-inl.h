@@ -1,13 +1,13 @@
 // Backward on tiles, keys in the rows: S^T = K Q^T and dP^T = V dO^T, P^T = 2^(S - L) and dS^T = P
-// * (dP - delta), rounded to bf16, are the A sides of dV += P^T dO and dK += dS^T Q as they are,
-// and dS^T with its keys in pairs is the B side of dQ^T += K^T dS^T: only dQ is ever transposed
-// back. Behind tile_gradient_pack-inl.h and tile_products-inl.h.
+// * (dP - delta), rounded to bf16, are directly the A sides of dV += P^T dO and dK += dS^T Q, and
+// dS^T with its keys in pairs is the B side of dQ^T += K^T dS^T. Only dQ is transposed back.
+// Included after tile_gradient_pack-inl.h and tile_products-inl.h.
 //
 // A block is kBlockChunks chunks of 32 keys x kBlockPanels panels of 32 queries: sums of dK and dV
-// are loaded and stored once per chunk and block, those of dQ once per panel and block. All sums
-// run through memory in steps of 32 rows, so that nothing depends on where blocks begin. Rows are
-// packed by each task: tasks have hundreds of rows on both sides. Blocks of 2 to 8 chunks and 4 or
-// 8 panels are within 11 % of each other (Emerald Rapids, 16 threads).
+// are loaded and stored once per chunk and block, those of dQ once per panel and block. All sums go
+// through memory in steps of 32 rows, so that results do not depend on where blocks begin. Each
+// task packs its own rows, because it has hundreds on both sides. Blocks of 2 to 8 chunks and 4 or
+// 8 panels differ by at most 11 % in speed (Emerald Rapids, 16 threads).
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -172,14 +172,14 @@ class TileBackward {
                    kBlockQueries);
     if (ref.run == nullptr) return;
     const float lse = *reinterpret_cast<const float*>(ref.at(kLse));
-    // All its scores are -inf: it has no gradient, whatever Inf made them so.
+    // All its scores are -inf, so it has no gradient.
     if (lse == -INFINITY) return;
     const KeyLimits keys = key_limits(task_.band, ref.index());
     query_before_[i] = keys.before;
     query_last_[i] = keys.last;
     minus_lse_[i] = -lse * kLog2E;
     if (std::abs(minus_lse_[i]) >= kLargeLse && std::isfinite(minus_lse_[i])) {
-      large_lse_[i] = lse / double{kLn2};  // forward multiplied by that
+      large_lse_[i] = lse / double{kLn2};  // undoes forward's multiplication
       minus_lse_[i] = 0;                   // settle_scores subtracts it
     }
     minus_delta_[i] = -*reinterpret_cast<const float*>(ref.at(kDelta));
@@ -189,7 +189,7 @@ class TileBackward {
     Tiles tiles;
     for (int block = 0; block < chunks_; block += kBlockChunks) {
       const int chunks = std::min(kBlockChunks, chunks_ - block);
-      int panel_list[kBlockChunks][kBlockPanels];  // per chunk: panels that see some of it
+      int panel_list[kBlockChunks][kBlockPanels];  // per chunk: panels that see any of its keys
       int panel_counts[kBlockChunks] = {};
       for (int p = 0; p < panels_; ++p) {
         int chunk_list[kBlockChunks];
@@ -228,7 +228,7 @@ class TileBackward {
            key_spans_[chunk].first <= limits_[p].max_before;
   }
 
-  // P^T and dS^T of a chunk, number `c` of its block.
+  // P^T and dS^T of chunk `c` of its block.
   HWY_NOINLINE void score_gradients(Tiles& tiles, int chunk, int c, int p) {
     const int dims = kSteps != 0 ? kSteps : dims_;
     multiply_tiles(tiles, FromZero{}, k_ + chunk * side_bytes(), q_columns_ + p * side_bytes(),
@@ -292,7 +292,7 @@ class TileBackward {
           if constexpr (kMasked) {
             const __mmask16 seen = sees(lanes + j * kLanes, keys[key]);
             w[j] = _mm512_maskz_mov_ps(seen, w[j]);
-            // dP may be Inf or NaN where the pair is not allowed; 0 times that is no 0.
+            // dP of a hidden pair may be Inf or NaN, and 0 times that is not 0.
             ds[j] = _mm512_maskz_mul_ps(seen, w[j], _mm512_load_ps(dp_ + at));
           } else {
             ds[j] = _mm512_mul_ps(w[j], _mm512_load_ps(dp_ + at));
@@ -332,7 +332,7 @@ class TileBackward {
     }
   }
 
-  // dV or dK of a chunk, number `c` of its block, for the listed panels.
+  // dV or dK of chunk `c` of its block, for the listed panels.
   HWY_NOINLINE void key_gradients(Tiles& tiles, int chunk, int c, const int* list, int count,
                                   const std::byte* weights, const std::byte* x,
                                   std::byte* gradient) {
@@ -399,8 +399,8 @@ class TileBackward {
 
   const Problem& problem_;
   const BackwardTask& task_;
-  int dims_;        // of the head, in steps of 32
-  int chunk_rows_;  // keys at a time
+  int dims_;        // head dim / 32, rounded up
+  int chunk_rows_;  // keys per chunk of the task
   float score_factor_;
   int key_count_ = 0;
   int chunks_ = 0;
@@ -413,7 +413,7 @@ class TileBackward {
   PanelLimits limits_[kBlockPanels] = {};
   RowStream::Ref* key_refs_;  // null runs: padding
   std::int32_t* key_index_;
-  std::int32_t* key_class_;  // where a key's class begins in repeats_
+  std::int32_t* key_class_;  // offset of the key's class in repeats_
   KeySpan* key_spans_;       // per chunk
   std::byte* k_;             // [chunk][D / 32] pairs of tiles
   std::byte* v_;

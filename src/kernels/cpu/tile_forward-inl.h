@@ -1,26 +1,25 @@
 // Forward on tiles: S = Q K^T and O += P V with queries in the rows of tiles, so that P, rounded to
-// bf16, is the A side of the second product as it is. Behind tile_pack-inl.h.
+// bf16, is directly the A side of the second product. Included after tile_pack-inl.h.
 //
 // A panel is 32 queries, a chunk 32 keys, an item some chunks of one block for one panel. All
 // items of a task go through one pipeline (tile_pipeline-inl.h): scores of a chunk on tiles,
 // weights of the chunk before by AVX-512, P V on tiles.
 //
 // As in forward-inl.h there is no running maximum: a row's reference is the maximum over the first
-// chunk of which it sees a key, or the log-sum-exp of its running state. Sums only grow, so whether
-// that was good enough shows at the end; panels with rows where it was not are computed again with
-// those rows' exact maxima. What a row computes depends on its own keys alone, chunk by chunk, and
-// not on how rows are grouped.
+// chunk of which it sees a key, or the log-sum-exp of its running state. Sums only grow, so it is
+// enough to check them at the end: panels with unsuitable references are computed again with the
+// exact maxima of those rows. A row depends only on its own keys, chunk by chunk, not on how rows
+// are grouped.
 //
-// A row is divided by the sum of its weights as P V has them, rounded: where few keys have all the
-// weight, their rounding then cancels. The log-sum-exp is that of the exact sum.
+// A row is divided by the sum of its rounded weights, as in P V, so that their rounding cancels if
+// few keys have all the weight. The log-sum-exp is that of the exact sum.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
 // kSteps: head dim / 32 where it is known at compile time, else 0.
 template <int kSteps>
 class TileForward {
-  // Keys of one round: K and V of 1,024 rows (512 KiB at head dim 128) come from L2 while panels
-  // pass by.
+  // Keys of one round: K and V of 1,024 rows (512 KiB at head dim 128) stay in L2 for all panels.
   static constexpr int kRoundBlocks = 4;
   static constexpr int kRoundKeys = kRoundBlocks * kPackBlock;
 
@@ -112,7 +111,7 @@ class TileForward {
       panel.repeats = repeats_ + first * kLanes;
       panel.fresh = static_cast<std::uint32_t>((std::uint64_t{1} << count) - 1);
       for (int i = 0; i < kChunk; ++i) {
-        // Rows past the end repeat the last index: they then never decide what a panel skips.
+        // Rows past the end repeat the last index, so they do not affect what a panel skips.
         const std::int32_t index = query_refs_[first + std::min(i, count - 1)].index();
         const KeyLimits keys = key_limits(task_.band, index);
         query_before_[first + i] = keys.before;
@@ -134,10 +133,9 @@ class TileForward {
     }
   }
 
-  // Q of a panel goes into tiles right before its first product, and what memory has to bring for
-  // the next panel comes behind that one's products. Rows of outputs come so, too, in the last
-  // round; to fetch those of panels that see nothing of it right before they are stored gains
-  // nothing.
+  // Q of a panel is packed right before its first product. The rows of the next panel are
+  // prefetched during this panel's products and, in the last round, the rows of its output.
+  // Prefetching the output rows of panels that see nothing in that round gains nothing.
   HWY_NOINLINE void open(TilePanel& panel) {
     const int first = static_cast<int>(&panel - panels_) * kChunk;
     const int end = std::min(queries_, first + kChunk);
@@ -166,8 +164,8 @@ class TileForward {
       prefetch_row(query_refs_[row].at(kQuery), bytes);
   }
 
-  // A row's sums before its first key: those of its running state (O as it would be output now and
-  // its log-sum-exp L, so reference L and sum 1), or nothing.
+  // Initial sums of a row: those of its running state (O as it would be stored now, and its
+  // log-sum-exp L: reference L and sum 1), or zero.
   void start_row(int row, bool exists) {
     TilePanel& panel = panels_[row / kChunk];
     const auto bit = std::uint32_t{1} << (row % kChunk);
@@ -176,7 +174,7 @@ class TileForward {
     const float lse = exists && task_.load_state
                           ? *reinterpret_cast<const float*>(query_refs_[row].at(kLse))
                           : -INFINITY;
-    if (lse == -INFINITY) return clear_output(row);  // the state is not even initialised
+    if (lse == -INFINITY) return clear_output(row);  // the state is not initialised
     panel.fresh &= ~bit;
     const float own = -lse * kLog2E;
     float weight = 1.0F;
@@ -201,8 +199,8 @@ class TileForward {
       _mm512_store_ps(output(row, d), _mm512_setzero_ps());
   }
 
-  // Calls use(blocks, first block, number of blocks) for all keys, kRoundBlocks blocks at a time:
-  // packed ones, or such as are packed here.
+  // Calls use(blocks, first block, number of blocks) for all keys, kRoundBlocks blocks at a time.
+  // Packs keys that are not packed yet.
   template <typename Use>
   void for_each_round(const Use& use) {
     const bool packed = task_.packed.memory != nullptr;
@@ -225,7 +223,7 @@ class TileForward {
     }
   }
 
-  // Which keys of a round count, and what chunks have of them; false: no query sees any.
+  // Determines the visible keys of a round and the facts of its chunks. False if no query sees any.
   bool find_keys(const PackedBlocks& blocks, std::int64_t first, int count) {
     const IndexFilter& filter = task_.key_filter;
     const IndexGap& gap = filter.gap;
@@ -269,12 +267,12 @@ class TileForward {
         panel.careful || chunk_max_[c] > panel.min_last || chunk_min_[c] <= panel.max_before;
     return {key_index_ + c * kChunk, key_class_ + c * kChunk, masked};
   }
-  // No row of the panel sees a key of the chunk.
+  // Whether no row of the panel sees a key of the chunk.
   [[nodiscard]] bool hidden(const TilePanel& panel, int c) const {
     return chunk_min_[c] > panel.max_last || chunk_max_[c] <= panel.min_before;
   }
 
-  // Adds all keys to all panels, or only to those that are computed again.
+  // Adds all keys to all panels, or only to the panels that are computed again.
   void attend(Tiles& tiles) {
     for_each_round([&](const PackedBlocks& blocks, std::int64_t first, int count) HWY_ATTR {
       int items = 0;
@@ -284,7 +282,7 @@ class TileForward {
         for (int b = 0; b < count; ++b) {
           for (int c = 0; c < kChunks; ++c) {
             if (hidden(panel, b * kChunks + c)) continue;
-            // Chunks of an item lie side by side.
+            // The chunks of an item are adjacent.
             TileItem* item = items > 0 ? items_ + items - 1 : nullptr;
             const std::byte* const k = blocks.keys(first + b);
             if (item == nullptr || item->panel != &panel || item->k != k ||
@@ -312,16 +310,17 @@ class TileForward {
     }
   }
 
-  // A reference was off: too large a sum (or NaN), or too small a one (fresh rows have none).
+  // Whether a row's reference is unsuitable: too large a sum (or NaN), or too small a one (fresh
+  // rows have none).
   [[nodiscard]] bool misfit(int row) const {
     const bool fresh = (panels_[row / kChunk].fresh >> (row % kChunk) & 1U) != 0;
     const float sum = total(row);
     return !(sum < kSumTooLarge) || (sum < kSumTooSmall && !fresh);
   }
 
-  // Misfit rows get their maximum over all keys as reference, and their panels start anew; returns
-  // whether there are any. Rows of these panels that fit are computed again to the same bits. See
-  // move_reference in forward-inl.h for rows that round.
+  // Misfit rows get their maximum over all keys as reference, and their panels are reset. Returns
+  // whether there are any. The other rows of these panels are computed again with the same bits.
+  // See move_reference in forward-inl.h for rows that round.
   HWY_NOINLINE bool move_references(Tiles& tiles) {
     bool any = false;
     for (int row = 0; row < queries_; ++row) {
@@ -331,7 +330,7 @@ class TileForward {
       any = true;
     }
     if (!any) return false;
-    float* const highest = sum_;  // [row * kLanes]: sums of these panels are void
+    float* const highest = sum_;  // [row * kLanes]; the sums of these panels are no longer needed
     for (int row = 0; row < queries_; ++row)
       if (!panels_[row / kChunk].done) highest[row * kLanes] = -INFINITY;
     for_each_round([&](const PackedBlocks& blocks, std::int64_t first, int count) HWY_ATTR {
@@ -370,7 +369,8 @@ class TileForward {
     return true;
   }
 
-  // What packing took out of V, to the rows that see it. Weights are positive: Inf stays Inf.
+  // Adds the values of V that packing removed (Inf and NaN) to the rows that see them. Weights are
+  // positive, so Inf stays Inf.
   HWY_NOINLINE void add_poison() {
     std::int64_t keys = 0;
     for (const RowRun& run : task_.keys) keys += run.count;
@@ -401,7 +401,7 @@ class TileForward {
   void store_output() {
     for (int row = 0; row < queries_; ++row) {
       const float sum = total(row);
-      // Nothing comes out, whatever Inf the values had.
+      // No key seen: 0, even if values are Inf.
       if (HWY_UNLIKELY(sum == 0.0F)) clear_output(row);
       const float log_sum = std::log2(sum) - minus_reference_[row];
       const WithSink end = with_sink(sum == 0.0F ? -INFINITY : log_sum * kLn2, task_.sink);
@@ -436,7 +436,7 @@ class TileForward {
 
   const Problem& problem_;
   const ForwardTask& task_;
-  int dims_;  // of the head, in steps of 32
+  int dims_;  // head dim / 32, rounded up
   int queries_;
   int panel_count_;
   float score_factor_;
@@ -444,17 +444,17 @@ class TileForward {
   TilePanel* panels_;
   std::byte* q_;
   std::byte* o_;            // not normalised
-  float* sum_;              // [row][16]: added up at the end
-  float* rounded_sum_;      // [row][16], of which the first counts
+  float* sum_;              // [row][16], added up at the end
+  float* rounded_sum_;      // [row][16], of which only the first is used
   float* minus_reference_;  // added to a score in log2 units
-  float* rounds_;           // not 0: score x factor is rounded, as the reference was
+  float* rounds_;           // not 0: score x factor is rounded, as the reference is
   std::int32_t* query_before_;
   std::int32_t* query_last_;
   std::int32_t min_before_ = 0;
   std::int32_t max_last_ = 0;
   float* repeats_;  // [row][class of keys]
   RowStream::Ref* key_refs_;
-  std::int32_t* key_index_;  // of a round; kMaskedIndex: left out
+  std::int32_t* key_index_;  // of a round; kMaskedIndex: excluded
   std::int32_t* key_class_;
   std::int32_t chunk_min_[kRoundBlocks * kChunks];
   std::int32_t chunk_max_[kRoundBlocks * kChunks];

@@ -1,6 +1,6 @@
-// Rows of one chunk as tiles for backward, each a list of pairs of tiles: what is 32 wide is cut
-// into two tiles of 16. Behind tile_pack-inl.h; empty places are zeros. None of them takes out what
-// is not finite: see multiply_visible.
+// Packs rows of one chunk into tiles for backward, as lists of pairs of tiles: 32 columns are two
+// tiles of 16. Included after tile_pack-inl.h. Empty places are zeros. Inf and NaN are kept: see
+// multiply_visible.
 
 namespace annulus::cpu::ANNULUS_ISA {
 

@@ -1,6 +1,6 @@
-// A set of kernels that has bf16 on tiles: all its parts, and what makes a set of them. Included
-// once per instruction set, behind Highway. ANNULUS_TILE_TARGET names the instructions it needs,
-// ANNULUS_AMX_TILES says whether tiles are real.
+// A set of kernels with bf16 on tiles. Included once per instruction set, after Highway.
+// ANNULUS_TILE_TARGET names the required instructions, ANNULUS_AMX_TILES says whether tiles are
+// real or emulated.
 
 HWY_PUSH_ATTRIBUTES(ANNULUS_TILE_TARGET)
 #include "kernels/cpu/simd-inl.h"
@@ -14,7 +14,7 @@ HWY_PUSH_ATTRIBUTES(ANNULUS_TILE_TARGET)
 #include "kernels/cpu/tile_backward-inl.h"
 HWY_POP_ATTRIBUTES
 
-// From here on for any CPU: the table is made, and asked for its name, where it cannot run.
+// From here on code for any CPU: the table exists, and has a name, also on CPUs that cannot run it.
 namespace annulus::cpu::ANNULUS_ISA {
 
 inline const Kernels* other_dtypes = nullptr;
@@ -35,7 +35,7 @@ inline std::int64_t packed_bytes_by_dtype(const Problem& problem, std::int64_t r
   return problem.dtype == DType::bf16 ? PackedBlocks::bytes(rows, problem.head_dim) : 0;
 }
 
-// `others` with bf16 on tiles.
+// `others`, with bf16 on tiles.
 inline Kernels tile_kernels(const char* name, const Kernels& others) {
   other_dtypes = &others;
   Kernels kernels = others;

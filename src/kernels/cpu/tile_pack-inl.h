@@ -1,5 +1,5 @@
-// Key rows as tiles: K as the B side of Q K^T and V as the B side of P V. Packing is the gather of
-// a dilated branch, too. Behind tiles-inl.h.
+// Key rows as tiles: K as the B side of Q K^T and V as the B side of P V. Packing is also the
+// gather of a dilated branch. Included after tiles-inl.h.
 //
 // A block of kPackBlock keys is 8 chunks of 32. With D the head dim, padded to 32:
 //   K  [chunk][D / 32][2 tiles of 16 keys]: row i of a tile has dims 2i and 2i + 1 of its keys
@@ -10,9 +10,9 @@ namespace annulus::cpu::ANNULUS_ISA {
 
 constexpr int kChunk = 32;  // keys, and queries of a panel
 constexpr int kChunks = kPackBlock / kChunk;
-constexpr int kPairBytes = 2 * kTileBytes;  // two tiles side by side: the unit of all lists
+constexpr int kPairBytes = 2 * kTileBytes;  // two adjacent tiles: the unit of all lists
 
-// 16-bit dims [d, d + 32) of a row; zeros past head_dim, where the tensor may end.
+// 16-bit dims [d, d + 32) of a row, with zeros past head_dim, where the tensor may end.
 HWY_INLINE __m512i row_words(const std::byte* row, int d, int head_dim) {
   const auto* from = reinterpret_cast<const std::uint16_t*>(row) + d;
   if (HWY_LIKELY(head_dim - d >= 32)) return _mm512_loadu_si512(from);
@@ -22,13 +22,13 @@ HWY_INLINE __m512i row_words(const RowStream::Ref& ref, int channel, int d, int 
   if (ref.run == nullptr) return _mm512_setzero_si512();
   return row_words(ref.at(channel), d, head_dim);
 }
-// Words that are Inf or NaN as bf16.
+// The words that are Inf or NaN in bf16.
 HWY_INLINE __mmask32 not_finite(__m512i words) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   return _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponent), exponent);
 }
 
-// Words 0, 32, 1, 33, ... of two rows behind each other.
+// Words 0, 32, 1, 33, ... of two concatenated rows.
 HWY_INLINE __m512i low_pairs() {
   const __m512i i = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   return _mm512_or_si512(i, _mm512_slli_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(32)), 16));
@@ -54,16 +54,16 @@ inline void pack_columns(const RowStream::Ref* refs, int channel, int dims, int 
   }
 }
 
-// What a chunk has.
+// Facts about the keys of a chunk.
 struct PackedChunk {
-  std::int32_t min_index;  // kMaskedIndex: no row at all
-  std::int32_t max_index;  // kMaskedIndex: places are empty
-  // Values that are not finite. Tiles have zeros in their place: a masked weight is 0, and 0 x Inf
-  // would reach rows that never see the key.
+  std::int32_t min_index;  // kMaskedIndex: no rows
+  std::int32_t max_index;  // kMaskedIndex: some places are empty
+  // Whether some values are not finite. Tiles have zeros instead of these: a masked weight is 0,
+  // and 0 x Inf would make rows NaN that do not see the key.
   bool poisoned;
 };
 
-// Packed keys in memory that somebody else has.
+// A view of packed keys.
 class PackedBlocks {
  public:
   PackedBlocks(const PackedKeys& keys, int head_dim)
@@ -83,7 +83,7 @@ class PackedBlocks {
 
   [[nodiscard]] std::byte* keys(std::int64_t block) const { return memory_ + block * 2 * side(); }
   [[nodiscard]] std::byte* values(std::int64_t block) const { return keys(block) + side(); }
-  // kMaskedIndex where there is no row.
+  // kMaskedIndex if a place is empty.
   [[nodiscard]] std::int32_t* index(std::int64_t block) const {
     return index_ + block * kPackBlock;
   }
@@ -102,7 +102,7 @@ class PackedBlocks {
         facts.min_index = std::min(facts.min_index, to[i]);
         facts.max_index = std::max(facts.max_index, to[i]);
       }
-      if (facts.min_index == kMaskedIndex) continue;  // nobody looks at it
+      if (facts.min_index == kMaskedIndex) continue;  // never read
       pack_columns(rows, kKey, dims_, head_dim_, keys(block) + c * dims_ * kPairBytes);
       facts.poisoned = !pack_values(rows, values(block) + c * kPairBytes);
     }
@@ -136,7 +136,7 @@ class PackedBlocks {
   }
 
   int head_dim_;
-  int dims_;  // in steps of 32
+  int dims_;  // head dim / 32, rounded up
   std::byte* memory_;
   std::int32_t* index_;
   PackedChunk* chunks_;
@@ -151,7 +151,7 @@ inline void pack_tiles(const Problem& problem, const PackTask& task) {
     if (first >= task.end) return;
     RowStream::Ref* const next = refs[first / kPackBlock % 2];
     places.fill(first, next);
-    for (int i = 0; i < kPackBlock; ++i) {  // strided rows lie on a page each
+    for (int i = 0; i < kPackBlock; ++i) {  // each strided row is on a page of its own
       if (next[i].run == nullptr) continue;
       prefetch_row(next[i].at(kKey), row_bytes);
       prefetch_row(next[i].at(kValue), row_bytes);

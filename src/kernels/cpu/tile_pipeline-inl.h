@@ -1,7 +1,6 @@
 // The pipeline of tile_forward-inl.h: scores of a chunk (tiles), weights of the chunk before
-// (AVX-512), P V of the item before or of the same (tiles). After every product some rows of
-// weights (but those of add_rows): their latency hides behind it, and the two kinds of work hardly
-// wait for each other.
+// (AVX-512), P V of the item before or of the same (tiles). Some rows of weights are computed after
+// every product (except those of add_rows), which hides their latency.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -22,14 +21,15 @@ struct TilePanel {
   std::uint32_t fresh;  // bit per row: no reference yet
   std::uint32_t moved;  // the reference is the exact maximum
   bool careful;         // computed again: some rows may round
-  bool opened;          // q is there
+  bool opened;          // q is packed
   bool done;
 };
 
 struct TileChunk {
-  const std::int32_t* index;  // [32], of keys; kMaskedIndex: left out
+  const std::int32_t* index;  // [32], of keys; kMaskedIndex: excluded
   const std::int32_t* classes;
-  bool masked;  // some pairs are not allowed, or take care for other reasons
+  bool
+      masked;  // some pairs are not allowed, or the chunk needs the careful path for another reason
 };
 
 struct TileItem {
@@ -45,11 +45,11 @@ struct TileItem {
 struct TileWork {
   float* scores;           // two chunks [32 queries][32 keys]
   std::uint16_t* weights;  // bf16, one item or two [chunk][32 queries][32 keys]
-  int dims;                // of the head, in steps of 32
+  int dims;                // head dim / 32, rounded up
   float score_factor;
 };
 
-// Keys of the chunk that row i of the panel sees.
+// The keys of the chunk that row i of the panel sees.
 HWY_INLINE __mmask32 visible_keys(const TilePanel& panel, const TileChunk& chunk, int i) {
   const __m512i before = _mm512_set1_epi32(panel.before[i]);
   const __m512i last = _mm512_set1_epi32(panel.last[i]);
@@ -60,7 +60,7 @@ HWY_INLINE __mmask32 visible_keys(const TilePanel& panel, const TileChunk& chunk
   return _mm512_kunpackw(seen(chunk.index + 16), seen(chunk.index));
 }
 
-// The largest score that row i sees; -inf: none. With NaN among them it may be any of them.
+// The largest score that row i sees; -inf: none. If one is NaN, it may be any of them.
 inline float highest_visible(const TilePanel& panel, const TileChunk& chunk, const float* scores,
                              int i) {
   const __mmask32 keys = visible_keys(panel, chunk, i);
@@ -71,7 +71,7 @@ inline float highest_visible(const TilePanel& panel, const TileChunk& chunk, con
   return _mm512_reduce_max_ps(_mm512_max_ps(low, high));
 }
 
-// Rows without keys so far take their reference from the first chunk of which they see one.
+// Rows without keys so far take their reference from the first chunk of which they see a key.
 inline HWY_NOINLINE void choose_references(TilePanel& panel, const TileChunk& chunk,
                                            const float* scores, float score_factor) {
   for (int i = 0; i < kChunk; ++i) {
@@ -84,7 +84,8 @@ inline HWY_NOINLINE void choose_references(TilePanel& panel, const TileChunk& ch
   }
 }
 
-// Weights of a row and its sum; the same bits for whatever is visible, masked or not.
+// Computes the weights of a row and their sum. Visible keys have the same bits on the masked path
+// and on the other one.
 template <bool kRepeats, bool kMasked, typename Fraction>
 HWY_INLINE void weigh_row(const Fraction& fraction, __m512 x, __m512 y, __mmask32 keys,
                           const float* repeats, __m512i class_low, __m512i class_high, float* sum,
@@ -107,7 +108,7 @@ HWY_INLINE void weigh_row(const Fraction& fraction, __m512 x, __m512 y, __mmask3
   _mm512_store_si512(weights, to_bf16(low, high));
 }
 
-// The fraction's part of 2^x, with its constants in registers.
+// The polynomial of 2^x for the fraction of x, with its constants in registers.
 class Exp2Fraction {
  public:
   HWY_INLINE Exp2Fraction()
@@ -128,7 +129,7 @@ class Exp2Fraction {
   __m512 one_;
 };
 
-// All rows of a chunk in which some pairs are not allowed or some rows round.
+// Weights of all rows of a chunk in which some pairs are not allowed or some rows round.
 template <bool kRepeats>
 HWY_NOINLINE void weigh_masked_rows(const TilePanel& panel, const TileChunk& chunk,
                                     const float* scores, float score_factor,
@@ -163,7 +164,7 @@ inline HWY_NOINLINE void score_chunk(Tiles& tiles, const TileWork& work, const s
   multiply_tiles(tiles, FromZero{}, q, k, InOrder{}, work.dims, plain(work.scores));
 }
 
-// A chunk whose scores are there.
+// A chunk whose scores are computed.
 struct ScoredChunk {
   TilePanel* panel;
   const TileChunk* chunk;
@@ -171,8 +172,9 @@ struct ScoredChunk {
   std::uint16_t* weights;
 };
 
-// Weighs the rows of chunks in the order in which their scores were stored. An object of one
-// function, whose members GCC keeps in registers as long as no function but inlined ones sees it.
+// Computes the weights of chunks, row by row, in the order in which their scores were stored. Used
+// in one function only: GCC keeps its members in registers as long as only inlined functions take
+// its address.
 template <bool kRepeats>
 class Weigher {
  public:
@@ -188,7 +190,7 @@ class Weigher {
   HWY_INLINE void finish(unsigned upto) {
     while (begun_ < upto || (begun_ == upto && row_ < kChunk)) some();
   }
-  // The scores of one more chunk go where those of the one before the last are.
+  // The scores of a new chunk overwrite those of the chunk before the previous one.
   HWY_INLINE void make_room() {
     if (scored_ >= 2) finish(scored_ - 1);
   }
@@ -220,7 +222,8 @@ class Weigher {
     const ScoredChunk& next = ring_[begun_++ % 2];
     if (HWY_UNLIKELY(next.panel->fresh != 0))
       choose_references(*next.panel, *next.chunk, next.scores, score_factor_);
-    if (HWY_UNLIKELY(next.chunk->masked)) {  // few are: at once, instead of a call for every row
+    if (HWY_UNLIKELY(
+            next.chunk->masked)) {  // rare: all rows at once, instead of a check for every row
       weigh_masked_rows<kRepeats>(*next.panel, *next.chunk, next.scores, score_factor_,
                                   next.weights);
       return;
@@ -239,8 +242,8 @@ class Weigher {
 
   ScoredChunk* ring_;    // of two
   unsigned scored_ = 0;  // chunks whose scores are stored
-  unsigned begun_ = 0;   // chunks whose rows are being weighed or have been
-  int row_ = kChunk;     // the next one of the chunk begun last; the rest is of that chunk, too
+  unsigned begun_ = 0;   // chunks whose weights are begun or done
+  int row_ = kChunk;     // next row of the chunk begun last; the members below are its own
   int rows_at_a_time_;
   float score_factor_;
   const float* scores_ = nullptr;
@@ -254,22 +257,23 @@ class Weigher {
   Exp2Fraction fraction_;
 };
 
-// From this head dim on (in steps of 32) L1 decides: an item's P V follows its own scores, so that
-// there are weights of one item and not of two, and items are twice as long, so that O is loaded
-// and stored half as often. On Emerald Rapids (16 threads) that is 7 to 14 % faster at D 128; at D
-// 64 either costs 3 to 5 %.
+// From this head dim on (in steps of 32), L1 limits the speed. Then an item's P V follows its own
+// scores, so that L1 holds the weights of one item instead of two, and items are twice as long, so
+// that O is loaded and stored half as often. On Emerald Rapids (16 threads) this is 7 to 14 %
+// faster at D 128, but each of the two costs 3 to 5 % at D 64.
 constexpr int kWideDims = 4;
 constexpr int item_chunks(int dims) { return dims < kWideDims ? kChunks / 2 : kChunks; }
 
-// kSteps: work.dims where it is known at compile time, else 0. open(panel) comes before the first
+// kSteps: work.dims where it is known at compile time, else 0. Calls open(panel) before the first
 // item of a panel.
 template <int kSteps, bool kRepeats, typename Open>
 HWY_NOINLINE void run_tile_pipeline(Tiles& tiles, const TileWork& work, const TileItem* items,
                                     int count, const Open& open) {
   const int dims = kSteps != 0 ? kSteps : work.dims;
-  const int lag = dims < kWideDims ? 1 : 0;  // of P V behind the scores, in items
+  const int lag = dims < kWideDims ? 1 : 0;  // P V follows the scores by this many items
   ScoredChunk ring[2];
-  // A chunk is 32 rows, beside 8 x dims products, or beside the 4 x dims of its scores.
+  // A chunk has 32 rows, interleaved with 8 x dims products or, without lag, with the 4 x dims of
+  // its scores.
   Weigher<kRepeats> weigher(ring, work.score_factor, dims == 1 ? 4 : 2);
   for (int t = 0; t < count + lag; ++t) {
     const TileItem* const now = t < count ? items + t : nullptr;
@@ -290,7 +294,8 @@ HWY_NOINLINE void run_tile_pipeline(Tiles& tiles, const TileWork& work, const Ti
         weigher.push({now->panel, &now->chunk[c], scores, weights(t) + c * kChunk * kChunk});
       }
       if (due == nullptr) continue;
-      // Of the item before a share after each chunk of this one; of this one all after the last.
+      // With lag, a share of the previous item's P V after each chunk; without, all of this item's
+      // after its last chunk.
       const int end = lag != 0 ? dims * (c + 1) / chunks : c + 1 == chunks ? dims : 0;
       for (; dim < end; ++dim) {
         const auto* const p = reinterpret_cast<const std::byte*>(weights(t - lag));

@@ -1,4 +1,4 @@
-// Products of lists of pairs of tiles. Behind tile_pack-inl.h.
+// Products of lists of pairs of tiles. Included after tile_pack-inl.h.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -10,15 +10,15 @@ struct TileSum {
   std::int64_t right;
   std::int64_t stride;
 };
-// As lists of pairs of tiles have it.
+// The layout of lists of pairs of tiles.
 HWY_INLINE TileSum listed(std::byte* at) { return {at, kPairBytes, kTileBytes, kTileRowBytes}; }
-// Rows of 32 floats.
+// The layout of rows of 32 floats.
 HWY_INLINE TileSum plain(float* at) {
   constexpr std::int64_t kRowBytes = kChunk * sizeof(float);
   return {reinterpret_cast<std::byte*>(at), kTileRows * kRowBytes, kTileRowBytes, kRowBytes};
 }
 
-// What sums start from: zero, as tiles of sums are clear between products ...
+// Initial values of sums: zero, because tiles of sums are clear between products ...
 struct FromZero {
   static constexpr bool kReadsSum = false;
   template <int kFirst>
@@ -34,7 +34,7 @@ struct FromRow {
     tiles.load<kFirst + 1>(row + half * kLanes, 0);
   }
 };
-// ... or from what is there.
+// ... or the present value of the sum.
 struct FromSum {
   static constexpr bool kReadsSum = true;
   template <int kFirst>
@@ -58,7 +58,7 @@ struct Listed {
   HWY_INLINE std::int64_t operator()(int step) const { return list[step]; }
 };
 
-// Other work: some after every product, and what has to be done before sums that were not read are
+// Interleaved work: a part after every product, and a part that must run before the sums are
 // overwritten.
 struct NothingBeside {
   HWY_INLINE void some() const {}
@@ -87,8 +87,8 @@ HWY_INLINE void multiply_half(Tiles& tiles, Start start, const std::byte* a, con
   tiles.clear<kFirst + 1>();
 }
 
-// sum = start + A x B over `steps` pairs of tiles on either side. Two sums at a time, and halves in
-// turn in tiles that were cleared long before: see tiles-inl.h.
+// sum = start + A x B over `steps` pairs of tiles on either side. Two sums at a time. The two
+// halves alternate between tiles that were cleared long before: see tiles-inl.h.
 template <class Start, class Order, class Beside>
 HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, const std::byte* b,
                                Order order, int steps, TileSum sum, Beside& beside) {
@@ -102,8 +102,8 @@ HWY_INLINE void multiply_tiles(Tiles& tiles, Start start, const std::byte* a, co
   multiply_tiles(tiles, start, a, b, order, steps, sum, nothing);
 }
 
-// The first column of `sum`, [32][16], += the sums of the rows of A. With other work beside it is
-// 1 to 3 % of a forward slower.
+// The first column of `sum`, [32][16], += the sums of the rows of A. Interleaving it with other
+// work makes forward 1 to 3 % slower.
 HWY_INLINE void add_rows(Tiles& tiles, const std::byte* a, int steps, float* sum) {
   tiles.load<0>(sum);
   tiles.load<1>(sum + kTileRows * kLanes);
@@ -120,9 +120,9 @@ HWY_INLINE void add_rows(Tiles& tiles, const std::byte* a, int steps, float* sum
   tiles.clear<1>();
 }
 
-// sum += A x B over the listed steps where Inf or NaN meets pairs that are not allowed: their
-// weights are 0, and 0 times that is none. Slow; what nothing poisons gets the bits of tiles.
-// visible(step, row, d, half): columns of that half for which term d of a row counts.
+// sum += A x B over the listed steps, for rows with Inf or NaN and pairs that are not allowed:
+// their weights are 0, and 0 times Inf is not 0. Slow; finite results have the same bits as on
+// tiles. visible(step, row, d, half): the columns of that half for which term d of a row counts.
 template <class Visible>
 HWY_NOINLINE void multiply_visible(const std::byte* a, const std::byte* b, const int* list,
                                    int steps, TileSum sum, const Visible& visible) {

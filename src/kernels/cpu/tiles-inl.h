@@ -1,14 +1,14 @@
-// The tiles of AMX: eight registers of 16 rows x 64 bytes and one product, or the same in plain
-// AVX-512, so that kernels made of them run, bit for bit, where there are no tiles. Included once
-// per instruction set, behind pack-inl.h; ANNULUS_AMX_TILES says whether tiles are real.
+// The tiles of AMX: eight registers of 16 rows x 64 bytes and one product, or an emulation in plain
+// AVX-512 with the same bits, for CPUs without tiles. Included once per instruction set, after
+// pack-inl.h; ANNULUS_AMX_TILES says whether tiles are real.
 //
-// What decides speed (Emerald Rapids, 2.8 GHz, one thread):
-// - a product takes 16 cycles, dependent or not; loading a tile 9 from L1 and 21 from L2; storing
-//   one 16. Tiles and AVX-512 share their ports: weaving them hides latency and no work.
-// - where the core's other hyperthread is busy, the number of tiles in use decides: 25.8 ns a
-//   product with all eight, 12.4 with four. So kernels take two sums, one A and one B. A tile is in
-//   use from when it is written until it is cleared, whether somebody needs it or not.
-// - clearing a tile right before a product costs 50 cycles; long before, less than loading zeros.
+// What decides speed (Emerald Rapids, 2.8 GHz, one thread): - a product takes 16 cycles, dependent
+// or not; loading a tile 9 from L1 and 21 from L2; storing one 16. Tiles and AVX-512 share their
+// ports: weaving them hides latency and no work. - where the core's other hyperthread is busy, the
+// number of tiles in use decides: 25.8 ns a product with all eight, 12.4 with four. So kernels take
+// two sums, one A and one B. A tile is in use from its first write until it is cleared, even if it
+// is no longer needed. - clearing a tile right before a product costs 50 cycles; long before, less
+// than loading zeros.
 
 namespace annulus::cpu::ANNULUS_ISA {
 
@@ -16,9 +16,9 @@ constexpr int kTileRows = 16;
 constexpr int kTileRowBytes = 64;
 constexpr int kTileBytes = kTileRows * kTileRowBytes;
 
-// Tiles are usable while it lives, on its thread, and clear at first. Products treat subnormal
-// numbers as zero whatever the flags; AVX-512 does too in the meantime, since weights that small
-// would take microcode.
+// Tiles are usable on this thread while this object lives, and are clear at first. Tile products
+// always treat subnormal numbers as zero. AVX-512 does so as well while this object lives, because
+// subnormal weights would be slow (microcode).
 class Tiles {
  public:
   Tiles() : flags_(_mm_getcsr()) {
@@ -134,7 +134,7 @@ void Tiles::clear() {
 
 #if !ANNULUS_AMX_TILES
 HWY_INLINE __m256i round_to_bf16(__m512 x) {
-  // The instruction takes subnormal numbers for zero, whatever the flags.
+  // The instruction always treats subnormal numbers as zero.
   constexpr int kZeroOrSubnormal = 0x26;
   const __mmask16 tiny = _mm512_fpclass_ps_mask(x, kZeroOrSubnormal);
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000U));
@@ -142,7 +142,7 @@ HWY_INLINE __m256i round_to_bf16(__m512 x) {
   bits = _mm512_mask_and_epi32(bits, tiny, bits, sign);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));  // a NaN stays one
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));  // NaN stays NaN
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   return _mm512_cvtepi32_epi16(
       _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, is_nan, quiet), 16));
@@ -159,8 +159,8 @@ HWY_INLINE __m512i to_bf16(__m512 low, __m512 high) {
 }
 
 // 2^x by a polynomial of degree 4 (2.9e-6 relative, 2^0 is 1): enough for weights that are rounded
-// to bf16. Of x only its fraction is taken, since scalef rounds down by itself: exp2_vector is two
-// instructions longer. 2^-inf is 0, 2^NaN is NaN.
+// to bf16. It needs only the fraction of x, because scalef rounds down; that is two instructions
+// fewer than exp2_vector. 2^-inf is 0, 2^NaN is NaN.
 struct Exp2Factors {
   static constexpr float k4 = 0.013425154611468315F;
   static constexpr float k3 = 0.05224537476897240F;
@@ -175,10 +175,10 @@ HWY_INLINE __m512 exp2_fraction(__m512 x, __m512 k4, __m512 k3, __m512 k2, __m51
   p = _mm512_fmadd_ps(p, f, k1);
   return _mm512_fmadd_ps(p, f, one);
 }
-// A constant that GCC would otherwise load again in every basic block.
+// Keeps a constant in a register; GCC would load it again in every basic block.
 HWY_INLINE __m512 pinned(float x) { return pin(VF{_mm512_set1_ps(x)}).raw; }
 
-// Products per second, for peak-inl.h's purpose: FLOPs of `rounds` rounds.
+// Runs `rounds` rounds of tile products and returns their FLOPs; see peak-inl.h.
 inline double tile_rate(std::int64_t rounds, float* sink) {
   alignas(64) float row[kLanes];
   std::fill_n(row, kLanes, 0.0F);

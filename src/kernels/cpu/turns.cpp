@@ -17,10 +17,10 @@ void assign_turns(Phase& phase, const WorkGroups& groups, const Stage& stage, in
   const auto q_head = [&](const WorkItem& item) {
     return groups[item.group].members[static_cast<std::size_t>(item.member)].q_head;
   };
-  // Items that add into the same key rows but cut them differently count as touching all keys of
-  // the segment: where queries travel, query heads that share a K/V head may be in different
-  // groups; and groups that leave out pairs cut them at the window, if they own key rows, or have
-  // them on both sides of it.
+  // Items may add to the same key rows but split them differently. They count as touching all keys
+  // of the segment. This happens if queries travel, because query heads that share a K/V head may
+  // be in different groups; and in groups that skip shared pairs, which split keys at the host's
+  // segment or have keys on both sides of it.
   std::set<int> with_gaps;
   for (const WorkGroup& group : groups.all())
     if (!group.whole && (query_rows || ratio > 1)) with_gaps.insert(group.branch);
@@ -45,14 +45,14 @@ void assign_turns(Phase& phase, const WorkGroups& groups, const Stage& stage, in
         id(key_ids, {head / ratio, group.branch, group.offset, group.segment, item.batch,
                      coarse(group) ? -1 : group.host_begin + item.key_begin});
   }
-  // The canonical order of a key row's sum is by query head.
+  // In canonical order, a key row is summed by query head.
   if (!query_rows) {
     std::stable_sort(phase.items.begin(), phase.items.end(),
                      [&](const WorkItem& a, const WorkItem& b) {
                        return q_head(a) % ratio < q_head(b) % ratio;
                      });
   } else {
-    // Greedy: the next item is the first that shares rows with none of the last threads - 1.
+    // Greedy: the next item is the first that shares no rows with the previous threads - 1 items.
     std::vector<WorkItem> ordered;
     ordered.reserve(phase.items.size());
     std::vector<WorkItem> rest = std::move(phase.items);
@@ -90,8 +90,8 @@ void assign_turns(Phase& phase, const WorkGroups& groups, const Stage& stage, in
   phase.turn_counters = query_ids.size() + key_ids.size();
 }
 
-// Items start in list order and an item's predecessors come before it: they run already, on another
-// thread.
+// No deadlock: items start in list order, and predecessors are earlier in the list, so they are
+// already running on other threads.
 Turns::Turn::Turn(Turns& turns, const WorkItem& item) : turns_(turns), item_(item) {
   const auto wait = [&](std::int32_t counter, std::int32_t turn) {
     if (counter < 0) return;

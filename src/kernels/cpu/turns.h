@@ -9,12 +9,12 @@
 
 namespace annulus::cpu {
 
-// Finds which items of a backward phase add into the same rows, orders the items so that neighbours
-// in the list rarely do, and numbers their turns. `kind` is gradients or key_gradient.
+// Finds which items of a backward phase add to the same rows, orders the items so that neighbours
+// in the list rarely do, and numbers their turns. The stage's kind is gradients or key_gradient.
 void assign_turns(Phase& phase, const WorkGroups& groups, const Stage& stage, int kv_heads,
                   int threads);
 
-// The counters that items wait for, of one engine: phases run one at a time.
+// The counters that items wait for. One per engine, whose phases run one at a time.
 class Turns {
  public:
   explicit Turns(std::size_t counters)
@@ -25,8 +25,8 @@ class Turns {
       counters_[i].store(0, std::memory_order_relaxed);
   }
 
-  // An item's turn: from the constructor, which waits for it, to the destructor, which lets the
-  // next one in however the item ends.
+  // An item's turn. The constructor waits for it; the destructor passes it on, even if the item
+  // throws.
   class Turn {
    public:
     Turn(Turns& turns, const WorkItem& item);

@@ -17,7 +17,7 @@ double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRow
   const auto k_begin = static_cast<double>(item.key_begin);
   const auto k_count = static_cast<double>(item.key_end - item.key_begin);
   if (group.band.full() || !group.whole) return q_count * k_count;
-  // As if rows were spread evenly over their index range.
+  // Assumes that rows are spread evenly over their index range.
   const double q_first = rows.queries.front().index;
   const double q_span = rows.queries.back().last_index() + 1 - q_first;
   const double k_first = rows.keys.front().index;
@@ -39,20 +39,6 @@ double pair_estimate(const WorkItem& item, const WorkGroup& group, const WorkRow
   return q_count * k_count * visible / kSamples;
 }
 
-// Whether no row of a K/V head is in both branches, nor a query row of one of its heads.
-bool apart(const Branch& a, const Branch& b, int ratio) {
-  const bool same = a.segment_length == b.segment_length && a.dilation == b.dilation;
-  const std::size_t heads = a.offset.size();
-  const auto group = static_cast<std::size_t>(ratio);
-  for (std::size_t h = 0; h < heads; ++h) {
-    if (a.offset[h] < 0) continue;
-    for (std::size_t other = h / group * group; other < (h / group + 1) * group; ++other) {
-      if (b.offset[other] >= 0 && (!same || a.offset[h] == b.offset[other])) return false;
-    }
-  }
-  return true;
-}
-
 std::int64_t pieces(std::int64_t rows, std::int64_t size) {
   return std::max<std::int64_t>(1, (rows + size - 1) / size);
 }
@@ -62,7 +48,8 @@ std::int64_t pieces(std::int64_t rows, std::int64_t size) {
 Work::Work(const Stage& stage, const Computation& computation, int threads,
            const PackedBytes& packed_bytes)
     : kind_(stage.kind), groups_(stage, computation, 4 * static_cast<std::int64_t>(threads)) {
-  // Take branches in order and open a new phase when rows are already in use.
+  // Add branches to the phase in order, and open a new phase if a branch has rows that are already
+  // in use.
   const Pattern& pattern = *computation.pattern;
   const int ratio = pattern.heads / computation.kv_heads;
   std::vector<Phase> phases;
@@ -101,15 +88,15 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
 void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
                      int threads, bool packs) const {
   const std::int64_t batch = computation.batch;
-  // Enough items to keep all threads busy to the end; fewer, larger ones reuse packed rows better,
-  // where those are not packed for all items anyway.
+  // Enough items to keep all threads busy to the end. Fewer and larger items reuse packed rows
+  // better, unless the rows are packed once for all items.
   const std::int64_t wanted = (packs ? 8 : 4) * static_cast<std::int64_t>(threads);
   std::int64_t heads = 0;
   for (int g : groups) {
     const WorkGroup& group = groups_[g];
     heads += batch * static_cast<std::int64_t>(group.members.size());
   }
-  const std::int64_t split = pieces(wanted, heads);  // pieces per head that would be enough
+  const std::int64_t split = pieces(wanted, heads);  // pieces per head for that number of items
   struct Costed {
     double cost;
     WorkItem item;
@@ -128,7 +115,7 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
         q_size = std::min<std::int64_t>(kQueryBlock, cut(q_size, 64, split));
         break;
       case Stage::Kind::gradients:
-        // A grid of pieces x pieces: items that touch other rows can run side by side.
+        // A grid of pieces x pieces: items with different rows can run in parallel.
         if (split > 1) {
           q_size = cut(q_size, 2 * kGradBlock, split);
           k_size = cut(k_size, 2 * kGradBlock, split);
@@ -162,9 +149,9 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
       }
     }
   }
-  // Few items: the longest first, so that threads end together. Many: segment by segment, so that
-  // heads, whose rows share pages, follow each other; the last item is then a small part of the
-  // whole anyway.
+  // Few items: the longest first, so that threads end together. Many items: segment by segment, so
+  // that heads, whose rows share pages, follow each other; the last item is a small part of the
+  // work then.
   constexpr std::size_t kManyPerThread = 32;
   if (items.size() > kManyPerThread * static_cast<std::size_t>(threads)) {
     std::stable_sort(items.begin(), items.end(), [&](const Costed& a, const Costed& b) {

@@ -14,14 +14,14 @@
 
 namespace annulus::cpu {
 
-// Where one channel of a kernel's rows comes from: the shard, and received parcels.
+// Where one channel of a kernel's rows is: in the shard and in received parcels.
 struct ChannelSource {
   int channel = 0;
   TensorRows local;
   const ParcelRows* received = nullptr;  // null: only local rows have this channel
   int section = 0;
   std::int64_t byte_offset = 0;  // within a row, local or received
-  bool kept = false;             // local rows are those that the branch keeps (kept_rows.h)
+  bool kept = false;             // local rows are in BranchOutputs (kept_rows.h)
 };
 
 // One kernel call. Rows are counted through the group's runs.
@@ -33,9 +33,9 @@ struct WorkItem {
   std::int64_t query_end = 0;
   std::int64_t key_begin = 0;
   std::int64_t key_end = 0;
-  // Backward adds into rows that other items add into as well. Each such block of rows has a turn
-  // counter, and an item waits for its turn: sums are made in one fixed order, whatever the threads
-  // do. -1: nobody else writes there.
+  // In backward, several items may add to the same block of rows. Each such block has a turn
+  // counter, and items wait for their turns, so that sums are made in a fixed order. -1: no other
+  // item writes there.
   std::int32_t query_turns = -1;
   std::int32_t query_turn = 0;
   std::int32_t key_turns = -1;
@@ -48,17 +48,17 @@ struct WorkItem {
 struct Phase {
   std::vector<WorkItem> items;
   std::size_t turn_counters = 0;
-  // Where keys are packed (key_packs.h): for which items. Else empty.
+  // Packed keys and the items that use them (key_packs.h). Empty if nothing is packed.
   std::vector<KeyList> lists;
   std::vector<KeyShare> shares;
-  std::vector<std::int32_t> wave_items;  // of each wave, those that want a list
+  std::vector<std::int32_t> wave_items;  // per wave: items that use its lists
   std::int64_t packed_bytes = 0;
 
   bool operator==(const Phase&) const = default;
 };
 
-// A stage as the CPU runs it: phases one after the other. Branches that have no row in common share
-// a phase: their K/V heads are disjoint, or they differ in their offsets only.
+// The compiled form of a stage: phases that run one after the other. Branches without common rows
+// share a phase: their K/V heads are disjoint, or they differ only in their offsets.
 class Work {
  public:
   Work(const Stage& stage, const Computation& computation, int threads,
@@ -73,8 +73,8 @@ class Work {
   [[nodiscard]] std::size_t longest_run_list() const { return groups_.longest_run_list(); }
   [[nodiscard]] std::size_t turn_counters() const;
 
-  // The steps of a ring mostly differ in where rows are and not in how they are cut: lists that are
-  // equal are kept once. True: `other`'s are used from now on.
+  // Most steps of a ring use the same work list and differ only in row addresses, so equal lists
+  // are stored once. Returns true if the lists are equal; this object then uses those of `other`.
   bool share_phases(const Work& other);
   [[nodiscard]] std::int64_t bytes(bool with_phases) const;
 
@@ -82,7 +82,7 @@ class Work {
   // local tensors.
   void expand(const WorkItem& item, bool queries, std::span<const ChannelSource> channels,
               int local_head, std::vector<RowRun>& runs) const;
-  // All rows of a list.
+  // The same for all rows of a list.
   void expand(const KeyList& list, std::span<const ChannelSource> channels, int local_head,
               std::vector<RowRun>& runs) const;
   [[nodiscard]] int q_head(const KeyList& list) const {

@@ -20,11 +20,12 @@
 namespace annulus::cuda {
 namespace {
 
-std::string version_text(int number) {  // of CUDA's own encoding
+std::string version_text(int number) {  // from CUDA's encoding
   return fmt::format("{}.{}", number / 1000, number % 1000 / 10);
 }
 
-// "580.65.06, CUDA 13.0"; the former where the kernel module tells.
+// "580.65.06, CUDA 13.0". The driver's own version is left out if the kernel module does not report
+// it.
 std::string driver_text() {
   int knows = 0;
   static_cast<void>(cudaDriverGetVersion(&knows));
@@ -98,7 +99,7 @@ class CudaBackend final : public Backend {
   [[nodiscard]] std::int64_t scratch_bytes() const override { return 0; }
 
   [[nodiscard]] std::string complaint(const Computation& computation) const override {
-    static_cast<void>(allowed_shared_bytes());  // says now what is wrong with the environment
+    static_cast<void>(allowed_shared_bytes());  // reports an invalid environment variable now
     return forced_complaint(computation, device_);
   }
 

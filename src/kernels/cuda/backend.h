@@ -6,7 +6,7 @@
 
 namespace annulus::cuda {
 
-// DeviceError where there is no such device, or this build knows of none.
+// DeviceError if there is no such device, or if this build has no CUDA.
 [[nodiscard]] std::shared_ptr<Backend> make_backend(int device);
 
 }  // namespace annulus::cuda

@@ -9,7 +9,7 @@
 namespace annulus::cuda {
 namespace {
 
-// Items of each launch in the order in which blocks that stay take them.
+// Arranges the items of each launch for persistent blocks.
 void arrange_all(Tables& tables, int blocks, int tile) {
   std::vector<Item> items;
   std::vector<Launch> launches;
@@ -87,11 +87,11 @@ void CompiledStage::upload(int device_index) {
 }
 
 void CompiledStage::find_rows(const ReceivedRows& received, std::int64_t row_bytes) {
-  // Gradients of keys are added row by row: no copy brings them.
+  // Gradients of keys are added row by row, without bulk copies.
   const bool queries_return =
       received.gradients.layout != nullptr && received.gradients.layout->sections() == 1;
   for (std::size_t i = 0; i < traits.size(); ++i) {
-    // Statistics lie between rows of queries.
+    // Rows of statistics are between rows of queries.
     traits[i].queries = grid_of(received.queries, parcels[i].queries, row_bytes, kMapStep);
     traits[i].keys = grid_of(received.keys, parcels[i].keys, row_bytes, row_bytes);
     if (queries_return) {

@@ -12,13 +12,13 @@ namespace annulus::cuda {
 
 // Tables of a stage in device memory, and their launches.
 struct CompiledStage {
-  Tables tables;                     // dropped when uploaded, but for the launches
+  Tables tables;                     // cleared after the upload, except the launches
   std::vector<LaunchTraits> traits;  // of the launches
   struct Parcels {
     std::vector<std::int32_t> queries, keys;
   };
-  std::vector<Parcels> parcels;  // that they read
-  std::vector<ItemTurn> turns;   // of items in chains; dropped as well
+  std::vector<Parcels> parcels;  // the parcels that the launches read
+  std::vector<ItemTurn> turns;   // of items in chains; cleared as well
   DeviceTables device;
   const ItemTurn* device_turns = nullptr;   // null: not in chains
   const std::uint32_t* key_sums = nullptr;  // KeySums::earlier
@@ -35,7 +35,7 @@ struct CompiledStage {
                                           Side side, int tile, ItemOrder order, int step,
                                           int device);
 
-// Whether the items of a launch have every query row there is.
+// Whether the items of a launch cover every query row.
 [[nodiscard]] bool covers(const Tables& tables, const Launch& launch, std::int64_t rows);
 
 }  // namespace annulus::cuda

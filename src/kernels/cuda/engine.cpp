@@ -35,7 +35,7 @@ CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> fo
 }
 
 void CudaEngine::put_finest_first() {
-  // In a ring, later stages find a state in any order.
+  // In a ring, later stages load a state, whatever the order of branches.
   if (forward_.size() != 1 || forward_launches_ < 2) return;
   CompiledStage& stage = forward_.front();
   if (!covers(stage.tables, stage.tables.launches.back(), computation_.query_rows())) return;
@@ -75,7 +75,7 @@ void CudaEngine::upload(BackwardStages& stages) {
   if (stages.family.key_sums) {
     std::vector<Tables*> keys;
     for (BackwardStage& stage : stages.stages) keys.push_back(&stage.keys.tables);
-    // A ring's keys that travel have gradients everywhere.
+    // If keys travel in a ring, other ranks also compute gradients for them.
     const bool returned = gradients_.layout != nullptr && gradients_.layout->sections() == 2 &&
                           stages_.front().plan->ranks() > 1;
     stages.writers = find_key_writers(keys, computation_, returned);
@@ -93,7 +93,7 @@ CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
   if (backward_.family.fits(shape)) return backward_;
   if (awkward_.stages.empty()) {
     BackwardStages stages = compile_backward(portable_backward_family());
-    upload(stages);  // may not find the memory: then there are none, and not half of them
+    upload(stages);  // may throw for lack of memory; then no stage is kept
     awkward_ = std::move(stages);
   }
   return awkward_;
@@ -125,10 +125,11 @@ void CudaEngine::allocate(const ReceivedRows& received) {
       device_, computation_.heads() * kSinkBlocks * static_cast<std::int64_t>(sizeof(double)),
       "sums of sinks");
   list_bytes_ += sink_sums_.bytes();
-  // What fills a row up to 16 bytes is sent along, and nobody writes it.
+  // The padding of a row to 16 bytes is sent but never written otherwise.
   check(cudaMemset(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes())),
         "clearing row statistics");
-  check(cudaStreamSynchronize(nullptr), "clearing row statistics");  // streams of calls do not wait
+  check(cudaStreamSynchronize(nullptr),
+        "clearing row statistics");  // the streams of calls do not wait for it
 }
 
 std::int64_t CudaEngine::sum_bytes(std::int64_t rows) const {
@@ -155,7 +156,7 @@ void CudaEngine::upload_kept() {
 }
 
 std::string CudaEngine::kernels() const {
-  // Outputs of single branches are the portable kernels'.
+  // Only portable kernels write outputs of single branches.
   const bool keeps_branches = computation_.kept != nullptr && computation_.backward;
   std::string forward = keeps_branches ? "portable" : families_.forward.name;
   const std::string backward = families_.backward.name;
@@ -167,7 +168,7 @@ std::int64_t CudaEngine::state_bytes() const { return accumulator_bytes() + stat
 
 std::int64_t CudaEngine::accumulator_bytes() const {
   if (is_fp32()) return 0;
-  // Forward and backward take turns: the larger one's needs will do.
+  // Forward and backward never run at the same time, so they share the larger workspace.
   const bool one_launch = forward_launches_ <= 1 && covers_last_;
   std::int64_t bytes = one_launch ? 0 : sum_bytes(computation_.query_rows());
   if (computation_.backward)
@@ -206,7 +207,7 @@ float* CudaEngine::branch_sums(const BranchOutputs& branches) const {
 }
 
 TensorRows CudaEngine::statistics() const {
-  // Head by head: a warp that reads those of 32 tokens touches 4 lines then, not 32.
+  // Head by head: a warp that reads the statistics of 32 tokens then touches 4 cache lines, not 32.
   const std::int64_t row = computation_.statistics_width() * std::int64_t{4};
   const std::int64_t head = computation_.query_tokens * row;
   return {statistics_.data(), computation_.heads() * head, head, row};
@@ -276,7 +277,7 @@ void CudaEngine::forward(int stage, const ForwardCall& call, Queue& queue) {
     }
     return;
   }
-  // Rows that lie awkwardly go to the kernels that take any.
+  // The portable kernels take rows of any layout.
   const bool fitting = fits(call);
   const bool by_row = ends_rows(call);
   params.later = by_row ? compiled.later : nullptr;
@@ -347,7 +348,7 @@ GradientSums CudaEngine::sums(const BackwardCall& call) const {
 }
 
 bool CudaEngine::deals_dq(const BackwardStages& stages) const {
-  // Other ranks add to rows of dQ in the usual order.
+  // Other ranks add to rows of dQ with columns in the usual order.
   const bool returned = gradients_.layout != nullptr && gradients_.layout->sections() == 1 &&
                         stages_.front().plan->ranks() > 1;
   return stages.family.dealt_dq && !is_fp32() && !returned;
@@ -377,8 +378,8 @@ void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
   params.statistics = statistics();
   params.head_dim = computation_.head_dim;
   params.dtype = computation_.dtype;
-  // Gradients are scaled by output_scale at the very end, so delta is taken with the unscaled O. A
-  // scale of 0 makes every gradient 0.
+  // Gradients are multiplied by output_scale at the end, so delta uses the unscaled O. A scale of 0
+  // makes every gradient 0.
   const double factor = computation_.pattern->output_scale;
   params.unscale = static_cast<float>(factor == 0 ? 0.0 : 1.0 / factor);
   if (call.branches.o != nullptr) {

@@ -38,7 +38,7 @@ class CudaEngine final : public Engine {
   [[nodiscard]] TensorRows statistics() const override;
 
  private:
-  // Backward's stages, as a family wants them.
+  // The stages of backward, compiled for one family.
   struct BackwardStage {
     CompiledStage queries;  // dQ
     CompiledStage keys;     // dK and dV
@@ -50,22 +50,24 @@ class CudaEngine final : public Engine {
     std::vector<BackwardStage> stages;
     KeyWriters writers;
     std::int64_t counts = 0;
-    Memory counters;  // of their launches: which item is next; of items in chains: their progress
+    Memory counters;  // per launch: the next item; per item in a chain: its progress
   };
   [[nodiscard]] BackwardStages compile_backward(const BackwardFamily& family) const;
   void upload(BackwardStages& stages);
-  // Those of the chosen family or, for rows that lie too awkwardly for it, of the portable one,
-  // which are made when they are first needed.
+  // Stages of the chosen family or, for layouts that it does not take, of the portable one. The
+  // latter are made when they are first needed.
   [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape);
   [[nodiscard]] KernelShape backward_shape(const BackwardCall& call) const;
-  // Whether the last launch writes the caller's dk and dv: where these lie as their sums do.
+  // Whether the columns of dQ's sums are dealt: see dealt_column.
   [[nodiscard]] bool deals_dq(const BackwardStages& stages) const;
+  // Whether the last launch writes the caller's dk and dv, which requires that they have the same
+  // layout as their sums.
   [[nodiscard]] bool ends_keys(const BackwardStages& stages, const BackwardCall& call) const;
 
-  // Lets the finest branch come first and rows end with whichever launch has them last, where that
-  // can be: the launch with the most items then has no state to read.
+  // Puts the finest branch first if possible, so that the launch with the most items has no state
+  // to read. Each row is then finished by the last launch that has it.
   void put_finest_first();
-  // Whether launches do so for what the caller passes.
+  // Whether launches do so in this call.
   [[nodiscard]] bool ends_rows(const ForwardCall& call) const;
   [[nodiscard]] bool fits(const ForwardCall& call) const;
 
@@ -74,9 +76,9 @@ class CudaEngine final : public Engine {
   [[nodiscard]] RowSpace key_space() const;
   [[nodiscard]] static TensorRows rows_of(std::byte* base, std::int64_t tokens, int heads,
                                           std::int64_t width);
-  // Where O so far is.
+  // The running O.
   [[nodiscard]] TensorRows state_rows(const ForwardCall& call) const;
-  // fp32 outputs of branches so far: those that are kept, or their wide image.
+  // Running fp32 outputs of branches: the kept ones, or an fp32 workspace.
   [[nodiscard]] float* branch_sums(const BranchOutputs& branches) const;
   void upload_kept();
   [[nodiscard]] std::int64_t sum_bytes(std::int64_t rows) const;
@@ -93,9 +95,9 @@ class CudaEngine final : public Engine {
   BackwardStages awkward_;
   std::atomic<std::int64_t> list_bytes_ = 0;  // grows when awkward_ is made
   int forward_launches_ = 0;
-  std::size_t first_stage_ = 0;  // that has launches
-  bool covers_first_ = false;    // the first launch has every query row
-  bool covers_last_ = false;     // the last one
+  std::size_t first_stage_ = 0;  // the first with launches
+  bool covers_first_ = false;    // the first launch covers every query row
+  bool covers_last_ = false;     // the last launch does
   bool finest_first_ = false;    // see put_finest_first
 
   Parcels keys_;
@@ -103,7 +105,7 @@ class CudaEngine final : public Engine {
   Parcels gradients_;
   KeptTables kept_;  // detached mixing
   Memory kept_memory_;
-  // 16-bit dtypes: dQ, dK, dV in backward; fp32 O, or those of all branches, in forward.
+  // 16-bit dtypes: fp32 dQ, dK, dV in backward; fp32 O, or O of all branches, in forward.
   Memory accumulators_;
   Memory statistics_;  // [batch][q head][token][statistics_width()]
   Memory sink_sums_;   // see SinkParams

@@ -13,9 +13,9 @@
 namespace annulus::cuda {
 namespace {
 
-// What the kernels can count: see most_indices. Forward adds two indices, masks of backward compare
-// 16 times an index and have two words for rows that are not there. Under a lower limit they
-// compare the sum of an index and a limit.
+// The largest indices that the kernels can represent: see most_indices. Forward adds two indices.
+// Masks of backward compare 16 times an index and reserve two words for absent rows; with a lower
+// limit they compare the sum of an index and a limit.
 constexpr std::int64_t kForwardSm90Indices = std::int64_t{1} << 30;
 std::int64_t backward_sm90_indices(const Computation& computation) {
   const bool lower = computation.pattern->band().least != -Band::kUnlimited;
@@ -31,8 +31,8 @@ ForwardFamily portable_forward_family(const KernelShape& shape) {
           }};
 }
 
-// At head dim 64 rows that end in different launches cost more than the state that the finest
-// branch need not read (full 0.85 of cuDNN's time instead of 0.82).
+// At head dim 64, rows that end in different launches cost more than reading the state of the
+// finest branch (full mask: 0.85 of cuDNN's time instead of 0.82).
 ForwardFamily sm90_forward_family(const Computation& computation) {
   return {"sm90",
           sm90::kForwardTile,
@@ -80,7 +80,7 @@ KernelShape shape_of(const Computation& computation) {
   shape.dtype = computation.dtype;
   shape.head_dim = computation.head_dim;
   shape.scale = static_cast<float>(computation.scale);
-  shape.aligned = true;  // what the caller passes is seen call by call
+  shape.aligned = true;  // the layout is checked in every call
   shape.query_tokens = computation.query_tokens;
   shape.key_tokens = computation.key_tokens;
   return shape;
@@ -89,7 +89,7 @@ KernelShape shape_of(const Computation& computation) {
 // Why the sm90 kernels cannot compute this; empty: they can.
 std::string sm90_complaint(const Computation& computation, int device) {
   if (!is_hopper(device)) return "the device is not of compute capability 9.0";
-  // Canonical sums are the portable kernels'.
+  // Only portable kernels make canonical sums.
   if (computation.reproducible) return "reproducible results come from the portable kernels";
   const KernelShape shape = shape_of(computation);
   if (sm90::forward_fits(shape)) return "";

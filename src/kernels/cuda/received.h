@@ -7,7 +7,7 @@
 
 namespace annulus::cuda {
 
-// Received parcels of one kind, as kernels see them.
+// The table of received parcels of one kind, for kernels.
 struct Parcels {
   Memory table;  // of Source
   const ParcelLayout* layout = nullptr;
@@ -16,7 +16,8 @@ struct Parcels {
 
 [[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels, int device);
 
-// Rows of the shard's tensor and of a section of parcels, from `byte_offset` of each row on.
+// The channel of a tensor of the shard and of a section of parcels, from `byte_offset` of each row
+// on.
 [[nodiscard]] Channel channel(const TensorRows& local, const Parcels& parcels, int section,
                               std::int64_t byte_offset = 0);
 

@@ -157,8 +157,9 @@ Example random_example(test::Random& random) {
   } else {
     const std::vector<std::int64_t> segments{64, 256};
     const std::vector<std::int64_t> dilations{1, 2};
-    pattern = longnet(heads, segments, dilations, causal,
-                      random.coin() ? Offsets::blocked : Offsets::interleaved);
+    pattern =
+        longnet(heads, segments, dilations, causal,
+                random.one_of<Offsets>({Offsets::blocked, Offsets::interleaved, Offsets::all}));
   }
   pattern.window = test::any_window(random, tokens, causal);
   const std::string name =
@@ -213,7 +214,9 @@ TEST(CudaChains, EveryRowIsAddedToInOneOrderWhateverTheSpeedOfBlocks) {
         for (std::int32_t i = launch.first_item; i < next; ++i) {
           const Item& item = tables.items[static_cast<std::size_t>(i)];
           const ItemTurn& turn = turns[static_cast<std::size_t>(i)];
-          EXPECT_EQ(tables.groups[static_cast<std::size_t>(item.group)].branch, launch.branch);
+          const auto branch = static_cast<std::size_t>(launch.branch);
+          EXPECT_EQ(tables.groups[static_cast<std::size_t>(item.group)].dilation,
+                    e.pattern.branches[branch].dilation);
           EXPECT_LT(turn.after, i) << "whoever is waited for is taken first";
           EXPECT_TRUE(turn.after < 0 || turn.after >= launch.first_item);
           if (turn.after < 0) continue;
@@ -358,6 +361,29 @@ TEST(CudaChains, BeginWithTheLastKeysAndKeepADistance) {
       EXPECT_EQ(turns[i].span, 256);
     }
   }
+}
+
+// Offsets of a head have no row in common: nobody waits for an item of another one.
+TEST(CudaChains, OffsetsOfALaunchAreChainsOfTheirOwn) {
+  const Pattern pattern =
+      longnet(2, std::vector<std::int64_t>{256}, std::vector<std::int64_t>{4}, true, Offsets::all);
+  const WholeSequence whole(pattern, 256);
+  Tables tables = make_tables({Stage::Kind::gradients, &whole.plan, 0, 0}, whole.computation,
+                              Side::keys, 16, false);
+  const std::vector<ItemTurn> turns = put_in_chains(tables, {.blocks = 8, .step = 4});
+  ASSERT_EQ(tables.launches.size(), 1U);
+  int chains = 0;
+  for (std::size_t i = 0; i < tables.items.size(); ++i) {
+    const std::int32_t before = turns[i].after;
+    if (before < 0) {
+      ++chains;
+    } else {
+      EXPECT_EQ(tables.items[i].group, tables.items[static_cast<std::size_t>(before)].group);
+      EXPECT_EQ(tables.items[i].member, tables.items[static_cast<std::size_t>(before)].member);
+    }
+  }
+  EXPECT_EQ(chains, 8);
+  expect_one_order(tables, turns);
 }
 
 // Items of a window begin and end a tile after the one before them: nobody has rows behind those of

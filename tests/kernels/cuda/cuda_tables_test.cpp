@@ -83,7 +83,7 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
             for (std::int32_t i = 0; i < launch.items; ++i) {
               const Item& item = tables.items[static_cast<std::size_t>(launch.first_item + i)];
               const Group& group = tables.groups[static_cast<std::size_t>(item.group)];
-              EXPECT_EQ(group.branch, launch.branch);
+              EXPECT_EQ(group.dilation, of_branch);
               EXPECT_LE(item.rows, tile);
               const std::vector<Row> queries = rows_of(tables, group.queries);
               const std::vector<Row> keys = rows_of(tables, group.keys);
@@ -229,6 +229,29 @@ TEST(CudaTables, RowsAndTilesBetweenIndicesAreThoseOfTheList) {
         EXPECT_GE(at_most, tiles);
       }
     }
+  }
+}
+
+// Each has a prologue, and a state that the next one reads: 16 launches of short items took twice
+// as long as one. Where each branch has its own deltas, a launch is of one.
+TEST(CudaTables, AllOffsetsOfADilationAreOneLaunch) {
+  using List = std::vector<std::int64_t>;
+  const auto launches = [](const Pattern& pattern, MixGradient mix, Side side) {
+    WholeSequence all(pattern, 512);
+    all.computation.mix_gradient = mix;
+    const Stage stage{Stage::Kind::gradients, &all.plan, 0, 0};
+    return make_tables(stage, all.computation, side, 64, false).launches.size();
+  };
+  const Pattern alone = longnet(2, List{512}, List{16}, true, Offsets::all);
+  const Pattern several = longnet(2, List{64, 512}, List{4, 16}, false, Offsets::all);
+  const Pattern blocked = longnet(2, List{64, 512}, List{4, 4}, false);
+  const Pattern groups = head_groups(4, List{64, 128}, List{4, 4});
+  for (const Side side : {Side::queries, Side::keys}) {
+    EXPECT_EQ(launches(alone, MixGradient::full, side), 1U);
+    EXPECT_EQ(launches(alone, MixGradient::detached, side), 16U);
+    EXPECT_EQ(launches(several, MixGradient::full, side), 2U);
+    EXPECT_EQ(launches(blocked, MixGradient::full, side), 2U) << "rows are in both";
+    EXPECT_EQ(launches(groups, MixGradient::full, side), 1U) << "of other heads";
   }
 }
 

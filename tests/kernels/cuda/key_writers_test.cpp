@@ -124,7 +124,9 @@ TEST(KeyWriters, UsualPatternsNeedNoPassesOverKeyGradients) {
   const std::vector<std::int64_t> dilations{1, 2, 4};
   for (const Pattern& pattern :
        {dense(4, true), longnet(4, segments, dilations), longnet(4, segments, dilations, true),
-        longnet(4, segments, dilations, true, Offsets::interleaved)}) {
+        longnet(4, segments, dilations, true, Offsets::interleaved),
+        longnet(4, std::vector<std::int64_t>{2048}, std::vector<std::int64_t>{16}, true,
+                Offsets::all)}) {
     Tables tables;
     const KeyWriters writers = writers_of_whole(pattern, tables);
     EXPECT_TRUE(writers.begin);

@@ -48,6 +48,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "additional_keys_of_modules",
                 "masks_of_the_whole_sequence",
                 "lengths_of_your_own",
+                "placements_of_your_own",
                 "lengths_that_change",
                 "nothing_gives_nothing",
                 "errors_are_everybodys",

@@ -157,6 +157,36 @@ def lengths_of_your_own() -> None:
         raise AssertionError("zigzag took shards of the wrong lengths")
 
 
+def placements_of_your_own() -> None:
+    """A Placement without a name: everything that takes a name takes it, and ranks compare its ranges."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    # The last rank holds the first tokens; the others share the rest in stripes, downwards.
+    ranges = [[range(40 + r, 97, ranks - 1), range(10 + r, 40, ranks - 1)] for r in range(ranks - 1)]
+    placement = annulus.Placement.explicit(97, [*ranges, [range(10)]])
+    place = {"placement": placement, "group": WORLD}
+    *qkv, do = whole(97, 4, 2, 16, 3)
+    options = {"segment_lengths": [32, 97], "dilation_rates": [1, 3], "is_causal": True}
+    alone = leaves(qkv)
+    o = at.ring_attention(*alone, **options)
+    o.backward(do)
+    for n_global in (None, 97, None):  # the third call is known
+        mine = leaves([at.shard(x, **place) for x in qkv])
+        part = at.ring_attention(*mine, n_global=n_global, **options, **place)
+        part.backward(at.shard(do, **place))
+        found = [at.unshard(x, **place) for x in (part.detach(), *(x.grad for x in mine))]
+        for f, e in zip(found, (o.detach(), *(x.grad for x in alone))):
+            torch.testing.assert_close(f, e, rtol=1e-5, atol=1e-6)
+    other = annulus.Placement.explicit(97, [*ranges[1:], ranges[0], [range(10)]])
+    differs = {"placement": other if rank == 0 else placement, "group": WORLD}
+    for wrong in (differs, {**place, "n_global": 96}, {**place, "placement": annulus.Placement.striped(97, ranks)}):
+        try:
+            at.ring_attention(*mine, **wrong)
+        except annulus.ConfigError as error:
+            assert "placement" in str(error), error
+        else:
+            raise AssertionError("another placement was taken")
+
+
 def messages_are_few() -> None:
     """A pass sends one agreement and the rows, with and without n_global."""
     ranks = dist.get_world_size()

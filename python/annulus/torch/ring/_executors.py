@@ -12,6 +12,7 @@ from annulus import ConfigError, Pattern, Placement, RingAttention
 from annulus._core import ExecutorPool
 from annulus.torch._config import Call, Config, pattern_of
 from annulus.torch._memory import LOG
+from annulus.torch._placements import placement_of_tokens
 
 T = TypeVar("T")
 
@@ -78,8 +79,8 @@ class LocalExecutors:
                     f"n_global is {config.n_global}, but q has {tokens} tokens and there is no group"
                 )
             transport = annulus.make_in_process_ring(1)[0]
-            placement = Placement.named(config.placement, tokens, 1)
-            keys = None if key_tokens == tokens else Placement.named(config.placement, key_tokens, 1)
+            placement = placement_of_tokens(config.placement, tokens, 1)
+            keys = None if key_tokens == tokens else placement_of_tokens(config.placement, key_tokens, 1)
             pattern = pattern_of(config, q.shape[2], tokens, key_tokens)
             self.pool.make_room()
             executor = make_executor(config, pattern, placement, transport, q, k, keys)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import annulus
 from annulus import ConfigError, RingAttention, TransportError
 from annulus._core import ExecutorPool
-from annulus.torch._config import MOST_CALLS, Call, Config, pattern_of, placement_of_lengths
+from annulus.torch._config import MOST_CALLS, Call, Config, pattern_of
+from annulus.torch._placements import placement_of_lengths
 from annulus.torch.ring._executors import make_executor
 from annulus.torch.ring._records import CALL, claims_of, compare
 from annulus.torch.ring._transport import ProcessGroupTransport, sendable, timeout_of

@@ -4,7 +4,7 @@
 
 namespace annulus::cuda {
 
-// A function of the driver that is there: nothing links against it. Null where it is too old.
+// A function of the installed driver, which is not linked. Null if the driver is too old.
 template <typename Function>
 Function driver_function(const char* name, unsigned version) {
   void* entry = nullptr;

@@ -18,7 +18,7 @@ struct Allocators {
   CudaAllocator current;
 };
 Allocators& allocators() {
-  static auto* all = new Allocators;  // memory may be freed while the process ends
+  static auto* all = new Allocators;  // never destroyed: memory may be freed while the process ends
   return *all;
 }
 CudaAllocator current_allocator() {
@@ -26,8 +26,8 @@ CudaAllocator current_allocator() {
   return allocators().current;
 }
 
-// Events are used again: making one costs more than recording it. They are never destroyed, so that
-// nothing depends on the order in which a process ends.
+// A pool of events, because creating an event costs more than recording one. Events are never
+// destroyed, so that nothing depends on the order of destruction at exit.
 class EventPool {
  public:
   [[nodiscard]] cudaEvent_t take() {
@@ -61,8 +61,8 @@ class EventPool {
   std::vector<cudaEvent_t> free_;
 };
 
-// While a graph is being captured, what this thread does in the scope is no part of it and allowed
-// all the same: executors come and go whenever garbage is collected.
+// Allows calls in this scope while a graph is being captured, without making them part of the
+// graph. Executors may be created and destroyed at any time, for example by garbage collection.
 class OutsideOfGraphs {
  public:
   OutsideOfGraphs() : entered_(cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {}
@@ -73,17 +73,18 @@ class OutsideOfGraphs {
   OutsideOfGraphs& operator=(const OutsideOfGraphs&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the thread's own
+  cudaStreamCaptureMode mode_ =
+      cudaStreamCaptureModeRelaxed;  // afterwards the thread's previous mode
   bool entered_;
 };
 
-// Which graph is being captured from a stream; 0: none.
+// The id of the graph that is being captured from a stream; 0: none.
 unsigned long long capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
-  // The other arguments differ between versions of CUDA, and none of them is needed.
+  // The other arguments differ between CUDA versions and are not needed.
   if (cudaStreamGetCaptureInfo(stream, &status, &id) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // the legacy stream, while another one is captured
+    static_cast<void>(cudaGetLastError());  // the legacy stream while another one is captured
     return 0;
   }
   return status == cudaStreamCaptureStatusActive ? id : 0;
@@ -102,7 +103,7 @@ class StreamEvent final : public Event::State {
   StreamEvent& operator=(const StreamEvent&) = delete;
 
   void wait() override {
-    // CUDA's own error would be the end of the capture.
+    // An error of CUDA would end the capture.
     if (captured_)
       throw DeviceError("cuda: waiting for the device: a graph is being captured, and not run");
     const DeviceScope scope(device_);
@@ -142,9 +143,9 @@ class StreamQueue final : public Queue {
       event.wait();
     }
   }
-  // While a graph is captured, work outside of it cannot be waited for: capturing begins when the
-  // device is idle, and whoever launches the graph orders it. What was captured has not been
-  // enqueued, so that nothing waits for it afterwards, either.
+  // During capture, a stream cannot wait for work outside the graph. That is not needed: capture
+  // begins when the device is idle, and the caller orders the launches of the graph. Captured work
+  // was not enqueued, so nothing waits for it after the capture, either.
   void follow(Queue& other) override {
     const DeviceScope scope(device_);
     if (capture_of(stream_) == capture_of(stream_of(other))) Queue::follow(other);
@@ -174,7 +175,7 @@ bool blocking() {
 
 void check(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // it is reported here, once
+  static_cast<void>(cudaGetLastError());  // reported here, once
   throw DeviceError(
       fmt::format("cuda: {}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)));
 }
@@ -199,7 +200,7 @@ DeviceScope::~DeviceScope() {
 std::shared_ptr<Queue> make_stream(int device) {
   const DeviceScope scope(device);
   cudaStream_t stream = nullptr;
-  // Not ordered with the legacy default stream: nothing waits that was not asked to.
+  // Non-blocking: no implicit order with the legacy default stream.
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
   return std::make_shared<StreamQueue>(device, stream, true);
 }
@@ -284,8 +285,8 @@ void copy_to_device(int device, std::byte* to, const void* from, std::int64_t by
   if (bytes == 0) return;
   const DeviceScope scope(device);
   cudaError_t error = cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice);
-  // From pageable memory that may return while the last of it is on its way, and streams of calls
-  // do not wait for the default one.
+  // A copy from pageable memory may return before its last part has arrived, and the streams of
+  // calls do not wait for the default stream.
   if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
   if (error != cudaSuccess) check(error, fmt::format("copying {}", what));
 }

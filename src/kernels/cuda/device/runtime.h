@@ -10,16 +10,16 @@
 #include "core/memory.h"
 #include "core/memory_state.h"
 
-// The CUDA runtime as the rest of the backend wants it: errors are exceptions, streams are queues.
+// A wrapper of the CUDA runtime: errors become exceptions, streams become queues.
 namespace annulus::cuda {
 
-// DeviceError that names `what`. An error that a kernel left behind shows at whatever is asked for
-// next: ANNULUS_CUDA_BLOCKING=1 waits after every launch, so that it names the right one.
+// Throws a DeviceError that names `what`. An error of a kernel is reported by a later call. With
+// ANNULUS_CUDA_BLOCKING=1 every launch is waited for, so that the error names the right one.
 void check(cudaError_t error, const std::string& what);
 // After a launch.
 void check_launch(cudaError_t error, const char* kernel, cudaStream_t stream);
 
-// The calling thread uses this device until the end of the scope.
+// Makes this the current device of the calling thread until the end of the scope.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);
@@ -28,23 +28,23 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int before_ = -1;  // < 0: it was this one
+  int before_ = -1;  // < 0: it was already current
 };
 
 [[nodiscard]] std::shared_ptr<Queue> make_stream(int device);
-// Somebody else's stream, which outlives the queue.
+// A queue for the caller's stream, which must outlive it.
 [[nodiscard]] std::shared_ptr<Queue> borrow_stream(int device, cudaStream_t stream);
 [[nodiscard]] cudaStream_t stream_of(Queue& queue);
 
 [[nodiscard]] Memory allocate_device(int device, std::int64_t bytes, const char* what);
-// What the device has; nothing where it does not tell.
+// Free and total memory of the device; nothing if it is not known.
 [[nodiscard]] std::optional<MemoryState> device_memory_state(const Device& device);
-// CUDA's own, whatever allocator is in use.
+// Memory from CUDA's own allocator, even if another one is set.
 [[nodiscard]] Memory allocate_plain(int device, std::int64_t bytes, const char* what);
-// Host memory that the device copies from and to without stopping.
+// Pinned host memory.
 [[nodiscard]] Memory allocate_pinned(int device, std::int64_t bytes, const char* what);
 
-// Copies tables: when it returns, they are there for every stream.
+// Copies tables to the device. When it returns, all streams can use them.
 void copy_to_device(int device, std::byte* to, const void* from, std::int64_t bytes,
                     const char* what);
 

@@ -51,9 +51,9 @@ class CudaWords final : public SharedWords {
   }
   ~CudaWords() override {
     try {
-      const DeviceScope scope(device_);  // else a device that is not used gets a context
+      const DeviceScope scope(device_);  // otherwise another, unused device gets a context
       static_cast<void>(cudaHostUnregister(memory_.data()));
-    } catch (const DeviceError&) {  // the device failed, and was reported
+    } catch (const DeviceError&) {  // the device failed, which was reported
     }
   }
   CudaWords(const CudaWords&) = delete;
@@ -86,8 +86,8 @@ class CudaSharing final : public DeviceSharing {
   }
   [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_stream(device_); }
 
-  // From a framework's allocator where its memory can be exported: PyTorch's expandable segments
-  // cannot.
+  // Memory comes from the framework's allocator if it can be exported. PyTorch's expandable
+  // segments cannot.
   [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
     Memory memory = allocate_device(device_, bytes, what);
     cudaIpcMemHandle_t handle;
@@ -117,7 +117,7 @@ class CudaSharing final : public DeviceSharing {
               try {
                 const DeviceScope closing(device);
                 static_cast<void>(cudaIpcCloseMemHandle(mapped));
-              } catch (const DeviceError&) {  // the device failed, and was reported
+              } catch (const DeviceError&) {  // the device failed, which was reported
               }
             }};
   }
@@ -127,7 +127,7 @@ class CudaSharing final : public DeviceSharing {
   }
 
  private:
-  // Handles are of whole allocations.
+  // A handle stands for a whole allocation.
   [[nodiscard]] const std::byte* base_of(const std::byte* memory) const {
     const DeviceScope scope(device_);
     CUdeviceptr base = 0;

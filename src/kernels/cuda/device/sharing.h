@@ -6,8 +6,8 @@
 
 namespace annulus::cuda {
 
-// CUDA IPC: memory of one process mapped by others, and words in host memory that streams wait for
-// and write without a kernel.
+// CUDA IPC: memory of one process that others map, and words in host memory that streams write and
+// wait for without a kernel.
 [[nodiscard]] std::shared_ptr<DeviceSharing> make_sharing(int device);
 
 }  // namespace annulus::cuda

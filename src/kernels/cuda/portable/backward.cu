@@ -15,8 +15,8 @@ __device__ float reference_of(const std::byte* lse) {
   return l == -INFINITY ? INFINITY : l * kLog2E;
 }
 
-// Two neighbouring columns of a row of results, times a factor, to memory; the second may be past
-// the row's end.
+// Writes two neighbouring columns of a row of results, times a factor, to memory. The second may be
+// past the row's end.
 template <typename Poisoned>
 __device__ void add_pair(std::byte* to, int row, int column, int head_dim, float a, float b,
                          float factor, const Poisoned& poison) {
@@ -29,8 +29,8 @@ __device__ void add_pair(std::byte* to, int row, int column, int head_dim, float
   if (column + 1 < head_dim) sums[1] += b * factor;
 }
 
-// Waits for the tile of this step, with that of the next on its way where there is room for two.
-// Returns the buffer that has it.
+// Waits for the tile of this step and, if there are two buffers, begins to load the next. Returns
+// the buffer of this step.
 template <int kStages, typename Load>
 __device__ int arrive(int step, int steps, const Load& load) {
   const int next = step + kStages - 1;
@@ -198,7 +198,7 @@ struct KeyShared {
   Poison<kRows, kDim> value_poison;
 };
 
-// dK and dV of 256 columns would not fit the registers: a block makes at most 128 of them.
+// dK and dV of 256 columns do not fit the registers: a block computes at most 128 of them.
 template <int kDim>
 constexpr int kColumns = kDim < 128 ? kDim : 128;
 
@@ -224,8 +224,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     shared.keys.fill_rows(p.tables, group, group.keys, item.begin, item.begin + item.rows, place,
                           p.k, p.v, p.dk, p.dv);
   }
-  // Tiles that see no key of the block are skipped, and those that do stay where they are in the
-  // list.
+  // Tiles that see no key of the block are skipped; the others keep their places in the list.
   const Walk walk = walk_queries<kQueries>(p.tables.runs, group, item);
   const int tiles = walk.end - walk.first;
   const int steps = tiles * item.members;
@@ -352,8 +351,10 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
 
 cudaError_t portable_query_gradient(const BackwardParams& params, cudaStream_t stream) {
   if (params.items == 0) return cudaSuccess;
-  if (params.shape.head_dim > kMostTiledDim) return query_gradient_wide(params, stream);
-  if (params.shape.dtype == DType::f32) return query_gradient_fp32(params, stream);
+  const bool wide = params.shape.head_dim > kMostTiledDim;
+  if (params.shape.dtype == DType::f32)
+    return wide ? query_gradient_wide_fp32(params, stream) : query_gradient_fp32(params, stream);
+  if (wide) return query_gradient_wide_half(params, stream);
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);
     return with_dim(params.shape.head_dim, [&](auto dim) {
@@ -368,8 +369,10 @@ cudaError_t portable_query_gradient(const BackwardParams& params, cudaStream_t s
 
 cudaError_t portable_key_gradient(const BackwardParams& params, cudaStream_t stream) {
   if (params.items == 0) return cudaSuccess;
-  if (params.shape.head_dim > kMostTiledDim) return key_gradient_wide(params, stream);
-  if (params.shape.dtype == DType::f32) return key_gradient_fp32(params, stream);
+  const bool wide = params.shape.head_dim > kMostTiledDim;
+  if (params.shape.dtype == DType::f32)
+    return wide ? key_gradient_wide_fp32(params, stream) : key_gradient_fp32(params, stream);
+  if (wide) return key_gradient_wide_half(params, stream);
   return with_half(params.shape.dtype, [&](auto half) {
     using T = decltype(half);
     return with_dim(params.shape.head_dim, [&](auto dim) {

@@ -12,7 +12,8 @@
 
 namespace annulus::cuda {
 
-// Calls use(std::integral_constant<int, kDim>) with the smallest padded head dim that will do.
+// Calls use(std::integral_constant<int, kDim>) with the smallest padded head dim that holds
+// head_dim.
 template <typename Use>
 cudaError_t with_dim(int head_dim, const Use& use) {
   switch (padded_dim(head_dim)) {
@@ -31,7 +32,7 @@ cudaError_t with_half(DType dtype, const Use& use) {
   return dtype == DType::bf16 ? use(__nv_bfloat16()) : use(__half());
 }
 
-// How the rows that a block walks past are buffered.
+// The buffers of the rows that a block iterates over.
 template <int kRowsOfTile, int kTiles>
 struct TileBuffers {
   static constexpr int kRows = kRowsOfTile;
@@ -50,8 +51,8 @@ inline cudaError_t block_shared_bytes(std::size_t& bytes) {
   return error;
 }
 
-// Calls use(TileBuffers<...>) with the largest buffers that fit the shared memory of a block here.
-// A wider tile would be too much for 99 KiB.
+// Calls use(TileBuffers<...>) with the largest buffers that fit a block's shared memory on this
+// device. A wider tile would not fit 99 KiB.
 template <template <typename, int, typename> typename Shared, typename T, int kDim, typename Use>
 cudaError_t with_buffers(const Use& use) {
   std::size_t most = 0;
@@ -68,7 +69,7 @@ cudaError_t with_buffers(const Use& use) {
   }
 }
 
-// Launches with dynamic shared memory, beyond 48 KiB where it must be.
+// Launches with dynamic shared memory, which may exceed 48 KiB.
 template <typename Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, int threads, std::size_t shared,
                    const Params& params, cudaStream_t stream) {

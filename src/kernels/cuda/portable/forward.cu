@@ -390,8 +390,10 @@ cudaError_t portable_forward(const ForwardParams& forward_params, cudaStream_t s
                              const ForwardKept& kept) {
   if (forward_params.items == 0) return cudaSuccess;
   const PortableForwardParams params{forward_params, kept};
-  if (params.shape.head_dim > kMostTiledDim) return forward_wide(params, stream);
-  if (params.shape.dtype == DType::f32) return forward_fp32(params, stream);
+  const bool wide = params.shape.head_dim > kMostTiledDim;
+  if (params.shape.dtype == DType::f32)
+    return wide ? forward_wide_fp32(params, stream) : forward_fp32(params, stream);
+  if (wide) return forward_wide_half(params, stream);
   std::size_t most = 0;
   if (const cudaError_t error = block_shared_bytes(most); error != cudaSuccess) return error;
   const auto blocks = dim3(static_cast<unsigned>(params.items));

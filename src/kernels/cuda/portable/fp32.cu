@@ -30,7 +30,7 @@ __device__ Item part_of_item(const Params& p) {
   return item;
 }
 
-// Rows of kDim floats, four more apart: 16 bytes of eight rows then lie in different banks.
+// Rows of kDim floats, padded by four, so that 16 bytes of eight rows are in different banks.
 template <int kRows, int kDim>
 struct FloatTile {
   static constexpr int kStep = kDim + 4;
@@ -79,13 +79,13 @@ __device__ void multiply_rows(float (&result)[kA / 16][kB / 16], const FloatTile
   }
 }
 
-// 0 * NaN is NaN: what is wrong with a row must not reach those that do not see it. So hidden pairs
-// have a weight of -0, which no other pair has.
+// 0 * NaN is NaN, but a row with NaN must not reach rows that do not see it. So hidden pairs have a
+// weight of -0, which no other pair has.
 constexpr float kHidden = -0.0F;
 __device__ bool is_hidden(float weight) { return __float_as_uint(weight) == 0x80000000U; }
 
-// sums[i][c] += sum over rows r of weights[ty + 16 i][r] * rows[r][tx + 16 c]; a tile's part is
-// summed from zero, so that errors grow with the number of tiles and not of rows.
+// sums[i][c] += sum over rows r of weights[ty + 16 i][r] * rows[r][tx + 16 c]; the sum over a tile
+// starts from zero, so that errors grow with the number of tiles, not of rows.
 template <int kDim, int kOwn, int kRows>
 __device__ void add_weighted(float (&sums)[kOwn / 16][kDim / 16],
                              const float (&weights)[kOwn][kRows + 1],
@@ -108,7 +108,7 @@ __device__ void add_weighted(float (&sums)[kOwn / 16][kDim / 16],
   }
 }
 
-// Over the 16 threads that hold a row.
+// Over the 16 threads that have a row.
 __device__ float row_sum(float x) {
   for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffU, x, step);
   return x;
@@ -257,7 +257,8 @@ struct GradientShared {
   TileRows<kOwn, 4> keys;     // k, v, dk, dv
 };
 
-// Products of the block's own rows and of a tile's, which `rows` has just found: q.k and dout.v.
+// Products of the block's own rows and of a tile's rows, which `rows` has just found: q.k and
+// dout.v.
 template <typename Shape, typename Rows>
 __device__ void multiply_tile(float (&s)[Shape::kOwn / 16][Shape::kOther / 16],
                               float (&dp)[Shape::kOwn / 16][Shape::kOther / 16],
@@ -286,7 +287,7 @@ __device__ float read(const std::byte* at) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : 0.0F;
 }
 
-// Adds rows of sums to memory, columns beyond head_dim left out.
+// Adds rows of sums to memory, without columns beyond head_dim.
 template <int kRows, int kColumns>
 __device__ void add_rows(const float (&sums)[kRows][kColumns], std::byte* const* at, float factor,
                          int head_dim, int ty, int tx) {
@@ -430,7 +431,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   add_rows(dv, shared.keys.at[3], 1.0F, head_dim, ty, tx);
 }
 
-// Launches kernel(Shape) with the best tile that fits. Compiled are those that some GPU needs.
+// Launches kernel(Shape) with the best tile that fits. Only tiles that some GPU needs are compiled.
 template <bool kBackward, template <typename> typename Shared, std::size_t kTile = 0, int kDim,
           typename Params, typename Kernel>
 cudaError_t launch_tile(std::integral_constant<int, kDim> dim, const Fp32Tile& chosen,

@@ -8,8 +8,8 @@
 
 namespace annulus::cuda {
 
-// Lets lse, state and out (channels 1 to 3) of an item's rows point to what is kept of its branch.
-// By all threads of a block; the caller synchronises before and behind.
+// Points lse, state and out (channels 1 to 3) of an item's rows to the kept outputs of its branch.
+// Called by all threads of a block; the caller synchronises before and after it.
 template <typename Rows>
 __device__ void point_to_kept(Rows& rows, const PortableForwardParams& p, const Group& group,
                               const Item& item, int head) {

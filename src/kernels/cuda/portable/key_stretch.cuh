@@ -5,23 +5,23 @@
 
 namespace annulus::cuda {
 
-// Tiles of keys as the 16-bit forward walks past them. Who the rows are is found a tile before they
-// are loaded, so that no thread waits for it, and only where tiles do not go on as the one before:
-// rows that lie evenly, nearly all, are loaded without a look at each.
+// Tiles of keys for the 16-bit forward. The addresses of a tile's rows are found one tile before
+// they are loaded, so that no thread waits for them, and only if the tile does not continue the
+// previous one. Evenly spaced rows, nearly all, are loaded without looking up each.
 template <int kKeys>
 struct KeyStretch {
-  std::byte* at[2][kKeys];  // of K and of V; null: absent. Even: of row 0 only
-  std::int64_t step[2];     // even: from row to row, in bytes
+  std::byte* at[2][kKeys];  // of K and of V; null: absent. Only of row 0 if even
+  std::int64_t step[2];     // if even: bytes from row to row
   int index[kKeys];         // of the first tile; kAbsent: absent
   int highest;              // index; kAbsent: rows are missing, or of several runs
   int first_tile;
   int index_step;                // from tile to tile
-  bool even;                     // all rows are there, aligned and at one distance
-  unsigned char repeats[kKeys];  // where the group has any
+  bool even;                     // all rows are present, aligned and evenly spaced
+  unsigned char repeats[kKeys];  // if the group has any
 
-  // Describes `tile` and those behind it that go on like it, up to `end` of what tiles of the list
-  // count, and returns the first that does not. By all threads of a block, one half for K, one for
-  // V; the caller synchronises.
+  // Describes `tile` and the following tiles that continue it, up to `end` (in the unit of
+  // extent_of), and returns the first tile that does not. Called by all threads of a block, one
+  // half for K and one for V; the caller synchronises.
   __device__ int fill(const DeviceTables& tables, const Group& group, int tile, int end,
                       const RowOwner& owner, const Channel& k, const Channel& v, bool aligned) {
     static_assert(kKeys % 32 == 0, "warps are for K or for V");
@@ -33,7 +33,7 @@ struct KeyStretch {
     const int before = first - (by_index ? run.index : run.before);  // rows of the run
     const int left = min(run.count - before, end - first);
     const bool all = before >= 0 && left >= kKeys && (!by_index || run.index_stride == 1);
-    // Which repeats have a row is told row by row.
+    // Repeats are looked up row by row.
     const int tiles = all && aligned && group.repeats == 0 ? left / kKeys : 1;
     const int thread = static_cast<int>(threadIdx.x);
     if (thread >= 2 * kKeys) return tile + tiles;
@@ -74,10 +74,10 @@ struct KeyStretch {
     return tile + tiles;
   }
 
-  // What is to be added to the indices for one of the tiles.
+  // The offset of the indices of one of the tiles.
   __device__ int index_offset(int tile) const { return (tile - first_tile) * index_step; }
 
-  // K (channel 0) or V (1) of one of the tiles. By all threads of a block.
+  // Loads K (channel 0) or V (1) of one of the tiles. Called by all threads of a block.
   template <int kThreads, typename T, int kDim>
   __device__ void load(SharedTile<T, kKeys, kDim>& to, int channel, int tile, int head_dim,
                        bool aligned, const void* somewhere) const {

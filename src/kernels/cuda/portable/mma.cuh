@@ -5,15 +5,15 @@
 
 #include <cstdint>
 
-// Tensor core instructions that every GPU from sm_80 on has, and tiles of 16-bit rows in shared
-// memory for them.
+// Tensor core instructions of all GPUs from sm_80 on, and tiles of 16-bit rows in shared memory for
+// them.
 namespace annulus::cuda {
 
 __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes; `present` false: zeros.
+// Copies 16 bytes, or zeros if not `present`.
 __device__ inline void copy_async(void* to, const void* from, bool present) {
   const int bytes = present ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -26,14 +26,14 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Keeps the compiler from holding on to what can be made of x in an instruction.
+// Prevents the compiler from keeping values in registers that one instruction derives from x.
 __device__ inline std::uint32_t make_again(std::uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// Rows of kDim 16-bit elements. Chunks of 16 bytes are exchanged within groups of eight by the row,
-// so that eight rows of one chunk lie in different banks.
+// Rows of kDim 16-bit elements. Chunks of 16 bytes are permuted within groups of eight, depending
+// on the row, so that the same chunk of eight rows is in different banks.
 template <typename T, int kRows, int kDim>
 struct __align__(128) SharedTile {
   static constexpr int kChunks = kDim / 8;
@@ -41,21 +41,24 @@ struct __align__(128) SharedTile {
 
   __device__ T* chunk(int row, int chunk) { return data + row * kDim + ((chunk ^ (row & 7)) * 8); }
 
-  // By all threads of the block: `head_dim` elements of each row, zeros beyond and where `at` is
-  // null. `somewhere` is any readable address.
-  __device__ void load(std::byte* const* at, int head_dim, bool aligned, const void* somewhere) {
+  // Called by all threads of the block. Loads `head_dim` elements of each row, from element `first`
+  // on, and zeros beyond or if `at` is null. `somewhere` is any readable address.
+  __device__ void load(std::byte* const* at, int head_dim, bool aligned, const void* somewhere,
+                       int first = 0) {
+    head_dim -= first;
     for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks;
          i += static_cast<int>(blockDim.x)) {
       const int row = i / kChunks;
       const int c = i % kChunks;
       const std::byte* from = at[row];
       const bool present = from != nullptr && c * 8 < head_dim;
-      load_chunk(row, c, present ? from + c * 16 : static_cast<const std::byte*>(somewhere),
+      load_chunk(row, c,
+                 present ? from + first * 2 + c * 16 : static_cast<const std::byte*>(somewhere),
                  present, head_dim, aligned);
     }
   }
-  // Chunk c of a row, from where that is; zeros past head_dim and if it is not `present`. Aligned
-  // rows have whole chunks.
+  // Loads chunk c of a row; zeros past head_dim and if the row is not `present`. Aligned rows have
+  // whole chunks.
   __device__ void load_chunk(int row, int c, const std::byte* from, bool present, int head_dim,
                              bool aligned) {
     T* to = chunk(row, c);
@@ -67,8 +70,8 @@ struct __align__(128) SharedTile {
     }
   }
 
-  // Calls found(row, column) for every infinity and NaN in this thread's share of the tile; they
-  // become 0.
+  // Calls found(row, column) for every infinity and NaN in this thread's share of the tile, and
+  // replaces them by 0.
   template <typename Found>
   __device__ void take_poison(const Found& found) {
     for (int i = static_cast<int>(threadIdx.x); i < kRows * kDim;
@@ -95,9 +98,9 @@ struct __align__(128) SharedTile {
     return (carries & 0x80008000U) != 0;
   }
 
-  // Fragments of mma.m16n8k16, four 8 x 8 matrices at once. What a lane reads is at an address of
-  // its own, found once, and from there at offsets that are the same for all: see at_column.
-  // A: rows [row, row + 16), columns [16 k, 16 k + 16).
+  // Fragments of mma.m16n8k16, four 8 x 8 matrices at once. A lane computes its address once; the
+  // offsets from there are the same for all lanes: see at_column. A: rows [row, row + 16), columns
+  // [16 k, 16 k + 16).
   __device__ std::uint32_t a_address(int row = 0) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     return shared_address(chunk(row + lane % 16, lane / 16));
@@ -107,7 +110,7 @@ struct __align__(128) SharedTile {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     return shared_address(chunk(lane % 8 + lane / 16 * 8, lane / 8 % 2));
   }
-  // A or B, from the address of either.
+  // Loads A or B from its address.
   __device__ static void load_rows(std::uint32_t(&m)[4], std::uint32_t address, int row, int k) {
     load_matrices(m, at_column(address, k) + row * kDim * 2);
   }
@@ -135,8 +138,8 @@ struct __align__(128) SharedTile {
     constexpr unsigned kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80U : 0x7c00U;
     return (reinterpret_cast<const std::uint16_t*>(data)[i] & kExponent) == kExponent;
   }
-  // The same 16 columns wide fragment 16 k columns further on. Tiles begin at multiples of 128
-  // bytes: what the exchange of chunks makes of k is an exclusive or with the address.
+  // The address of the fragment 16 k columns further. Tiles begin at multiples of 128 bytes, so
+  // with permuted chunks this is an exclusive or of the address and k.
   __device__ static std::uint32_t at_column(std::uint32_t address, int k) {
     return (address ^ (k % 4 * 32)) + k / 4 * 128;
   }
@@ -148,9 +151,9 @@ struct __align__(128) SharedTile {
   }
 };
 
-// Results that have seen an infinity or a NaN. 0 * NaN is NaN: where a tile hides some pairs, what
-// is wrong with a row must reach only those that see it. So it is taken out of the tile and noted
-// here.
+// Records results that see an infinity or a NaN. 0 * NaN is NaN, so in a tile with hidden pairs a
+// row with Inf or NaN would reach rows that do not see it. Such values are removed from the tile
+// and recorded here.
 template <int kRows, int kDim>
 struct Poison {
   unsigned any;
@@ -162,12 +165,14 @@ struct Poison {
          i += static_cast<int>(blockDim.x))
       (&bits[0][0])[i] = 0;
   }
-  // By all threads, after the tile has arrived. sees(result's row, tile's row).
+  // Called by all threads, after the tile has arrived. sees(result's row, tile's row). `first` is
+  // the tile's first column.
   template <typename Tile, typename Sees>
-  __device__ void take_from(Tile& tile, const Sees& sees) {
+  __device__ void take_from(Tile& tile, const Sees& sees, int first = 0) {
     if (__syncthreads_or(tile.has_poison()) == 0) return;
     tile.take_poison([&](int row, int column) {
       any = 1;
+      column += first;
       for (int own = 0; own < kRows; ++own) {
         if (sees(own, row)) atomicOr(&bits[own][column / 32], 1U << (column % 32));
       }
@@ -219,7 +224,7 @@ __device__ inline void as_a(std::uint32_t (&a)[4], const float (&left)[4],
   a[3] = pack<T>(right[2], right[3]);
 }
 
-// Sum and maximum over the four threads that hold a row of results.
+// Sum and maximum over the four threads that have a row of results.
 __device__ inline float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffU, x, 1);
   return x + __shfl_xor_sync(0xffffffffU, x, 2);

@@ -7,10 +7,10 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/rows/lists.cuh"
 
-// Where the rows of a list are: what every kernel that takes any layout has in common.
+// Finds the rows of a list, for all kernels that take any layout.
 namespace annulus::cuda {
 
-inline constexpr int kAbsent = INT_MAX;  // index of a row that is not there
+inline constexpr int kAbsent = INT_MAX;  // index of an absent row
 
 struct PlacedRow {
   std::int32_t source;
@@ -25,8 +25,8 @@ __device__ inline PlacedRow place_row(const Run* runs, const RowList& list, int 
           run.first + static_cast<std::int64_t>(i) * run.stride};
 }
 
-// The last run of an ascending list that begins with this index or a lower one; the first if none
-// does.
+// The last run of an ascending list whose first index is at most this one; the first run if there
+// is none.
 __device__ inline int run_with_index(const Run* runs, const RowList& list, int index) {
   int low = list.begin;
   int high = list.begin + list.runs - 1;
@@ -41,7 +41,7 @@ __device__ inline int run_with_index(const Run* runs, const RowList& list, int i
   return low;
 }
 
-// The row with this index, if the ascending list has it.
+// The row with this index, if the ascending list contains it.
 __device__ inline bool find_index(const Run* runs, const RowList& list, int index, PlacedRow& row) {
   const Run run = runs[run_with_index(runs, list, index)];
   const int i = (index - run.index) / run.index_stride;
@@ -51,7 +51,7 @@ __device__ inline bool find_index(const Run* runs, const RowList& list, int inde
   return true;
 }
 
-// What tiles of a list count: rows, or indices up to the last one.
+// The extent of a list in the unit of its tiles: number of rows, or last index + 1.
 __device__ inline int tile_extent(const Run* runs, const RowList& list) {
   if (list.by_index == 0 || list.rows == 0) return list.rows;
   return place_row(runs, list, list.rows - 1).index + 1;
@@ -70,7 +70,7 @@ __device__ inline std::byte* address(const Channel& channel, const PlacedRow& ro
          row.row * channel.row_bytes + channel.row_offset;
 }
 
-// Bit i: the row is one of those that repeat i has.
+// Bit i: repeat i contains the row.
 __device__ inline unsigned repeats_with(const Repeat* repeats, int count, int index) {
   unsigned mask = 0;
   for (int i = 0; i < count; ++i) {
@@ -79,7 +79,7 @@ __device__ inline unsigned repeats_with(const Repeat* repeats, int count, int in
   return mask;
 }
 
-// log2 of how often a pair counts.
+// log2 of the number of times that a pair counts.
 __device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats) {
   switch (__popc(query_repeats & key_repeats)) {
     case 0:
@@ -95,8 +95,8 @@ __device__ inline float log2_weight(unsigned query_repeats, unsigned key_repeats
   }
 }
 
-// Indices are not negative, so that their differences fit, and differences from the lower limit
-// wrap where they are below it.
+// Indices are not negative, so their differences fit. A difference from the lower limit wraps if it
+// is below it.
 __device__ inline bool hidden_pair(const Group& group, int query, int key) {
   const auto below = static_cast<unsigned>(group.least);
   return query == kAbsent || key == kAbsent ||
@@ -115,7 +115,7 @@ __device__ inline int last_key_of(const Group& group, int query) {
       max(-1LL, min(kAbsent - 1LL, static_cast<long long>(query) + group.most)));
 }
 
-// How much of what tiles of an ascending list count has an index of at most `last`.
+// The part of the extent of an ascending list with indices of at most `last`.
 __device__ inline int extent_up_to(const Run* runs, const RowList& list, int last) {
   if (list.rows == 0) return 0;
   if (list.by_index != 0) return max(0, min(tile_extent(runs, list), last + 1));
@@ -124,13 +124,13 @@ __device__ inline int extent_up_to(const Run* runs, const RowList& list, int las
   return run.before + min(run.count, (last - run.index) / run.index_stride + 1);
 }
 
-// Tiles of a list that an item walks past.
+// The tiles of a list that an item iterates over.
 struct Walk {
   int first;   // tile
   int end;     // tile
-  int extent;  // of what tiles count, up to which rows are of interest
+  int extent;  // end of the needed rows, in the unit of extent_of
 };
-// Those with indices from `first` to `last`: all of them, unless the order of the rows tells more.
+// The tiles with indices from `first` to `last`: all tiles if the list is not ascending.
 template <int kRowsOfTile>
 __device__ inline Walk walk_between(const Run* runs, const RowList& list, bool ordered,
                                     long long first, long long last) {
@@ -148,7 +148,7 @@ __device__ inline Walk walk_between(const Run* runs, const RowList& list, bool o
 __device__ inline bool ordered(const Group& group) {
   return group.queries.ascending != 0 && group.keys.ascending != 0;
 }
-// Keys that some query of the item sees.
+// The keys that any query of the item sees.
 template <int kRowsOfTile>
 __device__ inline Walk walk_keys(const Run* runs, const Group& group, const Item& item) {
   const bool known = limited(group) && ordered(group);
@@ -161,7 +161,7 @@ __device__ inline Walk walk_keys(const Run* runs, const Group& group, const Item
   }
   return walk_between<kRowsOfTile>(runs, group.keys, known, first, last);
 }
-// Queries that see some key of the item.
+// The queries that see any key of the item.
 template <int kRowsOfTile>
 __device__ inline Walk walk_queries(const Run* runs, const Group& group, const Item& item) {
   const bool known = limited(group) && ordered(group);
@@ -175,28 +175,28 @@ __device__ inline Walk walk_queries(const Run* runs, const Group& group, const I
   return walk_between<kRowsOfTile>(runs, group.queries, known, first, last);
 }
 
-// Whether some query from `first_query` to `last_query` may not see some key. Rows are in order,
-// and absent ones come last.
+// Whether a pair with a query from `first_query` to `last_query` may be hidden. Rows are in order,
+// absent ones last.
 __device__ inline bool may_hide(const Group& group, int first_query, int last_query, int first_key,
                                 int last_key) {
   return last_key > last_key_of(group, first_query) || first_key < first_key_of(group, last_query);
 }
 
-// Rows of a tile in shared memory: where they are, channel by channel, and how masks see them.
+// Rows of a tile in shared memory: their addresses by channel, and their indices and repeats.
 template <int kRows, int kChannels>
 struct TileRows {
   std::byte* at[kChannels][kRows];  // null: absent
   int index[kRows];                 // kAbsent: absent
   unsigned char repeats[kRows];
 
-  // What tiles of the list count from `first` on, as far as it is there and below `end`. By the
-  // threads of a block, one row each; the caller synchronises.
+  // Finds the rows of the list from `first` on that exist and are below `end` (in the unit of
+  // extent_of). Called by the threads of a block, one row each; the caller synchronises.
   template <typename... Channels>
   __device__ void fill(const DeviceTables& tables, const Group& group, const RowList& list,
                        int first, int end, const RowOwner& owner, const Channels&... channels) {
     fill(tables, group, list, list.by_index != 0, first, end, owner, channels...);
   }
-  // Rows [first, end) of the list, whatever its tiles are.
+  // Finds rows [first, end) of the list, for any kind of tiles.
   template <typename... Channels>
   __device__ void fill_rows(const DeviceTables& tables, const Group& group, const RowList& list,
                             int first, int end, const RowOwner& owner,

@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <span>
 
-// How many rows the fp32 kernels of the portable family hold at once, by what a block may have of
-// shared memory. No CUDA here: the choice is tested on the host.
+// Tile sizes of the portable fp32 kernels, by the shared memory that a block may have. No CUDA
+// here: the choice is tested on the host.
 namespace annulus::cuda {
 
 // Of the GPUs from sm_80 on, sm_86 and sm_89 give a block the least. sm_80: 163 KiB, sm_90: 227.
@@ -13,12 +13,12 @@ inline constexpr std::size_t kLeastSharedBytes = 99 * 1024;
 
 struct Fp32Tile {
   int own = 0;    // rows that a block owns
-  int other = 0;  // rows of a tile that it walks past
+  int other = 0;  // rows of a tile of the other side
 
   friend bool operator==(const Fp32Tile&, const Fp32Tile&) = default;
 };
 
-// From the best to the smallest: each is taken where the one before does not fit.
+// From the best to the smallest: the first that fits is used.
 inline constexpr std::array kFp32ForwardTiles{Fp32Tile{64, 32}, Fp32Tile{32, 16}};
 inline constexpr std::array kFp32GradientTiles{Fp32Tile{64, 32}, Fp32Tile{32, 32},
                                                Fp32Tile{16, 16}};
@@ -54,12 +54,12 @@ inline constexpr int kMostTiledDim = 256;
          rows_of_tile(tile.other, 2);
 }
 
-// The best that fits. The smallest fits kLeastSharedBytes whatever the head dim.
+// The best that fits. The smallest fits kLeastSharedBytes for every head dim.
 [[nodiscard]] Fp32Tile fp32_tile(int head_dim, bool backward, std::size_t shared_bytes);
 
-// What the environment variable ANNULUS_CUDA_SHARED_KB leaves a block of shared memory, so that the
-// tiles of a smaller GPU can be tried on a larger one. Not set: as much as there is. ConfigError
-// where it is no number from 99 on.
+// The limit of a block's shared memory that the environment variable ANNULUS_CUDA_SHARED_KB sets,
+// to test the tiles of a smaller GPU on a larger one. Not set: no limit. ConfigError unless it is a
+// number of at least 99.
 [[nodiscard]] std::size_t allowed_shared_bytes();
 
 }  // namespace annulus::cuda

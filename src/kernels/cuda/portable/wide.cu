@@ -6,10 +6,9 @@
 #include "kernels/cuda/rows/sink.cuh"
 #include "kernels/head_dim.h"
 
-// Head dims above kMostTiledDim. Tiles of such rows would not fit the shared memory of every GPU,
-// so there are none: a warp has a few rows in registers, each lane every 32nd column, and walks
-// past the rows of the other side one by one, from the caches. Slow beside tensor cores, but all
-// dtypes in one kernel, and rows may begin anywhere.
+// fp32 rows with head dims above kMostTiledDim. Tiles of such rows would not fit the shared memory
+// of every GPU, so there are none: a warp has a few rows in registers, each lane every 32nd column,
+// and reads the rows of the other side one by one, from the caches.
 namespace annulus::cuda {
 namespace {
 
@@ -27,12 +26,13 @@ struct Columns {
     for (int c = 0; c < kColumns; ++c) at[c] = 0;
   }
   // Zeros past head_dim and where there is no row.
-  __device__ void read(const std::byte* row, DType dtype, int head_dim) {
+  __device__ void read(const std::byte* row, int head_dim) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int column = lane + 32 * c;
-      at[c] = row != nullptr && column < head_dim ? load(row, dtype, column) : 0.0F;
+      at[c] =
+          row != nullptr && column < head_dim ? reinterpret_cast<const float*>(row)[column] : 0.0F;
     }
   }
   __device__ void add(float factor, const Columns& other) {
@@ -71,7 +71,7 @@ __device__ float read(const std::byte* at) {
   return at != nullptr ? *reinterpret_cast<const float*>(at) : 0.0F;
 }
 
-// Sums of 64 keys are made from zero, as in tiles: errors then grow with the number of these and
+// Sums of 64 keys start from zero, as in tiles, so that errors grow with the number of such blocks,
 // not of keys.
 struct Softmax {
   Columns o;
@@ -86,7 +86,7 @@ struct Softmax {
     sum = empty ? 0.0F : 1.0F;
     part_sum = 0;
     part.clear();
-    o.read(empty ? nullptr : state, DType::f32, head_dim);
+    o.read(empty ? nullptr : state, head_dim);
   }
   __device__ void add(float score, const Columns& value) {
     if (score > highest) {
@@ -121,7 +121,6 @@ __global__ void __launch_bounds__(kThreads)
   const RowOwner query_place{item.batch, member.head, member.unit};
   const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
-  const DType dtype = p.shape.dtype;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const float scale = p.shape.scale * kLog2E;
 
@@ -140,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kOwn; ++i) {
       const int row = own_row(turn, i);
       const bool present = queries.index[row] != kAbsent;
-      q[i].read(present ? queries.at[0][row] : nullptr, dtype, head_dim);
+      q[i].read(present ? queries.at[0][row] : nullptr, head_dim);
       softmax[i].start(queries.at[2][row],
                        p.load_state && present ? read(queries.at[1][row]) : -INFINITY, head_dim);
     }
@@ -159,8 +158,8 @@ __global__ void __launch_bounds__(kThreads)
         if (!any) continue;
         Columns k;
         Columns v;
-        k.read(keys.at[0][key], dtype, head_dim);
-        v.read(keys.at[1][key], dtype, head_dim);
+        k.read(keys.at[0][key], head_dim);
+        v.read(keys.at[1][key], head_dim);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const float s = dot(q[i], k);
@@ -189,8 +188,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int c = 0; c < kColumns; ++c) {
         const int column = lane + 32 * c;
         if (column < head_dim)
-          store(queries.at[3][row], p.out_dtype, column,
-                empty ? factor : of.o.at[c] * inverse * factor);
+          reinterpret_cast<float*>(queries.at[3][row])[column] =
+              empty ? factor : of.o.at[c] * inverse * factor;
       }
     }
   }
@@ -207,7 +206,6 @@ __global__ void __launch_bounds__(kThreads)
   const RowOwner query_place{item.batch, member.head, member.unit};
   const RowOwner key_place{item.batch, member.kv_head, member.unit};
   const int head_dim = p.shape.head_dim;
-  const DType dtype = p.shape.dtype;
   const float scale = p.shape.scale * kLog2E;
 
   queries.fill_rows(p.tables, group, group.queries, item.begin, item.begin + item.rows, query_place,
@@ -223,8 +221,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int row = own_row(turn, i);
-      q[i].read(queries.at[0][row], dtype, head_dim);
-      dout[i].read(queries.at[1][row], dtype, head_dim);
+      q[i].read(queries.at[0][row], head_dim);
+      dout[i].read(queries.at[1][row], head_dim);
       dq[i].clear();
       lse[i] = read(queries.at[2][row]);
       delta[i] = read(queries.at[3][row]);
@@ -248,8 +246,8 @@ __global__ void __launch_bounds__(kThreads)
         if (!any) continue;
         Columns k;
         Columns v;
-        k.read(keys.at[0][key], dtype, head_dim);
-        v.read(keys.at[1][key], dtype, head_dim);
+        k.read(keys.at[0][key], head_dim);
+        v.read(keys.at[1][key], head_dim);
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const float s = dot(q[i], k);
@@ -279,7 +277,6 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
   if (item.rows == 0) return;
   const Group group = p.tables.groups[item.group];
   const int head_dim = p.shape.head_dim;
-  const DType dtype = p.shape.dtype;
   const float scale = p.shape.scale * kLog2E;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   {
@@ -296,8 +293,8 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
     Columns v;
     Columns dk;
     Columns dv;
-    k.read(keys.at[0][row], dtype, head_dim);
-    v.read(keys.at[1][row], dtype, head_dim);
+    k.read(keys.at[0][row], head_dim);
+    v.read(keys.at[1][row], head_dim);
     dk.clear();
     dv.clear();
     for (int m = 0; m < item.members; ++m) {
@@ -319,8 +316,8 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
           const float delta = read(queries.at[3][query]);
           Columns q;
           Columns dout;
-          q.read(queries.at[0][query], dtype, head_dim);
-          dout.read(queries.at[1][query], dtype, head_dim);
+          q.read(queries.at[0][query], head_dim);
+          dout.read(queries.at[1][query], head_dim);
           const float times = log2_weight(queries.repeats[query], keys.repeats[row]);
           const float weight = exp2f(fmaf(dot(q, k), scale, times - lse * kLog2E));
           dv_part.add(weight, dout);
@@ -338,17 +335,17 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
 
 }  // namespace
 
-cudaError_t forward_wide(const PortableForwardParams& params, cudaStream_t stream) {
+cudaError_t forward_wide_fp32(const PortableForwardParams& params, cudaStream_t stream) {
   forward<<<static_cast<unsigned>(params.items), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
-cudaError_t query_gradient_wide(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t query_gradient_wide_fp32(const BackwardParams& params, cudaStream_t stream) {
   query_gradient<<<static_cast<unsigned>(params.items), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
-cudaError_t key_gradient_wide(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t key_gradient_wide_fp32(const BackwardParams& params, cudaStream_t stream) {
   key_gradient<<<static_cast<unsigned>(params.items), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }

@@ -8,7 +8,7 @@
 
 #include "kernels/cuda/rows/kernels.h"
 
-// How kernels that treat every row alike walk them, any layout and dtype.
+// Iteration over rows of any layout and dtype, for kernels that treat all rows alike.
 namespace annulus::cuda {
 
 inline constexpr int kThreads = 256;
@@ -45,7 +45,7 @@ __device__ inline void store(std::byte* row, DType dtype, int column, float valu
   }
 }
 
-// Calls use(batch, token, head, lane) for each row, by a warp.
+// Calls use(batch, token, head, lane) for each row, with a warp per row.
 template <typename Use>
 __device__ void for_each_row(const RowSpace& space, const Use& use) {
   const std::int64_t rows = space.batch * space.tokens * space.heads;

@@ -5,14 +5,13 @@
 #include <cmath>
 #include <initializer_list>
 
-// Rows before and after backward's kernels. Usual rows (16 bits, head dims that are powers of 2,
-// aligned) go by 16 bytes a lane with several rows in flight, others element by element.
+// Row kernels before and after backward. Common rows (16 bits, head dim a power of 2, aligned) are
+// processed 16 bytes per lane with several rows in flight, others element by element.
 namespace annulus::cuda {
 namespace {
 
-// Rows of a thread; 1 to 8 are alike. Blocks that stay and take more rows were 7 % slower, and
-// hints that data is used once 5 % (bare loops on an H200: 4.1 TB/s before, 4.3 behind, a
-// copy 4.2).
+// Rows per thread; 1 to 8 are equally fast. Persistent blocks were 7 % slower, streaming hints 5 %
+// (bare loops on an H200: 4.1 TB/s before backward, 4.3 after it, a copy 4.2).
 constexpr int kInFlight = 2;
 
 bool has_usual_rows(const RowSpace& space, int head_dim, DType dtype) {
@@ -21,7 +20,8 @@ bool has_usual_rows(const RowSpace& space, int head_dim, DType dtype) {
          space.rows() < std::int64_t{1} << 30;
 }
 
-// One long axis where the rows of all tensors lie evenly: kernels then need not divide.
+// Merges axes to one if the rows of all tensors are evenly spaced, so that kernels need no
+// division.
 RowSpace flatten(const RowSpace& space, std::initializer_list<TensorRows*> tensors) {
   for (const TensorRows* rows : tensors) {
     if (rows->row_step != space.heads * rows->head_step ||
@@ -79,11 +79,11 @@ __device__ void clear_counters(const StatisticsParams& p) {
     p.counters[i] = 0;
 }
 
-// A row of o is 16 bytes for each of kLanes lanes. Statistics lie head by head, in `space`.
+// A row of o is 16 bytes for each of kLanes lanes. Statistics are stored head by head, in `space`.
 template <typename Pair, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     usual_statistics_kernel(const __grid_constant__ StatisticsParams p, RowSpace space) {
-  constexpr std::uint32_t kRows = kThreads / kLanes;  // of a block at a time
+  constexpr std::uint32_t kRows = kThreads / kLanes;  // rows per block and iteration
   const auto rows = static_cast<std::uint32_t>(p.space.batch * p.space.tokens * p.space.heads);
   const std::uint32_t lane = threadIdx.x % kLanes;
   const std::uint32_t first = blockIdx.x * kRows * kInFlight + threadIdx.x / kLanes;
@@ -163,13 +163,13 @@ __global__ void clear_kernel(TensorRows rows, RowSpace space, int words) {
 }
 
 struct RoundParams {
-  RoundedRows tensors[kMostRounded];  // of blockIdx.y
+  RoundedRows tensors[kMostRounded];  // indexed by blockIdx.y
   int head_dim = 0;
   DType dtype = DType::f32;
   float factor = 1;
 };
 
-// Of 8 lanes, with 4 columns each: from the order of dealt_column to the usual one.
+// Converts the columns of 8 lanes, 4 each, from the order of dealt_column to the usual one.
 __device__ __forceinline__ uint2 gather_dealt(uint2 words) {
   const int to = static_cast<int>(threadIdx.x) & 7;  // columns 4 * to ... 4 * to + 3
   const int from = (threadIdx.x & 24) + (to & 1) * 4 + to / 4;

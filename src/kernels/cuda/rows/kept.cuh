@@ -6,7 +6,7 @@
 
 namespace annulus::cuda {
 
-// Row of the kept outputs of a branch, or -1: see KeptRows::row, which this is on the device.
+// KeptRows::row on the device: the row of a token in the kept outputs of a branch, or -1.
 __device__ inline std::int64_t kept_row(const KeptTables& kept, int branch, std::int64_t batch,
                                         int head, std::int64_t token) {
   const KeptRows::Head of = kept.heads[branch * kept.branch_heads + head];

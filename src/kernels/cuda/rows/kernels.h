@@ -6,7 +6,7 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/kept_rows.h"
 
-// What happens to rows besides attention. All of them are bound by memory.
+// Kernels for rows, besides attention. All of them are bound by memory bandwidth.
 namespace annulus::cuda {
 
 // Rows [batch][tokens][heads] of a shard.
@@ -27,12 +27,13 @@ struct RowSpace {
   return all % 16 == 0;
 }
 
-// One float a row.
+// One float per row.
 [[nodiscard]] cudaError_t fill_rows(const TensorRows& rows, const RowSpace& space, float value,
                                     cudaStream_t stream);
 
-// The end of forward: rows are merged with sinks. Then zeros where lse was -inf; elsewhere the
-// state times a factor as `dtype`, or, if `only_empty`, whatever is there.
+// The end of forward: merges sinks into rows, then writes zeros to rows whose lse was -inf. Writes
+// the state times a factor, as `dtype`, to the other rows or, if `only_empty`, leaves them
+// unchanged.
 struct FinishParams {
   RowSpace space;
   TensorRows lse, state, out;
@@ -53,14 +54,14 @@ struct KeptTables {
   std::int32_t branches = 0;
 };
 
-// The end of forward where branches are kept apart: one softmax over all of them, times a factor as
-// `dtype`; what is kept of 16-bit calls is rounded.
+// The end of forward with detached mixing: merges the branches in one softmax and writes the result
+// times a factor, as `dtype`. Rounds the kept outputs of 16-bit calls.
 struct MergeParams {
   RowSpace space;
   KeptTables kept;
   const float* branch_o = nullptr;  // fp32 rows
   const float* branch_lse = nullptr;
-  std::byte* kept_o = nullptr;  // null: the fp32 rows are what is kept
+  std::byte* kept_o = nullptr;  // null: the fp32 rows are the kept ones
   TensorRows lse, out;
   HeadNumbers sinks;
   int head_dim = 0;
@@ -69,36 +70,36 @@ struct MergeParams {
 };
 [[nodiscard]] cudaError_t merge_branches(const MergeParams& params, cudaStream_t stream);
 
-// Before backward: log-sum-exp and unscale * rowsum(dout * o) of every row, side by side. Where
-// branches are kept apart, instead of the one, rowsum(dout * o of the branch) for every branch. And
-// what blocks count items with, and the sums of dQ, become 0 where they are given: the same rows.
+// Before backward: writes log-sum-exp and unscale * rowsum(dout * o) of every row, next to each
+// other. With detached mixing, it writes rowsum(dout * o of the branch) for every branch instead.
+// Also clears the counters of items and the sums of dQ, if they are given.
 struct StatisticsParams {
   RowSpace space;
   TensorRows lse, o, dout, statistics;
-  TensorRows dq;  // fp32; without a base: none
+  TensorRows dq;  // fp32; without a base: not cleared
   std::int32_t* counters = nullptr;
   std::int32_t counter_count = 0;
   int head_dim = 0;
   DType dtype = DType::f32;
   float unscale = 1;
-  KeptTables kept;                      // branches 0: they are not
+  KeptTables kept;                      // branches 0: not detached
   const std::byte* branch_o = nullptr;  // of the call's dtype
   const float* branch_lse = nullptr;
 };
 [[nodiscard]] cudaError_t fill_statistics(const StatisticsParams& params, cudaStream_t stream);
 
-// Behind fill_statistics, where there are sinks: their gradients, unless there are no dsinks, and
-// the sinks' part of the deltas of branches that are kept apart.
+// After fill_statistics, if there are sinks: computes their gradients, unless dsinks has no base,
+// and subtracts the sinks' part from the deltas of branches (detached mixing).
 inline constexpr int kSinkBlocks = 64;
 struct SinkParams {
   RowSpace space;
   HeadNumbers sinks, dsinks;
   TensorRows statistics;
-  KeptTables kept;  // branches 0: they are not
+  KeptTables kept;  // branches 0: not detached
   const float* branch_lse = nullptr;
-  double* sums = nullptr;  // [head][kSinkBlocks], for its use
+  double* sums = nullptr;  // [head][kSinkBlocks], scratch
   double factor = 1;       // output_scale
-  bool adds = false;       // to what dsinks are
+  bool adds = false;       // adds to the present value of dsinks
 };
 [[nodiscard]] cudaError_t take_sinks(const SinkParams& params, cudaStream_t stream);
 
@@ -117,7 +118,7 @@ inline constexpr int kMostRounded = 3;  // dQ, dK, dV
 
 // Rows of one unit between a shard and a buffer of parcels.
 struct CopyItem {
-  std::int64_t unit_offset = 0;  // of the unit's first section in the buffer
+  std::int64_t unit_offset = 0;  // offset of the unit's first section in the buffer
   std::int64_t unit_rows = 0;
   std::int64_t parcel_first = 0;
   std::int64_t parcel_stride = 1;

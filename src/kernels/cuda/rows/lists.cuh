@@ -6,10 +6,10 @@
 
 #include "kernels/cuda/launch.h"
 
-// How kernels find rows of lists: where they are, and which indices they have.
+// How kernels find the addresses and indices of rows of lists.
 namespace annulus::cuda {
 
-// The run that has row `row` of a list.
+// The run that contains row `row` of a list.
 __device__ __forceinline__ int run_of(const Run* runs, const RowList& list, int row) {
   int low = list.begin;
   int high = list.begin + list.runs - 1;
@@ -28,12 +28,12 @@ __device__ __forceinline__ int index_of(const Run& run, int row) {
   return run.index + (row - run.before) * run.index_stride;
 }
 
-// Which of a source's rows row `row` of the list is.
+// The row in its source of row `row` of the list.
 __device__ __forceinline__ std::int64_t position_of(const Run& run, int row) {
   return run.first + static_cast<std::int64_t>(row - run.before) * run.stride;
 }
 
-// For whom rows are: `head` counts in the shard, `unit` in parcels.
+// Whose rows: `head` for the shard, `unit` for parcels.
 struct RowOwner {
   int batch = 0;
   int head = 0;
@@ -53,13 +53,13 @@ __device__ __forceinline__ std::byte* row_address(const Channel& channel, const 
   return source.base + source.rows * (before * channel.bytes_all + channel.bytes_before) +
          position * channel.row_bytes + channel.row_offset;
 }
-// From one row of the run to the next, in bytes.
+// The distance of consecutive rows of the run, in bytes.
 __device__ __forceinline__ std::int64_t row_step(const Channel& channel, const Run& run) {
   return run.stride * (run.source < 0 ? channel.local.row_step : channel.row_bytes);
 }
 
-// Rows [begin, begin + rows) of a list: the run of the first one, whether that has them all, and
-// their lowest and highest index.
+// Facts about rows [begin, begin + rows) of a list: the run of the first one, whether it contains
+// all of them, and their lowest and highest index.
 struct RowBlock {
   int begin = 0;
   int rows = 0;

@@ -4,12 +4,12 @@
 
 #include "kernels/backend.h"
 
-// A row with its head's sink, as in kernels/cpu/sink.h.
+// Merges a sink into a row, as in kernels/cpu/sink.h.
 namespace annulus::cuda {
 
 struct WithSink {
   float lse;   // L' = log(exp(L) + exp(sink))
-  float kept;  // exp(L - L'), the factor of O; 0 of a row without keys
+  float kept;  // exp(L - L'), the factor of O; 0 for a row without keys
 };
 
 // -inf: none.
@@ -18,8 +18,8 @@ __device__ __forceinline__ float sink_of(const HeadNumbers& sinks, int head) {
   return __ldg(reinterpret_cast<const float*>(sinks.base + head * sinks.step));
 }
 
-// Without branches: registers that are live are kept where they are. A sink of -inf changes no bit.
-// One that is NaN or +inf makes every row NaN, also one without keys.
+// Branch-free, so that live registers are not moved. A sink of -inf changes no bit. NaN or +inf
+// makes every row NaN, even without keys.
 __device__ __forceinline__ WithSink with_sink(float lse, float sink) {
   const float above = sink - lse;
   const float less = expf(-fabsf(above));  // the smaller of the two over the larger

@@ -5,20 +5,21 @@
 #include "kernels/cuda/rows/kernels.h"
 #include "kernels/cuda/rows/sink.cuh"
 
-// Gradients of sinks: -sum(exp(sink - L') dO.O'). Sums are made in an order that depends on nothing
-// but the number of rows, in double precision from row to row.
+// Gradients of sinks: -sum(exp(sink - L') dO.O'). The order of the sums depends only on the number
+// of rows; rows are added in double precision.
 namespace annulus::cuda {
 namespace {
 
-// What a row adds to -1 / output_scale times the gradient, from its statistics. Where branches are
-// kept apart it also takes the sink's part out of their deltas; CpuEngine::take_sink derives it.
+// A row's term of the gradient, divided by -output_scale, from its statistics. With detached
+// mixing, also subtracts the sink's part from the deltas of branches; see CpuEngine::take_sink for
+// the derivation.
 __device__ float take_sink(const SinkParams& p, float sink, std::int64_t batch, std::int64_t token,
                            int head) {
   auto* const row = reinterpret_cast<float*>(row_at(p.statistics, batch, token, head));
   const float lse = row[0];
   if (p.kept.branches == 0) {
     const float delta = row[1];
-    // O is 0 where there are no keys, whatever dO is.
+    // A row without keys has O = 0, so its term is 0 even if dO is not finite.
     return lse == sink && !isfinite(delta) ? 0.0F : expf(sink - lse) * delta;
   }
   float highest = -INFINITY;

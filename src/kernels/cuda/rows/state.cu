@@ -18,7 +18,7 @@ __global__ void fill_kernel(TensorRows rows, RowSpace space, float value) {
   }
 }
 
-// Four numbers in one piece.
+// Four numbers as one vector.
 __device__ void store4(std::byte* to, DType dtype, const float4& x) {
   if (dtype == DType::f32) {
     *reinterpret_cast<float4*>(to) = x;
@@ -40,7 +40,7 @@ __global__ void finish_kernel(const __grid_constant__ FinishParams p) {
     auto* const lse = reinterpret_cast<float*>(row_at(p.lse, b, t, h));
     const auto* state = reinterpret_cast<const float*>(row_at(p.state, b, t, h));
     std::byte* out = row_at(p.out, b, t, h);
-    // What O is multiplied by; of a row without keys what it becomes.
+    // The factor of O; for a row without keys, the new value of O.
     const auto end_row = [&](float l) {
       if (p.sinks.base == nullptr) return l == -INFINITY ? 0.0F : p.factor;
       const WithSink row = with_sink(l, sink_of(p.sinks, h));
@@ -51,7 +51,8 @@ __global__ void finish_kernel(const __grid_constant__ FinishParams p) {
     const bool aligned =
         (reinterpret_cast<std::uintptr_t>(state) | reinterpret_cast<std::uintptr_t>(out)) % 16 == 0;
     if (aligned && p.head_dim <= 128 && p.head_dim % 4 == 0 && !p.only_empty) {
-      // What was never written may be anything; it is read all the same, not to wait for lse.
+      // Reads O of empty rows, too, although it was never written, so that the loads need not wait
+      // for lse.
       const bool mine = lane * 4 < p.head_dim;
       const float4 x =
           mine ? __ldcs(reinterpret_cast<const float4*>(state) + lane) : make_float4(0, 0, 0, 0);
@@ -118,7 +119,7 @@ struct CopiedRows {
   std::int64_t parcel_step;
   std::int64_t local_step;
   unsigned bytes;    // of a row
-  unsigned padding;  // behind it in the parcel, in bytes
+  unsigned padding;  // after it in the parcel, in bytes
   unsigned rows;
 
   [[nodiscard]] __device__ bool aligned(unsigned to) const {
@@ -130,7 +131,7 @@ struct CopiedRows {
   }
 };
 
-// Calls use(CopiedRows) by a block for every section of every item.
+// Calls use(CopiedRows) for every section of every item, with a block per section.
 template <typename Use>
 __device__ void for_each_copy(const CopyParams& p, const Use& use) {
   for (std::int64_t i = blockIdx.x; i < p.count; i += gridDim.x) {
@@ -148,8 +149,8 @@ __device__ void for_each_copy(const CopyParams& p, const Use& use) {
   }
 }
 
-// By a block, for every word of the rows: load(parcel's, shard's, i), then store(...) of the same;
-// four words at a time, i = 0 to 3, so that memory has enough to do.
+// A block calls load(parcel's word, shard's word, i) for every word of the rows, then store(...)
+// for the same words: four at a time, i = 0 to 3, to have enough loads in flight.
 template <typename Word, typename Load, typename Store>
 __device__ void for_each_word(const CopiedRows& rows, const Load& load, const Store& store) {
   constexpr unsigned kAtOnce = 4;

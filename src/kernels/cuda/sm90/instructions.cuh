@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
-// What Hopper has and CUDA C++ does not say: barriers in shared memory, bulk tensor copies and
-// warp-group matrix products. Shared memory is addressed by 32 bits throughout.
+// Hopper instructions without an equivalent in CUDA C++: barriers in shared memory, bulk tensor
+// copies and warp-group matrix products. Addresses in shared memory have 32 bits throughout.
 namespace annulus::cuda::sm90 {
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void barrier_init(std::uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-// Once, by the thread that initialised them, before any other thread may know of them.
+// Called once by the thread that initialised the barriers, before other threads use them.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -32,8 +32,8 @@ __device__ __forceinline__ void barrier_arrive_expecting(std::uint32_t barrier, 
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Until the phase of this parity is complete. A fresh barrier is in phase 0: waiting for parity 1
-// returns at once.
+// Waits until the phase of this parity is complete. A fresh barrier is in phase 0: waiting for
+// parity 1 returns at once.
 __device__ __forceinline__ void barrier_wait(std::uint32_t barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -57,8 +57,8 @@ __device__ __forceinline__ void named_arrive(int barrier, int threads) {
 
 // ---- registers ----------------------------------------------------------------------------------
 
-// By all four warps of a warp group. The sums over a block may not exceed what it started with:
-// 3 groups start with 168 each, so 232 + 232 + 40.
+// Called by all four warps of a warp group. The sum over a block may not exceed its initial
+// registers: 3 groups start with 168 each, so 232 + 232 + 40.
 template <int kRegisters>
 __device__ __forceinline__ void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -67,8 +67,8 @@ template <int kRegisters>
 __device__ __forceinline__ void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-// Keeps values in their registers across asynchronous products, which the compiler knows nothing
-// of: it may neither move nor rematerialise them past this point.
+// Keeps values in their registers across asynchronous products, of which the compiler does not
+// know: it may neither move nor rematerialise them past this point.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&values)[kCount]) {
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void pin(std::uint32_t (&values)[kRows][kCount]) {
   for (int i = 0; i < kRows; ++i) pin(values[i]);
 }
 
-// threadIdx.x, not taken from a register where the compiler keeps it.
+// threadIdx.x, read again instead of from a register in which the compiler keeps it.
 __device__ __forceinline__ std::uint32_t thread_anew() {
   std::uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -95,8 +95,8 @@ __device__ __forceinline__ std::uint32_t thread_anew() {
 
 // ---- order between kinds of access --------------------------------------------------------------
 
-// Between ordinary writes to shared memory and products or bulk copies that read them: in every
-// writing thread, before the barrier.
+// Orders ordinary writes to shared memory before products or bulk copies that read them. Called in
+// every writing thread, before the barrier.
 __device__ __forceinline__ void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -104,8 +104,8 @@ __device__ __forceinline__ void fence_shared_for_async() {
 __device__ __forceinline__ void fence_global_for_async() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// Programmatic dependent launch: the next kernel of the stream may be put on free SMs; and what the
-// kernels before have written may be read.
+// Programmatic dependent launch: lets the next kernel of the stream start on free SMs; and waits
+// until data of earlier kernels may be read.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -115,7 +115,7 @@ __device__ __forceinline__ void wait_for_previous_kernels() {
 
 // ---- bulk tensor copies -------------------------------------------------------------------------
 
-// What to keep in L2.
+// L2 cache hints.
 __device__ __forceinline__ std::uint64_t policy_keep() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -185,7 +185,7 @@ __device__ __forceinline__ void add_floats(float* target, std::uint32_t source, 
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// All but the last kPending groups have read their shared memory; or are done.
+// Waits until all but the last kPending groups have read their shared memory; or are complete.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -200,13 +200,13 @@ __device__ __forceinline__ void prefetch_to_l2(const void* source, int bytes) {
 
 // ---- copies of 16 bytes by threads --------------------------------------------------------------
 
-// Zeros where `present` is false; the source is not read then.
+// Copies zeros if not `present`; the source is not read then.
 __device__ __forceinline__ void copy16(std::uint32_t target, const void* source, bool present) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(present ? 16 : 0)
                : "memory");
 }
-// Until this thread's copies have arrived.
+// Waits until this thread's copies have arrived.
 __device__ __forceinline__ void copy16_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void load_pair(std::uint32_t address, float& x, float& y) {
@@ -278,8 +278,8 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// How a 16-bit operand lies in shared memory: rows of 128 bytes, swizzled as bulk copies do it
-// (SWIZZLE_128B), blocks of 64 columns one after the other.
+// The layout of a 16-bit operand in shared memory: rows of 128 bytes, swizzled as by bulk copies
+// (SWIZZLE_128B), in consecutive blocks of 64 columns.
 enum class Major : int {
   k = 0,  // a row holds elements along the summed dimension
   mn = 1  // a row holds elements along the other one
@@ -297,12 +297,12 @@ __device__ __forceinline__ std::uint64_t mn_major(std::uint32_t address,
   return static_cast<std::uint64_t>((address & 0x3FFFF) >> 4) |
          (static_cast<std::uint64_t>(block_bytes >> 4) << 16) | (64ULL << 32) | (1ULL << 62);
 }
-// Where the 16-byte chunk `chunk` of row `row` of a block is, in bytes from the block's start.
+// The offset in bytes, within a block, of the 16-byte chunk `chunk` of row `row`.
 __device__ __forceinline__ std::uint32_t swizzled(int row, int chunk) {
   return static_cast<std::uint32_t>(row * 128 + ((chunk ^ (row & 7)) << 4));
 }
 
-// Operand lists of 16, 32 and 64 accumulators (C++ has no way to make them).
+// Operand lists of 16, 32 and 64 accumulators, which C++ cannot generate.
 #define ANNULUS_WGMMA_NAMES_16 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define ANNULUS_WGMMA_NAMES_32                                             \
@@ -322,7 +322,7 @@ __device__ __forceinline__ std::uint32_t swizzled(int row, int chunk) {
 #define ANNULUS_WGMMA_64(how, d, i) ANNULUS_WGMMA_32(how, d, i), ANNULUS_WGMMA_32(how, d, (i) + 32)
 
 // One instruction of shape m64 x `n` x k16; `type`: bf16 or f16; `regs`: n / 2; `how`: "+f", or
-// "=f" where old sums do not count; then the numbers of the operands after the sums.
+// "=f" if old sums are ignored; then the numbers of the operands after the sums.
 #define ANNULUS_WGMMA_SS(n, type, regs, how, a_at, b_at, sum_at, ta_at, tb_at)                  \
   asm volatile("{\n.reg .pred sum;\nsetp.ne.b32 sum, %" #sum_at                                 \
                ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type          \
@@ -340,7 +340,7 @@ __device__ __forceinline__ std::uint32_t swizzled(int row, int chunk) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0),      \
                  "n"(static_cast<int>(kB)))
 
-// `product` for both types, with and without the sums so far.
+// `product` for both types, with and without the previous sums.
 #define ANNULUS_WGMMA_CASES(product, n, regs, ...)                                          \
   if constexpr (kSums == regs && kAdd && kBf16) product(n, bf16, regs, "+f", __VA_ARGS__);  \
   if constexpr (kSums == regs && kAdd && !kBf16) product(n, f16, regs, "+f", __VA_ARGS__);  \
@@ -357,7 +357,7 @@ __device__ __forceinline__ void multiply(float (&d)[kSums], std::uint64_t a, std
   ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_SS, 64, 32, 32, 33, 34, 35, 36);
   ANNULUS_WGMMA_CASES(ANNULUS_WGMMA_SS, 128, 64, 64, 65, 66, 67, 68);
 }
-// The same with A (64 x 16) in registers: those of packed sums, as products leave them.
+// The same with A (64 x 16) in registers: packed results of a product.
 template <typename T, Major kB, bool kAdd, int kSums>
 __device__ __forceinline__ void multiply(float (&d)[kSums], const std::uint32_t (&a)[4],
                                          std::uint64_t b) {

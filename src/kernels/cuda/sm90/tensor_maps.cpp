@@ -10,7 +10,7 @@
 namespace annulus::cuda::sm90 {
 namespace {
 
-// Null where the driver is too old.
+// Null if the driver is too old.
 PFN_cuTensorMapEncodeTiled_v12000 map_encoder() {
   static const auto encoder =
       driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
@@ -40,7 +40,7 @@ bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t st
                      int box_rows) {
   const auto encode = map_encoder();
   const TensorRows& rows = mapped.rows;
-  // Coordinates are of 32 bits.
+  // Coordinates have 32 bits.
   constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;
   if (encode == nullptr || rows.base == nullptr || stride <= 0 || mapped.tokens <= 0 ||
       mapped.tokens >= kMostTokens)
@@ -55,7 +55,7 @@ bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t st
   std::array<cuuint64_t, 4> steps{};
   for (std::size_t i = 0; i < extents.size(); ++i) extents[i] = static_cast<cuuint64_t>(extent[i]);
   for (std::size_t i = 0; i < steps.size(); ++i) {
-    // Steps over an extent of 1 mean nothing, but must be valid.
+    // Strides of an extent of 1 are not used, but must be valid.
     const std::int64_t bytes = extent[i + 1] == 1 ? mapped.head_dim * number_bytes : step[i];
     if (bytes <= 0 || bytes % kMapStep != 0 || bytes >= std::int64_t{1} << 40) return false;
     steps[i] = static_cast<cuuint64_t>(bytes);
@@ -63,7 +63,7 @@ bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t st
   const std::array<cuuint32_t, 5> box = {static_cast<cuuint32_t>(128 / number_bytes), 1, 1,
                                          static_cast<cuuint32_t>(box_rows), 1};
   const std::array<cuuint32_t, 5> every = {1, 1, 1, 1, 1};
-  // Rows of fp32 are added to, in L2, or read once: there is nothing to fetch ahead.
+  // Rows of fp32 are added to in L2 or read once, so prefetching gains nothing.
   return encode(&map, map_type(mapped.dtype), 5, rows.base, extents.data(), steps.data(),
                 box.data(), every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 fp32 ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -20,18 +20,18 @@ struct MappedRows {
   std::int64_t batch = 0;
 };
 
-// A grid of parcels as rows of one batch entry. What begins between two rows of the grid is a row
-// of another "head": these are the grid's step apart.
+// A grid of parcels as rows of one batch entry. Rows that begin between two rows of the grid are
+// rows of other "heads", which are the grid's step apart.
 [[nodiscard]] MappedRows received_rows(const RowGrid& grid, std::int64_t row_bytes, DType dtype,
                                        int head_dim);
 
-// Of {column, head, token % stride, token / stride, batch}: tokens that are `stride` apart are next
-// to each other, wherever they begin. A box is `box_rows` such tokens and 128 bytes of each. False
-// where there can be no such map; rows must be gathered then.
+// A map of {column, head, token % stride, token / stride, batch}: tokens that are `stride` apart
+// are neighbours, wherever they begin. A box is `box_rows` such tokens and 128 bytes of each. False
+// if there can be no such map; rows must be gathered then.
 [[nodiscard]] bool make_tensor_map(CUtensorMap& map, const MappedRows& mapped, std::int32_t stride,
                                    int box_rows);
 
-// The same for K or V of a launch, wherever its traits say that they are.
+// The same for K or V of a launch, in the shard or in parcels as its traits say.
 [[nodiscard]] bool make_key_map(CUtensorMap& map, const Channel& channel, const KernelShape& shape,
                                 const LaunchTraits& traits, int box_rows);
 

@@ -1,6 +1,7 @@
 #include "kernels/cuda/work/chains.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <limits>
 #include <map>
@@ -16,8 +17,8 @@ namespace {
 
 using Interval = std::pair<std::int64_t, std::int64_t>;  // first and last
 
-// Positions of the item's rows of dQ, in one member. The last may come before the first: it has
-// none.
+// First and last position of the item's rows of dQ, in one member. The last is before the first if
+// the item has no rows.
 Interval positions(const Tables& tables, const Item& item) {
   const Group& group = group_of(tables, item);
   const RowList& list = group.queries;
@@ -49,24 +50,25 @@ std::map<std::int32_t, Interval> extents(const Tables& tables, const RowList& li
   return out;
 }
 
-// Items of a launch, while they are put into chains.
+// The items of a launch, while they are put into chains.
 class Wave {
  public:
   struct Chain {
     std::vector<std::int32_t> heads;
-    bool ascending;           // only then do positions of several groups compare
+    bool ascending;           // required to compare positions of several groups
     std::vector<Item> items;  // of all batches
   };
 
-  // False: the items do not fit into one chain of the wave.
+  // Returns false if the items do not fit into one chain of the wave.
   bool add(const Tables& tables, std::span<const Item> items) {
-    const RowList& queries = group_of(tables, items.front()).queries;
+    const Group& group = group_of(tables, items.front());
+    const RowList& queries = group.queries;
     const std::vector<std::int32_t> heads = heads_of(tables, items.front());
     const std::map<std::int32_t, Interval> rows = extents(tables, queries);
     std::optional<std::size_t> chain;
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{head, source}];
+        auto& taken = taken_[{group.branch, head, source}];
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; ++at) {
           if (chain.has_value() && *chain != at->second.second) return false;
@@ -83,7 +85,7 @@ class Wave {
     }
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{head, source}];
+        auto& taken = taken_[{group.branch, head, source}];
         Interval all = interval;
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; at = taken.erase(at)) {
@@ -100,7 +102,7 @@ class Wave {
   [[nodiscard]] const std::vector<Chain>& chains() const { return chains_; }
 
  private:
-  // Disjoint intervals of rows: from the first one to the last one and their chain.
+  // Disjoint intervals of rows: first row to last row and chain.
   using Taken = std::map<std::int64_t, std::pair<std::int64_t, std::size_t>>;
   static Taken::iterator first_after(Taken& taken, std::int64_t first) {
     auto at = taken.upper_bound(first);
@@ -109,12 +111,13 @@ class Wave {
   }
 
   std::vector<Chain> chains_;
-  std::map<std::pair<std::int32_t, std::int32_t>, Taken> taken_;  // by head and source
+  // Per branch (those of a launch have no row in common), head and source.
+  std::map<std::array<std::int32_t, 3>, Taken> taken_;
 };
 
-// The items of a chain in one batch, those that see the latest keys first: under a causal mask or a
-// window, the queries at which they begin are then nobody's before them, and they follow each other
-// at a distance.
+// The items of a chain in one batch, those with the latest keys first. Under a causal mask or a
+// window, no earlier item of the chain has the queries at which an item begins, so items follow
+// each other at a distance.
 std::vector<Item> in_turn(const Tables& tables, const Wave::Chain& chain, std::int32_t batch) {
   std::vector<std::pair<std::int64_t, Item>> order;
   for (const Item& item : chain.items) {
@@ -130,7 +133,7 @@ std::vector<Item> in_turn(const Tables& tables, const Wave::Chain& chain, std::i
   return out;
 }
 
-// Steps that an item takes on average.
+// Average number of steps of an item.
 double mean_steps(const Tables& tables, const std::vector<std::vector<Item>>& chains, int step) {
   double steps = 0;
   std::size_t items = 0;
@@ -148,7 +151,7 @@ double mean_steps(const Tables& tables, const std::vector<std::vector<Item>>& ch
   return steps / static_cast<double>(std::max<std::size_t>(1, items));
 }
 
-// Turns of a chain whose items are those of the tables with these numbers.
+// The turns of the items of a chain; `numbers` are their indices in the tables.
 void add_turns(const Tables& tables, std::span<const std::int32_t> numbers,
                std::vector<ItemTurn>& turns) {
   std::int64_t span = 0;
@@ -157,10 +160,11 @@ void add_turns(const Tables& tables, std::span<const std::int32_t> numbers,
     of_items.push_back(positions(tables, tables.items[static_cast<std::size_t>(number)]));
     span = std::max(span, of_items.back().second + 1);
   }
-  std::vector<std::int64_t> behind(numbers.size() + 1, -1);  // the last of this item and all behind
+  std::vector<std::int64_t> behind(numbers.size() + 1,
+                                   -1);  // last position of this item and all after it
   for (std::size_t i = numbers.size(); i > 0; --i)
     behind[i - 1] = std::max(behind[i], of_items[i - 1].second);
-  std::int64_t least = std::numeric_limits<std::int32_t>::max();  // of those before
+  std::int64_t least = std::numeric_limits<std::int32_t>::max();  // of the items before
   std::int64_t most = -1;
   std::int32_t before = -1;
   for (std::size_t i = 0; i < numbers.size(); ++i) {
@@ -168,14 +172,15 @@ void add_turns(const Tables& tables, std::span<const std::int32_t> numbers,
     const Item& item = tables.items[static_cast<std::size_t>(number)];
     const bool ascending = group_of(tables, item).queries.ascending != 0;
     const auto [first, last] = of_items[i];
-    if (first > last) continue;  // it adds nothing, and nobody waits for it
+    if (first > last) continue;  // it adds nothing, and no item waits for it
     if (span * item.members > std::numeric_limits<std::int32_t>::max() - 1)
       throw ConfigError(
           "deterministic: the queries of one K/V head in one segment are too many to be counted");
     ItemTurn& turn = turns[static_cast<std::size_t>(number)];
     turn.after = before;
     turn.alone = static_cast<std::int32_t>(std::max<std::int64_t>(0, least));
-    // Who has rows behind its last ones learns from it alone what those before it have done.
+    // An item with rows after this one's last rows learns only from this one what earlier items
+    // have done.
     turn.finish = before >= 0 && (!ascending || last < std::min(most, behind[i + 1])) ? 1 : 0;
     turn.span = static_cast<std::int32_t>(span);
     least = std::min(least, first);
@@ -221,7 +226,8 @@ std::vector<ItemTurn> put_in_chains(Tables& tables, const ChainOptions& options)
         }
       }
       const auto count = static_cast<std::int64_t>(chains.size());
-      // Where the queries of a key begin with it, an item begins where those before it have been.
+      // If the queries of a key begin at the key (causal), an item begins where earlier items were
+      // already.
       const bool staggered = group_of(tables, chains.front().front()).most != kNoMost;
       const auto width = static_cast<std::int64_t>(
           staggered ? 1.0

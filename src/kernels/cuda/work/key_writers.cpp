@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::uint32_t kAll = ~0U;
 
-// Rows of the shard that launches have had so far.
+// The rows of the shard that earlier launches have written.
 class Written {
  public:
   Written(std::int64_t batch, std::int64_t tokens, std::int64_t heads)
@@ -35,9 +35,9 @@ class Written {
   std::size_t count_ = 0;
 };
 
-// What of an item was written before, every 32nd row alike; returns false where it is not so. Rows
-// of parcels always were: whoever returns them has cleared them. Adds to `local` the rows of the
-// shard.
+// Which rows of an item were written before, as a mask of 32 bits; returns false if rows 32 apart
+// differ. Rows of parcels count as written, because the return courier clears them. Adds the rows
+// of the shard to `local`.
 bool mark_item(const Tables& tables, const Item& item, Written& written, std::uint32_t& earlier,
                std::int64_t& local) {
   const Member& member = tables.members[static_cast<std::size_t>(item.member)];

@@ -5,21 +5,21 @@
 
 #include "kernels/cuda/work/tables.h"
 
-// Which launches begin and end sums of dK and dV: plain data, known before anything runs.
+// Which launches begin and end the sums of dK and dV. Plain data, made on the host.
 namespace annulus::cuda {
 
 struct KeyWriters {
-  // The first launch that has a row writes it instead of adding to it, and every row of the shard
-  // has one: sums need not be cleared.
+  // The first launch that has a row writes it instead of adding to it. Every row of the shard is in
+  // some launch, so sums need not be cleared.
   bool begin = false;
-  // The last launch has every row of the shard, and nothing is added behind it: what it adds up may
-  // be rounded and written to the caller's tensors.
+  // The last launch has every row of the shard, and nothing is added after it, so it can round the
+  // sums and write them to the caller's tensors.
   bool end = false;
-  std::size_t last_stage = 0;  // that has a launch
+  std::size_t last_stage = 0;  // the last with a launch
 };
 
-// Fills Tables::earlier. `stages` are those of the side of the keys, in the order in which they
-// run. `returned`: gradients of the shard's keys also come from other ranks, after the first stage.
+// Fills Tables::earlier. `stages` are the stages whose items own keys, in their order. `returned`:
+// other ranks also send gradients of the shard's keys, after the first stage.
 [[nodiscard]] KeyWriters find_key_writers(std::span<Tables* const> stages,
                                           const Computation& computation, bool returned);
 

@@ -15,7 +15,7 @@
 namespace annulus::cuda {
 namespace {
 
-// Rows of runs by whether they are received, and by stride.
+// Counts rows of runs by (received, stride).
 using RowsByPlace = std::map<std::pair<bool, std::int32_t>, std::int64_t>;
 
 std::pair<bool, std::int32_t> usual_place(const RowsByPlace& rows_by_place) {
@@ -50,7 +50,7 @@ bool periodic_weights(const Tables& tables, const Group& group) {
   });
 }
 
-// Tiles of `tile` keys that the item's queries see something of (at least 1).
+// The number of tiles of `tile` keys of which the item's queries see any (at least 1).
 std::int64_t key_tiles(const Tables& tables, const Item& item, int tile) {
   const Group& group = group_of(tables, item);
   const Band band = group.band();
@@ -117,7 +117,7 @@ RowGrid grid_of(const ParcelRows& parcels, std::span<const std::int32_t> used,
   for (const std::int32_t parcel : used) {
     bool fits = (parcels.at(parcel) - grid.base) % step == 0;
     for (int section = 0; section < layout.sections(); ++section) {
-      // Units of all batches lie one after the other.
+      // The units of all batches are consecutive.
       for (int unit = 0; unit < 2; ++unit)
         fits = fits && layout.offset(parcel, 0, unit, section) % step == 0;
     }
@@ -135,17 +135,17 @@ std::vector<Item> arrange_items(const Tables& tables, const Launch& launch, int 
   const auto count = static_cast<std::int64_t>(items.size());
   if (count <= blocks) return items;
 
-  // Besides its key tiles an item costs about as much as 1.6 of them (H200, head dim 128).
+  // The fixed cost of an item is about that of 1.6 key tiles (H200, head dim 128).
   std::vector<std::pair<std::int64_t, std::size_t>> order(items.size());  // cost, item
   for (std::size_t i = 0; i < items.size(); ++i)
     order[i] = {10 * key_tiles(tables, items[i], tile) + 16, i};
-  // The last few of each block go by cost: what is left over at the end is little then.
+  // The last few items of each block are sorted by cost, so that blocks end at about the same time.
   const std::int64_t tail = std::min<std::int64_t>(count, 4 * static_cast<std::int64_t>(blocks));
   std::stable_sort(order.end() - tail, order.end(),
                    [](const auto& a, const auto& b) { return a.first > b.first; });
 
-  // Each item goes to the block that is free first, as if blocks took them from a queue.
-  using Free = std::pair<std::int64_t, std::size_t>;  // when, block
+  // Assigns each item to the block that is free first, as if blocks took them from a queue.
+  using Free = std::pair<std::int64_t, std::size_t>;  // (time, block)
   std::priority_queue<Free, std::vector<Free>, std::greater<>> free;
   std::vector<std::vector<std::size_t>> of_block(static_cast<std::size_t>(blocks));
   for (std::size_t block = 0; block < of_block.size(); ++block) free.push({0, block});

@@ -7,41 +7,41 @@
 
 #include "kernels/cuda/work/tables.h"
 
-// What the host knows of a launch before it goes to the device: kernels are chosen by it.
+// Facts about a launch, found on the host, by which kernels are chosen.
 namespace annulus::cuda {
 
 // How often pairs of a launch count.
 enum class PairWeights : std::uint8_t {
   none,  // once
-  // By the query's index and the key's place in the list modulo 16 only: strides of repeats divide
-  // 16, and a key's place and its index agree modulo 16.
+  // The weight depends only on the query's index and the key's place in the list, modulo 16:
+  // strides of repeats divide 16, and a key's place and its index are equal modulo 16.
   periodic,
   general,
 };
 
-// Which limits of bands hide pairs of a launch. Kernels for causal attention know no lower one.
+// Which limits of bands hide pairs of a launch. Kernels for causal attention have no lower limit.
 enum class Limits : std::uint8_t { none, most, both };
 
-// What the steps of a map for bulk copies, and where it begins, are multiples of, in bytes.
+// Strides and base address of a map for bulk copies are multiples of this many bytes.
 inline constexpr int kMapStep = 16;
 
-// Rows that lie one after the other, of one width. None: rows are looked up one by one.
+// Consecutive rows of equal width. 0 rows: rows are looked up one by one.
 struct RowGrid {
   std::byte* base = nullptr;
   std::int64_t rows = 0;
-  std::int64_t step = kMapStep;  // where rows may begin: at multiples of so many bytes
+  std::int64_t step = kMapStep;  // rows begin at multiples of this many bytes
 };
 
 struct LaunchTraits {
   Limits limits = Limits::none;
   PairWeights weights = PairWeights::none;
-  // Of most rows of a side: whether they are in received parcels and not in the shard, and from one
-  // row of a run to the next. These can go by bulk copies.
+  // Whether most rows of a side are in received parcels instead of the shard, and their stride in a
+  // run. These rows can be loaded by bulk copies.
   bool queries_received = false;
   bool keys_received = false;
   std::int32_t query_stride = 1;
   std::int32_t key_stride = 1;
-  // Where they are received, all parcels of the launch in one: known when there is memory.
+  // If they are received: all parcels of the launch as one grid. Known once memory is allocated.
   RowGrid queries;  // Q and dO
   RowGrid keys;     // K and V
   RowGrid query_gradients;
@@ -49,19 +49,19 @@ struct LaunchTraits {
 
 [[nodiscard]] LaunchTraits launch_traits(const Tables& tables, const Launch& launch);
 
-// The parcels that the rows of a launch's side are in, ascending.
+// The parcels with rows of a side of a launch, ascending.
 [[nodiscard]] std::vector<std::int32_t> parcels_of(const Tables& tables, const Launch& launch,
                                                    Side side);
 
-// Received parcels as one grid of rows of `row_bytes`, from the lowest to the end of the highest:
-// whatever lies between is not looked at. Sections and parcels begin at multiples of `step` from
-// the grid's base, or the grid is empty.
+// Received parcels as one grid of rows of `row_bytes`, from the lowest address to the end of the
+// highest; bytes between parcels are ignored. Sections and parcels begin at multiples of `step`
+// from the grid's base, otherwise the grid is empty.
 [[nodiscard]] RowGrid grid_of(const ParcelRows& parcels, std::span<const std::int32_t> used,
                               std::int64_t row_bytes, std::int64_t step);
 
-// The items of a launch in an order in which block b of `blocks` takes items b, b + blocks, ..., so
-// that all blocks end at about the same time and items next to each other, which read the same
-// keys, still run at about the same time. Items without rows may be added: blocks pass them over.
+// Orders the items of a launch for blocks that take items b, b + blocks, ...: all blocks end at
+// about the same time, and neighbouring items, which read the same keys, run at about the same
+// time. May add items without rows, which blocks skip.
 [[nodiscard]] std::vector<Item> arrange_items(const Tables& tables, const Launch& launch,
                                               int blocks, int tile);
 

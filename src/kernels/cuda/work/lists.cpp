@@ -6,13 +6,13 @@
 namespace annulus::cuda {
 namespace {
 
-// How many rows of the run have an index of at most `last`.
+// Number of rows of the run with an index of at most `last`.
 std::int64_t rows_up_to(const Run& run, std::int64_t last) {
   if (last < run.index) return 0;
   return std::min<std::int64_t>(run.count, (last - run.index) / run.index_stride + 1);
 }
 
-// How many rows of an ascending list have an index of at most `last`.
+// Number of rows of an ascending list with an index of at most `last`.
 std::int64_t rows_up_to(std::span<const Run> runs, std::int64_t last) {
   const auto behind =
       std::upper_bound(runs.begin(), runs.end(), last,

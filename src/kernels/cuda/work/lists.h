@@ -6,7 +6,7 @@
 #include "annulus/band.h"
 #include "kernels/cuda/work/tables.h"
 
-// Rows of the tables' lists by index, on the host.
+// Searches the rows of lists by index, on the host.
 namespace annulus::cuda {
 
 [[nodiscard]] inline std::span<const Run> runs_of(const Tables& tables, const RowList& list) {
@@ -19,7 +19,7 @@ namespace annulus::cuda {
   return tables.groups[static_cast<std::size_t>(item.group)];
 }
 
-// The runs of a list from the one that has this row on.
+// The runs of a list, from the one that contains this row.
 [[nodiscard]] std::span<const Run> runs_from(const Tables& tables, const RowList& list,
                                              std::int32_t row);
 
@@ -28,8 +28,8 @@ namespace annulus::cuda {
                                  std::int32_t rows);
 [[nodiscard]] Stretch indices_of(const Tables& tables, const RowList& list);
 
-// How many rows of a list have one of these indices, and how many tiles of it, `tile` rows each,
-// may have some.
+// Number of rows of a list with an index in this range, and number of its tiles of `tile` rows that
+// may contain one.
 [[nodiscard]] std::int64_t count_rows(const Tables& tables, const RowList& list,
                                       const Stretch& indices);
 [[nodiscard]] std::int64_t count_tiles(const Tables& tables, const RowList& list,

@@ -7,8 +7,7 @@
 
 namespace annulus::cuda {
 
-// More than any index that rows of a list have (Run::index) in a sequence of `tokens`, wherever
-// these are: a ring's may be many more than a rank's.
+// An upper bound of row indices (Run::index) in a sequence of `tokens`, on all ranks of the ring.
 [[nodiscard]] inline std::int64_t most_indices(const Pattern& pattern, std::int64_t tokens) {
   if (!pattern.documents.empty()) tokens = 0;
   for (const Document& document : pattern.documents) tokens = std::max(tokens, document.length());

@@ -11,7 +11,7 @@
 namespace annulus::cuda {
 namespace {
 
-// f(row of the item, token). False: not all rows are the shard's.
+// Calls f(row of the item, token). False if some rows are not in the shard.
 template <typename F>
 bool for_each_row(const Tables& tables, const Item& item, const F& f) {
   for (const Run& run : runs_from(tables, group_of(tables, item).queries, item.begin)) {
@@ -30,8 +30,7 @@ bool for_each_row(const Tables& tables, const Item& item, const F& f) {
 
 bool find_later_launches(Tables& tables, const Computation& computation) {
   const std::int64_t tokens = computation.query_tokens;
-  std::vector<bool> taken(
-      static_cast<std::size_t>(computation.query_rows()));  // by launches behind
+  std::vector<bool> taken(static_cast<std::size_t>(computation.query_rows()));  // by later launches
   std::vector<std::uint32_t> later(tables.items.size());
   for (auto launch = tables.launches.rbegin(); launch != tables.launches.rend(); ++launch) {
     for (std::int32_t i = launch->first_item; i < launch->first_item + launch->items; ++i) {

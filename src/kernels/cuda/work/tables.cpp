@@ -21,7 +21,7 @@ bool ascends(const std::vector<Run>& runs) {
   return true;
 }
 
-// The same rows by index. Neighbours that lie evenly in one source become runs again.
+// The same rows, sorted by index. Neighbours that are evenly spaced in one source become runs.
 std::vector<Run> by_index(const std::vector<Run>& runs) {
   struct Row {
     std::int32_t index;
@@ -60,7 +60,7 @@ std::vector<Run> by_index(const std::vector<Run>& runs) {
   return out;
 }
 
-// Groups of one launch, while it is being made.
+// The groups of one launch, while it is being made.
 struct Maker {
   const WorkGroups& work;
   const Computation& computation;
@@ -99,7 +99,7 @@ struct Maker {
     return list;
   }
 
-  // Returns the group's number.
+  // Returns the group's index.
   std::int32_t add_group(const WorkGroup& from) {
     Group group;
     group.queries = add_rows(work.rows(from).queries, from.queries);
@@ -116,7 +116,29 @@ struct Maker {
   }
 };
 
-// Rows that an item walks past.
+// The branches of each launch, the coarsest first.
+std::vector<std::vector<int>> branches_of_launches(const Computation& computation) {
+  const std::vector<Branch>& branches = computation.pattern->branches;
+  const int ratio = computation.heads() / computation.kv_heads;
+  const auto branch = [&](int b) -> const Branch& { return branches[static_cast<std::size_t>(b)]; };
+  std::vector<int> order(branches.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return branch(a).dilation > branch(b).dilation; });
+  std::vector<std::vector<int>> out;
+  for (const int b : order) {
+    const auto joins = [&](int other) {
+      return branch(other).dilation == branch(b).dilation && apart(branch(other), branch(b), ratio);
+    };
+    // A launch has one address of deltas.
+    if (out.empty() || computation.deltas() > 1 || !std::ranges::all_of(out.back(), joins))
+      out.emplace_back();
+    out.back().push_back(b);
+  }
+  return out;
+}
+
+// The number of rows of the other side of an item.
 std::int64_t cost_of(const Tables& tables, const Item& item, Side side) {
   const Group& group = group_of(tables, item);
   const Band band = group.band();
@@ -149,12 +171,18 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   Maker maker{work, computation, side, tile, canonical, {}};
   const int ratio = computation.heads() / computation.kv_heads;
 
-  // Items by (branch, wave). Key rows of one K/V head may be in several groups of a branch, whose
-  // query heads share pairs in different ways: these come in waves, one after the other.
-  std::vector<std::vector<std::vector<Item>>> items(computation.pattern->branches.size());
+  const std::vector<std::vector<int>> branches = branches_of_launches(computation);
+  std::vector<std::size_t> launch_of(computation.pattern->branches.size());
+  for (std::size_t launch = 0; launch < branches.size(); ++launch) {
+    for (const int branch : branches[launch]) launch_of[static_cast<std::size_t>(branch)] = launch;
+  }
+  // Items by (launch, wave). If the query heads of a K/V head share pairs in different ways, its
+  // key rows are in several groups of a branch. These groups are in separate waves, because they
+  // write the same rows.
+  std::vector<std::vector<std::vector<Item>>> items(branches.size());
   using Rows = std::tuple<std::int64_t, std::int64_t, int>;  // segment, offset, K/V head
   std::map<std::pair<int, Rows>, std::vector<std::pair<int, int>>> users;
-  std::vector<std::int64_t> segments;  // by group
+  std::vector<std::int64_t> segments;  // per group
   for (const WorkGroup& from : work.all()) {
     if (from.band.empty()) continue;
     const std::int32_t g = maker.add_group(from);
@@ -166,7 +194,7 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
     const auto first_member = static_cast<std::int32_t>(maker.tables.members.size());
     for (const Selection::Member& member : members)
       maker.tables.members.push_back({member.q_head, member.q_head / ratio, member.unit_index});
-    auto& waves = items[static_cast<std::size_t>(from.branch)];
+    auto& waves = items[launch_of[static_cast<std::size_t>(from.branch)]];
     const std::int32_t rows = side == Side::queries ? group.queries.rows : group.keys.rows;
     const auto count = static_cast<std::int32_t>(members.size());
     for (std::int32_t m = 0; m < count;) {
@@ -193,30 +221,23 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
     }
   }
 
-  std::vector<int> order(items.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-    const auto dilation = [&](int branch) {
-      return computation.pattern->branches[static_cast<std::size_t>(branch)].dilation;
-    };
-    return dilation(a) > dilation(b);
-  });
-  // Work comes head by head, each with all its segments. The rows of all heads at a token are
-  // neighbours in memory: forward takes the items of a segment one after the other, so that blocks
-  // that run side by side are near each other (gpu_bench.py, 1M tokens, LongNet, causal: 0.81 of
-  // cuDNN's time; head by head 0.84). Backward took as long either way.
+  // Groups are ordered by head, then segment. The rows of all heads of a token are adjacent in
+  // memory, so forward orders items by segment first: blocks that run at the same time then read
+  // nearby memory (gpu_bench.py, 1M tokens, LongNet, causal: 0.81 of cuDNN's time, head by head
+  // 0.84). It makes no difference in backward.
   const auto place = [&](const Item& item) {
     return std::pair(item.batch, segments[static_cast<std::size_t>(item.group)]);
   };
   Tables& tables = maker.tables;
-  for (const int branch : order) {
-    for (std::vector<Item>& wave : items[static_cast<std::size_t>(branch)]) {
+  for (std::size_t launch = 0; launch < items.size(); ++launch) {
+    for (std::vector<Item>& wave : items[launch]) {
       if (wave.empty()) continue;
       if (stage.kind == Stage::Kind::forward) {
         std::stable_sort(wave.begin(), wave.end(),
                          [&](const Item& a, const Item& b) { return place(a) < place(b); });
       }
-      tables.launches.push_back({branch, static_cast<std::int32_t>(tables.items.size()),
+      tables.launches.push_back({branches[launch].front(),
+                                 static_cast<std::int32_t>(tables.items.size()),
                                  static_cast<std::int32_t>(wave.size())});
       tables.items.insert(tables.items.end(), wave.begin(), wave.end());
     }

@@ -10,8 +10,8 @@
 #include "kernels/work_groups.h"
 #include "pattern/side.h"
 
-// What a stage becomes on a CUDA device: plain tables that kernels walk, made once. No CUDA here:
-// they are made and tested on the host.
+// The compiled form of a stage on a CUDA device: plain tables that kernels read. Made once and
+// tested on the host, without CUDA.
 namespace annulus::cuda {
 
 // Evenly spaced rows of a list: row i of the run is row `first + i * stride` of its source.
@@ -19,7 +19,7 @@ struct Run {
   std::int32_t source = -1;  // < 0: the shard; else a received parcel
   std::int32_t before = 0;   // rows of the list before this run
   std::int32_t count = 0;
-  std::int32_t index = 0;  // of the first row within its segment's progression: masks go by it
+  std::int32_t index = 0;  // of the first row; see row_index.h
   std::int32_t index_stride = 1;
   std::int32_t stride = 1;
   std::int64_t first = 0;
@@ -31,17 +31,17 @@ struct RowList {
   std::int32_t runs = 0;
   std::int32_t rows = 0;
   std::int32_t ascending = 1;  // indices rise from row to row over the whole list
-  // Tiles of the list are cut by index, [64 t, 64 t + 64), and may have gaps: where sums must not
-  // depend on how many rows a rank was sent, tiles are the same everywhere.
+  // Tiles of the list are ranges of indices, [64 t, 64 t + 64), which may have gaps. They are the
+  // same on all ranks, as reproducible sums need.
   std::int32_t by_index = 0;
 };
 
-// Limits of a group's band that no difference of two indices is beyond.
+// Stand for no limit of a group's band: beyond any difference of two indices.
 inline constexpr std::int32_t kNoLeast = std::numeric_limits<std::int32_t>::min();
 inline constexpr std::int32_t kNoMost = std::numeric_limits<std::int32_t>::max();
 
-// Query rows against key rows of one segment, for heads that do the same. A pair counts once, and
-// once more for each of the repeats that has both of its rows.
+// Query rows against key rows of one segment, for all heads that compute the same pairs. A pair
+// counts once, and once more for each repeat that contains both of its rows.
 struct Group {
   RowList queries;
   RowList keys;
@@ -60,14 +60,14 @@ struct Group {
 };
 
 struct Member {
-  std::int32_t head = 0;     // of queries
-  std::int32_t kv_head = 0;  // of keys
-  std::int32_t unit = 0;     // of parcels
+  std::int32_t head = 0;     // query head
+  std::int32_t kv_head = 0;  // K/V head
+  std::int32_t unit = 0;     // unit in parcels
 };
 
-// What one block of threads computes: rows [begin, begin + rows) of one side of a group against all
-// rows of the other side that the mask allows. Forward and dQ: query rows of one member. dK and dV:
-// key rows, for `members` members with one K/V head.
+// The work of one thread block: rows [begin, begin + rows) of one side of a group against all rows
+// of the other side that the band allows. Forward and dQ: query rows of one member. dK and dV: key
+// rows, for `members` members with one K/V head.
 struct Item {
   std::int32_t group = 0;
   std::int32_t member = 0;  // the first
@@ -77,9 +77,10 @@ struct Item {
   std::int32_t rows = 0;
 };
 
-// Items that may run side by side: no two of them write the same row.
+// Items that may run in parallel: no two of them write the same row. They belong to one branch, or
+// to several branches of one dilation that have no row in common (all offsets of a dilation).
 struct Launch {
-  std::int32_t branch = 0;
+  std::int32_t branch = 0;  // the first, and the only one if branches have their own deltas
   std::int32_t first_item = 0;
   std::int32_t items = 0;
 };
@@ -90,22 +91,22 @@ struct Tables {
   std::vector<Member> members;
   std::vector<Repeat> repeats;
   std::vector<Item> items;
-  std::vector<std::uint32_t> earlier;  // of items that own key rows: see KeySums; or empty
-  std::vector<std::uint32_t> later;    // of items that own query rows: see ForwardParams; or empty
-  std::vector<Launch> launches;        // one after the other
+  std::vector<std::uint32_t> earlier;  // for items that own key rows: see KeySums; or empty
+  std::vector<std::uint32_t> later;    // for items that own query rows: see ForwardParams; or empty
+  std::vector<Launch> launches;        // run one after the other
 };
 
-// `tile`: most rows of an item. Branches come coarsest first, so that a branch that has every row
-// is the last to write it. Where the stage's results must not depend on how rows are spread over
-// ranks, `canonical`, rows are listed by index.
+// `tile`: most rows of an item. Branches are ordered coarsest first, so that a branch that has
+// every row is the last to write it. `canonical`: rows are listed by index, so that results do not
+// depend on how rows are spread over ranks.
 [[nodiscard]] Tables make_tables(const Stage& stage, const Computation& computation, Side side,
                                  int tile, bool canonical);
 
-// Rows of the other side that items under way may walk past and still find in the cache: K and V of
-// 128 bf16 columns are 16 MB then.
+// Rows of the other side that running items may read and still find in the cache: 16 MB of K and V
+// with 128 bf16 columns.
 inline constexpr std::int64_t kCachedRows = 32768;
-// Items of each launch: the longest first, so that multiprocessors that take one after the other
-// end together; but first those of as many heads as have kCachedRows, then those of the next.
+// Sorts the items of each launch, the longest first, so that multiprocessors end together. Sorts
+// within stretches of heads that together read at most kCachedRows.
 void put_longest_first(Tables& tables, Side side);
 
 }  // namespace annulus::cuda

@@ -7,31 +7,31 @@
 #include "kernels/cuda/sm90/backward/steps.cuh"
 #include "kernels/cuda/sm90/backward/tiles.cuh"
 
-// A block takes tiles of 128 keys, and walks the queries that see them in steps of 64 (128 where
-// the head dim is 64: numbers in this comment are for 128). Two consumer warp groups have 64 keys
-// each; everything is transposed, so that P and dS are in registers where dV += P^T dO and dK +=
-// dS^T Q want them:
-//   S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP - delta);
-//   dQ of the step before: dS through shared memory, 64 queries x half of the columns per group.
-// dQ lags by a step so that the groups need not meet. A token (two named barriers) lets one group
-// at a time queue its products dQ, dV, dK, S, dP back to back while the other does the arithmetic.
-// Slower was: to pass it on before S and dP (15 %), to stage dQ between dV and dK (1 %), to give
-// back Q's buffer before dO's (4 %). Registers of a consumer: dK, dV 2 x 64, S or dQ 32, dP 32; P
-// and dS are packed in place. Shared memory is the limit: it allows 83 % of the tensor cores' peak.
-// In long runs power is: 700 W at 1.67 GHz of 1.98.
+// A block processes tiles of 128 keys, and iterates over the queries that see them in steps of 64
+// (128 if the head dim is 64; numbers in this comment are for head dim 128). Two consumer warp
+// groups have 64 keys each. Everything is transposed, so that P and dS are in the registers that dV
+// += P^T dO and dK += dS^T Q read: S^T = K Q^T, dP^T = V dO^T; P = exp2(S - L), dS = P (dP -
+// delta); dQ of the step before: dS through shared memory, 64 queries x half of the columns per
+// group. dQ lags by a step, so that the groups need not wait for each other. A token (two named
+// barriers) lets one group at a time queue its products dQ, dV, dK, S, dP back to back while the
+// other one computes exponentials. Slower alternatives: passing the token before S and dP (15 %),
+// staging dQ between dV and dK (1 %), releasing Q's buffer before dO's (4 %). Registers of a
+// consumer: dK, dV 2 x 64, S or dQ 32, dP 32; P and dS are packed in place. Shared memory bandwidth
+// limits the kernel to 83 % of the tensor cores' peak. In long runs power is the limit: 700 W at
+// 1.67 GHz of 1.98.
 namespace annulus::cuda::sm90 {
 
-// The same value, in a register: the compiler would look up the thread's number and where shared
-// memory begins (70 cycles and more) wherever a step needs them, with the token in hand. It cannot
-// see through a shuffle. Where registers are short, it had better.
+// Keeps a value in a register. Otherwise the compiler reads the thread index and the address of
+// shared memory again (70 cycles and more) in every step that needs them, while the group has the
+// token. It cannot look through a shuffle. Not used where registers are scarce.
 template <int kDim, typename T>
 __device__ __forceinline__ T kept(T value, int lane) {
   if constexpr (kDim == 128) return __shfl_sync(~0U, value, lane);
   return value;
 }
 
-// No product may be in flight over the loop's back edge, nor where a branch touches its registers:
-// the compiler then serialises all of them (it says so: C7510 to C7520).
+// No product may be in flight at the loop's back edge, nor in a branch that uses its registers:
+// otherwise the compiler serialises all products (warnings C7510 to C7520).
 template <typename T, int kDim, bool kWindow>
 __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_t shared,
                                         int group) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   constexpr int kQueries = Memory::kQueries;
   constexpr int kColumns = Memory::kColumns;  // of dQ
   constexpr int kToken = 1;                   // named barrier of group 0; that of group 1 is next
-  constexpr int kPassing = 256;               // threads: who gives it and who takes it
+  constexpr int kPassing = 256;               // threads: those that pass it and those that take it
 
   float dk[kDim / 2];
   float dv[kDim / 2];
@@ -59,9 +59,9 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       shared + Memory::kDs + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
   const std::uint32_t of_queries = shared + c * 8;  // this thread's columns of S^T: 8 i + 2 c, + 1
   // Staging: rows g and g + 8 of the warp's 16, columns 8 m + 2 c and the next. Dealt, two m are
-  // the 16-byte chunk 2 c + m / 2 % 2, swizzled by g: 8 lanes store at once, and use every chunk.
-  // In the usual order they are 8 bytes in the chunk 2 m + (c >> 1). Half a warp stores at once,
-  // g = 0..3 or 4..7: g and g ^ 1 would meet in the two chunks of m ^ (g >> 1). Odd g take m ^ 2
+  // the 16-byte chunk 2 c + m / 2 % 2, swizzled by g: 8 lanes store at once and use every chunk. In
+  // the usual order they are 8 bytes in the chunk 2 m + (c >> 1). Half a warp stores at once, g =
+  // 0..3 or 4..7: g and g ^ 1 would use the same two chunks of m ^ (g >> 1). Odd g use m ^ 2
   // instead: the pairs of chunks are then m ^ {0, 2, 1, 3}, or {2, 0, 3, 1}, and all 32 banks are
   // used once.
   const std::uint32_t staging =
@@ -151,11 +151,12 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   int flags = 0;
   bool first = true;  // of its tile
   bool ended = false;
-  // Passes the token on once S and dP are queued, and makes P and dS of them.
+  // Passes the token once S and dP are queued, then computes P and dS from them.
   const auto begin_step = [&](int stage) __attribute__((always_inline)) {
     named_arrive(kToken + 1 - group, kPassing);
-    // The writer takes long: were dQ announced with dS, the next would have to wait for it (18 %
-    // slower). As soon as it is staged, with the token in hand, was slower, too.
+    // The writer is slow: if dQ were announced with dS, the next dQ would have to wait for it (18 %
+    // slower). Announcing it as soon as it is staged, while the group has the token, was slower,
+    // too.
     if (step > 1) announce_dq(step - 2);
     flags = ended ? 0 : load_word(shared + Memory::kStepNotes + (step & 3) * kStepNote);
     products_wait<1>();
@@ -173,7 +174,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     barrier_wait(shared + Memory::ds_empty(stage), ((step >> 1) & 1) ^ 1);
     products_wait<0>();
     pin(dp);
-    // With V, the words and weights of its keys may be overwritten.
+    // Releases V, and the words and weights of its keys with it.
     const bool special = (flags & kSpecial) != 0;
     const bool leave = (flags & kLastOfTile) != 0;
     if (leave && !special) barrier_arrive(shared + Memory::v_empty());
@@ -208,7 +209,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
             s[4 * i + 3] *= load_float(weights + (key1 & query.y & 15) * 4);
           }
         }
-        // Selected, not multiplied: what is masked may be infinite or NaN.
+        // Selected, not multiplied: hidden scores may be infinite or NaN.
         const int after0 = key0 & ~15;
         const int after1 = key1 & ~15;
 #pragma unroll
@@ -220,7 +221,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
           if (after1 > query.y) s[4 * i + 3] = 0;
         }
         if (kWindow && (flags & kLower) != 0) {
-          // Keys that come before the first index: all of their words are below it.
+          // Keys before the first index: all of their words are below it.
           const std::uint32_t width =
               15U + load_word(shared + Memory::kTileNotes +
                               (tile & 1) * static_cast<int>(sizeof(TileNote)) + kTileNoteWidth);
@@ -241,8 +242,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
         }
       }
     };
-    // scale * dS for bf16, whose exponents have room; fp16 would lose small ones. P and dS are
-    // packed chunk by chunk, so that their floats' registers come free.
+    // scale * dS for bf16, which has the exponent range; fp16 would lose small values. P and dS are
+    // packed chunk by chunk, to free the registers of their floats.
     const std::uint32_t delta = of_queries + Memory::kDelta + stage * (kQueries * 4);
     const auto finish = [&](auto masked) {
 #pragma unroll
@@ -281,8 +282,8 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   barrier_wait(shared + Memory::dout_full(0), 0);
   queue_dp(0);
   begin_step(0);
-  // A turn ends with S and P of the next step, so that S can be queued behind dV and dK: it needs
-  // the registers of dQ only, while dP needs those of P and dS.
+  // A turn ends with S and P of the next step, so that S can be queued after dV and dK: it needs
+  // only the registers of dQ, while dP needs those of P and dS.
   do {
     const int stage = step & 1;
     const int key_buffer = tile & 1;
@@ -297,13 +298,13 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
     pin(p);
     pin(ds);
 
-    // Without the token, which the other group may have meanwhile.
+    // Without the token, which the other group may have now.
     if (step > 0) {
       barrier_wait(shared + Memory::ds_full(stage ^ 1), ((step - 1) >> 1) & 1);
       wait_for_staging(step - 1);
     }
     named_sync(kToken + group, kPassing);
-    queue_dq(stage ^ 1, first ? key_buffer ^ 1 : key_buffer);  // step 0: garbage, dropped
+    queue_dq(stage ^ 1, first ? key_buffer ^ 1 : key_buffer);  // step 0: the result is dropped
     {
       const std::uint64_t dout =
           mn_major(shared + Memory::kDout, Memory::kQueryBlock) + stage * (Memory::kQueryTile >> 4);
@@ -338,10 +339,10 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       pin(dv);
       pin(dk);
       barrier_arrive(shared + Memory::q_empty(stage));
-      // Memory takes its time: meanwhile the other group may have the tensor cores.
+      // Memory is slow, so the other group gets the tensor cores meanwhile.
       named_arrive(kToken + 1 - group, kPassing);
       if ((flags & kNothing) != 0) {
-        // 0 times whatever was there may be NaN, but rows that nobody has written yet become 0.
+        // 0 times stale values may be NaN, but rows that were never written become 0.
 #pragma unroll
         for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
       }
@@ -352,11 +353,11 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
       for (int i = 0; i < kDim / 2; ++i) dk[i] = dv[i] = 0;
       ++tile;
       named_sync(kToken + group, kPassing);
-      // Only now: the next tile may need what the other group does with the token.
+      // Not earlier: the next tile may need what the other group does with the token.
       if (!ended) barrier_wait(shared + Memory::k_full(tile & 1), (tile >> 1) & 1);
     }
-    // After the last step come products of whatever is there, which nobody uses: were the loop left
-    // here, where threads might differ, addresses would no longer be uniform (20 instructions
+    // After the last step, products of stale data are queued, whose results are not used. Leaving
+    // the loop here, where threads might diverge, would make addresses non-uniform (20 instructions
     // between two products instead of 3).
     if (!ended) barrier_wait(shared + Memory::q_full(stage ^ 1), ((step + 1) >> 1) & 1);
     queue_s(stage ^ 1, tile & 1);
@@ -383,7 +384,7 @@ __device__ __forceinline__ void consume(const BackwardArguments& a, std::uint32_
   if (group == 0) named_sync(kToken, kPassing);  // takes the last arrival
 }
 
-// kWindow: queries may not see keys from some index on only.
+// kWindow: queries may have a lower limit of keys.
 template <typename T, int kDim, bool kWindow>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     attend_backward(const __grid_constant__ BackwardArguments a) {
@@ -391,23 +392,24 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   extern __shared__ __align__(1024) std::uint8_t memory[];
   const std::uint32_t shared = shared_address(memory);
   if (threadIdx.x == 0) {
-    if ((shared & 1023) != 0) __trap();  // swizzles count from there, and there is no room to round
+    if ((shared & 1023) != 0)
+      __trap();  // swizzles depend on the alignment, and there is no room to round up
     for (int i = 0; i < 2; ++i) {
-      barrier_init(shared + Memory::q_full(i), 33);  // rows; a warp's statistics and words
+      barrier_init(shared + Memory::q_full(i), 33);  // rows, and a warp's statistics and words
       barrier_init(shared + Memory::dout_full(i), 1);
-      // Every lane that has read statistics and words, here and for v_empty.
+      // Every lane that has read statistics and words; also for v_empty.
       barrier_init(shared + Memory::q_empty(i), 256);
       barrier_init(shared + Memory::ds_full(i), 8);
       barrier_init(shared + Memory::ds_empty(i), 8);
       barrier_init(shared + Memory::k_full(i), 1);
       barrier_init(shared + Memory::k_empty(i), 8);
-      // Every lane that stages, and every one that has read it.
+      // Every lane that stages; every lane that has read it.
       barrier_init(shared + Memory::staged(i, 0), 128);
       barrier_init(shared + Memory::staged(i, 1), 128);
       barrier_init(shared + Memory::staging_empty(i), 32);
       barrier_init(shared + Memory::drawn(i), 1);
     }
-    barrier_init(shared + Memory::v_full(), 33);  // rows; a warp's words
+    barrier_init(shared + Memory::v_full(), 33);  // rows, and a warp's words
     barrier_init(shared + Memory::v_empty(), 256);
     barrier_init(shared + Memory::draw(), 1);
     barrier_init_fence();
@@ -434,7 +436,7 @@ template <typename T, int kDim>
 cudaError_t start_backward(const BackwardArguments& arguments, int blocks, cudaStream_t stream) {
   const bool window = arguments.schedule.traits.limits == Limits::both;
   auto* const kernel = window ? attend_backward<T, kDim, true> : attend_backward<T, kDim, false>;
-  // Of the current device, and there may be several: asked for every time.
+  // Of the current device, which may change: looked up every time.
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<kDim>::kBytes);
   if (error != cudaSuccess) return error;

@@ -6,7 +6,7 @@
 namespace annulus::cuda::sm90 {
 
 // The two rows of a thread: 16 * warp + g and g + 8 of a tile, columns 8 m + 2 c and the next; four
-// lanes have 32 bytes of a row, a sector. Null: no such row.
+// lanes have 32 bytes of a row, a sector. Null: absent.
 struct RowPair {
   float* row[2];
 };
@@ -27,8 +27,8 @@ __device__ __forceinline__ void store_pair(const RowPair& to, int m, const float
              make_float2(fmaf(sums[4 * m + 2 * i], factor, old[i].x),
                          fmaf(sums[4 * m + 2 * i + 1], factor, old[i].y)));
 }
-// Columns 8 m ... 8 m + 31 of the rows, rounded: four lanes change places, so that lane c has eight
-// columns side by side, 8 (m + c) ... `row` has null for no such row.
+// Stores columns 8 m ... 8 m + 31 of the rows, rounded. Four lanes exchange values, so that lane c
+// has eight consecutive columns, 8 (m + c) ... `row` is null for absent rows.
 template <typename T>
 __device__ __forceinline__ void store_rounded(std::byte* const (&row)[2], int m,
                                               const float2 (&old)[4][2], const float* sums,
@@ -62,10 +62,10 @@ __device__ __forceinline__ void store_rounded(std::byte* const (&row)[2], int m,
   }
 }
 
-// Adds the sums of a tile, as products leave them, to its rows of dV and dK, or, if nothing comes
-// after, writes the caller's. No other block of the launch writes these. Loads run a quarter ahead
-// of stores: registers are scarce (S, dP, P and dS are free here, but more loads at once spilled
-// into the main loop).
+// Adds the sums of a tile, in the layout of products, to its rows of dV and dK or, in the last
+// launch, writes the caller's. No other block of the launch writes these rows. Loads run a quarter
+// ahead of stores, because registers are scarce (S, dP, P and dS are free here, but more loads at
+// once caused spills in the main loop).
 template <typename T, int kDim>
 __device__ __forceinline__ void add_key_gradients(const BackwardArguments& a, std::uint32_t note,
                                                   const float (&dv)[kDim / 2],
@@ -108,8 +108,8 @@ __device__ __forceinline__ void add_key_gradients(const BackwardArguments& a, st
 #pragma unroll
   for (int m = 0; m < kQuarter; ++m) load_pair(to_dv, earlier, m, old[m]);
   if (a.params.key_sums.dk != nullptr) {
-    // As far from where the tensor begins as the sums are, in half as many bytes: lane c has 8
-    // bytes of the sums' sectors there, and 16 of every 64 here.
+    // The same offset from the start of the tensor as the sums, in half as many bytes. Lane c has 8
+    // bytes of each sector of the sums, and 16 of every 64 bytes here.
     const auto out = [&](const RowPair& sums, const Channel& channel, std::byte* base, int i) {
       const auto* at = reinterpret_cast<const std::byte*>(sums.row[i]);
       return at == nullptr ? nullptr : base + ((at - channel.local.base) / 2 + (lane & 3) * 12);

@@ -3,18 +3,18 @@
 #include "kernels/cuda/sm90/backward/rows.cuh"
 #include "kernels/cuda/sm90/backward/turn.cuh"
 
-// The warps of the Hopper backward kernel that take dQ away.
+// The warps of the Hopper backward kernel that write dQ.
 namespace annulus::cuda::sm90 {
 
-// Adds staged dQ to global memory. One warp for each half, which one consumer group computes:
-// consumers that add by themselves wait for these adds at every proxy fence.
-// In order, where the schedule says so: once what the item before has added is there.
+// Adds staged dQ to global memory. One warp for the half of each consumer group: if consumers added
+// it themselves, they would wait for the adds at every proxy fence. If the schedule has turns, adds
+// after the previous item in the chain has added.
 template <int kDim>
 __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
                                                     std::uint32_t shared, int half) {
   using Memory = Shared<kDim>;
   constexpr int kColumns = Memory::kColumns;
-  constexpr int kLanes = kColumns / 4;  // for a row
+  constexpr int kLanes = kColumns / 4;  // per row
   const BackwardParams& p = a.params;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int first_row = Memory::kByRows ? half * kStagedRows : 0;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
     const int4 first = load_words4(note);
     const int4 second = load_words4(note + 16);
     if (ordered && step == 0) turn.read(a.schedule, note, half);
-    __syncwarp();  // all lanes have read it: it may be overwritten once the staging is empty
+    __syncwarp();  // all lanes have read it; it may be overwritten once the staging is empty
     if (ordered) {
       turn.wait(half);
       fence_global_for_async();
@@ -73,9 +73,9 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
         fence_gpu();  // every lane has added
         __syncwarp();
       }
-      // At once: the next in the chain is not far behind. A step late, when there is nothing to
-      // wait for, took up to twice as long in all. That the copy is complete is not enough: without
-      // the release, sums came in other orders.
+      // At once, because the next item of the chain follows closely. Announcing it a step late, to
+      // avoid waiting here, took up to twice as long in total. Completion of the copy is not
+      // enough: without the release, the order of sums varied.
       if (lane == 0) {
         bulk_wait<0>();
         fence_global_for_async();
@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_query_gradients(const BackwardArguments& a,
       }
     }
     if ((first.x & kLastOfAll) != 0) break;
-    // The note of the next step is there: dQ is announced two steps late.
+    // The note of the next step exists already, because dQ is announced two steps late.
     if (ordered)
       turn.read(a.schedule, shared + Memory::kStepNotes + ((step + 1) & 3) * kStepNote, half);
   }

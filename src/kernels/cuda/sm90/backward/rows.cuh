@@ -3,8 +3,8 @@
 #include "kernels/cuda/rows/lists.cuh"
 #include "kernels/cuda/sm90/backward/shared.cuh"
 
-// How the warps of the Hopper backward kernel that move rows find and gather them. They have 40
-// registers: what is rarely needed is read again from the tables, which the caches hold.
+// How the loading warps of the Hopper backward kernel find and gather rows. They have 40 registers,
+// so rarely needed values are read again from the tables, which are in the caches.
 namespace annulus::cuda::sm90 {
 
 __device__ __forceinline__ const std::byte* from_lane(const std::byte* pointer, int lane) {
@@ -12,8 +12,8 @@ __device__ __forceinline__ const std::byte* from_lane(const std::byte* pointer, 
       __shfl_sync(~0U, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
-// Rows of any runs and sources into a tile of kRows, as a bulk tensor copy would lay them; zeros
-// after the last. By a whole warp.
+// Gathers rows of any runs and sources into a tile of kRows, in the layout of a bulk tensor copy,
+// with zeros after the last row. Called by a whole warp.
 template <int kDim, int kRows>
 __device__ __forceinline__ void gather(const BackwardArguments& a, const Channel& channel,
                                        const RowList& list, int begin, int rows, RowOwner owner,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void gather(const BackwardArguments& a, const Channel
   __syncwarp();
 }
 
-// Which of the group's repeats have the row of this index.
+// The repeats of the group that contain the row with this index, as bits.
 __device__ __forceinline__ int repeat_bits(const Repeat* repeats, int count, int index) {
   int bits = 0;
   for (int i = 0; i < count; ++i) {
@@ -63,7 +63,8 @@ __device__ __forceinline__ bool queries_by_box(const BackwardArguments& a, const
          run.stride == traits.query_stride;
 }
 
-// Where its map has a row: the shard's token and head, or its place in the grid of all parcels.
+// The coordinates of a row in its map: token and head in the shard, or place in the grid of all
+// parcels.
 struct MapPlace {
   int row;
   int head;

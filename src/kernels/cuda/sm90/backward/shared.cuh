@@ -8,20 +8,20 @@
 #include "kernels/cuda/sm90/backward/launch.h"
 #include "kernels/cuda/sm90/instructions.cuh"
 
-// What the roles of the Hopper backward kernel share: its arguments, shared memory and barriers.
+// What the warps of the Hopper backward kernel share: arguments, shared memory and barriers.
 namespace annulus::cuda::sm90 {
 
 inline constexpr int kBackwardThreads = 384;  // two warp groups of consumers, one of helpers
 inline constexpr int kKeys = 128;             // of a tile: 64 for each of two warp groups
-inline constexpr int kStages = 2;             // of queries: one computes while one arrives
-inline constexpr int kStagedRows = 64;        // of dQ: a consumer group computes so many
+inline constexpr int kStages = 2;       // of queries: one is computed while the other is loaded
+inline constexpr int kStagedRows = 64;  // of dQ per consumer group
 
-// A block draws its next item when it brings this many steps before the last: in time for the keys
-// to arrive, and no earlier. What a block has but does not begin, a block that is free cannot take,
-// and items of its chain wait for it.
+// A block takes its next item this many steps before it loads the last one: in time for the keys to
+// arrive, but no earlier, because a free block cannot take an item that this block holds, and items
+// of its chain wait for it.
 inline constexpr int kDrawAhead = 4;
 
-// Maps see the shard's tokens as {columns, heads, token % stride, token / stride, batch}: a run of
+// Maps have the shard's tokens as {columns, heads, token % stride, token / stride, batch}: a run of
 // that stride is a box, wherever it begins. Received parcels: see received_rows.
 struct BackwardArguments {
   CUtensorMap q, k, v, dout, dq;
@@ -29,42 +29,44 @@ struct BackwardArguments {
   BackwardSchedule schedule;
   float score_scale = 1;     // scale * log2(e)
   float delta_scale = 1;     // bf16: scale, as dS is scaled; fp16: 1
-  bool map_queries = false;  // the maps of that side are there
+  bool map_queries = false;  // the maps of that side exist
   bool map_keys = false;
 };
 
-// Of one number type each, in files of their own: they take long to compile.
+// One per number type, in files of their own, because they take long to compile.
 cudaError_t start_backward_bf16(const BackwardArguments& arguments, int blocks,
                                 cudaStream_t stream);
 cudaError_t start_backward_f16(const BackwardArguments& arguments, int blocks, cudaStream_t stream);
 
-// What a step is. The producer writes it, the others only read it.
+// Flags of a step. The producer writes them, the other warps read them.
 enum StepFlag : int {
   kLastOfTile = 1,
   kLastOfAll = 2,
-  kMasked = 4,     // some pairs do not count: keys after the last that a query sees, or absent rows
+  kMasked = 4,     // some pairs are hidden: keys after the last that a query sees, or absent rows
   kPeriodic = 8,   // pairs have weights that repeat every 16 rows of either side
-  kWeighted = 16,  // pairs have weights: by their rows' repeats
+  kWeighted = 16,  // pairs have weights that depend on the repeats of their rows
   kBox = 32,       // its rows of dQ are a box
-  kNothing = 64,   // no pair counts, and nothing may be added
+  kNothing = 64,   // all pairs are hidden, and nothing may be added
   kLastOfMember = 128,
-  kLower = 256,  // some keys come before the first that a query sees
+  kLower = 256,  // some keys are before the first that a query sees
 };
-inline constexpr int kMemberShift = 9;  // flags of a note hold the member's number above it
-inline constexpr int kWords = kMasked | kWeighted | kLower;  // those that need words of queries
+inline constexpr int kMemberShift =
+    9;  // the flags of a note have the member's index from this bit on
+inline constexpr int kWords =
+    kMasked | kWeighted | kLower;  // steps with these need words of queries
 inline constexpr int kSpecial = kWords | kPeriodic;
 struct alignas(16) StepNote {
   std::int32_t flags;
   std::int32_t head;
   std::int32_t remainder;  // kBox: the box's coordinates
-  std::int32_t row;        // or, of others: the first in the group's list
+  std::int32_t row;        // otherwise: the first row in the group's list
   std::int32_t batch;
   std::int32_t unit;
   std::int32_t item;  // -1: none
   std::int32_t last;  // position of the last row in its member: see ItemTurn
 };
 inline constexpr int kStepNote = static_cast<int>(sizeof(StepNote));
-// Where a tile's rows of dK and dV are: evenly spaced, or (item >= 0) to be looked up.
+// Where a tile's rows of dK and dV are: evenly spaced or, if item >= 0, looked up in the tables.
 struct alignas(16) TileNote {
   std::int64_t dk;
   std::int64_t dv;
@@ -73,21 +75,21 @@ struct alignas(16) TileNote {
   std::int32_t item;
   std::int32_t rows;
   std::int32_t earlier;  // bit i % 32: row i has a sum already
-  std::int32_t width;    // of the band, as words count
+  std::int32_t width;    // of the band, in words
 };
-inline constexpr int kTileNoteWidth = 44;  // where that is
+inline constexpr int kTileNoteWidth = 44;  // its offset in the note
 static_assert(offsetof(TileNote, width) == kTileNoteWidth);
 
-// Masks compare words: key word <= query word. A key's word is 16 times its index; a query's, 16
-// times the last index it sees. Absent keys come after all, absent queries before. The low four
-// bits say which of the group's repeats have the row. The first index that a query sees is the last
-// one less the width of the band.
+// Masks compare words: key word <= query word. A key's word is 16 times its index, a query's is 16
+// times the last index that it sees. Words of absent keys are above all others, those of absent
+// queries below. The low four bits are the repeats of the group that contain the row. The first
+// index that a query sees is the last one minus the width of the band.
 inline constexpr int kAbsentKey = 0x7FFFFFF0;
 inline constexpr int kAbsentQuery = -0x7FFFFFFF - 1;
-inline constexpr int kLastIndex = 0x7FFFFFE;  // so indices end at 2^27 - 2
+inline constexpr int kLastIndex = 0x7FFFFFE;  // so the largest index is 2^27 - 2
 
-// A group's band. Limits that hide nothing are cut off, so that sums with indices fit, and words
-// where there is a lower limit: indices end at 2^26 - 2 there.
+// A group's band. Limits that hide nothing are clamped, so that sums with indices fit. With a lower
+// limit the largest index is 2^26 - 2, so that words fit, too.
 struct BandLimits {
   int least, most;
 };
@@ -96,17 +98,17 @@ __device__ __forceinline__ BandLimits limits_of(const Group& group) {
   return {max(-far, min(far, group.least)), max(-far, min(far, group.most))};
 }
 
-// Shared memory of a block, by offset. K has two buffers because dQ lags behind by a step, and so
-// reaches into the next tile; dS for the same reason.
+// Shared memory of a block, as offsets. K and dS have two buffers, because dQ lags by a step and so
+// extends into the next tile.
 template <int kDim>
 struct Shared {
   static constexpr int kQueries = backward_step(kDim);
   static constexpr int kQueryTile = kQueries * kDim * 2;
   static constexpr int kKeyTile = kKeys * kDim * 2;
-  static constexpr int kQueryBlock = kQueries * 128;  // 64 columns of it
+  static constexpr int kQueryBlock = kQueries * 128;  // 64 columns of a tile
   static constexpr int kKeyBlock = kKeys * 128;
   static constexpr int kGradientTile = kKeys * kQueries * 2;  // dS^T
-  // A consumer group's rows of dQ are half of the queries, or all with half of the columns.
+  // A consumer group computes half of the rows of dQ, or all rows of half of the columns.
   static constexpr bool kByRows = kQueries == 128;
   static constexpr int kColumns = kByRows ? kDim : kDim / 2;
   static constexpr int kStagingBox = kStagedRows * 128;  // 32 columns
@@ -123,8 +125,8 @@ struct Shared {
   static constexpr int kQueryWords = kDelta + kStages * kQueries * 4;
   static constexpr int kKeyWords = kQueryWords + kStages * kQueries * 4;
   static constexpr int kPeriod = kKeyWords + kKeys * 4;   // fp16 [16 keys][4][4 queries]
-  static constexpr int kWeights = kPeriod + 16 * 16 * 2;  // fp32 by common repeats
-  static constexpr int kStepNotes = kWeights + 16 * 4;    // 4: writers lag by up to 3 steps
+  static constexpr int kWeights = kPeriod + 16 * 16 * 2;  // fp32, by common repeats
+  static constexpr int kStepNotes = kWeights + 16 * 4;    // 4, because writers lag by up to 3 steps
   static constexpr int kTileNotes = kStepNotes + 4 * kStepNote;
   static constexpr int kDrawn = kTileNotes + 2 * static_cast<int>(sizeof(TileNote));  // items
   static constexpr int kBarriers = kDrawn + 4 * 4;
@@ -221,7 +223,7 @@ __device__ __forceinline__ void store_floats4(std::uint32_t address, float a, fl
                "f"(d)
                : "memory");
 }
-// Adds in L2; nothing comes back.
+// Adds in L2, without a result.
 __device__ __forceinline__ void add_to_global(float* address, const float4& value) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
                "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)

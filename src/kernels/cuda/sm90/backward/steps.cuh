@@ -2,10 +2,10 @@
 
 #include "kernels/cuda/sm90/backward/rows.cuh"
 
-// The warp of the Hopper backward kernel that brings queries.
+// The warp of the Hopper backward kernel that loads queries.
 namespace annulus::cuda::sm90 {
 
-// Brings queries: the steps of one tile after the other. One warp.
+// Loads queries: the steps of one tile after the other. One warp.
 template <int kDim, bool kWindow>
 __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uint32_t shared) {
   using Memory = Shared<kDim>;
@@ -22,7 +22,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
       return load_word(shared + Memory::kDrawn + (tile & 3) * 4);
     };
     int drawn = drawn_item(tile);
-    // Blocks without an item, and keys that no query sees: one step of which nothing counts.
+    // Blocks without an item, and keys that no query sees, have one step in which all pairs are
+    // hidden.
     bool nothing = drawn >= p.items;
     const bool no_more = nothing;
     if (nothing) drawn = 0;
@@ -33,8 +34,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
     const auto [least, most] = limits_of(group);
     const RowBlock keys = row_block(runs, group.keys, item.begin, item.rows);
     int blocks = (queries.rows + kQueries - 1) / kQueries;
-    // The first block at or after `block` of which the row in this place has an index from `index`
-    // on, for ascending lists.
+    // The first block at or after `block` whose row in this place has at least this index. For
+    // ascending lists.
     const auto first_with = [&](int block, int place, int index) {
       int end = blocks;
       while (block < end) {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
       }
       return block;
     };
-    // The first block at or after `block` that sees some key of the tile.
+    // The first block at or after `block` that sees any key of the tile.
     const auto seeing = [&](int block) {
       if (!limited) return block;
       if (queries.ascending != 0) return first_with(block, kQueries - 1, keys.low - most);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
     const auto last_seeing = [&](int high) {
       return kWindow ? min(high, keys.high - least) : high;
     };
-    // From the first block that sees it on, all do.
+    // All blocks from the first one that sees the tile on see it.
     const bool all_after = !limited || queries.ascending != 0;
     int members = item.members;
     int first_block = seeing(0);
@@ -76,13 +77,13 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
     } else {
       blocks = end_block;
     }
-    // As bring_tiles has it.
+    // The same as in bring_tiles.
     bool periodic = group.repeats > 0 && keys.whole && runs[keys.run].index_stride == 1;
     for (int i = 0; i < group.repeats; ++i)
       periodic &= (16 % p.tables.repeats[group.first_repeat + i].stride) == 0;
     const int phase = runs[queries.begin].index;
 
-    bool asked = false;  // for the next item
+    bool asked = false;  // whether the next item was taken
     const auto ask_near_end = [&](int member, int block, bool last) {
       if (asked || !(last || (member + 1 == members && block + 1 + kDrawAhead >= blocks))) return;
       asked = true;
@@ -95,13 +96,14 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
         const int begin = block * kQueries;
         const int rows = min(kQueries, queries.rows - begin);
         const Run run = runs[run_of(runs, queries, begin)];
-        const int left = run.before + run.count - begin;  // rows of the run
+        const int left = run.before + run.count - begin;  // remaining rows of the run
         const bool whole = rows <= left;
-        // A stretch of full blocks of one run goes quickly; any other block is one of its own.
+        // A stretch of full blocks of one run is processed together; any other block is a stretch
+        // of its own.
         const bool boxed = all_after && left >= kQueries && queries_by_box(a, run);
         const int stretch = boxed ? block + min(left / kQueries, blocks - block) : block + 1;
-        // Of the box: of Q in lane 0, which brings it, of dO in lane 1, and in lane 2, which writes
-        // the note, of dQ.
+        // Coordinates of the box: of Q in lane 0 and of dO in lane 1, which load them, and of dQ in
+        // lane 2, which writes the note.
         int remainder = 0;
         int row = 0;
         int map_head = 0;
@@ -133,7 +135,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                                                                                        : kWeighted;
           const int masked_below = keys.high - most;
           const int lower_above = keys.low - least;
-          // Of the tile: the block that ends it, if it is in this stretch.
+          // The last block of the tile, if it is in this stretch.
           const int last_block = member + 1 == members ? blocks - 1 : -1;
           const float* lse_row =
               reinterpret_cast<const float*>(row_address(p.lse, run, begin + lane, owner));
@@ -231,7 +233,8 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             flags |= kLastOfTile;
             if (no_more || drawn_item(tile + 1) >= p.items) flags |= kLastOfAll;
           }
-          // Statistics and words of rows `lane`, `lane + 32`, ...: fetched before there is room.
+          // Statistics and words of rows `lane`, `lane + 32`, ...: loaded before there is room for
+          // them.
           float lse[kPerLane];
           float delta[kPerLane];
           int word[kPerLane];
@@ -297,7 +300,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
           const std::uint32_t of_lane = shared + (stage * kQueries + lane) * 4;
 #pragma unroll
           for (int i = 0; i < kPerLane; ++i) {
-            // An infinite L of either sign: exp2(-inf) is the P of no attention.
+            // For an infinite L of either sign, exp2(-inf) makes all P of the row 0.
             const float negated = lse[i] == -INFINITY ? lse[i] : lse[i] * -1.4426950408889634F;
             store_float(of_lane + Memory::kLse + i * 128, negated);
             store_float(of_lane + Memory::kDelta + i * 128, -delta[i] * a.delta_scale);

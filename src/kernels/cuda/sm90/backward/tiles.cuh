@@ -2,10 +2,10 @@
 
 #include "kernels/cuda/sm90/backward/rows.cuh"
 
-// The warp of the Hopper backward kernel that brings tiles of keys.
+// The warp of the Hopper backward kernel that loads tiles of keys.
 namespace annulus::cuda::sm90 {
 
-// Brings K and V of one tile after the other, and draws the items. One warp.
+// Takes the items, and loads K and V of one tile after the other. One warp.
 template <int kDim, bool kWindow>
 __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uint32_t shared) {
   using Memory = Shared<kDim>;
@@ -22,7 +22,8 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
       if (lane == 0) drawn = atomicAdd(a.schedule.next_item, 1);
       drawn = __shfl_sync(~0U, drawn, 0);
     }
-    // Before waiting for room: the steps of the tile before must know whether they are the last.
+    // Before waiting for room, because the steps of the previous tile must know whether they are
+    // the last.
     if (lane == 0) {
       store_word(shared + Memory::kDrawn + (tile & 3) * 4, drawn);
       barrier_arrive(shared + Memory::drawn(tile & 1));
@@ -46,7 +47,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
                    reinterpret_cast<std::int64_t>(row_address(p.dv, run, item.begin, owner)));
       store_longs2(note + 16, row_step(p.dk, run), row_step(p.dv, run));
       const BandLimits band = kWindow ? limits_of(group) : BandLimits{};
-      // No item is one without rows.
+      // A block without an item gets one without rows.
       store_words4(note + 32, whole ? -1 : number, drawn < p.items ? item.rows : 0,
                    static_cast<std::int32_t>(earlier_of(number)), (band.most - band.least) * 16);
     }
@@ -75,8 +76,8 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
           store_float(shared + Memory::kWeights + lane * 4,
                       static_cast<float>(1 + __popc(static_cast<unsigned>(lane))));
         if (periodic) {
-          // Lanes 0-15 hold the repeats of 16 keys, 16-31 those of 16 queries. Fragments want
-          // queries 2c, 2c + 1, 2c + 8, 2c + 9 side by side.
+          // Lanes 0-15 have the repeats of 16 keys, 16-31 those of 16 queries. Fragments need
+          // queries 2c, 2c + 1, 2c + 8, 2c + 9 next to each other.
           const int index =
               (lane < 16 ? index_of(run, item.begin) : runs[group.queries.begin].index & 15) +
               (lane & 15);
@@ -114,7 +115,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
         if (lane == 0) barrier_arrive(full);
       }
     }
-    // The sums that the tile's end will read.
+    // Prefetches the sums that the end of the tile reads.
     if (whole && (earlier_of(number) >> lane & 1) != 0) {
       for (int i = lane; i < item.rows; i += 32) {
         prefetch_to_l2(row_address(p.dv, run, item.begin + i, owner), kDim * 4);

@@ -5,8 +5,8 @@
 #include "kernels/cuda/sm90/forward/shared.cuh"
 #include "kernels/cuda/sm90/instructions.cuh"
 
-// Columns of a tile, as products deal them to the lanes of a warp, in the forward kernel on Hopper:
-// of each 8 in a row, the 4 lanes that share it have 2 each.
+// The columns of a tile that each lane of a warp has in products of the Hopper forward kernel: of
+// each 8 columns of a row, the 4 lanes that share it have 2 each.
 namespace annulus::cuda::sm90 {
 
 inline constexpr float kLog2E = 1.4426950408889634F;
@@ -16,8 +16,8 @@ struct Place {
   int lane, c, row;
 };
 
-// Where something is done once an item it asks anew: the compiler would keep what follows from it
-// in local memory, and tensor cores would wait until it is back.
+// Code that runs once per item computes it again. Otherwise the compiler keeps derived values in
+// local memory, and tensor cores wait for them.
 __device__ __forceinline__ Place place_anew() {
   const auto thread = static_cast<int>(thread_anew());
   return Place{thread & 31, thread & 3, (thread >> 5) * 16 + ((thread >> 2) & 7)};
@@ -38,17 +38,17 @@ __device__ __forceinline__ void transpose_quad(std::uint32_t (&x)[4], int lane) 
   swap(x[1], x[3], upper, 2);
 }
 
-// How many of stride * 0, stride * 1, ..., stride * 127 are at most `last`. Without the branches of
+// How many of stride * 0, stride * 1, ..., stride * 127 are at most `last`. Avoids the branches of
 // a division.
 __device__ __forceinline__ int multiples_until(int last, int stride) {
   const int most = min(last, (kTile - 1) * stride);
   int k = static_cast<int>(__fdividef(static_cast<float>(most), static_cast<float>(stride)));
-  if ((k + 1) * stride <= most) ++k;  // the quotient is off by less than one
+  if ((k + 1) * stride <= most) ++k;  // the error of the quotient is less than one
   if (k * stride > most) --k;
   return last < 0 ? 0 : k + 1;
 }
 
-// Bit 2j + e, of 16 j and 2 e: whether 8j + e < end.
+// Bit 2j + e, for 16 j and 2 e: whether 8j + e < end.
 __device__ __forceinline__ std::uint32_t columns_before(int end) {
   const auto first = [](int pairs) {
     return static_cast<std::uint32_t>((std::uint64_t{1} << 2 * max(0, min(pairs, 16))) - 1);

@@ -8,39 +8,39 @@
 #include "kernels/cuda/sm90/forward/scores.cuh"
 #include "kernels/cuda/sm90/instructions.cuh"
 
-// The forward kernel for Hopper. One block per SM walks the items of a launch: two warp groups of
-// consumers with 64 query rows each, and one warp group that brings rows into shared memory, half
-// of its warps Q and K, the other half V. Tiles are 128 x 128.
+// The forward kernel for Hopper. One block per SM iterates over the items of a launch: two warp
+// groups of consumers with 64 query rows each, and one warp group that loads rows into shared
+// memory, half of its warps Q and K, the other half V. Tiles are 128 x 128.
 //
-// A tile whose rows are evenly spaced in the shard comes by bulk copies, through a map {dim, head,
-// remainder, quotient, batch} of the token modulo and divided by the launch's stride, so that any
-// first row will do. So do tiles of received parcels, whose slot is one long list of rows to the
-// map. All other tiles (several runs, fewer than 128 rows) are gathered by the loading threads into
-// the same places. Consumers see no difference.
+// A tile whose rows are evenly spaced in the shard is loaded by bulk copies, through a map {dim,
+// head, remainder, quotient, batch} of the token modulo and divided by the launch's stride, so that
+// a tile may begin at any row. So are tiles of received parcels, whose slot is one long list of
+// rows in the map. The loading threads gather all other tiles (several runs, fewer than 128 rows)
+// into the same layout.
 //
 // Consumers keep Q, P, S and O in registers. S of a tile is issued together with P V of the one
-// before, also from one item to the next; a row's running state is where its sums start: exponents
-// lessened by L, sum 1, O. The state's O is read straight into registers, or added later, piece by
-// piece (state.cuh).
+// before, also from one item to the next. The sums of a row start with its running state: reference
+// L, sum 1, and O. The state's O is loaded directly into registers, or added later, in pieces
+// (state.cuh).
 namespace annulus::cuda::sm90 {
 
 inline constexpr float kLn2 = 0.6931471805599453F;
-// Sums of a tile's P above which exponents are lessened by more: float16 has P up to 65504.
+// If the sum of a tile's P exceeds this, the reference is raised: float16 has P up to 65504.
 inline constexpr float kHighSum = 16384.0F;
 
 template <typename T, int kDim, Limits kLimits, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t tiles,
                                         typename Layout<kDim>::Control& control, int group) {
   using L = Layout<kDim>;
-  // The next item's second S is issued before the last item's rows are written: worth 2 % at head
-  // dim 64; at 128 it gained nothing, and causal launches became slower.
+  // The next item's second S is issued before the last item's rows are written: 2 % faster at head
+  // dim 64. At 128 it gained nothing, and causal launches became slower.
   constexpr bool kEarlyScores = kDim == 64;
-  // As an item begins, P V is waited for after the softmax, not before it: gains in these kernels
-  // only.
+  // At the beginning of an item, P V is waited for after the softmax, not before it. Only faster in
+  // these kernels.
   constexpr bool kWaitLate = kHides<kLimits> || (kDim == 128 && kWeights != PairWeights::none);
-  // The groups take turns to issue products, so that one has exponentials to compute while the
-  // other has products: both at once would wait for one and then for the other. Under full masks at
-  // head dim 128, where products take longest, it gained nothing.
+  // The groups alternate in issuing products, so that one computes exponentials while the products
+  // of the other run. With full masks at head dim 128, where products take longest, it gained
+  // nothing.
   constexpr bool kTurns = kHides<kLimits> || kDim == 64;
   // See attempt_weights.
   constexpr bool kAttempt = kWeights != PairWeights::general;
@@ -52,13 +52,14 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   float s[kTile / 2];
   std::uint32_t weights[kTile / 16][4];  // P
   std::uint32_t q[kDim / 16][4];
-  // By how much exponents of P are lessened (of 2; -inf: the row has seen nothing), and its sums.
+  // The reference of each row, which is subtracted from exponents of 2 (-inf: the row has seen
+  // nothing), and its sums.
   float less0, less1, sum0, sum1, keep0 = 0, keep1 = 0;
-  // log2 of pairs' weights, less that: [row][2c, +1, +8, +9], or [row].
+  // log2 of pairs' weights minus the reference: [row][2c, +1, +8, +9], or [row].
   constexpr int kAddends = kWeights == PairWeights::periodic ? 8 : 2;
   float addend[kAddends];
-  // O of the next item's state, asked for while products run (4 % at head dim 64). At 128 there are
-  // no registers for it; those of S take it while rows are written.
+  // O of the next item's state, loaded while products run (4 % at head dim 64). At 128 there are no
+  // registers for it: it is loaded into those of S while rows are written.
   float state[kEarlyScores ? kDim / 2 : 1];
 
   int slot_at = 0;
@@ -67,7 +68,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   int key_parity = 0;
   int value_stage = 0;
   int value_parity = 0;
-  int pieces_left = 0;  // of the state, to come
+  int pieces_left = 0;  // of the state, not loaded yet
   int state_parity = 0;
 
   const auto take_turn = [&] {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     pin(weights);
     pin(q);
   };
-  // What is said of a tile is read here, where its latency is hidden.
+  // Reads the facts of a tile here, where the latency is hidden.
   int key_flags = 0;
   std::uint32_t sick = 0;
   const auto wait_for_keys = [&] {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       key_parity ^= 1;
     }
   };
-  // By way of what multiplies rows next; P of that tile is still there.
+  // By changing the factor of the rows in the next product. P of that tile still exists.
   const auto see_sick = [&](float& factor0, float& factor1) {
     spoil_rows(weights, control.values[value_stage], factor0, factor1);
   };
@@ -128,7 +129,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       value_parity ^= 1;
     }
   };
-  // Q into registers: its place in shared memory is free then.
+  // Q into registers: this frees its shared memory.
   const auto take_queries = [&] {
     const std::uint32_t thread = thread_anew();
     const std::uint32_t from =
@@ -157,14 +158,14 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
 #pragma unroll
     for (int e = 0; e < kAddends; ++e) addend[e] -= e < kAddends / 2 ? by0 : by1;
   };
-  // Exponents of rows that have seen nothing are infinite: attempts fail.
+  // Exponents of rows that have seen nothing are infinite, so attempts fail.
   const auto mark_empty_rows = [&] {
 #pragma unroll
     for (int e = 0; e < kAddends; ++e) {
       if ((e < kAddends / 2 ? less0 : less1) == -INFINITY) addend[e] = INFINITY;
     }
   };
-  // Where the sums of a row start.
+  // Initial sums of a row.
   const auto take_state = [&](const Slot& slot) {
     const auto [lane, c, row] = place_anew();
     look_up_weights(slot);
@@ -223,15 +224,15 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     if constexpr (kWeights != PairWeights::general) release_keys();
     return (flags & kLast) != 0;
   };
-  // S becomes P, before rounding. The maximum is that of the plain scores, so P is at most 5. What
-  // look_up_weights finds has just been found.
+  // Computes P from S, before rounding. The maximum is that of the plain scores, so P is at most 5.
+  // Follows look_up_weights.
   const auto softmax = [&](const Slot& slot) {
     float top0;
     float top1;
     highest_scores(s, top0, top1);
     top0 = fmaxf(less0, scale_log2 * top0);
     top1 = fmaxf(less1, scale_log2 * top1);
-    // A row that has seen nothing yet: -inf - -inf would be NaN.
+    // For a row that has seen nothing yet, -inf - -inf would be NaN.
     const float by0 = top0 == -INFINITY ? 0.0F : top0;
     const float by1 = top1 == -INFINITY ? 0.0F : top1;
     keep0 = exp2_approx(less0 - by0);
@@ -251,8 +252,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     mark_empty_rows();
     sum0 = fmaf(sum0, keep0, add0);
     sum1 = fmaf(sum1, keep1, add1);
-    // The compiler would wait for the products that are under way before all this. It cannot move
-    // that wait above a store of the sums, which never happens: they are not negative.
+    // Without this, the compiler would wait here for the running products. It cannot move that wait
+    // above a store of the sums. The store never runs, because sums are not negative.
     if constexpr (kWaitLate)
       asm volatile(
           "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never st.shared.f32 [%1], "
@@ -264,7 +265,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
 #pragma unroll
     for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
   };
-  // What exponents of rows are lessened by, where an attempt has failed.
+  // New references of rows after a failed attempt.
   const auto lessen_more = [&](const Slot& slot, bool failed0, bool failed1) {
     const std::uint32_t quad = 0xFU << (thread_anew() & 28);  // a row's lanes
     failed0 = (__ballot_sync(~0U, failed0) & quad) != 0;
@@ -286,10 +287,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum1 *= keep1;
     scale_output(keep0, keep1);
   };
-  // S becomes P, rounded, as if no score were much higher than those of the tiles before: no
-  // maximum is looked for, and O stays as it is: a third fewer instructions than the softmax. Where
-  // it does not hold, or a row has seen nothing, S is still there for another attempt. A row fares
-  // as if it were alone: no bit of it may follow from keys that it does not see.
+  // Computes P from S, rounded, assuming that no score is much higher than those of earlier tiles:
+  // without a maximum, and without rescaling O, a third fewer instructions than the softmax. If the
+  // assumption is wrong, or a row has seen nothing, S still exists for another attempt. Each row is
+  // decided by itself: no bit of it may depend on keys that it does not see.
   const auto attempt_weights = [&](const Slot& slot) {
     float add0;
     float add1;
@@ -321,9 +322,9 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     sum0 += add0;
     sum1 += add1;
   };
-  // Scores of a tile and products with the values of the one before are under way.
+  // Scores of a tile and products with the values of the previous one are running.
   const auto finish_tile = [&](const Slot& slot) {
-    // P is rounded into the registers of the one before.
+    // P is rounded into the registers of the previous one.
     if constexpr (kAttempt) {
       products_wait<0>();
       pin(o);
@@ -355,7 +356,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     }
     return last;
   };
-  // Scores of the tile that arrives, and products with the values of the one before.
+  // Scores of the next tile, and products with the values of the previous one.
   const auto queue_products = [&] {
     wait_for_keys();
     take_turn();
@@ -367,7 +368,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     issue_values();
     pass_turn();
   };
-  // What is left of a row's sums as an item ends: L, which is written, and what O is multiplied by.
+  // Ends a row's sums at the end of an item: writes L, and returns the factor of O.
   const auto end_sums = [&](const Slot& slot, float& factor0, float& factor1) {
     const auto [lane, c, row] = place_anew();
     sum0 += __shfl_xor_sync(~0U, sum0, 1);
@@ -397,8 +398,8 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
     if (first_lane) barrier_arrive(shared_address(&control.slots_free[0]) + 8 * slot_at);
   };
 
-  // The item's rows, and its queries. An odd number of slots: how often they have been gone through
-  // is odd where one of the item's number and its slot is.
+  // The item's rows and its queries. The number of slots is odd, so the number of rounds through
+  // the slots is odd if either the item's number or its slot is.
   const auto wait_for_item = [&] {
     static_assert(kSlots % 2 == 1);
     barrier_wait(shared_address(&control.rows_known[0]) + 8 * slot_at,
@@ -427,7 +428,7 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
       queue_products();
       last = finish_tile(control.slots[slot_at]);
     }
-    // The next item's first scores go with this one's last values.
+    // The next item's first scores are issued with this one's last values.
     const int written = slot_at;
     slot_at = slot_at + 1 == kSlots ? 0 : slot_at + 1;
     wait_for_item();
@@ -491,10 +492,10 @@ __device__ __forceinline__ void compute(const ForwardArguments& a, std::uint32_t
   if (kHides<kLimits> && sick != 0) see_sick(factor0, factor1);
   release_values();
   write(slot_at, factor0, factor1);
-  if (group == 0) take_turn();  // no barrier stays half full
+  if (group == 0) take_turn();  // completes the last phase of the barrier
 }
 
-// kInPieces: the state may come so.
+// kInPieces: the state may be loaded in pieces.
 template <typename T, int kDim, Limits kLimits, PairWeights kWeights, bool kInPieces>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_forward(const __grid_constant__ ForwardArguments a) {
@@ -530,7 +531,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_next_kernel_start();
   wait_for_previous_kernels();
   if constexpr (kInPieces)
-    fence_global_for_async();  // bulk copies read the state that they have written
+    fence_global_for_async();  // bulk copies read the state that these threads have written
   const int group = __shfl_sync(~0U, threadIdx.x / 128, 0);
   if (group == kConsumers) {
     fewer_registers<40>();
@@ -546,7 +547,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// One per kind of rows, each in a file of its own (bf16_d64.cu, ...): they take long to compile.
+// One per dtype and head dim, each in a file of its own (bf16_d64.cu, ...), because they take long
+// to compile.
 using ForwardKernel = void (*)(ForwardArguments);
 ForwardKernel forward_bf16_d64(Limits limits, PairWeights weights, bool in_pieces);
 ForwardKernel forward_bf16_d128(Limits limits, PairWeights weights, bool in_pieces);

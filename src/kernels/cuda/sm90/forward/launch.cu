@@ -11,7 +11,7 @@ bool forward_fits(const KernelShape& shape) {
   constexpr std::int64_t kMostTokens = std::int64_t{1} << 30;
   return (shape.dtype == DType::bf16 || shape.dtype == DType::f16) &&
          (shape.head_dim == 64 || shape.head_dim == 128) && shape.aligned && shape.scale > 1e-20F &&
-         shape.scale < 1e20F &&  // the largest score has the largest product
+         shape.scale < 1e20F &&  // the largest score belongs to the largest product
          shape.query_tokens < kMostTokens && shape.key_tokens < kMostTokens;
 }
 
@@ -53,7 +53,7 @@ cudaError_t launch_forward(const ForwardParams& params, const LaunchTraits& trai
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
 
-  // The next launch may be put on SMs that are free before this one ends; it waits there.
+  // The next launch may start on free SMs before this one ends; it waits there.
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -7,9 +7,9 @@
 #include "kernels/cuda/sm90/forward/state.cuh"
 #include "kernels/cuda/sm90/instructions.cuh"
 
-// O in a consumer's registers, in the forward kernel on Hopper: where it comes from and where it
-// goes. Rows `row` and row + 8 of Place are [4 j + e] and [4 j + 2 + e], e = 0, 1, for columns
-// 8 j + 2 c + e.
+// O in a consumer's registers, in the forward kernel on Hopper: loading its initial value and
+// storing it. Rows `row` and row + 8 of Place are [4 j + e] and [4 j + 2 + e], e = 0, 1, for
+// columns 8 j + 2 c + e.
 namespace annulus::cuda::sm90 {
 
 template <int kCount>
@@ -23,7 +23,7 @@ __device__ __forceinline__ void scale_rows(float (&o)[kCount], float factor0, fl
   }
 }
 
-// O of the state as it is; 0 for rows that have attended to nothing, whose O was never written.
+// Loads O of the state; 0 for rows that have attended to nothing, whose O was never written.
 template <int kDim>
 __device__ __forceinline__ void read_state(const ForwardParams& p, const Slot& slot, auto& to) {
   const auto [lane, c, row] = place_anew();
@@ -42,7 +42,7 @@ __device__ __forceinline__ void read_state(const ForwardParams& p, const Slot& s
   }
 }
 
-// A piece of the old O, weighed as the sums are by now.
+// Adds a piece of the old O, scaled like the present sums.
 template <int kDim>
 __device__ __forceinline__ void add_state_piece(float (&o)[kDim / 2], std::uint32_t state,
                                                 const Slot& slot, int at, float less0,
@@ -50,8 +50,8 @@ __device__ __forceinline__ void add_state_piece(float (&o)[kDim / 2], std::uint3
   const auto [lane, c, row] = place_anew();
   const float lse0 = slot.old_lse[row];
   const float lse1 = slot.old_lse[row + 8];
-  // O of rows that have attended to nothing was never written. No branches: they would take what
-  // is the same in a warp out of its registers.
+  // O of rows that have attended to nothing was never written. No branches, because they would move
+  // warp-uniform values out of uniform registers.
   const bool has0 = lse0 != -INFINITY;
   const bool has1 = lse1 != -INFINITY;
   const float old0 = exp2_approx(lse0 * kLog2E - less0);
@@ -81,15 +81,15 @@ template <typename T, int kDim>
 __device__ __forceinline__ void write_rows(const ForwardParams& p, const Slot& slot,
                                            float (&o)[kDim / 2], float factor0, float factor1) {
   const auto [lane, c, row] = place_anew();
-  // An empty row may have met NaN or infinities in V, at scores of -inf: 0 times these is NaN.
+  // An empty row may have multiplied NaN or infinities in V by weights of 0, which is NaN.
   if (__any_sync(~0U, factor0 == 0.0F || factor1 == 0.0F)) {
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) {
       if (((i & 2) == 0 ? factor0 : factor1) == 0.0F) o[i] = 0.0F;
     }
   }
-  // In place, before any of it is stored: registers that are used again wait for their store. At
-  // head dim 64 that is O itself.
+  // In place, before any of it is stored, because reusing a register waits for its store. At head
+  // dim 64 that is O itself.
   constexpr bool kInPlace = kDim == 128;
   if constexpr (kInPlace) scale_rows(o, factor0, factor1);
 #pragma unroll
@@ -97,11 +97,11 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const Slot& s
     const float factor = half == 0 ? factor0 : factor1;
     const auto scaled = [&](int i) { return kInPlace ? o[i] : o[i] * factor; };
     const std::int64_t token = slot.token[row + 8 * half];
-    const bool more = (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;  // launches for the row
-    // No branches that differ from lane to lane: they would take what is the same in a warp out
-    // of its registers.
+    const bool more =
+        (slot.later >> ((row + 8 * half) & 31) & 1U) != 0;  // later launches have the row
+    // No divergent branches, because they would move warp-uniform values out of uniform registers.
     if (slot.later != 0) {
-      // 16 bytes a lane, after a shuffle, gained nothing.
+      // Stores of 16 bytes per lane, after a shuffle, gained nothing.
       const bool store = more && token >= 0 && factor != 0.0F;  // 0: the row is empty
       std::byte* const to = slot.state + token * p.state.row_step + 8 * c;
 #pragma unroll
@@ -113,7 +113,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, const Slot& s
       const bool store = !more && token >= 0;
       std::byte* const to = slot.out + token * p.out.row_step + 16 * c;
 #pragma unroll
-      for (int i = 0; i < kDim / 32; ++i) {  // of 4 chunks of 8 columns each lane gets one
+      for (int i = 0; i < kDim / 32; ++i) {  // each lane gets one of 4 chunks of 8 columns
         std::uint32_t x[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

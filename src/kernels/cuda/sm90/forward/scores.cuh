@@ -6,12 +6,12 @@
 #include "kernels/cuda/sm90/forward/shared.cuh"
 #include "kernels/cuda/sm90/instructions.cuh"
 
-// What becomes of S in a consumer's registers, in the forward kernel on Hopper: masks, maxima,
+// Operations on S in a consumer's registers, in the Hopper forward kernel: masks, maxima,
 // exponentials. Rows `row` and row + 8 of Place are [4 j + e] and [4 j + 2 + e], e = 0, 1, for
 // columns 8 j + 2 c + e.
 namespace annulus::cuda::sm90 {
 
-// Scores of keys that are not seen become -inf.
+// Sets scores of hidden keys to -inf.
 template <Limits kLimits>
 __device__ __forceinline__ void hide_scores(float (&s)[kTile / 2], const KeyStage& stage, int flags,
                                             const Slot& slot) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void hide_scores(float (&s)[kTile / 2], const KeyStag
     constexpr bool kLower = kLimits == Limits::both;
     const int index0 = slot.index[row];
     const int index1 = slot.index[row + 8];
-    // Queries see indices, less the upper limit, from here to their own.
+    // Queries see indices (minus the upper limit) from here to their own.
     const int from0 = kLower ? index0 - slot.width : INT_MIN;
     const int from1 = kLower ? index1 - slot.width : INT_MIN;
     std::uint32_t seen0 = 0;  // bit 2j + e: column 8j + 2c + e
@@ -84,14 +84,14 @@ __device__ __forceinline__ void highest_scores(const float (&s)[kTile / 2], floa
   top1 = fmaxf(top1, __shfl_xor_sync(~0U, top1, 2));
 }
 
-// Exponentials of scores whose keys all have weight 1, or weights that recur every 16 keys, in
+// Exponentials of scores whose keys all have weight 1, or weights that repeat every 16 keys, in
 // `addend`.
 template <PairWeights kWeights, int kAddends>
 __device__ __forceinline__ void weigh_scores(float (&s)[kTile / 2], const float (&addend)[kAddends],
                                              float scale_log2, float& add0, float& add1) {
   if constexpr (kWeights == PairWeights::periodic) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {  // one kind of columns after the other
+    for (int e = 0; e < 8; ++e) {  // one kind of column after the other
 #pragma unroll
       for (int j = (e >> 1) & 1; j < kTile / 8; j += 2) {
         float& x = s[4 * j + 2 * (e >> 2) + (e & 1)];
@@ -114,7 +114,7 @@ __device__ __forceinline__ void weigh_scores(float (&s)[kTile / 2], const float 
   }
 }
 
-// The same with any weights: log2_weight has those of the branches that both rows are in.
+// The same with any weights: log2_weight is indexed by the branches that both rows are in.
 template <typename Weights>
 __device__ __forceinline__ void weigh_scores(float (&s)[kTile / 2], const KeyStage& stage,
                                              const Slot& slot, const Weights& log2_weight,
@@ -138,9 +138,8 @@ __device__ __forceinline__ void weigh_scores(float (&s)[kTile / 2], const KeySta
   }
 }
 
-// Rows that see a key whose value is not finite: what multiplies them becomes NaN. This and
-// hide_scores are hardly ever run, but stand in the loop: they are kept small for the instruction
-// cache.
+// Sets the factor of rows that see a key with a non-finite value to NaN. This and hide_scores
+// rarely run, but they are in the loop, so they are kept small for the instruction cache.
 __device__ __forceinline__ void spoil_rows(const std::uint32_t (&weights)[kTile / 16][4],
                                            const ValueStage& stage, float& factor0,
                                            float& factor1) {

@@ -1,0 +1,344 @@
+// A cache of keys and values over a ring: whatever is appended, dropped and asked for in whichever
+// pieces, results are those of the whole sequence.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "annulus/error.h"
+#include "annulus/in_process.h"
+#include "annulus/ring_cache.h"
+#include "kernels/head_dim.h"
+#include "ring/tags.h"
+#include "support/cache_story.h"
+#include "support/ring_fixture.h"
+#include "support/shards.h"
+
+namespace annulus::test {
+namespace {
+
+std::string describe(const CacheStory& story) {
+  const CacheOptions& o = story.options;
+  return std::to_string(story.ranks) + " ranks, batch " + std::to_string(o.batch) + ", heads " +
+         std::to_string(o.heads) + "/" + std::to_string(o.kv_heads) + ", dim " +
+         std::to_string(o.head_dim) + ", " + name_of(o.dtype) + ", capacity " +
+         std::to_string(o.capacity) + ", block " + std::to_string(o.block) + ", window (" +
+         std::to_string(o.window.before) + ", " + std::to_string(o.window.after) + ")" +
+         (o.causal ? ", causal" : "");
+}
+
+TEST(RingCache, EveryStoryMatchesTheReference) {
+  for (std::uint64_t seed = 1; seed <= 150; ++seed) {
+    const CacheStory story = random_cache_story(seed);
+    SCOPED_TRACE("seed " + std::to_string(seed) + ": " + describe(story));
+    play(story);
+    if (HasFailure()) return;
+  }
+}
+
+// Chunks whose results ranks merge in shares.
+TEST(RingCache, LongChunksMatchTheReference) {
+  for (std::uint64_t seed = 1; seed <= 12; ++seed) {
+    CacheStory story = random_cache_story(seed, {5, 150, 5});
+    SCOPED_TRACE("seed " + std::to_string(seed) + ": " + describe(story));
+    play(story);
+    if (HasFailure()) return;
+  }
+}
+
+CacheOptions small_cache() {
+  CacheOptions options;
+  options.batch = 2;
+  options.capacity = 40;
+  options.heads = 4;
+  options.kv_heads = 2;
+  options.head_dim = 16;
+  options.block = 4;
+  options.device = test_device();
+  return options;
+}
+
+// One rank's tensors for calls of `rows` tokens.
+struct CallTensors {
+  CallTensors(const CacheOptions& options, std::int64_t rows)
+      : q(options.dtype, options.batch, rows, options.heads, options.head_dim, Layout::dense),
+        k(options.dtype, options.batch, rows, options.kv_heads, options.head_dim, Layout::dense),
+        v(options.dtype, options.batch, rows, options.kv_heads, options.head_dim, Layout::dense),
+        o(options.dtype, options.batch, rows, options.heads, options.head_dim, Layout::dense),
+        lse(DType::f32, options.batch, rows, options.heads, 0, Layout::dense) {
+    for (ShardTensor* tensor : {&q, &k, &v}) {
+      tensor->fill(0.5F);
+      tensor->upload();
+    }
+  }
+  ShardTensor q, k, v, o, lse;
+};
+
+void append_chunk(RingCache& cache, CallTensors& t) {
+  cache.append(t.k.view(), t.v.view());
+  cache.synchronize();  // the tensors may go
+}
+
+TEST(RingCache, BytesOfAStepDoNotDependOnTheLength) {
+  for (const bool placed : {false, true}) {
+    CacheOptions options = small_cache();
+    options.capacity = 4000;
+    const int ranks = 3;
+    run_in_process(ranks, [&](Transport& transport) {
+      RingCache cache(options, transport);
+      NewTokens tokens;
+      if (placed) tokens.placement = Placement::contiguous(1, ranks);
+      std::vector<std::uint64_t> sent;
+      for (const std::int64_t length : {64, 1000, 3000}) {
+        const std::int64_t rows = length - 1 - cache.lengths()[0];
+        CallTensors chunk(options, rows);
+        append_chunk(cache, chunk);
+        const std::int64_t own = placed ? tokens.placement->local_tokens(transport.rank()) : 1;
+        CallTensors one(options, own);
+        const std::uint64_t before = transport.counters().bytes_sent;
+        cache.step(one.q.view(), one.k.view(), one.v.view(), one.o.view(), one.lse.view(), tokens);
+        cache.synchronize();
+        // The token's keys go to the rank that keeps them, which changes.
+        sent.push_back(transport.counters().bytes_sent - before -
+                       static_cast<std::uint64_t>(placed && own == 1 && (length - 1) / 4 % 3 != 0
+                                                      ? 2 * 2 * 2 * 16 * 4
+                                                      : 0));
+      }
+      EXPECT_EQ(sent[0], sent[1]);
+      EXPECT_EQ(sent[0], sent[2]);
+    });
+  }
+}
+
+// A window holds memory for itself and a chunk, however long the sequence becomes.
+TEST(RingCache, AWindowBoundsTheMemory) {
+  CacheOptions options = small_cache();
+  options.window = {20, -1};
+  options.capacity = 23;
+  run_in_process(2, [&](Transport& transport) {
+    RingCache cache(options, transport);
+    CallTensors chunk(options, 3);
+    for (int i = 0; i < 500; ++i) {
+      cache.step(chunk.q.view(), chunk.k.view(), chunk.v.view(), chunk.o.view(), chunk.lse.view());
+    }
+    cache.synchronize();
+    EXPECT_EQ(cache.lengths()[0], 1500);
+    // Four stripes of two blocks of four tokens, of which one rank has half.
+    EXPECT_EQ(cache.cache_bytes(), 2 * 2 * 2 * 16 * padded_head_dim(16) * 4);
+    chunk.o.download();
+    for (int d = 0; d < 16; ++d) EXPECT_FLOAT_EQ(chunk.o.get(1, 2, 3, d), 0.5F);
+  });
+}
+
+// ---- what one rank or all of them get wrong
+
+struct CacheFault {
+  const char* name;
+  std::function<void(RingCache&, CallTensors&)> call;
+  std::vector<std::string> texts;
+};
+
+std::vector<CacheFault> cache_faults() {
+  return {
+      {"tokens of another shape",
+       [](RingCache& cache, CallTensors& t) {
+         TensorView k = t.k.view();
+         k.shape[2] = 3;
+         cache.append(k, t.v.view());
+       },
+       {"k is [2, 3, 3, 16], expected [2, 3, 2, 16]"}},
+      {"another dtype",
+       [](RingCache& cache, CallTensors& t) {
+         TensorView v = t.v.view();
+         v.dtype = DType::bf16;
+         cache.append(t.k.view(), v);
+       },
+       {"v is bf16, expected fp32"}},
+      {"too many tokens",
+       [](RingCache& cache, CallTensors&) {
+         CallTensors many(small_cache(), 41);
+         append_chunk(cache, many);
+       },
+       {"entry 0 has 3 tokens and gets 41, the cache has room for 40", "larger capacity"}},
+      {"queries without keys",
+       [](RingCache& cache, CallTensors&) {
+         CallTensors many(small_cache(), 4);
+         cache.attend(many.q.view(), many.o.view(), many.lse.view());
+       },
+       {"q has 4 tokens of entry 0, which has 3", "append their keys first"}},
+      {"counts of another batch",
+       [](RingCache& cache, CallTensors& t) {
+         const std::vector<std::int64_t> counts{1, 1, 1};
+         cache.append(t.k.view(), t.v.view(), {counts, {}});
+       },
+       {"counts has 3 numbers, expected 2"}},
+      {"counts past the tensor",
+       [](RingCache& cache, CallTensors& t) {
+         const std::vector<std::int64_t> counts{1, 4};
+         cache.append(t.k.view(), t.v.view(), {counts, {}});
+       },
+       {"counts[1] is 4, expected 0 to the 3 tokens"}},
+      {"a placement for other ranks",
+       [](RingCache& cache, CallTensors& t) {
+         cache.append(t.k.view(), t.v.view(), {{}, Placement::contiguous(3, 5)});
+       },
+       {"placement 'contiguous' is for 5 ranks, the transport has 3"}},
+      {"results over inputs",
+       [](RingCache& cache, CallTensors& t) { cache.attend(t.q.view(), t.q.view(), t.lse.view()); },
+       {"o shares memory with q"}},
+  };
+}
+
+TEST(RingCache, MistakesAreErrorsOnAllRanksAndTheCacheGoesOn) {
+  for (const CacheFault& fault : cache_faults()) {
+    for (const bool everywhere : {true, false}) {
+      SCOPED_TRACE(fault.name + std::string(everywhere ? ", everywhere" : ", on rank 1"));
+      const auto ring = make_in_process_ring(3);
+      std::vector<std::unique_ptr<RingCache>> caches(3);
+      std::vector<std::unique_ptr<CallTensors>> tensors(3);
+      const auto go = [&](const std::function<void(RingCache&, CallTensors&, int)>& body) {
+        return run_ranks(ring, [&](Transport& transport) {
+          const auto rank = static_cast<std::size_t>(transport.rank());
+          body(*caches[rank], *tensors[rank], transport.rank());
+        });
+      };
+      run_in_process(ring, [&](Transport& transport) {
+        const auto rank = static_cast<std::size_t>(transport.rank());
+        caches[rank] = std::make_unique<RingCache>(small_cache(), transport);
+        tensors[rank] = std::make_unique<CallTensors>(small_cache(), 3);
+        append_chunk(*caches[rank], *tensors[rank]);
+      });
+      const auto outcomes = go([&](RingCache& cache, CallTensors& t, int rank) {
+        if (everywhere || rank == 1) return fault.call(cache, t);
+        if (std::string(fault.name).find("queries") == 0 || fault.texts[0][0] == 'o')
+          return cache.attend(t.q.view(), t.o.view(), t.lse.view());
+        append_chunk(cache, t);
+      });
+      expect_everywhere(outcomes, "ConfigError", fault.texts);
+      expect_everywhere(go([&](RingCache& cache, CallTensors& t, int) {
+                          cache.step(t.q.view(), t.k.view(), t.v.view(), t.o.view(), t.lse.view());
+                          cache.synchronize();
+                          EXPECT_EQ(cache.lengths()[0], 6);
+                        }),
+                        "", {});
+    }
+  }
+}
+
+TEST(RingCache, RanksThatDoNotDoTheSameAreTold) {
+  const auto differ = [&](const std::function<void(RingCache&, CallTensors&, bool)>& body,
+                          const Texts& texts) {
+    expect_everywhere(run_ranks(3,
+                                [&](Transport& transport) {
+                                  RingCache cache(small_cache(), transport);
+                                  CallTensors t(small_cache(), 3);
+                                  append_chunk(cache, t);
+                                  body(cache, t, transport.rank() == 1);
+                                }),
+                      "ConfigError", texts);
+  };
+  differ(
+      [](RingCache& cache, CallTensors& t, bool other) {
+        if (other) return append_chunk(cache, t);
+        cache.attend(t.q.view(), t.o.view(), t.lse.view());
+      },
+      {"disagree about the call", "RingCache::append", "RingCache::attend"});
+  differ(
+      [](RingCache& cache, CallTensors& t, bool other) {
+        if (other) cache.truncate(1, 2);
+        append_chunk(cache, t);
+      },
+      {"disagree about the entries' lengths: rank 1 has 3,2, rank 0 has 3,3"});
+  differ(
+      [](RingCache& cache, CallTensors& t, bool other) {
+        const std::vector<std::int64_t> counts{1, other ? 2 : 1};
+        cache.append(t.k.view(), t.v.view(), {counts, {}});
+      },
+      {"disagree about the numbers of new tokens: rank 1 has 1,2, rank 0 has 1,1"});
+  expect_everywhere(run_ranks(2,
+                              [&](Transport& transport) {
+                                CacheOptions options = small_cache();
+                                options.block += transport.rank();
+                                RingCache cache(options, transport);
+                              }),
+                    "ConfigError", {"disagree about block: rank 1 has 5, rank 0 has 4"});
+}
+
+TEST(RingCache, OptionsThatMakeNoSenseAreRejected) {
+  const std::pair<std::function<void(CacheOptions&)>, const char*> wrong[] = {
+      {[](CacheOptions& o) { o.capacity = 0; }, "capacity is 0, expected at least 1"},
+      {[](CacheOptions& o) { o.block = 0; }, "block is 0, expected at least 1"},
+      {[](CacheOptions& o) { o.kv_heads = 3; }, "kv_heads is 3, expected a divisor of the 4"},
+      {[](CacheOptions& o) { o.head_dim = 513; }, "head_dim is 513, expected 1 to 512"},
+      {[](CacheOptions& o) {
+         o.window = {4, 2};
+       },
+       "window is (4, 2)"},
+      {[](CacheOptions& o) { o.scale = -1.0; }, "scale is -1"},
+  };
+  for (const auto& [spoil, text] : wrong) {
+    CacheOptions options = small_cache();
+    spoil(options);
+    expect_everywhere(
+        run_ranks(2, [&](Transport& transport) { RingCache cache(options, transport); }),
+        "ConfigError", {text});
+  }
+}
+
+TEST(RingCache, TokensThatHaveBeenDroppedAreNotAskedFor) {
+  CacheOptions options = small_cache();
+  options.window = {8, -1};
+  options.capacity = 11;
+  expect_everywhere(run_ranks(1,
+                              [&](Transport& transport) {
+                                RingCache cache(options, transport);
+                                CallTensors t(options, 3);
+                                for (int i = 0; i < 20; ++i) append_chunk(cache, t);
+                                cache.truncate(0, 58);
+                                cache.truncate(0, 20);
+                              }),
+                    "ConfigError", {"length is 20, and tokens of entry 0 before"});
+  expect_everywhere(run_ranks(2,
+                              [&](Transport& transport) {
+                                RingCache cache(options, transport);
+                                CallTensors t(options, 3);
+                                for (int i = 0; i < 20; ++i) append_chunk(cache, t);
+                                CallTensors many(options, 30);
+                                cache.attend(many.q.view(), many.o.view(), many.lse.view());
+                              }),
+                    "ConfigError", {"begins at token 22, and tokens before", "have been dropped"});
+  expect_everywhere(run_ranks(2,
+                              [&](Transport& transport) {
+                                RingCache cache(options, transport);
+                                CallTensors many(options, 30);
+                                append_chunk(cache, many);
+                                append_chunk(cache, many);
+                              }),
+                    "ConfigError", {"append fewer at once"});
+}
+
+TEST(RingCache, ARankThatFailsIsATransportErrorOnTheOthers) {
+  const std::vector<RankOutcome> outcomes = run_ranks(3, [&](Transport& inner) {
+    WatchedTransport transport(inner);
+    RingCache cache(small_cache(), transport);
+    CallTensors t(small_cache(), 15);
+    append_chunk(cache, t);
+    if (transport.rank() == 1) transport.fail_after(ring::kTagCache, 1);
+    cache.attend(t.q.view(), t.o.view(), t.lse.view());
+    cache.synchronize();
+  });
+  for (const int rank : {0, 2}) {
+    const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(outcome.kind, "TransportError");
+    EXPECT_EQ(outcome.lost_rank, 1) << outcome.message;
+  }
+  EXPECT_NE(outcomes[1].message.find("rank failure for the test"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace annulus::test

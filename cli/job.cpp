@@ -133,7 +133,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
   report.workspace_bytes.resize(records.size());
   const double pair_flops =
       allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
-      static_cast<double>(options.batch) * options.head_dim;
+      static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim;
 
   const bool by_mpi = settings.world != nullptr && settings.world->is_mpi();
   const auto body = [&](Transport& transport) {

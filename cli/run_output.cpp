@@ -181,9 +181,10 @@ Json to_json(const RunFlags& flags, const RunResult& result) {
   add_device(json, result.device);
   json["kernels"] = job.kernels;
   json["threads"] = job.threads;
-  json["allowed_pairs"] = allowed_pairs(result.options.pattern, result.options.placement.tokens(),
-                                        result.options.keys().tokens()) *
-                          static_cast<double>(result.options.batch);
+  json["allowed_pairs"] =
+      allowed_pairs(result.options.pattern, result.options.placement.tokens(),
+                    result.options.keys().tokens()) *
+      static_cast<double>(result.options.pattern.times_in(result.options.batch));
   json["repeat"] = flags.repeat;
   json["forward_seconds_all"] = job.forward.seconds;
   json["backward_seconds_all"] = job.backward.seconds;

@@ -102,7 +102,7 @@ class Checker {
       for (int attempt = 0; attempt < pattern_.heads; ++attempt) {
         place.head = (i * 5 + i / pattern_.heads + attempt) % pattern_.heads;
         if (std::any_of(pattern_.branches.begin(), pattern_.branches.end(), [&](const Branch& b) {
-              return pattern_.allows(b, place.head, place.position, place.position);
+              return pattern_.allows(b, place.head, place.position, place.position, place.batch);
             })) {
           break;
         }

@@ -44,10 +44,11 @@ struct Branch {
   }
 };
 
-// A range of queries that attend only a range of keys. Positions are counted within the document:
-// the first query of the range has position query_start, the first key position key_start. For a
-// chunk of a prompt or a decoded token, query_start is the number of positions before it, whose
-// keys are in a cache. A cache whose oldest keys were dropped has a key_start.
+// A range of queries that attend only a range of keys, in one batch entry or in all. Positions are
+// counted within the document: the first query of the range has position query_start, the first key
+// position key_start. For a chunk of a prompt or a decoded token, query_start is the number of
+// positions before it, whose keys are in a cache. A cache whose oldest keys were dropped has a
+// key_start.
 struct Document {
   std::int64_t query_begin = 0;  // tokens [begin, end) of the query and of the key tensors
   std::int64_t query_end = 0;
@@ -55,6 +56,9 @@ struct Document {
   std::int64_t key_end = 0;
   std::int64_t query_start = 0;
   std::int64_t key_start = 0;
+  std::int64_t entry = kEveryEntry;  // of the batch
+
+  static constexpr std::int64_t kEveryEntry = -1;
 
   // One more than the last position of either side.
   [[nodiscard]] std::int64_t length() const {
@@ -64,7 +68,26 @@ struct Document {
   [[nodiscard]] bool same_sides() const {
     return query_begin == key_begin && query_end == key_end && query_start == key_start;
   }
+  // A token has the same position on both sides, where both have it.
+  [[nodiscard]] bool same_positions() const {
+    return query_begin - query_start == key_begin - key_start;
+  }
   bool operator==(const Document&) const = default;
+};
+
+// Batch entries [begin, end) that have the same documents. Without documents of single entries, all
+// entries, however many there are.
+struct EntryRange {
+  static constexpr std::int64_t kNoEnd = std::numeric_limits<std::int64_t>::max();
+  std::int64_t begin = 0;
+  std::int64_t end = kNoEnd;
+
+  // In a batch of so many entries.
+  [[nodiscard]] std::int64_t end_in(std::int64_t batch) const { return std::min(end, batch); }
+  [[nodiscard]] std::int64_t count_in(std::int64_t batch) const { return end_in(batch) - begin; }
+  // How often they count in what is counted of a pattern: see Pattern::times_in.
+  [[nodiscard]] std::int64_t times() const { return end == kNoEnd ? 1 : end - begin; }
+  bool operator==(const EntryRange&) const = default;
 };
 
 // Branches are merged per (token, head) by log-sum-exp: one softmax over the multiset of the
@@ -78,12 +101,22 @@ struct Pattern {
   Window window;
   // In the order of their tokens, with gaps allowed on either side: tokens outside all documents
   // attend nothing, and nothing attends them. Empty: all tokens are one document. The same for
-  // every batch entry.
+  // every batch entry; or each has its entry, and they are in the order of entries first.
   std::vector<Document> documents;
 
-  // Whether a query token attends a key token. Sharding never enters.
-  [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query,
-                            std::int64_t key) const;
+  // Whether a query token attends a key token of the same batch entry. Sharding never enters.
+  [[nodiscard]] bool allows(const Branch& branch, int head, std::int64_t query, std::int64_t key,
+                            std::int64_t entry = 0) const;
+  // Whether batch entries have documents of their own.
+  [[nodiscard]] bool by_entry() const {
+    return !documents.empty() && documents.front().entry != Document::kEveryEntry;
+  }
+  // What is counted of a pattern (pairs, rows of a plan) is of so many batch entries: one, or all
+  // if they have documents of their own. A batch has it times_in(batch) times.
+  [[nodiscard]] std::int64_t counted_entries() const {
+    return by_entry() ? documents.back().entry + 1 : 1;
+  }
+  [[nodiscard]] std::int64_t times_in(std::int64_t batch) const { return by_entry() ? 1 : batch; }
   // The intersection of causal and window.
   [[nodiscard]] Band band() const {
     Band out = causal ? Band::causal() : Band{};
@@ -125,7 +158,11 @@ struct Pattern {
                                                      std::span<const std::int64_t> keys,
                                                      std::span<const std::int64_t> query_starts);
 
-// Number of allowed (branch, head, query, key) pairs.
+// Element i are the documents of batch entry i: the same documents with their entries.
+[[nodiscard]] std::vector<Document> documents_of_entries(
+    std::span<const std::vector<Document>> documents);
+
+// Number of allowed (branch, head, query, key) pairs: see Pattern::times_in.
 [[nodiscard]] double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens,
                                    std::int64_t key_tokens);
 // The same for as many keys as queries.

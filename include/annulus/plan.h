@@ -37,11 +37,17 @@ struct Selection {
   std::vector<Member> members;
 };
 
-// Units whose rows are needed by exactly the same ranks at every position: they share every row set
-// of the plan.
+// Units whose rows are needed by exactly the same ranks at every position, in batch entries with
+// the same documents: they share every row set of the plan.
 struct HeadClass {
   std::vector<int> units;
   std::vector<Selection> selections;
+  EntryRange entries;
+
+  // How often a row of the class counts: units x batch entries (Pattern::times_in).
+  [[nodiscard]] std::int64_t unit_rows() const {
+    return static_cast<std::int64_t>(units.size()) * entries.times();
+  }
 };
 
 // Rows of one owner and one head class that share one itinerary. They are stored, sent and dropped
@@ -77,7 +83,7 @@ struct TileGroup {
   int head_class = 0;
   int selection = 0;         // index into HeadClass::selections
   int document = 0;          // index into Pattern::documents
-  std::int64_t segment = 0;  // of this branch, counted through all documents
+  std::int64_t segment = 0;  // of this branch, counted through all documents of the batch entry
   // Tokens at position 0 of the segment; before token 0 where a side has no rows there.
   std::int64_t query_origin = 0;
   std::int64_t key_origin = 0;
@@ -96,6 +102,8 @@ struct PlanOptions {
 
   // Queries and keys are the same tokens on the same ranks.
   [[nodiscard]] bool self_attention() const;
+  // The same, but documents may have tokens on one side only: with key padding, for example.
+  [[nodiscard]] bool same_positions() const;
 };
 
 // What one rank computes and moves.

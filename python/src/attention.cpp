@@ -20,7 +20,6 @@
 #include "core/lease_pool.h"
 #include "interrupt.h"
 #include "local_ring.h"
-#include "pattern/segments.h"
 #include "ring/option_text.h"
 #include "values.h"
 
@@ -53,9 +52,7 @@ struct Request {
   const Lengths& dilations;
   bool causal;
   nb::handle window;
-  const Lengths cu_seqlens;
-  const Lengths cu_seqlens_k;
-  nb::handle query_start;
+  DocumentArguments documents;
   const std::string& offsets;
   bool group_scale;
   std::optional<double> scale;
@@ -86,38 +83,6 @@ void expect_shape(const char* where, const char* name, const ConstTensorView& vi
   }
 }
 
-// The request's documents. Masks need to know where the queries are among the keys.
-void add_documents(const char* where, Pattern& pattern, const Request& request,
-                   std::int64_t query_tokens, std::int64_t key_tokens) {
-  const bool given = request.cu_seqlens || request.cu_seqlens_k || !request.query_start.is_none();
-  if (given && !pattern.documents.empty()) {
-    throw ConfigError(std::string(where) +
-                      ": pattern is a Pattern with documents: leave cu_seqlens, cu_seqlens_k and "
-                      "query_start out");
-  }
-  if (!given && query_tokens != key_tokens && pattern.documents.empty() &&
-      (!pattern.band().full() || pattern.branches.size() > 1 ||
-       pattern.branches[0].segment_length != kWholeSequence || pattern.branches[0].dilation > 1)) {
-    throw ConfigError(
-        fmt::format("{}: q has {} tokens and k {}: query_start, the position of the "
-                    "first query among the keys, is needed where there is a mask",
-                    where, query_tokens, key_tokens));
-  }
-  if (!given) return;
-  if (!request.cu_seqlens && request.cu_seqlens_k) {
-    throw ConfigError(std::string(where) +
-                      ": cu_seqlens_k is given without cu_seqlens, which the queries need, too");
-  }
-  const std::vector<std::int64_t> queries{0, query_tokens};
-  const std::vector<std::int64_t> keys{0, key_tokens};
-  pattern.documents =
-      request.cu_seqlens
-          ? parse_documents(*request.cu_seqlens, request.cu_seqlens_k, request.query_start)
-          : parse_documents(queries, keys, request.query_start);
-  pattern.validate();
-  check_documents(pattern, query_tokens, key_tokens);
-}
-
 // A ring for the request: the last one of its kind if it is free, else a new one. It is returned to
 // the pool when the pass succeeds. After an error its transport may be dead, so the next call makes
 // a new one.
@@ -133,7 +98,12 @@ class Lease {
       throw ConfigError(
           fmt::format("{}: q has {} heads, the pattern is for {}", where, heads, pattern.heads));
     }
-    add_documents(where, pattern, request, q.shape[1], k.shape[1]);
+    try {
+      pattern = with_documents(std::move(pattern), request.documents,
+                               SequenceLengths{q.shape[1], k.shape[1]});
+    } catch (const ConfigError& error) {
+      throw ConfigError(std::string(where) + ": " + error.what());
+    }
     const Schedule schedule = parse_schedule(request.schedule);
     const bool named = nb::isinstance<nb::str>(request.placement);
     if (!named && !nb::isinstance<Placement>(request.placement)) {
@@ -257,10 +227,11 @@ OptionalInputs optional_inputs(const char* where, Arrays& arrays, nb::handle sin
 nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle pattern,
                      const Lengths& segments, const Lengths& dilations, Flag causal,
                      nb::handle window, nb::handle cu_seqlens, nb::handle cu_seqlens_k,
-                     nb::handle query_start, const std::string& offsets, Flag group_scale,
-                     std::optional<double> scale, int ranks, nb::handle placement,
-                     const std::string& schedule, Flag reproducible, nb::object out,
-                     Flag return_lse, std::optional<std::uintptr_t> stream, nb::handle sinks) {
+                     nb::handle query_start, nb::handle seqused_k, nb::handle leftpad_k,
+                     const std::string& offsets, Flag group_scale, std::optional<double> scale,
+                     int ranks, nb::handle placement, const std::string& schedule,
+                     Flag reproducible, nb::object out, Flag return_lse,
+                     std::optional<std::uintptr_t> stream, nb::handle sinks) {
   const char* where = "attention";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -281,12 +252,21 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
     lse_view = arrays.output(lse->writable(), "lse", 3);
     arrays.check(where);
   }
-  Lease lease(
-      where,
-      {pattern, segments, dilations, causal, window, parse_boundaries("cu_seqlens", cu_seqlens),
-       parse_boundaries("cu_seqlens_k", cu_seqlens_k), query_start, offsets, group_scale, scale,
-       ranks, placement, schedule, reproducible},
-      q_view, k_view, /*backward=*/false, arrays);
+  Lease lease(where,
+              {pattern,
+               segments,
+               dilations,
+               causal,
+               window,
+               {cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k},
+               offsets,
+               group_scale,
+               scale,
+               ranks,
+               placement,
+               schedule,
+               reproducible},
+              q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr, more);
   });
@@ -298,9 +278,9 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
                              nb::handle dout, nb::handle pattern, const Lengths& segments,
                              const Lengths& dilations, Flag causal, nb::handle window,
                              nb::handle cu_seqlens, nb::handle cu_seqlens_k, nb::handle query_start,
-                             const std::string& offsets, Flag group_scale,
-                             std::optional<double> scale, int ranks, nb::handle placement,
-                             const std::string& schedule, Flag reproducible,
+                             nb::handle seqused_k, nb::handle leftpad_k, const std::string& offsets,
+                             Flag group_scale, std::optional<double> scale, int ranks,
+                             nb::handle placement, const std::string& schedule, Flag reproducible,
                              std::optional<std::uintptr_t> stream, nb::handle sinks) {
   const char* where = "attention_backward";
   Arrays arrays(std::nullopt, stream);
@@ -324,12 +304,21 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   const TensorView dk_view = arrays.output(dk.writable(), "dk");
   const TensorView dv_view = arrays.output(dv.writable(), "dv");
   arrays.check(where);
-  Lease lease(
-      where,
-      {pattern, segments, dilations, causal, window, parse_boundaries("cu_seqlens", cu_seqlens),
-       parse_boundaries("cu_seqlens_k", cu_seqlens_k), query_start, offsets, group_scale, scale,
-       ranks, placement, schedule, reproducible},
-      q_view, k_view, /*backward=*/true, arrays);
+  Lease lease(where,
+              {pattern,
+               segments,
+               dilations,
+               causal,
+               window,
+               {cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k},
+               offsets,
+               group_scale,
+               scale,
+               ranks,
+               placement,
+               schedule,
+               reproducible},
+              q_view, k_view, /*backward=*/true, arrays);
   std::optional<Result> dsinks;  // of every rank
   std::optional<TensorView> dsinks_view;
   if (more.sinks) {
@@ -353,8 +342,10 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   "pattern: Pattern | typing.Literal['dense', 'longnet', 'head_groups'] | None = None, "      \
   "segment_lengths: Sequence[int] | None = None, dilation_rates: Sequence[int] | None = "     \
   "None, is_causal: bool = False, window: tuple[int, int] | None = None, cu_seqlens: "        \
-  "Sequence[int] | None = None, cu_seqlens_k: Sequence[int] | None = None, query_start: int " \
-  "| Sequence[int] | None = None, offsets: "                                                  \
+  "Sequence[int] | Sequence[Sequence[int]] | None = None, cu_seqlens_k: Sequence[int] | "     \
+  "Sequence[Sequence[int]] | None = None, query_start: int | Sequence[int] | "                \
+  "Sequence[Sequence[int]] | None = None, seqused_k: int | Sequence[int] | None = None, "     \
+  "leftpad_k: int | Sequence[int] | None = None, offsets: "                                   \
   "typing.Literal['blocked', 'interleaved', 'all'] = 'blocked', "                             \
   "group_scale: bool = False, scale: float | None = None, ranks: int = 1, placement: "        \
   "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', " \
@@ -371,6 +362,7 @@ void bind_attention(nb::module_& module) {
         nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
         nb::arg("window").none() = nb::none(), nb::arg("cu_seqlens").none() = nb::none(),
         nb::arg("cu_seqlens_k").none() = nb::none(), nb::arg("query_start").none() = nb::none(),
+        nb::arg("seqused_k").none() = nb::none(), nb::arg("leftpad_k").none() = nb::none(),
         nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
         nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
         nb::arg("schedule") = "auto", nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
@@ -397,10 +389,15 @@ Args:
         With is_causal, after is 0 (or -1). None: no window.
     cu_seqlens: boundaries of packed documents, as flash-attention's: 0, then the end of each. Tokens of
         different documents do not attend each other, and positions start anew in each: see
-        :meth:`Pattern.with_documents`. They hold for every batch entry. None: all tokens are one document.
+        :meth:`Pattern.with_documents`. They hold for every batch entry; a list of lists or a 2-D array has
+        those of each entry. None: all tokens are one document.
     cu_seqlens_k: likewise of the keys, if they are not as many as the queries.
     query_start: position of the first query among the keys, or one for each document: a chunk of a prompt
-        behind a cache. Needed if there is a mask and q and k differ in length.
+        behind a cache. Needed if there is a mask and q and k differ in length. Without cu_seqlens also one
+        for each batch entry.
+    seqused_k: number of keys, if the rest is padding: one number, or one for each batch entry. As
+        flash-attention's. Not with cu_seqlens.
+    leftpad_k: number of keys of padding at the beginning, likewise. The other keys keep their positions.
     offsets: 'blocked', 'interleaved' or 'all', see :meth:`Pattern.longnet`.
     group_scale: multiply the output by one over the number of branches.
     scale: of q.k, above 0; None: 1/sqrt(head_dim).
@@ -433,6 +430,7 @@ may call at the same time. The GIL is released.)");
         nb::arg("dilation_rates") = nb::none(), nb::arg("is_causal") = false,
         nb::arg("window").none() = nb::none(), nb::arg("cu_seqlens").none() = nb::none(),
         nb::arg("cu_seqlens_k").none() = nb::none(), nb::arg("query_start").none() = nb::none(),
+        nb::arg("seqused_k").none() = nb::none(), nb::arg("leftpad_k").none() = nb::none(),
         nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
         nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
         nb::arg("schedule") = "auto", nb::arg("reproducible") = false,
@@ -449,7 +447,7 @@ Args:
     o, lse: what attention returned for them with return_lse=True.
     do: gradient of o, like q.
     pattern, segment_lengths, dilation_rates, is_causal, window, cu_seqlens, cu_seqlens_k, query_start,
-        offsets, group_scale, scale, ranks, placement, schedule, reproducible, stream, sinks: as
+        seqused_k, leftpad_k, offsets, group_scale, scale, ranks, placement, schedule, reproducible, stream, sinks: as
         given to attention.
 
 Returns:

@@ -258,6 +258,13 @@ Args:
           "Of a Python transport, from any thread: what a batch is being waited for, as (number of "
           "the wait, seconds so far, rank or -1); None: nothing is.")
       .def(
+          "finish_sends",
+          [](Transport& transport) {
+            if (auto* own = dynamic_cast<PyTransport*>(&transport)) own->finish_sends();
+          },
+          "Waits until the other ranks have taken the short messages that ``prepare`` began, or "
+          "have ended. A transport does so before it closes its connections.")
+      .def(
           "forget_prepared",
           [](Transport& transport) {
             if (auto* own = dynamic_cast<PyTransport*>(&transport)) own->forget_prepared();

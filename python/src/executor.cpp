@@ -17,9 +17,9 @@ Ring::Ring(nb::object link, std::shared_ptr<RingAttention> executor)
   const auto& ends = nb::cast<const Transport&>(transport);
   const RingOptions& options = core->options();
   bytes = core->memory_info().workspace_bytes;
-  flops = 4.0 *
-          allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
-          static_cast<double>(options.batch) * options.head_dim / ends.size();
+  flops =
+      4.0 * allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
+      static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim / ends.size();
 }
 
 void Ring::use_stream(std::uintptr_t number) {

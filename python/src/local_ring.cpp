@@ -69,7 +69,7 @@ LocalRing::LocalRing(RingOptions options)
       forward_flops_(
           4.0 *
           allowed_pairs(options_.pattern, options_.placement.tokens(), options_.keys().tokens()) *
-          static_cast<double>(options_.batch) * options_.head_dim),
+          static_cast<double>(options_.pattern.times_in(options_.batch)) * options_.head_dim),
       transports_(make_in_process_ring(options_.placement.ranks(), ring::patient_ring(options_))),
       copies_(transports_.size()),
       executors_(transports_.size()) {

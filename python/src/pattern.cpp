@@ -23,8 +23,8 @@ namespace annulus::python {
 namespace {
 
 using BranchTuple = std::tuple<std::int64_t, std::int64_t, std::vector<std::int64_t>>;
-using DocumentTuple =
-    std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+using DocumentTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                                 std::int64_t, std::int64_t, std::int64_t>;
 using PatternTuple = std::tuple<std::string, int, bool, std::vector<Branch>, double,
                                 std::tuple<std::int64_t, std::int64_t>, std::vector<DocumentTuple>>;
 
@@ -32,15 +32,17 @@ std::vector<DocumentTuple> tuples_of(const std::vector<Document>& documents) {
   std::vector<DocumentTuple> tuples;
   for (const Document& d : documents) {
     tuples.emplace_back(d.query_begin, d.query_end, d.key_begin, d.key_end, d.query_start,
-                        d.key_start);
+                        d.key_start, d.entry);
   }
   return tuples;
 }
 
 std::vector<Document> documents_of(const std::vector<DocumentTuple>& tuples) {
   std::vector<Document> documents;
-  for (const auto& [query_begin, query_end, key_begin, key_end, query_start, key_start] : tuples)
-    documents.push_back({query_begin, query_end, key_begin, key_end, query_start, key_start});
+  for (const auto& [query_begin, query_end, key_begin, key_end, query_start, key_start, entry] :
+       tuples)
+    documents.push_back(
+        {query_begin, query_end, key_begin, key_end, query_start, key_start, entry});
   return documents;
 }
 
@@ -227,42 +229,56 @@ multiplies the output by one over the number of segment lengths.)")
       .def_prop_ro(
           "documents", [](const Pattern& p) { return tuples_of(p.documents); },
           "The documents, each as (query_begin, query_end, key_begin, key_end, query_start, "
-          "key_start); empty: all tokens are one document.")
+          "key_start, batch entry or -1 for all); empty: all tokens are one document.")
       .def(
           "with_documents",
-          [](const Pattern& p, nb::handle queries, nb::handle keys, nb::handle starts) {
-            Pattern out = p;
-            out.documents = parse_documents(
-                parse_boundaries("cu_seqlens", queries).value_or(std::vector<std::int64_t>()),
-                parse_boundaries("cu_seqlens_k", keys), starts);
-            out.validate();
-            return out;
+          [](const Pattern& p, nb::handle queries, nb::handle keys, nb::handle starts,
+             nb::handle used, nb::handle left, std::optional<std::int64_t> tokens,
+             std::optional<std::int64_t> key_tokens) {
+            std::optional<SequenceLengths> lengths;
+            if (tokens) lengths = {*tokens, key_tokens.value_or(*tokens)};
+            return with_documents(p, {queries, keys, starts, used, left}, lengths);
           },
-          nb::arg("cu_seqlens"), nb::arg("cu_seqlens_k").none() = nb::none(),
-          nb::arg("query_start").none() = nb::none(),
-          nb::sig("def with_documents(self, cu_seqlens: Sequence[int], cu_seqlens_k: Sequence[int] "
-                  "| None = None, query_start: int | Sequence[int] | None = None) -> Pattern"),
+          nb::arg("cu_seqlens").none() = nb::none(), nb::arg("cu_seqlens_k").none() = nb::none(),
+          nb::arg("query_start").none() = nb::none(), nb::kw_only(),
+          nb::arg("seqused_k").none() = nb::none(), nb::arg("leftpad_k").none() = nb::none(),
+          nb::arg("tokens") = nb::none(), nb::arg("key_tokens") = nb::none(),
+          nb::sig("def with_documents(self, cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | "
+                  "None = None, cu_seqlens_k: Sequence[int] | Sequence[Sequence[int]] | None = "
+                  "None, query_start: int | Sequence[int] | Sequence[Sequence[int]] | None = None, "
+                  "*, seqused_k: int | Sequence[int] | None = None, leftpad_k: int | Sequence[int] "
+                  "| None = None, tokens: int | None = None, key_tokens: int | None = None) -> "
+                  "Pattern"),
           R"(The same pattern for packed documents, whose tokens attend only tokens of their own document.
 
 Positions, segments, offsets and windows start anew in each document. Tokens behind the last one attend
-nothing.
+nothing. Lists and tensors of any of the arguments may be of single batch entries; the others hold for all.
 
 Args:
-    cu_seqlens: 0, then the end of each document in the sequence; never decreasing.
+    cu_seqlens: 0, then the end of each document in the sequence; never decreasing. Of single batch entries: a
+        list of these or a 2-D tensor, whose rows may be padded with their last number. None: one document of
+        all tokens.
     cu_seqlens_k: likewise of the keys; None: as of the queries.
-    query_start: position of a document's first query among its keys: of all, or one for each document.
-        None: 0.)")
+    query_start: position of a document's first query among its keys: one number for all; one for each document,
+        or for each batch entry where cu_seqlens is of single entries or None; or a list of those of each
+        document for each batch entry. None: 0.
+    seqused_k: number of keys, the rest is padding: for all batch entries, or one for each. Without cu_seqlens.
+    leftpad_k: number of keys of padding at the beginning, likewise. The other keys keep their positions.
+    tokens, key_tokens: length of the sequence of queries, and of keys if it is another one. Needed without
+        cu_seqlens.)")
       .def(
           "allows",
-          [](const Pattern& p, int branch, int head, std::int64_t query, std::int64_t key) {
+          [](const Pattern& p, int branch, int head, std::int64_t query, std::int64_t key,
+             std::int64_t entry) {
             if (branch < 0 || static_cast<std::size_t>(branch) >= p.branches.size() || head < 0 ||
                 head >= p.heads || query < 0 || key < 0) {
               throw nb::index_error("branch, head or position out of range");
             }
-            return p.allows(p.branches[static_cast<std::size_t>(branch)], head, query, key);
+            return p.allows(p.branches[static_cast<std::size_t>(branch)], head, query, key, entry);
           },
           nb::arg("branch"), nb::arg("head"), nb::arg("query"), nb::arg("key"),
-          "Whether one query token attends to one key token in a branch.")
+          nb::arg("entry") = 0,
+          "Whether one query token attends to one key token of the same batch entry in a branch.")
       .def(
           "allowed_pairs",
           [](const Pattern& p, std::int64_t tokens, std::optional<std::int64_t> key_tokens) {
@@ -270,8 +286,8 @@ Args:
           },
           nb::arg("tokens"), nb::arg("key_tokens") = nb::none(),
           "Number of allowed (branch, head, query, key) pairs for so many queries, and as many "
-          "keys "
-          "unless key_tokens says otherwise.")
+          "keys unless key_tokens says otherwise: of one batch entry, or of all if they have "
+          "documents of their own.")
       .def(
           "__eq__", [](const Pattern& a, nb::handle b) { return compare(a, b); },
           nb::sig("def __eq__(self, other: object, /) -> bool"))

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <functional>
 #include <utility>
+#include <vector>
 
 namespace annulus::python {
 namespace {
@@ -39,6 +40,24 @@ void wait_for(nb::handle transfer, nb::handle limit) {
       nb::steal(limit.is_none() ? PyObject_CallMethodNoArgs(transfer.ptr(), name)
                                 : PyObject_CallMethodOneArg(transfer.ptr(), name, limit.ptr()));
   if (!done.is_valid()) throw nb::python_error();
+}
+
+void PreparedMessages::finish_sends(const nb::object& limit) {
+  std::vector<nb::object> under_way;  // another thread may clear the entries while Python runs
+  for (const Map* map : {&known_before_, &known_}) {
+    for (const auto& [key, entry] : *map) {
+      for (const Prepared& prepared : entry->turns) {
+        if (prepared.under_way.is_valid()) under_way.push_back(prepared.under_way);
+      }
+    }
+  }
+  for (const nb::object& transfer : under_way) {
+    try {
+      wait_for(transfer, limit);
+    } catch (const nb::python_error& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+    }
+  }
 }
 
 void PreparedMessages::clear() {

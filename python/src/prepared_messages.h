@@ -34,6 +34,9 @@ class PreparedMessages {
   // for. `limit` is the argument of wait(). Throws python_error.
   [[nodiscard]] nb::object begin(const Message& message, const nb::object& prepare,
                                  const nb::object& limit);
+  // Waits until the other ranks have taken the short sends. One that fails is passed over: its rank
+  // has ended. Throws python_error for Ctrl-C.
+  void finish_sends(const nb::object& limit);
   void clear();                                    // including those under way
   int traverse(visitproc visit, void* arg) const;  // for the garbage collector
 

@@ -160,6 +160,11 @@ std::unique_ptr<Ticket> PyTransport::post_prepared(std::span<const Message> mess
   return ticket;
 }
 
+void PyTransport::finish_sends() {
+  const nb::object self = nb::find(static_cast<Transport*>(this));
+  prepared_.finish_sends(nb::getattr(self, "wait_limit", nb::none()));
+}
+
 void PyTransport::fail(const std::string& where, const nb::python_error& error) {
   const PythonFailure failure(where, error);
   store_health({false, failure.rank(), failure.what()});

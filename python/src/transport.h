@@ -59,6 +59,7 @@ class PyTransport final : public Transport {
   // For an error of one message: asks the transport's explain() for its cause.
   [[noreturn]] void fail(const std::string& where, int peer, Way way,
                          const nb::python_error& error);
+  void finish_sends();                           // needs the GIL
   void forget_prepared() { prepared_.clear(); }  // needs the GIL
   int traverse(visitproc visit, void* arg) const { return prepared_.traverse(visit, arg); }
   [[nodiscard]] nb::object waiting() const;  // needs the GIL

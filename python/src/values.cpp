@@ -104,38 +104,6 @@ Pattern make_longnet(int heads, const std::vector<std::int64_t>& segments,
                   window);
 }
 
-std::optional<std::vector<std::int64_t>> parse_boundaries(const char* name, nb::handle boundaries) {
-  if (boundaries.is_none()) return std::nullopt;
-  nb::object listed = nb::borrow(boundaries);
-  if (nb::hasattr(boundaries, "tolist")) listed = boundaries.attr("tolist")();
-  std::vector<std::int64_t> numbers;
-  bool valid = nb::try_cast(listed, numbers);
-  if (valid) {
-    for (const nb::handle number : nb::iter(listed)) valid = valid && !PyBool_Check(number.ptr());
-  }
-  if (valid) return numbers;
-  throw ConfigError(std::string(name) + " is " + nb::repr(boundaries).c_str() +
-                    ", expected a sequence of whole numbers");
-}
-
-std::vector<Document> parse_documents(const std::vector<std::int64_t>& queries,
-                                      const std::optional<std::vector<std::int64_t>>& keys,
-                                      nb::handle starts) {
-  std::vector<std::int64_t> positions;
-  std::int64_t position = 0;
-  nb::object listed = nb::borrow(starts);
-  if (nb::hasattr(starts, "tolist")) listed = starts.attr("tolist")();
-  if (starts.is_none()) {
-    // 0 for all
-  } else if (!PyBool_Check(listed.ptr()) && nb::try_cast(listed, position)) {
-    positions.assign(queries.empty() ? 0 : queries.size() - 1, position);
-  } else if (!nb::try_cast(listed, positions)) {
-    throw ConfigError(std::string("query_start is ") + nb::repr(starts).c_str() +
-                      ", expected None, a whole number, or one for each document");
-  }
-  return packed_documents(queries, keys.value_or(queries), positions);
-}
-
 Pattern windowed(Pattern pattern, nb::handle window) {
   pattern.window = parse_window(window);
   pattern.validate();

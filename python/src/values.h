@@ -42,13 +42,23 @@ template <typename T>
 [[nodiscard]] Window parse_window(nb::handle window);
 [[nodiscard]] nb::object object_of(const Window& window);  // None: no window
 [[nodiscard]] Pattern windowed(Pattern pattern, nb::handle window);
-// A sequence, array or tensor of whole numbers; None: none.
-[[nodiscard]] std::optional<std::vector<std::int64_t>> parse_boundaries(const char* name,
-                                                                        nb::handle boundaries);
-// Boundaries as flash-attention's cu_seqlens. `starts`: None, a number or one for each document.
-[[nodiscard]] std::vector<Document> parse_documents(
-    const std::vector<std::int64_t>& queries, const std::optional<std::vector<std::int64_t>>& keys,
-    nb::handle starts);
+// The arguments that make documents, each None, a number, or a sequence, array or tensor. Those of
+// single batch entries are a sequence of these; see Pattern.with_documents.
+struct DocumentArguments {
+  nb::handle cu_seqlens;
+  nb::handle cu_seqlens_k;
+  nb::handle query_start;
+  nb::handle seqused_k;
+  nb::handle leftpad_k;
+};
+struct SequenceLengths {
+  std::int64_t queries = 0;
+  std::int64_t keys = 0;
+};
+// The pattern with these documents. If the lengths are known: ConfigError where documents exceed
+// them, or where it is not known at which keys the queries are.
+[[nodiscard]] Pattern with_documents(Pattern pattern, const DocumentArguments& arguments,
+                                     const std::optional<SequenceLengths>& lengths);
 
 // None, a name or a Pattern, with the arguments that go with a name.
 [[nodiscard]] Pattern parse_pattern(nb::handle pattern, int heads,

@@ -14,6 +14,7 @@
 #include "annulus/plan.h"
 #include "draw/plan_text.h"
 #include "draw/svg_canvas.h"
+#include "pattern/entry_groups.h"
 #include "pattern/segments.h"
 #include "plan/pair_counts.h"
 
@@ -154,8 +155,8 @@ void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
     const Branch& branch = plan.pattern().branches[runs[b].first];
     const double x = at.branch_left + static_cast<double>(b) * at.branch_width;
     const double w = at.branch_width - 3;
-    const Segments segments(plan.pattern(), branch, plan.query_placement().tokens(),
-                            plan.key_placement().tokens());
+    const Segments segments(documents_of(plan.pattern(), 0), branch,
+                            plan.query_placement().tokens(), plan.key_placement().tokens());
     const Side side = plan.options().travel == Travel::keys ? Side::keys : Side::queries;
     const std::string fill = hex(
         mix({0.89, 0.91, 0.93}, {0.38, 0.44, 0.50},
@@ -163,7 +164,21 @@ void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
     const auto height = [&](std::int64_t rows) {
       return at.grid_height * static_cast<double>(rows) / static_cast<double>(tokens);
     };
-    canvas.rect(x, at.top, w, at.grid_height, fill);
+    // Tokens outside all documents are left blank.
+    std::int64_t covered = 0;
+    std::int64_t begin = 0;
+    const auto draw_covered = [&] {
+      if (covered > begin) canvas.rect(x, at.top + height(begin), w, height(covered - begin), fill);
+    };
+    for (std::int64_t s = 0; s < segments.count(); ++s) {
+      const Segments::Part part = segments.part(side, s);
+      if (part.begin != covered && part.end > part.begin) {
+        draw_covered();
+        begin = part.begin;
+      }
+      covered = std::max(covered, part.end);
+    }
+    draw_covered();
     if (at.grid_height >= 3.0 * static_cast<double>(segments.count())) {
       for (std::int64_t s = 0; s < segments.count(); ++s) {
         const Segments::Part part = segments.part(side, s);

@@ -18,7 +18,8 @@ PlanTotals plan_totals(const Plan& plan) {
   totals.moved = plan.total_unit_rows();
   const int units =
       plan.options().travel == Travel::keys ? plan.options().kv_heads : plan.pattern().heads;
-  totals.all_gather = plan.travelling_placement().tokens() * (plan.ranks() - 1) * units;
+  totals.all_gather = plan.travelling_placement().tokens() * (plan.ranks() - 1) * units *
+                      plan.pattern().counted_entries();
   return totals;
 }
 

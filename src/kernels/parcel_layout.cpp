@@ -11,19 +11,15 @@ ParcelLayout::ParcelLayout(const Plan& plan, std::int64_t batch,
   for (int s = 0; s < sections(); ++s) row_bytes_ += section_bytes(s);
 }
 
-const std::vector<int>& ParcelLayout::units(int parcel) const {
-  const Parcel& p = plan_->parcels()[static_cast<std::size_t>(parcel)];
-  return plan_->classes()[static_cast<std::size_t>(p.head_class)].units;
-}
-
 std::int64_t ParcelLayout::bytes(int parcel) const {
   const auto count = static_cast<std::int64_t>(units(parcel).size());
-  return batch_ * count * plan_->parcels()[static_cast<std::size_t>(parcel)].row_count * row_bytes_;
+  return entries(parcel) * count * plan_->parcels()[static_cast<std::size_t>(parcel)].row_count *
+         row_bytes_;
 }
 
 std::int64_t ParcelLayout::offset(int parcel, std::int64_t batch, int unit, int section) const {
   const auto count = static_cast<std::int64_t>(units(parcel).size());
-  std::int64_t row = (batch * count + unit) * row_bytes_;
+  std::int64_t row = ((batch - first_entry(parcel)) * count + unit) * row_bytes_;
   for (int i = 0; i < section; ++i) row += section_bytes(i);
   return row * plan_->parcels()[static_cast<std::size_t>(parcel)].row_count;
 }

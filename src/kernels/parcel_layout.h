@@ -14,9 +14,9 @@ namespace annulus {
   return (content_bytes + 15) / 16 * 16;
 }
 
-// The layout of a parcel in memory and in messages: [batch][unit][section][row]. Sections are K, V,
-// Q, ...; a row of a section has `content_bytes`, padded with zeros. The layout is the same on all
-// ranks, so that forwarding a parcel is one copy.
+// The layout of a parcel in memory and in messages: [batch entry of its class][unit][section][row].
+// Sections are K, V, Q, ...; a row of a section has `content_bytes`, padded with zeros. The layout
+// is the same on all ranks, so that forwarding a parcel is one copy.
 class ParcelLayout {
  public:
   ParcelLayout(const Plan& plan, std::int64_t batch, std::vector<std::int64_t> content_bytes);
@@ -29,13 +29,24 @@ class ParcelLayout {
     return parcel_row_bytes(content_bytes(section));
   }
   [[nodiscard]] int sections() const { return static_cast<int>(sections_.size()); }
-  // Start of the rows of (batch, unit index, section) within the parcel.
+  // Start of the rows of (batch entry, unit index, section) within the parcel.
   [[nodiscard]] std::int64_t offset(int parcel, std::int64_t batch, int unit, int section) const;
-  [[nodiscard]] std::int64_t batch() const { return batch_; }
+  // Batch entries that the parcel has rows of: from first_entry() on.
+  [[nodiscard]] std::int64_t first_entry(int parcel) const {
+    return class_of(parcel).entries.begin;
+  }
+  [[nodiscard]] std::int64_t entries(int parcel) const {
+    return class_of(parcel).entries.count_in(batch_);
+  }
   // K/V heads or query heads of the parcel, in the order of its units.
-  [[nodiscard]] const std::vector<int>& units(int parcel) const;
+  [[nodiscard]] const std::vector<int>& units(int parcel) const { return class_of(parcel).units; }
 
  private:
+  [[nodiscard]] const HeadClass& class_of(int parcel) const {
+    const Parcel& p = plan_->parcels()[static_cast<std::size_t>(parcel)];
+    return plan_->classes()[static_cast<std::size_t>(p.head_class)];
+  }
+
   const Plan* plan_;
   std::int64_t batch_;
   std::vector<std::int64_t> sections_;  // content_bytes

@@ -48,7 +48,7 @@ class Sharing {
  public:
   // With detached mixing, every branch computes all its pairs.
   Sharing(const Plan& plan, MixGradient mix)
-      : plan_(plan), share_(mix == MixGradient::full && plan.self_attention()) {}
+      : plan_(plan), share_(mix == MixGradient::full && plan.options().same_positions()) {}
 
   void share_nothing() {
     share_ = false;
@@ -97,6 +97,10 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
         .selections[static_cast<std::size_t>(tiles.selection)];
   };
 
+  const auto entries_of = [&](const TileGroup& tiles) {
+    return plan.classes()[static_cast<std::size_t>(tiles.head_class)].entries;
+  };
+
   Sharing sharing(plan, computation.mix_gradient);
   if (stage.kind == Stage::Kind::gradients) {
     // Groups that skip shared pairs have to add to the keys of a segment one after the other. If
@@ -106,7 +110,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     for (const TileGroup& tiles : tile_groups) {
       const Selection& selection = selection_of(tiles);
       const auto branch = static_cast<std::size_t>(selection.branch);
-      chains[branch] += computation.batch * static_cast<std::int64_t>(selection.members.size());
+      chains[branch] += entries_of(tiles).count_in(computation.batch) *
+                        static_cast<std::int64_t>(selection.members.size());
       for (const Selection::Member& member : selection.members) {
         if (sharing.of(tiles, selection.branch, member.q_head).host >= 0) guest[branch] = true;
       }
@@ -125,8 +130,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     if (computation.kept != nullptr && stage.kind == Stage::Kind::forward) {
       const int head = selection.members.front().q_head;  // all have the same offset
       for (RunTemplate& run : rows_.back().queries) {
-        run.kept = static_cast<std::int32_t>(
-            computation.kept->rank(selection.branch, head, run.store_first));
+        run.kept = static_cast<std::int32_t>(computation.kept->rank(
+            selection.branch, entries_of(tiles).begin, head, run.store_first));
       }
     }
     // Both rows of a pair belong to one selection, so their positions differ by a multiple of the
@@ -144,6 +149,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       group.branch = selection.branch;
       group.offset = selection.offset;
       group.segment = tiles.segment;
+      group.entries = entries_of(tiles);
       group.rows = static_cast<int>(rows_.size()) - 1;
       group.band = band;
       group.repeats = sharing_of(m).repeats;

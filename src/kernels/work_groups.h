@@ -24,6 +24,7 @@ struct WorkGroup {
   int branch = 0;
   std::int64_t offset = 0;
   std::int64_t segment = 0;
+  EntryRange entries;  // of the batch
   std::vector<Selection::Member> members;
   std::vector<Repeat> repeats;
   int rows = 0;                 // index of its WorkRows

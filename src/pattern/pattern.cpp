@@ -9,6 +9,7 @@
 
 #include "annulus/error.h"
 #include "pattern/band_pairs.h"
+#include "pattern/entry_groups.h"
 #include "pattern/segments.h"
 
 namespace annulus {
@@ -43,18 +44,28 @@ void check_preset(const std::string& where, int heads, std::span<const std::int6
   }
 }
 
-// Documents are in the order of their tokens on both sides.
+// Documents are in the order of entries, and in that of their tokens on both sides.
 void check_document(const Pattern& pattern, std::size_t index) {
   const Document& document = pattern.documents[index];
-  const Document before = index == 0 ? Document{} : pattern.documents[index - 1];
+  Document before = index == 0 ? Document{} : pattern.documents[index - 1];
   const std::string where =
       "Pattern '" + pattern.name + "', document " + std::to_string(index) + ": ";
-  const auto check = [&](const char* side, std::int64_t begin, std::int64_t end, std::int64_t least,
+  const bool by_entry = pattern.by_entry();
+  const std::int64_t least =
+      by_entry ? std::max<std::int64_t>(0, before.entry) : Document::kEveryEntry;
+  if (document.entry < least || (!by_entry && document.entry > least)) {
+    throw ConfigError(where + "entry is " + std::to_string(document.entry) + ", expected " +
+                      (by_entry ? std::to_string(least) + " or more: documents are in the order "
+                                                          "of their batch entries"
+                                : "-1 (every entry) in all documents, or in none"));
+  }
+  if (document.entry != before.entry) before = {};
+  const auto check = [&](const char* side, std::int64_t begin, std::int64_t end, std::int64_t first,
                          std::int64_t start) {
-    if (begin < least || end < begin) {
+    if (begin < first || end < begin) {
       throw ConfigError(where + side + " tokens are [" + std::to_string(begin) + ", " +
                         std::to_string(end) + "), expected a range that begins at " +
-                        std::to_string(least) + " or later");
+                        std::to_string(first) + " or later");
     }
     constexpr std::int64_t kMostPositions = std::int64_t{1} << 40;  // keeps sums of positions small
     if (start < 0 || start > kMostPositions) {
@@ -95,11 +106,13 @@ double band_pairs(const Band& band, const Stretch& queries, const Stretch& keys)
                                          : up_to(band.most) - up_to(band.least - 1);
 }
 
-bool Pattern::allows(const Branch& branch, int head, std::int64_t query, std::int64_t key) const {
+bool Pattern::allows(const Branch& branch, int head, std::int64_t query, std::int64_t key,
+                     std::int64_t entry) const {
   if (!documents.empty()) {
+    const std::span<const Document> here = documents_of(*this, entry);
     const auto document =
-        std::ranges::find_if(documents, [&](const Document& d) { return query < d.query_end; });
-    if (document == documents.end() || query < document->query_begin || key < document->key_begin ||
+        std::ranges::find_if(here, [&](const Document& d) { return query < d.query_end; });
+    if (document == here.end() || query < document->query_begin || key < document->key_begin ||
         key >= document->key_end) {
       return false;
     }
@@ -264,6 +277,18 @@ std::vector<Document> packed_documents(std::span<const std::int64_t> queries,
   return documents;
 }
 
+std::vector<Document> documents_of_entries(std::span<const std::vector<Document>> documents) {
+  std::vector<Document> out;
+  for (std::size_t entry = 0; entry < documents.size(); ++entry) {
+    const std::size_t begin = out.size();
+    out.insert(out.end(), documents[entry].begin(), documents[entry].end());
+    if (out.size() == begin) out.emplace_back();  // else the batch would seem to be smaller
+    for (std::size_t i = begin; i < out.size(); ++i)
+      out[i].entry = static_cast<std::int64_t>(entry);
+  }
+  return out;
+}
+
 double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens) {
   pattern.validate();
   const auto check = [](const char* what, std::int64_t found) {
@@ -281,16 +306,19 @@ double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens, std::int
     for (const std::int64_t offset : branch.offset) {
       if (offset >= 0) heads_of[offset] += 1.0;
     }
-    const Segments segments(pattern, branch, query_tokens, key_tokens);
-    for (std::int64_t s = 0, next = 0; s < segments.count(); s = next) {
-      next = segments.alike_until(s, segments.count());
-      for (const auto& [offset, heads] : heads_of) {
-        const auto indices = [&](Side side) {
-          return selected_indices(segments.part(side, s), branch.dilation, offset);
-        };
-        pairs += static_cast<double>(next - s) * heads *
-                 band_pairs(band.divided_by(branch.dilation), indices(Side::queries),
-                            indices(Side::keys));
+    for (const EntryGroup& group : entry_groups(pattern)) {
+      const auto entries = static_cast<double>(group.entries.times());
+      const Segments segments(group.documents, branch, query_tokens, key_tokens);
+      for (std::int64_t s = 0, next = 0; s < segments.count(); s = next) {
+        next = segments.alike_until(s, segments.count());
+        for (const auto& [offset, heads] : heads_of) {
+          const auto indices = [&](Side side) {
+            return selected_indices(segments.part(side, s), branch.dilation, offset);
+          };
+          pairs += entries * static_cast<double>(next - s) * heads *
+                   band_pairs(band.divided_by(branch.dilation), indices(Side::queries),
+                              indices(Side::keys));
+        }
       }
     }
   }

@@ -5,6 +5,7 @@
 
 #include "annulus/error.h"
 #include "pattern/division.h"
+#include "pattern/entry_groups.h"
 
 namespace annulus {
 namespace {
@@ -24,40 +25,22 @@ Range range_of(const Document& document, Side side) {
   return {document.key_begin, document.key_end, document.key_start};
 }
 
-std::vector<Document> documents_of(const Pattern& pattern, std::int64_t query_tokens,
-                                   std::int64_t key_tokens) {
-  if (!pattern.documents.empty()) return pattern.documents;
-  return {{.query_end = query_tokens, .key_end = key_tokens}};
+std::vector<Document> or_whole(std::span<const Document> documents, std::int64_t query_tokens,
+                               std::int64_t key_tokens) {
+  if (documents.empty()) return {{.query_end = query_tokens, .key_end = key_tokens}};
+  return {documents.begin(), documents.end()};
 }
 
-}  // namespace
-
-void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens) {
-  if (pattern.documents.empty()) return;
-  const Document& last = pattern.documents.back();
-  const auto check = [&](const char* side, std::int64_t found, std::int64_t tokens) {
-    if (found <= tokens) return;
-    throw ConfigError("Pattern '" + pattern.name + "': the last document ends at " + side +
-                      " token " + std::to_string(found) + ", expected at most the number of " +
-                      side + " tokens, " + std::to_string(tokens));
-  };
-  check("query", last.query_end, query_tokens);
-  check("key", last.key_end, key_tokens);
+std::string of_entry(const Document& document) {
+  if (document.entry == Document::kEveryEntry) return "";
+  return " of batch entry " + std::to_string(document.entry);
 }
 
-bool every_query_attends(const Pattern& pattern, std::int64_t query_tokens,
-                         std::int64_t key_tokens) {
-  // A sufficient condition: each query has a key at its own position, in a branch without gaps.
-  if (!pattern.band().allows(0, 0)) return false;
-  for (std::size_t head = 0; head < static_cast<std::size_t>(pattern.heads); ++head) {
-    if (std::none_of(pattern.branches.begin(), pattern.branches.end(), [&](const Branch& branch) {
-          return branch.dilation == 1 && branch.offset[head] == 0;
-        })) {
-      return false;
-    }
-  }
+// See every_query_attends: each query is in a document that has a key at the same position.
+bool every_query_has_its_key(std::span<const Document> documents, std::int64_t query_tokens,
+                             std::int64_t key_tokens) {
   std::int64_t covered = 0;
-  for (const Document& document : documents_of(pattern, query_tokens, key_tokens)) {
+  for (const Document& document : or_whole(documents, query_tokens, key_tokens)) {
     const Range queries = range_of(document, Side::queries);
     const Range keys = range_of(document, Side::keys);
     if (queries.begin == queries.end) continue;
@@ -70,9 +53,46 @@ bool every_query_attends(const Pattern& pattern, std::int64_t query_tokens,
   return covered == query_tokens;
 }
 
-Segments::Segments(const Pattern& pattern, const Branch& branch, std::int64_t query_tokens,
-                   std::int64_t key_tokens)
-    : documents_(documents_of(pattern, query_tokens, key_tokens)) {
+}  // namespace
+
+void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens) {
+  for (const EntryGroup& group : entry_groups(pattern)) {
+    if (group.documents.empty()) return;
+    const Document& last = group.documents.back();
+    const auto check = [&](const char* side, std::int64_t found, std::int64_t tokens) {
+      if (found <= tokens) return;
+      throw ConfigError("Pattern '" + pattern.name + "': the last document" + of_entry(last) +
+                        " ends at " + side + " token " + std::to_string(found) +
+                        ", expected at most the number of " + side + " tokens, " +
+                        std::to_string(tokens));
+    };
+    check("query", last.query_end, query_tokens);
+    check("key", last.key_end, key_tokens);
+  }
+}
+
+bool every_query_attends(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens,
+                         std::int64_t batch) {
+  // A sufficient condition: each query has a key at its own position, in a branch without gaps.
+  if (!pattern.band().allows(0, 0)) return false;
+  for (std::size_t head = 0; head < static_cast<std::size_t>(pattern.heads); ++head) {
+    if (std::none_of(pattern.branches.begin(), pattern.branches.end(), [&](const Branch& branch) {
+          return branch.dilation == 1 && branch.offset[head] == 0;
+        })) {
+      return false;
+    }
+  }
+  std::int64_t entries = 0;
+  for (const EntryGroup& group : entry_groups(pattern)) {
+    if (!every_query_has_its_key(group.documents, query_tokens, key_tokens)) return false;
+    entries += group.entries.count_in(batch);
+  }
+  return entries == batch;
+}
+
+Segments::Segments(std::span<const Document> documents, const Branch& branch,
+                   std::int64_t query_tokens, std::int64_t key_tokens)
+    : documents_(or_whole(documents, query_tokens, key_tokens)) {
   for (const Document& document : documents_) length_ = std::max(length_, document.length());
   length_ = std::min(length_, branch.segment_length);
   first_segment_.reserve(documents_.size() + 1);
@@ -107,17 +127,20 @@ std::int64_t Segments::at_or_after(Side side, std::int64_t token) const {
 }
 
 std::int64_t Segments::at_or_before(Side side, std::int64_t token) const {
-  const auto next = std::partition_point(
+  auto next = std::partition_point(
       documents_.begin(), documents_.end(),
       [&](const Document& document) { return range_of(document, side).begin <= token; });
-  // Skips documents without tokens on this side.
-  for (auto found = next; found != documents_.begin();) {
-    --found;
-    const Range range = range_of(*found, side);
+  // Skips documents without tokens on this side. They end where the one before them that has tokens
+  // does, if there is no gap: the first that ends there.
+  while (next != documents_.begin()) {
+    const std::int64_t end = range_of(*(next - 1), side).end;
+    next = std::partition_point(documents_.begin(), next - 1, [&](const Document& document) {
+      return range_of(document, side).end < end;
+    });
+    const Range range = range_of(*next, side);
     if (range.begin == range.end) continue;
     const std::int64_t position = std::min(token, range.end - 1) - range.origin();
-    return first_segment_[static_cast<std::size_t>(found - documents_.begin())] +
-           position / length_;
+    return first_segment_[static_cast<std::size_t>(next - documents_.begin())] + position / length_;
   }
   return -1;
 }

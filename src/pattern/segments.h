@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "annulus/band.h"
@@ -10,15 +11,16 @@
 
 namespace annulus {
 
-// ConfigError unless every document lies within the tokens of both sides.
+// ConfigError unless every document lies within the tokens of both sides, of its batch entry.
 void check_documents(const Pattern& pattern, std::int64_t query_tokens, std::int64_t key_tokens);
 
-// Whether every query sees at least one key, in every head.
+// Whether every query of a batch of so many entries sees at least one key, in every head.
 [[nodiscard]] bool every_query_attends(const Pattern& pattern, std::int64_t query_tokens,
-                                       std::int64_t key_tokens);
+                                       std::int64_t key_tokens, std::int64_t batch);
 
-// The segments of a branch, numbered through all documents. A query sees keys of its own segment
-// only, so the numbers are the same on both sides. A segment may have no tokens on one side.
+// The segments of a branch in one batch entry, numbered through all documents. A query sees keys of
+// its own segment only, so the numbers are the same on both sides. A segment may have no tokens on
+// one side.
 class Segments {
  public:
   // The tokens of a segment on one side: [begin, end). `origin` is the token at position 0 of the
@@ -29,7 +31,8 @@ class Segments {
     std::int64_t origin = 0;
   };
 
-  Segments(const Pattern& pattern, const Branch& branch, std::int64_t query_tokens,
+  // No documents: all tokens are one.
+  Segments(std::span<const Document> documents, const Branch& branch, std::int64_t query_tokens,
            std::int64_t key_tokens);
 
   [[nodiscard]] std::int64_t count() const { return first_segment_.back(); }

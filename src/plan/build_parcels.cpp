@@ -7,8 +7,10 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <utility>
 
+#include "pattern/entry_groups.h"
 #include "plan/demand.h"
 #include "plan/periodic_parcels.h"
 #include "plan/range_union.h"
@@ -17,7 +19,10 @@
 namespace annulus {
 namespace {
 
-using SelectionKey = std::pair<int, std::int64_t>;  // (branch, offset)
+using SelectionKey = std::tuple<std::int64_t, int, std::int64_t>;  // (first entry, branch, offset)
+SelectionKey key_of(const HeadClass& head_class, const Selection& selection) {
+  return {head_class.entries.begin, selection.branch, selection.offset};
+}
 
 // Collects the row sets of one owner, class by class and range by range, into one parcel per class
 // and rank set.
@@ -40,8 +45,7 @@ class ParcelBuilder {
   }
 
   void finish_class(int owner, int head_class) {
-    const auto units =
-        static_cast<std::int64_t>((*classes_)[static_cast<std::size_t>(head_class)].units.size());
+    const std::int64_t units = (*classes_)[static_cast<std::size_t>(head_class)].unit_rows();
     const std::size_t begin = parcels_.size();
     for (auto& [needed_by, open] : open_) {
       ++parcel_count_;
@@ -125,7 +129,7 @@ class ClassDemands {
              const std::map<SelectionKey, SelectionDemands>& demands) {
     queues_.clear();
     for (const Selection& s : head_class.selections) {
-      const std::span<const Demand> queue = demands.at({s.branch, s.offset}).of(owner);
+      const std::span<const Demand> queue = demands.at(key_of(head_class, s)).of(owner);
       if (!queue.empty()) queues_.push_back(queue);
     }
   }
@@ -175,10 +179,12 @@ BuiltParcels build_parcels_directly(const PlanOptions& options,
   std::map<SelectionKey, SelectionDemands> demands;
   for (const HeadClass& head_class : classes) {
     for (const Selection& s : head_class.selections) {
-      if (demands.contains({s.branch, s.offset})) continue;
+      const auto [found, is_new] = demands.try_emplace(key_of(head_class, s));
+      if (!is_new) continue;
       const Branch& branch = options.pattern.branches[static_cast<std::size_t>(s.branch)];
-      demands.emplace(SelectionKey(s.branch, s.offset),
-                      collect_demands(options, branch, s.offset, sets));
+      const std::span<const Document> documents =
+          documents_of(options.pattern, head_class.entries.begin);
+      found->second = collect_demands(options, documents, branch, s.offset, sets);
     }
   }
   RangeUnion range_union(sets);

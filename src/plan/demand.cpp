@@ -93,9 +93,10 @@ std::vector<std::size_t> by_segment(const std::vector<Piece>& pieces) {
 // of ranks that need them changes.
 class DemandCollector {
  public:
-  DemandCollector(const PlanOptions& options, const Branch& branch, RankSets& sets)
+  DemandCollector(const PlanOptions& options, std::span<const Document> documents,
+                  const Branch& branch, RankSets& sets)
       : options_(options),
-        segments_(options.pattern, branch, options.queries.tokens(), options.keys.tokens()),
+        segments_(documents, branch, options.queries.tokens(), options.keys.tokens()),
         dilation_(branch.dilation),
         travelling_(options.travel == Travel::keys ? options.keys : options.queries),
         staying_(options.travel == Travel::keys ? options.queries : options.keys),
@@ -250,9 +251,9 @@ class DemandCollector {
 
 }  // namespace
 
-SelectionDemands collect_demands(const PlanOptions& options, const Branch& branch,
-                                 std::int64_t offset, RankSets& sets) {
-  return DemandCollector(options, branch, sets).collect(offset);
+SelectionDemands collect_demands(const PlanOptions& options, std::span<const Document> documents,
+                                 const Branch& branch, std::int64_t offset, RankSets& sets) {
+  return DemandCollector(options, documents, branch, sets).collect(offset);
 }
 
 }  // namespace annulus

@@ -51,9 +51,12 @@ struct SelectionDemands {
   }
 };
 
-// Collects the demands of one (branch, offset). The placement of the travelling side determines the
-// owner of a row, and that of the staying side which ranks need it.
-[[nodiscard]] SelectionDemands collect_demands(const PlanOptions& options, const Branch& branch,
-                                               std::int64_t offset, RankSets& sets);
+// Collects the demands of one (branch, offset) in batch entries with these documents (none: all
+// tokens are one document). The placement of the travelling side determines the owner of a row, and
+// that of the staying side which ranks need it.
+[[nodiscard]] SelectionDemands collect_demands(const PlanOptions& options,
+                                               std::span<const Document> documents,
+                                               const Branch& branch, std::int64_t offset,
+                                               RankSets& sets);
 
 }  // namespace annulus

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "pattern/band_pairs.h"
+#include "pattern/entry_groups.h"
 #include "pattern/segments.h"
 #include "plan/selected_rows.h"
 
@@ -155,21 +156,24 @@ double shard_pairs(const Pattern& pattern, const Placement& queries, const Place
   const Side staying_side = travel == Travel::keys ? Side::queries : Side::keys;
   const Side travelling_side = travel == Travel::keys ? Side::keys : Side::queries;
   double pairs = 0.0;
+  const std::vector<EntryGroup> groups = entry_groups(pattern);
   for (const Branch& branch : pattern.branches) {
-    const Segments segments(pattern, branch, queries.tokens(), keys.tokens());
     std::map<std::int64_t, int> heads_of;  // by offset
     for (const std::int64_t offset : branch.offset) {
       if (offset >= 0) ++heads_of[offset];
     }
-    for (const auto& [offset, heads] : heads_of) {
-      const SelectedRows selected(segments, staying_side, branch.dilation, offset);
-      const SelectedRows other(segments, travelling_side, branch.dilation, offset);
-      double per_head = 0.0;
-      for (const RowSet& range : staying.ranges(rank)) {
-        if (range.count == 0) continue;
-        per_head += RangePairs(range, selected, other, pattern.band()).count();
+    for (const EntryGroup& group : groups) {
+      const Segments segments(group.documents, branch, queries.tokens(), keys.tokens());
+      for (const auto& [offset, heads] : heads_of) {
+        const SelectedRows selected(segments, staying_side, branch.dilation, offset);
+        const SelectedRows other(segments, travelling_side, branch.dilation, offset);
+        double per_head = 0.0;
+        for (const RowSet& range : staying.ranges(rank)) {
+          if (range.count == 0) continue;
+          per_head += RangePairs(range, selected, other, pattern.band()).count();
+        }
+        pairs += per_head * heads * static_cast<double>(group.entries.times());
       }
-      pairs += per_head * heads;
     }
   }
   return pairs;
@@ -181,7 +185,8 @@ std::vector<double> pairs_by_step(const Plan& plan) {
   for (const TileGroup& group : plan.tile_groups(0, plan.steps())) {
     const HeadClass& head_class = plan.classes()[static_cast<std::size_t>(group.head_class)];
     const Selection& selection = head_class.selections[static_cast<std::size_t>(group.selection)];
-    const auto members = static_cast<double>(selection.members.size());
+    const double members = static_cast<double>(selection.members.size()) *
+                           static_cast<double>(head_class.entries.times());
     for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
       double sum = 0.0;
       for (const PlacedRows& host : keys_travel ? group.queries : group.keys) {

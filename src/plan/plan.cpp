@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "annulus/error.h"
+#include "pattern/entry_groups.h"
 #include "pattern/segments.h"
 #include "plan/build_parcels.h"
 #include "plan/pair_counts.h"
@@ -22,7 +23,7 @@ namespace annulus {
 namespace {
 
 // Units that select the same rows travel together. Classes are in the order of their first unit.
-std::vector<HeadClass> head_classes(const PlanOptions& options) {
+std::vector<HeadClass> classes_of_units(const PlanOptions& options) {
   using Key = std::set<std::pair<int, std::int64_t>>;  // (branch, offset)
   const Pattern& pattern = options.pattern;
   const int units = options.travel == Travel::keys ? options.kv_heads : pattern.heads;
@@ -54,6 +55,19 @@ std::vector<HeadClass> head_classes(const PlanOptions& options) {
           selection.members.push_back({slot, head});
         }
       }
+    }
+  }
+  return classes;
+}
+
+// The classes of each group of batch entries, one group after the other.
+std::vector<HeadClass> head_classes(const PlanOptions& options) {
+  const std::vector<HeadClass> of_units = classes_of_units(options);
+  std::vector<HeadClass> classes;
+  for (const EntryGroup& group : entry_groups(options.pattern)) {
+    for (const HeadClass& head_class : of_units) {
+      classes.push_back(head_class);
+      classes.back().entries = group.entries;
     }
   }
   return classes;
@@ -110,6 +124,12 @@ bool PlanOptions::self_attention() const {
   return queries.same_as(keys) &&
          std::ranges::all_of(pattern.documents,
                              [](const Document& document) { return document.same_sides(); });
+}
+
+bool PlanOptions::same_positions() const {
+  return queries.same_as(keys) &&
+         std::ranges::all_of(pattern.documents,
+                             [](const Document& document) { return document.same_positions(); });
 }
 
 void Plan::check(const PlanOptions& options, int rank) {
@@ -281,7 +301,7 @@ std::int64_t Plan::unit_rows(std::span<const Hop> hops) const {
   for (const Hop& hop : hops) {
     const Parcel& parcel = parcels()[static_cast<std::size_t>(hop.parcel)];
     const HeadClass& head_class = classes()[static_cast<std::size_t>(parcel.head_class)];
-    rows += parcel.row_count * static_cast<std::int64_t>(head_class.units.size());
+    rows += parcel.row_count * head_class.unit_rows();
   }
   return rows;
 }
@@ -337,6 +357,7 @@ std::uint64_t Plan::digest() const {
     hash.add(document.key_end);
     hash.add(document.query_start);
     hash.add(document.key_start);
+    hash.add(document.entry);
   }
   hash.add_size(pattern().branches.size());
   for (const Branch& branch : pattern().branches) {

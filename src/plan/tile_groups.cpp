@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -11,6 +12,7 @@
 
 #include "annulus/error.h"
 #include "annulus/plan.h"
+#include "pattern/entry_groups.h"
 #include "pattern/segments.h"
 #include "plan/pair_counts.h"
 #include "plan/selected_rows.h"
@@ -207,12 +209,25 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
   const bool with_local = first_step == 0 && last_step >= 0;
   for (std::size_t b = 0; b < pattern().branches.size(); ++b) {
     const Branch& branch = pattern().branches[b];
-    const Segments segments(pattern(), branch, query_placement().tokens(),
-                            key_placement().tokens());
+    // Of one group of batch entries: the classes of a group follow each other.
+    std::optional<Segments> segments;
+    std::size_t first_document = 0;
+    std::int64_t entry = -1;
     // By offset, because classes share them. In self-attention both sides share them, too.
     std::map<std::int64_t, ShardRows> shards;
     std::map<std::int64_t, ShardRows> travelling_shards;
     for (std::size_t c = 0; c < classes().size(); ++c) {
+      if (classes()[c].entries.begin != entry) {
+        entry = classes()[c].entries.begin;
+        const std::span<const Document> documents = documents_of(pattern(), entry);
+        segments.emplace(documents, branch, query_placement().tokens(), key_placement().tokens());
+        first_document =
+            pattern().documents.empty()
+                ? 0
+                : static_cast<std::size_t>(documents.data() - pattern().documents.data());
+        shards.clear();
+        travelling_shards.clear();
+      }
       const std::size_t class_begin = groups.size();
       int selections = 0;
       for (std::size_t s = 0; s < classes()[c].selections.size(); ++s) {
@@ -221,7 +236,7 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
         if (!with_local && received[c].empty()) continue;
         ++selections;
         const auto selected_on = [&](Side side) {
-          return SelectedRows(segments, side, branch.dilation, selection.offset);
+          return SelectedRows(*segments, side, branch.dilation, selection.offset);
         };
         const auto shard_of = [&](Side side, auto& made) -> const ShardRows& {
           const Placement& placement = side == Side::keys ? key_placement() : query_placement();
@@ -244,16 +259,16 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
           group.head_class = static_cast<int>(c);
           group.selection = static_cast<int>(s);
           group.segment = here.segment;
-          group.document = static_cast<int>(segments.document_of(here.segment));
-          group.query_origin = segments.part(Side::queries, here.segment).origin;
-          group.key_origin = segments.part(Side::keys, here.segment).origin;
+          group.document = static_cast<int>(first_document + segments->document_of(here.segment));
+          group.query_origin = segments->part(Side::queries, here.segment).origin;
+          group.key_origin = segments->part(Side::keys, here.segment).origin;
           (keys_travel ? group.queries : group.keys).assign(waiting.begin(), waiting.end());
           std::vector<PlacedRows>& travelling = keys_travel ? group.keys : group.queries;
           travelling.reserve(arrived.size() + local.size());
           travelling.assign(local.begin(), local.end());
           travelling.insert(travelling.end(), arrived.begin(), arrived.end());
           if (!arrived.empty()) std::sort(travelling.begin(), travelling.end(), earlier);
-          const Band band = segments.in_tokens(pattern().band(), here.segment);
+          const Band band = segments->in_tokens(pattern().band(), here.segment);
           if (!trim(group, band)) continue;
           group.band = band_of(group, band);
           groups.push_back(std::move(group));

@@ -139,6 +139,10 @@ void RingAttention::Impl::check_options() const {
                                   options.placement.ranks()));
   }
   check_documents(options.pattern, options.placement.tokens(), options.keys().tokens());
+  if (options.pattern.by_entry() && options.pattern.counted_entries() != options.batch) {
+    throw ConfigError(fmt::format("documents are of {} batch entries, batch is {}",
+                                  options.pattern.counted_entries(), options.batch));
+  }
   // In floating point, and before any integer product: a huge batch must not overflow.
   const auto at_least_one = [](std::int64_t tokens) {
     return static_cast<double>(std::max<std::int64_t>(1, tokens));

@@ -61,7 +61,7 @@ InProcessOptions patient_ring(const RingOptions& options) {
   constexpr double kLongest = 1e9;  // seconds
   const double flops =
       allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) * 14.0 *
-      static_cast<double>(options.batch) * options.head_dim;
+      static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim;
   InProcessOptions settings;
   settings.deadline +=
       std::chrono::seconds(static_cast<std::int64_t>(std::min(kLongest, flops / 1e9)));

@@ -6,6 +6,7 @@
 
 #include "annulus/error.h"
 #include "core/caches.h"
+#include "pattern/entry_groups.h"
 #include "ring/option_text.h"
 
 namespace annulus {
@@ -56,13 +57,13 @@ struct Part {
   }
 };
 
-// The part of a branch state for some sequences, whose rows are contiguous (KeptRows). `Data` is
+// The rows of a piece in a branch state, which are contiguous (KeptRows). `Data` is
 // BranchState::Data.
 template <typename Data>
-Data part_of(const Data& state, std::int64_t piece, std::int64_t pieces) {
+Data part_of(const Data& state, std::int64_t first, std::int64_t rows, std::int64_t all_rows) {
   const auto cut = [&](const Memory& memory) {
-    const std::int64_t bytes = memory.bytes() / pieces;
-    return Memory(memory.data() == nullptr ? nullptr : memory.data() + piece * bytes, bytes,
+    const std::int64_t row = all_rows == 0 ? 0 : memory.bytes() / all_rows;
+    return Memory(memory.data() == nullptr ? nullptr : memory.data() + first * row, rows * row,
                   memory.device(), nullptr);
   };
   Data part;
@@ -80,36 +81,42 @@ RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strateg
   const std::int64_t sequences = strategy.sequences > 0 ? strategy.sequences : options_.batch;
   const int kv_heads = strategy.kv_heads > 0 ? strategy.kv_heads : options_.kv_heads;
   const int group = options_.pattern.heads / options_.kv_heads;
-  batch_pieces_ = options_.batch / sequences;
   for (int first = 0; first < options_.kv_heads; first += kv_heads) {
     RingOptions piece = options_;
     piece.batch = sequences;
     piece.kv_heads = kv_heads;
     piece.pattern = ring::pattern_of_heads(options_.pattern, first * group, kv_heads * group);
-    std::string key = ring::options_key(piece);
-    kinds_.push_back({std::move(piece), std::move(key)});
+    for (std::int64_t entry = 0; entry < options_.batch; entry += sequences) {
+      piece.pattern.documents = documents_of_part(options_.pattern, entry, entry + sequences);
+      std::string key = ring::options_key(piece);
+      if (kinds_.empty() || kinds_.back().key != key)
+        kinds_.push_back({piece, std::move(key), {}, 0});
+      kinds_.back().pieces.push_back({entry, first});
+    }
   }
   // A pass starts and ends with the executor of the last piece. Count its bytes in the same way.
   const auto sent = [&] { return static_cast<std::int64_t>(transport_->counters().bytes_sent); };
   const Impl& last = executor_of(kinds_.size() - 1);
   queue_ = last.queue;
   backend_ = last.backend;
-  branch_rows_ = batch_pieces_ * last.branch_rows();
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
     const std::int64_t before = sent();
     const Impl& executor = executor_of(i);
     const std::int64_t making = sent() - before;
-    forward_bytes_ += making + batch_pieces_ * executor.predicted_forward_bytes();
-    backward_bytes_ += making + batch_pieces_ * executor.predicted_backward_bytes();
+    const std::int64_t pieces = std::ssize(kinds_[i].pieces);
+    forward_bytes_ += making + pieces * executor.predicted_forward_bytes();
+    backward_bytes_ += making + pieces * executor.predicted_backward_bytes();
+    kinds_[i].branch_rows = executor.branch_rows();
+    branch_rows_ += pieces * executor.branch_rows();
     MemoryInfo info = executor.memory_info();
     if (info.workspace_bytes > info_.workspace_bytes) info_ = std::move(info);
   }
   if (!options_.backward) backward_bytes_ = 0;
 }
 
-RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t head_piece) {
-  const Kind& kind = kinds_[head_piece];
-  if (executor_ != nullptr && key_ == kind.key) return *executor_;
+RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t kind) {
+  const Kind& wanted = kinds_[kind];
+  if (executor_ != nullptr && key_ == wanted.key) return *executor_;
   std::unique_ptr<Impl> next;
   {
     const std::lock_guard lock(mutex_);
@@ -117,25 +124,25 @@ RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t head_piece) 
     key_.clear();
   }
   next.reset();  // frees its memory for the next one
-  next = Impl::make(kind.options, *transport_, &options_, by_ring_);
+  next = Impl::make(wanted.options, *transport_, &options_, by_ring_);
   if (queue_ != nullptr) next->use_queue(queue_);
   const std::lock_guard lock(mutex_);
   if (interrupted_) next->interrupted = true;
   executor_ = std::move(next);
-  key_ = kind.key;
+  key_ = wanted.key;
   return *executor_;
 }
 
-RingAttention::Impl& RingAttention::Pieces::executor_again(std::size_t head_piece) {
+RingAttention::Impl& RingAttention::Pieces::executor_again(std::size_t kind) {
   ring::Trials trials(options_);
   try {
-    return executor_of(head_piece);
+    return executor_of(kind);
   } catch (const ring::SharedShortage& shortage) {
     trials.add(shortage);
   }
   drop_caches();
   try {
-    return executor_of(head_piece);
+    return executor_of(kind);
   } catch (const ring::SharedShortage& shortage) {
     trials.add(shortage, ring::strategies(options_).front());
   }
@@ -156,19 +163,20 @@ void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, S
     const ring::Claim claim{ring::kTheCall, where};
     ring::agree(*transport_, where, std::move(complaint), std::span(&claim, 1));
   }
-  const std::int64_t sequences = options_.batch / batch_pieces_;
-  const std::int64_t kv_heads = options_.kv_heads / std::ssize(kinds_);
-  for (std::size_t h = 0; h < kinds_.size(); ++h) {
-    Impl& executor = executor_again(h);
-    for (std::int64_t b = 0; b < batch_pieces_; ++b) {
-      const Part part{b * sequences, sequences, static_cast<std::int64_t>(h) * kv_heads, kv_heads,
+  std::int64_t first_row = 0;  // of the branch state
+  for (std::size_t i = 0; i < kinds_.size(); ++i) {
+    const Kind& kind = kinds_[i];
+    Impl& executor = executor_again(i);
+    for (const auto& [entry, kv_head] : kind.pieces) {
+      const Part part{entry, kind.options.batch, kv_head, kind.options.kv_heads,
                       options_.pattern.heads / options_.kv_heads};
       if (state == nullptr) {
         executor.run(part.of(tensors), nullptr);
-      } else {
-        BranchState::Data mine = part_of(*state, b, batch_pieces_);
-        executor.run(part.of(tensors), &mine);
+        continue;
       }
+      BranchState::Data mine = part_of(*state, first_row, kind.branch_rows, branch_rows_);
+      executor.run(part.of(tensors), &mine);
+      first_row += kind.branch_rows;
     }
   }
 }

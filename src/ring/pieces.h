@@ -14,7 +14,8 @@ namespace annulus {
 // Runs calls in pieces, a few sequences and heads at a time, to need the memory of one piece only.
 // Heads are independent and every piece keeps the schedule of the whole, so results equal those of
 // the whole, up to rounding where sums are made in another order. Pieces of one kind share an
-// executor. Heads with different offsets are different kinds. Only one executor exists at a time,
+// executor. Heads with different offsets, and batch entries with different documents, are different
+// kinds. Only one executor exists at a time,
 // because there is no memory for two: each kind's executor replaces that of the kind before it in
 // every pass.
 //
@@ -41,16 +42,21 @@ struct RingAttention::Pieces {
   [[nodiscard]] const MemoryInfo& memory_info() const { return info_; }
 
  private:
+  struct Piece {
+    std::int64_t first_entry = 0;  // of the batch
+    int first_kv_head = 0;
+  };
   struct Kind {
     RingOptions options;
     std::string key;
+    std::vector<Piece> pieces;
+    std::int64_t branch_rows = 0;  // of a piece
   };
-  // The executor for this piece of the heads; replaces the current one if that is of another kind.
-  // SharedShortage.
-  Impl& executor_of(std::size_t head_piece);
+  // The executor of a kind; replaces the current one if that is of another kind. SharedShortage.
+  Impl& executor_of(std::size_t kind);
   // The same within a pass: on a shortage, drops caches and tries again. OutOfMemory with advice if
   // that fails, too.
-  Impl& executor_again(std::size_t head_piece);
+  Impl& executor_again(std::size_t kind);
   template <typename Tensors, typename State>
   void run_all(const char* where, const Tensors& tensors, State* state, std::string complaint);
   [[nodiscard]] std::string check_state(const BranchState::Data& state) const;
@@ -58,8 +64,7 @@ struct RingAttention::Pieces {
   const RingOptions options_;
   const bool by_ring_;  // ring schedule instead of the requested one
   Transport* const transport_;
-  std::int64_t batch_pieces_ = 1;
-  std::vector<Kind> kinds_;  // per piece of the heads
+  std::vector<Kind> kinds_;  // in the order of the pieces: heads first, then batch entries
   std::mutex mutex_;         // guards the next three, for interrupt()
   std::unique_ptr<Impl> executor_;
   std::string key_;

@@ -6,15 +6,15 @@
 namespace annulus::ring {
 
 RowBytes row_bytes(const RingOptions& options, Travel travel, bool gradients) {
-  const auto row =
-      options.batch *
-      parcel_row_bytes(options.head_dim * static_cast<std::int64_t>(size_of(options.dtype)));
-  const std::int64_t wide = options.batch * parcel_row_bytes(options.head_dim * 4);
+  const std::int64_t times = options.pattern.times_in(options.batch);
+  const auto row = times * parcel_row_bytes(options.head_dim *
+                                            static_cast<std::int64_t>(size_of(options.dtype)));
+  const std::int64_t wide = times * parcel_row_bytes(options.head_dim * 4);
   if (travel == Travel::keys) return {2 * row, gradients ? 2 * wide : 0};
   Computation computation;
   computation.pattern = &options.pattern;
   computation.mix_gradient = options.mix_gradient;
-  return {2 * row + options.batch * 4 * computation.statistics_width(), wide};
+  return {2 * row + times * 4 * computation.statistics_width(), wide};
 }
 
 Plans make_plans(const RingOptions& options, int rank) {

@@ -13,14 +13,14 @@ namespace {
 // Seconds of one forward on the slowest rank. Compute is spread evenly over the steps, and each
 // step overlaps with the transfer of the next one.
 double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_bytes, int head_dim,
-                         std::int64_t batch, const Rates& rates) {
+                         std::int64_t times, const Rates& rates) {
   const int steps = traffic_of(plan).steps(schedule);
   std::vector<double> share(static_cast<std::size_t>(plan.ranks()));  // of compute, per step
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const double pairs = shard_pairs(plan.pattern(), plan.query_placement(), plan.key_placement(),
                                      rank, Travel::keys);
     const double compute =
-        pairs * 4.0 * head_dim * static_cast<double>(batch) / rates.flops_per_second;
+        pairs * 4.0 * head_dim * static_cast<double>(times) / rates.flops_per_second;
     share[static_cast<std::size_t>(rank)] = compute / (steps + 1);
   }
   std::vector<double> seconds = share;
@@ -42,14 +42,15 @@ double gather_bytes(const Plan& plan, const RingOptions& options, std::int64_t r
   const Traffic& traffic = traffic_of(plan);
   const auto row = static_cast<double>(row_bytes);
   const bool returns = options.backward && options.backward_travel != BackwardTravel::queries;
-  const double sums = returns ? 8.0 * options.head_dim * static_cast<double>(options.batch) : 0.0;
+  const std::int64_t times = options.pattern.times_in(options.batch);
+  const double sums = returns ? 8.0 * options.head_dim * static_cast<double>(times) : 0.0;
   const std::vector<Traffic::RankSum> ranks = traffic.rank_sums(Schedule::gather);
   std::vector<int> flows(ranks.size());
   for (const Flow& flow : traffic.flows()) ++flows[static_cast<std::size_t>(flow.owner)];
   double most = 0.0;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    const std::int64_t held =
-        plan.key_placement().local_tokens(static_cast<int>(rank)) * options.kv_heads;
+    const std::int64_t held = plan.key_placement().local_tokens(static_cast<int>(rank)) *
+                              options.kv_heads * options.pattern.counted_entries();
     const auto received = static_cast<double>(ranks[rank].received);
     const auto own = static_cast<double>(std::min(ranks[rank].sent, held));
     const double copied = flows[rank] > 1 ? static_cast<double>(ranks[rank].sent) : 0.0;
@@ -67,8 +68,8 @@ Schedule choose_schedule(const Plan& plan, const RingOptions& options, std::int6
   if (std::max(options.placement.tokens(), options.keys().tokens()) < options.min_tokens_for_ring)
     return Schedule::gather;
   const auto predicted = [&](Schedule schedule) {
-    return predicted_seconds(plan, schedule, row_bytes, options.head_dim, options.batch,
-                             options.rates);
+    return predicted_seconds(plan, schedule, row_bytes, options.head_dim,
+                             options.pattern.times_in(options.batch), options.rates);
   };
   return predicted(Schedule::gather) < 0.99 * predicted(Schedule::ring) ? Schedule::gather
                                                                         : Schedule::ring;

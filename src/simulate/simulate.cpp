@@ -46,6 +46,9 @@ double agreement_seconds(const Cluster& cluster, int ranks) {
   return seconds;
 }
 
+// How often the pairs of the pattern are computed.
+std::int64_t times(const RingOptions& options) { return options.pattern.times_in(options.batch); }
+
 struct Work {
   const StepWork* pairs = nullptr;
   double operations = 0;  // per pair and element of a head
@@ -70,7 +73,7 @@ class Simulator {
     journey.clear_per_byte = kClearing * copy;
     journey.add_per_byte = kAdding * copy;
     const double seconds_per_pair = work.operations * options_.head_dim *
-                                    static_cast<double>(options_.batch) / work.flops_per_second;
+                                    static_cast<double>(times(options_)) / work.flops_per_second;
     const auto stage = [&](double pairs) {
       return pairs > 0 ? std::max(cluster_.stage_seconds, pairs * seconds_per_pair) : 0.0;
     };
@@ -157,11 +160,11 @@ Forecast simulate(const RingOptions& options, const Cluster& cluster) {
   };
   const double all_pairs =
       allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
-      static_cast<double>(options.batch) * options.head_dim;
+      static_cast<double>(times(options)) * options.head_dim;
   const auto finish = [&](PassForecast pass, double operations, const StepWork& work) {
     pass.flops = operations * all_pairs;
     pass.computed_flops =
-        operations * work.total() * static_cast<double>(options.batch) * options.head_dim;
+        operations * work.total() * static_cast<double>(times(options)) * options.head_dim;
     return pass;
   };
 

@@ -150,7 +150,8 @@ void StepWork::estimate(const Plan& plan) {
   // Holds row counts first, pairs later.
   std::vector<double> work;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
-    const std::int64_t own = plan.travelling_placement().local_tokens(rank) * units;
+    const std::int64_t own =
+        plan.travelling_placement().local_tokens(rank) * units * plan.pattern().counted_entries();
     work.push_back(std::exchange(pairs_[index(rank, 0)], static_cast<double>(own)));
   }
   int step = 0;

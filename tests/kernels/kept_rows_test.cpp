@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "kernels/work_groups.h"
+#include "pattern/entry_groups.h"
 #include "support/random_plans.h"
 
 namespace annulus {
@@ -18,10 +20,11 @@ namespace {
 
 using List = std::vector<std::int64_t>;
 
-bool selects(const Pattern& pattern, int branch, int head, std::int64_t query) {
+bool selects(const Pattern& pattern, int branch, std::int64_t entry, int head, std::int64_t query) {
   const Branch& selecting = pattern.branches[static_cast<std::size_t>(branch)];
   if (pattern.documents.empty()) return selecting.selects(head, query);
-  return std::any_of(pattern.documents.begin(), pattern.documents.end(), [&](const Document& d) {
+  const std::span<const Document> documents = documents_of(pattern, entry);
+  return std::any_of(documents.begin(), documents.end(), [&](const Document& d) {
     return query >= d.query_begin && query < d.query_end &&
            selecting.selects(head, query - d.query_begin + d.query_start);
   });
@@ -34,7 +37,8 @@ TEST(KeptRows, EverySelectedTokenHasOneRow) {
     const Pattern& pattern = options.pattern;
     SCOPED_TRACE("seed " + std::to_string(seed) + ", " + pattern.name + ", " +
                  options.queries.name());
-    const std::int64_t batch = random.between(1, 3);
+    const std::int64_t batch =
+        pattern.by_entry() ? pattern.counted_entries() : random.between(1, 3);
     for (int rank = 0; rank < options.queries.ranks(); ++rank) {
       const std::vector<std::int64_t> positions = options.queries.positions(rank);
       const KeptRows kept(pattern, options.queries, rank, batch);
@@ -45,7 +49,7 @@ TEST(KeptRows, EverySelectedTokenHasOneRow) {
             std::int64_t next = b * kept.batch_rows() + kept.first(branch, head);
             for (std::size_t t = 0; t < positions.size(); ++t) {
               const std::int64_t row = kept.row(branch, b, head, static_cast<std::int64_t>(t));
-              const bool selected = selects(pattern, branch, head, positions[t]);
+              const bool selected = selects(pattern, branch, b, head, positions[t]);
               ASSERT_EQ(row, selected ? next : -1) << "token " << t << ", head " << head;
               if (!selected) continue;
               ++next;
@@ -55,7 +59,11 @@ TEST(KeptRows, EverySelectedTokenHasOneRow) {
           }
         }
       }
-      for (const int count : used) ASSERT_EQ(count, 1);
+      // Batch entries have room for the most that one of them selects.
+      for (const int count : used) ASSERT_LE(count, 1);
+      if (!pattern.by_entry()) {
+        for (const int count : used) ASSERT_EQ(count, 1);
+      }
     }
   }
 }
@@ -71,11 +79,13 @@ TEST(KeptRows, RowsOfARunLieSideBySide) {
                  options.queries.name());
     for (int rank = 0; rank < options.queries.ranks(); ++rank) {
       const Plan plan(options, rank);
-      const KeptRows kept(plan.pattern(), plan.query_placement(), rank, 1);
+      const std::int64_t batch = plan.pattern().counted_entries();
+      const KeptRows kept(plan.pattern(), plan.query_placement(), rank, batch);
       Computation computation;
       computation.pattern = &plan.pattern();
       computation.query_tokens = plan.query_placement().local_tokens(rank);
       computation.key_tokens = plan.key_placement().local_tokens(rank);
+      computation.batch = batch;
       computation.kv_heads = options.kv_heads;
       computation.mix_gradient = MixGradient::detached;
       computation.kept = &kept;
@@ -84,10 +94,13 @@ TEST(KeptRows, RowsOfARunLieSideBySide) {
         for (const WorkGroup& group : groups.all()) {
           for (const RunTemplate& run : groups.rows(group).queries) {
             for (const Selection::Member& member : group.members) {
-              for (std::int32_t i = 0; i < run.count; ++i, ++checked) {
-                ASSERT_EQ(kept.first(group.branch, member.q_head) + run.kept + i,
-                          kept.row(group.branch, 0, member.q_head,
-                                   run.store_first + i * run.store_stride));
+              const std::int64_t first = kept.first(group.branch, member.q_head) + run.kept;
+              for (std::int64_t b = group.entries.begin; b < group.entries.end_in(batch); ++b) {
+                for (std::int32_t i = 0; i < run.count; ++i, ++checked) {
+                  ASSERT_EQ(b * kept.batch_rows() + first + i,
+                            kept.row(group.branch, b, member.q_head,
+                                     run.store_first + i * run.store_stride));
+                }
               }
             }
           }

@@ -32,7 +32,7 @@ TEST(Segments, HoldEveryTokenOnceOnEachSide) {
     const std::int64_t keys = random.coin() ? queries : random.between(0, 60);
     Pattern pattern = one_branch(random.coin() ? kWholeSequence : random.between(1, 70), 1, 0);
     pattern.documents = test::any_documents(random, queries, keys);
-    const Segments segments(pattern, pattern.branches[0], queries, keys);
+    const Segments segments(pattern.documents, pattern.branches[0], queries, keys);
     std::vector<std::int64_t> query_segment(static_cast<std::size_t>(queries), -1);
     std::vector<std::int64_t> key_segment(static_cast<std::size_t>(keys), -1);
     for (const Side side : {Side::queries, Side::keys}) {
@@ -73,7 +73,7 @@ TEST(Segments, SegmentsUpToAlikeUntilHoldAsManyRows) {
     const std::int64_t tokens = random.between(1, 80);
     Pattern pattern = one_branch(random.between(1, 12), 1, 0);
     pattern.documents = test::any_documents(random, tokens, tokens);
-    const Segments segments(pattern, pattern.branches[0], tokens, tokens);
+    const Segments segments(pattern.documents, pattern.branches[0], tokens, tokens);
     for (std::int64_t s = 0; s < segments.count(); ++s) {
       const std::int64_t until = segments.alike_until(s, segments.count());
       ASSERT_GT(until, s);
@@ -100,7 +100,7 @@ TEST(Documents, EveryQueryAttendsOnlyIfItDoes) {
     const std::int64_t keys = random.coin() ? queries : random.between(1, 30);
     Pattern pattern = test::any_pattern(random, queries, 2);
     pattern.documents = test::any_documents(random, queries, keys);
-    if (!every_query_attends(pattern, queries, keys)) continue;
+    if (!every_query_attends(pattern, queries, keys, 1)) continue;
     ++promised;
     for (std::int64_t q = 0; q < queries; ++q) {
       for (int head = 0; head < 2; ++head) {

@@ -45,17 +45,24 @@ int unit_of(const Plan& plan, int q_head) {
              : q_head / (plan.pattern().heads / plan.options().kv_heads);
 }
 
-// One byte per (branch, q head, query, key): how often the tiles of all ranks and steps cover it.
+// One byte per (batch entry, branch, q head, query, key): how often the tiles of all ranks and
+// steps cover it.
 class Coverage {
  public:
   explicit Coverage(const Plan& plan)
       : queries_(static_cast<std::size_t>(plan.query_placement().tokens())),
         keys_(static_cast<std::size_t>(plan.key_placement().tokens())),
         heads_(static_cast<std::size_t>(plan.pattern().heads)),
-        counts_(plan.pattern().branches.size() * heads_ * queries_ * keys_, 0) {}
+        branches_(plan.pattern().branches.size()),
+        counts_(static_cast<std::size_t>(plan.pattern().counted_entries()) * branches_ * heads_ *
+                    queries_ * keys_,
+                0) {}
 
-  std::uint8_t& at(std::size_t branch, int head, std::int64_t query, std::int64_t key) {
-    return counts_[((branch * heads_ + static_cast<std::size_t>(head)) * queries_ +
+  std::uint8_t& at(std::int64_t entry, std::size_t branch, int head, std::int64_t query,
+                   std::int64_t key) {
+    return counts_[(((static_cast<std::size_t>(entry) * branches_ + branch) * heads_ +
+                     static_cast<std::size_t>(head)) *
+                        queries_ +
                     static_cast<std::size_t>(query)) *
                        keys_ +
                    static_cast<std::size_t>(key)];
@@ -65,6 +72,7 @@ class Coverage {
   std::size_t queries_;
   std::size_t keys_;
   std::size_t heads_;
+  std::size_t branches_;
   std::vector<std::uint8_t> counts_;
 };
 
@@ -72,6 +80,7 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
   for_random_plans(1, [](const Views& views) {
     const Plan& plan = views.front();
     const Pattern& pattern = plan.pattern();
+    const std::int64_t entries = pattern.counted_entries();
     Coverage coverage(plan);
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       for (int step = 0; step <= plan.steps(); ++step) {
@@ -79,6 +88,8 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
              views[static_cast<std::size_t>(rank)].tile_groups(step, step)) {
           const Selection& selection = plan.classes()[static_cast<std::size_t>(group.head_class)]
                                            .selections[static_cast<std::size_t>(group.selection)];
+          const EntryRange range =
+              plan.classes()[static_cast<std::size_t>(group.head_class)].entries;
           std::int64_t pairs = 0;
           std::int64_t hidden = 0;
           for (const PlacedRows& q : group.queries) {
@@ -91,8 +102,10 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
                   }
                   ++pairs;
                   for (const Selection::Member& m : selection.members) {
-                    ++coverage.at(static_cast<std::size_t>(selection.branch), m.q_head, q.rows[i],
-                                  k.rows[j]);
+                    for (std::int64_t e = range.begin; e < range.end_in(entries); ++e) {
+                      ++coverage.at(e, static_cast<std::size_t>(selection.branch), m.q_head,
+                                    q.rows[i], k.rows[j]);
+                    }
                   }
                 }
               }
@@ -111,9 +124,11 @@ TEST(PlanProperty, CoversEveryAllowedPairExactlyOnce) {
         for (std::int64_t t = 0; t < plan.query_placement().tokens(); ++t) {
           double& pairs = pairs_of[static_cast<std::size_t>(owner[static_cast<std::size_t>(t)])];
           for (std::int64_t p = 0; p < plan.key_placement().tokens(); ++p) {
-            const int expected = pattern.allows(pattern.branches[b], h, t, p) ? 1 : 0;
-            wrong += coverage.at(b, h, t, p) != expected ? 1 : 0;
-            pairs += expected;
+            for (std::int64_t e = 0; e < entries; ++e) {
+              const int expected = pattern.allows(pattern.branches[b], h, t, p, e) ? 1 : 0;
+              wrong += coverage.at(e, b, h, t, p) != expected ? 1 : 0;
+              pairs += expected;
+            }
           }
         }
       }
@@ -212,29 +227,37 @@ TEST(PlanProperty, SendsEachRowOnceToEachRankThatNeedsItAndToNoOther) {
     const std::vector<int> owner = owners(plan.travelling_placement());
     const std::vector<int> needs = owners(plan.staying_placement());
     const bool keys_travel = plan.options().travel == Travel::keys;
-    std::set<std::tuple<int, std::int64_t, int>> needed;  // (unit, position, rank)
+    // Batch entry, unit, position, rank.
+    std::set<std::tuple<std::int64_t, int, std::int64_t, int>> needed;
+    const std::int64_t entries = pattern.counted_entries();
     for (const Branch& branch : pattern.branches) {
       for (int h = 0; h < pattern.heads; ++h) {
         if (branch.offset[static_cast<std::size_t>(h)] < 0) continue;
         for (std::int64_t t = 0; t < plan.query_placement().tokens(); ++t) {
           for (std::int64_t p = 0; p < plan.key_placement().tokens(); ++p) {
-            if (!pattern.allows(branch, h, t, p)) continue;
             const std::int64_t row = keys_travel ? p : t;
             const int rank = needs[static_cast<std::size_t>(keys_travel ? t : p)];
-            if (owner[static_cast<std::size_t>(row)] != rank)
-              needed.emplace(unit_of(plan, h), row, rank);
+            if (owner[static_cast<std::size_t>(row)] == rank) continue;
+            for (std::int64_t e = 0; e < entries; ++e) {
+              if (pattern.allows(branch, h, t, p, e))
+                needed.emplace(e, unit_of(plan, h), row, rank);
+            }
           }
         }
       }
     }
-    std::map<std::tuple<int, std::int64_t, int>, int> received;
+    std::map<std::tuple<std::int64_t, int, std::int64_t, int>, int> received;
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       for (int step = 1; step <= plan.steps(); ++step) {
         for (const Hop& hop : views[static_cast<std::size_t>(rank)].incoming(step)) {
           const Parcel& parcel =
               views[static_cast<std::size_t>(rank)].parcels()[static_cast<std::size_t>(hop.parcel)];
-          for (const int unit : plan.classes()[static_cast<std::size_t>(parcel.head_class)].units) {
-            for (const std::int64_t p : positions_of(parcel)) ++received[{unit, p, rank}];
+          const HeadClass& head_class = plan.classes()[static_cast<std::size_t>(parcel.head_class)];
+          for (const int unit : head_class.units) {
+            for (std::int64_t e = head_class.entries.begin; e < head_class.entries.end_in(entries);
+                 ++e) {
+              for (const std::int64_t p : positions_of(parcel)) ++received[{e, unit, p, rank}];
+            }
           }
         }
       }

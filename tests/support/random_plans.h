@@ -177,6 +177,32 @@ class Random {
   return documents;
 }
 
+// The same, and as often each batch entry has its own: sometimes those of the entry before, one
+// document of everything, or queries without any key.
+[[nodiscard]] inline std::vector<Document> any_documents(Random& random, std::int64_t query_tokens,
+                                                         std::int64_t key_tokens,
+                                                         std::int64_t batch) {
+  if (random.coin()) return any_documents(random, query_tokens, key_tokens);
+  std::vector<std::vector<Document>> entries(static_cast<std::size_t>(batch));
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    switch (random.between(0, 7)) {
+      case 0:
+        entries[i] = {{.query_end = query_tokens}};
+        break;
+      case 1:
+        entries[i] = {{.query_end = query_tokens, .key_end = key_tokens}};
+        break;
+      case 2:
+      case 3:
+        if (i > 0) entries[i] = entries[i - 1];
+        break;
+      default:
+        entries[i] = any_documents(random, query_tokens, key_tokens);
+    }
+  }
+  return documents_of_entries(entries);
+}
+
 [[nodiscard]] inline PlanOptions any_options(Random& random) {
   // Mostly short: brute force costs tokens^2, and short sequences show the same errors.
   const std::int64_t tokens = random.between(1, random.one_of<std::int64_t>({12, 50, 50, 50, 200}));
@@ -184,7 +210,7 @@ class Random {
   const int group = random.one_of<int>({1, 1, 2, 4, 8});
   const int kv_heads = static_cast<int>(random.between(1, std::max(1, 8 / group)));
   Pattern pattern = any_pattern(random, tokens, group * kv_heads);
-  pattern.documents = any_documents(random, tokens, tokens);
+  pattern.documents = any_documents(random, tokens, tokens, random.between(1, 3));
   const Placement placement = any_placement(random, tokens, ranks);
   return {std::move(pattern),
           placement,
@@ -202,7 +228,7 @@ class Random {
   (random.coin() ? options.keys : options.queries) =
       any_placement(random, others, options.queries.ranks());
   options.pattern.documents =
-      any_documents(random, options.queries.tokens(), options.keys.tokens());
+      any_documents(random, options.queries.tokens(), options.keys.tokens(), random.between(1, 3));
   return options;
 }
 
@@ -213,7 +239,8 @@ class Random {
       return "[" + std::to_string(begin) + ", " + std::to_string(end) + ")" +
              (start == 0 ? "" : " from " + std::to_string(start));
     };
-    text += ", document " + range(d.query_begin, d.query_end, d.query_start) + " x " +
+    text += ", document " + (d.entry < 0 ? "" : "of entry " + std::to_string(d.entry) + " ") +
+            range(d.query_begin, d.query_end, d.query_start) + " x " +
             range(d.key_begin, d.key_end, d.key_start);
   }
   return text;

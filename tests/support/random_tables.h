@@ -61,7 +61,7 @@ inline Case random_case(test::Random& random) {
                 random.one_of<Offsets>({Offsets::blocked, Offsets::interleaved, Offsets::all}));
   }
   pattern.window = test::any_window(random, tokens, causal);
-  pattern.documents = test::any_documents(random, tokens, tokens);
+  pattern.documents = test::any_documents(random, tokens, tokens, 2);
   const std::string name =
       random.one_of<std::string>({"contiguous", "zigzag", "striped", "hilbert"});
   Placement placement = random.coin() ? test::random_placement(random, tokens, ranks)

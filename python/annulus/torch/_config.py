@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from annulus.torch._options import (
     OF_EXECUTORS,
     OF_ONE_RANK,
     OPTIONS,
+    each_number,
     flag_complaint,
     is_whole,
     name_complaint,
@@ -29,6 +31,20 @@ from annulus.torch._options import (
 from annulus.torch._placements import claim_of, placement_complaint, placement_from, plain_placement
 
 MOST_CALLS = 1000  # different calls that one cache holds
+# The fields of Config that make documents.
+DOCUMENTS = ("cu_seqlens", "cu_seqlens_k", "query_start", "seqused_k", "leftpad_k")
+_MOST_SHOWN = 12  # numbers of a field that are compared, and shown, as they are
+
+
+def shortened(values: tuple | None) -> list | str | None:
+    """Documents as ranks compare them: short lists as they are, of long ones how many there are, and a digest."""
+    if values is None:
+        return None
+    numbers = list(each_number(values))
+    if len(numbers) <= _MOST_SHOWN:
+        return [list(x) if isinstance(x, tuple) else x for x in values]
+    digest = hashlib.sha256(repr(values).encode()).hexdigest()[:12]
+    return f"{len(numbers)} numbers ({', '.join(map(str, numbers[:3]))}, ..., {numbers[-1]}; digest {digest})"
 
 
 class _ConfigMethods:
@@ -72,37 +88,25 @@ class _ConfigMethods:
         return None
 
     def _document_complaint(self) -> str | None:
-        for name in ("cu_seqlens", "cu_seqlens_k", "query_start"):
+        for name in DOCUMENTS:
             values = getattr(self, name)
-            if values is not None and not all(is_whole(x, 0) for x in values):
-                return f"{name} is {list(values)}: whole numbers from 0 to 2**63 - 1 were expected"
-        if self.cu_seqlens is None:
-            if self.cu_seqlens_k is not None:
-                return "cu_seqlens_k is given without cu_seqlens, which the queries need, too"
+            if values is not None and not all(is_whole(x, 0) for x in each_number(values)):
+                return f"{name} is {shortened(values)}: whole numbers from 0 to 2**63 - 1 were expected"
+        if self.cu_seqlens is None and self.cu_seqlens_k is None:
             return None
         try:
-            self.with_documents(Pattern.dense(1), 0, 0)
+            self.with_documents(Pattern.dense(1), None, None)
         except ConfigError as error:
             return str(error)
         return None
 
-    def with_documents(self, pattern: Pattern, tokens: int, key_tokens: int) -> Pattern:
-        """The pattern with the documents of a sequence of so many queries and keys."""
-        starts = self.query_start
-        if starts is not None and len(starts) == 1:
-            starts = starts[0]  # of all documents
-        if self.cu_seqlens is not None:
-            return pattern.with_documents(self.cu_seqlens, self.cu_seqlens_k, starts)
-        if starts is not None:
-            return pattern.with_documents((0, tokens), (0, key_tokens), starts)
-        if tokens != key_tokens and (
-            pattern.causal or pattern.window is not None or self.pattern != "dense"
-        ):
-            raise ConfigError(
-                f"there are {tokens} queries and {key_tokens} keys: query_start, the position of the first query "
-                "among the keys, is needed where there is a mask"
-            )
-        return pattern
+    def with_documents(self, pattern: Pattern, tokens: int | None, key_tokens: int | None) -> Pattern:
+        """The pattern with the documents of a sequence of so many queries and keys (None: not known yet)."""
+        given = {name: getattr(self, name) for name in DOCUMENTS}
+        for name in ("query_start", "seqused_k", "leftpad_k"):
+            if given[name] is not None and len(given[name]) == 1:
+                given[name] = given[name][0]  # of all documents and batch entries
+        return pattern.with_documents(**given, tokens=tokens, key_tokens=key_tokens)
 
     @functools.cached_property
     def text(self) -> str:
@@ -132,7 +136,8 @@ class _ConfigMethods:
             "tokens of shared_k": fields.pop("shared_keys"),
             "whether gradients are needed": fields.pop("backward"),
         }
-        return renamed | {name: value for name, value in fields.items() if name not in OF_ONE_RANK}
+        fields = {name: value for name, value in fields.items() if name not in OF_ONE_RANK}
+        return renamed | fields | {name: shortened(fields[name]) for name in DOCUMENTS}
 
 
 # The order of the fields is that of text_of's arguments.
@@ -144,9 +149,8 @@ Config = dataclasses.make_dataclass(
         ("segment_lengths", "tuple[int, ...]"),
         ("dilation_rates", "tuple[int, ...]"),
         ("window", "tuple[int, int] | None"),
-        ("cu_seqlens", "tuple[int, ...] | None"),
-        ("cu_seqlens_k", "tuple[int, ...] | None"),
-        ("query_start", "tuple[int, ...] | None"),  # of one number: of all documents
+        # Tuples of numbers, or of such tuples for each batch entry. A tuple of one number: of all documents and entries.
+        *((name, "tuple | None") for name in DOCUMENTS),
         ("is_causal", "bool"),
         ("offsets", "str"),
         ("group_scale", "bool"),
@@ -179,7 +183,11 @@ def config_of(text: str) -> Config:
     """The Config of a text, whose values are plain numbers, strings and tuples."""
     values = dict(zip((field.name for field in dataclasses.fields(Config)), json.loads(text)))
     values["placement"] = placement_from(values["placement"])
-    return Config(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+    return Config(**{name: _as_tuples(x) for name, x in values.items()})
+
+
+def _as_tuples(x: object) -> object:
+    return tuple(map(_as_tuples, x)) if isinstance(x, list) else x
 
 
 class Call(NamedTuple):

@@ -15,43 +15,54 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from annulus import ConfigError
-from annulus.torch._config import branches_of, config_of, pattern_of
+from annulus.torch._config import config_of, pattern_of
 from annulus.torch._key_masks import key_bias
 
 _MOST_SCORES = 2**26  # that are in memory at once for log-sum-exps
 
 
 class _Pairs(NamedTuple):
-    """What pattern_bias needs of a call, as plain numbers, which are constants of a compiled graph."""
+    """What total_bias needs of a call, as plain numbers, which are constants of a compiled graph."""
 
     branches: tuple[tuple[int, int, tuple[int, ...]], ...]  # segment length (0: none), dilation, offset of each head
     least: int | None  # of key position minus query position
     most: int | None
-    cu_seqlens: tuple[int, ...] | None
-    cu_seqlens_k: tuple[int, ...] | None
-    query_start: tuple[int, ...] | None
+    # For each batch entry or once for all, the documents: query_begin, query_end, key_begin, key_end, query_start,
+    # key_start. None: all tokens are one.
+    documents: tuple[tuple[tuple[int, ...], ...], ...] | None
     output_scale: float
     scale: float
     deterministic: bool
 
 
 @torch.compiler.assume_constant_result
-def pairs_of(text: str, head_dim: int, heads: int, tokens: int, key_tokens: int) -> _Pairs:
+def pairs_of(
+    text: str, head_dim: int, batch: int, heads: int, tokens: int, key_tokens: int
+) -> _Pairs:
     """The pairs of a call, given the text of its Config. ConfigError if it does not fit these numbers of tokens."""
     c = config_of(text)
     if c.n_global not in (None, tokens):
         raise ConfigError(f"ring_attention: n_global is {c.n_global}, but q has {tokens} tokens")
-    pattern_of(c, heads, tokens, key_tokens).allowed_pairs(tokens, key_tokens)  # checks the documents
-    pattern = branches_of(c, heads)
+    pattern = pattern_of(c, heads, tokens, key_tokens)
+    pattern.allowed_pairs(tokens, key_tokens)  # checks the documents
     before, after = (-1, -1) if c.window is None else c.window
     after = 0 if c.is_causal else after
+    documents = None
+    if pattern.documents:
+        entries = 1 + pattern.documents[-1][-1]  # -1: the documents of all entries
+        if entries not in (0, batch):
+            raise ConfigError(
+                f"ring_attention: there are documents of {entries} batch entries, but q has {batch}"
+            )
+        documents = tuple(
+            tuple(d[:-1] for d in pattern.documents if d[-1] in (-1, entry))
+            for entry in range(max(1, entries))
+        )
     return _Pairs(
         tuple((b.segment_length or 0, b.dilation, tuple(b.offset)) for b in pattern.branches),
         -before if before >= 0 else None,
         after if after >= 0 else None,
-        c.cu_seqlens,
-        c.cu_seqlens if c.cu_seqlens_k is None else c.cu_seqlens_k,
-        c.query_start,
+        documents,
         pattern.output_scale,
         head_dim**-0.5 if c.scale is None else float(c.scale),
         bool(c.deterministic or c.reproducible),
@@ -60,53 +71,55 @@ def pairs_of(text: str, head_dim: int, heads: int, tokens: int, key_tokens: int)
 
 def _places(
     tokens: int,
-    boundaries: tuple[int, ...] | None,
-    starts: tuple[int, ...] | None,
+    documents: tuple[tuple[tuple[int, ...], ...], ...] | None,
+    side: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The position of each token and the number of its document; one more than the last for tokens behind it."""
-    tokens_ = torch.arange(tokens, device=device)
-    if boundaries is None:
-        return tokens_ + (0 if starts is None else starts[0]), torch.zeros_like(tokens_)
-    edges = torch.tensor(boundaries, device=device)
-    document = torch.bucketize(tokens_, edges[1:], right=True)
-    first = edges
-    if starts is not None:
-        of_each = starts * (len(boundaries) - 1) if len(starts) == 1 else starts
-        first = edges - torch.tensor((*of_each, 0), device=device)
-    return tokens_ - first[document], document
+    """The position and the document of each token, [batch or 1, tokens]; below 0: none. `side`: 0 is queries, 1 keys."""
+    token = torch.arange(tokens, device=device)
+    if documents is None:
+        return token[None], torch.zeros_like(token)[None]
+    positions, numbers = [], []
+    for of_entry in documents:
+        begin, end, start = (
+            torch.tensor([d[i] for d in of_entry] or [0], device=device)
+            for i in (2 * side, 2 * side + 1, 4 + side)
+        )
+        number = torch.bucketize(token, begin, right=True) - 1
+        some = number.clamp(min=0)
+        positions.append(token - begin[some] + start[some])
+        inside = (number >= 0) & (token < end[some]) & (len(of_entry) > 0)
+        numbers.append(torch.where(inside, number, -1 - side))
+    return torch.stack(positions), torch.stack(numbers)
 
 
 def _pair_counts(
     pairs: _Pairs, heads: int, tokens: int, key_tokens: int, device: torch.device
 ) -> torch.Tensor | None:
-    """How many branches contain each pair, [heads or 1, tokens, key_tokens]; None: each pair is in one branch."""
+    """How many branches contain each pair, [batch or 1, heads or 1, tokens, key_tokens]; None: each pair is in one."""
     whole = all(length == 0 and dilation == 1 for length, dilation, _ in pairs.branches)
-    plain = pairs.least is None and pairs.most is None and pairs.cu_seqlens is None
-    if whole and plain:
+    if whole and pairs.least is None and pairs.most is None and pairs.documents is None:
         return None
-    at, document = _places(tokens, pairs.cu_seqlens, pairs.query_start, device)
-    key_at, key_document = _places(key_tokens, pairs.cu_seqlens_k, None, device)
-    distance = key_at - at[:, None]
-    allowed = document[:, None] == key_document
-    if pairs.cu_seqlens is not None:
-        allowed = allowed & (document < len(pairs.cu_seqlens) - 1)[:, None]
+    at, document = _places(tokens, pairs.documents, 0, device)
+    key_at, key_document = _places(key_tokens, pairs.documents, 1, device)
+    distance = key_at[:, None] - at[..., None]
+    allowed = document[..., None] == key_document[:, None]
     if pairs.least is not None:
         allowed = allowed & (distance >= pairs.least)
     if pairs.most is not None:
         allowed = allowed & (distance <= pairs.most)
     if whole:
-        return allowed[None].to(torch.int16)
-    counts = torch.zeros(heads, tokens, key_tokens, dtype=torch.int16, device=device)
+        return allowed[:, None].to(torch.int16)
+    counts = torch.zeros(len(at), heads, tokens, key_tokens, dtype=torch.int16, device=device)
     for length, dilation, offsets in pairs.branches:
         near, in_segment, key_in_segment = allowed, at, key_at
         if length > 0:
-            near = near & ((at // length)[:, None] == key_at // length)
+            near = near & ((at // length)[..., None] == (key_at // length)[:, None])
             in_segment, key_in_segment = at % length, key_at % length
         for offset in sorted({o for o in offsets if o >= 0}):
             selected = in_segment % dilation == offset
-            both = near & selected[:, None] & (key_in_segment % dilation == offset)
-            counts[[h for h, o in enumerate(offsets) if o == offset]] += both
+            both = near & selected[..., None] & (key_in_segment % dilation == offset)[:, None]
+            counts[:, [h for h, o in enumerate(offsets) if o == offset]] += both[:, None]
     return counts
 
 
@@ -127,7 +140,7 @@ def total_bias(
     if counts is not None:
         several = len(pairs.branches) > 1
         wide = torch.promote_types(dtype, torch.float32) if several else dtype
-        bias = counts.to(wide).log()[None]  # log(0) is -inf, log(1) is 0
+        bias = counts.to(wide).log()  # log(0) is -inf, log(1) is 0
     if attn_bias is not None:
         attn_bias = attn_bias[(None,) * (4 - attn_bias.dim())]
         bias = attn_bias if bias is None else bias + attn_bias

@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from annulus import Placement
-from annulus.torch._config import MOST_CALLS, Call
+from annulus.torch._config import DOCUMENTS, MOST_CALLS, Call
+from annulus.torch._options import each_number
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Valid calls by their signatures. Programs make few different calls; if there are many, all are forgotten and validated
@@ -20,6 +21,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _calls: dict[tuple, Call] = {}
 _CONSTANTS = (str, int, float, type(None), np.generic, Placement)
 _LISTS = (list, tuple)
+_END_OF_LISTS = 5 + len(DOCUMENTS)  # in the arguments of a call: from segment_lengths to the documents
 
 
 def needs_gradient(
@@ -75,16 +77,18 @@ def call_signature(
     if forward_ad._current_level >= 0:
         return None
     numbers: tuple = ()
-    lists = segments, rates, window, cu_seqlens, cu_seqlens_k, query_start = arguments[2:8]
-    if not (
-        (segments is None and rates is None and window is None)
-        and (cu_seqlens is None and cu_seqlens_k is None and query_start is None)
-    ):
+    lists = arguments[2:_END_OF_LISTS]
+    for given in lists:  # no generator: a small call makes few Python calls
+        if given is None:
+            continue
         if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
-        lengths = [x if x is None else len(x) for x in lists]
-        arguments = (*arguments[:2], *lengths, *arguments[8:])
-        numbers = tuple(n for x in lists if x is not None for n in x)
+        # Documents of single batch entries are tuples of tuples.
+        lengths = [len(y) for x in lists for y in (x or ()) if type(y) is tuple]
+        counts = [x if x is None else len(x) for x in lists]
+        arguments = (*arguments[:2], *counts, *lengths, *arguments[_END_OF_LISTS:])
+        numbers = tuple(each_number(tuple(y for x in lists if x is not None for y in x)))
+        break
     if options:
         arguments = (*arguments, *options, *options.values())
     try:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from annulus import ConfigError, Placement
 from annulus.torch import _fast_path
-from annulus.torch._config import call_of, config_of, text_of
+from annulus.torch._config import DOCUMENTS, call_of, config_of, text_of
 from annulus.torch._dense_masks import attend_densely, bias_complaint, pairs_of, total_bias
 from annulus.torch._dense_masks import attention_weights as weights_of
-from annulus.torch._key_masks import mask_complaint, narrowed, widened
+from annulus.torch._key_masks import mask_complaint, narrowed, used_keys, widened
 from annulus.torch._operator import attend, attend_directly
 from annulus.torch._options import (
     DEFAULTS,
@@ -39,8 +39,8 @@ from annulus.torch.ring._process_groups import group_name
 HAS_MASK = "_has_key_padding_mask"
 # The arguments that are the first fields of Config, in their order.
 _FIELDS = (
-    *("group", "pattern", "segment_lengths", "dilation_rates", "window", "cu_seqlens", "cu_seqlens_k"),
-    *("query_start", "is_causal", "offsets", "group_scale", "placement", "n_global", "timeout"),
+    *("group", "pattern", "segment_lengths", "dilation_rates", "window", *DOCUMENTS),
+    *("is_causal", "offsets", "group_scale", "placement", "n_global", "timeout"),
 )
 
 
@@ -53,7 +53,10 @@ def _text_of(names: tuple[str, ...], values: tuple, needs_gradient: bool, *argum
 
 
 def _fixed(x: object) -> object:
-    """x itself. In a compiled graph a whole number that was another one before is a variable, which this fixes."""
+    """x itself. In a compiled graph a whole number that was another one before is a variable, which this fixes; also in
+    tuples."""
+    if isinstance(x, tuple):
+        return tuple(map(_fixed, x))
     whole = isinstance(x, int) and not isinstance(x, bool)
     return operator.index(x) if whole and torch.compiler.is_compiling() else x
 
@@ -80,9 +83,6 @@ def _valid_text(
     segment_lengths: Sequence[int] | None,
     dilation_rates: Sequence[int] | None,
     window: Sequence[int] | None,
-    cu_seqlens: Sequence[int] | None,
-    cu_seqlens_k: Sequence[int] | None,
-    query_start: Sequence[int] | None,
     *others: object,
     options: dict[str, object],
     more: tuple[torch.Tensor, ...] = (),
@@ -110,10 +110,8 @@ def _valid_text(
     if isinstance(window, tuple):
         window = tuple(map(_fixed, window))
     names, values = tuple(options), tuple(options.values())
-    documents = [
-        x if x is None else tuple(map(_fixed, x)) for x in (cu_seqlens, cu_seqlens_k, query_start)
-    ]
-    fields = (group, pattern, segments, rates, window, *documents, *others)
+    documents = map(_fixed, others[: len(DOCUMENTS)])
+    fields = (group, pattern, segments, rates, window, *documents, *others[len(DOCUMENTS) :])
     text = _text_of(names, values, needs_gradient, *fields)
     if text[0] == "!":
         raise ConfigError(f"ring_attention: {text[1:]}")
@@ -144,6 +142,14 @@ def _attend_masked(
         complaint = shared_complaint(*shared, k, call.get("mix_gradient"))
         if complaint is not None:
             raise ConfigError(f"ring_attention: {complaint}")
+    # Lists of documents are part of what ranks agree on: one rank does not know the others' masks. A mask on a CUDA
+    # device is not read, because that would wait for the device.
+    lists = any(call[name] is not None for name in DOCUMENTS if name != "query_start")
+    if call["group"] is None and mask.dtype == torch.bool and not mask.is_cuda and not lists:
+        keys = used_keys(mask) if mask.numel() > 0 and _fast_path.is_eager((q, k, v, mask)) else None
+        if keys is not None:
+            call = {**call, "leftpad_k": keys[0], "seqused_k": keys[1], "return_lse": True}
+            return ring_attention(q, k, v, **call)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         q, k, v = _cast_for_autocast(q, k, v)
         if shared != (None, None):
@@ -155,6 +161,13 @@ def _attend_masked(
     if shared != (None, None):
         call["shared_k"], call["shared_v"] = (F.pad(x, (0, q.shape[3] - head_dim)) for x in shared)
     return narrowed(*ring_attention(q, k, v, **call), head_dim, scale)
+
+
+def _document_numbers(documents: Sequence[object]) -> tuple:
+    return tuple(
+        whole_numbers(name, _fixed(x), one=not name.startswith("cu_"))
+        for name, x in zip(DOCUMENTS, documents)
+    )
 
 
 def _attend_shared(
@@ -170,10 +183,13 @@ def _attend_shared(
     """o and lse with keys that all ranks hold. `arguments` has the fields of Config before the options."""
     shared_k, shared_v = shared
     text = _valid_text(q, k, v, sinks, *arguments, options=options, more=shared)
-    if arguments[10]:  # group_scale
-        shared_v = shared_v / len(branch_numbers("segment_lengths", arguments[2]))
+    fields = dict(zip(_FIELDS, arguments))
+    if fields["group_scale"]:
+        shared_v = shared_v / len(branch_numbers("segment_lengths", fields["segment_lengths"]))
     # Of this rank alone, dense and without a mask.
-    plain = (None, "dense", *(None,) * 6, False, "blocked", False, "contiguous", None, None, False, 0)
+    named = {"pattern": "dense", "is_causal": False, "offsets": "blocked", "group_scale": False}
+    named |= {"placement": "contiguous"}
+    plain = (*(named.get(name) for name in _FIELDS), False, 0)
     tensors = (k, v) if sinks is None else (k, v, sinks)
     shared_text = _valid_text(q, shared_k, shared_v, None, *plain, options=options, more=tensors)
     sinks = _wide(sinks, q)
@@ -193,7 +209,7 @@ def _attend_densely(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o and, if it is wanted, lse, with a bias for each pair, given the text of the call's Config."""
     sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
-    pairs = pairs_of(text, _fixed(q.shape[3]), *sizes)
+    pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
     bias = total_bias(pairs, sizes, q.dtype, q.device, bias, mask)
     if shared[0] is not None:
         k, v = torch.cat([k, shared[0]], 1), torch.cat([v, shared[1]], 1)
@@ -217,14 +233,13 @@ def attention_weights(
     `more_k` has keys that every query attends to; their weights are behind those of k. `call` has the other arguments
     of ring_attention, which have been checked.
     """
+    documents = [call[name] for name in DOCUMENTS]
+    call |= dict(zip(DOCUMENTS, _document_numbers(documents)))
     fields = [call.get(name) for name in _FIELDS]
-    for i, name in enumerate(_FIELDS):
-        if name in ("cu_seqlens", "cu_seqlens_k", "query_start"):
-            fields[i] = whole_numbers(name, _fixed(fields[i]), one=name == "query_start")
     options = {name: call[name] for name in DEFAULTS if name in call}
     text = _valid_text(q, k, k, sinks, *fields, False, 0, options=options)
     sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
-    pairs = pairs_of(text, _fixed(q.shape[3]), *sizes)
+    pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
     bias = total_bias(pairs, sizes, q.dtype, q.device, attn_bias, key_padding_mask)
     if more_k is not None:
         k = torch.cat([k, more_k], 1)
@@ -247,6 +262,8 @@ def ring_attention(
     cu_seqlens: Sequence[int] | torch.Tensor | None = None,
     cu_seqlens_k: Sequence[int] | torch.Tensor | None = None,
     query_start: int | Sequence[int] | torch.Tensor | None = None,
+    seqused_k: int | Sequence[int] | torch.Tensor | None = None,
+    leftpad_k: int | Sequence[int] | torch.Tensor | None = None,
     offsets: str = "blocked",
     group_scale: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -294,11 +311,16 @@ def ring_attention(
         cu_seqlens: boundaries of packed documents in the whole sequence, as flash-attention's: 0, then the end of
             each document. Tokens of different documents do not attend to each other; positions, segments,
             offsets and windows start anew in each. Tokens behind the last boundary are padding: their output
-            and gradients are 0. The same on all ranks and for every batch entry. A tensor on a CUDA device is
-            read, which waits for the device: pass a list. None: all tokens are one document.
+            and gradients are 0. The same on all ranks. They hold for every batch entry; a list of lists or a 2-D
+            tensor has those of each entry, and its rows may be padded with their last number. A tensor on a CUDA
+            device is read, which waits for the device: pass a list. None: all tokens are one document.
         cu_seqlens_k: likewise of the keys, if they are not as many as the queries.
         query_start: position of the first query among the keys of its document: one number, or one for each
-            document. Needed if q and k differ in length and there is a mask.
+            document. Needed if q and k differ in length and there is a mask. Where cu_seqlens is of single batch
+            entries or None, a list has one for each entry.
+        seqused_k: number of keys of the whole sequence, if the rest is padding: one number, or one for each batch
+            entry, as flash-attention's. Not with cu_seqlens. Padding is neither computed nor sent.
+        leftpad_k: number of keys of padding at the beginning, likewise. The other keys keep their positions.
         offsets: how heads differ in the rows that a dilated branch selects: "blocked" or "interleaved". "all":
             every head takes every offset, so that the query at t attends to all keys of its segment at a multiple
             of the dilation from t; with a window this is the dilated sliding window.
@@ -328,8 +350,8 @@ def ring_attention(
             without gradient.
         key_padding_mask: [batch, local keys], of the keys that this rank passes; on all ranks or none. bool (True: the
             key is ignored) or floating point (added to the key's scores, with a gradient), as in
-            nn.MultiheadAttention. A row without other keys gives 0. It takes a few more columns of q, k and v; if the
-            padding is a range of tokens, cu_seqlens is cheaper.
+            nn.MultiheadAttention. A row without other keys gives 0. It takes a few more columns of q, k and v;
+            seqused_k and leftpad_k are cheaper.
         sinks: [heads], floating point, the same on every rank or on none: a logit per query head that takes part in
             the softmax of each of its rows and has no value (gpt-oss). -inf: none for that head. A row without keys
             gives 0, and its log-sum-exp is the sink. NaN or +inf makes all rows of the head NaN. On each rank its
@@ -368,6 +390,7 @@ def ring_attention(
         branches = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
         masks: dict[str, object] = {"is_causal": is_causal, "window": window, "cu_seqlens": cu_seqlens}
         masks |= {"cu_seqlens_k": cu_seqlens_k, "query_start": query_start}
+        masks |= {"seqused_k": seqused_k, "leftpad_k": leftpad_k}
         ring = {"group": group, "placement": placement, "n_global": n_global, "timeout": timeout}
         kind = {"pattern": pattern, "offsets": offsets, "group_scale": group_scale}
         more = {"sinks": sinks, "shared_gradient": shared_gradient}
@@ -375,12 +398,13 @@ def ring_attention(
         call = {**branches, **masks, **ring, **kind, **options, **more}
         o, lse = _attend_masked(q, k, v, key_padding_mask, call)
         return (o, lse) if return_lse else o
-    if cu_seqlens is not None or cu_seqlens_k is not None or query_start is not None:
-        cu_seqlens = whole_numbers("cu_seqlens", cu_seqlens)
-        cu_seqlens_k = whole_numbers("cu_seqlens_k", cu_seqlens_k)
-        query_start = whole_numbers("query_start", _fixed(query_start), one=True)
+    documents = (cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k)
+    for given in documents:  # no generator: a small call makes few Python calls
+        if given is not None:
+            documents = _document_numbers(documents)
+            break
     arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window)
-    arguments += (cu_seqlens, cu_seqlens_k, query_start, is_causal)
+    arguments += (*documents, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
     compiling = torch.compiler.is_compiling()
     casts = compiling or torch._C._is_any_autocast_enabled()

@@ -42,6 +42,18 @@ def mask_complaint(
     return None
 
 
+def used_keys(mask: torch.Tensor) -> tuple[list[int], list[int]] | None:
+    """The first and the end of the keys that a boolean mask leaves in each batch entry; None: it leaves holes."""
+    used = ~mask
+    counts = used.sum(1)
+    begin = used.to(torch.uint8).argmax(1)
+    end = begin + counts
+    places = torch.arange(mask.shape[1])
+    if not torch.equal(used, (places >= begin[:, None]) & (places < end[:, None])):
+        return None
+    return begin.tolist(), end.tolist()
+
+
 def widened(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from annulus.torch._config import DOCUMENTS
+
 _MOST_KNOWN = 64
 
 
@@ -163,7 +165,7 @@ def arguments_of(form: MaskForm, options: dict[str, object], causal: bool) -> di
     tokens where there are documents or a query_start.
     """
     window = options["window"]
-    own_places = options["query_start"] is not None or options["cu_seqlens_k"] is not None
+    own_places = any(options[name] is not None for name in DOCUMENTS if name != "cu_seqlens")
     if form == MaskForm():
         return {"is_causal": causal}
     moves = form.query_start is not None or form.cu_seqlens_k is not None

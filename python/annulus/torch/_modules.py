@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from annulus import ConfigError
+from annulus.torch._config import DOCUMENTS
 from annulus.torch._functional import ring_attention
 from annulus.torch._options import (
     branch_numbers,
@@ -28,7 +29,7 @@ F = TypeVar("F", bound=Callable)
 _OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks", "attn_bias")
 _OF_CALLS += ("shared_k", "shared_v", "shared_gradient")
 # Arguments that a module fixes, but a call may override.
-_MASKS = ("window", "cu_seqlens", "cu_seqlens_k", "query_start")
+_MASKS = ("window", *DOCUMENTS)
 _PARAMETERS = [
     p
     for p in inspect.signature(ring_attention).parameters.values()
@@ -96,7 +97,7 @@ class RingDilatedAttention(nn.Module):
             is_causal: overrides the value of the module; None: the module's.
             n_global, sinks, key_padding_mask, attn_bias, shared_k, shared_v, shared_gradient: as in
                 :func:`ring_attention`.
-            masks: window, cu_seqlens, cu_seqlens_k and query_start override those of the module.
+            masks: window, cu_seqlens, cu_seqlens_k, query_start, seqused_k and leftpad_k override those of the module.
         """
         refuse_unknown("forward", masks, _MASKS)
         causal = self.is_causal if is_causal is None else is_causal

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from annulus import ConfigError
+from annulus.torch._config import DOCUMENTS
 from annulus.torch._functional import attention_weights
 from annulus.torch._key_masks import MOST_HEAD_DIM
 from annulus.torch._mask_forms import arguments_of, mask_form
@@ -286,7 +287,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """forward with the batch first. `mask` has the arguments of ring_attention that say what is masked."""
         options = self.attention.options()
-        dense = all(options[name] is None for name in ("segment_lengths", "cu_seqlens", "query_start"))
+        dense = all(options[name] is None for name in ("segment_lengths", *DOCUMENTS))
         if need_weights and options["group"] is not None:
             self._refuse(
                 "need_weights is supported in one process only, where the rows and columns of all tokens are: pass "
@@ -434,7 +435,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         """forward with nested tensors of either layout: their sequences are documents of one sequence."""
         given = [name for name, x in others.items() if x is not None]
         attention = self.attention
-        given += [n for n in ("cu_seqlens", "query_start") if getattr(attention, n) is not None]
+        given += [n for n in DOCUMENTS if getattr(attention, n) is not None]
         if need_weights:
             given.append("need_weights")
         if attention.group is not None:

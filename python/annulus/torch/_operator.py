@@ -14,7 +14,7 @@ import torch
 import annulus
 from annulus import ConfigError, OutOfMemory, monitor
 from annulus.torch import _fast_path
-from annulus.torch._config import Call, Config, branches_of, call_of, config_of, pattern_of
+from annulus.torch._config import DOCUMENTS, Call, Config, branches_of, call_of, config_of, pattern_of
 from annulus.torch._memory import LOG, with_room
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring import _registry
@@ -266,7 +266,7 @@ def _(
     rows: int | torch.SymInt = 0
     if _keeps_branches(q, c):
         # On a group it depends on the other ranks' lengths: they decide where this rank's tokens are.
-        simple = c.group is None and c.cu_seqlens is None and c.query_start is None
+        simple = c.group is None and all(getattr(c, name) is None for name in DOCUMENTS)
         rows = _kept_rows(q, c) if simple else torch.library.get_ctx().new_dynamic_size()
     return o, lse, *_states(q, rows)
 

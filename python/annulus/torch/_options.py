@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -206,19 +206,32 @@ def window_pair(window: object) -> object:
 
 
 def whole_numbers(name: str, values: object, *, one: bool = False) -> object:
-    """A list of whole numbers for a sequence, array or tensor of them, or for a single one if `one`; None stays None.
+    """A tuple of whole numbers for a sequence, array or tensor of them, or for a single one if `one`; or a tuple of
+    such tuples, one for each batch entry. None stays None.
 
-    Elements of sequences are checked later.
+    Numbers are checked later.
     """
-    if values is None or isinstance(values, (list, tuple)):
-        return values
+    if values is None:
+        return None
     if one and is_whole(values, -(2**63)):
-        return [operator.index(values)]
+        return (operator.index(values),)
     listed = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(listed, list):
-        return listed
-    wanted = "a whole number, or a sequence of them," if one else "a sequence of whole numbers"
-    raise ConfigError(f"ring_attention: {name} is {values!r}: {wanted} was expected")
+    if not isinstance(listed, (list, tuple)):
+        wanted = "a whole number, or a sequence of them," if one else "a sequence of whole numbers"
+        raise ConfigError(f"ring_attention: {name} is {values!r}: {wanted} was expected")
+    # Numbers first: dynamo does not look up attributes of its variables.
+    if any(not isinstance(x, int) and (isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) > 0) for x in listed):
+        return tuple(whole_numbers(f"{name}[{i}]", x) for i, x in enumerate(listed))
+    return tuple(listed)
+
+
+def each_number(values: Iterable) -> Iterator:
+    """The numbers of a tuple from whole_numbers."""
+    for x in values:
+        if isinstance(x, tuple):
+            yield from each_number(x)
+        else:
+            yield x
 
 
 def branch_numbers(name: str, values: object) -> tuple:

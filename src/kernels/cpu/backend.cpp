@@ -75,10 +75,12 @@ class CpuCopies final : public CopyProgram {
       const std::vector<int>& units = layout->units(parcel.parcel);
       const auto unit_count = static_cast<std::int64_t>(units.size());
       const auto cuts = static_cast<std::int64_t>(stretches[p].size());
-      pool.run_parallel(layout->batch() * unit_count * cuts, [&](std::int64_t index, int) {
+      const std::int64_t first_entry = layout->first_entry(parcel.parcel);
+      const std::int64_t entries = layout->entries(parcel.parcel);
+      pool.run_parallel(entries * unit_count * cuts, [&](std::int64_t index, int) {
         const Stretch& stretch = stretches[p][static_cast<std::size_t>(index % cuts)];
         const int unit = static_cast<int>(index / cuts % unit_count);
-        const std::int64_t batch = index / cuts / unit_count;
+        const std::int64_t batch = first_entry + index / cuts / unit_count;
         for (int s = 0; s < layout->sections(); ++s) {
           const std::int64_t step = layout->section_bytes(s);
           const std::int64_t base = parcel.offset + layout->offset(parcel.parcel, batch, unit, s);

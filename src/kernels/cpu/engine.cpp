@@ -33,7 +33,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
   list_bytes_ += static_cast<std::int64_t>(counters * sizeof(std::int32_t)) + share_runner_.bytes();
   const Plan& plan = *forward.front().plan;
   every_row_attends_ = every_query_attends(*computation.pattern, plan.query_placement().tokens(),
-                                           plan.key_placement().tokens());
+                                           plan.key_placement().tokens(), computation.batch);
   // Not with output_scale, because a 16-bit output would be rounded twice.
   direct_output_ = passes <= 1 && (is_fp32() || computation.pattern->output_scale == 1.0);
   state_bytes_ = needed_state();

@@ -87,14 +87,14 @@ Work::Work(const Stage& stage, const Computation& computation, int threads,
 
 void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,
                      int threads, bool packs) const {
-  const std::int64_t batch = computation.batch;
   // Enough items to keep all threads busy to the end. Fewer and larger items reuse packed rows
   // better, unless the rows are packed once for all items.
   const std::int64_t wanted = (packs ? 8 : 4) * static_cast<std::int64_t>(threads);
   std::int64_t heads = 0;
   for (int g : groups) {
     const WorkGroup& group = groups_[g];
-    heads += batch * static_cast<std::int64_t>(group.members.size());
+    heads +=
+        group.entries.count_in(computation.batch) * static_cast<std::int64_t>(group.members.size());
   }
   const std::int64_t split = pieces(wanted, heads);  // pieces per head for that number of items
   struct Costed {
@@ -131,7 +131,7 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
     }
     q_size = std::max<std::int64_t>(1, q_size);
     k_size = std::max<std::int64_t>(1, k_size);
-    for (std::int64_t b = 0; b < batch; ++b) {
+    for (std::int64_t b = group.entries.begin; b < group.entries.end_in(computation.batch); ++b) {
       for (std::size_t m = 0; m < group.members.size(); ++m) {
         for (std::int64_t q = 0; q < group.query_rows; q += q_size) {
           for (std::int64_t k = 0; k < group.key_rows; k += k_size) {

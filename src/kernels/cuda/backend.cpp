@@ -43,7 +43,8 @@ class CudaCopies final : public CopyProgram {
       const std::vector<int>& units = layout.units(copy.parcel);
       std::int64_t rows = 0;
       for (const CopyRun& run : *copy.runs) rows += run.count;
-      for (std::int64_t b = 0; b < layout.batch(); ++b) {
+      const std::int64_t first_entry = layout.first_entry(copy.parcel);
+      for (std::int64_t b = first_entry; b < first_entry + layout.entries(copy.parcel); ++b) {
         for (std::size_t u = 0; u < units.size(); ++u) {
           for (const CopyRun& run : *copy.runs) {
             for (std::int64_t first = 0; first < run.count; first += kCopyRows) {

@@ -46,6 +46,7 @@ CompiledStage compile_stage(const Stage& stage, const Computation& computation, 
     out.parcels.push_back({parcels_of(out.tables, launch, Side::queries),
                            parcels_of(out.tables, launch, Side::keys)});
   }
+  if (order == ItemOrder::in_turn || order == ItemOrder::as_made) put_by_position(out.tables, tile);
   if (order == ItemOrder::in_turn) arrange_all(out.tables, multiprocessors, tile);
   if (order == ItemOrder::longest_first) put_longest_first(out.tables, side);
   return out;

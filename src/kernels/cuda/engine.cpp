@@ -150,6 +150,7 @@ void CudaEngine::upload_kept() {
   copy(kept_memory_.data() + words, kept.heads().data(), heads);
   kept_.words = reinterpret_cast<const KeptRows::Word*>(kept_memory_.data());
   kept_.heads = reinterpret_cast<const KeptRows::Head*>(kept_memory_.data() + words);
+  kept_.entry_heads = kept.entry_heads();
   kept_.batch_rows = kept.batch_rows();
   kept_.branch_heads = computation_.heads();
   kept_.branches = static_cast<std::int32_t>(computation_.pattern->branches.size());

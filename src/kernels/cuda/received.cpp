@@ -21,8 +21,10 @@ Parcels upload_parcels(const ParcelRows& parcels, int device) {
     if (source.base == nullptr) continue;
     const auto parcel = static_cast<int>(id);
     source.units = static_cast<std::int64_t>(parcels.layout->units(parcel).size());
-    source.rows =
-        parcels.layout->bytes(parcel) / (source.units * parcels.layout->batch() * row_bytes);
+    source.rows = parcels.layout->bytes(parcel) /
+                  (source.units * parcels.layout->entries(parcel) * row_bytes);
+    // Kernels count batch entries from the first of the batch, the parcel from its own first.
+    source.base += parcels.layout->offset(parcel, 0, 0, 0);
     out.aligned = out.aligned && reinterpret_cast<std::uintptr_t>(source.base) % 16 == 0 &&
                   source.rows * row_bytes % 16 == 0;
   }

@@ -99,7 +99,7 @@ BranchRow attend_branch(const Problem& problem, const Branch& branch, std::int64
   BranchRow row;
   row.o.assign(static_cast<std::size_t>(shape.head_dim), 0.0);
   for (std::int64_t key = 0; key < shape.keys(); ++key) {
-    if (!problem.pattern.allows(branch, head, query, key)) continue;
+    if (!problem.pattern.allows(branch, head, query, key, batch)) continue;
     row.keys.push_back(key);
     row.scores.push_back(problem.scale * dot(q, key_vector(problem.k, shape, batch, key, kv_head)));
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "pattern/entry_groups.h"
 #include "pattern/segments.h"
 
 namespace annulus::reference {
@@ -17,11 +18,12 @@ constexpr Sized kOne{.value = 1.0, .scale = 1.0, .absolute = 1.0};
 // with. These are the selected tokens of its segment: a long sequence has too many others to ask
 // about. Whether such a pair is allowed is for Pattern::allows to say.
 template <typename Visit>
-void for_candidates(const RowProblem& problem, const Branch& branch, int head, std::int64_t token,
+void for_candidates(const RowProblem& problem, const Branch& branch, int head, const Place& row,
                     Side side, const Visit& visit) {
   const Side other = side == Side::keys ? Side::queries : Side::keys;
-  const Segments segments(problem.pattern, branch, problem.query_tokens, problem.key_tokens);
-  const std::int64_t segment = segments.at_or_before(other, token);
+  const std::span<const Document> documents = documents_of(problem.pattern, row.batch);
+  const Segments segments(documents, branch, problem.query_tokens, problem.key_tokens);
+  const std::int64_t segment = segments.at_or_before(other, row.position);
   if (segment < 0) return;
   const std::int64_t offset = branch.offset[static_cast<std::size_t>(head)];
   if (offset < 0) return;
@@ -82,16 +84,15 @@ std::vector<BranchRow> branch_rows(const RowProblem& problem, const Place& query
     BranchRow row;
     row.branch = b;
     row.o.resize(q.size(), 0.0);
-    for_candidates(problem, branch, query.head, query.position, Side::keys,
-                   [&](std::int64_t position) {
-                     if (!problem.pattern.allows(branch, query.head, query.position, position))
-                       return;
-                     const Place key{query.batch, position, kv_head};
-                     problem.k(key, k);
-                     row.keys.push_back(key);
-                     row.dots.push_back(sized_dot(q, k));
-                     raise(row.highest, problem.scale * row.dots.back().value);
-                   });
+    for_candidates(problem, branch, query.head, query, Side::keys, [&](std::int64_t position) {
+      if (!problem.pattern.allows(branch, query.head, query.position, position, query.batch))
+        return;
+      const Place key{query.batch, position, kv_head};
+      problem.k(key, k);
+      row.keys.push_back(key);
+      row.dots.push_back(sized_dot(q, k));
+      raise(row.highest, problem.scale * row.dots.back().value);
+    });
     for (const Sized& dot : row.dots) row.sum += std::exp(problem.scale * dot.value - row.highest);
     if (!row.keys.empty()) rows.push_back(std::move(row));
   }
@@ -202,19 +203,18 @@ KeyRow key_row(const RowProblem& problem, const Place& key, const StateOf& state
   for (int head = key.head * ratio; head < (key.head + 1) * ratio; ++head) {
     for (std::size_t b = 0; b < pattern.branches.size(); ++b) {
       const Branch& branch = pattern.branches[b];
-      for_candidates(problem, branch, head, key.position, Side::queries,
-                     [&](std::int64_t position) {
-                       if (!pattern.allows(branch, head, position, key.position)) return;
-                       const Place query{key.batch, position, head};
-                       problem.q(query, q);
-                       const Row dout = load_dout(problem, query);
-                       const QueryState state = state_of(query, b);
-                       const Sized dot = sized_dot(q, k);
-                       const double p = std::exp(problem.scale * dot.value - state.lse);
-                       sizes.add(dot, problem.scale, state.lse, p);
-                       result.dv.add(p, kOne, dout);
-                       result.dk.add(p, difference(sized_dot(dout, v), state.delta), q);
-                     });
+      for_candidates(problem, branch, head, key, Side::queries, [&](std::int64_t position) {
+        if (!pattern.allows(branch, head, position, key.position, key.batch)) return;
+        const Place query{key.batch, position, head};
+        problem.q(query, q);
+        const Row dout = load_dout(problem, query);
+        const QueryState state = state_of(query, b);
+        const Sized dot = sized_dot(q, k);
+        const double p = std::exp(problem.scale * dot.value - state.lse);
+        sizes.add(dot, problem.scale, state.lse, p);
+        result.dv.add(p, kOne, dout);
+        result.dk.add(p, difference(sized_dot(dout, v), state.delta), q);
+      });
     }
   }
   result.largest_score = sizes.largest();

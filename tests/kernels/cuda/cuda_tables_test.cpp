@@ -59,7 +59,8 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
     const int ratio = c.pattern.heads / c.kv_heads;
     const bool canonical = random.coin();
     for (const Side side : {Side::queries, Side::keys}) {
-      std::map<std::tuple<int, std::int64_t, std::int64_t>, int> weights;  // head, query, key
+      // Batch entry, head, query, key.
+      std::map<std::tuple<int, int, std::int64_t, std::int64_t>, int> weights;
       for (int rank = 0; rank < c.placement.ranks(); ++rank) {
         const Plan plan(plan_options(c), rank);
         const Positions positions(plan);
@@ -103,13 +104,13 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
                     EXPECT_TRUE(written.insert({item.batch, head, mine.source, mine.at}).second)
                         << "two items of a launch write one row";
                   }
-                  if (item.batch != 0) continue;
                   for (const Row& theirs : other) {
                     const Row& query = side == Side::queries ? mine : theirs;
                     const Row& key = side == Side::queries ? theirs : mine;
                     const int weight = weight_of(tables, group, query, key);
                     if (weight > 0)
-                      weights[{member.head, positions.of(query), positions.of(key)}] += weight;
+                      weights[{item.batch, member.head, positions.of(query), positions.of(key)}] +=
+                          weight;
                   }
                 }
               }
@@ -118,15 +119,18 @@ TEST(CudaTables, HaveEveryAllowedPairAsOftenAsBranchesAllowIt) {
           EXPECT_EQ(next, static_cast<std::int32_t>(tables.items.size()));
         }
       }
-      for (int head = 0; head < c.pattern.heads; ++head) {
-        for (std::int64_t q = 0; q < c.placement.tokens(); ++q) {
-          for (std::int64_t k = 0; k < c.placement.tokens(); ++k) {
-            int allowed = 0;
-            for (const Branch& branch : c.pattern.branches)
-              allowed += c.pattern.allows(branch, head, q, k) ? 1 : 0;
-            const auto found = weights.find({head, q, k});
-            const int weight = found == weights.end() ? 0 : found->second;
-            ASSERT_EQ(weight, allowed) << "head " << head << ", query " << q << ", key " << k;
+      for (int entry = 0; entry < 2; ++entry) {
+        for (int head = 0; head < c.pattern.heads; ++head) {
+          for (std::int64_t q = 0; q < c.placement.tokens(); ++q) {
+            for (std::int64_t k = 0; k < c.placement.tokens(); ++k) {
+              int allowed = 0;
+              for (const Branch& branch : c.pattern.branches)
+                allowed += c.pattern.allows(branch, head, q, k, entry) ? 1 : 0;
+              const auto found = weights.find({entry, head, q, k});
+              const int weight = found == weights.end() ? 0 : found->second;
+              ASSERT_EQ(weight, allowed)
+                  << "entry " << entry << ", head " << head << ", query " << q << ", key " << k;
+            }
           }
         }
       }
@@ -272,6 +276,23 @@ TEST(CudaTables, LongestItemsComeFirstAmongHeadsThatFitTheCache) {
     }
     EXPECT_TRUE(seen.insert({item.member, item.begin}).second);
   }
+}
+
+TEST(CudaTables, ItemsOfNarrowWindowsAreSortedByPosition) {
+  using List = std::vector<std::int64_t>;
+  Pattern pattern = longnet(2, List{1024}, List{4}, true, Offsets::all);
+  const auto begins = [&](std::int64_t before) {
+    pattern.window = {before, 0};
+    Tables tables = whole(pattern, 1024, 64);
+    put_by_position(tables, 64);
+    EXPECT_EQ(tables.launches.size(), 1U);
+    List out;
+    for (const Item& item : tables.items) out.push_back(item.begin);
+    return out;
+  };
+  EXPECT_TRUE(std::ranges::is_sorted(begins(100)));
+  EXPECT_FALSE(std::ranges::is_sorted(begins(-1))) << "no window";
+  EXPECT_FALSE(std::ranges::is_sorted(begins(std::int64_t{1} << 20))) << "too wide for the cache";
 }
 
 TEST(CudaTables, MostIndicesBoundThoseOfEveryList) {

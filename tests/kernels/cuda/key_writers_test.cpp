@@ -115,7 +115,7 @@ TEST(KeyWriters, KeySumsAreWrittenBeforeTheyAreAddedToAndEndWithTheLastLaunch) {
   // Both happen, and so does their opposite.
   EXPECT_GT(begun, ranks / 4);
   EXPECT_LT(begun, ranks);
-  EXPECT_GT(ended, ranks / 8);
+  EXPECT_GT(ended, ranks / 16);
   EXPECT_LT(ended, ranks);
 }
 

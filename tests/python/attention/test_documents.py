@@ -14,6 +14,7 @@ import numpy as np  # noqa: E402
 from annulus import ConfigError, Pattern, Placement  # noqa: E402
 from support import on_ranks  # noqa: E402
 from support.dense_masks import check, tensors  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 TOKENS = 131
 # One, several, empty ones, single tokens, and padding behind the last.
@@ -246,6 +247,13 @@ WRONG = [
     ({"cu_seqlens": [0, 50], "cu_seqlens_k": [0, 20, 50]}, ["1 documents of queries, 2 documents of keys"]),
     ({"cu_seqlens": [0, 50], "query_start": [1, 2]}, ["2 positions of first queries"]),
     ({"cu_seqlens_k": [0, TOKENS]}, ["cu_seqlens_k is given without cu_seqlens"]),
+    ({"cu_seqlens": [[0, 5]] * 3}, ["documents are of 3 batch entries, batch is 2"]),
+    ({"cu_seqlens": [[0, 5], [0, 9, 7]]}, ["boundary 2 is 7"]),
+    ({"cu_seqlens": [[0, 5], [0, 132]]}, ["of batch entry 1", "ends at query token 132"]),
+    ({"cu_seqlens": [[0, 5]] * 2, "query_start": [1, 2, 3]}, ["cu_seqlens is of 2 batch entries, query_start of 3"]),
+    ({"seqused_k": [5, TOKENS + 1]}, ["keys [0, 132) are used", "in batch entry 1"]),
+    ({"seqused_k": 3, "leftpad_k": 5}, ["keys [5, 3) are used"]),
+    ({"seqused_k": 3, "cu_seqlens": [0, 5]}, ["seqused_k and cu_seqlens are given"]),
 ]
 
 
@@ -267,7 +275,11 @@ def test_wrong_documents_are_config_errors(call: dict, words: list[str]) -> None
         {"cu_seqlens": "0, 5"},
         {"cu_seqlens": 5},
         {"cu_seqlens": torch.tensor(5)},
-        {"cu_seqlens": torch.tensor([[0, 5]])},
+        {"cu_seqlens": torch.tensor([[[0, 5]]])},
+        {"cu_seqlens": [[0, 5], 7]},
+        {"cu_seqlens": [[0, 5], [0, None]]},
+        {"seqused_k": [[5], [5]]},
+        {"leftpad_k": "5"},
         {"cu_seqlens": {0: 5}},
         {"query_start": -1},
         {"query_start": 1.5},
@@ -294,7 +306,7 @@ def test_patterns_with_documents_are_values() -> None:
     import pickle
 
     pattern = Pattern.dense(2, causal=True).with_documents([0, 3, 10], query_start=2)
-    assert pattern.documents == [(0, 3, 0, 3, 2, 0), (3, 10, 3, 10, 2, 0)]
+    assert pattern.documents == [(0, 3, 0, 3, 2, 0, -1), (3, 10, 3, 10, 2, 0, -1)]
     assert pickle.loads(pickle.dumps(pattern)) == pattern
     assert hash(pickle.loads(pickle.dumps(pattern))) == hash(pattern)
     assert pattern != Pattern.dense(2, causal=True)
@@ -303,3 +315,78 @@ def test_patterns_with_documents_are_values() -> None:
     with pytest.raises(ConfigError, match="has documents|with documents"):
         q = torch.zeros(1, 10, 2, 8)
         annulus.attention(q, q, q, pattern=pattern, cu_seqlens=[0, 10])
+
+
+# ---- documents of single batch entries
+
+ENTRIES = [[0, 33, 66, 100], [0, TOKENS], [0, 0, 40, 99, TOKENS], [0, 0], [0, TOKENS]]
+
+
+def batch(size: int, heads: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, TOKENS, heads, 16, generator=generator) for _ in range(4)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_batch_entry_has_its_own_documents(mask: dict) -> None:
+    inputs = batch(len(ENTRIES))
+    found = gradients(lambda *x: at.ring_attention(*x, cu_seqlens=ENTRIES, **mask), *inputs)
+    widest = max(map(len, ENTRIES))
+    padded = torch.tensor([x + x[-1:] * (widest - len(x)) for x in ENTRIES])
+    assert torch.equal(found[0], at.ring_attention(*inputs[:3], cu_seqlens=padded, **mask))
+    for entry, boundaries in enumerate(ENTRIES):
+        one = [x[entry : entry + 1] for x in inputs]
+        alone = gradients(lambda *x: at.ring_attention(*x, cu_seqlens=boundaries, **mask), *one)
+        for a, b in zip(found, alone):
+            torch.testing.assert_close(a[entry : entry + 1], b, rtol=1e-5, atol=1e-6)
+    ring = {"ranks": 3, "placement": "zigzag", "cu_seqlens": ENTRIES, **mask}
+    o = annulus.attention(*inputs[:3], **ring)
+    torch.testing.assert_close(o, found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_entries_have_their_own_keys_and_positions() -> None:
+    q, k, v, _ = batch(3)
+    q = q[:, :20]
+    used, left, starts = [100, TOKENS, 57], [0, 13, 57], [80, 111, 40]
+    call = {"query_start": starts, "seqused_k": used, "leftpad_k": left, "is_causal": True}
+    found = at.ring_attention(q, k, v, **call)
+    position = torch.arange(TOKENS)
+    for entry in range(2):
+        seen = (position >= left[entry]) & (position < used[entry])
+        seen = seen & (position <= starts[entry] + torch.arange(20)[:, None])
+        one = [x[entry : entry + 1].transpose(1, 2) for x in (q, k, v)]
+        expected = scaled_dot_product_attention(*one, attn_mask=seen).transpose(1, 2)
+        torch.testing.assert_close(found[entry : entry + 1], expected, rtol=1e-4, atol=1e-5)
+    assert not found[2].any(), "it has no key"
+    # What is padding may be anything.
+    for entry in range(3):
+        for x in (k, v):
+            x[entry, used[entry] :] = torch.nan
+            x[entry, : left[entry]] = torch.nan
+    assert torch.equal(at.ring_attention(q, k, v, **call), found)
+    assert torch.equal(annulus.attention(q, k, v, **call), found)
+    nested = {"cu_seqlens": [[0, 5, 20]] * 3, "cu_seqlens_k": [[0, 50, 120]] * 3}
+    flat = at.ring_attention(q, k, v.nan_to_num(), **nested, query_start=[3, 4, 5])
+    lists = at.ring_attention(q, k, v.nan_to_num(), **nested, query_start=[[3, 3], [4, 4], [5, 5]])
+    torch.testing.assert_close(flat, lists, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("group", [None, "world"])
+def test_masks_of_padding_are_lengths_in_one_process(one_rank, group: str | None) -> None:
+    q, k, v, do = batch(3)
+    mask = torch.zeros(3, TOKENS, dtype=torch.bool)
+    mask[0, 100:] = True
+    mask[1, :13] = True
+    mask[2] = True
+    lengths = {"seqused_k": [100, TOKENS, 0], "leftpad_k": [0, 13, 0]}
+    ring = {} if group is None else {"group": torch.distributed.group.WORLD}
+    expected = gradients(lambda *x: at.ring_attention(*x, **lengths), q, k, v, do)
+    found = gradients(lambda *x: at.ring_attention(*x, key_padding_mask=mask, **ring), q, k, v, do)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert group is not None or torch.equal(a, b)
+    mask[0, 50] = True  # a hole
+    holes = at.ring_attention(q, k, v, key_padding_mask=mask, **ring)
+    one = [x[:1].transpose(1, 2) for x in (q, k, v)]
+    exact = scaled_dot_product_attention(*one, attn_mask=~mask[0].expand(TOKENS, TOKENS))
+    torch.testing.assert_close(holes[:1], exact.transpose(1, 2), rtol=1e-4, atol=1e-5)

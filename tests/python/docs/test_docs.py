@@ -97,7 +97,6 @@ def run_on_a_ring(rank: int, ranks: int, page: pathlib.Path, store: str) -> None
         at.ring_attention(q, k, v, is_causal=True, group=dist.group.WORLD, n_global=101)
     with pytest.raises(annulus.ConfigError):
         at.ring_attention(q, k, v, is_causal=True, group=dist.group.WORLD, placement="zigzag")
-    dist.barrier()  # a rank that closes its ring before the others have the error gives them another
     at.cleanup()
     dist.destroy_process_group()
 

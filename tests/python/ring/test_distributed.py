@@ -29,6 +29,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "memory_is_everybodys",
                 "compiled_equals_eager",
                 "arguments_are_everybodys",
+                "closing_lets_messages_arrive",
                 "two_threads",
                 "fully_sharded",
                 "ranks_agree_on_the_transport_of_device_memory",

@@ -351,6 +351,30 @@ def an_unexpected_error_ends_the_ring() -> None:
     at.ring_attention(q, q, q, group=dist.group.WORLD, is_causal=True)
 
 
+def closing_lets_messages_arrive() -> None:
+    """A rank whose last call is over closes its ring while another still has to receive a message of that call."""
+    rank = dist.get_rank()
+    transport = at.ProcessGroupTransport(dist.group.WORLD, timeout=60)
+    message = bytearray(b"last words")
+    if rank == 0:
+        finish_sends = transport.finish_sends
+
+        def finish_after_telling() -> None:
+            tell("rank 0 closes")
+            finish_sends()
+
+        transport.finish_sends = finish_after_telling
+        transport.send(1, 5, memoryview(message)).wait()
+        transport.close()
+        tell("rank 0 closes")
+    elif rank == 1:
+        hear("rank 0 closes")
+        found = bytearray(len(message))
+        transport.receive(0, 5, memoryview(found)).wait()
+        assert found == message
+    transport.close()
+
+
 def two_threads() -> None:
     """The calls of two threads have any order on other ranks. No rank gets rows of the wrong call."""
     rank = dist.get_rank()

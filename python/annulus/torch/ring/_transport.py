@@ -381,7 +381,12 @@ class ProcessGroupTransport(Transport):
         return self._error() if self._failed_rank not in (-1, self.rank()) else None
 
     def close(self) -> None:
-        """Closes the connections. Ranks that wait for this one get an error immediately."""
+        """Closes the connections, after the other ranks have received what this one has sent them. Ranks that wait for
+        this one get an error immediately."""
+        # The last call may be over on this rank alone: its short messages are not waited for. A rank that did not get
+        # one would raise another error than this rank, or one that no other rank has.
+        if self._failed is None and self.waiting is None:
+            self.finish_sends()
         with self._lock:
             if self._failed is None:
                 self._end(self.rank(), "closed its ring", "closed", CLOSES)

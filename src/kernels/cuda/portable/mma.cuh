@@ -41,19 +41,16 @@ struct __align__(128) SharedTile {
 
   __device__ T* chunk(int row, int chunk) { return data + row * kDim + ((chunk ^ (row & 7)) * 8); }
 
-  // Called by all threads of the block. Loads `head_dim` elements of each row, from element `first`
-  // on, and zeros beyond or if `at` is null. `somewhere` is any readable address.
-  __device__ void load(std::byte* const* at, int head_dim, bool aligned, const void* somewhere,
-                       int first = 0) {
-    head_dim -= first;
+  // Called by all threads of the block. Loads `head_dim` elements of each row, and zeros beyond or
+  // if `at` is null. `somewhere` is any readable address.
+  __device__ void load(std::byte* const* at, int head_dim, bool aligned, const void* somewhere) {
     for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks;
          i += static_cast<int>(blockDim.x)) {
       const int row = i / kChunks;
       const int c = i % kChunks;
       const std::byte* from = at[row];
       const bool present = from != nullptr && c * 8 < head_dim;
-      load_chunk(row, c,
-                 present ? from + first * 2 + c * 16 : static_cast<const std::byte*>(somewhere),
+      load_chunk(row, c, present ? from + c * 16 : static_cast<const std::byte*>(somewhere),
                  present, head_dim, aligned);
     }
   }

@@ -11,18 +11,19 @@
 //   O: P V, dQ: dS K, dK: dS^T Q, dV: P^T dO.
 // A block has 64 rows of its own and walks past tiles of 64 others. No operand fits the shared
 // memory of every GPU, so all come 64 columns at a time: for S, for dP where dS is wanted, and for
-// the sums. Of 64 x 64 weights each of 8 warps makes 16 x 32, and leaves them in shared memory; of
-// 64 x 64 sums likewise, in registers.
+// the sums. Of 64 x 64 weights each of 16 warps makes 16 x 16, and leaves them in shared memory; of
+// 64 x 64 sums likewise, in registers. With 8 warps there was too little to do while others waited.
 namespace annulus::cuda {
 namespace {
 
 enum class Sum : std::uint8_t { output, query_gradient, key_gradient, value_gradient };
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kRows = kPortableGradientTile;    // most rows of an item, in forward, too
 constexpr int kColumns = 64;                    // that come at a time
 constexpr int kParts = kMaxHeadDim / kColumns;  // of a row
 constexpr int kStages = 4;                      // three operands are under way while one is used
+constexpr int kQuarters = 4;                    // of 64 columns: a warp has 16 rows of one
 constexpr float kSlack = 8.0F;                  // as in forward.cu
 
 template <Sum kSum>
@@ -75,7 +76,8 @@ struct Shared {
   // Gradients: of queries. A row that attends to nothing has a log-sum-exp that gives weights of 0.
   float lse[2][kRows];  // in units of log2
   float delta[2][kRows];
-  float of_half[2][kRows];  // output: what warps of either half of the columns know of a row
+  float of_quarter[kQuarters][kRows];  // output: what is known of a row, by its columns
+  Group group;                         // there are no registers for it
   Poison<kRows, kMaxHeadDim> poison;
 };
 
@@ -92,7 +94,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = *reinterpret_cast<Shared<T, kSum>*>(memory);
   const Item item = p.tables.items[p.first_item + blockIdx.x];
   if (item.rows == 0) return;
-  const Group group = p.tables.groups[item.group];
+  if (threadIdx.x == 0) shared.group = p.tables.groups[item.group];
+  shared.poison.clear();
+  __syncthreads();
+  const Group& group = shared.group;
   const Member member = p.tables.members[item.member];
   const RowOwner query_place{item.batch, member.head, member.unit};
   const RowOwner key_place{item.batch, member.kv_head, member.unit};
@@ -100,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int strip = thread / 32 % 4;  // of 16 rows
-  const int half = thread / 128;      // of 64 columns
+  const int quarter = thread / 128;   // of 64 columns
 
   // Rows of this block and of a tile, and which of those the walk has.
   const auto fill_own = [&](const RowList& list, const RowOwner& place, const auto&... channels) {
@@ -144,7 +149,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   if (tiles > 0) fill_other(0);
-  shared.poison.clear();
   __syncthreads();
   if constexpr (kSum == Sum::output) {
     if (p.kept.tables.branches > 0) {
@@ -153,29 +157,38 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
-  // Steps of a tile: parts of S, of dP, and of the sums.
+  // Steps of a tile: parts of S, of dP, and of the sums. A thread copies 16 bytes of an operand.
   const int parts = (head_dim + kColumns - 1) / kColumns;
-  const int products = Of::kGradients ? 2 : 1;
+  constexpr int kProducts = Of::kGradients ? 2 : 1;
   int next_tile = 0;  // whose operand is to be loaded next, and for which step
-  int next_step = 0;
+  int next_product = 0;
+  int next_column = 0;
   int next_stage = 0;
   const auto load_next = [&] {
     if (next_tile < tiles) {
+      const bool sum = next_product == kProducts;
       const auto& rows = shared.other_rows[next_tile % 2];
-      const int product = next_step / parts;
-      const int column = next_step % parts * kColumns;
-      if (product < products) {
-        shared.own[next_stage].load(shared.own_rows.at[product], head_dim, p.shape.aligned,
-                                    p.tables.items, column);
-      }
-      shared.other[next_stage].load(rows.at[product < products ? product : Of::kAdded], head_dim,
-                                    p.shape.aligned, p.tables.items, column);
+      const auto copy = [&](Tile& to, std::byte* const* at) {
+        const std::byte* row = at[thread / 8];
+        const int column = next_column + thread % 8 * 8;
+        const bool present = row != nullptr && column < head_dim;
+        to.load_chunk(
+            thread / 8, thread % 8,
+            present ? row + column * sizeof(T) : reinterpret_cast<const std::byte*>(p.tables.items),
+            present, head_dim - next_column, p.shape.aligned);
+      };
+      if (!sum) copy(shared.own[next_stage], shared.own_rows.at[next_product]);
+      copy(shared.other[next_stage], rows.at[sum ? Of::kAdded : next_product]);
     }
     commit_copies();
     next_stage = (next_stage + 1) % kStages;
-    if (++next_step == (products + 1) * parts) {
-      next_step = 0;
-      ++next_tile;
+    next_column += kColumns;
+    if (next_column >= head_dim) {
+      next_column = 0;
+      if (++next_product > kProducts) {
+        next_product = 0;
+        ++next_tile;
+      }
     }
   };
   int stage = 0;
@@ -192,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 0; i < kStages - 1; ++i) load_next();
 
   const auto row_of = [&](int upper) { return strip * 16 + upper * 8 + lane / 4; };
-  float sums[kParts][4][4] = {};
+  float sums[kParts][2][4] = {};
   float highest[2] = {-INFINITY, -INFINITY};  // output: as in forward.cu
   float total[2] = {};
   if constexpr (kSum == Sum::output) {
@@ -203,13 +216,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float l = read(shared.own_rows.at[1][row], -INFINITY);
       if (l == -INFINITY) continue;
       highest[upper] = l * kLog2E;
-      if (half == 0 && lane % 4 == 0) total[upper] = 1;
+      if (quarter == 0 && lane % 4 == 0) total[upper] = 1;
       const auto* from = reinterpret_cast<const float*>(shared.own_rows.at[2][row]);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int column = part * kColumns + half * 32 + i / 2 * 8 + lane % 4 * 2 + i % 2;
+        for (int i = 0; i < 4; ++i) {
+          const int column = part * kColumns + quarter * 16 + i / 2 * 8 + lane % 4 * 2 + i % 2;
           if (column < head_dim) sums[part][i / 2][2 * upper + i % 2] = from[column];
         }
       }
@@ -219,20 +232,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const float scale = p.shape.scale * kLog2E;
   for (int tile = 0; tile < tiles; ++tile) {
     const auto& rows = shared.other_rows[tile % 2];
-    float s[4][4] = {};
-    float dp[4][4] = {};
-    const auto multiply_part = [&](float(&products)[4][4], int arrived) {
+    float s[2][4] = {};
+    float dp[2][4] = {};
+    const auto multiply_part = [&](float(&products)[2][4], int arrived) {
 #pragma unroll
       for (int k = 0; k < kColumns / 16; ++k) {
         std::uint32_t a[4];
         std::uint32_t b[4];
         shared.own[arrived].load_a(a, strip * 16, k);
-#pragma unroll
-        for (int n = 0; n < 4; n += 2) {
-          shared.other[arrived].load_b(b, half * 32 + n * 8, k);
-          multiply<T>(products[n], a, b[0], b[1]);
-          multiply<T>(products[n + 1], a, b[2], b[3]);
-        }
+        shared.other[arrived].load_b(b, quarter * 16, k);
+        multiply<T>(products[0], a, b[0], b[1]);
+        multiply<T>(products[1], a, b[2], b[3]);
       }
     };
 #pragma unroll 1
@@ -246,14 +256,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int part = 0; part < parts; ++part) multiply_part(dp, arrive());
     }
 
-    const auto column_of = [&](int n, int e) { return half * 32 + n * 8 + lane % 4 * 2 + e % 2; };
+    const auto column_of = [&](int n, int e) {
+      return quarter * 16 + n * 8 + lane % 4 * 2 + e % 2;
+    };
     const auto hidden = [&](int own, int other) {
       return Of::kOwnsQueries ? hidden_pair(group, shared.own_rows.index[own], rows.index[other])
                               : hidden_pair(group, rows.index[other], shared.own_rows.index[own]);
     };
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int own = row_of(e / 2);
@@ -269,12 +281,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
         top[upper] = quad_max(top[upper]);
-        if (lane % 4 == 0) shared.of_half[half][row_of(upper)] = top[upper];
+        if (lane % 4 == 0) shared.of_quarter[quarter][row_of(upper)] = top[upper];
       }
       __syncthreads();
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const float most = fmaxf(top[upper], shared.of_half[1 - half][row_of(upper)]);
+        float most = top[upper];
+#pragma unroll
+        for (int of = 0; of < kQuarters; ++of)
+          most = fmaxf(most, shared.of_quarter[of][row_of(upper)]);
         if (most > highest[upper] + kSlack) {
           const float shrink = exp2_fast(highest[upper] - most);  // 0 at first
           highest[upper] = most;
@@ -282,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
+            for (int n = 0; n < 2; ++n) {
               sums[part][n][2 * upper] *= shrink;
               sums[part][n][2 * upper + 1] *= shrink;
             }
@@ -291,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         // A row that has seen nothing yet: -inf - -inf would be NaN.
         const float reference = highest[upper] == -INFINITY ? 0.0F : highest[upper];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int e = 2 * upper; e < 2 * upper + 2; ++e) {
             s[n][e] = exp2_fast(s[n][e] - reference);
@@ -302,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       const int slot = Of::kOwnsQueries ? 0 : tile % 2;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int query = Of::kOwnsQueries ? row_of(e / 2) : column_of(n, e);
@@ -313,10 +328,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        *reinterpret_cast<std::uint32_t*>(shared.weights.chunk(row_of(upper), half * 4 + n) +
+        *reinterpret_cast<std::uint32_t*>(shared.weights.chunk(row_of(upper), quarter * 2 + n) +
                                           lane % 4 * 2) =
             pack<T>(s[n][2 * upper], s[n][2 * upper + 1]);
       }
@@ -346,18 +361,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
 #pragma unroll
       for (int k = 0; k < kRows / 16; ++k) {
-#pragma unroll
-        for (int n = 0; n < 4; n += 2) {
-          std::uint32_t b[4];
-          added.load_b_transposed(b, k * 16, half * 2 + n / 2);
-          multiply<T>(sums[part][n], a[k], b[0], b[1]);
-          multiply<T>(sums[part][n + 1], a[k], b[2], b[3]);
-        }
+        std::uint32_t b[4];
+        added.load_b_transposed(b, k * 16, quarter);
+        multiply<T>(sums[part][0], a[k], b[0], b[1]);
+        multiply<T>(sums[part][1], a[k], b[2], b[3]);
       }
     }
   }
   wait_copies<0>();
-  __syncthreads();  // poison and the halves' knowledge are there
+  __syncthreads();  // all have noted poison
 
   // Two neighbouring columns at a time: use(column, first, second).
   const auto for_each_pair = [&](int upper, const auto& use) {
@@ -365,8 +377,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int column = part * kColumns + half * 32 + n * 8 + lane % 4 * 2;
+      for (int n = 0; n < 2; ++n) {
+        const int column = part * kColumns + quarter * 16 + n * 8 + lane % 4 * 2;
         if (column >= head_dim) continue;
         float x = sums[part][n][2 * upper];
         float y = sums[part][n][2 * upper + 1];
@@ -382,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       total[upper] = quad_sum(total[upper]);
-      if (lane % 4 == 0) shared.of_half[half][row_of(upper)] = total[upper];
+      if (lane % 4 == 0) shared.of_quarter[quarter][row_of(upper)] = total[upper];
     }
     __syncthreads();
   }
@@ -391,11 +403,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int row = row_of(upper);
     if (shared.own_rows.index[row] == kAbsent) continue;
     if constexpr (kSum == Sum::output) {
-      const float sum = shared.of_half[0][row] + shared.of_half[1][row];
+      float sum = 0;
+#pragma unroll
+      for (int of = 0; of < kQuarters; ++of) sum += shared.of_quarter[of][row];
       const bool empty = highest[upper] == -INFINITY && sum == 0;  // not: a NaN
       const WithSink end = with_sink(empty ? -INFINITY : (highest[upper] + log2f(sum)) * kLn2,
                                      sink_of(p.sinks, member.head));
-      if (half == 0 && lane % 4 == 0)  // an empty one's, too: nobody else may have
+      if (quarter == 0 && lane % 4 == 0)  // an empty one's, too: nobody else may have
         *reinterpret_cast<float*>(shared.own_rows.at[1][row]) = end.lse;
       if (empty && !p.for_good) continue;
       const float inverse = 1.0F / (empty ? 1.0F : sum);

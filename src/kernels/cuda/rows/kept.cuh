@@ -9,7 +9,8 @@ namespace annulus::cuda {
 // KeptRows::row on the device: the row of a token in the kept outputs of a branch, or -1.
 __device__ inline std::int64_t kept_row(const KeptTables& kept, int branch, std::int64_t batch,
                                         int head, std::int64_t token) {
-  const KeptRows::Head of = kept.heads[branch * kept.branch_heads + head];
+  const KeptRows::Head of =
+      kept.heads[batch * kept.entry_heads + branch * kept.branch_heads + head];
   if (of.first_word < 0) return -1;
   const KeptRows::Word word = kept.words[of.first_word + token / KeptRows::kWordTokens];
   const std::uint64_t bit = std::uint64_t{1} << (token % KeptRows::kWordTokens);

@@ -48,7 +48,8 @@ struct FinishParams {
 // KeptRows in device memory.
 struct KeptTables {
   const KeptRows::Word* words = nullptr;
-  const KeptRows::Head* heads = nullptr;  // [branch][head]
+  const KeptRows::Head* heads = nullptr;  // [batch entry][branch][head]
+  std::int64_t entry_heads = 0;           // between batch entries
   std::int64_t batch_rows = 0;
   std::int32_t branch_heads = 0;
   std::int32_t branches = 0;

@@ -55,8 +55,9 @@ class Wave {
  public:
   struct Chain {
     std::vector<std::int32_t> heads;
-    bool ascending;           // required to compare positions of several groups
-    std::vector<Item> items;  // of all batches
+    std::int32_t first_entry;  // of the batch
+    bool ascending;            // required to compare positions of several groups
+    std::vector<Item> items;   // of all batches
   };
 
   // Returns false if the items do not fit into one chain of the wave.
@@ -64,11 +65,12 @@ class Wave {
     const Group& group = group_of(tables, items.front());
     const RowList& queries = group.queries;
     const std::vector<std::int32_t> heads = heads_of(tables, items.front());
+    const std::int32_t entry = items.front().batch;  // groups of other entries have other rows
     const std::map<std::int32_t, Interval> rows = extents(tables, queries);
     std::optional<std::size_t> chain;
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{group.branch, head, source}];
+        auto& taken = taken_[{entry, group.branch, head, source}];
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; ++at) {
           if (chain.has_value() && *chain != at->second.second) return false;
@@ -78,14 +80,14 @@ class Wave {
     }
     if (!chain.has_value()) {
       chain = chains_.size();
-      chains_.push_back({heads, queries.ascending != 0, {}});
+      chains_.push_back({heads, entry, queries.ascending != 0, {}});
     } else if (chains_[*chain].heads != heads || !chains_[*chain].ascending ||
                queries.ascending == 0) {
       return false;
     }
     for (const std::int32_t head : heads) {
       for (const auto& [source, interval] : rows) {
-        auto& taken = taken_[{group.branch, head, source}];
+        auto& taken = taken_[{entry, group.branch, head, source}];
         Interval all = interval;
         for (auto at = first_after(taken, interval.first);
              at != taken.end() && at->first <= interval.second; at = taken.erase(at)) {
@@ -111,8 +113,8 @@ class Wave {
   }
 
   std::vector<Chain> chains_;
-  // Per branch (those of a launch have no row in common), head and source.
-  std::map<std::array<std::int32_t, 3>, Taken> taken_;
+  // Per first batch entry, branch (those of a launch have no row in common), head and source.
+  std::map<std::array<std::int32_t, 4>, Taken> taken_;
 };
 
 // The items of a chain in one batch, those with the latest keys first. Under a causal mask or a
@@ -199,16 +201,13 @@ std::vector<ItemTurn> put_in_chains(Tables& tables, const ChainOptions& options)
   std::vector<ItemTurn> turns(given.size());
   for (const Launch& launch : launches) {
     std::vector<Wave> waves;
-    std::int32_t batches = 1;
     const std::span<const Item> items{given.data() + launch.first_item,
                                       static_cast<std::size_t>(launch.items)};
     for (std::size_t begin = 0; begin < items.size();) {
       std::size_t end = begin;
       while (end < items.size() && items[end].group == items[begin].group &&
-             items[end].member == items[begin].member) {
-        batches = std::max(batches, items[end].batch + 1);
+             items[end].member == items[begin].member)
         ++end;
-      }
       const std::span<const Item> together = items.subspan(begin, end - begin);
       if (std::none_of(waves.begin(), waves.end(),
                        [&](Wave& wave) { return wave.add(tables, together); })) {
@@ -220,7 +219,8 @@ std::vector<ItemTurn> put_in_chains(Tables& tables, const ChainOptions& options)
     for (const Wave& wave : waves) {
       std::vector<std::vector<Item>> chains;
       for (const Wave::Chain& chain : wave.chains()) {
-        for (std::int32_t b = 0; b < batches; ++b) {
+        const std::int32_t last_entry = std::ranges::max(chain.items, {}, &Item::batch).batch;
+        for (std::int32_t b = chain.first_entry; b <= last_entry; ++b) {
           std::vector<Item> in_batch = in_turn(tables, chain, b);
           if (!in_batch.empty()) chains.push_back(std::move(in_batch));
         }

@@ -119,7 +119,7 @@ RowGrid grid_of(const ParcelRows& parcels, std::span<const std::int32_t> used,
     for (int section = 0; section < layout.sections(); ++section) {
       // The units of all batches are consecutive.
       for (int unit = 0; unit < 2; ++unit)
-        fits = fits && layout.offset(parcel, 0, unit, section) % step == 0;
+        fits = fits && layout.offset(parcel, layout.first_entry(parcel), unit, section) % step == 0;
     }
     if (!fits) return {};
   }

@@ -180,7 +180,8 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
   // key rows are in several groups of a branch. These groups are in separate waves, because they
   // write the same rows.
   std::vector<std::vector<std::vector<Item>>> items(branches.size());
-  using Rows = std::tuple<std::int64_t, std::int64_t, int>;  // segment, offset, K/V head
+  // First batch entry, segment, offset, K/V head.
+  using Rows = std::tuple<std::int64_t, std::int64_t, std::int64_t, int>;
   std::map<std::pair<int, Rows>, std::vector<std::pair<int, int>>> users;
   std::vector<std::int64_t> segments;  // per group
   for (const WorkGroup& from : work.all()) {
@@ -205,13 +206,13 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
         while (m + together < count &&
                members[static_cast<std::size_t>(m + together)].q_head / ratio == kv_head)
           ++together;
-        auto& who = users[{from.branch, {from.segment, from.offset, kv_head}}];
+        auto& who = users[{from.branch, {from.entries.begin, from.segment, from.offset, kv_head}}];
         const std::pair user{from.rows, members[static_cast<std::size_t>(m)].q_head};
         wave = static_cast<std::size_t>(std::find(who.begin(), who.end(), user) - who.begin());
         if (wave == who.size()) who.push_back(user);
       }
       if (waves.size() <= wave) waves.resize(wave + 1);
-      for (std::int64_t b = 0; b < computation.batch; ++b) {
+      for (std::int64_t b = from.entries.begin; b < from.entries.end_in(computation.batch); ++b) {
         for (std::int32_t begin = 0; begin < rows; begin += tile) {
           waves[wave].push_back({g, first_member + m, together, static_cast<std::int32_t>(b), begin,
                                  std::min<std::int32_t>(tile, rows - begin)});
@@ -243,6 +244,24 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
     }
   }
   return std::move(maker.tables);
+}
+
+void put_by_position(Tables& tables, int tile) {
+  for (const Launch& launch : tables.launches) {
+    std::int64_t seen = 0;  // from one position of a batch entry on
+    bool narrow = true;
+    for (const Item& item : items_of(tables, launch)) {
+      const Group& group = group_of(tables, item);
+      narrow = narrow && group.least != kNoLeast && group.most != kNoMost;
+      if (!narrow) break;
+      if (item.batch == 0 && item.begin == 0) seen += tile + std::int64_t{group.most} - group.least;
+    }
+    if (!narrow || seen > 2 * kCachedRows) continue;
+    const auto first = tables.items.begin() + launch.first_item;
+    std::stable_sort(first, first + launch.items, [](const Item& a, const Item& b) {
+      return std::pair(a.batch, a.begin) < std::pair(b.batch, b.begin);
+    });
+  }
 }
 
 void put_longest_first(Tables& tables, Side side) {

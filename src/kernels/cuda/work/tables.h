@@ -108,5 +108,9 @@ inline constexpr std::int64_t kCachedRows = 32768;
 // Sorts the items of each launch, the longest first, so that multiprocessors end together. Sorts
 // within stretches of heads that together read at most kCachedRows.
 void put_longest_first(Tables& tables, Side side);
+// Sorts the items of launches with narrow windows by position, so that blocks that run at the same
+// time read nearby memory. Leaves launches as they are if the rows of the other side that all heads
+// and offsets see from one position on, `tile` rows further, are more than 2 * kCachedRows.
+void put_by_position(Tables& tables, int tile);
 
 }  // namespace annulus::cuda

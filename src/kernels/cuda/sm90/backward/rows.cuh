@@ -13,7 +13,7 @@ __device__ __forceinline__ const std::byte* from_lane(const std::byte* pointer, 
 }
 
 // Gathers rows of any runs and sources into a tile of kRows, in the layout of a bulk tensor copy,
-// with zeros after the last row. Called by a whole warp.
+// with zeros after the last row. Called by a whole warp. They are there after finish_gathering.
 template <int kDim, int kRows>
 __device__ __forceinline__ void gather(const BackwardArguments& a, const Channel& channel,
                                        const RowList& list, int begin, int rows, RowOwner owner,
@@ -36,6 +36,8 @@ __device__ __forceinline__ void gather(const BackwardArguments& a, const Channel
              base + row < rows);
     }
   }
+}
+__device__ __forceinline__ void finish_gathering() {
   copy16_wait();
   fence_shared_for_async();
   __syncwarp();

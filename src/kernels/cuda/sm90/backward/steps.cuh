@@ -294,8 +294,13 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
             } else {
               gather<kDim, kQueries>(a, which == 0 ? p.q : p.dout, group.queries, block * kQueries,
                                      rows, owner, target);
-              if (lane == 0) barrier_arrive(full);
             }
+          }
+          if (!boxed) {  // one wait for both
+            finish_gathering();
+            if (lane < 2)
+              barrier_arrive(shared +
+                             (lane == 0 ? Memory::q_full(stage) : Memory::dout_full(stage)));
           }
           const std::uint32_t of_lane = shared + (stage * kQueries + lane) * 4;
 #pragma unroll

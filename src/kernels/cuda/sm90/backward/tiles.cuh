@@ -112,6 +112,7 @@ __device__ __forceinline__ void bring_tiles(const BackwardArguments& a, std::uin
       } else {
         gather<kDim, kKeys>(a, which == 0 ? p.k : p.v, group.keys, item.begin, item.rows, owner,
                             target);
+        finish_gathering();
         if (lane == 0) barrier_arrive(full);
       }
     }

@@ -409,7 +409,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -torch.inf)
         if mask.dim() == 3:
-            mask = mask.unflatten(0, (batch, self.num_heads))
+            mask = mask.unflatten(0, (query.shape[0], self.num_heads))
         return {"is_causal": causal, "attn_bias": mask}
 
     def _check_mask_shape(

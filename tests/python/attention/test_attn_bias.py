@@ -148,6 +148,29 @@ def test_positions_of_documents_and_chunks_count() -> None:
         torch.testing.assert_close(found_lse, lse.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("pattern", [{}, LONGNET], ids=["dense", "longnet"])
+@pytest.mark.parametrize(
+    "documents",
+    [
+        {"cu_seqlens": [[0, 12, 45], [0, 3, 3, 30]]},
+        {"seqused_k": [45, 31], "is_causal": True},
+        {"leftpad_k": [0, 9], "seqused_k": [45, 40]},
+        {"leftpad_k": [0, 9], "is_causal": True, "window": (8, 0)},
+    ],
+    ids="+".join,
+)
+def test_batch_entries_may_have_documents_of_their_own(documents: dict, pattern: dict) -> None:
+    """The results of the kernels, which are tested elsewhere."""
+    *qkv, do = tensors(TOKENS, torch.float32)
+    results = []
+    for more in ({}, {"attn_bias": torch.zeros(1, 1)}):
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        o, lse = at.ring_attention(*leaves, return_lse=True, **documents, **pattern, **more)
+        results.append((o, *torch.autograd.grad(o, leaves, do), lse))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_hidden_keys_change_nothing() -> None:
     q, k, v, do = tensors(TOKENS, torch.float32)
     bias = random_bias((TOKENS, TOKENS)).float()

@@ -141,10 +141,10 @@ tsan-python: python ## Run the tests of the Python module that use threads under
 	  || { cat build/tsan_python/report.* 2>/dev/null; exit 1; }
 
 # Alone on the machine: the bars are ratios and times. Everything runs, and one bar that is missed makes it fail.
-perf: python ## Measure overlap, planning and small calls beside their bars; fails where one is missed
+perf: python ## Measure overlap, decoding, planning and small calls beside their bars; fails where one is missed
 	@$(BUILD) release --target annulus_perf annulus_tool
 	@status=0; \
-	for command in build/release/bench/perf/overlap \
+	for command in build/release/bench/perf/overlap build/release/bench/perf/decode \
 	  "tests/support/mpirun.sh 2 build/release/bench/perf/mpi_overlap" \
 	  ".venv/bin/python bench/perf/calls.py" "python3 bench/planning.py --out build/release/bench/planning.json"; do \
 	  $$command || test $$? = 77 || status=1; \

@@ -25,6 +25,8 @@ cases=(
   "--pattern dense --tokens 300 --heads 2 --ranks 1 --head-dim 128 --deterministic"
   "--pattern dense --tokens 520 --heads 2 --ranks 1 --head-dim 128 --causal --window 200,0 --deterministic"
   "--pattern dense --tokens 520 --heads 2 --kv-heads 1 --ranks 2 --head-dim 64 --window 90,150"
+  "--pattern longnet --segments 700 --dilations 4 --offsets all --window 252,0 --tokens 700 --heads 4 --ranks 1 --head-dim 128 --causal"
+  "--pattern dense --tokens 200 --heads 2 --kv-heads 1 --ranks 1 --head-dim 320 --causal --window 40,0"
   # more items than an H200 has blocks: what is shared is used again
   "--pattern dense --tokens 1100 --heads 32 --ranks 1 --head-dim 128 --causal"
 )

@@ -197,11 +197,10 @@ class RingAttention {
   [[nodiscard]] MemoryInfo memory_info() const;
 
  private:
+  struct Executor;
   struct Impl;
   struct Pieces;
-  [[nodiscard]] const Impl& impl() const;
-  std::unique_ptr<Impl> impl_;
-  std::unique_ptr<Pieces> pieces_;  // instead, if memory ran out
+  std::unique_ptr<Executor> executor_;
   std::string recovery_;
 };
 

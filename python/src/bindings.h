@@ -27,6 +27,7 @@ void bind_plan(nb::module_& module);
 void bind_transport(nb::module_& module);
 void bind_ring(nb::module_& module);
 void bind_ring_cache(nb::module_& module);
+void bind_kv_cache(nb::module_& module);
 void bind_collectives(nb::module_& module);
 void bind_executor_pool(nb::module_& module);
 void bind_attention(nb::module_& module);

@@ -22,20 +22,12 @@ Ring::Ring(nb::object link, std::shared_ptr<RingAttention> executor)
       static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim / ends.size();
 }
 
-void Ring::use_stream(std::uintptr_t number) {
-  if (queue != nullptr && stream == number && &core->queue() == queue.get()) return;
-  queue = cuda_queue(core->options().device, reinterpret_cast<void*>(number));
-  stream = number;
-  core->use_queue(queue);
+std::shared_ptr<Queue> CallerStream::queue_of(const Device& device, std::uintptr_t number) {
+  return cuda_queue(device, reinterpret_cast<void*>(number));
 }
 
-void Ring::leave_stream() {
-  if (own == nullptr) {
-    const RingOptions& options = core->options();
-    own = backend_of(options.device, options.threads)->make_queue();
-  }
-  core->use_queue(own);
-  queue = nullptr;
+std::shared_ptr<Queue> CallerStream::own_queue(const Device& device, int threads) {
+  return backend_of(device, threads)->make_queue();
 }
 
 bool waits_in_cpp(const Transport& transport) {

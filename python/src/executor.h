@@ -17,24 +17,47 @@ namespace annulus::python {
 
 namespace nb = nanobind;
 
+// Makes an executor or a cache work on its callers' CUDA streams.
+class CallerStream {
+ public:
+  // Enqueues calls on the stream from now on, after all earlier work.
+  template <typename Core>
+  void use(Core& core, std::uintptr_t number) {
+    if (queue_ != nullptr && number_ == number && &core.queue() == queue_.get()) return;
+    queue_ = queue_of(core.options().device, number);
+    number_ = number;
+    core.use_queue(queue_);
+  }
+  // Stops using a stream that its owner may destroy. The next calls come after the work enqueued
+  // there.
+  template <typename Core>
+  void leave(Core& core) {
+    if (queue_ == nullptr) return;
+    if (own_ == nullptr) own_ = own_queue(core.options().device, core.options().threads);
+    core.use_queue(own_);
+    queue_ = nullptr;
+  }
+
+ private:
+  [[nodiscard]] static std::shared_ptr<Queue> queue_of(const Device& device, std::uintptr_t number);
+  [[nodiscard]] static std::shared_ptr<Queue> own_queue(const Device& device, int threads);
+
+  // The caller's stream that this object last gave to the executor, and its queue. Another object
+  // that shares the executor may have given it a different one since.
+  std::uintptr_t number_ = 0;
+  std::shared_ptr<Queue> queue_;
+  std::shared_ptr<Queue> own_;  // used between streams; null: no stream was left yet
+};
+
 // An executor and the transport that it uses.
 struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
   double flops = 0;  // of forward
   std::int64_t bytes = 0;
-  // The caller's stream that this object last gave to the executor, and its queue. Another object
-  // that shares the executor may have given it a different one since.
-  std::uintptr_t stream = 0;
-  std::shared_ptr<Queue> queue;
-  std::shared_ptr<Queue> own;  // used between streams; null: no stream was left yet
+  CallerStream stream;
 
   Ring(nb::object link, std::shared_ptr<RingAttention> executor);
-  // Enqueues passes on the stream from now on, after all earlier work.
-  void use_stream(std::uintptr_t number);
-  // Stops using a stream that its owner may destroy. The next passes come after the work enqueued
-  // there.
-  void leave_stream();
 };
 
 // A transport written in Python may refer back to its executor. The garbage collector must see both

@@ -35,6 +35,7 @@ NB_MODULE(_core, module) {
   bind_transport(module);
   bind_ring(module);
   bind_ring_cache(module);
+  bind_kv_cache(module);
   bind_collectives(module);
   bind_executor_pool(module);
   bind_attention(module);

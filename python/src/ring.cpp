@@ -35,13 +35,13 @@ struct State {
 
 // Enqueues a pass over CUDA arrays on their stream.
 void follow_stream(Ring& ring, const Arrays& arrays) {
-  if (arrays.stream() && arrays.complaint().empty()) ring.use_stream(*arrays.stream());
+  if (arrays.stream() && arrays.complaint().empty()) ring.stream.use(*ring.core, *arrays.stream());
 }
 
 void leave_given(Ring& ring, const Arrays& arrays) {
-  if (!arrays.is_given() || ring.queue == nullptr) return;
+  if (!arrays.is_given()) return;
   try {
-    ring.leave_stream();
+    ring.stream.leave(*ring.core);
   } catch (const Error&) {  // the device has failed; the next call will report it
   }
 }

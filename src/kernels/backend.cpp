@@ -3,8 +3,6 @@
 #include <atomic>
 #include <utility>
 
-#include "annulus/error.h"
-#include "kernels/cached_rows.h"
 #include "kernels/cpu/backend.h"
 #include "kernels/cuda/backend.h"
 
@@ -21,11 +19,6 @@ std::shared_ptr<Backend> backend_of(const Device& device, int threads) {
                                          : cpu::make_backend(threads);
   const WrapBackend wrap = wrapper.load();
   return wrap == nullptr ? backend : wrap(std::move(backend));
-}
-
-std::unique_ptr<CacheKernels> Backend::cache_kernels(const CacheShape&) {
-  throw ConfigError("caches of keys and values are not available on " + name_of(device()) +
-                    ": use the CPU");
 }
 
 WrapBackend wrap_backends(WrapBackend wrap) { return wrapper.exchange(wrap); }

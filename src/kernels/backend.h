@@ -211,8 +211,7 @@ class Backend {
   virtual void add(const CopyProgram& program, const std::byte* buffer,
                    std::span<const TensorRows> sections, Queue& queue) = 0;
   virtual void clear(std::byte* memory, std::int64_t bytes, Queue& queue) = 0;
-  // ConfigError where there are none for the device.
-  [[nodiscard]] virtual std::unique_ptr<CacheKernels> cache_kernels(const CacheShape& shape);
+  [[nodiscard]] virtual std::unique_ptr<CacheKernels> cache_kernels(const CacheShape& shape) = 0;
 };
 
 // The backend of a device. `threads` is for the CPU: backends with the same number share their

@@ -187,13 +187,13 @@ std::vector<double> pairs_by_step(const Plan& plan) {
     const Selection& selection = head_class.selections[static_cast<std::size_t>(group.selection)];
     const double members = static_cast<double>(selection.members.size()) *
                            static_cast<double>(head_class.entries.times());
-    for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
+    for (const PlacedRows& travelling : keys_travel ? group.keys : group.queries) {
       double sum = 0.0;
-      for (const PlacedRows& host : keys_travel ? group.queries : group.keys) {
-        sum += keys_travel ? allowed_pairs(group.band, host.rows, guest.rows)
-                           : allowed_pairs(group.band, guest.rows, host.rows);
+      for (const PlacedRows& staying : keys_travel ? group.queries : group.keys) {
+        sum += keys_travel ? allowed_pairs(group.band, staying.rows, travelling.rows)
+                           : allowed_pairs(group.band, travelling.rows, staying.rows);
       }
-      const int step = guest.parcel < 0 ? 0 : plan.arrival(guest.parcel);
+      const int step = travelling.parcel < 0 ? 0 : plan.arrival(travelling.parcel);
       pairs[static_cast<std::size_t>(step)] += sum * members;
     }
   }

@@ -43,7 +43,7 @@ Stretch stretch_of(const std::vector<PlacedRows>& list) {
 }
 
 // The rows of one side of a shard that one (branch, offset) selects, by segment.
-class ShardRows {
+class LocalRowsBySegment {
  public:
   struct Segment {
     std::int64_t segment = 0;
@@ -53,7 +53,7 @@ class ShardRows {
     std::int64_t last = 0;
   };
 
-  ShardRows(std::span<const RowSet> ranges, const SelectedRows& selected) {
+  LocalRowsBySegment(std::span<const RowSet> ranges, const SelectedRows& selected) {
     std::vector<std::pair<std::int64_t, PlacedRows>> all;
     std::int64_t base_store = 0;
     for (const RowSet& range : ranges) {
@@ -102,10 +102,10 @@ class ShardRows {
 };
 
 // Received rows, grouped by segments in which the shard has rows.
-class GuestRows {
+class ReceivedRowsBySegment {
  public:
-  GuestRows(const Plan& plan, const std::vector<int>& parcels, const SelectedRows& selected,
-            const ShardRows& shard)
+  ReceivedRowsBySegment(const Plan& plan, const std::vector<int>& parcels,
+                        const SelectedRows& selected, const LocalRowsBySegment& shard)
       : begin_(shard.segments().size() + 1, 0) {
     if (shard.segments().empty()) return;  // striped shards select all or nothing
     const bool keys_travel = plan.options().travel == Travel::keys;
@@ -123,15 +123,16 @@ class GuestRows {
         }
         const Crossing crossing(base, selected);
         for (std::size_t i = shard.find(crossing.first_segment()); i + 1 < begin_.size(); ++i) {
-          const ShardRows::Segment& here = shard.segments()[i];
+          const LocalRowsBySegment::Segment& here = shard.segments()[i];
           if (here.segment >= crossing.end_segment()) break;
           const RowSet elements = crossing.in_segment(here.segment).elements;
           if (elements.count == 0) continue;
           const PlacedRows rows = place(base, elements, p, base_store);
-          const Stretch guest = stretch_of(rows.rows);
-          const Stretch host{here.first, here.last};
+          const Stretch travelling = stretch_of(rows.rows);
+          const Stretch staying{here.first, here.last};
           const Band band = selected.segments->in_tokens(plan.pattern().band(), here.segment);
-          if (!band.hides_all(keys_travel ? host : guest, keys_travel ? guest : host))
+          if (!band.hides_all(keys_travel ? staying : travelling,
+                              keys_travel ? travelling : staying))
             found.emplace_back(i, rows);
         }
         base_store += base.count;
@@ -214,8 +215,8 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
     std::size_t first_document = 0;
     std::int64_t entry = -1;
     // By offset, because classes share them. In self-attention both sides share them, too.
-    std::map<std::int64_t, ShardRows> shards;
-    std::map<std::int64_t, ShardRows> travelling_shards;
+    std::map<std::int64_t, LocalRowsBySegment> shards;
+    std::map<std::int64_t, LocalRowsBySegment> travelling_shards;
     for (std::size_t c = 0; c < classes().size(); ++c) {
       if (classes()[c].entries.begin != entry) {
         entry = classes()[c].entries.begin;
@@ -238,19 +239,21 @@ std::vector<TileGroup> Plan::tile_groups(int first_step, int last_step) const {
         const auto selected_on = [&](Side side) {
           return SelectedRows(*segments, side, branch.dilation, selection.offset);
         };
-        const auto shard_of = [&](Side side, auto& made) -> const ShardRows& {
+        const auto shard_of = [&](Side side, auto& made) -> const LocalRowsBySegment& {
           const Placement& placement = side == Side::keys ? key_placement() : query_placement();
           return made.try_emplace(selection.offset, placement.ranges(rank_), selected_on(side))
               .first->second;
         };
         const Side travelling_side = keys_travel ? Side::keys : Side::queries;
-        const ShardRows& shard = shard_of(keys_travel ? Side::queries : Side::keys, shards);
-        const ShardRows& home =
+        const LocalRowsBySegment& shard =
+            shard_of(keys_travel ? Side::queries : Side::keys, shards);
+        const LocalRowsBySegment& home =
             self_attention_ ? shard : shard_of(travelling_side, travelling_shards);
-        const GuestRows guests(*this, received[c], selected_on(travelling_side), shard);
+        const ReceivedRowsBySegment visiting(*this, received[c], selected_on(travelling_side),
+                                             shard);
         for (std::size_t i = 0; i < shard.segments().size(); ++i) {
-          const std::span<const PlacedRows> arrived = guests.rows(i);
-          const ShardRows::Segment& here = shard.segments()[i];
+          const std::span<const PlacedRows> arrived = visiting.rows(i);
+          const LocalRowsBySegment::Segment& here = shard.segments()[i];
           const std::span<const PlacedRows> local =
               with_local ? home.rows_in(here.segment) : std::span<const PlacedRows>();
           if (local.empty() && arrived.empty()) continue;

@@ -22,7 +22,7 @@ using ring::ReturnCourier;
 
 RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole,
                           bool by_ring)
-    : options(std::move(options_in)), transport(&transport_in), rank(transport_in.rank()) {
+    : Executor(std::move(options_in), transport_in), rank(transport_in.rank()) {
   const char* where = "RingAttention";
   // Errors that only one rank may have (memory, environment) must be errors on every rank.
   std::exception_ptr failure;

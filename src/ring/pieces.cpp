@@ -75,19 +75,19 @@ Data part_of(const Data& state, std::int64_t first, std::int64_t rows, std::int6
 
 }  // namespace
 
-RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strategy,
-                              Transport& transport)
-    : options_(std::move(options)), by_ring_(strategy.by_ring), transport_(&transport) {
-  const std::int64_t sequences = strategy.sequences > 0 ? strategy.sequences : options_.batch;
-  const int kv_heads = strategy.kv_heads > 0 ? strategy.kv_heads : options_.kv_heads;
-  const int group = options_.pattern.heads / options_.kv_heads;
-  for (int first = 0; first < options_.kv_heads; first += kv_heads) {
-    RingOptions piece = options_;
+RingAttention::Pieces::Pieces(RingOptions options_in, const ring::Strategy& strategy,
+                              Transport& transport_in)
+    : Executor(std::move(options_in), transport_in), by_ring_(strategy.by_ring) {
+  const std::int64_t sequences = strategy.sequences > 0 ? strategy.sequences : options.batch;
+  const int kv_heads = strategy.kv_heads > 0 ? strategy.kv_heads : options.kv_heads;
+  const int group = options.pattern.heads / options.kv_heads;
+  for (int first = 0; first < options.kv_heads; first += kv_heads) {
+    RingOptions piece = options;
     piece.batch = sequences;
     piece.kv_heads = kv_heads;
-    piece.pattern = ring::pattern_of_heads(options_.pattern, first * group, kv_heads * group);
-    for (std::int64_t entry = 0; entry < options_.batch; entry += sequences) {
-      piece.pattern.documents = documents_of_part(options_.pattern, entry, entry + sequences);
+    piece.pattern = ring::pattern_of_heads(options.pattern, first * group, kv_heads * group);
+    for (std::int64_t entry = 0; entry < options.batch; entry += sequences) {
+      piece.pattern.documents = documents_of_part(options.pattern, entry, entry + sequences);
       std::string key = ring::options_key(piece);
       if (kinds_.empty() || kinds_.back().key != key)
         kinds_.push_back({piece, std::move(key), {}, 0});
@@ -95,10 +95,10 @@ RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strateg
     }
   }
   // A pass starts and ends with the executor of the last piece. Count its bytes in the same way.
-  const auto sent = [&] { return static_cast<std::int64_t>(transport_->counters().bytes_sent); };
+  const auto sent = [&] { return static_cast<std::int64_t>(transport->counters().bytes_sent); };
   const Impl& last = executor_of(kinds_.size() - 1);
-  queue_ = last.queue;
-  backend_ = last.backend;
+  queue = last.queue;
+  backend = last.backend;
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
     const std::int64_t before = sent();
     const Impl& executor = executor_of(i);
@@ -111,7 +111,7 @@ RingAttention::Pieces::Pieces(RingOptions options, const ring::Strategy& strateg
     MemoryInfo info = executor.memory_info();
     if (info.workspace_bytes > info_.workspace_bytes) info_ = std::move(info);
   }
-  if (!options_.backward) backward_bytes_ = 0;
+  if (!options.backward) backward_bytes_ = 0;
 }
 
 RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t kind) {
@@ -124,8 +124,8 @@ RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t kind) {
     key_.clear();
   }
   next.reset();  // frees its memory for the next one
-  next = Impl::make(wanted.options, *transport_, &options_, by_ring_);
-  if (queue_ != nullptr) next->use_queue(queue_);
+  next = Impl::make(wanted.options, *transport, &options, by_ring_);
+  if (queue != nullptr) next->use_queue(queue);
   const std::lock_guard lock(mutex_);
   if (interrupted_) next->interrupted = true;
   executor_ = std::move(next);
@@ -134,7 +134,7 @@ RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t kind) {
 }
 
 RingAttention::Impl& RingAttention::Pieces::executor_again(std::size_t kind) {
-  ring::Trials trials(options_);
+  ring::Trials trials(options);
   try {
     return executor_of(kind);
   } catch (const ring::SharedShortage& shortage) {
@@ -144,13 +144,13 @@ RingAttention::Impl& RingAttention::Pieces::executor_again(std::size_t kind) {
   try {
     return executor_of(kind);
   } catch (const ring::SharedShortage& shortage) {
-    trials.add(shortage, ring::strategies(options_).front());
+    trials.add(shortage, ring::strategies(options).front());
   }
   throw trials.error();
 }
 
 std::string RingAttention::Pieces::check_state(const BranchState::Data& state) const {
-  const auto row = options_.head_dim * static_cast<std::int64_t>(size_of(options_.dtype));
+  const auto row = options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   return Impl::check_state(state, branch_rows_ * row, branch_rows_);
 }
 
@@ -159,9 +159,9 @@ void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, S
                                     std::string complaint) {
   if (!complaint.empty()) {
     // The other ranks agree on their first piece now, or on the construction of its executor.
-    const Transport::Use use(*transport_, where);
+    const Transport::Use use(*transport, where);
     const ring::Claim claim{ring::kTheCall, where};
-    ring::agree(*transport_, where, std::move(complaint), std::span(&claim, 1));
+    ring::agree(*transport, where, std::move(complaint), std::span(&claim, 1));
   }
   std::int64_t first_row = 0;  // of the branch state
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
@@ -169,7 +169,7 @@ void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, S
     Impl& executor = executor_again(i);
     for (const auto& [entry, kv_head] : kind.pieces) {
       const Part part{entry, kind.options.batch, kv_head, kind.options.kv_heads,
-                      options_.pattern.heads / options_.kv_heads};
+                      options.pattern.heads / options.kv_heads};
       if (state == nullptr) {
         executor.run(part.of(tensors), nullptr);
         continue;
@@ -182,8 +182,8 @@ void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, S
 }
 
 void RingAttention::Pieces::run(const ring::ForwardTensors& tensors, BranchState::Data* state) {
-  if (options_.mix_gradient != MixGradient::detached) state = nullptr;
-  std::string complaint = ring::complaint_about(tensors, options_, transport_->rank());
+  if (options.mix_gradient != MixGradient::detached) state = nullptr;
+  std::string complaint = ring::complaint_about(tensors, options, transport->rank());
   if (complaint.empty() && state != nullptr) complaint = check_state(*state);
   if (state != nullptr) state->filled = false;
   run_all("RingAttention::forward", tensors, state, std::move(complaint));
@@ -192,15 +192,15 @@ void RingAttention::Pieces::run(const ring::ForwardTensors& tensors, BranchState
 
 void RingAttention::Pieces::run(const ring::BackwardTensors& tensors,
                                 const BranchState::Data* state) {
-  if (options_.mix_gradient != MixGradient::detached) state = nullptr;
-  std::string complaint = ring::complaint_about(tensors, options_, transport_->rank());
+  if (options.mix_gradient != MixGradient::detached) state = nullptr;
+  std::string complaint = ring::complaint_about(tensors, options, transport->rank());
   if (complaint.empty() && state != nullptr) complaint = check_state(*state);
   run_all("RingAttention::backward", tensors, state, std::move(complaint));
 }
 
 const RingAttention::Impl& RingAttention::Pieces::current() const {
   if (executor_ != nullptr) return *executor_;
-  throw DeviceError(ring::prefix(*transport_, "RingAttention") +
+  throw DeviceError(ring::prefix(*transport, "RingAttention") +
                     "memory ran out in the last pass, and there is no executor until the next one");
 }
 
@@ -208,15 +208,15 @@ void RingAttention::Pieces::synchronize() {
   if (executor_ != nullptr) executor_->synchronize();  // earlier ones waited in their destructors
 }
 
-void RingAttention::Pieces::use_queue(std::shared_ptr<Queue> queue) {
-  if (executor_ != nullptr) executor_->use_queue(queue);
-  queue_ = std::move(queue);
+void RingAttention::Pieces::use_queue(std::shared_ptr<Queue> other) {
+  if (executor_ != nullptr) executor_->use_queue(other);
+  queue = std::move(other);
 }
 
 void RingAttention::Pieces::interrupt() noexcept {
   const std::lock_guard lock(mutex_);
   interrupted_ = true;
-  if (executor_ != nullptr) executor_->interrupted.store(true, std::memory_order_relaxed);
+  if (executor_ != nullptr) executor_->interrupt();
 }
 
 }  // namespace annulus

@@ -15,31 +15,26 @@ namespace annulus {
 // Heads are independent and every piece keeps the schedule of the whole, so results equal those of
 // the whole, up to rounding where sums are made in another order. Pieces of one kind share an
 // executor. Heads with different offsets, and batch entries with different documents, are different
-// kinds. Only one executor exists at a time,
-// because there is no memory for two: each kind's executor replaces that of the kind before it in
-// every pass.
+// kinds. Only one executor exists at a time, because there is no memory for two: each kind's
+// executor replaces that of the kind before it in every pass.
 //
 // An error between pieces is an error on all ranks. Results are then undefined, as after any call
 // that throws; a later call overwrites them.
-struct RingAttention::Pieces {
+struct RingAttention::Pieces final : Executor {
   // Makes the executor of every kind once, to find out now whether it fits. SharedShortage.
-  Pieces(RingOptions options, const ring::Strategy& strategy, Transport& transport);
+  Pieces(RingOptions options_in, const ring::Strategy& strategy, Transport& transport_in);
 
-  void run(const ring::ForwardTensors& tensors, BranchState::Data* state);
-  void run(const ring::BackwardTensors& tensors, const BranchState::Data* state);
-  void synchronize();
-  void use_queue(std::shared_ptr<Queue> queue);
-  void interrupt() noexcept;
-
-  [[nodiscard]] const RingOptions& options() const { return options_; }
-  [[nodiscard]] Queue& queue() { return *queue_; }
-  [[nodiscard]] Backend& backend() const { return *backend_; }
-  // The executor of the last piece. DeviceError if the last pass could not make it again.
-  [[nodiscard]] const Impl& current() const;
-  [[nodiscard]] std::int64_t branch_rows() const { return branch_rows_; }
-  [[nodiscard]] std::int64_t predicted_forward_bytes() const { return forward_bytes_; }
-  [[nodiscard]] std::int64_t predicted_backward_bytes() const { return backward_bytes_; }
-  [[nodiscard]] const MemoryInfo& memory_info() const { return info_; }
+  void run(const ring::ForwardTensors& tensors, BranchState::Data* state) override;
+  void run(const ring::BackwardTensors& tensors, const BranchState::Data* state) override;
+  void synchronize() override;
+  void use_queue(std::shared_ptr<Queue> other) override;
+  void interrupt() noexcept override;
+  // That of the last piece. DeviceError if the last pass could not make it again.
+  [[nodiscard]] const Impl& current() const override;
+  [[nodiscard]] std::int64_t branch_rows() const override { return branch_rows_; }
+  [[nodiscard]] std::int64_t predicted_forward_bytes() const override { return forward_bytes_; }
+  [[nodiscard]] std::int64_t predicted_backward_bytes() const override { return backward_bytes_; }
+  [[nodiscard]] MemoryInfo memory_info() const override { return info_; }
 
  private:
   struct Piece {
@@ -61,16 +56,12 @@ struct RingAttention::Pieces {
   void run_all(const char* where, const Tensors& tensors, State* state, std::string complaint);
   [[nodiscard]] std::string check_state(const BranchState::Data& state) const;
 
-  const RingOptions options_;
-  const bool by_ring_;  // ring schedule instead of the requested one
-  Transport* const transport_;
+  const bool by_ring_;       // ring schedule instead of the requested one
   std::vector<Kind> kinds_;  // in the order of the pieces: heads first, then batch entries
   std::mutex mutex_;         // guards the next three, for interrupt()
   std::unique_ptr<Impl> executor_;
   std::string key_;
   bool interrupted_ = false;
-  std::shared_ptr<Queue> queue_;  // of all executors
-  std::shared_ptr<Backend> backend_;
   std::int64_t branch_rows_ = 0;
   std::int64_t forward_bytes_ = 0;
   std::int64_t backward_bytes_ = 0;

@@ -27,9 +27,9 @@ Memory borrow(std::span<std::byte> bytes, const Device& device) {
 RingAttention::RingAttention(RingOptions options, Transport& transport) {
   const auto make = [&](const ring::Strategy& strategy) {
     if (strategy.whole()) {
-      impl_ = Impl::make(strategy.applied_to(options), transport, nullptr, strategy.by_ring);
+      executor_ = Impl::make(strategy.applied_to(options), transport, nullptr, strategy.by_ring);
     } else {
-      pieces_ = std::make_unique<Pieces>(strategy.applied_to(options), strategy, transport);
+      executor_ = std::make_unique<Pieces>(strategy.applied_to(options), strategy, transport);
     }
     recovery_ = strategy.text();
   };
@@ -60,17 +60,12 @@ RingAttention::~RingAttention() = default;
 RingAttention::RingAttention(RingAttention&&) noexcept = default;
 RingAttention& RingAttention::operator=(RingAttention&&) noexcept = default;
 
-const RingAttention::Impl& RingAttention::impl() const {
-  return pieces_ != nullptr ? pieces_->current() : *impl_;
-}
-
 void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             const ConstTensorView& v, const TensorView& o, const TensorView& lse,
                             BranchState* state, const OptionalInputs& more) {
   BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
   const ring::ForwardTensors tensors{q, k, v, o, lse, more.sinks};
-  if (pieces_ != nullptr) return pieces_->run(tensors, data);
-  impl_->run(tensors, data);
+  executor_->run(tensors, data);
 }
 
 void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
@@ -82,16 +77,12 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
   const BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
   const ring::BackwardTensors tensors{
       q, k, v, o, lse, dout, dq, dk, dv, more.sinks, gradients.sinks};
-  if (pieces_ != nullptr) return pieces_->run(tensors, data);
-  impl_->run(tensors, data);
+  executor_->run(tensors, data);
 }
 
-void RingAttention::synchronize() {
-  if (pieces_ != nullptr) return pieces_->synchronize();
-  impl_->synchronize();
-}
+void RingAttention::synchronize() { executor_->synchronize(); }
 
-Queue& RingAttention::queue() { return pieces_ != nullptr ? pieces_->queue() : *impl_->queue; }
+Queue& RingAttention::queue() { return *executor_->queue; }
 
 void RingAttention::use_queue(std::shared_ptr<Queue> queue) {
   const Device& device = options().device;
@@ -101,14 +92,10 @@ void RingAttention::use_queue(std::shared_ptr<Queue> queue) {
                                         : "the queue is of " + name_of(queue->device()) +
                                               ", the executor of " + name_of(device)));
   }
-  if (pieces_ != nullptr) return pieces_->use_queue(std::move(queue));
-  impl_->use_queue(std::move(queue));
+  executor_->use_queue(std::move(queue));
 }
 
-void RingAttention::interrupt() noexcept {
-  if (pieces_ != nullptr) return pieces_->interrupt();
-  impl_->interrupted.store(true, std::memory_order_relaxed);
-}
+void RingAttention::interrupt() noexcept { executor_->interrupt(); }
 
 void RingAttention::refuse(Transport& transport, const std::string& reason) {
   const Transport::Use use(transport, "RingAttention");
@@ -122,7 +109,7 @@ BranchState RingAttention::make_branch_state() const {
                                static_cast<std::int64_t>(size_of(options().dtype));
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
-  Backend& backend = pieces_ != nullptr ? pieces_->backend() : *impl_->backend;
+  Backend& backend = *executor_->backend;
   with_caches_dropped([&] {
     state.data_->o = backend.allocate(outputs, "branch outputs");
     state.data_->lse = backend.allocate(branch_state_rows() * 4, "branch log-sum-exps");
@@ -140,35 +127,29 @@ BranchState RingAttention::make_branch_state(std::span<std::byte> o, std::span<f
   return state;
 }
 
-std::int64_t RingAttention::branch_state_rows() const {
-  return pieces_ != nullptr ? pieces_->branch_rows() : impl_->branch_rows();
-}
+std::int64_t RingAttention::branch_state_rows() const { return executor_->branch_rows(); }
 
-const RingOptions& RingAttention::options() const {
-  return pieces_ != nullptr ? pieces_->options() : impl_->options;
-}
-const Plan& RingAttention::plan() const { return *impl().key_plan; }
+const RingOptions& RingAttention::options() const { return executor_->options; }
+const Plan& RingAttention::plan() const { return *executor_->current().key_plan; }
 const Plan& RingAttention::backward_plan() const {
   if (!options().backward)
     throw ConfigError("RingAttention::backward_plan: built with backward = false");
-  return impl().travel == Travel::queries ? *impl().query_plan : *impl().key_plan;
+  const Impl& impl = executor_->current();
+  return impl.travel == Travel::queries ? *impl.query_plan : *impl.key_plan;
 }
-Schedule RingAttention::schedule() const { return impl().schedule; }
-std::string RingAttention::transfers() const { return impl().link->way(); }
-std::string RingAttention::kernels() const { return impl().engine->kernels(); }
+Schedule RingAttention::schedule() const { return executor_->current().schedule; }
+std::string RingAttention::transfers() const { return executor_->current().link->way(); }
+std::string RingAttention::kernels() const { return executor_->current().engine->kernels(); }
 const std::string& RingAttention::recovery() const { return recovery_; }
 
 std::int64_t RingAttention::predicted_forward_bytes() const {
-  return pieces_ != nullptr ? pieces_->predicted_forward_bytes() : impl_->predicted_forward_bytes();
+  return executor_->predicted_forward_bytes();
 }
 
 std::int64_t RingAttention::predicted_backward_bytes() const {
-  return pieces_ != nullptr ? pieces_->predicted_backward_bytes()
-                            : impl_->predicted_backward_bytes();
+  return executor_->predicted_backward_bytes();
 }
 
-MemoryInfo RingAttention::memory_info() const {
-  return pieces_ != nullptr ? pieces_->memory_info() : impl_->memory_info();
-}
+MemoryInfo RingAttention::memory_info() const { return executor_->memory_info(); }
 
 }  // namespace annulus

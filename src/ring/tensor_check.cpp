@@ -12,10 +12,6 @@
 namespace annulus::ring {
 namespace {
 
-std::string gives(const Placement& placement, std::int64_t tokens) {
-  return fmt::format("placement '{}' gives this rank {} tokens", placement.name(), tokens);
-}
-
 struct Check {
   const RingOptions& options;
   int rank;
@@ -36,7 +32,8 @@ std::string Check::tensor(const char* name, const ConstTensorView& view, bool of
                           {options.batch, tokens, heads, options.head_dim},
                           options.dtype,
                           options.device,
-                          gives(placement, tokens)});
+                          "",
+                          &placement});
 }
 
 std::string Check::lse(const ConstTensorView& view) const {
@@ -46,7 +43,8 @@ std::string Check::lse(const ConstTensorView& view) const {
                           {options.batch, tokens, options.pattern.heads},
                           DType::f32,
                           options.device,
-                          gives(options.placement, tokens)});
+                          "",
+                          &options.placement});
 }
 
 std::string Check::sinks(const char* name, const std::optional<ConstTensorView>& view) const {
@@ -70,8 +68,12 @@ std::string complaint_about(const char* name, const ConstTensorView& view,
   const auto axes = static_cast<std::size_t>(expected.axes);
   if (view.rank != expected.axes ||
       !std::equal(view.shape.begin(), view.shape.begin() + expected.axes, expected.shape.begin())) {
+    const std::string why = expected.placement == nullptr
+                                ? std::string(expected.why)
+                                : fmt::format("placement '{}' gives this rank {} tokens",
+                                              expected.placement->name(), expected.shape[1]);
     return fmt::format("{} is {}, expected [{}]: {}", name, shape_string(view),
-                       fmt::join(std::span(expected.shape).first(axes), ", "), expected.why);
+                       fmt::join(std::span(expected.shape).first(axes), ", "), why);
   }
   if (view.dtype != expected.dtype) {
     return fmt::format("{} is {}, expected {}", name, name_of(view.dtype), name_of(expected.dtype));

@@ -26,14 +26,16 @@ struct BackwardTensors {
   bool adds_dsinks = false;  // to their present values
 };
 
-// Tensors of `axes` axes, contiguous along the fourth one. `why` explains the shape in the message
-// about a wrong one.
+// Tensors of `axes` axes, contiguous along the fourth one. A message about another shape explains
+// the expected one by `why` or by the placement, which gives its number of tokens. Calls allocate
+// nothing for a right tensor: messages are formatted only for wrong ones.
 struct ExpectedTensor {
   int axes = 4;
   std::array<std::int64_t, 4> shape{};
   DType dtype = DType::f32;
   Device device;
-  std::string why;
+  std::string_view why;
+  const Placement* placement = nullptr;
 };
 [[nodiscard]] std::string complaint_about(const char* name, const ConstTensorView& view,
                                           const ExpectedTensor& expected);

@@ -27,6 +27,7 @@ from annulus.torch._functional import ring_attention
 from annulus.torch._modules import RingDilatedAttention
 from annulus.torch._multihead import RingMultiheadDilatedAttention
 from annulus.torch._resharding import reshard
+from annulus.torch._ring_cache import RingCache
 from annulus.torch._rotary import rotary_table
 from annulus.torch._sharding import positions, shard, unshard
 from annulus.torch.checkpoints import CheckpointError, Checkpoints, Resumed
@@ -72,6 +73,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Resumed",
     "RingAdvancedDistributedDilatedAttention",
+    "RingCache",
     "RingDilatedAttention",
     "RingDilatedAttentionHilbertGPUOptimized",
     "RingDilatedAttentionSDPA",

@@ -10,6 +10,7 @@
 
 #include "annulus/cuda.h"
 #include "annulus/error.h"
+#include "kernels/cuda/cached/cached_rows.h"
 #include "kernels/cuda/device/runtime.h"
 #include "kernels/cuda/device/sharing.h"
 #include "kernels/cuda/engine.h"
@@ -150,6 +151,10 @@ class CudaBackend final : public Backend {
     const DeviceScope scope(device_);
     check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_of(queue)),
           "clearing memory");
+  }
+
+  [[nodiscard]] std::unique_ptr<CacheKernels> cache_kernels(const CacheShape& shape) override {
+    return make_cache_kernels(shape, device_);
   }
 
  private:

@@ -4,24 +4,24 @@
 #include "kernels/cuda/sm90/forward/shared.cuh"
 #include "kernels/cuda/sm90/forward/state.cuh"
 
-// Which keys an item of the forward kernel on Hopper sees, and looking up the next item while this
-// one is loaded.
+// Which keys an item of the Hopper forward kernel sees, and the lookup of the next item while the
+// current one is loaded.
 namespace annulus::cuda::sm90 {
 
-// The key tiles that an item's queries see something of, last first: a place in the list for all of
-// a team's threads. Teams must agree on every tile.
+// Iterates over the key tiles of which an item's queries see any key, last first. All threads of a
+// team have the same state. Both teams must visit the same tiles.
 template <Limits kLimits>
 struct KeyTiles {
   const Run* runs;
   RowList keys;
-  int from;   // queries see indices from here (Limits::both)
-  int limit;  // up to here
-  Span span;  // of the tile that was found last
+  int from;   // first index that queries see (Limits::both)
+  int limit;  // end of the indices that queries see
+  Span span;  // of the tile found last
 
   __device__ __forceinline__ int rows(int tile) const {
     return min(kTile, keys.rows - tile * kTile);
   }
-  // The first visible one from `tile` on downwards; < 0: none.
+  // The last visible tile at or before `tile`; < 0: none.
   __device__ __forceinline__ int visible(int tile) {
     while (tile >= 0) {
       span = look_up(runs, keys, tile * kTile, rows(tile));
@@ -32,7 +32,8 @@ struct KeyTiles {
         tile = min(tile - 1, (__ldg(&runs[span.run].before) - 1) >> 7);
         continue;
       }
-      // None of this run from here on: to its last visible row, or to the run before.
+      // No visible row of this run from here on: continues at its last visible row, or in the
+      // previous run.
       const int index = __ldg(&runs[span.run].index);
       const int seen =
           limit < index ? 0 : (limit - index) / __ldg(&runs[span.run].index_stride) + 1;
@@ -40,7 +41,7 @@ struct KeyTiles {
     }
     return tile;
   }
-  // There is always one, so that every item goes the same way; queries may see nothing of it.
+  // There always is one, so that all items follow the same path; its keys may all be hidden.
   __device__ __forceinline__ int first() {
     const int last = max(0, (keys.rows - 1) / kTile);
     const int tile = visible(last);
@@ -61,7 +62,7 @@ __device__ __forceinline__ KeyTiles<kLimits> key_tiles(const Run* runs, const Gr
           {}};
 }
 
-// By one thread: the first item with rows from `at` on. Returns where to go on.
+// Called by one thread: the first item with rows from `at` on. Returns where to continue.
 template <Limits kLimits, PairWeights kWeights, int kDim>
 __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, Plan& plan) {
   const ForwardParams& p = a.params;
@@ -94,7 +95,8 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   plan.most = span.most;
   const auto stride = static_cast<std::uint32_t>(a.traits.query_stride);
   plan.bulk = 0;
-  if (a.map_queries && rows == kTile && span.single && __ldg(&runs[span.run].source) < 0 &&
+  // A box has 128 rows: those behind the item's are somebody else's or zeros, and end nowhere.
+  if (a.map_queries && span.single && __ldg(&runs[span.run].source) < 0 &&
       __ldg(&runs[span.run].stride) == a.traits.query_stride) {
     const std::uint32_t token =
         static_cast<std::uint32_t>(__ldg(&runs[span.run].first)) +
@@ -102,6 +104,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
     plan.bulk = 1;
     plan.quotient = static_cast<std::int32_t>(token / stride);
     plan.remainder = static_cast<std::int32_t>(token % stride);
+    plan.index_step = __ldg(&runs[span.run].index_stride);
   }
 
   const int band_least = kLimits == Limits::both ? limit_of(group->least) : 0;
@@ -121,7 +124,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
     const auto key_stride = static_cast<std::uint32_t>(a.traits.key_stride);
     int sum = 0;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {  // the last run first
+    for (int j = 0; j < 2; ++j) {  // last run first
       const int from = 1 - j;
       plan.tiles[j] = 0;
       if (from >= key_runs) continue;
@@ -130,9 +133,9 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
       const int count = __ldg(&run->count);
       const int index = __ldg(&run->index);
       const int step = __ldg(&run->index_stride);
-      plain = plain && count % kTile == 0 && keys_mapped(a, run);
+      plain = plain && (count % kTile == 0 || from == key_runs - 1) && keys_mapped(a, run);
       if (!plain) break;
-      int tiles = count / kTile;
+      int tiles = (count + kTile - 1) / kTile;
       int skipped = 0;
       if (compare) {
         const int limit = span.most + band_most;
@@ -153,6 +156,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
       if (received) first = mapped_row<kDim>(a, p.v, at_run, before, plan.batch, plan.unit);
       plan.value_quotient[j] = static_cast<std::int32_t>(first / key_stride);
       plan.value_remainder[j] = static_cast<std::int32_t>(first % key_stride);
+      plan.run_rows[j] = count - skipped * kTile;
       plan.run_index[j] = index + skipped * kTile * step;
       plan.run_step[j] = step;
     }
@@ -162,7 +166,7 @@ __device__ __forceinline__ int look_up_item(const ForwardArguments& a, int at, P
   return at;
 }
 
-// By a warp, for the team of queries and keys: the next item and its rows.
+// Called by a warp of the team of queries and keys: looks up the next item and its rows.
 template <Limits kLimits, PairWeights kWeights, int kDim, bool kInPieces>
 __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, Plan& plan,
                                             Slot& slot, std::uint32_t known, int lane) {
@@ -182,8 +186,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   const bool single = plan.bulk != 0;
   std::byte* const state = p.state.base + batch * p.state.batch_step + head * p.state.head_step;
   std::byte* const lses = p.lse.base + batch * p.lse.batch_step + head * p.lse.head_step;
-  const int step = single ? (plan.most - plan.least) / (kTile - 1) : 0;
-  // All rows are asked for before any of them is waited for.
+  // Issues the loads of all rows before it waits for any.
   constexpr int kRows = kTile / 32;
   int token[kRows];
   int index[kRows];
@@ -192,12 +195,12 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
   for (int i = 0; i < kRows; ++i) {
     const int r = lane + 32 * i;
     token[i] = -1;
-    index[i] = 0;
+    index[i] = plan.most;  // it sees something: rows that have not are computed twice
     lse[i] = -INFINITY;
     if (r >= plan.rows) continue;
     if (single) {
       token[i] = (plan.quotient + r) * a.traits.query_stride + plan.remainder;
-      index[i] = plan.least + r * step;
+      index[i] = plan.least + r * plan.index_step;
     } else {
       const int run = find_run(tables.runs, group.queries, plan.begin + r);
       const int place = plan.begin + r - __ldg(&tables.runs[run].before);
@@ -252,7 +255,7 @@ __device__ __forceinline__ int look_up_rows(const ForwardArguments& a, int at, P
     slot.sink = sink_of(p.sinks, head);
   }
   barrier_arrive(known);
-  // Consumers will read the state as they take up the item.
+  // Consumers read the state when they begin the item.
   if (prefetch) {
     for (int r = lane; r < kTile; r += 32) {
       if (slot.old_lse[r] != -INFINITY)

@@ -4,21 +4,21 @@
 #include "kernels/cuda/sm90/forward/shared.cuh"
 #include "kernels/cuda/sm90/forward/state.cuh"
 
-// How rows of items and tiles come into shared memory for the forward kernel on Hopper.
+// Loads rows of items and tiles into shared memory for the Hopper forward kernel.
 namespace annulus::cuda::sm90 {
 
-// The rows of an item's operand, as a team's threads see them.
+// The rows of an operand of an item, for the threads of a team.
 struct Operand {
   int batch, head, unit;
 };
 
-// Whether `rows` rows of keys or values can come by bulk copies.
+// Whether `rows` rows of keys or values can be loaded by bulk copies.
 __device__ __forceinline__ bool bulk(const ForwardArguments& a, const Span& span, int rows) {
   return rows == kTile && span.single && keys_mapped(a, a.params.tables.runs + span.run);
 }
 
-// By a team; afterwards all rows are there, those from `rows` on being zero, and products may read
-// them once the team has met.
+// Called by a team. Loads all rows, with zeros from `rows` on. Products may read them after the
+// team's barrier.
 template <int kDim>
 __device__ __forceinline__ void gather(std::uint32_t target, const std::byte** address,
                                        const Channel& channel, const Operand& operand,
@@ -44,8 +44,8 @@ __device__ __forceinline__ void gather(std::uint32_t target, const std::byte** a
   fence_shared_for_async();
 }
 
-// Whether 8 numbers have one that is not finite: its exponent is all ones, so that adding one to it
-// carries into the sign's place.
+// Whether any of 8 numbers is not finite: its exponent is all ones, so adding one to it carries
+// into the sign bit.
 template <typename T>
 __device__ __forceinline__ bool not_finite(std::uint32_t address) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -60,8 +60,8 @@ __device__ __forceinline__ bool not_finite(std::uint32_t address) {
   return (carries & 0x80008000U) != 0;
 }
 
-// By a team that has met: finds the rows of a tile in shared memory that are not all finite, zeroes
-// them and says so in `stage`.
+// Called by a team after its barrier: finds the rows of a tile in shared memory with non-finite
+// values, clears them and records them in `stage`.
 template <typename T, int kDim>
 __device__ __forceinline__ void confine(std::uint32_t tile, ValueStage& stage, int thread,
                                         int team) {
@@ -93,10 +93,25 @@ __device__ __forceinline__ void confine(std::uint32_t tile, ValueStage& stage, i
   }
 }
 
+// By a team: zeroes the rows of a tile from `rows` on, which a bulk copy has brought from behind
+// the list. Nobody sees these keys, but 0 * NaN is NaN.
+template <int kDim>
+__device__ __forceinline__ void clear_rows(std::uint32_t tile, int rows, int thread) {
+  constexpr int kChunks = kDim / 8;
+  for (int i = rows * kChunks + thread; i < kTile * kChunks; i += kTeam) {
+    const int chunk = i % kChunks;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile + (chunk / 8) * kBlockBytes +
+                                                                  swizzled(i / kChunks, chunk % 8)),
+                 "r"(0U)
+                 : "memory");
+  }
+  fence_shared_for_async();
+}
+
 // Indices that all queries of an item see.
 struct Everyone {
   int from, until;
-  // Whether some query does not see some index from `least` to `most`.
+  // Whether any query does not see any index from `least` to `most`.
   template <Limits kLimits>
   __device__ __forceinline__ bool hides(int least, int most) const {
     return most > until || (kLimits == Limits::both && least < from);
@@ -123,7 +138,7 @@ __device__ __forceinline__ void load_tile(std::uint32_t target, const CUtensorMa
   }
 }
 
-// Rows of K or V from `row` on, by one thread; the barrier expects the bytes.
+// Loads rows of K or V from `row` on. Called by one thread; the barrier expects the bytes.
 template <int kDim>
 __device__ __forceinline__ void load_bulk(std::uint32_t target, std::uint32_t barrier,
                                           const ForwardArguments& a, const CUtensorMap* map,
@@ -135,9 +150,9 @@ __device__ __forceinline__ void load_bulk(std::uint32_t target, std::uint32_t ba
                   static_cast<int>(at / stride), plan.map_batch, policy);
 }
 
-// Q and K. One thread loads the tiles of items; the other warp looks up items, as many ahead as
-// there are slots: short items follow each other faster than they are looked up. Only items of
-// which something is gathered take both.
+// Q and K. One thread loads the tiles of items. The other warp looks up items ahead, as many as
+// there are slots, because short items complete faster than they are looked up. Items with gathered
+// rows take both warps.
 template <typename T, int kDim, Limits kLimits, PairWeights kWeights, bool kInPieces>
 __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
                                                       std::uint32_t tiles,
@@ -185,7 +200,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
     query_parity ^= 1;
     if (plan.end != 0) break;
     const bool together = plan.bulk == 0 || plan.plain == 0;
-    if (together) team_sync(kTeamBarrier);  // Q of the item before has been taken
+    if (together) team_sync(kTeamBarrier);  // Q of the previous item has been read
     const Group& group = tables.groups[plan.group];
     if (plan.bulk == 0) {
       const Operand queries{plan.batch, plan.head, plan.unit};
@@ -210,14 +225,17 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
           const int quotient = plan.run_quotient[j];
           const int step = plan.run_step[j];
           const int index = plan.run_index[j];
+          int rows = min(kTile, plan.run_rows[j] - (plan.tiles[j] - 1) * kTile);
 #pragma unroll 1
           for (int t = plan.tiles[j] - 1; t >= 0; --t) {
             --left;
             int4 info;
             info.x = left == 0 ? kLast : 0;
-            info.y = kTile;
+            info.y = rows;
             info.z = index + t * kTile * step;
             info.w = step;
+            if (rows < kTile) info.x |= kMasked;
+            rows = kTile;
             if (kHides<kLimits> && plan.compare != 0 &&
                 everyone.hides<kLimits>(info.z, info.z + (kTile - 1) * step))
               info.x |= kMasked | kCompare;
@@ -259,7 +277,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
         if (thread == 0) {
           info.flags = flags;
           info.rows = count;
-          info.first = span.least - shift;  // of a single run, the first row's
+          info.first = span.least - shift;  // for a single run: of the first row
           info.stride = __ldg(&tables.runs[span.run].index_stride);
         }
         if ((kHides<kLimits> && (flags & kTable) != 0) || kWeights == PairWeights::general) {
@@ -300,7 +318,7 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
       }
     }
     if (together) team_sync(kTeamBarrier);
-    __syncwarp();  // nobody spins while one thread loads
+    __syncwarp();  // the other lanes do not spin while one thread loads
     if (thread == 0) barrier_arrive(free);
   }
 }
@@ -336,7 +354,8 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       int left = plan.tiles[0] + plan.tiles[1];
       int j = plan.tiles[0] > 0 ? 0 : 1;
       int t = plan.tiles[j] - 1;
-      // A masked tile: the team looks through it.
+      int rows = min(kTile, plan.run_rows[j] - t * kTile);  // of the tile; later ones are full
+      // A masked or a ragged tile: the team looks through it.
       const auto look_through = [&] {
         const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
         ValueStage& info = control.values[stage];
@@ -350,7 +369,12 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         team_sync(kTeamBarrier);
         barrier_wait(landed, landed_parity);
         landed_parity ^= 1;
-        confine<T, kDim>(target, info, thread, kTeamBarrier);
+        if (rows < kTile) {
+          clear_rows<kDim>(target, rows, thread);
+          if (kHides<kLimits>) team_sync(kTeamBarrier);
+          rows = kTile;
+        }
+        if constexpr (kHides<kLimits>) confine<T, kDim>(target, info, thread, kTeamBarrier);
         team_sync(kTeamBarrier);
         if (thread == 0) barrier_arrive(shared_address(&control.values_full[stage]));
         advance(stage, parity, 1, L::kValueStages);
@@ -361,8 +385,9 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         }
       };
       int masked = 0;  // at the end
+      if (rows < kTile) look_through();
       if constexpr (kHides<kLimits>) {
-        // Tiles beyond the upper limit come first, and those beyond the lower one last.
+        // Tiles that cross the upper limit come first, those that cross the lower limit last.
         const auto hides = [&] {
           const int least = plan.run_index[j] + t * kTile * plan.run_step[j];
           return everyone.hides<kLimits>(least, least + (kTile - 1) * plan.run_step[j]);

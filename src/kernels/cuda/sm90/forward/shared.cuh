@@ -7,20 +7,20 @@
 #include "kernels/cuda/sm90/instructions.cuh"
 #include "kernels/cuda/work/launch_traits.h"
 
-// What the warps of the forward kernel on Hopper tell each other in shared memory, and how they
-// find rows of lists; the whole is described in kernel.cuh.
+// What the warps of the Hopper forward kernel exchange in shared memory, and how they find rows of
+// lists. kernel.cuh describes the whole.
 namespace annulus::cuda::sm90 {
 
 inline constexpr int kTile = 128;
 inline constexpr int kConsumers = 2;  // warp groups
 inline constexpr int kConsumerWarps = 4 * kConsumers;
 inline constexpr int kThreads = 128 * (kConsumers + 1);
-inline constexpr int kTeam = 64;                 // threads that load together: barriers 1 and 2
-inline constexpr int kTurnBarrier = 3;           // and 4: of the consumers
+inline constexpr int kTeam = 64;                 // threads that load together; barriers 1 and 2
+inline constexpr int kTurnBarrier = 3;           // and 4; of the consumers
 inline constexpr int kBlockBytes = kTile * 128;  // 64 columns of a tile
-inline constexpr int kSlots = 5;  // items that are known: looked up, loaded, computed or written
+inline constexpr int kSlots = 5;  // items in progress: looked up, loaded, computed or written
 
-// Whether kernels hide pairs at all.
+// Whether a kernel hides any pairs.
 template <Limits kLimits>
 inline constexpr bool kHides = kLimits != Limits::none;
 
@@ -32,69 +32,71 @@ struct ForwardArguments {
   ForwardParams params;
   LaunchTraits traits;
   float scale_log2 = 0;      // scale / log 2
-  bool map_queries = false;  // the maps are there
+  bool map_queries = false;  // the maps exist
   bool map_keys = false;
   bool map_state = false;
 };
 
 // Flags of a key tile.
 inline constexpr int kLast = 1;     // of the item
-inline constexpr int kMasked = 2;   // not every query sees every one of its 128 keys
-inline constexpr int kCompare = 4;  // by index
-inline constexpr int kTable = 8;    // and indices are not evenly spaced
+inline constexpr int kMasked = 2;   // some pairs of the tile are hidden
+inline constexpr int kCompare = 4;  // indices must be compared
+inline constexpr int kTable = 8;    // the indices are not evenly spaced
 
-// What consumers know of an item.
+// Facts about an item, for consumers.
 struct Slot {
   std::byte* out;  // rows of its batch and head
   std::byte* state;
   std::byte* lse;
   std::int32_t end;           // there are no more items
-  std::uint32_t later;        // ForwardParams::later; all or none where that is null
-  std::int32_t has_state;     // some row has, and consumers read it
-  std::int32_t pieces;        // in which it comes otherwise
-  std::int32_t every_tile;    // brings one
+  std::uint32_t later;        // ForwardParams::later; all ones or 0 if that is null
+  std::int32_t has_state;     // some rows have a state, which consumers load
+  std::int32_t pieces;        // otherwise the number of pieces in which it is loaded
+  std::int32_t every_tile;    // a piece is loaded with every tile
   std::int32_t width;         // of the band: Limits::both
   float sink;                 // of its head, for rows that end here; -inf: none
-  std::int32_t token[kTile];  // < 0: no such row
+  std::int32_t token[kTile];  // < 0: absent
   std::int32_t index[kTile];
   float old_lse[kTile];
-  std::uint8_t repeats[kTile];   // that contain the row: a bit each
+  std::uint8_t repeats[kTile];   // the repeats that contain the row, as bits
   std::uint8_t key_repeats[16];  // periodic: by the key's place modulo 16
 };
 
-// What consumers know of a key tile.
+// Facts about a key tile, for consumers.
 struct alignas(16) KeyStage {
   std::int32_t flags;
   std::int32_t rows;
-  std::int32_t first;           // index of the first row less the band's upper limit
+  std::int32_t first;           // index of the first row minus the band's upper limit
   std::int32_t stride;          // of indices
-  std::int32_t index[kTile];    // kTable: less that limit; INT_MAX: no such row
+  std::int32_t index[kTile];    // kTable: index minus that limit; INT_MAX: absent
   std::uint8_t repeats[kTile];  // general weights
 };
 
-// Keys of a partly masked tile with values that are not finite. 0 * NaN is NaN: queries that do not
-// see them must not get them, so their rows are zeroed and those who see them get a NaN.
+// Keys of a partly masked tile with non-finite values. 0 * NaN is NaN, so such rows would reach
+// queries that do not see them. Their rows are cleared, and queries that see them get NaN
+// separately.
 struct alignas(16) ValueStage {
   std::uint32_t any;
   std::uint32_t keys[4];
 };
 
-// What both teams know of an item, looked up while the one before is loaded.
+// Facts about an item for both teams, looked up while the previous item is loaded.
 struct alignas(16) Plan {
   std::int32_t end;  // there are no more items
   std::uint32_t later;
   std::int32_t group, batch, head, kv_head, unit, begin, rows;
   std::int32_t least, most;  // indices of queries
-  std::int32_t bulk;         // queries come by bulk copies
-  std::int32_t remainder, quotient;
-  // Keys: all tiles come by bulk copies, from at most two runs.
+  std::int32_t bulk;         // queries are loaded by bulk copies
+  std::int32_t remainder, quotient, index_step;
+  // Keys: all tiles are loaded by bulk copies, from at most two runs.
   std::int32_t plain;
   std::int32_t compare;
   std::int32_t band_least, band_most;
-  std::int32_t tiles[2];  // visible ones of the second run and of the first; they are loaded in
-                          // this order, the last tile of a run first
+  std::int32_t tiles[2];     // visible ones of the second run and of the first; they are loaded in
+                             // this order, the last tile of a run first
+  std::int32_t run_rows[2];  // from the first of these tiles on; only the last run's may be ragged
   std::int32_t run_remainder[2], run_quotient[2], run_index[2], run_step[2];
-  std::int32_t value_remainder[2], value_quotient[2];  // where parcels have them
+  std::int32_t value_remainder[2], value_quotient[2];  // coordinates in parcels
   std::int32_t map_head, map_batch;                    // of keys and values
 };
 
@@ -115,19 +117,20 @@ struct Layout {
     std::uint64_t values_empty[kValueStages];
     std::uint64_t queries_full;
     std::uint64_t queries_empty;
-    std::uint64_t values_landed;       // to be looked through first
-    std::uint64_t rows_known[kSlots];  // plan and slot are there
-    std::uint64_t slots_free[kSlots];  // nobody needs them any more
-    std::uint64_t state_full;          // a piece is there
+    std::uint64_t values_landed;       // before the search for non-finite values
+    std::uint64_t rows_known[kSlots];  // plan and slot are written
+    std::uint64_t slots_free[kSlots];  // slots may be overwritten
+    std::uint64_t state_full;          // a piece has arrived
     std::uint64_t state_empty;
-    const std::byte* address[2][kTile];  // of rows to gather, by team
+    const std::byte* address[2][kTile];  // of rows to gather, per team
     float log2_weight[16];               // by the repeats that contain both rows
     Plan plans[kSlots];
     Slot slots[kSlots];
     KeyStage keys[kKeyStages];
     ValueStage values[kValueStages];
   };
-  static constexpr int kBytes = kControl + static_cast<int>(sizeof(Control)) + 1024;  // to align
+  static constexpr int kBytes =
+      kControl + static_cast<int>(sizeof(Control)) + 1024;  // for alignment
   static_assert(kBytes <= 232448, "a block has 227 KiB");
 };
 
@@ -141,7 +144,7 @@ struct Span {
   int most;
 };
 
-// As run_of in rows/lists.cuh, by way of the read-only cache.
+// As run_of in rows/lists.cuh, through the read-only cache.
 __device__ __forceinline__ int find_run(const Run* runs, const RowList& list, int row) {
   int low = list.begin;
   int high = list.begin + list.runs - 1;
@@ -199,14 +202,14 @@ __device__ __forceinline__ const std::byte* row_address(const Channel& channel, 
          at * channel.row_bytes + channel.row_offset;
 }
 
-// Whether the rows of a run are where the maps of keys and values look.
+// Whether the rows of a run are covered by the maps of keys and values.
 __device__ __forceinline__ bool keys_mapped(const ForwardArguments& a, const Run* run) {
   return a.map_keys && (__ldg(&run->source) >= 0) == a.traits.keys_received &&
          __ldg(&run->stride) == a.traits.key_stride;
 }
 
-// Which row of its map a row of keys or values is: the shard's token, or its place in the grid of
-// all parcels.
+// The row of keys or values in its map: the token in the shard, or the place in the grid of all
+// parcels.
 template <int kDim>
 __device__ __forceinline__ std::uint32_t mapped_row(const ForwardArguments& a,
                                                     const Channel& channel, int run, int row,
@@ -231,7 +234,7 @@ __device__ __forceinline__ std::uint32_t repeats_with(const DeviceTables& tables
   return with;
 }
 
-// The threads of a team meet.
+// Barrier of the threads of a team.
 __device__ __forceinline__ void team_sync(int team) {
   __syncwarp();
   named_sync(team, kTeam);

@@ -337,7 +337,50 @@ def tiles_peaked(rows):
     )
 
 
+def decode(rows):
+    return table(
+        ["dtype", "ranks", "cached keys", "plain read ms", "a token ms", "share of the read's bandwidth"],
+        [
+            [
+                r["dtype"],
+                str(r["ranks"]),
+                f"{r['keys']:,}",
+                f"{r['read_seconds'] * 1e3:.1f}",
+                f"{r['attend_seconds'] * 1e3:.1f}",
+                f"**{r['share']:.0%}**",
+            ]
+            for r in rows
+        ],
+    )
+
+
+def gpu_decode(rows):
+    """Times of ours over those of the fastest that PyTorch has."""
+
+    def name(peer):
+        return peer.removeprefix("sdpa ").removesuffix(" gqa").removesuffix(" grouped")
+
+    return table(
+        ["dtype", "batch", "cached keys", "a token us", "TB/s", "of a plain read", "over SDPA's best", "which"],
+        [
+            [
+                r["dtype"],
+                str(r["batch"]),
+                f"{r['keys']:,}",
+                f"{r['milliseconds']['ours'] * 1e3:.0f}",
+                f"{r['terabytes_per_second']:.2f}",
+                f"{r['share_of_read']:.0%}",
+                f"**{r['over_best_peer']:.2f}**",
+                name(r["best_peer"]),
+            ]
+            for r in rows
+        ],
+    )
+
+
 TABLES = {
+    "decode": decode,
+    "gpu_decode": gpu_decode,
     "tiles_forward": tiles,
     "tiles_backward": tiles,
     "tiles_longnet": tiles_longnet,
@@ -426,7 +469,7 @@ MEMORY = {"detached": "detached mixing", "full": "the exact gradient", "pytorch"
 
 
 def machine(result):
-    if "cases" in result:
+    if "machine" in result:
         m = result["machine"]
         smi = m["nvidia_smi"].splitlines()[-1]
         return (

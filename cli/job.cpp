@@ -151,6 +151,8 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
     const bool detached = options.backward && options.mix_gradient == MixGradient::detached;
     BranchState state = detached ? ring.make_branch_state() : BranchState();
     BranchState* kept = detached ? &state : nullptr;
+    OptionalInputs more;
+    more.dropout_seed = tensors.dropout_seed;
     if (settings.prepare) settings.prepare(rank, *pool);
 
     DeviceTensors on_device(options, tensors, rank);
@@ -171,7 +173,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
       meet();
       mine.forward.push_back(record(transport, ring, settings.passes, [&] {
         const DeviceTensors& t = on_device;
-        ring.forward(t.q, t.k, t.v, t.o, t.lse, kept);
+        ring.forward(t.q, t.k, t.v, t.o, t.lse, kept, more);
       }));
       forward_seconds = seconds_of(mine.forward.back());
       if (settings.after_pass) settings.after_pass(rank);
@@ -181,7 +183,7 @@ JobReport run_job(const RingOptions& options, JobTensors& tensors, const JobSett
       meet();
       mine.backward.push_back(record(transport, ring, settings.passes, [&] {
         const DeviceTensors& t = on_device;
-        ring.backward(t.q, t.k, t.v, t.o, t.lse, t.dout, t.dq, t.dk, t.dv, kept);
+        ring.backward(t.q, t.k, t.v, t.o, t.lse, t.dout, t.dq, t.dk, t.dv, kept, more);
       }));
       backward_seconds = seconds_of(mine.backward.back());
       if (settings.after_pass) settings.after_pass(rank);

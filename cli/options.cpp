@@ -131,7 +131,7 @@ void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
       ->check(whole_number(1, kMostHeads))
       ->type_name("H")
       ->group(group);
-  command.add_option("--seed", flags.seed, "Seed of synthetic data (default 1)")
+  command.add_option("--seed", flags.seed, "Seed of synthetic data and of dropout (default 1)")
       ->check(whole_number(0, std::numeric_limits<std::int64_t>::max()))
       ->type_name("S")
       ->group(group);

@@ -94,13 +94,16 @@ void round_deltas(const RingOptions& options, const reference::Shape& shape, con
       seed[d] = scale * sum * in.q[d] / pattern.output_scale;
     }
   }
-  const Values keys = reference::forward(pattern, shape, in.q, in.k, in.k, options.scale).o;
+  // Delta is subtracted from every pair, whatever dropout does to it.
+  const reference::SoftmaxOptions softmax{.softcap = options.softcap};
+  const Values keys =
+      reference::forward(pattern, shape, in.q, in.k, in.k, options.scale, {}, softmax).o;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     gradients.dq[i] -= scale * e[i] * keys[i] / pattern.output_scale;
   }
-  const Values dk =
-      reference::backward(pattern, shape, in.q, in.k, in.v, seed, MixGradient::full, options.scale)
-          .dv;
+  const Values dk = reference::backward(pattern, shape, in.q, in.k, in.v, seed, MixGradient::full,
+                                        options.scale, {}, softmax)
+                        .dv;
   for (std::size_t i = 0; i < dk.size(); ++i) gradients.dk[i] -= dk[i];
 }
 
@@ -122,17 +125,18 @@ OracleCheck::OracleCheck(const RingOptions& options, std::uint64_t seed, World* 
                                .kv_heads = options.kv_heads,
                                .head_dim = options.head_dim};
   const Pattern& pattern = options.pattern;
+  const reference::SoftmaxOptions softmax{options.softcap, options.dropout_p, seed};
   const reference::Output output =
-      reference::forward(pattern, shape, in.q, in.k, in.v, options.scale);
-  const reference::Gradients exact = reference::backward(pattern, shape, in.q, in.k, in.v, in.dout,
-                                                         options.mix_gradient, options.scale);
+      reference::forward(pattern, shape, in.q, in.k, in.v, options.scale, {}, softmax);
+  const reference::Gradients exact = reference::backward(
+      pattern, shape, in.q, in.k, in.v, in.dout, options.mix_gradient, options.scale, {}, softmax);
   reference::Gradients one_piece = exact;
   const bool narrow = options.dtype != DType::f32;
   if (narrow) round_deltas(options, shape, in, output.o, one_piece);
 
   lse_ = {output.lse, std::max(1.0, rms(output.lse)), kLseTolerance};
   const reference::Scales scales = reference::error_scales(
-      pattern, shape, in.q, in.k, in.v, in.dout, options.mix_gradient, options.scale);
+      pattern, shape, in.q, in.k, in.v, in.dout, options.mix_gradient, options.scale, {}, softmax);
   const auto expected = [&](const Values& right, const Values& piece, const Values& scale) {
     Expected result{right, rms(scale),
                     options.device.kind == Device::Kind::cpu ? kTolerance : kGpuTolerance};
@@ -159,6 +163,7 @@ Deviation OracleCheck::compare(const char* name, const JobTensors& tensors, cons
 
 OracleCheck::Outcome OracleCheck::run(const RingOptions& options) const {
   JobTensors tensors(options);
+  tensors.dropout_seed = seed_;
   JobSettings settings;
   settings.world = world_;
   settings.prepare = [&](int rank, ThreadPool& pool) {

@@ -108,6 +108,7 @@ int run(World& world, const RunFlags& flags) {
   } else {
     progress.phase("planning, and generating data");
   }
+  tensors.dropout_seed = flags.problem.seed;
   JobSettings settings;
   settings.world = &world;
   settings.repeat = flags.repeat;

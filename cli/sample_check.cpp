@@ -58,6 +58,7 @@ class Checker {
                  .q = loads(tensors.q),
                  .k = loads(tensors.k),
                  .v = loads(tensors.v)} {
+    problem_.softmax = {options.softcap, options.dropout_p, tensors.dropout_seed};
     if (options.backward) problem_.dout = loads(tensors.dout);
   }
 

@@ -66,6 +66,7 @@ struct JobTensors {
   TokenOrder order;
   RingTensor q, k, v, o, lse;
   RingTensor dout, dq, dk, dv;  // empty without backward
+  std::uint64_t dropout_seed = 1;
 
   [[nodiscard]] std::int64_t shard_bytes(int rank) const;
 };

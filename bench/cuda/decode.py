@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decoding on a GPU: one token against a cache, beside PyTorch's attention: python3 decode.py LIBRARY.so [--out decode.json]
 
-LIBRARY.so is decode.cpp linked with the library (backward_engine.sh does it, with decode.cpp in place of its source). First
+LIBRARY.so is decode.cpp linked with the library: sh backward_engine.sh LIBANNULUS.a LIBRARY.so bench/cuda/decode.cpp. First
 compares the results with fp64, then takes medians of interleaved readings. "read" is a plain read of as many bytes.
 """
 

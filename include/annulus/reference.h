@@ -32,17 +32,26 @@ struct Gradients {
   std::vector<double> dq, dk, dv, dsinks;
 };
 
+// What stands around the softmax, as RingOptions and OptionalInputs have it.
+struct SoftmaxOptions {
+  double softcap = 0;    // c > 0: scores are c * tanh(scale * q.k / c)
+  double dropout_p = 0;  // each pair keeps its probability with probability 1 - p, divided by that
+  std::uint64_t dropout_seed = 0;
+};
+
 // `scale` multiplies q.k before the softmax; 1/sqrt(head_dim) when absent.
 [[nodiscard]] Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                              std::span<const double> k, std::span<const double> v,
                              std::optional<double> scale = std::nullopt,
-                             std::span<const double> sinks = {});
+                             std::span<const double> sinks = {},
+                             const SoftmaxOptions& softmax = {});
 
 [[nodiscard]] Gradients backward(const Pattern& pattern, const Shape& shape,
                                  std::span<const double> q, std::span<const double> k,
                                  std::span<const double> v, std::span<const double> dout,
                                  MixGradient mix = MixGradient::full,
                                  std::optional<double> scale = std::nullopt,
-                                 std::span<const double> sinks = {});
+                                 std::span<const double> sinks = {},
+                                 const SoftmaxOptions& softmax = {});
 
 }  // namespace annulus::reference

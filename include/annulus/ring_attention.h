@@ -40,6 +40,9 @@ struct RingOptions {
   int head_dim = 64;
   DType dtype = DType::f32;
   std::optional<double> scale;  // of q.k, above 0; 1/sqrt(head_dim) when absent
+  double softcap = 0;           // c > 0: scores become c * tanh(score / c), before masks; 0: none
+  double dropout_p = 0;         // in [0, 1): the share of probabilities that dropout sets to 0, see
+                                // OptionalInputs::dropout_seed
   MixGradient mix_gradient = MixGradient::full;
   Schedule schedule = Schedule::automatic;
   std::int64_t min_tokens_for_ring = 32768;  // with fewer, `automatic` gathers
@@ -88,6 +91,12 @@ struct OptionalInputs {
   // without keys has lse = sink and o = 0. -inf: no sink for that head. NaN and +inf make all rows
   // of the head NaN.
   std::optional<ConstTensorView> sinks;
+  // Needed where dropout_p is not 0, and of no meaning otherwise: the same number on every rank, in
+  // backward that of forward. After the softmax each pair of query and key of a head keeps its
+  // probability with probability 1 - dropout_p and is then divided by that. Which pairs do follows
+  // from the seed, the batch entry, the query head and the global tokens of query and key alone,
+  // whatever the ranks, the placement and the device. lse is that of all pairs.
+  std::optional<std::uint64_t> dropout_seed;
 };
 
 // Optional results of backward, each for the optional input of the same name.

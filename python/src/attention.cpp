@@ -60,6 +60,8 @@ struct Request {
   nb::handle placement;
   const std::string& schedule;
   bool reproducible;
+  double softcap;
+  double dropout_p;
 };
 
 // With `keys_of_q`, `view` is k and `like` is q: they may differ in tokens and heads. Other arrays
@@ -125,6 +127,8 @@ class Lease {
     options.device = device_ = q.device;
     captures_ = arrays.stream() && cuda_capturing(reinterpret_cast<void*>(*arrays.stream()));
     options.scale = request.scale;
+    options.softcap = request.softcap;
+    options.dropout_p = request.dropout_p;
     options.schedule = schedule;
     options.reproducible = request.reproducible;
     options.backward = backward;
@@ -211,8 +215,10 @@ class Lease {
 };
 
 OptionalInputs optional_inputs(const char* where, Arrays& arrays, nb::handle sinks,
+                               std::optional<std::uint64_t> dropout_seed,
                                const ConstTensorView& q) {
   OptionalInputs more;
+  more.dropout_seed = dropout_seed;
   if (sinks.is_none()) return more;
   more.sinks = arrays.input(sinks, "sinks", 1);
   arrays.check(where);
@@ -231,7 +237,8 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
                      const std::string& offsets, Flag group_scale, std::optional<double> scale,
                      int ranks, nb::handle placement, const std::string& schedule,
                      Flag reproducible, nb::object out, Flag return_lse,
-                     std::optional<std::uintptr_t> stream, nb::handle sinks) {
+                     std::optional<std::uintptr_t> stream, nb::handle sinks, double softcap,
+                     double dropout_p, std::optional<std::uint64_t> dropout_seed) {
   const char* where = "attention";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -240,7 +247,7 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
   arrays.check(where);
   expect_shape(where, "k", k_view, q_view, "q", true);
   expect_shape(where, "v", v_view, k_view, "k", false);
-  const OptionalInputs more = optional_inputs(where, arrays, sinks, q_view);
+  const OptionalInputs more = optional_inputs(where, arrays, sinks, dropout_seed, q_view);
   const Result o(std::move(out), q, q_view, q_view.dtype, 4, arrays.stream());
   const TensorView o_view = arrays.output(o.writable(), "out");
   arrays.check(where);
@@ -265,7 +272,9 @@ nb::object attention(nb::handle q, nb::handle k, nb::handle v, nb::handle patter
                ranks,
                placement,
                schedule,
-               reproducible},
+               reproducible,
+               softcap,
+               dropout_p},
               q_view, k_view, /*backward=*/false, arrays);
   lease.run(arrays, 1.0, [&](LocalRing& ring) {
     ring.forward(q_view, k_view, v_view, o_view, return_lse ? &lse_view : nullptr, more);
@@ -281,7 +290,8 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
                              nb::handle seqused_k, nb::handle leftpad_k, const std::string& offsets,
                              Flag group_scale, std::optional<double> scale, int ranks,
                              nb::handle placement, const std::string& schedule, Flag reproducible,
-                             std::optional<std::uintptr_t> stream, nb::handle sinks) {
+                             std::optional<std::uintptr_t> stream, nb::handle sinks, double softcap,
+                             double dropout_p, std::optional<std::uint64_t> dropout_seed) {
   const char* where = "attention_backward";
   Arrays arrays(std::nullopt, stream);
   const ConstTensorView q_view = arrays.input(q, "q");
@@ -296,7 +306,7 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   expect_shape(where, "o", o_view, q_view, "q", false);
   expect_shape(where, "lse", lse_view, q_view, "q", false);
   expect_shape(where, "do", dout_view, q_view, "q", false);
-  const OptionalInputs more = optional_inputs(where, arrays, sinks, q_view);
+  const OptionalInputs more = optional_inputs(where, arrays, sinks, dropout_seed, q_view);
   const Result dq(nb::none(), q, q_view, q_view.dtype, 4, arrays.stream());
   const Result dk(nb::none(), k, k_view, q_view.dtype, 4, arrays.stream());
   const Result dv(nb::none(), v, v_view, q_view.dtype, 4, arrays.stream());
@@ -317,7 +327,9 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
                ranks,
                placement,
                schedule,
-               reproducible},
+               reproducible,
+               softcap,
+               dropout_p},
               q_view, k_view, /*backward=*/true, arrays);
   std::optional<Result> dsinks;  // of every rank
   std::optional<TensorView> dsinks_view;
@@ -351,6 +363,9 @@ nb::tuple attention_backward(nb::handle q, nb::handle k, nb::handle v, nb::handl
   "Placement | typing.Literal['contiguous', 'zigzag', 'striped', 'hilbert'] = 'contiguous', " \
   "schedule: typing.Literal['auto', 'ring', 'gather'] = 'auto', reproducible: bool = False"
 
+#define ANNULUS_SOFTMAX \
+  ", softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: int | None = None"
+
 }  // namespace
 
 void bind_attention(nb::module_& module) {
@@ -367,11 +382,13 @@ void bind_attention(nb::module_& module) {
         nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
         nb::arg("schedule") = "auto", nb::arg("reproducible") = false, nb::arg("out") = nb::none(),
         nb::arg("return_lse") = false, nb::arg("stream") = nb::none(),
-        nb::arg("sinks") = nb::none(), signature_and_doc...);
+        nb::arg("sinks") = nb::none(), nb::arg("softcap") = 0.0, nb::arg("dropout_p") = 0.0,
+        nb::arg("dropout_seed") = nb::none(), signature_and_doc...);
   };
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[False] = False, "
-                 "stream: int | None = None, sinks: ArrayT | None = None) -> ArrayT"),
+                 "stream: int | None = None, sinks: ArrayT | None = None" ANNULUS_SOFTMAX
+                 ") -> ArrayT"),
          R"(Exact attention over whole sequences in one process.
 
 Args:
@@ -413,6 +430,11 @@ Args:
     sinks: float32 [heads]: a logit per query head that takes part in the softmax of each of its rows and has no
         value. -inf: none for that head. A row without keys gives 0; its log-sum-exp is the sink. NaN or +inf makes
         all rows of the head NaN.
+    softcap: c above 0: scores become c * tanh(score / c) before masks and softmax. 0: they do not.
+    dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its
+        probability with this probability, and the others are divided by 1 - dropout_p.
+    dropout_seed: a whole number from 0 on, needed if dropout_p is not 0. Which pairs are dropped follows from it,
+        the batch entry, the head and the tokens' positions alone; pass the same to attention_backward.
 
 Returns:
     The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.
@@ -421,7 +443,8 @@ Executors are kept for further calls of the same shape (:func:`clear_cache` free
 may call at the same time. The GIL is released.)");
   define(nb::sig("def attention(q: ArrayT, k: ArrayT, v: ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
                  ", out: ArrayT | None = None, return_lse: typing.Literal[True], stream: int "
-                 "| None = None, sinks: ArrayT | None = None) -> tuple[ArrayT, ArrayT]"));
+                 "| None = None, sinks: ArrayT | None = None" ANNULUS_SOFTMAX
+                 ") -> tuple[ArrayT, ArrayT]"));
   const auto define_backward = [&](const auto&... signature_and_doc) {
     module.def(
         "attention_backward", &attention_backward, nb::arg("q").none(), nb::arg("k").none(),
@@ -434,12 +457,14 @@ may call at the same time. The GIL is released.)");
         nb::arg("offsets") = "blocked", nb::arg("group_scale") = false,
         nb::arg("scale") = nb::none(), nb::arg("ranks") = 1, nb::arg("placement") = "contiguous",
         nb::arg("schedule") = "auto", nb::arg("reproducible") = false,
-        nb::arg("stream") = nb::none(), nb::arg("sinks") = nb::none(), signature_and_doc...);
+        nb::arg("stream") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("softcap") = 0.0,
+        nb::arg("dropout_p") = 0.0, nb::arg("dropout_seed") = nb::none(), signature_and_doc...);
   };
   define_backward(
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
-              ", stream: int | None = None, sinks: None = None) -> tuple[ArrayT, ArrayT, ArrayT]"),
+              ", stream: int | None = None, sinks: None = None" ANNULUS_SOFTMAX
+              ") -> tuple[ArrayT, ArrayT, ArrayT]"),
       R"(Gradients of :func:`attention`.
 
 Args:
@@ -447,16 +472,16 @@ Args:
     o, lse: what attention returned for them with return_lse=True.
     do: gradient of o, like q.
     pattern, segment_lengths, dilation_rates, is_causal, window, cu_seqlens, cu_seqlens_k, query_start,
-        seqused_k, leftpad_k, offsets, group_scale, scale, ranks, placement, schedule, reproducible, stream, sinks: as
-        given to attention.
+        seqused_k, leftpad_k, offsets, group_scale, scale, ranks, placement, schedule, reproducible, stream, sinks,
+        softcap, dropout_p, dropout_seed: as given to attention.
 
 Returns:
     (dq, dk, dv), like q, k and v; with sinks (dq, dk, dv, dsinks).)");
   define_backward(
       nb::sig("def attention_backward(q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, *, " ANNULUS_ATTENTION_SIGNATURE
-              ", stream: int | None = None, sinks: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT, "
-              "ArrayT]"));
+              ", stream: int | None = None, sinks: ArrayT" ANNULUS_SOFTMAX
+              ") -> tuple[ArrayT, ArrayT, ArrayT, ArrayT]"));
   module.def(
       "view_of",
       [](nb::handle array) {

@@ -63,13 +63,14 @@ Result hand_over(std::vector<double> values, std::initializer_list<std::size_t> 
 }
 
 nb::tuple forward(const Array& q, const Array& k, const Array& v, const Pattern& pattern,
-                  std::optional<double> scale, const Sinks& sinks) {
+                  std::optional<double> scale, const Sinks& sinks, double softcap, double dropout_p,
+                  std::uint64_t dropout_seed) {
   const reference::Shape shape = shape_of(pattern, q, k, v);
   reference::Output out;
   {
     const nb::gil_scoped_release no_gil;
     out = reference::forward(pattern, shape, elements(q), elements(k), elements(v), scale,
-                             elements(sinks));
+                             elements(sinks), {softcap, dropout_p, dropout_seed});
   }
   return nb::make_tuple(
       hand_over(std::move(out.o), {q.shape(0), q.shape(1), q.shape(2), q.shape(3)}),
@@ -78,7 +79,8 @@ nb::tuple forward(const Array& q, const Array& k, const Array& v, const Pattern&
 
 nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& dout,
                    const Pattern& pattern, std::optional<double> scale,
-                   const std::string& mix_gradient, const Sinks& sinks) {
+                   const std::string& mix_gradient, const Sinks& sinks, double softcap,
+                   double dropout_p, std::uint64_t dropout_seed) {
   const reference::Shape shape = shape_of(pattern, q, k, v);
   require(dout, "do", shape.batch, shape.tokens, shape.q_heads, shape.head_dim);
   const MixGradient mix = parse_mix_gradient(mix_gradient);
@@ -86,7 +88,7 @@ nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& 
   {
     const nb::gil_scoped_release no_gil;
     out = reference::backward(pattern, shape, elements(q), elements(k), elements(v), elements(dout),
-                              mix, scale, elements(sinks));
+                              mix, scale, elements(sinks), {softcap, dropout_p, dropout_seed});
   }
   const auto like = [](std::vector<double> values, const Array& array) {
     return hand_over(std::move(values),
@@ -100,6 +102,7 @@ nb::tuple backward(const Array& q, const Array& k, const Array& v, const Array& 
 }
 
 #define ANNULUS_DOUBLES "numpy.typing.NDArray[numpy.float64]"
+#define ANNULUS_SOFTMAX ", softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: int = 0"
 
 }  // namespace
 
@@ -107,10 +110,11 @@ void bind_reference(nb::module_& module) {
   module.def(
       "reference_forward", &forward, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("pattern"),
       nb::kw_only(), nb::arg("scale") = nb::none(), nb::arg("sinks") = nb::none(),
+      nb::arg("softcap") = 0.0, nb::arg("dropout_p") = 0.0, nb::arg("dropout_seed") = 0,
       nb::sig("def reference_forward(q: " ANNULUS_DOUBLES ", k: " ANNULUS_DOUBLES
               ", v: " ANNULUS_DOUBLES
               ", pattern: Pattern, *, scale: float | None = None, sinks: " ANNULUS_DOUBLES
-              " | None = None) "
+              " | None = None" ANNULUS_SOFTMAX ") "
               "-> tuple[" ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
       R"(The definition of attention in float64, slow on purpose: what everything else is compared with.
 
@@ -120,6 +124,7 @@ Args:
     pattern: which queries attend to which keys.
     scale: of q.k; None: 1/sqrt(head_dim).
     sinks: [heads], see :func:`attention`.
+    softcap, dropout_p, dropout_seed: see :func:`attention`.
 
 Returns:
     (o, lse): like q, and the log-sum-exp of every row, [batch, tokens, heads].)");
@@ -127,6 +132,7 @@ Returns:
     module.def("reference_backward", &backward, nb::arg("q"), nb::arg("k"), nb::arg("v"),
                nb::arg("do"), nb::arg("pattern"), nb::kw_only(), nb::arg("scale") = nb::none(),
                nb::arg("mix_gradient") = "full", nb::arg("sinks") = nb::none(),
+               nb::arg("softcap") = 0.0, nb::arg("dropout_p") = 0.0, nb::arg("dropout_seed") = 0,
                signature_and_doc...);
   };
 #define ANNULUS_BACKWARD                                                                       \
@@ -134,20 +140,21 @@ Returns:
   ", do: " ANNULUS_DOUBLES                                                                     \
   ", pattern: Pattern, *, scale: float | None = None, mix_gradient: "                          \
   "typing.Literal['full', 'detached'] = 'full', sinks: "
-  define_backward(nb::sig(ANNULUS_BACKWARD "None = None) -> tuple[" ANNULUS_DOUBLES
-                                           ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
-                  R"(Gradients (dq, dk, dv) of :func:`reference_forward`, in float64.
+  define_backward(
+      nb::sig(ANNULUS_BACKWARD "None = None" ANNULUS_SOFTMAX ") -> tuple[" ANNULUS_DOUBLES
+                               ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES "]"),
+      R"(Gradients (dq, dk, dv) of :func:`reference_forward`, in float64.
 
 Args:
-    q, k, v, pattern, scale, sinks: as for reference_forward.
+    q, k, v, pattern, scale, sinks, softcap, dropout_p, dropout_seed: as for reference_forward.
     do: gradient of its output, like q.
     mix_gradient: 'full' is the exact gradient, 'detached' holds the weights of the branches constant.
 
 Returns:
     (dq, dk, dv); with sinks (dq, dk, dv, dsinks).)");
-  define_backward(nb::sig(ANNULUS_BACKWARD ANNULUS_DOUBLES ") -> tuple[" ANNULUS_DOUBLES
-                                                           ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES
-                                                           ", " ANNULUS_DOUBLES "]"));
+  define_backward(nb::sig(ANNULUS_BACKWARD ANNULUS_DOUBLES ANNULUS_SOFTMAX
+                          ") -> tuple[" ANNULUS_DOUBLES ", " ANNULUS_DOUBLES ", " ANNULUS_DOUBLES
+                          ", " ANNULUS_DOUBLES "]"));
 #undef ANNULUS_BACKWARD
 }
 

@@ -14,6 +14,7 @@
 #include "annulus/tensor.h"
 #include "core/device_sharing.h"
 #include "core/memory.h"
+#include "kernels/dropout.h"
 #include "kernels/head_dim.h"
 #include "kernels/kept_rows.h"
 #include "kernels/parcel_layout.h"
@@ -64,7 +65,9 @@ struct Computation {
   int kv_heads = 1;
   int head_dim = 0;
   DType dtype = DType::f32;
-  double scale = 1;  // of q.k
+  double scale = 1;      // of q.k
+  double softcap = 0;    // scores are softcap * tanh(scale * q.k / softcap); 0: scale * q.k
+  double dropout_p = 0;  // share of probabilities that are dropped (dropout.h)
   MixGradient mix_gradient = MixGradient::full;
   const KeptRows* kept = nullptr;  // owned by the executor; null unless mixing is detached
   bool reproducible = false;
@@ -72,6 +75,8 @@ struct Computation {
   bool backward = true;
 
   [[nodiscard]] int heads() const { return pattern->heads; }
+  // The fastest kernels know neither softcap nor dropout.
+  [[nodiscard]] bool caps_or_drops() const { return softcap != 0 || dropout_p != 0; }
   [[nodiscard]] std::int64_t query_rows() const { return batch * query_tokens * heads(); }
   [[nodiscard]] std::int64_t key_rows() const { return batch * key_tokens * kv_heads; }
   // Number of deltas, rowsum(dO * O), per row: one, or one for every branch if mixing is detached.
@@ -120,6 +125,7 @@ struct ForwardCall {
   // merged into L and O of every row at the end: L' = log(exp(L) + exp(sink)), O' = exp(L - L') O.
   // A sink of -inf has no effect; NaN and +inf make the rows of the head NaN.
   HeadNumbers sinks;
+  DropoutSeed dropout;
   const std::atomic<bool>* stop = nullptr;  // true: the results are no longer needed
 };
 
@@ -131,6 +137,7 @@ struct BackwardCall {
   // threads. `adds_dsinks`: it is added to the present value. dsinks without a base: not computed.
   HeadNumbers sinks, dsinks;
   bool adds_dsinks = false;
+  DropoutSeed dropout;  // as forward's
   const std::atomic<bool>* stop = nullptr;
 };
 

@@ -8,6 +8,20 @@
 // device, bands, gaps and weights of pairs are in terms of this index.
 namespace annulus {
 
+// The tokens of a segment's rows.
+struct IndexTokens {
+  std::int64_t first_query = 0;  // of index 0
+  std::int64_t first_key = 0;
+  std::int64_t step = 1;
+
+  [[nodiscard]] constexpr std::int64_t query(std::int32_t index) const {
+    return first_query + step * index;
+  }
+  [[nodiscard]] constexpr std::int64_t key(std::int32_t index) const {
+    return first_key + step * index;
+  }
+};
+
 // Indices that a list of rows skips.
 struct IndexGap {
   std::int32_t begin = 0;

@@ -152,6 +152,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       group.entries = entries_of(tiles);
       group.rows = static_cast<int>(rows_.size()) - 1;
       group.band = band;
+      group.tokens = {tiles.query_origin + selection.offset, tiles.key_origin + selection.offset,
+                      branch.dilation};
       group.repeats = sharing_of(m).repeats;
       for (std::size_t other = m; other < selection.members.size(); ++other) {
         if (done[other] || !(sharing_of(other) == sharing_of(m))) continue;

@@ -27,8 +27,9 @@ struct WorkGroup {
   EntryRange entries;  // of the batch
   std::vector<Selection::Member> members;
   std::vector<Repeat> repeats;
-  int rows = 0;                 // index of its WorkRows
-  Band band;                    // in indices
+  int rows = 0;  // index of its WorkRows
+  Band band;     // in indices
+  IndexTokens tokens;
   bool whole = true;            // all pairs of the segment; otherwise of one segment of the host:
   std::int32_t host_begin = 0;  // first index in that segment
   IndexFilter queries;

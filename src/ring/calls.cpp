@@ -1,3 +1,4 @@
+#include <charconv>
 #include <exception>
 #include <utility>
 
@@ -39,6 +40,18 @@ std::string RingAttention::Impl::check_state(const BranchState::Data& state,
          "make_branch_state()";
 }
 
+void RingAttention::Impl::CallClaims::set(const std::optional<DropoutSeed>& dropout) {
+  if (!with_seed) return;
+  std::string& text = claims.back().value;  // has the capacity: calls allocate nothing
+  text = "none";
+  if (dropout.has_value()) {
+    text.resize(kMostSeedDigits);
+    text.resize(static_cast<std::size_t>(
+        std::to_chars(text.data(), text.data() + text.size(), dropout->seed).ptr - text.data()));
+  }
+  digest = ring::digest_of(claims);
+}
+
 void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::Data* state) {
   const char* where = "RingAttention::forward";
   const Transport::Use use(*transport, where);
@@ -46,7 +59,8 @@ void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::
   if (event_stream().on()) pass.set_bytes(predicted_forward_bytes());
   const OverOnError over(*this);
   const bool keep = kept != nullptr && state != nullptr;
-  const CallClaims& claims = forward_claims[keep ? 1 : 0][tensors.sinks ? 1 : 0];
+  CallClaims& claims = forward_claims[keep ? 1 : 0][tensors.sinks ? 1 : 0];
+  claims.set(tensors.dropout);
   std::string complaint = ring::complaint_about(tensors, options, rank);
   if (complaint.empty() && keep)
     complaint = check_state(*state, branch_output_bytes(), branch_rows());
@@ -58,6 +72,7 @@ void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::
   call.o = rows_of(tensors.o);
   call.lse = rows_of(tensors.lse);
   call.sinks = numbers_of(tensors.sinks);
+  call.dropout = tensors.dropout.value_or(DropoutSeed{});
   call.stop = &interrupted;
   if (keep) {
     state->filled = false;
@@ -82,7 +97,8 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
                       "make_branch_state() and pass it to forward and backward"
                     : check_state(*state, branch_output_bytes(), branch_rows());
   }
-  const CallClaims& claims = backward_claims[tensors.sinks ? 1 : 0];
+  CallClaims& claims = backward_claims[tensors.sinks ? 1 : 0];
+  claims.set(tensors.dropout);
   ring::agree_on_digest(*transport, where, complaint, claims.claims, claims.digest);
   BackwardCall call;
   call.q = rows_of(tensors.q);
@@ -97,6 +113,7 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
   call.sinks = numbers_of(tensors.sinks);
   call.dsinks = numbers_of(tensors.dsinks);
   call.adds_dsinks = tensors.adds_dsinks;
+  call.dropout = tensors.dropout.value_or(DropoutSeed{});
   if (detached) call.branches = state->outputs();
   call.stop = &interrupted;
   guard([&] { backward(call); });

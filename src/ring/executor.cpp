@@ -102,6 +102,11 @@ void RingAttention::Impl::make_call_claims(std::span<const Claim> claims) {
                   {"the executor (its options differ)", identity},
                   {"whether a branch state is passed", state},
                   {"whether sinks are passed", sinks ? "yes" : "no"}};
+    out.with_seed = options.dropout_p != 0;
+    if (out.with_seed) {
+      out.claims.push_back({"dropout_seed", {}});
+      out.claims.back().value.reserve(CallClaims::kMostSeedDigits);
+    }
     out.digest = ring::digest_of(out.claims);
     return out;
   };

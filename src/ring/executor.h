@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -123,10 +124,15 @@ struct RingAttention::Impl final : Executor {
   Computation computation;
   Schedule schedule = Schedule::ring;
   Travel travel = Travel::keys;  // backward
-  // What the ranks compare before each pass. Made once.
+  // What the ranks compare before each pass. Made once, except for the seed of dropout: the last
+  // claim.
   struct CallClaims {
+    static constexpr std::size_t kMostSeedDigits = 20;
     std::vector<ring::Claim> claims;
     std::uint64_t digest = 0;
+    bool with_seed = false;
+
+    void set(const std::optional<DropoutSeed>& dropout);
   };
   CallClaims forward_claims[2][2];        // without and with a branch state, without and with sinks
   CallClaims backward_claims[2];          // without and with sinks

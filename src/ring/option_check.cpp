@@ -14,6 +14,11 @@
 namespace annulus::ring {
 namespace {
 
+// Kernels divide by it in fp32.
+constexpr double kLeastSoftcap = 1e-6;
+// Of 2^32 numbers a pair keeps its probability with one at least.
+constexpr double kMostDropout = 1 - 0x1p-32;
+
 // Whole numbers have their bounds in the list of options.
 template <typename Value>
 void check(const OptionInfo& info, const Value& value) {
@@ -44,6 +49,15 @@ void check_values(const RingOptions& options) {
     throw ConfigError(
         fmt::format("scale is {}, expected a number above 0 that fp32 can hold", *options.scale));
   }
+  if (!(options.softcap >= 0) || !std::isfinite(static_cast<float>(options.softcap)) ||
+      (options.softcap > 0 && options.softcap < kLeastSoftcap)) {
+    throw ConfigError(fmt::format("softcap is {}, expected 0 (none) or a number from {} on",
+                                  options.softcap, kLeastSoftcap));
+  }
+  if (!(options.dropout_p >= 0 && options.dropout_p <= kMostDropout)) {
+    throw ConfigError(
+        fmt::format("dropout_p is {}, expected a number from 0 to less than 1", options.dropout_p));
+  }
   if (options.reproducible && options.schedule == Schedule::ring) {
     throw ConfigError(
         "reproducible needs every row's keys in one order: use schedule gather or auto instead of "
@@ -62,6 +76,8 @@ Computation computation_of(const RingOptions& options, const Backend& backend,
   computation.head_dim = options.head_dim;
   computation.dtype = options.dtype;
   computation.scale = scale_of(options);
+  computation.softcap = options.softcap;
+  computation.dropout_p = options.dropout_p;
   computation.mix_gradient = options.mix_gradient;
   computation.reproducible = options.reproducible;
   computation.deterministic = options.deterministic || options.reproducible;

@@ -49,6 +49,12 @@ void for_each_option(Options& options, const Visit& visit) {
         options.mix_gradient);
   visit(OptionInfo{"scale", same, pattern, "Factor of q.k (default 1/sqrt(head dim))", "X"},
         options.scale);
+  visit(OptionInfo{"softcap", same, pattern,
+                   "Scores become X * tanh(score / X) before masks (default 0: they do not)", "X"},
+        options.softcap);
+  visit(OptionInfo{"dropout_p", same, pattern,
+                   "Share of probabilities that dropout sets to 0 (default 0)", "P"},
+        options.dropout_p);
   visit(OptionInfo{"schedule", choice, ring,
                    "Rows hop around, or go straight to who needs them (default auto)"},
         options.schedule);

@@ -1,5 +1,6 @@
 #include "annulus/ring_attention.h"
 
+#include <optional>
 #include <utility>
 
 #include "annulus/error.h"
@@ -20,6 +21,11 @@ namespace {
 
 Memory borrow(std::span<std::byte> bytes, const Device& device) {
   return {bytes.data(), std::ssize(bytes), device, nullptr};
+}
+
+std::optional<DropoutSeed> seed_of(const OptionalInputs& more) {
+  if (!more.dropout_seed.has_value()) return std::nullopt;
+  return DropoutSeed{.seed = *more.dropout_seed};
 }
 
 }  // namespace
@@ -64,7 +70,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             const ConstTensorView& v, const TensorView& o, const TensorView& lse,
                             BranchState* state, const OptionalInputs& more) {
   BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
-  const ring::ForwardTensors tensors{q, k, v, o, lse, more.sinks};
+  const ring::ForwardTensors tensors{q, k, v, o, lse, more.sinks, seed_of(more)};
   executor_->run(tensors, data);
 }
 
@@ -76,7 +82,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                              const OptionalGradients& gradients) {
   const BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
   const ring::BackwardTensors tensors{
-      q, k, v, o, lse, dout, dq, dk, dv, more.sinks, gradients.sinks};
+      q, k, v, o, lse, dout, dq, dk, dv, more.sinks, gradients.sinks, seed_of(more)};
   executor_->run(tensors, data);
 }
 

@@ -21,6 +21,7 @@ struct Check {
   [[nodiscard]] std::string lse(const ConstTensorView& view) const;
   [[nodiscard]] std::string sinks(const char* name,
                                   const std::optional<ConstTensorView>& view) const;
+  [[nodiscard]] std::string seed(const std::optional<DropoutSeed>& given) const;
 };
 
 std::string Check::tensor(const char* name, const ConstTensorView& view, bool of_keys) const {
@@ -52,6 +53,13 @@ std::string Check::sinks(const char* name, const std::optional<ConstTensorView>&
   return complaint_about(
       name, *view,
       {1, {options.pattern.heads}, DType::f32, options.device, "one number per query head"});
+}
+
+std::string Check::seed(const std::optional<DropoutSeed>& given) const {
+  if (options.dropout_p == 0 || given.has_value()) return "";
+  return fmt::format(
+      "dropout_p is {}, but there is no dropout_seed: pass the same one on every rank",
+      options.dropout_p);
 }
 
 std::string first_of(std::initializer_list<std::string> complaints) {
@@ -116,10 +124,10 @@ std::string check_apart(std::span<const NamedTensor> results, std::span<const Na
 
 std::string complaint_about(const ForwardTensors& t, const RingOptions& options, int rank) {
   const Check check{options, rank};
-  std::string complaint = first_of({check.tensor("q", t.q, false), check.tensor("k", t.k, true),
-                                    check.tensor("v", t.v, true), check.tensor("o", t.o, false),
-                                    check.lse(t.lse), check.sinks("sinks", t.sinks),
-                                    check_distinct("o", t.o), check_distinct("lse", t.lse)});
+  std::string complaint = first_of(
+      {check.tensor("q", t.q, false), check.tensor("k", t.k, true), check.tensor("v", t.v, true),
+       check.tensor("o", t.o, false), check.lse(t.lse), check.sinks("sinks", t.sinks),
+       check.seed(t.dropout), check_distinct("o", t.o), check_distinct("lse", t.lse)});
   if (!complaint.empty()) return complaint;
   const NamedTensor results[] = {{"o", t.o}, {"lse", t.lse}};
   const NamedTensor read[] = {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"sinks", t.sinks.value_or(t.v)}};
@@ -134,7 +142,7 @@ std::string complaint_about(const BackwardTensors& t, const RingOptions& options
        check.tensor("o", t.o, false), check.lse(t.lse), check.tensor("dout", t.dout, false),
        check.tensor("dq", t.dq, false), check.tensor("dk", t.dk, true),
        check.tensor("dv", t.dv, true), check.sinks("sinks", t.sinks),
-       check.sinks("dsinks", t.dsinks),
+       check.sinks("dsinks", t.dsinks), check.seed(t.dropout),
        t.dsinks && !t.sinks ? "dsinks is given, but sinks is not: pass what forward got" : "",
        check_distinct("dq", t.dq), check_distinct("dk", t.dk), check_distinct("dv", t.dv),
        t.dsinks ? check_distinct("dsinks", *t.dsinks) : ""});

@@ -9,6 +9,7 @@
 
 #include "annulus/ring_attention.h"
 #include "annulus/tensor.h"
+#include "kernels/dropout.h"
 
 namespace annulus::ring {
 
@@ -16,6 +17,7 @@ struct ForwardTensors {
   ConstTensorView q, k, v;
   TensorView o, lse;
   std::optional<ConstTensorView> sinks;
+  std::optional<DropoutSeed> dropout;
 };
 
 struct BackwardTensors {
@@ -23,6 +25,7 @@ struct BackwardTensors {
   TensorView dq, dk, dv;
   std::optional<ConstTensorView> sinks;
   std::optional<TensorView> dsinks;
+  std::optional<DropoutSeed> dropout;
   bool adds_dsinks = false;  // to their present values
 };
 

@@ -12,6 +12,8 @@
 
 #include "annulus/error.h"
 #include "annulus/in_process.h"
+#include "annulus/pattern.h"
+#include "annulus/reference.h"
 #include "annulus/ring_cache.h"
 #include "kernels/head_dim.h"
 #include "ring/tags.h"
@@ -112,6 +114,106 @@ TEST(RingCache, BytesOfAStepDoNotDependOnTheLength) {
       EXPECT_EQ(sent[0], sent[1]);
       EXPECT_EQ(sent[0], sent[2]);
     });
+  }
+}
+
+// Fills a tensor with numbers that depend on where they are.
+void fill_with_waves(ShardTensor& tensor, std::int64_t rows, int heads, int dim, double phase) {
+  for (std::int64_t t = 0; t < rows; ++t) {
+    for (int h = 0; h < heads; ++h) {
+      for (int d = 0; d < dim; ++d) {
+        const double x = std::sin(phase + 0.37 * static_cast<double>(t) * (d + 1) + 1.3 * h);
+        tensor.set(0, t, h, d, static_cast<float>(x));
+      }
+    }
+  }
+  tensor.upload();
+}
+
+std::vector<double> values_of(const ShardTensor& tensor, std::int64_t rows, int heads, int dim) {
+  std::vector<double> out;
+  for (std::int64_t t = 0; t < rows; ++t) {
+    for (int h = 0; h < heads; ++h) {
+      for (int d = 0; d < dim; ++d) out.push_back(tensor.get(0, t, h, d));
+    }
+  }
+  return out;
+}
+
+// So many keys that a rank cuts them into pieces, which it merges.
+TEST(RingCache, LongSequencesMatchTheReference) {
+  constexpr std::int64_t kKeys = 20'000;
+  CacheOptions options = small_cache();
+  options.batch = 1;
+  options.heads = 3;
+  options.kv_heads = 1;
+  options.capacity = kKeys;
+  CallTensors keys(options, kKeys);
+  CallTensors query(options, 1);
+  fill_with_waves(keys.k, kKeys, 1, 16, 0.1);
+  fill_with_waves(keys.v, kKeys, 1, 16, 0.7);
+  fill_with_waves(query.q, 1, 3, 16, 0.4);
+  const reference::Output expected =
+      reference::forward(dense(3), {1, 1, 3, 1, 16, kKeys}, values_of(query.q, 1, 3, 16),
+                         values_of(keys.k, kKeys, 1, 16), values_of(keys.v, kKeys, 1, 16));
+  for (const int ranks : {1, 2}) {
+    run_in_process(ranks, [&](Transport& transport) {
+      RingCache cache(options, transport);
+      CallTensors one(options, 1);
+      append_chunk(cache, keys);
+      cache.attend(query.q.view(), one.o.view(), one.lse.view());
+      cache.synchronize();
+      one.o.download();
+      one.lse.download();
+      for (int h = 0; h < 3; ++h) {
+        EXPECT_NEAR(one.lse.get(0, 0, h, 0), expected.lse[static_cast<std::size_t>(h)], 1e-5);
+        for (int d = 0; d < 16; ++d) {
+          EXPECT_NEAR(one.o.get(0, 0, h, d), expected.o[static_cast<std::size_t>(h * 16 + d)],
+                      2e-6);
+        }
+      }
+    });
+  }
+}
+
+// Not even if it is NaN: of the new tokens the later ones, and what has left the window.
+TEST(RingCache, KeysThatAQuerySeesNothingOfChangeNoBit) {
+  CacheOptions options = small_cache();
+  options.batch = 1;
+  options.window = {6, -1};
+  const auto last_row = [&](Transport& transport, float hidden) {
+    RingCache cache(options, transport);
+    CallTensors old(options, 10);
+    CallTensors fresh(options, 5);
+    fill_with_waves(old.k, 10, 2, 16, 0.2);
+    fill_with_waves(old.v, 10, 2, 16, 0.5);
+    for (ShardTensor* tensor : {&fresh.k, &fresh.v}) fill_with_waves(*tensor, 5, 2, 16, 0.9);
+    fill_with_waves(fresh.q, 5, 4, 16, 0.3);
+    for (int h = 0; h < 2; ++h) {
+      for (int d = 0; d < 16; ++d) {
+        for (ShardTensor* tensor : {&old.k, &old.v}) tensor->set(0, 6, h, d, hidden);
+        for (ShardTensor* tensor : {&fresh.k, &fresh.v}) tensor->set(0, 4, h, d, hidden);
+      }
+    }
+    for (ShardTensor* tensor : {&old.k, &old.v, &fresh.k, &fresh.v}) tensor->upload();
+    append_chunk(cache, old);
+    cache.step(fresh.q.view(), fresh.k.view(), fresh.v.view(), fresh.o.view(), fresh.lse.view());
+    cache.synchronize();
+    fresh.o.download();
+    return values_of(fresh.o, 4, 4, 16);  // tokens 10 to 13; the window of 13 begins at 7
+  };
+  for (const DType dtype : kDTypes) {
+    for (const int ranks : {1, 3}) {
+      options.dtype = dtype;
+      run_in_process(ranks, [&](Transport& transport) {
+        const std::vector<double> usual = last_row(transport, 0.5F);
+        for (const float hidden : {NAN, INFINITY}) {
+          const std::vector<double> found = last_row(transport, hidden);
+          // Token 13 sees neither.
+          for (std::size_t i = 3 * 4 * 16; i < found.size(); ++i) EXPECT_EQ(found[i], usual[i]);
+        }
+      });
+    }
   }
 }
 

@@ -34,9 +34,10 @@ namespace {
 // neither flag nor argument. A new one does not compile here until it has a name.
 TEST(RingOptions, EveryMemberIsInTheList) {
   const RingOptions options = small_options();
-  const auto& [pattern, placement, key_placement, batch, kv_heads, head_dim, dtype, scale,
-               mix_gradient, schedule, min_tokens_for_ring, reproducible, deterministic, backward,
-               backward_travel, blocking, recover, limits, rates, device, threads] = options;
+  const auto& [pattern, placement, key_placement, batch, kv_heads, head_dim, dtype, scale, softcap,
+               dropout_p, mix_gradient, schedule, min_tokens_for_ring, reproducible, deterministic,
+               backward, backward_travel, blocking, recover, limits, rates, device, threads] =
+      options;
   const auto& [communication_bytes, qkv_elements] = limits;
   const auto& [flops_per_second, bytes_per_second] = rates;
   std::set<const void*> listed;
@@ -48,6 +49,8 @@ TEST(RingOptions, EveryMemberIsInTheList) {
                                          &head_dim,
                                          &dtype,
                                          &scale,
+                                         &softcap,
+                                         &dropout_p,
                                          &mix_gradient,
                                          &schedule,
                                          &min_tokens_for_ring,
@@ -121,6 +124,8 @@ INSTANTIATE_TEST_SUITE_P(
                  "the number of documents"},
         Mismatch{"dtype", [](RingOptions& o) { o.dtype = DType::bf16; }, "dtype"},
         Mismatch{"scale", [](RingOptions& o) { o.scale = 0.3; }, "scale"},
+        Mismatch{"softcap", [](RingOptions& o) { o.softcap = 20; }, "softcap"},
+        Mismatch{"dropout_p", [](RingOptions& o) { o.dropout_p = 0.1; }, "dropout_p"},
         Mismatch{"batch", [](RingOptions& o) { o.batch = 1; }, "batch"},
         Mismatch{"head_dim",
                  [](RingOptions& o) {
@@ -248,6 +253,13 @@ INSTANTIATE_TEST_SUITE_P(
         BadOption{"scale_0", [](RingOptions& o) { o.scale = 0; }, {"scale is 0"}},
         BadOption{"scale_nan", [](RingOptions& o) { o.scale = std::nan(""); }, {"scale is"}},
         BadOption{"scale_infinite", [](RingOptions& o) { o.scale = INFINITY; }, {"scale is inf"}},
+        BadOption{"softcap_negative", [](RingOptions& o) { o.softcap = -1; }, {"softcap is -1"}},
+        BadOption{"softcap_nan", [](RingOptions& o) { o.softcap = std::nan(""); }, {"softcap is"}},
+        BadOption{"softcap_tiny", [](RingOptions& o) { o.softcap = 1e-30; }, {"softcap is 1e-30"}},
+        BadOption{"softcap_infinite", [](RingOptions& o) { o.softcap = INFINITY; }, {"softcap"}},
+        BadOption{"dropout_1", [](RingOptions& o) { o.dropout_p = 1; }, {"dropout_p is 1", "less"}},
+        BadOption{"dropout_negative", [](RingOptions& o) { o.dropout_p = -0.1; }, {"dropout_p"}},
+        BadOption{"dropout_nan", [](RingOptions& o) { o.dropout_p = std::nan(""); }, {"dropout"}},
         BadOption{"reproducible_ring",
                   [](RingOptions& o) {
                     o.reproducible = true;

@@ -65,6 +65,14 @@ Configuration random_configuration(std::uint64_t seed, bool long_rows = false) {
     problem.pattern.output_scale = random.one_of<double>({0.5, 1.0 / 3, -2.0});
   if (random.between(0, 3) == 0) problem.scale = 0.3;
   problem.dtype = random.one_of<DType>({DType::f32, DType::f32, DType::bf16, DType::f16});
+  // Drawn apart, so that the other choices of a seed stay what they are.
+  Random modifiers(seed + 1'000'000);
+  if (modifiers.between(0, 3) == 0)
+    problem.softmax.softcap = modifiers.one_of<double>({0.5, 2, 30});
+  if (modifiers.between(0, 3) == 0) {
+    problem.softmax.dropout_p = modifiers.one_of<double>({0.1, 0.5, 0.9});
+    problem.softmax.dropout_seed = seed << 32 | seed;
+  }
   RingOptions options = ring_options(problem, any_placement(random, tokens, ranks));
   if (sides_differ) options.key_placement = any_placement(random, problem.shape.keys(), ranks);
   options.reproducible = random.between(0, 4) == 0;
@@ -90,7 +98,9 @@ Configuration random_configuration(std::uint64_t seed, bool long_rows = false) {
              options.placement.name() + ", " + name_of(options.schedule) +
              (options.reproducible ? ", reproducible" : "") +
              (problem.mix == MixGradient::detached ? ", detached" : "") +
-             describe(problem.pattern.documents) + (problem.sinks ? ", sinks" : "");
+             describe(problem.pattern.documents) + (problem.sinks ? ", sinks" : "") + ", softcap " +
+             std::to_string(problem.softmax.softcap) + ", dropout " +
+             std::to_string(problem.softmax.dropout_p);
   if (sides_differ) {
     out.text +=
         ", " + std::to_string(problem.shape.keys()) + " keys, " + options.key_placement->name();

@@ -21,6 +21,7 @@
 #include "core/thread_pool.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/key_packs.h"
+#include "kernels/reference/softmax.h"
 #include "kernels/row_index.h"
 #include "support/guarded_memory.h"
 
@@ -42,7 +43,16 @@ struct TaskData {
   std::vector<double> k, v;     // [keys][dim]
   std::vector<Repeat> repeats;
   IndexFilter key_filter;  // forward only: the selected keys; the others may be packed, too
+  reference::SoftmaxOptions softmax;
+  IndexTokens tokens;  // batch entry 2, head 3
 
+  [[nodiscard]] dropout::Rows dropout_rows() const {
+    return {dropout::head_of({softmax.dropout_seed}, 2, 3), tokens};
+  }
+  [[nodiscard]] double kept(std::int64_t query, std::int64_t key) const {
+    return reference::kept(softmax, 2, 3, tokens.query(q_index[static_cast<std::size_t>(query)]),
+                           tokens.key(k_index[static_cast<std::size_t>(key)]));
+  }
   [[nodiscard]] std::int64_t queries() const { return std::ssize(q_index); }
   [[nodiscard]] std::int64_t keys() const { return std::ssize(k_index); }
   [[nodiscard]] bool sees(std::int64_t query, std::int64_t key) const {
@@ -85,6 +95,8 @@ inline TaskData random_task(std::uint64_t seed, DType dtype, int dim, bool causa
                 causal ? Band::causal() : Band{},
                 std::move(q_index),
                 std::move(k_index),
+                {},
+                {},
                 {},
                 {},
                 {},
@@ -145,11 +157,13 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
   if (delta_out != nullptr) delta_out->assign(data.q_index.size(), 0);
   for (std::int64_t i = 0; i < data.queries(); ++i) {
     std::vector<std::int64_t> seen;
-    std::vector<double> score;
+    std::vector<double> score, slope;
     for (std::int64_t j = 0; j < data.keys(); ++j) {
       if (!data.sees(i, j)) continue;
       seen.push_back(j);
-      score.push_back(data.scale * dot(data.q, i, data.k, j) + std::log(data.times(i, j)));
+      const double s = data.scale * dot(data.q, i, data.k, j);
+      score.push_back(reference::capped(data.softmax, s) + std::log(data.times(i, j)));
+      slope.push_back(reference::cap_slope(data.softmax, s));
     }
     const bool nothing =
         std::all_of(score.begin(), score.end(), [](double s) { return s == kNegInf; });
@@ -161,7 +175,7 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
       const double lse = highest + std::log(sum);
       out.lse[static_cast<std::size_t>(i)] = lse;
       for (std::size_t n = 0; n < seen.size(); ++n)
-        add(out.o, i, std::exp(score[n] - lse), data.v, seen[n]);
+        add(out.o, i, data.kept(i, seen[n]) * std::exp(score[n] - lse), data.v, seen[n]);
     }
     const double delta = dot(data.dout, i, out.o, i);
     if (delta_out != nullptr) (*delta_out)[static_cast<std::size_t>(i)] = delta;
@@ -169,8 +183,9 @@ inline TaskOracle oracle(const TaskData& data, std::vector<double>* delta_out = 
     for (std::size_t n = 0; n < seen.size(); ++n) {
       const std::int64_t j = seen[n];
       const double p = std::exp(score[n] - out.lse[static_cast<std::size_t>(i)]);
-      const double ds = p * (dot(data.dout, i, data.v, j) - delta);
-      add(out.dv, j, p, data.dout, i);
+      const double kept = data.kept(i, j);
+      const double ds = slope[n] * p * (kept * dot(data.dout, i, data.v, j) - delta);
+      add(out.dv, j, kept * p, data.dout, i);
       add(out.dq, i, data.scale * ds, data.k, j);
       add(out.dk, j, data.scale * ds, data.q, i);
     }
@@ -322,7 +337,8 @@ inline FencedScratch& shared_scratch() {
 }
 
 inline cpu::Problem problem_of(const TaskData& data) {
-  return {data.dtype, data.dim, static_cast<float>(data.scale)};
+  return {data.dtype, data.dim, static_cast<float>(data.scale),
+          static_cast<float>(data.softmax.softcap), DropoutRate::of(data.softmax.dropout_p)};
 }
 
 inline std::vector<cpu::RowRun> runs_of(
@@ -432,6 +448,7 @@ inline void run_forward(const cpu::Kernels& kernels, const TaskData& data, const
     task.keys = keys;
     task.canonical = run.canonical_keys;
     task.repeats = data.repeats;
+    task.dropout = data.dropout_rows();
     task.load_state = run.state_o != nullptr;
     task.out_dtype = run.out_dtype;
     kernels.forward(problem_of(data), task, shared_scratch().span().first(run.scratch_bytes));
@@ -489,6 +506,7 @@ inline void run_backward(const cpu::Kernels& kernels, const TaskData& data, cons
   task.canonical_queries = run.canonical_queries;
   task.repeats = data.repeats;
   task.only_branch = run.only_branch;
+  task.dropout = data.dropout_rows();
   task.query_grad = run.query_grad;
   task.key_grad = run.key_grad;
   kernels.backward(problem_of(data), task, shared_scratch().span().first(run.scratch_bytes));

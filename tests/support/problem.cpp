@@ -109,6 +109,7 @@ Inputs random_inputs(const Problem& problem, std::uint64_t seed, double deviatio
     inputs.sinks.push_back(
         std::fabs(draw) > 1.5 ? -kInfinity : static_cast<double>(static_cast<float>(4 * draw)));
   }
+  inputs.dropout_seed = problem.softmax.dropout_seed;
   return inputs;
 }
 
@@ -137,8 +138,11 @@ reference::Gradients gradients_from_rounded_output(const Problem& p, const Input
     return gradients;  // its deltas come from the outputs of the branches
   const auto dim = static_cast<std::size_t>(p.shape.head_dim);
   const double scale = p.scale.value_or(1.0 / std::sqrt(p.shape.head_dim));
+  // Delta is subtracted from every pair, whatever dropout does to it. A softcap takes a bit off,
+  // which is left out.
+  const reference::SoftmaxOptions softmax{.softcap = p.softmax.softcap};
   const std::vector<double> mean_key =
-      reference::forward(p.pattern, p.shape, in.q, in.k, in.k, p.scale, in.sinks).o;
+      reference::forward(p.pattern, p.shape, in.q, in.k, in.k, p.scale, in.sinks, softmax).o;
   std::vector<double> error_times_q = in.q;
   for (std::size_t row = 0; row < in.q.size(); row += dim) {
     double error = 0;
@@ -150,8 +154,8 @@ reference::Gradients gradients_from_rounded_output(const Problem& p, const Input
       error_times_q[i] *= scale * error / p.pattern.output_scale;
     }
   }
-  const reference::Gradients change = reference::backward(p.pattern, p.shape, in.q, in.k, in.v,
-                                                          error_times_q, p.mix, p.scale, in.sinks);
+  const reference::Gradients change = reference::backward(
+      p.pattern, p.shape, in.q, in.k, in.v, error_times_q, p.mix, p.scale, in.sinks, softmax);
   for (std::size_t i = 0; i < gradients.dk.size(); ++i) gradients.dk[i] -= change.dv[i];
   return gradients;
 }
@@ -160,10 +164,11 @@ reference::Gradients gradients_from_rounded_output(const Problem& p, const Input
 
 Expected reference_of(const Problem& p, const Inputs& in) {
   Expected expected{
-      reference::forward(p.pattern, p.shape, in.q, in.k, in.v, p.scale, in.sinks),
-      reference::backward(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale, in.sinks),
+      reference::forward(p.pattern, p.shape, in.q, in.k, in.v, p.scale, in.sinks, p.softmax),
+      reference::backward(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale, in.sinks,
+                          p.softmax),
       reference::error_scales(p.pattern, p.shape, in.q, in.k, in.v, in.dout, p.mix, p.scale,
-                              in.sinks),
+                              in.sinks, p.softmax),
       {}};
   if (p.dtype == DType::f32) return expected;
   const reference::Gradients gradients = gradients_from_rounded_output(p, in, expected);

@@ -28,12 +28,14 @@ struct Problem {
   MixGradient mix = MixGradient::full;
   std::optional<double> scale;
   bool sinks = false;
+  reference::SoftmaxOptions softmax;
 };
 
 // Global [batch, tokens, heads, head_dim]; every value is representable in the problem's dtype.
 struct Inputs {
   std::vector<double> q, k, v, dout;
   std::vector<double> sinks;  // one per query head, or none
+  std::uint64_t dropout_seed = 0;
 };
 [[nodiscard]] Inputs random_inputs(const Problem& problem, std::uint64_t seed,
                                    double deviation = 1.0);

@@ -44,6 +44,8 @@ RingOptions ring_options(const Problem& problem, Placement placement) {
           .head_dim = problem.shape.head_dim,
           .dtype = problem.dtype,
           .scale = problem.scale,
+          .softcap = problem.softmax.softcap,
+          .dropout_p = problem.softmax.dropout_p,
           .mix_gradient = problem.mix,
           .limits = {},
           .device = test_device()};

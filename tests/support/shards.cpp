@@ -142,6 +142,7 @@ Shard::Shard(const RingOptions& options, int rank_in, Layout layout)
 OptionalInputs Shard::more() const {
   OptionalInputs more;
   if (has_sinks) more.sinks = sinks.head_view();
+  more.dropout_seed = dropout_seed;
   return more;
 }
 
@@ -182,6 +183,7 @@ void Shard::load(const Inputs& inputs) {
   copy(inputs.v, v);
   copy(inputs.dout, dout);
   has_sinks = !inputs.sinks.empty();
+  dropout_seed = inputs.dropout_seed;
   for (std::size_t h = 0; h < inputs.sinks.size(); ++h)
     sinks.set(0, 0, static_cast<std::int64_t>(h), 0, static_cast<float>(inputs.sinks[h]));
   for (ShardTensor* out : {&o, &lse, &dq, &dk, &dv, &dsinks}) {

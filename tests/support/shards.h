@@ -76,6 +76,7 @@ struct Shard {
   std::int64_t key_tokens;
   bool detached;
   bool has_sinks = false;
+  std::uint64_t dropout_seed = 0;  // of the inputs
   ShardTensor q, k, v, o, lse, dout, dq, dk, dv;
   ShardTensor sinks, dsinks;
   BranchState state;

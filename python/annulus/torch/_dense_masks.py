@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from annulus import ConfigError
 from annulus.torch._config import config_of, pattern_of
+from annulus.torch._dropout import kept_pairs
 from annulus.torch._key_masks import key_bias
 
 _MOST_SCORES = 2**26  # that are in memory at once for log-sum-exps
@@ -32,6 +33,8 @@ class _Pairs(NamedTuple):
     documents: tuple[tuple[tuple[int, ...], ...], ...] | None
     output_scale: float
     scale: float
+    softcap: float
+    dropout_p: float
     deterministic: bool
 
 
@@ -65,6 +68,8 @@ def pairs_of(
         documents,
         pattern.output_scale,
         head_dim**-0.5 if c.scale is None else float(c.scale),
+        float(c.softcap),
+        float(c.dropout_p),
         bool(c.deterministic or c.reproducible),
     )
 
@@ -161,6 +166,7 @@ def attend_densely(
     v: torch.Tensor,
     bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
     pairs: _Pairs,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -173,7 +179,7 @@ def attend_densely(
     # Keys that no query sees may be anything, also NaN.
     nowhere = unseen.all(1).all(1)[..., None, None]
     k, v = (x.masked_fill(nowhere, 0) for x in (k, v))
-    lse = _log_sum_exp(q, k, bias, sinks, pairs.scale) if with_lse else None
+    lse = _log_sum_exp(q, k, bias, sinks, pairs) if with_lse else None
     empty = unseen.all(-1)
     dtype = torch.promote_types(q.dtype, bias.dtype)
     if sinks is not None:  # a key of zeros, with the sink as its bias
@@ -184,15 +190,44 @@ def attend_densely(
         bias = torch.cat([bias, column], -1)
         k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
     bias = bias.masked_fill(empty[..., None], 0)  # rows of -inf alone would be NaN
+    if pairs.softcap or seed is not None:
+        dtype = torch.promote_types(dtype, torch.float32)
     q4, k4, v4 = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     # A backend with atomic additions gives other bits in every run.
     backend = sdpa_kernel(SDPBackend.MATH) if pairs.deterministic else contextlib.nullcontext()
     with backend, torch.autocast(q.device.type, enabled=False):
-        o = F.scaled_dot_product_attention(
-            *(q4, k4, v4), attn_mask=bias, scale=pairs.scale, enable_gqa=q.shape[2] != k.shape[2]
-        )
+        if pairs.softcap or seed is not None:
+            o = _attend_by_matrix(q4, k4, v4, bias, seed, pairs)
+        else:
+            grouped = q.shape[2] != k.shape[2]
+            o = F.scaled_dot_product_attention(
+                *(q4, k4, v4), attn_mask=bias, scale=pairs.scale, enable_gqa=grouped
+            )
     o = o.masked_fill(empty[..., None], 0) * pairs.output_scale
     return o.transpose(1, 2).to(q.dtype).contiguous(), lse
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, pairs: _Pairs) -> torch.Tensor:
+    """[batch, heads, queries, keys], of tensors [batch, heads, tokens, head_dim]."""
+    scores = torch.matmul(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3))
+    scores = scores * pairs.scale
+    return pairs.softcap * torch.tanh(scores / pairs.softcap) if pairs.softcap else scores
+
+
+def _attend_by_matrix(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    seed: torch.Tensor | None,
+    pairs: _Pairs,
+) -> torch.Tensor:
+    """What scaled_dot_product_attention cannot do: softcap, and the dropout of the kernels."""
+    weights = (_scores(q, k, pairs) + bias).softmax(-1)
+    if seed is not None:
+        kept = kept_pairs(seed, pairs.dropout_p, *weights.shape, weights.device)
+        weights = weights.masked_fill(~kept, 0) / (1 - pairs.dropout_p)
+    return torch.matmul(weights, v.repeat_interleave(q.shape[1] // v.shape[1], 1))
 
 
 def _log_sum_exp(
@@ -200,18 +235,18 @@ def _log_sum_exp(
     k: torch.Tensor,
     bias: torch.Tensor,
     sinks: torch.Tensor | None,
-    scale: float,
+    pairs: _Pairs,
 ) -> torch.Tensor:
     """[batch, queries, heads], without gradient."""
     with torch.no_grad():
         batch, tokens, heads, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
-        keys = k.to(wide).repeat_interleave(heads // k.shape[2], 2)
+        queries, keys = (x.to(wide).transpose(1, 2) for x in (q, k))
         some = max(1, _MOST_SCORES // max(1, batch * heads * k.shape[1]))
         parts = []
         for first in range(0, tokens, some):
             rows = slice(first, first + some)
-            scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows].to(wide), keys) * scale
+            scores = _scores(queries[:, :, rows], keys, pairs)
             parts.append((scores + bias[:, :, rows]).logsumexp(-1))
         lse = torch.cat(parts, -1) if parts else q.new_zeros(batch, heads, 0, dtype=wide)
         if sinks is not None:
@@ -224,11 +259,11 @@ def attention_weights(
     k: torch.Tensor,
     bias: torch.Tensor | None,
     average: bool,
-    scale: float,
+    pairs: _Pairs,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matrix of attention weights, [batch, heads, queries, keys], or its mean over the heads."""
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    """The matrix of attention weights, [batch, heads, queries, keys], or its mean over the heads. Without dropout."""
+    scores = _scores(q.transpose(1, 2), k.transpose(1, 2), pairs)
     if bias is not None:
         scores = scores + bias
     # A row that attends to no key has weights 0, as its output is 0.

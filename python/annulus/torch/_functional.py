@@ -29,7 +29,13 @@ from annulus.torch._options import (
     with_options,
 )
 from annulus.torch._shared_keys import GRADIENTS, attend_shared, shared_complaint
-from annulus.torch._tensor_checks import DEVICES, DTYPES, sinks_complaint, tensor_complaint
+from annulus.torch._tensor_checks import (
+    DEVICES,
+    DTYPES,
+    seed_complaint,
+    sinks_complaint,
+    tensor_complaint,
+)
 from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
@@ -125,6 +131,18 @@ def _wide(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _seed_of(dropout_seed: int | torch.Tensor | None) -> torch.Tensor:
+    """The seed of a call with dropout, on the CPU. None: drawn from PyTorch's generator of the CPU."""
+    if dropout_seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    complaint = seed_complaint(dropout_seed)
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    if isinstance(dropout_seed, torch.Tensor):
+        return dropout_seed.detach().reshape(()).to("cpu", torch.int64)
+    return torch.full((), operator.index(dropout_seed), dtype=torch.int64, device="cpu")
+
+
 def _attend_masked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, call: dict[str, object]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,11 +153,17 @@ def _attend_masked(
         or mask_complaint(mask, q, k)
         or option_complaint("scale", scale)
     )
+    if complaint is None and call.get("softcap"):
+        complaint = (
+            "key_padding_mask cannot be used with softcap, which would bend the mask: pass cu_seqlens where padding is "
+            "a range of tokens"
+        )
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
     shared = call["shared_k"], call["shared_v"]
     if shared != (None, None):
-        complaint = shared_complaint(*shared, k, call.get("mix_gradient"))
+        drops = bool(call.get("dropout_p", 0.0))
+        complaint = shared_complaint(*shared, k, call.get("mix_gradient"), drops)
         if complaint is not None:
             raise ConfigError(f"ring_attention: {complaint}")
     # Lists of documents are part of what ranks agree on: one rank does not know the others' masks. A mask on a CUDA
@@ -201,6 +225,7 @@ def _attend_densely(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
     shared: tuple[torch.Tensor | None, torch.Tensor | None],
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
@@ -215,7 +240,7 @@ def _attend_densely(
         k, v = torch.cat([k, shared[0]], 1), torch.cat([v, shared[1]], 1)
         if bias is not None:
             bias = F.pad(bias, (0, shared[0].shape[1]))
-    return attend_densely(q, k, v, bias, _wide(sinks, q), pairs, return_lse)
+    return attend_densely(q, k, v, bias, _wide(sinks, q), seed, pairs, return_lse)
 
 
 def attention_weights(
@@ -236,7 +261,7 @@ def attention_weights(
     documents = [call[name] for name in DOCUMENTS]
     call |= dict(zip(DOCUMENTS, _document_numbers(documents)))
     fields = [call.get(name) for name in _FIELDS]
-    options = {name: call[name] for name in DEFAULTS if name in call}
+    options = {name: call[name] for name in DEFAULTS if name in call and name != "dropout_p"}
     text = _valid_text(q, k, k, sinks, *fields, False, 0, options=options)
     sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
     pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
@@ -244,7 +269,7 @@ def attention_weights(
     if more_k is not None:
         k = torch.cat([k, more_k], 1)
         bias = None if bias is None else F.pad(bias, (0, more_k.shape[1]))
-    return weights_of(q, k, bias, average, pairs.scale, sinks)
+    return weights_of(q, k, bias, average, pairs, sinks)
 
 
 @collective(lambda *_, group=None, timeout=None, **__: (group, timeout))
@@ -273,6 +298,7 @@ def ring_attention(
     return_lse: bool = False,
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_seed: int | torch.Tensor | None = None,
     attn_bias: torch.Tensor | None = None,
     shared_k: torch.Tensor | None = None,
     shared_v: torch.Tensor | None = None,
@@ -357,6 +383,16 @@ def ring_attention(
             gives 0, and its log-sum-exp is the sink. NaN or +inf makes all rows of the head NaN. On each rank its
             gradient is that of the rank's rows, as for every parameter that all ranks hold: the sum over the group
             is the whole one.
+        softcap: c above 0: scores become c * tanh(score / c) before masks and softmax (Gemma 2). 0: they do not. Not with
+            key_padding_mask.
+        dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its probability
+            with this probability, and the others are divided by 1 - dropout_p. Which pairs do follows from dropout_seed,
+            the batch entry, the head and the positions of query and key alone: it is the same for any number of ranks,
+            any placement and device, and in backward. lse is that of all pairs.
+        dropout_seed: a whole number from 0 on, or a tensor of one (on the CPU: another one is read, which waits for the
+            device). The same on all ranks. None: drawn from PyTorch's default generator of the CPU, which
+            torch.manual_seed seeds; with a group the ranks' generators must then be in the same state. Unused if
+            dropout_p is 0.
         attn_bias: added to the scores, floating point, [queries, keys], [heads, queries, keys] or [batch, heads,
             queries, keys], or 1 in place of any of these; -inf: the query does not attend to the key. With a gradient.
             In one process, and combined with all other masks. It is computed by PyTorch's attention with a matrix of
@@ -393,9 +429,9 @@ def ring_attention(
         masks |= {"seqused_k": seqused_k, "leftpad_k": leftpad_k}
         ring = {"group": group, "placement": placement, "n_global": n_global, "timeout": timeout}
         kind = {"pattern": pattern, "offsets": offsets, "group_scale": group_scale}
-        more = {"sinks": sinks, "shared_gradient": shared_gradient}
-        more |= {"shared_k": shared_k, "shared_v": shared_v}
-        call = {**branches, **masks, **ring, **kind, **options, **more}
+        call = {**branches, **masks, **ring, **kind, **options}
+        call |= {"sinks": sinks, "dropout_seed": dropout_seed, "shared_gradient": shared_gradient}
+        call |= {"shared_k": shared_k, "shared_v": shared_v}
         o, lse = _attend_masked(q, k, v, key_padding_mask, call)
         return (o, lse) if return_lse else o
     documents = (cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k)
@@ -407,12 +443,14 @@ def ring_attention(
     arguments += (*documents, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
     compiling = torch.compiler.is_compiling()
+    drops = bool(options.get("dropout_p", 0.0))  # what it is, is checked below
     casts = compiling or torch._C._is_any_autocast_enabled()
     if dense or has_shared:
         complaint = tensor_complaint(q, k, v, group)
         complaint = complaint or name_complaint("shared_gradient", shared_gradient, GRADIENTS)
         if complaint is None and has_shared:
-            complaint = shared_complaint(shared_k, shared_v, k, options.get("mix_gradient"))
+            mixing = options.get("mix_gradient")
+            complaint = shared_complaint(shared_k, shared_v, k, mixing, drops)
         if complaint is None and attn_bias is not None:
             complaint = bias_complaint(attn_bias, q, k, group, options.get("mix_gradient"))
         if complaint is None and key_padding_mask is not None:
@@ -430,8 +468,9 @@ def ring_attention(
                 q, k, v = _cast_for_autocast(q, k, v)
         if dense:
             text = _valid_text(q, k, v, sinks, *arguments, options=options)
+            seed = _seed_of(dropout_seed) if drops else None
             masks = attn_bias, key_padding_mask
-            o, lse = _attend_densely(q, k, v, sinks, shared, *masks, text, return_lse)
+            o, lse = _attend_densely(q, k, v, sinks, seed, shared, *masks, text, return_lse)
         else:
             o, lse = _attend_shared(q, k, v, sinks, shared, shared_gradient, arguments, options)
         return (o, lse) if return_lse else o
@@ -440,7 +479,8 @@ def ring_attention(
         q, k, v = _cast_for_autocast(q, k, v)
     if compiling:
         text = _valid_text(q, k, v, sinks, *arguments, options=options)
-        o, lse = attend(q, k, v, _wide(sinks, q), text)
+        seed = _seed_of(dropout_seed) if drops else None
+        o, lse = attend(q, k, v, _wide(sinks, q), seed, text)
     else:
         tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
         plain = _fast_path.only_autograd_active(*tensors)
@@ -453,8 +493,9 @@ def ring_attention(
             call = call_of(config_of(text), q, k)
             _fast_path.remember(signature, call)
         sinks = _wide(sinks, q)
+        seed = _seed_of(dropout_seed) if drops else None
         if plain:
-            o, lse = attend_directly(q, k, v, sinks, call)
+            o, lse = attend_directly(q, k, v, sinks, seed, call)
         else:
-            o, lse = attend(q, k, v, sinks, call.config.text)
+            o, lse = attend(q, k, v, sinks, seed, call.config.text)
     return (o, lse) if return_lse else o

@@ -26,8 +26,8 @@ from annulus.torch.ring._process_groups import group_name
 F = TypeVar("F", bound=Callable)
 
 # Arguments of ring_attention that may differ between the calls of one module.
-_OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks", "attn_bias")
-_OF_CALLS += ("shared_k", "shared_v", "shared_gradient")
+_OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks", "dropout_seed")
+_OF_CALLS += ("attn_bias", "shared_k", "shared_v", "shared_gradient")
 # Arguments that a module fixes, but a call may override.
 _MASKS = ("window", *DOCUMENTS)
 _PARAMETERS = [
@@ -52,9 +52,10 @@ class RingDilatedAttention(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: as in :func:`ring_attention`.
+        dropout_p: as in :func:`ring_attention`, in training only.
         options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse, key_padding_mask,
-            sinks, attn_bias and those of shared keys: pattern, is_causal, window, offsets, group_scale, group,
-            placement, timeout, schedule and so on.
+            sinks, dropout_seed, attn_bias and those of shared keys: pattern, is_causal, window, offsets, group_scale,
+            group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names
@@ -84,6 +85,7 @@ class RingDilatedAttention(nn.Module):
         n_global: int | None = None,
         sinks: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
+        dropout_seed: int | torch.Tensor | None = None,
         attn_bias: torch.Tensor | None = None,
         shared_k: torch.Tensor | None = None,
         shared_v: torch.Tensor | None = None,
@@ -95,7 +97,7 @@ class RingDilatedAttention(nn.Module):
         Args:
             query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
             is_causal: overrides the value of the module; None: the module's.
-            n_global, sinks, key_padding_mask, attn_bias, shared_k, shared_v, shared_gradient: as in
+            n_global, sinks, key_padding_mask, dropout_seed, attn_bias, shared_k, shared_v, shared_gradient: as in
                 :func:`ring_attention`.
             masks: window, cu_seqlens, cu_seqlens_k, query_start, seqused_k and leftpad_k override those of the module.
         """
@@ -103,7 +105,9 @@ class RingDilatedAttention(nn.Module):
         causal = self.is_causal if is_causal is None else is_causal
         changes = {"is_causal": causal, "n_global": n_global, "sinks": sinks, "attn_bias": attn_bias}
         changes |= {"shared_k": shared_k, "shared_v": shared_v, "shared_gradient": shared_gradient}
-        changes |= {"key_padding_mask": key_padding_mask, **masks}
+        changes |= {"key_padding_mask": key_padding_mask, "dropout_seed": dropout_seed, **masks}
+        if not self.training:
+            changes["dropout_p"] = 0.0
         return ring_attention(query, key, value, **{**self.options(), **changes})
 
     def options(self) -> dict[str, object]:

@@ -18,6 +18,7 @@ from annulus.torch._mask_forms import arguments_of, mask_form
 from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
     MOST_NUMBER,
+    dropout_complaint,
     flag_complaint,
     number_complaint,
     refuse_unknown,
@@ -57,7 +58,6 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     process both give the same numbers. It can be used as ``self_attn`` in ``nn.TransformerEncoderLayer``.
     With a `group`, every rank passes its shard of the sequence.
 
-    ``dropout`` > 0 (of attention weights) is a :class:`ConfigError`.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
@@ -106,8 +106,16 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     ):
         here = type(self).__name__
         refuse_unknown(here, options, FIXED)
-        if dropout:
-            raise ConfigError(f"{here}: dropout = {dropout} is not supported")
+        complaint = dropout_complaint("dropout", dropout)
+        if complaint is None and options.get("dropout_p", 0.0) != 0.0:
+            complaint = "dropout_p is another name of dropout: pass dropout"
+        if complaint is None and dropout and add_bias_kv:
+            complaint = (
+                f"dropout is {dropout} and add_bias_kv is True: which weights are dropped follows from positions, which "
+                "the additional key does not have"
+            )
+        if complaint is not None:
+            self._refuse(complaint)
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads}
         sizes |= {n: x for n, x in (("kdim", kdim), ("vdim", vdim)) if x is not None}
         flags = {"bias": bias, "batch_first": batch_first, "layer_norm": layer_norm, "sinks": sinks}
@@ -127,6 +135,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim,
             num_heads,
+            dropout=float(dropout),
             bias=bias,
             add_bias_kv=add_bias_kv,
             add_zero_attn=add_zero_attn,
@@ -140,6 +149,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         # The fused path of nn.TransformerEncoderLayer would compute dense attention with the weights of this
         # module. This attribute disables it.
         self._qkv_same_embed_dim = False
+        options["dropout_p"] = self.dropout
         self.attention = RingDilatedAttention(segment_lengths, dilation_rates, **options)
         self.layer_norm = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
@@ -212,6 +222,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         n_global: int | None = None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+        dropout_seed: int | torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As nn.MultiheadAttention.forward, for this rank's shards.
 
@@ -235,6 +246,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 attn_mask is ignored with it.)
             n_global: as in :func:`ring_attention`.
             rotary: rotates queries and keys by their positions: the result of :func:`rotary_table` for this shard.
+            dropout_seed: as in :func:`ring_attention`. Returned weights are those without dropout.
 
         Returns:
             (output like query, weights or None).
@@ -247,7 +259,9 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         batched = self._has_batch(query, key, value, key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "rotary": rotary}
-            return self._forward_nested(query, key, value, need_weights, is_causal, given)
+            return self._forward_nested(
+                query, key, value, need_weights, is_causal, dropout_seed, given
+            )
         self_attention = query is key and key is value
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -267,7 +281,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             mask = self._mask_arguments(attn_mask, query, key, is_causal)
         out, weights = self._attend(
             *(query, key, value, mask, key_padding_mask, need_weights, average_attn_weights),
-            *(n_global, rotary),
+            *(n_global, rotary, dropout_seed),
         )
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -284,6 +298,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         average_attn_weights: bool,
         n_global: int | None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        dropout_seed: int | torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """forward with the batch first. `mask` has the arguments of ring_attention that say what is masked."""
         options = self.attention.options()
@@ -311,18 +326,19 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 x = x.to(q.dtype).view(1, 1, self.num_heads, self.head_dim)
                 shared[name] = x.expand(q.shape[0], -1, -1, -1)
         padding = {"key_padding_mask": key_padding_mask}
-        heads = self.attention(q, k, v, n_global=n_global, sinks=sinks, **mask, **padding, **shared)
+        more = {"n_global": n_global, "dropout_seed": dropout_seed, "sinks": sinks}
+        heads = self.attention(q, k, v, **more, **mask, **padding, **shared)
         out = heads.flatten(-2)
         if self.layer_norm is not None:
             out = self.layer_norm(out)
         out = self.out_proj(out)
         if not need_weights:
             return out, None
-        more = [shared["shared_k"]] if "shared_k" in shared else []
+        more_keys = [shared["shared_k"]] if "shared_k" in shared else []
         if self.add_zero_attn:
-            more.append(q.new_zeros(q.shape[0], 1, self.num_heads, self.head_dim))
+            more_keys.append(q.new_zeros(q.shape[0], 1, self.num_heads, self.head_dim))
         call = options | {"attn_bias": None, "n_global": n_global} | mask | padding
-        more_k = torch.cat(more, 1) if more else None
+        more_k = torch.cat(more_keys, 1) if more_keys else None
         return out, attention_weights(
             q, k, more_k, average=average_attn_weights, sinks=self.sinks, **call
         )
@@ -430,6 +446,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         value: torch.Tensor,
         need_weights: bool | None,
         is_causal: bool,
+        dropout_seed: int | torch.Tensor | None,
         others: dict[str, object],
     ) -> tuple[torch.Tensor, None]:
         """forward with nested tensors of either layout: their sequences are documents of one sequence."""
@@ -463,7 +480,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         if lengths[0] != lengths[1]:
             mask["cu_seqlens_k"] = (0, *itertools.accumulate(lengths[1]))
         tensors = (packed[id(x)] for x in (query, key, value))
-        out, _ = self._attend(*tensors, mask, None, False, True, None, None)
+        out, _ = self._attend(*tensors, mask, None, False, True, None, None, dropout_seed)
         if query.layout == torch.jagged and query.is_contiguous():
             # With the offsets of the query: jagged tensors can be added only if they share them.
             return torch.nested.nested_tensor_from_jagged(out[0], query.offsets()), None

@@ -100,6 +100,23 @@ def _rows_without_keys(
     return o.copy_(rows[:, None].expand_as(o)), lse.copy_((sinks + rows).expand_as(lse))
 
 
+def _number(seed: torch.Tensor | None) -> int | None:
+    return None if seed is None else int(seed)
+
+
+def _reference_options(
+    c: Config, sinks: torch.Tensor | None, seed: torch.Tensor | None
+) -> dict[str, object]:
+    """The keyword arguments of reference_forward and reference_backward."""
+    return {
+        "scale": c.scale,
+        "softcap": c.softcap,
+        "dropout_p": c.dropout_p,
+        "dropout_seed": 0 if seed is None else int(seed),
+        "sinks": None if sinks is None else sinks.cpu().contiguous().numpy(),
+    }
+
+
 def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if c.group is None else report_errors_to_ranks(c.group, c.timeout)
 
@@ -136,7 +153,7 @@ def _forward(
 ) -> tuple[torch.Tensor, ...]:
     """o, lse and the two states, if there are any."""
     q, k, v = tensors
-    (sinks,) = others
+    sinks, seed = others
     c = call.config
     o, lse = with_room(_results_like, q)
     if _one_side_is_empty(c, q, k):
@@ -146,8 +163,7 @@ def _forward(
             o64, lse64 = annulus.reference_forward(
                 *(x.cpu().numpy() for x in tensors),
                 _whole_pattern(c, q, k),
-                scale=c.scale,
-                sinks=None if sinks is None else sinks.cpu().contiguous().numpy(),
+                **_reference_options(c, sinks, seed),
             )
             o.copy_(torch.from_numpy(o64))
             lse.copy_(torch.from_numpy(lse64))
@@ -160,7 +176,8 @@ def _forward(
         if _keeps_branches(q, c):
             states = with_room(_states, q, executor.branch_state_rows)
             state = executor.make_branch_state(o=states[0], lse=states[1])
-        executor.forward(_readable(q), _readable(k), _readable(v), o, lse, state, sinks=sinks)
+        inputs = (_readable(q), _readable(k), _readable(v))
+        executor.forward(*inputs, o, lse, state, sinks=sinks, dropout_seed=_number(seed))
 
     _registry.run("forward", call, q, k, body)
     return o, lse, *states
@@ -171,7 +188,7 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv and, with sinks, their gradient."""
     q, k, v, o, grad, *state_o = tensors
-    sinks, lse, *state_lse = others
+    sinks, seed, lse, *state_lse = others
     c = call.config
     grads = with_room(_gradients_like, q, k, v)
     dsinks = None
@@ -186,9 +203,8 @@ def _backward(
             exact = annulus.reference_backward(
                 *arrays,
                 _whole_pattern(c, q, k),
-                scale=c.scale,
                 mix_gradient=c.mix_gradient,
-                sinks=None if sinks is None else sinks.cpu().contiguous().numpy(),
+                **_reference_options(c, sinks, seed),
             )
             for g, e in zip(grads, exact):
                 g.copy_(torch.from_numpy(e))
@@ -202,7 +218,10 @@ def _backward(
             state = executor.make_branch_state(o=state_o[0], lse=state_lse[0], filled=True)
         inputs = [_readable(x) for x in (q, k, v, o)]
         executor.backward(
-            *inputs, lse, _readable(grad), *grads[:3], state, sinks=sinks, dsinks=dsinks
+            *(*inputs, lse, _readable(grad), *grads[:3], state),
+            sinks=sinks,
+            dsinks=dsinks,
+            dropout_seed=_number(seed),
         )
         return True
 
@@ -212,16 +231,26 @@ def _backward(
 
 
 def _attended(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """o, lse and the two states, if there are any."""
-    return _with_recovery(_forward, call, (q, k, v), (sinks,))
+    return _with_recovery(_forward, call, (q, k, v), (sinks, seed))
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, config: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    config: str,
 ) -> tuple[torch.Tensor, ...]:
-    o, lse, *states = _attended(call_of(config_of(config), q, k), q, k, v, sinks)
+    o, lse, *states = _attended(call_of(config_of(config), q, k), q, k, v, sinks, seed)
     return o, lse, *(states or _states(q, 0))
 
 
@@ -229,9 +258,9 @@ def _gradients(
     call: Call, saved: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k, v and sinks, if there are any, given the tensors that _save keeps and the gradient of o."""
-    q, k, v, sinks, o, lse, *states = saved
+    q, k, v, sinks, seed, o, lse, *states = saved
     tensors = (q, k, v, o, grad, *states[:1])
-    return _with_recovery(_backward, call, tensors, (sinks, lse, *states[1:]))
+    return _with_recovery(_backward, call, tensors, (sinks, seed, lse, *states[1:]))
 
 
 def _attend_backward(*arguments: torch.Tensor | str) -> tuple[torch.Tensor, ...]:
@@ -245,21 +274,27 @@ _attend_operator = torch.library.custom_op(
     _attend,
     mutates_args=(),
     device_types=DEVICES,
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, str config) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? seed, str config) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
 )
 _attend_backward_operator = torch.library.custom_op(
     "annulus::attend_backward",
     _attend_backward,
     mutates_args=(),
     device_types=DEVICES,
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor o, Tensor lse, Tensor state_o, Tensor state_lse, "
-    "Tensor grad, str config) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? seed, Tensor o, Tensor lse, Tensor state_o, "
+    "Tensor state_lse, Tensor grad, str config) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @_attend_operator.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, config: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    config: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     c = config_of(config)
     o, lse = _result_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -279,17 +314,17 @@ def _(
 
 
 def _save(ctx, inputs: tuple, output: tuple, call: Call | None = None) -> None:
-    q, k, v, sinks, ctx.config = inputs
+    q, k, v, sinks, seed, ctx.config = inputs
     ctx.call = call
     o, lse, *states = output
-    ctx.save_for_backward(q, k, v, sinks, o, lse, *states)
+    ctx.save_for_backward(q, k, v, sinks, seed, o, lse, *states)
     ctx.mark_non_differentiable(lse, *states)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     if grad is None:
-        return None, None, None, None, None
+        return (None,) * 6
     # Autograd checks dtype, device and shape. A sparse gradient would fail in PyTorch for want of a kernel.
     if grad.layout != torch.strided:
         with _errors_of_all(config_of(ctx.config)):
@@ -301,9 +336,9 @@ def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     if not torch.is_grad_enabled() and _fast_path.only_autograd_active(q, k, v, grad):
         grads = _gradients(ctx.call or call_of(config_of(ctx.config), q, k), saved, grad)
     else:
-        states = _states(q, 0) if len(saved) == 6 else ()  # the operator takes states, also if there are none
+        states = _states(q, 0) if len(saved) == 7 else ()  # the operator takes states, also if there are none
         grads = torch.ops.annulus.attend_backward(*saved, *states, grad, ctx.config)
-    return *grads[:3], None if sinks is None else grads[3], None
+    return *grads[:3], None if sinks is None else grads[3], None, None
 
 
 _attend_operator.register_autograd(_differentiate, setup_context=_save)
@@ -319,10 +354,11 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
+        seed: torch.Tensor | None,
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, *states = _attended(call, q, k, v, sinks)
-        _save(ctx, (q, k, v, sinks, call.config.text), (o, lse, *states), call)
+        o, lse, *states = _attended(call, q, k, v, sinks, seed)
+        _save(ctx, (q, k, v, sinks, seed, call.config.text), (o, lse, *states), call)
         return o, lse
 
     backward = staticmethod(_differentiate)
@@ -338,18 +374,28 @@ _attend_backward_operator.register_autograd(_refuse_second_derivative)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, text: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    text: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse by the operator, which compilers, tracers, profilers and modes see."""
-    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, sinks, text)
+    o, lse, _, _ = torch.ops.annulus.attend(q, k, v, sinks, seed, text)
     return o, lse
 
 
 def attend_directly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    call: Call,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse without the operator: only autograd sees the call."""
     if call.config.backward:
-        return _Attention.apply(q, k, v, sinks, call)
-    o, lse, *_ = _attended(call, q, k, v, sinks)
+        return _Attention.apply(q, k, v, sinks, seed, call)
+    o, lse, *_ = _attended(call, q, k, v, sinks, seed)
     return o, lse

@@ -95,6 +95,12 @@ def number_complaint(name: str, value: object, most: float) -> str | None:
     return f"{name} is {value!r}: a number above 0 and up to {most:g} was expected"
 
 
+def dropout_complaint(name: str, value: object) -> str | None:
+    if _is_finite(value) and 0 <= float(value) < 1:
+        return None
+    return f"{name} is {value!r}: a number from 0 to less than 1 was expected"
+
+
 def whole_complaint(
     name: str, value: object, most: int = _MOST_WHOLE, *, least: int = 0
 ) -> str | None:
@@ -155,6 +161,10 @@ def option_complaint(name: str, value: object) -> str | None:
     if kind == "whole":
         return whole_complaint(name, value, OPTIONS[name]["most"])
     if kind == "number or none" and value is None:
+        return None
+    if name == "dropout_p":
+        return dropout_complaint(name, value)
+    if name == "softcap" and _is_finite(value) and float(value) == 0:  # none
         return None
     return number_complaint(name, value, MOST_NUMBER)
 

@@ -25,6 +25,7 @@ F = TypeVar("F", bound=Callable)
 _RENAMED = {
     "activation_checkpointing": "use_gradient_checkpointing",
     "attention_dropout": "dropout",
+    "dropout": "dropout_p",
     "min_seq_for_distributed": "min_tokens_for_ring",
     "overlap_communication": "overlap_comm",
     "use_checkpointing": "use_gradient_checkpointing",
@@ -33,7 +34,6 @@ _RENAMED = {
 _FIXED: dict[str, tuple[object, str]] = {
     "compile_model": (False, "call torch.compile on the model"),
     "data_parallel": (True, "train each process on its own, without Training"),
-    "dropout": (0.0, "apply dropout outside of attention"),
     "model_parallel": (False, "shard the projections with torch.distributed.tensor.parallel"),
     "sequence_parallel": (True, "pass group=None"),
     "use_8bit_optimizer": (False, "pass the optimizer of your choice to prepare()"),
@@ -75,7 +75,9 @@ def takes_published_names(init: F) -> F:
 def _translated(where: str, given: dict[str, object], own: Collection[str]) -> dict[str, object]:
     ours: dict[str, object] = {}
     for name, value in given.items():
-        new = name if name in own else _RENAMED.get(name, name)
+        new = name
+        while new not in own and new in _RENAMED:
+            new = _RENAMED[new]
         if new in ours or (new != name and new in given):
             raise ConfigError(f"{where}: {name} is another name of {new}: pass one of them")
         ours[new] = value

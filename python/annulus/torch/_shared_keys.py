@@ -27,7 +27,7 @@ GRADIENTS = ("whole", "own")
 
 
 def shared_complaint(
-    shared_k: object, shared_v: object, k: torch.Tensor, mix_gradient: object
+    shared_k: object, shared_v: object, k: torch.Tensor, mix_gradient: object, drops: bool
 ) -> str | None:
     """What is wrong with shared keys and values for these keys; None: nothing."""
     if (shared_k is None) != (shared_v is None):
@@ -53,6 +53,11 @@ def shared_complaint(
         return (
             "shared_k cannot be used with mix_gradient 'detached', which holds the weights of single branches "
             "constant: shared keys belong to no branch"
+        )
+    if drops:
+        return (
+            "shared_k cannot be used with dropout_p: which weights are dropped follows from positions, which shared keys "
+            "do not have"
         )
     return None
 
@@ -99,8 +104,8 @@ def _forward(
     # First, so that the other ranks hear of its errors before rows move.
     with _errors_of_all(call.config):
         shared_call = call_of(config_of(shared_config), q, shared_k)
-        other, other_lse = _attended(shared_call, q, shared_k, shared_v, None)[:2]
-    o, lse = _attended(call, q, k, v, sinks)[:2]
+        other, other_lse = _attended(shared_call, q, shared_k, shared_v, None, None)[:2]
+    o, lse = _attended(call, q, k, v, sinks, None)[:2]
     return _merged(o, lse, other, other_lse)
 
 
@@ -125,9 +130,9 @@ def _backward(
     of_sequence, of_shared = (None, sinks) if lone else (sinks, None)
     with _errors_of_all(c):
         shared_call = call_of(config_of(shared_config), q, shared_k)
-        saved = (q, shared_k, shared_v, of_shared, o, lse)
+        saved = (q, shared_k, shared_v, of_shared, None, o, lse)
         other_dq, *shared_grads = _gradients(shared_call, saved, grad)
-    dq, dk, dv, *dsinks = _gradients(call, (q, k, v, of_sequence, o, lse), grad)
+    dq, dk, dv, *dsinks = _gradients(call, (q, k, v, of_sequence, None, o, lse), grad)
     if lone and sinks is not None:
         dsinks = [shared_grads.pop()]
     wide = torch.promote_types(q.dtype, torch.float32)

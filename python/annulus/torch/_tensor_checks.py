@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import annulus
+from annulus.torch._options import whole_complaint
 
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,6 +32,16 @@ def sinks_complaint(sinks: torch.Tensor, q: torch.Tensor) -> str | None:
     if sinks.device != q.device:
         return f"sinks is on {sinks.device}, but q is on {q.device}: one device was expected"
     return None
+
+
+def seed_complaint(seed: object) -> str | None:
+    """What is wrong with a dropout_seed; None: nothing. A tensor's number is not read."""
+    if isinstance(seed, torch.Tensor):
+        whole = not (seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool)
+        if whole and seed.numel() == 1:
+            return None
+        return f"dropout_seed is a tensor {list(seed.shape)} of {seed.dtype}: one whole number was expected"
+    return whole_complaint("dropout_seed", seed)
 
 
 def tensor_complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: object) -> str | None:

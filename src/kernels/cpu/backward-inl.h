@@ -6,7 +6,8 @@
 
 namespace annulus::cpu::ANNULUS_ISA {
 
-template <class M, int kLd, int kFd>
+// kModified: there may be a softcap, dropout or both.
+template <class M, int kLd, int kFd, bool kModified>
 class Backward {
   using Element = typename M::Element;
   static constexpr int kRowElements = kLd / M::kPack;
@@ -39,8 +40,10 @@ class Backward {
         task_(task),
         padded_dim_(padded_dim(head_dim())),
         chunk_(max_key_chunk(head_dim())),
+        softcap_(problem),
+        dropout_(problem.dropout, task.dropout),
         query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
-        score_factor_(M::kPack == 1 ? 1.0F : problem.scale * kLog2E) {
+        score_factor_(softcap_.score_factor(M::kPack == 1 ? 1.0F : problem.scale * kLog2E)) {
     Scratch scratch(scratch_bytes);
     const auto keys = static_cast<std::size_t>(chunk_);
     key_refs_ = scratch.take<RowStream::Ref>(keys);
@@ -60,6 +63,11 @@ class Backward {
     large_lse_ = scratch.take<double>(kPanels * kPanel);
     const auto lanes = static_cast<std::size_t>(kPanels * kPanel);
     repeats_ = scratch.take<float>(lanes << kMaxRepeats);
+    if constexpr (kModified) {
+      words_ = {scratch.take<std::uint32_t>(lanes), scratch.take<std::uint32_t>(lanes)};
+      key_words_ = scratch.take<std::uint32_t>(keys);
+      slopes_ = scratch.take<float>(kGradBlock * kPanel);
+    }
     q_pairs_ = scratch.take<Element>(lanes * kLd / M::kPack);
     do_pairs_ = scratch.take<Element>(lanes * kLd / M::kPack);
     q_columns_ = scratch.take<Element>(lanes * kLd / M::kPack);
@@ -92,6 +100,7 @@ class Backward {
       if (i >= count || key_refs_[i].run == nullptr) continue;
       key_index_[i] = key_refs_[i].index();
       key_repeats_[i] = repeat_class(task_.repeats, key_refs_[i].index()) * (kPanels * kPanel);
+      if constexpr (kModified) key_words_[i] = dropout_.rows().key(key_refs_[i].index());
       first_key_ = std::min(first_key_, key_index_[i]);
       last_key_ = std::max(last_key_, key_index_[i]);
     }
@@ -125,6 +134,8 @@ class Backward {
       minus_delta_[i] = 0.0F;
       repeat_weights(task_.repeats, exists ? query_refs_[i].index() : 0, repeats_ + i,
                      kPanels * kPanel);
+      if constexpr (kModified)
+        words_.set(i, dropout_.rows().query(exists ? query_refs_[i].index() : 0));
       if (!exists) continue;
       const float lse = *reinterpret_cast<const float*>(query_refs_[i].at(kLse));
       if (lse == -INFINITY) {  // all its scores are -inf, so it has no gradient
@@ -252,6 +263,7 @@ class Backward {
     VF acc[kRows][kVectors];
     fill_tile<kV0>(acc, nullptr);
     multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, q, score_dim() / M::kPack);
+    if constexpr (kModified) softcap_.template apply<kV0>(acc, slopes_ + (s - s_));
     store_tile<kV0, kPanel>(acc, s);
   }
 
@@ -259,7 +271,8 @@ class Backward {
   HWY_NOINLINE void gradient_tile(int p, int t, const Element* v, const Element* dout,
                                   const std::int32_t* keys) const {
     VF acc[kRows][kVectors];
-    fill_tile<kV0>(acc, minus_delta_ + p * kPanel);
+    // Dropout comes between the product and delta.
+    fill_tile<kV0>(acc, kModified ? nullptr : minus_delta_ + p * kPanel);
     float* s = s_ + t * kRows * kPanel;
     const LaneLimits lanes = lanes_of(p);
     const int steps = score_dim() / M::kPack / (kRows / 2);
@@ -307,7 +320,14 @@ class Backward {
           continue;
         }
         w[j] = hn::Load(kF, s + i * kPanel + j * kLanes);
-        acc[i][j] = hn::Mul(acc[i][j], w[j]);
+        if constexpr (kModified) {
+          drop(p, keys + i, j * kLanes, w[j], acc[i][j]);
+          if (softcap_.on())
+            acc[i][j] =
+                hn::Mul(acc[i][j], hn::Load(kF, slopes_ + (t * kRows + i) * kPanel + j * kLanes));
+        } else {
+          acc[i][j] = hn::Mul(acc[i][j], w[j]);
+        }
         // dP of a hidden pair may be Inf or NaN, and 0 times that is not 0.
         if constexpr (kMasked)
           acc[i][j] = hn::IfThenElseZero(visible(lanes + j * kLanes, keys[i]), acc[i][j]);
@@ -324,6 +344,19 @@ class Backward {
         }
       }
     }
+  }
+
+  // From P and dO.V of a pair: what dV multiplies with dO, but for the scale of dropout, and dS.
+  // `key` points into key_index_, which has the numbering of key_words_.
+  HWY_INLINE void drop(int p, const std::int32_t* key, int at, VF& weight, VF& product) const {
+    const int lane = p * kPanel + at;
+    const VF all = weight;
+    if (dropout_.on()) {
+      const std::uint32_t word = key_words_[key - key_index_];
+      weight = dropout_.keep(weight, words_ + lane, word);
+      product = dropout_.keep(hn::Mul(product, hn::Set(kF, dropout_.scale())), words_ + lane, word);
+    }
+    product = hn::Mul(hn::Add(product, hn::Load(kF, minus_delta_ + lane)), all);
   }
 
   void query_gradients(int block, int p) {
@@ -426,7 +459,7 @@ class Backward {
     for (int i = 0; i < key_count_; ++i) {
       if (key_refs_[i].run == nullptr) continue;
       add_row(dk_ + i * kLd, factor, key_refs_[i].at(kKeyGrad));
-      add_row(dv_ + i * kLd, 1.0F, key_refs_[i].at(kValueGrad));
+      add_row(dv_ + i * kLd, kModified ? dropout_.scale() : 1.0F, key_refs_[i].at(kValueGrad));
     }
   }
 
@@ -444,6 +477,8 @@ class Backward {
   const BackwardTask& task_;
   int padded_dim_;
   int chunk_;
+  Softcap<M> softcap_;
+  Dropout dropout_;
   float query_factor_;
   float score_factor_;
   int key_count_ = 0;
@@ -473,8 +508,11 @@ class Backward {
   float* minus_delta_;
   double* large_lse_;  // 0: L is not large
   bool large_[kPanels] = {};
-  float* repeats_;    // [key class][lanes]; see repeat_weights
-  Element* q_pairs_;  // pair form, [kGradBlock / kPack][kLd]
+  float* repeats_;  // [key class][lanes]; see repeat_weights
+  LaneWords words_{};
+  std::uint32_t* key_words_ = nullptr;
+  float* slopes_ = nullptr;  // of the softcap, as s_
+  Element* q_pairs_;         // pair form, [kGradBlock / kPack][kLd]
   Element* do_pairs_;
   Element* q_columns_;  // per panel [head_dim / kPack][kPanel]
   Element* do_columns_;
@@ -487,13 +525,19 @@ class Backward {
   Element* ds_pairs_;  // [kGradBlock / kPack][kPanel], of one panel
 };
 
+template <class M, bool kModified>
+void backward_as(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
+  if (problem.head_dim == 64) return Backward<M, 64, 64, kModified>::run(problem, task, scratch);
+  if (problem.head_dim == 128) return Backward<M, 128, 128, kModified>::run(problem, task, scratch);
+  if (problem.head_dim <= kMediumHeadDim)
+    return Backward<M, packed_dim(kMediumHeadDim), 0, kModified>::run(problem, task, scratch);
+  return Backward<M, packed_dim(kMaxHeadDim), 0, kModified>::run(problem, task, scratch);
+}
+
 template <class M>
 void backward(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
-  if (problem.head_dim == 64) return Backward<M, 64, 64>::run(problem, task, scratch);
-  if (problem.head_dim == 128) return Backward<M, 128, 128>::run(problem, task, scratch);
-  if (problem.head_dim <= kMediumHeadDim)
-    return Backward<M, packed_dim(kMediumHeadDim), 0>::run(problem, task, scratch);
-  return Backward<M, packed_dim(kMaxHeadDim), 0>::run(problem, task, scratch);
+  return problem.caps_or_drops() ? backward_as<M, true>(problem, task, scratch)
+                                 : backward_as<M, false>(problem, task, scratch);
 }
 
 }  // namespace annulus::cpu::ANNULUS_ISA

@@ -207,6 +207,7 @@ class CpuCacheKernels final : public CacheKernels {
       task.highest = highest + first * ratio_;
       task.sum = sum + first * ratio_;
       kernels_.few_rows(problem_, task);
+      task.next_keys = 0;
     };
     const std::int64_t last =
         std::min(group.keys.end, group.keys.begin + (item.number + 1) * kItemKeys);
@@ -214,6 +215,10 @@ class CpuCacheKernels final : public CacheKernels {
     for (std::int64_t key = group.keys.begin + item.number * kItemKeys; key < last; key += count) {
       count = static_cast<int>(
           std::min({std::int64_t{kFewKeys}, last - key, keys.ring_rows - key % keys.ring_rows}));
+      const std::int64_t next = (key + count) % keys.ring_rows;
+      task.next_k = k + next * task.row_step;
+      task.next_keys = static_cast<int>(
+          std::min({std::int64_t{kFewKeys}, last - key - count, keys.ring_rows - next}));
       std::int64_t alike = 0;  // first of the tokens before this one that see the whole tile
       for (std::int64_t token = 0; token < group.tokens; ++token) {
         const RowInterval seen =

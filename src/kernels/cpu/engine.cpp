@@ -11,8 +11,11 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
                      std::span<const Stage> backward, const Kernels& kernels,
                      std::shared_ptr<ThreadPool> pool)
     : computation_(computation),
-      problem_{computation.dtype, computation.head_dim, static_cast<float>(computation.scale)},
-      kernels_(kernels),
+      problem_{computation.dtype, computation.head_dim, static_cast<float>(computation.scale),
+               static_cast<float>(computation.softcap), DropoutRate::of(computation.dropout_p)},
+      kernels_(problem_.caps_or_drops() && kernels.with_softcap_or_dropout != nullptr
+                   ? *kernels.with_softcap_or_dropout
+                   : kernels),
       pool_(std::move(pool)) {
   compile(forward_, forward);
   compile(backward_, backward);

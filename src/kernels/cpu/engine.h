@@ -88,6 +88,13 @@ class CpuEngine final : public Engine {
   void for_each_token(std::int64_t tokens,
                       FunctionRef<void(std::int64_t batch, std::int64_t token)> body) const;
 
+  // What dropout needs to know of an item's rows.
+  [[nodiscard]] dropout::Rows dropout_rows(const DropoutSeed& seed, const WorkItem& item, int head,
+                                           const WorkGroup& group) const {
+    if (!problem_.dropout.drops()) return {};
+    return {dropout::head_of(seed, item.batch, head), group.tokens};
+  }
+
   const Computation computation_;
   const Problem problem_;
   const Kernels& kernels_;

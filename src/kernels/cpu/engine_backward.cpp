@@ -204,6 +204,7 @@ void CpuEngine::backward(int stage, const BackwardCall& call, Queue&) {
           task.only_branch = branches_of(head) == 1 && sink_of(call.sinks, head) == -INFINITY;
           task.query_grad = kind != Stage::Kind::key_gradient;
           task.key_grad = kind != Stage::Kind::query_gradient;
+          task.dropout = dropout_rows(call.dropout, item, head, group);
           const Turns::Turn turn(turns, item);
           if (!call.stop->load(std::memory_order_relaxed))
             kernels_.backward(problem_, task, pool_->scratch(slot));

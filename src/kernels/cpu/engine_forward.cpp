@@ -85,6 +85,7 @@ void CpuEngine::forward(int stage, const ForwardCall& call, Queue&) {
       task.repeats = group.repeats;
       task.load_state = per_branch ? stage != 0 : !first_phase;
       if (kernels_take_sinks(call)) task.sink = sink_of(call.sinks, head);
+      task.dropout = dropout_rows(call.dropout, item, head, group);
       task.out_dtype = per_branch ? DType::f32 : state_dtype;
       kernels_.forward(problem_, task, pool_->scratch(slot));
     };

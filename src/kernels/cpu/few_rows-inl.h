@@ -68,6 +68,12 @@ HWY_INLINE VF load_cached(const std::byte* at) {
   }
 }
 
+// Asks for `bytes` bytes. They go to L2: what is under way and what is in use are more than L1
+// holds.
+HWY_INLINE void prefetch_few(const std::byte* at, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
 // What a query becomes: fp32 times scale and log2(e), or bf16 as it is where there is a dot product
 // of those, whose scores are multiplied afterwards.
 template <DType kType>
@@ -103,10 +109,12 @@ struct FewMultiply {
 // Scores of kRowCount queries with all keys, in log2 units: scores[row * kFewKeys + key].
 template <DType kType, int kRowCount>
 HWY_INLINE void few_scores(const FewRowsTask& task, const std::byte* query, int padded,
-                           float score_factor, float* scores) {
+                           float score_factor, bool prefetches, float* scores) {
   using M = FewMultiply<kType>;
   constexpr int kKeys = kFewSums / kRowCount;
   for (int k = 0; k < task.keys; k += kKeys) {
+    if (prefetches)
+      prefetch_few(task.v + k * task.row_step, std::min(kKeys, task.keys - k) * task.row_step);
     const std::byte* keys[kKeys];
     ANNULUS_UNROLL(16)
     for (int i = 0; i < kKeys; ++i)  // past the last one: that one again, and nobody looks
@@ -159,7 +167,7 @@ HWY_INLINE float few_weights(float* scores, int keys, float& highest, float& sum
 // Vectors [first, first + kVectorCount) of kRowCount rows of O: o = o * factor + weights x V.
 template <DType kType, int kRowCount, int kVectorCount>
 HWY_INLINE void few_outputs(const FewRowsTask& task, const float* weights, const float* factors,
-                            int padded, int first, float* o) {
+                            int padded, int first, bool prefetches, float* o) {
   constexpr std::int64_t kSize = FewMultiply<kType>::kSize;
   VF sums[kRowCount][kVectorCount];
   ANNULUS_UNROLL(16)
@@ -171,7 +179,9 @@ HWY_INLINE void few_outputs(const FewRowsTask& task, const float* weights, const
     }
   }
   const std::byte* value = task.v + first * kLanes * kSize;
+  const int next_keys = prefetches ? task.next_keys : 0;
   for (int k = 0; k < task.keys; ++k, value += task.row_step) {
+    if (k < next_keys) prefetch_few(task.next_k + k * task.row_step, task.row_step);
     VF v[kVectorCount];
     ANNULUS_UNROLL(16)
     for (int i = 0; i < kVectorCount; ++i) v[i] = load_cached<kType>(value + i * kLanes * kSize);
@@ -193,11 +203,16 @@ HWY_INLINE void few_outputs(const FewRowsTask& task, const float* weights, const
 // From vector `first` on, with the widest tiles that fit.
 template <DType kType, int kRowCount, int kVectorCount>
 HWY_INLINE void few_output_tiles(const FewRowsTask& task, const float* weights,
-                                 const float* factors, int padded, int first, float* o) {
-  for (; (first + kVectorCount) * kLanes <= padded; first += kVectorCount)
-    few_outputs<kType, kRowCount, kVectorCount>(task, weights, factors, padded, first, o);
+                                 const float* factors, int padded, int first, bool prefetches,
+                                 float* o) {
+  for (; (first + kVectorCount) * kLanes <= padded; first += kVectorCount) {
+    few_outputs<kType, kRowCount, kVectorCount>(task, weights, factors, padded, first, prefetches,
+                                                o);
+    prefetches = false;
+  }
   if constexpr (kVectorCount > 1) {
-    few_output_tiles<kType, kRowCount, kVectorCount / 2>(task, weights, factors, padded, first, o);
+    few_output_tiles<kType, kRowCount, kVectorCount / 2>(task, weights, factors, padded, first,
+                                                         prefetches, o);
   }
 }
 
@@ -207,13 +222,14 @@ HWY_NOINLINE void few_row_block(const Problem& problem, const FewRowsTask& task,
   const float score_factor = FewMultiply<kType>::kDot ? problem.scale * kLog2E : 1.0F;
   HWY_ALIGN float scores[kRowCount * kFewKeys];
   float factors[kRowCount];
-  few_scores<kType, kRowCount>(task, task.q + row * kFewQueryBytes, padded, score_factor, scores);
+  few_scores<kType, kRowCount>(task, task.q + row * kFewQueryBytes, padded, score_factor, row == 0,
+                               scores);
   for (int r = 0; r < kRowCount; ++r) {
     factors[r] =
         few_weights(scores + r * kFewKeys, task.keys, task.highest[row + r], task.sum[row + r]);
   }
   constexpr int kMost = kFewTile / kRowCount < 8 ? kFewTile / kRowCount : 8;
-  few_output_tiles<kType, kRowCount, kMost>(task, scores, factors, padded, 0,
+  few_output_tiles<kType, kRowCount, kMost>(task, scores, factors, padded, 0, row == 0,
                                             task.o + row * padded);
 }
 

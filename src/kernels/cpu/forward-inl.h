@@ -15,11 +15,22 @@
 namespace annulus::cpu::ANNULUS_ISA {
 
 // kLd: elements of a packed row. kFd: head_dim where it is known at compile time, else 0.
-template <class M, int kLd, int kFd>
+// kModified: there may be a softcap, dropout or both.
+template <class M, int kLd, int kFd, bool kModified>
 class Forward {
   using Element = typename M::Element;
   static constexpr int kRowElements = kLd / M::kPack;
   static constexpr int kTiles = kKeyBlock / kRows;
+
+  // What tells keys of a tile apart.
+  struct KeyMarks {
+    const std::int32_t* repeats;   // where a key's class begins in Panel::repeats
+    const std::uint32_t* dropout;  // their words (kModified)
+
+    [[nodiscard]] KeyMarks operator+(int keys) const {
+      return {repeats + keys, kModified ? dropout + keys : nullptr};
+    }
+  };
 
   struct Panel {
     const Element* q;        // [head_dim / kPack][kPanel]
@@ -29,6 +40,7 @@ class Forward {
     float* rounded_sum;      // [kPanel]; see Sums
     LaneLimits keys;         // [kPanel]: the keys that each query sees
     const float* repeats;    // [key class][kPanel]; see repeat_weights
+    LaneWords words;         // [kPanel]
     PanelLimits limits;
   };
 
@@ -40,10 +52,10 @@ class Forward {
   };
 
   struct Block {
-    const Element* k;             // row form
-    const Element* v;             // pair form
-    const std::int32_t* index;    // [rows], kMaskedIndex in the padding
-    const std::int32_t* repeats;  // [rows], offset of the key's class in Panel::repeats
+    const Element* k;           // row form
+    const Element* v;           // pair form
+    const std::int32_t* index;  // [rows], kMaskedIndex in the padding
+    KeyMarks marks;             // [rows]
     TileKeys tiles[kTiles];
     std::int32_t first_key;
     std::int32_t last_key;
@@ -73,11 +85,13 @@ class Forward {
         padded_dim_(padded_dim(head_dim())),
         queries_(static_cast<int>(task.query_end - task.query_begin)),
         panels_((queries_ + kPanel - 1) / kPanel),
+        softcap_(problem),
+        dropout_(problem.dropout, task.dropout),
         classes_(task.repeats.empty() ? 0 : 1 << task.repeats.size()),
         // fp32 folds scale and log2(e) into Q; bf16 must not round Q again and applies them to the
         // score.
         query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
-        score_factor_(M::kPack == 1 ? 1.0F : problem.scale * kLog2E) {
+        score_factor_(softcap_.score_factor(M::kPack == 1 ? 1.0F : problem.scale * kLog2E)) {
     Scratch scratch(scratch_bytes);
     const auto lanes = static_cast<std::size_t>(panels_ * kPanel);
     const auto dim = static_cast<std::size_t>(padded_dim_);
@@ -90,6 +104,10 @@ class Forward {
     query_before_ = scratch.take<std::int32_t>(lanes);
     query_last_ = scratch.take<std::int32_t>(lanes);
     repeats_ = scratch.take<float>(lanes * static_cast<std::size_t>(classes_));
+    if constexpr (kModified) {
+      words_ = {scratch.take<std::uint32_t>(lanes), scratch.take<std::uint32_t>(lanes)};
+      key_words_ = scratch.take<std::uint32_t>(kKeyBlock);
+    }
     rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
     key_refs_[0] = scratch.take<RowStream::Ref>(kKeyBlock);
     key_refs_[1] = scratch.take<RowStream::Ref>(kKeyBlock);
@@ -141,6 +159,7 @@ class Forward {
         minus_reference_[first + i] = 0.0F;
         sum_[first + i] = rounded_sum_[first + i] = 0.0F;
         repeat_weights(task_.repeats, ref.index(), repeats_ + first * classes_ + i, kPanel);
+        if constexpr (kModified) words_.set(first + i, dropout_.rows().query(ref.index()));
       }
       if (task_.load_state) {
         load_state(first, count);
@@ -152,7 +171,8 @@ class Forward {
   }
 
   // The state is normalised: O as it would be stored now, and its log-sum-exp L. So reference = L
-  // and sum = 1.
+  // and sum = 1. With dropout, O is still to be multiplied by its scale: with L - log(scale)
+  // as reference and sum = scale it stays as it is.
   void load_state(int first, int count) {
     for (int i = 0; i < kPanel; ++i) {
       float* row = rows_ + i * kLd;
@@ -168,6 +188,10 @@ class Forward {
                   sizeof(float) * static_cast<std::size_t>(padded_dim_ - head_dim()));
       minus_reference_[first + i] = -lse * kLog2E;
       sum_[first + i] = rounded_sum_[first + i] = 1.0F;
+      if constexpr (kModified) {
+        minus_reference_[first + i] += std::log2(dropout_.scale());
+        sum_[first + i] = rounded_sum_[first + i] = dropout_.scale();
+      }
     }
     rows_to_panel(rows_, kLd, padded_dim_, o_ + first * padded_dim_);
   }
@@ -205,7 +229,7 @@ class Forward {
     block.k = k_;
     block.v = v_;
     block.index = key_index_;
-    block.repeats = key_repeats_;
+    block.marks = {key_repeats_, key_words_};
     block.first_key = kMaskedIndex;
     block.last_key = -1;
     for (int i = 0; i < block.rows; ++i) {
@@ -214,6 +238,7 @@ class Forward {
       if (i >= count || refs[i].run == nullptr) continue;
       key_index_[i] = refs[i].index();
       key_repeats_[i] = repeat_class(task_.repeats, refs[i].index()) * kPanel;
+      if constexpr (kModified) key_words_[i] = dropout_.rows().key(refs[i].index());
       block.first_key = std::min(block.first_key, key_index_[i]);
       block.last_key = std::max(block.last_key, key_index_[i]);
     }
@@ -231,6 +256,7 @@ class Forward {
             rounded_sum_ + first,
             keys,
             repeats_ + first * classes_,
+            kModified ? words_ + first : LaneWords{},
             panel_limits(keys)};
   }
 
@@ -300,14 +326,14 @@ class Forward {
     float* previous = s_ + kRows * kPanel;
     const auto take_pending = [&](int t) {
       if (pending)
-        take_weights<0, kRepeats>(panel, previous, block.repeats + (t - 1) * kRows, weights(t - 1));
+        take_weights<0, kRepeats>(panel, previous, block.marks + (t - 1) * kRows, weights(t - 1));
       pending = false;
     };
     for (int t = tiles.begin; t < tiles.first_end; ++t) {
       const Element* k = block.k + t * kRows * kRowElements;
       const bool all = panel.limits.see_all(block.tiles[t]);
       if (all && pending && !choosing) {
-        score_tile_and_weights<kRepeats>(panel, k, s, previous, block.repeats + (t - 1) * kRows,
+        score_tile_and_weights<kRepeats>(panel, k, s, previous, block.marks + (t - 1) * kRows,
                                          weights(t - 1));
         std::swap(s, previous);
       } else if (all) {
@@ -321,14 +347,14 @@ class Forward {
         masked = true;
         score_tile<0, true>(panel, k, block.index + t * kRows, s);
         if (choosing) choosing = choose_references<0>(panel, block, t, s);
-        take_weights<0, kRepeats>(panel, s, block.repeats + t * kRows, weights(t));
+        take_weights<0, kRepeats>(panel, s, block.marks + t * kRows, weights(t));
       }
     }
     take_pending(tiles.first_end);
     for (int t = tiles.first_end; t < tiles.end; ++t) {
       score_tile<1, true>(panel, block.k + t * kRows * kRowElements, block.index + t * kRows, s);
       if (choosing) choosing = choose_references<1>(panel, block, t, s);
-      take_weights<1, kRepeats>(panel, s, block.repeats + t * kRows, weights(t));
+      take_weights<1, kRepeats>(panel, s, block.marks + t * kRows, weights(t));
     }
     return masked;
   }
@@ -370,6 +396,7 @@ class Forward {
     VF acc[kRows][kVectors];
     fill_tile<kV0>(acc, nullptr);
     multiply<M, kV0, kRowElements, 1, kPanel>(acc, k, panel.q, score_dim() / M::kPack);
+    if constexpr (kModified) softcap_.template apply<kV0>(acc);
     if constexpr (kMasked) {
       ANNULUS_UNROLL(8)
       for (int i = 0; i < kRows; ++i) {
@@ -387,8 +414,8 @@ class Forward {
   // behind the products.
   template <bool kRepeats>
   HWY_NOINLINE void score_tile_and_weights(const Panel& panel, const Element* k, float* s,
-                                           const float* previous,
-                                           const std::int32_t* previous_repeats, Element* p) const {
+                                           const float* previous, KeyMarks previous_keys,
+                                           Element* p) const {
     VF acc[kRows][kVectors];
     fill_tile<0>(acc, nullptr);
     const Element* q = panel.q;
@@ -404,8 +431,8 @@ class Forward {
     for (int r = 0; r < kRows / 2; ++r) {
       ANNULUS_UNROLL(2)
       for (int j = 0; j < kVectors; ++j) {
-        take_weight_pair<kRepeats>(previous + j * kLanes, p + j * kLanes, minus_reference[j],
-                                   panel.repeats + j * kLanes, previous_repeats, sums[j]);
+        take_weight_pair<kRepeats>(panel, j * kLanes, previous, p, minus_reference[j],
+                                   previous_keys, sums[j]);
         const int half_end = j == 0 ? steps / 2 : steps;
         if constexpr (kFd != 0) {
           ANNULUS_UNROLL(16)
@@ -421,44 +448,51 @@ class Forward {
       k += steps;
       q += steps * kPanel;
       previous += 2 * kPanel;
-      previous_repeats += 2;
+      previous_keys = previous_keys + 2;
       p += 2 / M::kPack * kPanel;
     }
     for (int j = 0; j < kVectors; ++j) store_block_sums(sums[j], j * kLanes);
+    if constexpr (kModified) softcap_.template apply<0>(acc);
     store_tile<0, kPanel>(acc, s);
   }
 
+  // Of the lanes from `at` on; s and p are those of the whole panel.
   template <bool kRepeats>
-  HWY_INLINE void take_weight_pair(const float* s, Element* p, VF minus_reference,
-                                   const float* repeats, const std::int32_t* key_repeats,
-                                   Sums& sums) const {
-    VF p0 = weight_of(hn::Load(kF, s), minus_reference);
-    VF p1 = weight_of(hn::Load(kF, s + kPanel), minus_reference);
+  HWY_INLINE void take_weight_pair(const Panel& panel, int at, const float* s, Element* p,
+                                   VF minus_reference, const KeyMarks& keys, Sums& sums) const {
+    VF p0 = weight_of(hn::Load(kF, s + at), minus_reference);
+    VF p1 = weight_of(hn::Load(kF, s + at + kPanel), minus_reference);
     if constexpr (kRepeats) {
-      p0 = hn::Mul(p0, hn::Load(kF, repeats + key_repeats[0]));
-      p1 = hn::Mul(p1, hn::Load(kF, repeats + key_repeats[1]));
+      p0 = hn::Mul(p0, hn::Load(kF, panel.repeats + at + keys.repeats[0]));
+      p1 = hn::Mul(p1, hn::Load(kF, panel.repeats + at + keys.repeats[1]));
     }
-    store_weight_pair(p, p0, p1, sums);
+    store_weight_pair(panel, at, p, p0, p1, keys, sums);
   }
 
-  HWY_INLINE void store_weight_pair(Element* p, VF p0, VF p1, Sums& sums) const {
+  // Dropped weights count in the sums.
+  HWY_INLINE void store_weight_pair(const Panel& panel, int at, Element* p, VF p0, VF p1,
+                                    const KeyMarks& keys, Sums& sums) const {
     sums.exact = hn::Add(hn::Add(sums.exact, p0), p1);
-    M::store_key_pair(p, p0, p1);
+    M::store_key_pair(p + at, p0, p1);
     if constexpr (kRoundsWeights)
-      sums.rounded = M::broadcast_multiply_add(&M::kOne, M::load(p), sums.rounded);
+      sums.rounded = M::broadcast_multiply_add(&M::kOne, M::load(p + at), sums.rounded);
+    if constexpr (kModified) {
+      if (!dropout_.on()) return;
+      M::store_key_pair(p + at, dropout_.keep(p0, panel.words + at, keys.dropout[0]),
+                        dropout_.keep(p1, panel.words + at, keys.dropout[1]));
+    }
   }
 
   template <int kV0, bool kRepeats>
-  HWY_NOINLINE void take_weights(const Panel& panel, const float* s,
-                                 const std::int32_t* key_repeats, Element* p) const {
+  HWY_NOINLINE void take_weights(const Panel& panel, const float* s, KeyMarks keys,
+                                 Element* p) const {
     for (int j = kV0; j < kVectors; ++j) {
       const VF minus_reference = hn::Load(kF, panel.minus_reference + j * kLanes);
       Sums sums = block_sums(j * kLanes);
       ANNULUS_UNROLL(4)
       for (int i = 0; i < kRows; i += 2) {
-        take_weight_pair<kRepeats>(s + i * kPanel + j * kLanes,
-                                   p + i / M::kPack * kPanel + j * kLanes, minus_reference,
-                                   panel.repeats + j * kLanes, key_repeats + i, sums);
+        take_weight_pair<kRepeats>(panel, j * kLanes, s + i * kPanel, p + i / M::kPack * kPanel,
+                                   minus_reference, keys + i, sums);
       }
       store_block_sums(sums, j * kLanes);
     }
@@ -484,12 +518,13 @@ class Forward {
               exp2_vector<M::kExpDegree>(hn::Add(pin(hn::Mul(score, factor)), minus_reference));
           const VF w = hn::IfThenElse(rounded, by_product, weight_of(score, minus_reference));
           if constexpr (!kRepeats) return w;
-          return hn::Mul(w, hn::Load(kF, panel.repeats + block.repeats[t * kRows + i] + j));
+          return hn::Mul(w, hn::Load(kF, panel.repeats + block.marks.repeats[t * kRows + i] + j));
         };
         for (int i = 0; i < kRows; i += 2) {
           const VF p0 = weight(i);
           const VF p1 = weight(i + 1);
-          store_weight_pair(weights(t) + i / M::kPack * kPanel + j, p0, p1, sums);
+          store_weight_pair(panel, j, weights(t) + i / M::kPack * kPanel, p0, p1,
+                            block.marks + (t * kRows + i), sums);
         }
         store_block_sums(sums, j);
       }
@@ -582,7 +617,8 @@ class Forward {
         const float sum = sum_[first + i];
         const float log_sum = std::log2(sum) - minus_reference_[first + i];
         const WithSink row = with_sink(sum == 0.0F ? -INFINITY : log_sum * kLn2, task_.sink);
-        inverse[i] = sum == 0.0F ? 1.0F : 1.0F / rounded_sum_[first + i];
+        const float kept_weights = kModified ? dropout_.scale() : 1.0F;
+        inverse[i] = sum == 0.0F ? 1.0F : kept_weights / rounded_sum_[first + i];
         kept[i] = row.kept;
         if (i >= count) continue;
         if (HWY_UNLIKELY(sum == 0.0F)) {  // no key seen: 0, even if values are Inf
@@ -610,6 +646,8 @@ class Forward {
   int padded_dim_;
   int queries_;
   int panels_;
+  Softcap<M> softcap_;
+  Dropout dropout_;
   int classes_;  // number of key classes (see repeat_class); 0: every pair counts once
   float query_factor_;
   float score_factor_;
@@ -622,10 +660,12 @@ class Forward {
   std::int32_t* query_before_;
   std::int32_t* query_last_;
   float* repeats_;  // per panel [classes_][kPanel]
+  LaneWords words_{};
   float* rows_;
   RowStream::Ref* key_refs_[2];
   std::int32_t* key_index_;
   std::int32_t* key_repeats_;
+  std::uint32_t* key_words_ = nullptr;
   Element* k_;
   Element* v_;
   Element* p_;
@@ -635,13 +675,19 @@ class Forward {
   float* fresh_;  // not 0: the row has seen no key yet
 };
 
+template <class M, bool kModified>
+void forward_as(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
+  if (problem.head_dim == 64) return Forward<M, 64, 64, kModified>::run(problem, task, scratch);
+  if (problem.head_dim == 128) return Forward<M, 128, 128, kModified>::run(problem, task, scratch);
+  if (problem.head_dim <= kMediumHeadDim)
+    return Forward<M, packed_dim(kMediumHeadDim), 0, kModified>::run(problem, task, scratch);
+  return Forward<M, packed_dim(kMaxHeadDim), 0, kModified>::run(problem, task, scratch);
+}
+
 template <class M>
 void forward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
-  if (problem.head_dim == 64) return Forward<M, 64, 64>::run(problem, task, scratch);
-  if (problem.head_dim == 128) return Forward<M, 128, 128>::run(problem, task, scratch);
-  if (problem.head_dim <= kMediumHeadDim)
-    return Forward<M, packed_dim(kMediumHeadDim), 0>::run(problem, task, scratch);
-  return Forward<M, packed_dim(kMaxHeadDim), 0>::run(problem, task, scratch);
+  return problem.caps_or_drops() ? forward_as<M, true>(problem, task, scratch)
+                                 : forward_as<M, false>(problem, task, scratch);
 }
 
 }  // namespace annulus::cpu::ANNULUS_ISA

@@ -10,6 +10,7 @@
 
 #include "annulus/band.h"
 #include "annulus/tensor.h"
+#include "kernels/dropout.h"
 #include "kernels/head_dim.h"
 #include "kernels/row_index.h"
 #include "pattern/shared_pairs.h"
@@ -61,6 +62,11 @@ struct Problem {
   DType dtype = DType::f32;
   int head_dim = 0;  // 1 to kMaxHeadDim
   float scale = 1;   // of q.k
+  float softcap = 0;
+  DropoutRate dropout;
+
+  // Kernels of their own, so that the others do not get slower.
+  [[nodiscard]] bool caps_or_drops() const { return softcap != 0 || dropout.drops(); }
 };
 
 // Key rows of one head in the layout that the kernels multiply, packed once for all tasks that use
@@ -96,6 +102,7 @@ struct ForwardTask {
   std::span<const Repeat> repeats;  // pairs that count more than once
   bool load_state = false;          // start from (kState, kLse); otherwise from nothing
   float sink = -INFINITY;           // see with_sink; only in the last task of its rows
+  dropout::Rows dropout;
   DType out_dtype = DType::f32;
 };
 
@@ -115,6 +122,7 @@ struct BackwardTask {
   bool only_branch = false;  // no other branch has these pairs, and there is no sink
   bool query_grad = true;    // add into kQueryGrad
   bool key_grad = true;      // add into kKeyGrad and kValueGrad
+  dropout::Rows dropout;
 };
 
 // Few queries and neighbouring rows of a cache (cached_rows.h), all of which every query sees. Rows
@@ -127,8 +135,10 @@ struct FewRowsTask {
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;
   std::int64_t row_step = 0;
-  int keys = 0;                  // 1 to kFewKeys
-  const std::byte* q = nullptr;  // by load_few_query
+  int keys = 0;                       // 1 to kFewKeys
+  const std::byte* next_k = nullptr;  // where the next task's keys are, to be asked for early;
+  int next_keys = 0;                  // 0: nobody knows
+  const std::byte* q = nullptr;       // by load_few_query
   int rows = 0;
   float* o = nullptr;
   float* highest = nullptr;
@@ -154,6 +164,7 @@ struct Kernels {
   void (*few_rows)(const Problem&, const FewRowsTask&) = nullptr;
   // A row of q as few_rows wants it, at an address that is a multiple of 64.
   void (*load_few_query)(const Problem&, const std::byte* row, std::byte* out) = nullptr;
+  const Kernels* with_softcap_or_dropout = nullptr;  // instead of these; null: the same
 };
 
 // All sets that are compiled in and usable on this CPU, the default first (preference.h). Includes

@@ -45,6 +45,7 @@ inline Kernels tile_kernels(const char* name, const Kernels& others) {
   kernels.backward = &backward_by_dtype;
   kernels.packed_bytes = &packed_bytes_by_dtype;
   kernels.pack_keys = &pack_tiles;
+  kernels.with_softcap_or_dropout = &others;
   return kernels;
 }
 

@@ -102,6 +102,8 @@ class CudaBackend final : public Backend {
 
   [[nodiscard]] std::string complaint(const Computation& computation) const override {
     static_cast<void>(allowed_shared_bytes());  // reports an invalid environment variable now
+    if (computation.caps_or_drops())
+      return "softcap and dropout_p have no kernels on CUDA devices yet: use the CPU";
     return forced_complaint(computation, device_);
   }
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "annulus/error.h"
+#include "kernels/reference/softmax.h"
 #include "pattern/segments.h"
 
 namespace annulus::reference {
@@ -21,6 +22,7 @@ struct Problem {
   std::span<const double> q, k, v;
   double scale;
   std::span<const double> sinks;
+  SoftmaxOptions softmax;
 
   // -inf: none.
   [[nodiscard]] double sink(int q_head) const {
@@ -29,10 +31,12 @@ struct Problem {
   [[nodiscard]] int kv_head(int q_head) const { return q_head / (shape.q_heads / shape.kv_heads); }
 };
 
-// What one query sees of one branch. Scores are scale * q.k, one per key.
+// What one query sees of one branch; one number per key.
 struct BranchRow {
   std::vector<std::int64_t> keys;
   std::vector<double> scores;
+  std::vector<double> slopes;  // of the scores by scale * q.k
+  std::vector<double> kept;    // 0 where dropout drops the probability, else its factor
   std::vector<double> o;
   double lse = kNegInf;
 };
@@ -101,13 +105,16 @@ BranchRow attend_branch(const Problem& problem, const Branch& branch, std::int64
   for (std::int64_t key = 0; key < shape.keys(); ++key) {
     if (!problem.pattern.allows(branch, head, query, key, batch)) continue;
     row.keys.push_back(key);
-    row.scores.push_back(problem.scale * dot(q, key_vector(problem.k, shape, batch, key, kv_head)));
+    const double s = problem.scale * dot(q, key_vector(problem.k, shape, batch, key, kv_head));
+    row.scores.push_back(capped(problem.softmax, s));
+    row.slopes.push_back(cap_slope(problem.softmax, s));
+    row.kept.push_back(kept(problem.softmax, batch, head, query, key));
   }
 
   row.lse = log_sum_exp(row.scores);
   if (row.lse == kNegInf) return row;  // attends to nothing: o stays 0
   for (std::size_t i = 0; i < row.keys.size(); ++i) {
-    add_scaled(row.o, std::exp(row.scores[i] - row.lse),
+    add_scaled(row.o, row.kept[i] * std::exp(row.scores[i] - row.lse),
                key_vector(problem.v, shape, batch, row.keys[i], kv_head));
   }
   return row;
@@ -158,7 +165,7 @@ void check_size(const std::string& where, const std::string& what, std::size_t f
 Problem checked_problem(const std::string& where, const Pattern& pattern, const Shape& shape,
                         std::span<const double> q, std::span<const double> k,
                         std::span<const double> v, std::optional<double> scale,
-                        std::span<const double> sinks) {
+                        std::span<const double> sinks, const SoftmaxOptions& softmax) {
   pattern.validate();
   check_at_least(where, "batch", shape.batch, 0);
   check_at_least(where, "tokens", shape.tokens, 0);
@@ -189,16 +196,22 @@ Problem checked_problem(const std::string& where, const Pattern& pattern, const 
     throw ConfigError(where + ": there are " + std::to_string(sinks.size()) + " sinks, expected " +
                       std::to_string(shape.q_heads) + ", the number of query heads");
   }
-  return {pattern, shape, q, k, v, scale.value_or(1.0 / std::sqrt(shape.head_dim)), sinks};
+  if (!(softmax.softcap >= 0.0) || !(softmax.dropout_p >= 0.0 && softmax.dropout_p < 1.0)) {
+    throw ConfigError(where + ": softcap is " + std::to_string(softmax.softcap) +
+                      " and dropout_p is " + std::to_string(softmax.dropout_p) +
+                      ", expected a softcap of at least 0 and a dropout_p from 0 to less than 1");
+  }
+  const double factor = scale.value_or(1.0 / std::sqrt(shape.head_dim));
+  return {pattern, shape, q, k, v, factor, sinks, softmax};
 }
 
 }  // namespace
 
 Output forward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                std::span<const double> k, std::span<const double> v, std::optional<double> scale,
-               std::span<const double> sinks) {
+               std::span<const double> sinks, const SoftmaxOptions& softmax) {
   const Problem problem =
-      checked_problem("reference::forward", pattern, shape, q, k, v, scale, sinks);
+      checked_problem("reference::forward", pattern, shape, q, k, v, scale, sinks, softmax);
   Output output;
   output.o.assign(q.size(), 0.0);
   for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
@@ -224,12 +237,16 @@ Output forward(const Pattern& pattern, const Shape& shape, std::span<const doubl
 // rows. full: nothing else changes, given L' and O'. detached holds w_b constant, but not p, which
 // depends on every score: dp/dS = -p P. The additional P p dO'.O in dS makes delta = dO'.O_b - p
 // dO'.O.
+//
+// Dropout multiplies P with D behind the softmax: dV = (D P)^T dO', dP = D dO' V^T, and O in delta
+// is that with dropout. A softcap c makes S = c tanh(s / c) of s = scale * q.k: ds = (1 - (S /
+// c)^2) dS.
 Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                    std::span<const double> k, std::span<const double> v,
                    std::span<const double> dout, MixGradient mix, std::optional<double> scale,
-                   std::span<const double> sinks) {
+                   std::span<const double> sinks, const SoftmaxOptions& softmax) {
   const Problem problem =
-      checked_problem("reference::backward", pattern, shape, q, k, v, scale, sinks);
+      checked_problem("reference::backward", pattern, shape, q, k, v, scale, sinks, softmax);
   check_size("reference::backward", "dout", dout.size(), shape, shape.tokens, shape.q_heads);
   Gradients gradients;
   gradients.dq.assign(q.size(), 0.0);
@@ -262,9 +279,9 @@ Gradients backward(const Pattern& pattern, const Shape& shape, std::span<const d
           for (std::size_t i = 0; i < branch.keys.size(); ++i) {
             const std::int64_t key = branch.keys[i];
             const double p = std::exp(branch.scores[i] - row.lse);
-            const double dp = dot(d_o, of_key(v, key));
-            const double ds = p * (dp - delta);
-            add_scaled(of_key(std::span(gradients.dv), key), p, d_o);
+            const double dp = branch.kept[i] * dot(d_o, of_key(v, key));
+            const double ds = branch.slopes[i] * p * (dp - delta);
+            add_scaled(of_key(std::span(gradients.dv), key), branch.kept[i] * p, d_o);
             add_scaled(of_query(std::span(gradients.dq)), problem.scale * ds, of_key(k, key));
             add_scaled(of_key(std::span(gradients.dk), key), problem.scale * ds, of_query(q));
           }

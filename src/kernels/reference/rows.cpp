@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/reference/softmax.h"
 #include "pattern/entry_groups.h"
 #include "pattern/segments.h"
 
@@ -64,6 +65,16 @@ Row load_dout(const RowProblem& problem, const Place& place) {
   return row;
 }
 
+double score_of(const RowProblem& problem, const Sized& dot) {
+  return capped(problem.softmax, problem.scale * dot.value);
+}
+double slope_of(const RowProblem& problem, const Sized& dot) {
+  return cap_slope(problem.softmax, problem.scale * dot.value);
+}
+double kept_of(const RowProblem& problem, const Place& query, std::int64_t key) {
+  return kept(problem.softmax, query.batch, query.head, query.position, key);
+}
+
 struct BranchRow {
   std::size_t branch = 0;
   std::vector<Place> keys;
@@ -91,9 +102,9 @@ std::vector<BranchRow> branch_rows(const RowProblem& problem, const Place& query
       problem.k(key, k);
       row.keys.push_back(key);
       row.dots.push_back(sized_dot(q, k));
-      raise(row.highest, problem.scale * row.dots.back().value);
+      raise(row.highest, score_of(problem, row.dots.back()));
     });
-    for (const Sized& dot : row.dots) row.sum += std::exp(problem.scale * dot.value - row.highest);
+    for (const Sized& dot : row.dots) row.sum += std::exp(score_of(problem, dot) - row.highest);
     if (!row.keys.empty()) rows.push_back(std::move(row));
   }
   return rows;
@@ -104,7 +115,7 @@ std::vector<BranchRow> branch_rows(const RowProblem& problem, const Place& query
 RowProblem row_problem(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                        std::span<const double> k, std::span<const double> v,
                        std::span<const double> dout, MixGradient mix, std::optional<double> scale,
-                       std::span<const double> sinks) {
+                       std::span<const double> sinks, const SoftmaxOptions& softmax) {
   const auto loads = [&](std::span<const double> tensor, std::int64_t tokens, int heads) {
     return [tensor, heads, tokens](const Place& place, std::span<double> row) {
       const std::int64_t index = (place.batch * tokens + place.position) * heads + place.head;
@@ -123,7 +134,8 @@ RowProblem row_problem(const Pattern& pattern, const Shape& shape, std::span<con
           .k = loads(k, shape.keys(), shape.kv_heads),
           .v = loads(v, shape.keys(), shape.kv_heads),
           .dout = loads(dout, shape.tokens, shape.q_heads),
-          .sinks = sinks};
+          .sinks = sinks,
+          .softmax = softmax};
 }
 
 QueryRow query_row(const RowProblem& problem, const Place& query) {
@@ -148,7 +160,7 @@ QueryRow query_row(const RowProblem& problem, const Place& query) {
   if (!branches.empty() || sinks) result.lse = highest + std::log(sum);
   if (std::isnan(sink_weight)) result.o.multiply(sink_weight);  // also of a row without keys
   const auto probability = [&](const Sized& dot) {
-    return std::exp(problem.scale * dot.value - highest) / sum;
+    return std::exp(score_of(problem, dot) - highest) / sum;
   };
 
   ScoreSizes sizes;
@@ -161,9 +173,10 @@ QueryRow query_row(const RowProblem& problem, const Place& query) {
       const double p = probability(dot);
       problem.k(row.keys[i], k);
       problem.v(row.keys[i], v);
-      result.o.add(p, kOne, v);
-      add_scaled(row.o, std::exp(problem.scale * dot.value - row.highest) / row.sum, v);
-      add_scaled(mean_key, p, k);
+      const double weight = kept_of(problem, query, row.keys[i].position);
+      result.o.add(weight * p, kOne, v);
+      add_scaled(row.o, weight * std::exp(score_of(problem, dot) - row.highest) / row.sum, v);
+      add_scaled(mean_key, slope_of(problem, dot) * p, k);
       sizes.add(dot, problem.scale, result.lse, p);
     }
   }
@@ -182,7 +195,10 @@ QueryRow query_row(const RowProblem& problem, const Place& query) {
     for (std::size_t i = 0; i < row.keys.size(); ++i) {
       problem.k(row.keys[i], k);
       problem.v(row.keys[i], v);
-      result.dq.add(probability(row.dots[i]), difference(sized_dot(dout, v), delta), k);
+      const double weight = kept_of(problem, query, row.keys[i].position);
+      const double slope = slope_of(problem, row.dots[i]);
+      result.dq.add(slope * probability(row.dots[i]),
+                    difference(product(weight, sized_dot(dout, v)), delta), k);
     }
     // Detached mixing has an error of delta per branch; one for all is not less.
     result.dq.add_common(delta.scale, mean_key);
@@ -210,7 +226,7 @@ KeyRow key_row(const RowProblem& problem, const Place& key, const StateOf& state
         const Row dout = load_dout(problem, query);
         const QueryState state = state_of(query, b);
         const Sized dot = sized_dot(q, k);
-        const double p = std::exp(problem.scale * dot.value - state.lse);
+        const double p = std::exp(score_of(problem, dot) - state.lse);
         sizes.add(dot, problem.scale, state.lse, p);
         result.dv.add(p, kOne, dout);
         result.dk.add(p, difference(sized_dot(dout, v), state.delta), q);

@@ -36,6 +36,7 @@ struct RowProblem {
   Load q, k, v;
   Load dout;                      // empty: no gradients
   std::span<const double> sinks;  // one per query head, or none
+  SoftmaxOptions softmax;
 };
 
 // Of dense tensors, as annulus/reference.h takes them.
@@ -44,7 +45,8 @@ struct RowProblem {
                                      std::span<const double> v, std::span<const double> dout,
                                      MixGradient mix = MixGradient::full,
                                      std::optional<double> scale = std::nullopt,
-                                     std::span<const double> sinks = {});
+                                     std::span<const double> sinks = {},
+                                     const SoftmaxOptions& softmax = {});
 
 struct QueryRow {
   SizedRow o;

@@ -12,8 +12,8 @@ namespace annulus::reference {
 Scales error_scales(const Pattern& pattern, const Shape& shape, std::span<const double> q,
                     std::span<const double> k, std::span<const double> v,
                     std::span<const double> dout, MixGradient mix, std::optional<double> scale,
-                    std::span<const double> sinks) {
-  const RowProblem problem = row_problem(pattern, shape, q, k, v, dout, mix, scale, sinks);
+                    std::span<const double> sinks, const SoftmaxOptions& softmax) {
+  const RowProblem problem = row_problem(pattern, shape, q, k, v, dout, mix, scale, sinks, softmax);
   const auto for_places = [&](std::int64_t tokens, int heads, const auto& body) {
     for (std::int64_t batch = 0; batch < shape.batch; ++batch) {
       for (std::int64_t token = 0; token < tokens; ++token) {

@@ -19,6 +19,7 @@ struct Scales {
                                   std::span<const double> v, std::span<const double> dout,
                                   MixGradient mix = MixGradient::full,
                                   std::optional<double> scale = std::nullopt,
-                                  std::span<const double> sinks = {});
+                                  std::span<const double> sinks = {},
+                                  const SoftmaxOptions& softmax = {});
 
 }  // namespace annulus::reference

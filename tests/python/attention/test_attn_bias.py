@@ -171,6 +171,22 @@ def test_batch_entries_may_have_documents_of_their_own(documents: dict, pattern:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("pattern", [{"is_causal": True}, LONGNET], ids=["dense", "longnet"])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -torch.inf, 2.0, -1.0])], ids=["", "sinks"])
+def test_softcap_and_the_dropout_of_the_kernels(pattern: dict, sinks: torch.Tensor | None) -> None:
+    """The same pairs are dropped for the same seed."""
+    *qkv, do = tensors(TOKENS, torch.float32)
+    for call in ({"softcap": 2.0}, {"dropout_p": 0.3, "dropout_seed": 2**63 - 5}, {"dropout_p": 0.75, "softcap": 1.5}):
+        call = {"dropout_seed": 11, "sinks": sinks, **call, **pattern}
+        results = []
+        for more in ({}, {"attn_bias": torch.zeros(1, 1)}):
+            leaves = [x.clone().requires_grad_() for x in qkv]
+            o, lse = at.ring_attention(*leaves, return_lse=True, **call, **more)
+            results.append((o, *torch.autograd.grad(o, leaves, do), lse))
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
 def test_hidden_keys_change_nothing() -> None:
     q, k, v, do = tensors(TOKENS, torch.float32)
     bias = random_bias((TOKENS, TOKENS)).float()

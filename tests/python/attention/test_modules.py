@@ -263,7 +263,7 @@ def test_modules_can_be_stored() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dropout": 0.1}, "dropout"),
+        ({"dropout": 1.5}, "dropout is 1.5"),
         ({"add_bias_kv": 1}, "add_bias_kv is 1"),
         ({"add_zero_attn": None}, "add_zero_attn is None"),
         ({"num_heads": 5}, "num_heads 5"),

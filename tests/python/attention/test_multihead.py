@@ -280,6 +280,26 @@ def test_refused_masks_say_why() -> None:
         ours(x, x[0], x)
 
 
+def test_dropout_with_every_mask_in_training_only() -> None:
+    torch.manual_seed(0)
+    module = RingMultiheadDilatedAttention(32, 4, dropout=0.5, batch_first=True, add_zero_attn=True)
+    x = torch.randn(3, TOKENS, 32)
+    for mask in (None, causal(TOKENS, TOKENS), random_mask(TOKENS, TOKENS), random_mask(12, TOKENS, TOKENS)):
+        call = {"attn_mask": mask, "need_weights": False}
+        module.train()
+        torch.manual_seed(5)
+        first, second = (module(x, x, x, **call)[0] for _ in range(2))
+        torch.manual_seed(5)
+        assert torch.equal(module(x, x, x, **call)[0], first) and not torch.equal(first, second)
+        mean = torch.stack([module(x, x, x, **call)[0] for _ in range(400)]).mean(0)
+        module.eval()
+        expected = module(x, x, x, **call)[0]
+        torch.testing.assert_close(mean, expected, rtol=0, atol=0.1)
+        assert torch.equal(module(x, x, x, **call)[0], expected)
+    with pytest.raises(ConfigError, match="dropout is 0.5 and add_bias_kv is True"):
+        RingMultiheadDilatedAttention(32, 4, dropout=0.5, add_bias_kv=True)
+
+
 # ---- additional keys -----------------------------------------------------------------------------
 
 

@@ -168,6 +168,7 @@ def test_there_is_no_second_derivative() -> None:
         ({"shared_k": torch.zeros(2, 0, 2, 16), "shared_v": torch.zeros(2, 0, 2, 16)}, "no tokens"),
         ({"shared_gradient": "some"}, "shared_gradient is 'some'"),
         ({"mix_gradient": "detached", **LONGNET}, "detached"),
+        ({"dropout_p": 0.1}, "shared_k cannot be used with dropout_p"),
     ],
 )
 def test_wrong_calls_are_config_errors(change: dict, words: str) -> None:

@@ -152,8 +152,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         def again(*kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             return attend(*(kept if len(kept) == 3 else kept * 3), *args, **kwargs)
 
-        # Nothing is random, so the state of generators need not be kept.
-        return checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
+        # Dropout draws its seed again. Nothing else is random.
+        drops = self.training and self.dropout > 0
+        return checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=drops)
 
     @property
     def deepspeed_config(self) -> dict[str, object] | None:

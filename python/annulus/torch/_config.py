@@ -117,9 +117,15 @@ class _ConfigMethods:
 
     @functools.cached_property
     def executor_text(self) -> str:
-        """The text without the fields on which executors do not depend."""
-        defaults = {name: o["default"] for name, o in OF_CALLS.items()}
+        """The text without the fields on which executors do not depend. An executor takes any documents."""
+        defaults = {name: o["default"] for name, o in OF_CALLS.items()} | dict.fromkeys(DOCUMENTS)
         return dataclasses.replace(self, timeout=None, **defaults).text
+
+    @functools.cached_property
+    def documents_text(self) -> str:
+        """The documents as JSON; of lists without any, empty."""
+        fields = [getattr(self, name) for name in DOCUMENTS]
+        return "" if fields.count(None) == len(fields) else json.dumps(fields, default=plain)
 
     @functools.cached_property
     def executor_options(self) -> dict[str, object]:

@@ -51,6 +51,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "lengths_of_your_own",
                 "placements_of_your_own",
                 "lengths_that_change",
+                "documents_that_change",
                 "nothing_gives_nothing",
                 "errors_are_everybodys",
                 "memory_is_everybodys",

@@ -139,6 +139,7 @@ class _ConfigMethods:
         fields["placement"] = claim_of(self.placement)
         renamed = {
             MASKED: fields.pop("has_key_padding_mask"),
+            "tokens of shared_k": fields.pop("shared_keys"),
             "whether gradients are needed": fields.pop("backward"),
         }
         fields = {name: value for name, value in fields.items() if name not in OF_ONE_RANK}
@@ -163,6 +164,7 @@ Config = dataclasses.make_dataclass(
         ("n_global", "int | None"),
         ("timeout", "float | None"),
         ("has_key_padding_mask", "bool"),  # it is part of q and k
+        ("shared_keys", "int"),  # that every query attends to besides those of the sequence; 0: none
         *((name, o["annotation"]) for name, o in OPTIONS.items()),
         ("backward", "bool"),  # whether gradients are needed
     ],

@@ -11,6 +11,7 @@ import annulus.torch as at
 import torch
 import torch.distributed as dist
 import torch_failures
+import torch_masks
 from support import transport_contract
 from support.rank_cases import run_cases
 from torch import nn
@@ -488,4 +489,4 @@ def contract(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(globals(), vars(torch_failures))
+    run_cases(globals(), {**vars(torch_failures), **vars(torch_masks)})

@@ -144,7 +144,7 @@ tsan-python: python ## Run the tests of the Python module that use threads under
 perf: python ## Measure overlap, decoding, planning and small calls beside their bars; fails where one is missed
 	@$(BUILD) release --target annulus_perf annulus_tool
 	@status=0; \
-	for command in build/release/bench/perf/overlap build/release/bench/perf/decode \
+	for command in build/release/bench/perf/overlap build/release/bench/perf/decode build/release/bench/perf/replanning \
 	  "tests/support/mpirun.sh 2 build/release/bench/perf/mpi_overlap" \
 	  ".venv/bin/python bench/perf/calls.py" "python3 bench/planning.py --out build/release/bench/planning.json"; do \
 	  $$command || test $$? = 77 || status=1; \

@@ -10,6 +10,8 @@
 
 namespace annulus {
 
+struct Pattern;
+
 // Which rank holds which tokens, and in which order. A rank's local token i is the i-th position of
 // its ranges, taken range by range. Every token is held by exactly one rank. Results never depend
 // on the placement. An immutable value whose copies share their data: copying costs nothing.
@@ -28,6 +30,10 @@ class Placement {
   // position. rows = cols = 0: the squarest grid.
   [[nodiscard]] static Placement hilbert(std::int64_t tokens, int ranks, std::int64_t rows = 0,
                                          std::int64_t cols = 0);
+  // Equal shares of the tokens, in as few stretches per rank (1 to 16) as give every rank nearly
+  // equal shares of the pattern's allowed pairs, by query: zigzag for plain causal attention, and
+  // as balanced for packed documents and padding.
+  [[nodiscard]] static Placement balanced(const Pattern& pattern, std::int64_t tokens, int ranks);
   // Anything else: ranges[r] are the positions of rank r in storage order. `name` is for messages.
   [[nodiscard]] static Placement explicit_ranges(std::int64_t tokens,
                                                  std::vector<std::vector<RowSet>> ranges,

@@ -132,7 +132,10 @@ class Lease {
     options.schedule = schedule;
     options.reproducible = request.reproducible;
     options.backward = backward;
+    // A ring takes any documents.
+    std::vector<Document> documents = std::exchange(options.pattern.documents, {});
     key_ = ring::options_key(options);
+    options.pattern.documents = std::move(documents);
     if (named) {
       key_ += fmt::format("|{} {} {} {}", nb::cast<std::string>(request.placement), request.ranks,
                           q.shape[1], k.shape[1]);
@@ -161,8 +164,14 @@ class Lease {
       if (named) (void)Placement::named(nb::cast<std::string>(request.placement), 1, request.ranks);
       return;
     }
-    if (auto kept = local_rings().take(key_); kept.has_value()) {
+    const std::vector<Document>& wanted = options.pattern.documents;
+    const auto accept = [&](const std::shared_ptr<LocalRing>& ring) {
+      return captures_ ? ring->has_documents(wanted) : ring->takes_documents(wanted);
+    };
+    if (auto kept = local_rings().take(key_, accept); kept.has_value()) {
       ring_ = std::move(*kept);
+      const nb::gil_scoped_release no_gil;
+      ring_->set_documents(wanted);
       return;
     }
     if (captures_) {
@@ -202,7 +211,10 @@ class Lease {
           if (arrays.is_given()) ring_->leave_stream();
         },
         [&] { ring_->interrupt(); });
-    if (captures_) keep_for_graphs(ring_);
+    if (captures_) {
+      ring_->keep_documents();
+      keep_for_graphs(ring_);
+    }
     const std::int64_t bytes = ring_->bytes();
     local_rings().give_back(std::move(key_), std::move(ring_), bytes, device_);
   }

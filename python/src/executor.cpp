@@ -14,12 +14,28 @@ namespace annulus::python {
 
 Ring::Ring(nb::object link, std::shared_ptr<RingAttention> executor)
     : transport(std::move(link)), core(std::move(executor)) {
+  measure();
+}
+
+void Ring::measure() {
   const auto& ends = nb::cast<const Transport&>(transport);
   const RingOptions& options = core->options();
   bytes = core->memory_info().workspace_bytes;
   flops =
       4.0 * allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
       static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim / ends.size();
+}
+
+void Ring::set_documents(std::vector<Document> documents) {
+  {
+    const nb::gil_scoped_release no_gil;
+    core->set_documents(std::move(documents));
+  }
+  try {
+    measure();
+  } catch (const ConfigError&) {
+    flops = 0;  // wrong documents are an error of the next pass
+  }
 }
 
 std::shared_ptr<Queue> CallerStream::queue_of(const Device& device, std::uintptr_t number) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "annulus/error.h"
 #include "annulus/ring_attention.h"
@@ -53,11 +54,14 @@ class CallerStream {
 struct Ring {
   nb::object transport;
   std::shared_ptr<RingAttention> core;
-  double flops = 0;  // of forward
+  double flops = 0;           // of forward
+  std::string documents_key;  // by which callers recognise the documents that it has
   std::int64_t bytes = 0;
   CallerStream stream;
 
   Ring(nb::object link, std::shared_ptr<RingAttention> executor);
+  void set_documents(std::vector<Document> documents);
+  void measure();  // flops and bytes
 };
 
 // A transport written in Python may refer back to its executor. The garbage collector must see both

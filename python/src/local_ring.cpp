@@ -64,12 +64,26 @@ TensorView dense_view(std::byte* data, const ConstTensorView& whole, std::int64_
 
 }  // namespace
 
+double LocalRing::forward_flops_of(const RingOptions& options) {
+  return 4.0 * allowed_pairs(options.pattern, options.placement.tokens(), options.keys().tokens()) *
+         static_cast<double>(options.pattern.times_in(options.batch)) * options.head_dim;
+}
+
+void LocalRing::set_documents(const std::vector<Document>& documents) {
+  if (has_documents(documents)) return;
+  options_.pattern.documents = documents;
+  forward_flops_ = forward_flops_of(options_);
+  on_every_rank(
+      [&](int rank) { executors_[static_cast<std::size_t>(rank)]->set_documents(documents); });
+}
+
+bool LocalRing::takes_documents(const std::vector<Document>& documents) const {
+  return has_documents(documents) || (!keeps_documents_ && executors_.front()->recovery().empty());
+}
+
 LocalRing::LocalRing(RingOptions options)
     : options_(std::move(options)),
-      forward_flops_(
-          4.0 *
-          allowed_pairs(options_.pattern, options_.placement.tokens(), options_.keys().tokens()) *
-          static_cast<double>(options_.pattern.times_in(options_.batch)) * options_.head_dim),
+      forward_flops_(forward_flops_of(options_)),
       transports_(make_in_process_ring(options_.placement.ranks(), ring::patient_ring(options_))),
       copies_(transports_.size()),
       executors_(transports_.size()) {

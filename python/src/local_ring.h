@@ -19,6 +19,16 @@ class LocalRing {
  public:
   explicit LocalRing(RingOptions options);
 
+  // Plans for these documents, unless they are those of the ring.
+  void set_documents(const std::vector<Document>& documents);
+  // False: it has other documents and cannot change them, because memory ran out or because a CUDA
+  // graph uses it.
+  [[nodiscard]] bool takes_documents(const std::vector<Document>& documents) const;
+  [[nodiscard]] bool has_documents(const std::vector<Document>& documents) const {
+    return documents == options_.pattern.documents;
+  }
+  void keep_documents() { keeps_documents_ = true; }
+
   // `lse` may be null.
   void forward(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                const TensorView& o, const TensorView* lse, const OptionalInputs& more);
@@ -58,8 +68,11 @@ class LocalRing {
                       const TensorView& whole);
   [[nodiscard]] std::byte* memory(int rank, std::size_t slot, std::size_t bytes);
 
+  [[nodiscard]] static double forward_flops_of(const RingOptions& options);
+
   RingOptions options_;
   double forward_flops_;
+  bool keeps_documents_ = false;
   // Declared so that executors are destroyed first: they refer to their transports and wait for
   // work that uses the copies.
   std::vector<std::unique_ptr<Transport>> transports_;

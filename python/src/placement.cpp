@@ -14,6 +14,7 @@
 
 #include "annulus/error.h"
 #include "annulus/moves.h"
+#include "annulus/pattern.h"
 #include "annulus/placement.h"
 #include "bindings.h"
 
@@ -119,6 +120,11 @@ comparable and picklable; the name does not count in comparisons.)")
 
 Shards are multiples of `align` tokens, except the last one, and differ by at most `align`: segments of
 a length that divides `align` stay on one rank.)")
+      .def_static(
+          "balanced", &Placement::balanced, nb::arg("pattern"), nb::arg("tokens"), nb::arg("ranks"),
+          "Equal shares of the tokens, in as few stretches per rank (1 to 16) as give every "
+          "rank nearly equal shares of the pattern's allowed pairs: zigzag for plain causal "
+          "attention, and as balanced for packed documents and padding.")
       .def_static("zigzag", &Placement::zigzag, nb::arg("tokens"), nb::arg("ranks"),
                   R"(For causal patterns: an early and a late chunk for every rank.
 

@@ -293,6 +293,23 @@ Allocates the memory, or uses the caller's: `o` of branch_state_rows * head_dim 
 executor's dtype and `lse` of branch_state_rows float32 numbers, contiguous arrays of any shape on its
 device, which the state keeps alive.
 filled: a forward has written them already.)")
+      .def(
+          "set_documents",
+          [](Ring& self, const Pattern& pattern) {
+            self.set_documents(pattern.documents);
+            self.documents_key.clear();
+          },
+          nb::arg("pattern"),
+          R"(Takes the documents of a pattern that is otherwise its own, for the passes from now on.
+
+For batches whose boundaries change with every step: plans anew, in the memory that the executor has, which only
+grows. The last few plans are kept. Not collective: what is wrong on this rank, and ranks that have other documents,
+are errors of the next pass on every rank. :class:`ConfigError` if memory ran out and calls are split (``recovery``).
+
+Args:
+    pattern: see :meth:`Pattern.with_documents`.)")
+      .def_rw("documents_key", &Ring::documents_key,
+              "Any text by which a caller recognises the documents that it has set.")
       .def_prop_ro(
           "branch_state_rows", [](const Ring& self) { return self.core->branch_state_rows(); },
           "Rows of a branch state: batch x heads x selected local tokens, over all branches; 0 "

@@ -32,10 +32,17 @@ class LeasePool {
   }
 
   [[nodiscard]] std::optional<T> take(const std::string& key) {
+    return take(key, [](const T&) { return true; });
+  }
+
+  // The latest item of this key that is accepted.
+  template <typename Accept>
+  [[nodiscard]] std::optional<T> take(const std::string& key, const Accept& accept) {
     const std::lock_guard lock(state_->mutex);
     Entries& entries = state_->entries;
-    const auto found = std::find_if(entries.begin(), entries.end(),
-                                    [&](const Entry& entry) { return entry.key == key; });
+    const auto found = std::find_if(entries.begin(), entries.end(), [&](const Entry& entry) {
+      return entry.key == key && accept(entry.item);
+    });
     if (found == entries.end()) {
       record_event(EventKind::cache, "miss", -1);
       return std::nullopt;

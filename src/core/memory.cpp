@@ -22,6 +22,22 @@ constexpr std::int64_t kLarge = std::int64_t{64} << 20;
 std::atomic<AllocationHook> allocation_hook{nullptr};
 std::atomic<std::int64_t> bytes_in_use{0};
 
+Memory allocate_new_host(std::int64_t bytes, const char* what) {
+  admit(bytes, what);
+  if (bytes >= kLarge) {
+    const std::optional<MemoryState> state = memory_state(Device{});
+    if (state && state->free < bytes) throw out_of_memory(bytes, what, Device{});
+  }
+  const std::size_t align = static_cast<std::size_t>(bytes) >= kHugePage ? kHugePage : 64;
+  const std::size_t size = (static_cast<std::size_t>(bytes) + align - 1) / align * align;
+  auto* data = static_cast<std::byte*>(std::aligned_alloc(align, size));
+  if (data == nullptr) throw out_of_memory(bytes, what, Device{});
+#if defined(__linux__)
+  if (align == kHugePage) madvise(data, size, MADV_HUGEPAGE);
+#endif
+  return {data, bytes, Device{}, [](std::byte* memory) { std::free(memory); }};
+}
+
 }  // namespace
 
 void count_memory(std::int64_t bytes) noexcept {
@@ -49,20 +65,8 @@ OutOfMemory out_of_memory(std::int64_t bytes, const char* what, const Device& de
 }
 
 Memory allocate_host(std::int64_t bytes, const char* what) {
-  if (bytes <= 0) return {};
-  admit(bytes, what);
-  if (bytes >= kLarge) {
-    const std::optional<MemoryState> state = memory_state(Device{});
-    if (state && state->free < bytes) throw out_of_memory(bytes, what, Device{});
-  }
-  const std::size_t align = static_cast<std::size_t>(bytes) >= kHugePage ? kHugePage : 64;
-  const std::size_t size = (static_cast<std::size_t>(bytes) + align - 1) / align * align;
-  auto* data = static_cast<std::byte*>(std::aligned_alloc(align, size));
-  if (data == nullptr) throw out_of_memory(bytes, what, Device{});
-#if defined(__linux__)
-  if (align == kHugePage) madvise(data, size, MADV_HUGEPAGE);
-#endif
-  return {data, bytes, Device{}, [](std::byte* memory) { std::free(memory); }};
+  return SpareMemory::allocate(bytes, what, Device{},
+                               [&](std::int64_t size) { return allocate_new_host(size, what); });
 }
 
 }  // namespace annulus

@@ -6,9 +6,11 @@
 #include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "annulus/device.h"
 #include "annulus/error.h"
+#include "core/function_ref.h"
 
 namespace annulus {
 
@@ -24,7 +26,7 @@ class Memory {
 
   Memory() = default;
   Memory(std::byte* data, std::int64_t bytes, Device device, Free free)
-      : data_(data, Deleter(std::move(free), bytes)), bytes_(bytes), device_(device) {
+      : data_(data, Deleter(std::move(free), bytes, device)), bytes_(bytes), device_(device) {
     if (data_.get_deleter().free && data != nullptr) count_memory(bytes);
   }
 
@@ -37,20 +39,59 @@ class Memory {
   [[nodiscard]] const Device& device() const { return device_; }
 
  private:
+  friend class SpareMemory;
   struct Deleter {
-    Deleter() : bytes(0) {}
-    Deleter(Free f, std::int64_t size) : free(std::move(f)), bytes(size) {}
+    Deleter() : capacity(0), reuse_as(nullptr) {}
+    Deleter(Free f, std::int64_t size, const Device& where)
+        : free(std::move(f)), capacity(size), device(where), reuse_as(nullptr) {}
     Free free;
-    std::int64_t bytes;
-    void operator()(std::byte* data) const {
-      if (!free) return;
-      free(data);
-      count_memory(-bytes);
-    }
+    std::int64_t capacity;
+    Device device;
+    const char* reuse_as;  // null: never reused
+    void operator()(std::byte* data) const noexcept;
   };
   std::unique_ptr<std::byte, Deleter> data_;
   std::int64_t bytes_ = 0;
   Device device_;
+};
+
+// Memory that an owner has released and will need again, by what it is for. An owner that makes its
+// parts anew opens a Scope, in which this thread's released memory is kept and allocations take the
+// smallest block that is large enough. If there is none, a smaller one is freed, and the new one
+// has some bytes more: memory only grows, and seldom.
+class SpareMemory {
+ public:
+  SpareMemory() = default;
+  ~SpareMemory();
+  SpareMemory(const SpareMemory&) = delete;
+  SpareMemory& operator=(const SpareMemory&) = delete;
+
+  class Scope {
+   public:
+    explicit Scope(SpareMemory& spare);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    SpareMemory* const before_;
+  };
+
+  // Memory from the scope of this thread, or by `allocate`. `what` names the use and lives forever.
+  [[nodiscard]] static Memory allocate(std::int64_t bytes, const char* what, const Device& device,
+                                       FunctionRef<Memory(std::int64_t bytes)> allocate);
+  [[nodiscard]] std::int64_t bytes() const;  // kept and not in use
+
+ private:
+  friend class Memory;
+  struct Block {
+    std::byte* data;
+    Memory::Deleter deleter;
+  };
+  [[nodiscard]] Memory take(std::int64_t bytes, const char* what, const Device& device);
+  void release(std::size_t block) noexcept;
+
+  std::vector<Block> blocks_;
 };
 
 // Called before every allocation on any device, and before planning (with 0 bytes). Throws

@@ -165,20 +165,14 @@ void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
       return at.grid_height * static_cast<double>(rows) / static_cast<double>(tokens);
     };
     // Tokens outside all documents are left blank.
-    std::int64_t covered = 0;
-    std::int64_t begin = 0;
-    const auto draw_covered = [&] {
-      if (covered > begin) canvas.rect(x, at.top + height(begin), w, height(covered - begin), fill);
-    };
-    for (std::int64_t s = 0; s < segments.count(); ++s) {
-      const Segments::Part part = segments.part(side, s);
-      if (part.begin != covered && part.end > part.begin) {
-        draw_covered();
-        begin = part.begin;
-      }
-      covered = std::max(covered, part.end);
+    const std::span<const Document> documents = documents_of(plan.pattern(), 0);
+    if (documents.empty()) canvas.rect(x, at.top, w, at.grid_height, fill);
+    for (const Document& document : documents) {
+      const bool keys = side == Side::keys;
+      const std::int64_t begin = keys ? document.key_begin : document.query_begin;
+      const std::int64_t end = keys ? document.key_end : document.query_end;
+      if (begin < end) canvas.rect(x, at.top + height(begin), w, height(end - begin), fill);
     }
-    draw_covered();
     if (at.grid_height >= 3.0 * static_cast<double>(segments.count())) {
       for (std::int64_t s = 0; s < segments.count(); ++s) {
         const Segments::Part part = segments.part(side, s);
@@ -387,7 +381,11 @@ std::string plan_svg(const Plan& plan) {
   }
 
   Canvas canvas;
-  canvas.text(kMargin, 40, 19, plan_title(plan), "start", kInk, "font-weight=\"600\"");
+  const std::string title = plan_title(plan);
+  // About as wide as the letters of a bold font are on average.
+  const double room = (at.width - 2 * kMargin) / (0.56 * static_cast<double>(title.size()));
+  canvas.text(kMargin, 40, std::clamp(room, 6.0, 19.0), title, "start", kInk,
+              "font-weight=\"600\"");
   canvas.text(kMargin, 62, 13, plan_subtitle(plan), "start", kMuted);
   canvas.text(kMargin, 82, 13,
               fmt::format("{} pairs, work balance {}; moved in {} step{}: {} rows x {}, "

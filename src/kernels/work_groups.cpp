@@ -43,22 +43,50 @@ Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
   return out;
 }
 
+}  // namespace
+
 // Which branch computes which pairs of a document: the same for documents of the same length.
-class Sharing {
+class WorkGroups::Sharing {
  public:
   // With detached mixing, every branch computes all its pairs.
-  Sharing(const Plan& plan, MixGradient mix)
-      : plan_(plan), share_(mix == MixGradient::full && plan.options().same_positions()) {}
+  Sharing(const Plan& plan, MixGradient mix, Shares& shares)
+      : plan_(plan),
+        share_(mix == MixGradient::full && plan.options().same_positions()),
+        shares_(shares) {}
 
   void share_nothing() {
     share_ = false;
+    last_ = nullptr;
+    shares_.clear();
     by_length_.clear();
   }
-  [[nodiscard]] const PairSharing& of(const TileGroup& tiles, int branch, int head) {
+  // All members of the tiles' selection.
+  [[nodiscard]] const std::vector<Share>& of(const TileGroup& tiles, const Selection& selection) {
     const std::vector<Document>& documents = plan_.pattern().documents;
     const std::int64_t tokens = documents.empty()
                                     ? plan_.query_placement().tokens()
                                     : documents[static_cast<std::size_t>(tiles.document)].length();
+    const std::tuple key(tiles.head_class, tiles.selection, tokens);
+    if (last_ != nullptr && last_->first == key) return last_->second;
+    const auto [found, is_new] = shares_.try_emplace(key);
+    last_ = &*found;
+    std::vector<Share>& shares = found->second;
+    if (!is_new) return shares;
+    for (const Selection::Member& member : selection.members) {
+      const PairSharing& sharing = of(tokens, selection.branch, member.q_head);
+      const auto like = std::find_if(shares.begin(), shares.end(),
+                                     [&](const Share& share) { return share.sharing == sharing; });
+      if (like == shares.end()) {
+        shares.push_back({sharing, {member}});
+      } else {
+        like->members.push_back(member);
+      }
+    }
+    return shares;
+  }
+
+ private:
+  [[nodiscard]] const PairSharing& of(std::int64_t tokens, int branch, int head) {
     std::vector<std::vector<PairSharing>>& heads = by_length_[tokens];
     if (heads.empty()) heads.resize(static_cast<std::size_t>(plan_.pattern().heads));
     std::vector<PairSharing>& branches = heads[static_cast<std::size_t>(head)];
@@ -66,13 +94,12 @@ class Sharing {
     return branches[static_cast<std::size_t>(branch)];
   }
 
- private:
   const Plan& plan_;
   bool share_;
+  Shares& shares_;
+  const Shares::value_type* last_ = nullptr;                                 // asked for
   std::map<std::int64_t, std::vector<std::vector<PairSharing>>> by_length_;  // [head][branch]
 };
-
-}  // namespace
 
 bool apart(const Branch& a, const Branch& b, int ratio) {
   const bool same = a.segment_length == b.segment_length && a.dilation == b.dilation;
@@ -101,7 +128,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     return plan.classes()[static_cast<std::size_t>(tiles.head_class)].entries;
   };
 
-  Sharing sharing(plan, computation.mix_gradient);
+  Sharing sharing(plan, computation.mix_gradient, shares_);
   if (stage.kind == Stage::Kind::gradients) {
     // Groups that skip shared pairs have to add to the keys of a segment one after the other. If
     // that would leave threads idle, every branch computes all its pairs.
@@ -112,8 +139,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       const auto branch = static_cast<std::size_t>(selection.branch);
       chains[branch] += entries_of(tiles).count_in(computation.batch) *
                         static_cast<std::int64_t>(selection.members.size());
-      for (const Selection::Member& member : selection.members) {
-        if (sharing.of(tiles, selection.branch, member.q_head).host >= 0) guest[branch] = true;
+      for (const Share& share : sharing.of(tiles, selection)) {
+        if (share.sharing.host >= 0) guest[branch] = true;
       }
     }
     for (std::size_t branch = 0; branch < chains.size(); ++branch) {
@@ -138,13 +165,8 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     // dilation.
     const Band band =
         tiles.band.shifted_by(tiles.query_origin - tiles.key_origin).divided_by(branch.dilation);
-    // One group for all members with the same sharing.
-    std::vector<bool> done(selection.members.size(), false);
-    for (std::size_t m = 0; m < selection.members.size(); ++m) {
-      if (done[m]) continue;
-      const auto sharing_of = [&](std::size_t member) -> const PairSharing& {
-        return sharing.of(tiles, selection.branch, selection.members[member].q_head);
-      };
+    // One group for all members that share alike.
+    for (const Share& share : sharing.of(tiles, selection)) {
       WorkGroup group;
       group.branch = selection.branch;
       group.offset = selection.offset;
@@ -154,16 +176,12 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       group.band = band;
       group.tokens = {tiles.query_origin + selection.offset, tiles.key_origin + selection.offset,
                       branch.dilation};
-      group.repeats = sharing_of(m).repeats;
-      for (std::size_t other = m; other < selection.members.size(); ++other) {
-        if (done[other] || !(sharing_of(other) == sharing_of(m))) continue;
-        done[other] = true;
-        group.members.push_back(selection.members[other]);
-      }
-      if (sharing_of(m).host < 0) {
-        add(std::move(group));
+      group.repeats = share.sharing.repeats;
+      group.members = share.members;
+      if (share.sharing.host < 0) {
+        add(group);
       } else {
-        add_shared(group, sharing_of(m), stage.kind);
+        add_shared(group, share.sharing, stage.kind);
       }
     }
   }
@@ -222,10 +240,13 @@ std::int64_t WorkGroups::bytes() const {
     bytes +=
         sizeof(WorkRows) + (rows.queries.capacity() + rows.keys.capacity()) * sizeof(RunTemplate);
   }
-  for (const WorkGroup& group : groups_) {
-    bytes += sizeof(WorkGroup) + group.members.capacity() * sizeof(Selection::Member) +
-             group.repeats.capacity() * sizeof(Repeat);
+  for (const auto& [key, shares] : shares_) {
+    for (const Share& share : shares) {
+      bytes += sizeof(Share) + share.members.capacity() * sizeof(Selection::Member) +
+               share.sharing.repeats.capacity() * sizeof(Repeat);
+    }
   }
+  bytes += groups_.size() * sizeof(WorkGroup);
   return static_cast<std::int64_t>(bytes);
 }
 

@@ -2,6 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <span>
+#include <tuple>
 #include <vector>
 
 #include "kernels/backend.h"
@@ -24,9 +27,9 @@ struct WorkGroup {
   int branch = 0;
   std::int64_t offset = 0;
   std::int64_t segment = 0;
-  EntryRange entries;  // of the batch
-  std::vector<Selection::Member> members;
-  std::vector<Repeat> repeats;
+  EntryRange entries;                          // of the batch
+  std::span<const Selection::Member> members;  // of a list that groups share
+  std::span<const Repeat> repeats;
   int rows = 0;  // index of its WorkRows
   Band band;     // in indices
   IndexTokens tokens;
@@ -51,6 +54,9 @@ class WorkGroups {
   // after the other.
   WorkGroups(const Stage& stage, const Computation& computation, std::int64_t least_chains);
 
+  WorkGroups(WorkGroups&&) = default;  // a copy's groups would point into the original
+  WorkGroups& operator=(WorkGroups&&) = default;
+
   [[nodiscard]] const std::vector<WorkGroup>& all() const { return groups_; }
   [[nodiscard]] const WorkGroup& operator[](int group) const {
     return groups_[static_cast<std::size_t>(group)];
@@ -62,9 +68,19 @@ class WorkGroups {
   [[nodiscard]] std::int64_t bytes() const;
 
  private:
+  // Heads of a selection that share pairs alike in documents of one length.
+  struct Share {
+    PairSharing sharing;
+    std::vector<Selection::Member> members;
+  };
+  // By head class, selection and length. Groups point into it.
+  using Shares = std::map<std::tuple<int, int, std::int64_t>, std::vector<Share>>;
+  class Sharing;
+
   void add(WorkGroup group);
   void add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind);
 
+  Shares shares_;
   std::vector<WorkRows> rows_;
   std::vector<WorkGroup> groups_;
   std::size_t longest_run_list_ = 0;

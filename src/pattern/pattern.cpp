@@ -309,7 +309,8 @@ double allowed_pairs(const Pattern& pattern, std::int64_t query_tokens, std::int
     for (const EntryGroup& group : entry_groups(pattern)) {
       const auto entries = static_cast<double>(group.entries.times());
       const Segments segments(group.documents, branch, query_tokens, key_tokens);
-      for (std::int64_t s = 0, next = 0; s < segments.count(); s = next) {
+      for (std::int64_t s = segments.next_with_both(0), next = 0; s < segments.count();
+           s = segments.next_with_both(next)) {
         next = segments.alike_until(s, segments.count());
         for (const auto& [offset, heads] : heads_of) {
           const auto indices = [&](Side side) {

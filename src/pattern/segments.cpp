@@ -108,6 +108,21 @@ std::size_t Segments::document_of(std::int64_t segment) const {
   return static_cast<std::size_t>(next - first_segment_.begin()) - 1;
 }
 
+std::int64_t Segments::next_with_both(std::int64_t segment) const {
+  if (segment >= count()) return count();
+  for (std::size_t d = document_of(segment); d < documents_.size(); ++d) {
+    const Range queries = range_of(documents_[d], Side::queries);
+    const Range keys = range_of(documents_[d], Side::keys);
+    if (queries.begin == queries.end || keys.begin == keys.end) continue;
+    const std::int64_t begin = std::max(queries.start, keys.start) / length_;
+    const std::int64_t end =
+        (std::min(queries.end - queries.origin(), keys.end - keys.origin()) - 1) / length_ + 1;
+    const std::int64_t next = std::max(segment, first_segment_[d] + begin);
+    if (next < first_segment_[d] + end) return next;
+  }
+  return count();
+}
+
 Segments::Part Segments::part(Side side, std::int64_t segment) const {
   const std::size_t d = document_of(segment);
   const Range range = range_of(documents_[d], side);

@@ -40,6 +40,8 @@ class Segments {
   // that is smaller.
   [[nodiscard]] std::int64_t length() const { return length_; }
   [[nodiscard]] std::size_t document_of(std::int64_t segment) const;
+  // The first segment from this one on that has tokens on both sides; count() if there is none.
+  [[nodiscard]] std::int64_t next_with_both(std::int64_t segment) const;
   [[nodiscard]] Part part(Side side, std::int64_t segment) const;
   // The segment of a token. For a token outside all documents, at_or_after returns the first
   // segment with later tokens or one before it, or count(); at_or_before returns the last segment

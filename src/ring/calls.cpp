@@ -40,6 +40,17 @@ std::string RingAttention::Impl::check_state(const BranchState::Data& state,
          "make_branch_state()";
 }
 
+void RingAttention::Impl::agree_on_call(const char* where, std::string wrong,
+                                        const CallClaims& claims) const {
+  try {
+    ring::agree_on_digest(*transport, where, complaint.empty() ? std::move(wrong) : complaint,
+                          claims.claims, claims.digest);
+  } catch (const ConfigError&) {
+    if (failure != nullptr) std::rethrow_exception(failure);
+    throw;
+  }
+}
+
 void RingAttention::Impl::CallClaims::set(const std::optional<DropoutSeed>& dropout) {
   if (!with_seed) return;
   std::string& text = claims.back().value;  // has the capacity: calls allocate nothing
@@ -56,15 +67,14 @@ void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::
   const char* where = "RingAttention::forward";
   const Transport::Use use(*transport, where);
   EventScope pass(EventKind::pass, "forward", rank);
-  if (event_stream().on()) pass.set_bytes(predicted_forward_bytes());
+  if (event_stream().on() && complaint.empty()) pass.set_bytes(predicted_forward_bytes());
   const OverOnError over(*this);
   const bool keep = kept != nullptr && state != nullptr;
   CallClaims& claims = forward_claims[keep ? 1 : 0][tensors.sinks ? 1 : 0];
   claims.set(tensors.dropout);
-  std::string complaint = ring::complaint_about(tensors, options, rank);
-  if (complaint.empty() && keep)
-    complaint = check_state(*state, branch_output_bytes(), branch_rows());
-  ring::agree_on_digest(*transport, where, complaint, claims.claims, claims.digest);
+  std::string wrong = ring::complaint_about(tensors, options, rank);
+  if (wrong.empty() && keep) wrong = check_state(*state, branch_output_bytes(), branch_rows());
+  agree_on_call(where, std::move(wrong), claims);
   ForwardCall call;
   call.q = rows_of(tensors.q);
   call.k = rows_of(tensors.k);
@@ -87,19 +97,19 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
   const char* where = "RingAttention::backward";
   const Transport::Use use(*transport, where);
   EventScope pass(EventKind::pass, "backward", rank);
-  if (event_stream().on()) pass.set_bytes(predicted_backward_bytes());
+  if (event_stream().on() && complaint.empty()) pass.set_bytes(predicted_backward_bytes());
   const OverOnError over(*this);
   const bool detached = options.mix_gradient == MixGradient::detached;
-  std::string complaint = ring::complaint_about(tensors, options, rank);
-  if (complaint.empty() && detached) {
-    complaint = state == nullptr || !state->filled
-                    ? "mix_gradient detached needs the branch state of forward: make it with "
-                      "make_branch_state() and pass it to forward and backward"
-                    : check_state(*state, branch_output_bytes(), branch_rows());
+  std::string wrong = ring::complaint_about(tensors, options, rank);
+  if (wrong.empty() && detached) {
+    wrong = state == nullptr || !state->filled
+                ? "mix_gradient detached needs the branch state of forward: make it with "
+                  "make_branch_state() and pass it to forward and backward"
+                : check_state(*state, branch_output_bytes(), branch_rows());
   }
   CallClaims& claims = backward_claims[tensors.sinks ? 1 : 0];
   claims.set(tensors.dropout);
-  ring::agree_on_digest(*transport, where, complaint, claims.claims, claims.digest);
+  agree_on_call(where, std::move(wrong), claims);
   BackwardCall call;
   call.q = rows_of(tensors.q);
   call.k = rows_of(tensors.k);
@@ -156,9 +166,11 @@ MemoryInfo RingAttention::Impl::memory_info() const {
           : "O(n/P + rows needed): fp32 accumulators of the own rows and every needed row of other "
             "ranks";
   info.device = options.device;
+  info.workspace_bytes = spare.bytes();
+  if (!complaint.empty()) return info;  // there are no plans
   info.communication_bytes = communication_bytes();
   info.state_bytes = engine->state_bytes();
-  info.workspace_bytes = info.communication_bytes + info.state_bytes + list_bytes();
+  info.workspace_bytes += info.communication_bytes + info.state_bytes + list_bytes();
   info.scratch_bytes = backend->scratch_bytes();
   return info;
 }

@@ -23,32 +23,9 @@ using ring::ReturnCourier;
 RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole,
                           bool by_ring)
     : Executor(std::move(options_in), transport_in), rank(transport_in.rank()) {
-  const char* where = "RingAttention";
-  // Errors that only one rank may have (memory, environment) must be errors on every rank.
-  std::exception_ptr failure;
-  ring::Complaint complaint;
-  const auto attempt = [&](FunctionRef<void()> part) {
-    try {
-      part();
-    } catch (const std::bad_alloc&) {
-      complaint.text = "out of memory while planning";
-      complaint.shortage.emplace();
-    } catch (const OutOfMemory& error) {
-      complaint.text = error.what();
-      complaint.shortage = error.shortage();
-      if (engine == nullptr) return;
-      complaint.shortage->needed = communication_bytes() + engine->state_bytes();
-      complaint.text += fmt::format("; {} in all", complaint.shortage->needed);
-    } catch (const ConfigError& error) {
-      complaint.text = error.what();
-    } catch (const std::exception& error) {
-      failure = std::current_exception();
-      complaint.text = error.what();
-    }
-  };
   const auto agree = [&](std::span<const Claim> claims) {
     try {
-      ring::agree(*transport, where, complaint, claims);
+      ring::agree(*transport, "RingAttention", complaint, claims);
     } catch (const ConfigError&) {
       if (failure != nullptr) std::rethrow_exception(failure);
       throw;
@@ -60,21 +37,16 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     // Claims of options come first: a rank that runs out of memory later in this part must not hide
     // that its options differ.
     for (Claim& claim : ring::claims_of(options)) claims.push_back(std::move(claim));
-    admit(0, "plans");
     check_options();
     backend = backend_of(options.device, options.threads);
-    computation = ring::computation_of(options, *backend, local_queries(), local_keys());
-    if (options.mix_gradient == MixGradient::detached) {
-      kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
-      computation.kept = kept.get();
-    }
+    make_computation();
     make_plans(whole);
     link = std::make_unique<ring::Link>(*transport, *backend, queue = backend->make_queue());
     make_couriers();
     claims.push_back(
         {"the kind of device", options.device.kind == Device::Kind::cpu ? "cpu" : "cuda"});
-    claims.push_back({"the schedule as chosen (by limits and rates)", name_of(schedule)});
-    claims.push_back({"which rows travel in backward", name_of(travel)});
+    claims.push_back({ring::kScheduleClaim, name_of(schedule)});
+    claims.push_back({ring::kTravelClaim, name_of(travel)});
     // Different kernels give different bits.
     if (options.reproducible) claims.push_back({"the kernels", backend->kernels()});
   });
@@ -89,17 +61,80 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     if (!complaint.empty()) return;
     make_engine();
     allocate();
-    make_call_claims(claims);
+    std::erase_if(claims, [](const Claim& claim) { return ring::depends_on_documents(claim); });
+    identity = ring::digest_of(claims);
+    make_call_claims();
   });
   agree({});
 }
 
-void RingAttention::Impl::make_call_claims(std::span<const Claim> claims) {
-  const std::string identity = fmt::format("{:x}", ring::digest_of(claims));
+// Errors that only one rank may have (memory, environment) must be errors on every rank.
+void RingAttention::Impl::attempt(FunctionRef<void()> part) {
+  try {
+    part();
+  } catch (const std::bad_alloc&) {
+    complaint.text = "out of memory while planning";
+    complaint.shortage.emplace();
+  } catch (const OutOfMemory& error) {
+    complaint.text = error.what();
+    complaint.shortage = error.shortage();
+    if (engine == nullptr) return;
+    complaint.shortage->needed = communication_bytes() + engine->state_bytes();
+    complaint.text += fmt::format("; {} in all", complaint.shortage->needed);
+  } catch (const ConfigError& error) {
+    complaint.text = error.what();
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    complaint.text = error.what();
+  }
+}
+
+void RingAttention::Impl::make_computation() {
+  kept.reset();
+  computation = ring::computation_of(options, *backend, local_queries(), local_keys());
+  if (options.mix_gradient != MixGradient::detached) return;
+  kept = std::make_unique<KeptRows>(options.pattern, options.placement, rank, options.batch);
+  computation.kept = kept.get();
+}
+
+void RingAttention::Impl::set_documents(std::vector<Document> documents) {
+  if (complaint.empty() && documents == options.pattern.documents) return;
+  finish_enqueued();  // enqueued work still uses the memory
+  const SpareMemory::Scope scope(spare);
+  engine.reset();
+  returns.reset();
+  query_courier.reset();
+  key_courier.reset();
+  if (key_plan != nullptr) {
+    past_plans.insert(past_plans.begin(),
+                      {std::move(options.pattern.documents),
+                       {std::move(key_plan), std::move(query_plan), schedule, travel}});
+    if (past_plans.size() > kMostPastPlans) past_plans.pop_back();
+  }
+  complaint = {};
+  failure = nullptr;
+  options.pattern.documents = std::move(documents);
+  attempt([&] {
+    check_options();
+    make_computation();
+    make_plans(nullptr);
+    make_call_claims();  // also of a rank that finds no memory: its options are no others
+    make_couriers();
+    check_limits();
+    make_engine();
+    allocate();
+  });
+}
+
+void RingAttention::Impl::make_call_claims() {
+  const std::string executor =
+      fmt::format("{:x} {} {}", identity, name_of(schedule), name_of(travel));
+  const std::string documents = ring::documents_text(options.pattern);
   const auto call = [&](const char* name, const char* state, bool sinks) {
     CallClaims out;
     out.claims = {{ring::kTheCall, name},
-                  {"the executor (its options differ)", identity},
+                  {ring::kDocumentsClaim, documents},
+                  {"the executor (its options differ)", executor},
                   {"whether a branch state is passed", state},
                   {"whether sinks are passed", sinks ? "yes" : "no"}};
     out.with_seed = options.dropout_p != 0;
@@ -189,14 +224,24 @@ std::unique_ptr<RingAttention::Impl> RingAttention::Impl::make(RingOptions optio
 }
 
 void RingAttention::Impl::make_plans(const RingOptions* whole) {
-  RingOptions wanted = options;
-  if (whole != nullptr) {
-    const ring::Plans of_whole = ring::make_plans(*whole, rank);
-    wanted.schedule = of_whole.schedule;
-    wanted.backward_travel =
-        of_whole.travel == Travel::keys ? BackwardTravel::keys : BackwardTravel::queries;
+  const auto past = std::find_if(past_plans.begin(), past_plans.end(), [&](const PastPlans& plans) {
+    return plans.documents == options.pattern.documents;
+  });
+  ring::Plans plans;
+  if (past != past_plans.end()) {
+    plans = std::move(past->plans);
+    past_plans.erase(past);
+  } else {
+    admit(0, "plans");
+    RingOptions wanted = options;
+    if (whole != nullptr) {
+      const ring::Plans of_whole = ring::make_plans(*whole, rank);
+      wanted.schedule = of_whole.schedule;
+      wanted.backward_travel =
+          of_whole.travel == Travel::keys ? BackwardTravel::keys : BackwardTravel::queries;
+    }
+    plans = ring::make_plans(wanted, rank);
   }
-  ring::Plans plans = ring::make_plans(wanted, rank);
   schedule = plans.schedule;
   travel = plans.travel;
   key_plan = std::move(plans.keys);

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -9,12 +10,15 @@
 #include <utility>
 #include <vector>
 
+#include "annulus/error.h"
 #include "annulus/ring_attention.h"
 #include "core/function_ref.h"
+#include "core/memory.h"
 #include "kernels/backend.h"
 #include "ring/agreement.h"
 #include "ring/courier.h"
 #include "ring/link.h"
+#include "ring/plans.h"
 #include "ring/return_courier.h"
 #include "ring/tensor_check.h"
 
@@ -40,6 +44,8 @@ struct RingAttention::Executor {
 
   virtual void run(const ring::ForwardTensors& tensors, BranchState::Data* state) = 0;
   virtual void run(const ring::BackwardTensors& tensors, const BranchState::Data* state) = 0;
+  // See RingAttention::set_documents.
+  virtual void set_documents(std::vector<Document> documents) = 0;
   virtual void synchronize() = 0;
   virtual void use_queue(std::shared_ptr<Queue> other) = 0;
   virtual void interrupt() noexcept = 0;
@@ -50,7 +56,7 @@ struct RingAttention::Executor {
   [[nodiscard]] virtual std::int64_t predicted_backward_bytes() const = 0;
   [[nodiscard]] virtual MemoryInfo memory_info() const = 0;
 
-  const RingOptions options;
+  RingOptions options;  // the documents may change
   Transport* const transport;
   std::shared_ptr<Backend> backend;
   std::shared_ptr<Queue> queue;
@@ -76,7 +82,10 @@ struct RingAttention::Impl final : Executor {
   void synchronize() override;
   void use_queue(std::shared_ptr<Queue> other) override;
   void interrupt() noexcept override { interrupted.store(true, std::memory_order_relaxed); }
-  [[nodiscard]] const Impl& current() const override { return *this; }
+  [[nodiscard]] const Impl& current() const override {
+    if (!complaint.empty()) throw ConfigError("RingAttention: " + complaint.text);
+    return *this;
+  }
   [[nodiscard]] std::int64_t predicted_forward_bytes() const override;
   [[nodiscard]] std::int64_t predicted_backward_bytes() const override;
   [[nodiscard]] MemoryInfo memory_info() const override;
@@ -103,7 +112,14 @@ struct RingAttention::Impl final : Executor {
   void check_limits() const;
   void make_engine();
   void allocate();
-  void make_call_claims(std::span<const ring::Claim> claims);
+  void make_call_claims();
+  // Runs a part of construction. What it throws becomes `complaint`.
+  void attempt(FunctionRef<void()> part);
+  void make_computation();
+
+  // Plans anew for other documents, without talking to other ranks: whatever is wrong is an error
+  // of the next pass on all of them. Memory of the last plan is used again.
+  void set_documents(std::vector<Document> documents) override;
 
   [[nodiscard]] static std::string check_state(const BranchState::Data& state,
                                                std::int64_t output_bytes, std::int64_t rows);
@@ -119,7 +135,13 @@ struct RingAttention::Impl final : Executor {
   [[nodiscard]] std::int64_t communication_bytes() const;
   [[nodiscard]] std::int64_t list_bytes() const;  // work lists and copy lists
 
+  SpareMemory spare;  // outlives all other memory
   const int rank;
+  // What is wrong on this rank with the options or documents, until the ranks have agreed on it: an
+  // Error of its own kind, or a ConfigError with this text.
+  ring::Complaint complaint;
+  std::exception_ptr failure;
+  std::uint64_t identity = 0;      // of all options but the documents
   std::unique_ptr<KeptRows> kept;  // detached mixing only
   Computation computation;
   Schedule schedule = Schedule::ring;
@@ -134,10 +156,19 @@ struct RingAttention::Impl final : Executor {
 
     void set(const std::optional<DropoutSeed>& dropout);
   };
+  // The agreement before a pass. `wrong`: what this rank has found.
+  void agree_on_call(const char* where, std::string wrong, const CallClaims& claims) const;
   CallClaims forward_claims[2][2];        // without and with a branch state, without and with sinks
   CallClaims backward_claims[2];          // without and with sinks
   std::atomic<bool> interrupted = false;  // remaining work is skipped; never reset
 
+  // Of earlier documents, the latest first: gradients are often computed after other forwards.
+  struct PastPlans {
+    std::vector<Document> documents;
+    ring::Plans plans;
+  };
+  static constexpr std::size_t kMostPastPlans = 4;
+  std::vector<PastPlans> past_plans;
   std::unique_ptr<Plan> key_plan;
   std::unique_ptr<Plan> query_plan;  // backward with travelling queries, or reproducible
   std::unique_ptr<ring::Link> link;

@@ -128,6 +128,17 @@ std::string bytes_of(const std::vector<Document>& documents) {
   return key;
 }
 
+std::string bytes_of(const std::vector<Branch>& branches) {
+  std::string key;
+  append(key, branches.size());
+  for (const Branch& branch : branches) {
+    append(key, branch.segment_length);
+    append(key, branch.dilation);
+    for (const std::int64_t offset : branch.offset) append(key, offset);
+  }
+  return key;
+}
+
 std::string bytes_of(const Pattern& pattern) {
   std::string key;
   append(key, pattern.heads);
@@ -135,12 +146,7 @@ std::string bytes_of(const Pattern& pattern) {
   append(key, pattern.window);
   append(key, pattern.output_scale);
   key += bytes_of(pattern.documents);
-  append(key, pattern.branches.size());
-  for (const Branch& branch : pattern.branches) {
-    append(key, branch.segment_length);
-    append(key, branch.dilation);
-    for (const std::int64_t offset : branch.offset) append(key, offset);
-  }
+  key += bytes_of(pattern.branches);
   return key;
 }
 
@@ -179,6 +185,15 @@ std::string placement_text(const Placement& placement) {
   return fmt::format("{} {}", placement.name().substr(0, 20), digest_text(bytes_of(placement)));
 }
 
+std::string documents_text(const Pattern& pattern) {
+  return fmt::format("{} {}", pattern.documents.size(), digest_text(bytes_of(pattern.documents)));
+}
+
+bool depends_on_documents(const Claim& claim) {
+  return claim.name == kDocumentsClaim || claim.name == kScheduleClaim ||
+         claim.name == kTravelClaim;
+}
+
 double scale_of(const RingOptions& options) {
   return options.scale.value_or(1.0 / std::sqrt(static_cast<double>(options.head_dim)));
 }
@@ -197,8 +212,7 @@ std::vector<Claim> claims_of(const RingOptions& options) {
   claims.push_back({"whether the pattern is causal", text_of(pattern.causal)});
   claims.push_back({"the pattern's window",
                     fmt::format("({}, {})", pattern.window.before, pattern.window.after)});
-  claims.push_back({"the number of documents", std::to_string(pattern.documents.size())});
-  claims.push_back({"the documents (digest)", digest_text(bytes_of(pattern.documents))});
+  claims.push_back({kDocumentsClaim, documents_text(pattern)});
   claims.push_back({"the pattern's number of branches", std::to_string(pattern.branches.size())});
   claims.push_back(
       {"the pattern's segment lengths",
@@ -207,7 +221,7 @@ std::vector<Claim> claims_of(const RingOptions& options) {
       {"the pattern's dilations",
        list_text(pattern.branches, [](const Branch& branch) { return branch.dilation; })});
   claims.push_back({"the pattern's output_scale", text_of(pattern.output_scale)});
-  claims.push_back({"the pattern's offsets (digest)", digest_text(bytes_of(pattern))});
+  claims.push_back({"the pattern's offsets (digest)", digest_text(bytes_of(pattern.branches))});
   claims.push_back({"the placement's tokens", text_of(options.placement.tokens())});
   claims.push_back({"the placement", placement_text(options.placement)});
   claims.push_back({"the keys' tokens", text_of(options.keys().tokens())});

@@ -77,6 +77,14 @@ template <Named T>
 // The options that must be equal on all ranks, as claims.
 [[nodiscard]] std::vector<Claim> claims_of(const RingOptions& options);
 
+// The documents as ranks compare them: how many, and a digest.
+inline constexpr const char* kDocumentsClaim = "the documents (number and digest)";
+inline constexpr const char* kScheduleClaim = "the schedule as chosen (by limits and rates)";
+inline constexpr const char* kTravelClaim = "which rows travel in backward";
+[[nodiscard]] std::string documents_text(const Pattern& pattern);
+// Whether a claim of construction may change with the documents of an executor.
+[[nodiscard]] bool depends_on_documents(const Claim& claim);
+
 // A cache key: options with equal keys make equal executors.
 [[nodiscard]] std::string options_key(const RingOptions& options);
 

@@ -211,6 +211,13 @@ const RingAttention::Impl& RingAttention::Pieces::current() const {
                     "memory ran out in the last pass, and there is no executor until the next one");
 }
 
+void RingAttention::Pieces::set_documents(std::vector<Document> documents) {
+  if (documents == options.pattern.documents) return;
+  throw ConfigError(
+      "RingAttention::set_documents: memory ran out, and calls are split (recovery): make another "
+      "executor for other documents");
+}
+
 void RingAttention::Pieces::synchronize() {
   if (executor_ != nullptr) executor_->synchronize();  // earlier ones waited in their destructors
 }

@@ -26,6 +26,7 @@ struct RingAttention::Pieces final : Executor {
 
   void run(const ring::ForwardTensors& tensors, BranchState::Data* state) override;
   void run(const ring::BackwardTensors& tensors, const BranchState::Data* state) override;
+  void set_documents(std::vector<Document> documents) override;  // ConfigError
   void synchronize() override;
   void use_queue(std::shared_ptr<Queue> other) override;
   void interrupt() noexcept override;

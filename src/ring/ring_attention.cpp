@@ -66,6 +66,10 @@ RingAttention::~RingAttention() = default;
 RingAttention::RingAttention(RingAttention&&) noexcept = default;
 RingAttention& RingAttention::operator=(RingAttention&&) noexcept = default;
 
+void RingAttention::set_documents(std::vector<Document> documents) {
+  executor_->set_documents(std::move(documents));
+}
+
 void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             const ConstTensorView& v, const TensorView& o, const TensorView& lse,
                             BranchState* state, const OptionalInputs& more) {

@@ -17,24 +17,56 @@ namespace {
 // By branch and head: the segment length inside which another branch computes the pairs, or 0.
 using HostSegments = std::vector<std::vector<std::int64_t>>;
 
-// With documents, what is shared depends on the length of each: the forecast then counts shared
-// pairs once per branch, as if they were not shared.
-HostSegments host_segments(const Plan& plan, bool share) {
-  const Pattern& pattern = plan.pattern();
-  HostSegments segments(pattern.branches.size(),
-                        std::vector<std::int64_t>(static_cast<std::size_t>(pattern.heads), 0));
-  if (!share || !plan.pattern().documents.empty()) return segments;
-  const PairSpace space{plan.query_placement().tokens(), plan.self_attention()};
-  for (int head = 0; head < pattern.heads; ++head) {
-    const std::vector<PairSharing> sharing = share_pairs(pattern, space, head);
-    for (std::size_t b = 0; b < sharing.size(); ++b) {
-      if (sharing[b].host < 0) continue;
-      const Branch& host = pattern.branches[static_cast<std::size_t>(sharing[b].host)];
-      segments[b][static_cast<std::size_t>(head)] = std::min(host.segment_length, space.tokens);
+// For documents of a length: what is shared depends on it.
+class SharedSegments {
+ public:
+  SharedSegments(const Plan& plan, bool share) : pattern_(plan.pattern()) {
+    const PlanOptions& options = plan.options();
+    if (!share || !options.same_positions()) return;
+    const std::vector<Document>& documents = pattern_.documents;
+    if (documents.empty()) by_length_[options.queries.tokens()] = {};
+    for (const Document& document : documents) by_length_[document.length()] = {};
+    for (auto& [length, segments] : by_length_) segments = segments_of(length);
+    whole_ = options.queries.tokens();
+  }
+
+  // None: all pairs are computed where they are.
+  [[nodiscard]] const HostSegments* of(const TileGroup& group) const {
+    const std::vector<Document>& documents = pattern_.documents;
+    const auto found = by_length_.find(
+        documents.empty() ? whole_ : documents[static_cast<std::size_t>(group.document)].length());
+    return found == by_length_.end() ? nullptr : &found->second;
+  }
+  // Calls use(segments, pattern) with the documents of each length.
+  template <typename Use>
+  void for_each(const Use& use) const {
+    for (const auto& [length, segments] : by_length_) {
+      Pattern part = pattern_;
+      std::erase_if(part.documents,
+                    [of = length](const Document& document) { return document.length() != of; });
+      use(segments, part);
     }
   }
-  return segments;
-}
+
+ private:
+  [[nodiscard]] HostSegments segments_of(std::int64_t tokens) const {
+    HostSegments segments(pattern_.branches.size(),
+                          std::vector<std::int64_t>(static_cast<std::size_t>(pattern_.heads), 0));
+    for (int head = 0; head < pattern_.heads; ++head) {
+      const std::vector<PairSharing> sharing = share_pairs(pattern_, {tokens, true}, head);
+      for (std::size_t b = 0; b < sharing.size(); ++b) {
+        if (sharing[b].host < 0) continue;
+        const Branch& host = pattern_.branches[static_cast<std::size_t>(sharing[b].host)];
+        segments[b][static_cast<std::size_t>(head)] = std::min(host.segment_length, tokens);
+      }
+    }
+    return segments;
+  }
+
+  const Pattern& pattern_;
+  std::int64_t whole_ = 0;
+  std::map<std::int64_t, HostSegments> by_length_;
+};
 
 // The pairs that branches leave to others, as a pattern: the rows of a coarser branch inside the
 // segments of the finer branch that computes them. These begin at multiples of the coarser branch's
@@ -55,6 +87,19 @@ Pattern left_out(const Pattern& pattern, const HostSegments& segments) {
     for (auto& [segment, branch] : by_segment) out.branches.push_back(std::move(branch));
   }
   return out;
+}
+
+// The token at position 0 of the document of a tile; the same on both sides where pairs are shared.
+std::int64_t origin_of(const Pattern& pattern, const TileGroup& group) {
+  if (pattern.documents.empty()) return 0;
+  const Document& document = pattern.documents[static_cast<std::size_t>(group.document)];
+  return document.query_begin - document.query_start;
+}
+
+// A row set in positions of a document that begins at token `origin`.
+RowSet in_document(RowSet rows, std::int64_t origin) {
+  rows.first -= origin;
+  return rows;
 }
 
 // The pairs of a tile whose two rows lie in the same segment of that length.
@@ -89,14 +134,17 @@ std::vector<std::pair<std::int64_t, double>> guests_of(const Selection& selectio
 StepWork::StepWork(const Plan& plan, bool share, double most_row_sets) : steps_(plan.steps()) {
   const auto ranks = static_cast<std::size_t>(plan.ranks());
   pairs_.assign(ranks * (static_cast<std::size_t>(steps_) + 1), 0.0);
-  const HostSegments segments = host_segments(plan, share);
-  const Pattern omitted = left_out(plan.pattern(), segments);
+  const SharedSegments shared(plan, share);
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const auto pairs = [&](const Pattern& pattern) {
       return shard_pairs(pattern, plan.query_placement(), plan.key_placement(), rank,
                          plan.options().travel);
     };
-    pairs_[index(rank, 0)] = pairs(plan.pattern()) - pairs(omitted);
+    double& of_rank = pairs_[index(rank, 0)];
+    of_rank = pairs(plan.pattern());
+    shared.for_each([&](const HostSegments& segments, const Pattern& part) {
+      of_rank -= pairs(left_out(part, segments));
+    });
   }
   if (steps_ == 0) return;
   const double row_sets = std::accumulate(
@@ -112,28 +160,31 @@ StepWork::StepWork(const Plan& plan, bool share, double most_row_sets) : steps_(
 
 // Counts pairs of received and local rows. All other pairs of a rank have two local rows.
 void StepWork::count(const Plan& plan, bool share) {
-  const HostSegments segments = host_segments(plan, share);
+  const SharedSegments shared(plan, share);
   const bool keys_travel = plan.options().travel == Travel::keys;
-  std::vector<std::vector<std::vector<std::pair<std::int64_t, double>>>> guests;
-  for (const HeadClass& head_class : plan.classes()) {
-    guests.emplace_back();
-    for (const Selection& selection : head_class.selections)
-      guests.back().push_back(guests_of(selection, segments));
-  }
   Plan::for_each_rank(plan.options(), [&](const Plan& view) {
     const int rank = view.rank();
     for (const TileGroup& group : view.tile_groups(1, steps_)) {
       const auto c = static_cast<std::size_t>(group.head_class);
       const auto s = static_cast<std::size_t>(group.selection);
-      const auto members = static_cast<double>(view.classes()[c].selections[s].members.size());
+      const Selection& selection = view.classes()[c].selections[s];
+      const auto entries = static_cast<double>(view.classes()[c].entries.times());
+      const double members = entries * static_cast<double>(selection.members.size());
+      const HostSegments* const segments = shared.of(group);
+      std::vector<std::pair<std::int64_t, double>> guests;
+      if (segments != nullptr) guests = guests_of(selection, *segments);
+      const std::int64_t origin = origin_of(view.pattern(), group);
       for (const PlacedRows& guest : keys_travel ? group.keys : group.queries) {
         double pairs = 0.0;
         for (const PlacedRows& host : keys_travel ? group.queries : group.keys) {
           const RowSet& queries = keys_travel ? host.rows : guest.rows;
           const RowSet& keys = keys_travel ? guest.rows : host.rows;
           pairs += members * allowed_pairs(group.band, queries, keys);
-          for (const auto& [segment, heads] : guests[c][s])
-            pairs -= heads * pairs_within(group.band, queries, keys, segment);
+          for (const auto& [segment, heads] : guests) {
+            pairs -= entries * heads *
+                     pairs_within(group.band, in_document(queries, origin),
+                                  in_document(keys, origin), segment);
+          }
         }
         pairs_[index(rank, view.arrival(guest.parcel))] += pairs;
         pairs_[index(rank, 0)] -= pairs;

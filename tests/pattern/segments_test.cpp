@@ -183,5 +183,29 @@ TEST(Documents, ErrorsSayWhatIsWrong) {
   expect_refused(validate({{.key_end = 4, .key_start = -2}}), {"key_start is -2"});
 }
 
+// Positions far behind the keys have no segment with tokens on both sides: nothing walks to them.
+TEST(Segments, EmptySegmentsAreSkipped) {
+  Pattern pattern = dense(1, true);
+  pattern.branches[0].segment_length = 1;
+  constexpr std::int64_t kFar = std::int64_t{1} << 40;
+  pattern.documents = {{.query_end = 3, .key_end = 8, .query_start = kFar},
+                       {.query_begin = 3, .query_end = 6, .key_begin = 8, .key_end = 10}};
+  EXPECT_EQ(allowed_pairs(pattern, 6, 10), 2.0);
+  const Segments segments(pattern.documents, pattern.branches[0], 6, 10);
+  EXPECT_EQ(segments.next_with_both(0), kFar + 3);
+  EXPECT_EQ(segments.next_with_both(kFar + 5), segments.count());
+}
+
+TEST(Segments, ManyEmptyDocumentsAreSkippedAtOnce) {
+  std::vector<Document> documents{{.query_end = 5, .key_end = 5}};
+  documents.resize(5, {5, 5, 5, 5, 0, 0});
+  documents.push_back({7, 9, 7, 9, 0, 0});
+  documents.resize(9, {9, 9, 9, 9, 0, 0});
+  const Segments segments(documents, dense(1).branches[0], 20, 20);
+  EXPECT_EQ(segments.at_or_before(Side::queries, 19), 1);
+  EXPECT_EQ(segments.at_or_before(Side::queries, 6), 0);
+  EXPECT_EQ(segments.at_or_before(Side::keys, 5), 0);
+}
+
 }  // namespace
 }  // namespace annulus

@@ -121,7 +121,7 @@ INSTANTIATE_TEST_SUITE_P(
                  [](RingOptions& o) {
                    o.pattern.documents = {{.query_end = kTokens, .key_end = kTokens}};
                  },
-                 "the number of documents"},
+                 "the documents (number and digest)"},
         Mismatch{"dtype", [](RingOptions& o) { o.dtype = DType::bf16; }, "dtype"},
         Mismatch{"scale", [](RingOptions& o) { o.scale = 0.3; }, "scale"},
         Mismatch{"softcap", [](RingOptions& o) { o.softcap = 20; }, "softcap"},

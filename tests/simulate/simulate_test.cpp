@@ -359,9 +359,12 @@ TEST(StepWork, CountsSharedPairsOnce) {
   // finer one having every row.
   const std::vector<std::int64_t> segments{128, 512};  // shorter ones are not worth sharing
   const std::vector<std::int64_t> dilations{1, 4};
-  for (const bool causal : {false, true}) {
+  const std::vector<std::int64_t> boundaries{0, 5, 700};
+  for (const auto& [causal, documents] :
+       {std::pair(false, false), {true, false}, {false, true}, {true, true}}) {
     for (const char* placement : {"contiguous", "zigzag", "striped"}) {
-      const Pattern pattern = longnet(2, segments, dilations, causal);
+      Pattern pattern = longnet(2, segments, dilations, causal);
+      if (documents) pattern.documents = packed_documents(boundaries);
       const Placement where = Placement::named(placement, 900, 3);
       const std::vector<Plan> views =
           Plan::of_all_ranks({pattern, where, where, 2, Schedule::gather, Travel::keys});
@@ -380,8 +383,8 @@ TEST(StepWork, CountsSharedPairsOnce) {
             }
           }
         }
-        EXPECT_DOUBLE_EQ(work.pairs(rank, 0), pairs[0]) << placement << causal;
-        EXPECT_DOUBLE_EQ(work.pairs(rank, 1), pairs[1]) << placement << causal;
+        EXPECT_DOUBLE_EQ(work.pairs(rank, 0), pairs[0]) << placement << causal << documents;
+        EXPECT_DOUBLE_EQ(work.pairs(rank, 1), pairs[1]) << placement << causal << documents;
       }
     }
   }

@@ -117,9 +117,15 @@ class _ConfigMethods:
 
     @functools.cached_property
     def executor_text(self) -> str:
-        """The text without the fields on which executors do not depend."""
-        defaults = {name: o["default"] for name, o in OF_CALLS.items()}
+        """The text without the fields on which executors do not depend. An executor takes any documents."""
+        defaults = {name: o["default"] for name, o in OF_CALLS.items()} | dict.fromkeys(DOCUMENTS)
         return dataclasses.replace(self, timeout=None, **defaults).text
+
+    @functools.cached_property
+    def documents_text(self) -> str:
+        """The documents as JSON; of lists without any, empty."""
+        fields = [getattr(self, name) for name in DOCUMENTS]
+        return "" if fields.count(None) == len(fields) else json.dumps(fields, default=plain)
 
     @functools.cached_property
     def executor_options(self) -> dict[str, object]:
@@ -133,6 +139,7 @@ class _ConfigMethods:
         fields["placement"] = claim_of(self.placement)
         renamed = {
             MASKED: fields.pop("has_key_padding_mask"),
+            "tokens of shared_k": fields.pop("shared_keys"),
             "whether gradients are needed": fields.pop("backward"),
         }
         fields = {name: value for name, value in fields.items() if name not in OF_ONE_RANK}
@@ -157,6 +164,7 @@ Config = dataclasses.make_dataclass(
         ("n_global", "int | None"),
         ("timeout", "float | None"),
         ("has_key_padding_mask", "bool"),  # it is part of q and k
+        ("shared_keys", "int"),  # that every query attends to besides those of the sequence; 0: none
         *((name, o["annotation"]) for name, o in OPTIONS.items()),
         ("backward", "bool"),  # whether gradients are needed
     ],

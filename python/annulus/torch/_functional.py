@@ -8,22 +8,27 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from annulus import ConfigError, Placement
 from annulus.torch import _fast_path
 from annulus.torch._config import DOCUMENTS, call_of, config_of, text_of
+from annulus.torch._dense_masks import attend_densely, bias_complaint, pairs_of, total_bias
+from annulus.torch._dense_masks import attention_weights as weights_of
 from annulus.torch._key_masks import mask_complaint, narrowed, used_keys, widened
 from annulus.torch._operator import attend, attend_directly
 from annulus.torch._options import (
     DEFAULTS,
     branch_numbers,
     flag_complaint,
+    name_complaint,
     option_complaint,
     refuse_unknown,
     whole_numbers,
     window_pair,
     with_options,
 )
+from annulus.torch._shared_keys import GRADIENTS, attend_shared, shared_complaint
 from annulus.torch._tensor_checks import (
     DEVICES,
     DTYPES,
@@ -38,6 +43,11 @@ from annulus.torch.ring._process_groups import group_name
 # A private argument of ring_attention: some columns of q and k represent a key_padding_mask. Either all ranks or none
 # pass a mask.
 HAS_MASK = "_has_key_padding_mask"
+# The arguments that are the first fields of Config, in their order.
+_FIELDS = (
+    *("group", "pattern", "segment_lengths", "dilation_rates", "window", *DOCUMENTS),
+    *("is_causal", "offsets", "group_scale", "placement", "n_global", "timeout"),
+)
 
 
 # Its result is a constant in a compiled graph: dynamo does not trace it. Defaults are filled in here, because with
@@ -57,16 +67,16 @@ def _fixed(x: object) -> object:
     return operator.index(x) if whole and torch.compiler.is_compiling() else x
 
 
-def _cast_for_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _cast_for_autocast(q: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if (
         isinstance(q, torch.Tensor)
         and q.device.type in DEVICES
         and torch.is_autocast_enabled(q.device.type)
-        and all(isinstance(x, torch.Tensor) and x.dtype in DTYPES for x in (q, k, v))
+        and all(isinstance(x, torch.Tensor) and x.dtype in DTYPES for x in (q, *others))
     ):
         dtype = torch.get_autocast_dtype(q.device.type)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v
+        return tuple(x.to(dtype) for x in (q, *others))
+    return (q, *others)
 
 
 def _valid_text(
@@ -81,14 +91,19 @@ def _valid_text(
     window: Sequence[int] | None,
     *others: object,
     options: dict[str, object],
+    more: tuple[torch.Tensor, ...] = (),
 ) -> str:
-    """The text of a valid call's Config, given the fields of Config in their order, up to the options."""
+    """The text of a valid call's Config, given the fields of Config in their order, up to the options.
+
+    `more` has tensors that may need a gradient, besides those that are checked.
+    """
     complaint = tensor_complaint(q, k, v, group)
     if complaint is None and sinks is not None:
         complaint = sinks_complaint(sinks, q)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
     tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    tensors += more
     inside_vmap = not torch.compiler.is_compiling() and refuse_transforms("ring_attention", *tensors)
     needs_gradient = torch.is_grad_enabled() and (
         inside_vmap or any(x.requires_grad for x in tensors)
@@ -145,6 +160,12 @@ def _attend_masked(
         )
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
+    shared = call["shared_k"], call["shared_v"]
+    if shared != (None, None):
+        drops = bool(call.get("dropout_p", 0.0))
+        complaint = shared_complaint(*shared, k, call.get("mix_gradient"), drops)
+        if complaint is not None:
+            raise ConfigError(f"ring_attention: {complaint}")
     # Lists of documents are part of what ranks agree on: one rank does not know the others' masks. A mask on a CUDA
     # device is not read, because that would wait for the device.
     lists = any(call[name] is not None for name in DOCUMENTS if name != "query_start")
@@ -155,10 +176,100 @@ def _attend_masked(
             return ring_attention(q, k, v, **call)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         q, k, v = _cast_for_autocast(q, k, v)
+        if shared != (None, None):
+            shared = _cast_for_autocast(*shared)
     head_dim = q.shape[3]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     call = {**call, "scale": scale, "return_lse": True, HAS_MASK: True}
-    return narrowed(*ring_attention(*widened(q, k, v, mask, scale), **call), head_dim, scale)
+    q, k, v = widened(q, k, v, mask, scale)
+    if shared != (None, None):
+        call["shared_k"], call["shared_v"] = (F.pad(x, (0, q.shape[3] - head_dim)) for x in shared)
+    return narrowed(*ring_attention(q, k, v, **call), head_dim, scale)
+
+
+def _document_numbers(documents: Sequence[object]) -> tuple:
+    return tuple(
+        whole_numbers(name, _fixed(x), one=not name.startswith("cu_"))
+        for name, x in zip(DOCUMENTS, documents)
+    )
+
+
+def _attend_shared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    shared: tuple[torch.Tensor, torch.Tensor],
+    gradients: str,
+    arguments: tuple,
+    options: dict[str, object],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse with keys that all ranks hold. `arguments` has the fields of Config before the options."""
+    shared_k, shared_v = shared
+    text = _valid_text(q, k, v, sinks, *arguments, options=options, more=shared)
+    fields = dict(zip(_FIELDS, arguments))
+    if fields["group_scale"]:
+        shared_v = shared_v / len(branch_numbers("segment_lengths", fields["segment_lengths"]))
+    # Of this rank alone, dense and without a mask.
+    named = {"pattern": "dense", "is_causal": False, "offsets": "blocked", "group_scale": False}
+    named |= {"placement": "contiguous"}
+    plain = (*(named.get(name) for name in _FIELDS), False, 0)
+    tensors = (k, v) if sinks is None else (k, v, sinks)
+    shared_text = _valid_text(q, shared_k, shared_v, None, *plain, options=options, more=tensors)
+    sinks = _wide(sinks, q)
+    return attend_shared(q, k, v, sinks, shared_k, shared_v, text, shared_text, gradients)
+
+
+def _attend_densely(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    shared: tuple[torch.Tensor | None, torch.Tensor | None],
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    text: str,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o and, if it is wanted, lse, with a bias for each pair, given the text of the call's Config."""
+    sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
+    pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
+    bias = total_bias(pairs, sizes, q.dtype, q.device, bias, mask)
+    if shared[0] is not None:
+        k, v = torch.cat([k, shared[0]], 1), torch.cat([v, shared[1]], 1)
+        if bias is not None:
+            bias = F.pad(bias, (0, shared[0].shape[1]))
+    return attend_densely(q, k, v, bias, _wide(sinks, q), seed, pairs, return_lse)
+
+
+def attention_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    more_k: torch.Tensor | None,
+    average: bool,
+    sinks: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    **call: object,
+) -> torch.Tensor:
+    """The weights of a call of ring_attention in one process, [batch, heads, queries, keys], or their mean over heads.
+
+    `more_k` has keys that every query attends to; their weights are behind those of k. `call` has the other arguments
+    of ring_attention, which have been checked.
+    """
+    documents = [call[name] for name in DOCUMENTS]
+    call |= dict(zip(DOCUMENTS, _document_numbers(documents)))
+    fields = [call.get(name) for name in _FIELDS]
+    options = {name: call[name] for name in DEFAULTS if name in call and name != "dropout_p"}
+    text = _valid_text(q, k, k, sinks, *fields, False, 0, options=options)
+    sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
+    pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
+    bias = total_bias(pairs, sizes, q.dtype, q.device, attn_bias, key_padding_mask)
+    if more_k is not None:
+        k = torch.cat([k, more_k], 1)
+        bias = None if bias is None else F.pad(bias, (0, more_k.shape[1]))
+    return weights_of(q, k, bias, average, pairs, sinks)
 
 
 @collective(lambda *_, group=None, timeout=None, **__: (group, timeout))
@@ -188,6 +299,10 @@ def ring_attention(
     key_padding_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dropout_seed: int | torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    shared_k: torch.Tensor | None = None,
+    shared_v: torch.Tensor | None = None,
+    shared_gradient: str = "whole",
     **options: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over a sequence that is spread over the ranks of a group.
@@ -278,6 +393,18 @@ def ring_attention(
             device). The same on all ranks. None: drawn from PyTorch's default generator of the CPU, which
             torch.manual_seed seeds; with a group the ranks' generators must then be in the same state. Unused if
             dropout_p is 0.
+        attn_bias: added to the scores, floating point, [queries, keys], [heads, queries, keys] or [batch, heads,
+            queries, keys], or 1 in place of any of these; -inf: the query does not attend to the key. With a gradient.
+            In one process, and combined with all other masks. It is computed by PyTorch's attention with a matrix of
+            numbers, so that time and memory grow with queries x keys: for causal masks, windows, documents and padding
+            use the arguments above.
+        shared_k, shared_v: [batch, shared tokens, kv_heads, head_dim], keys and values that all ranks hold besides
+            those of the sequence, as a prompt beside the tokens of an image. Every query attends to each of them once,
+            in every head, whatever the pattern and the masks. On all ranks or none, and the same on all. They are not
+            sent. Not with mix_gradient "detached".
+        shared_gradient: "whole": every rank gets the whole gradient of shared_k and shared_v, with the same bits.
+            "own": that of the rank's queries, whose sum over the group is the whole one; for what is computed from parameters
+            whose gradients are added over the ranks, as by DistributedDataParallel.
 
     Raises:
         ConfigError: an argument is wrong on any rank; the ranks' calls differ; two threads call on one group at
@@ -291,7 +418,11 @@ def ring_attention(
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    if key_padding_mask is not None:
+    shared = shared_k, shared_v
+    has_shared = shared_k is not None or shared_v is not None
+    # The reference, which computes float64, has no shared keys.
+    dense = attn_bias is not None or (has_shared and getattr(q, "dtype", None) == torch.float64)
+    if key_padding_mask is not None and not dense:
         branches = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
         masks: dict[str, object] = {"is_causal": is_causal, "window": window, "cu_seqlens": cu_seqlens}
         masks |= {"cu_seqlens_k": cu_seqlens_k, "query_start": query_start}
@@ -299,23 +430,52 @@ def ring_attention(
         ring = {"group": group, "placement": placement, "n_global": n_global, "timeout": timeout}
         kind = {"pattern": pattern, "offsets": offsets, "group_scale": group_scale}
         call = {**branches, **masks, **ring, **kind, **options}
-        call |= {"sinks": sinks, "dropout_seed": dropout_seed}
+        call |= {"sinks": sinks, "dropout_seed": dropout_seed, "shared_gradient": shared_gradient}
+        call |= {"shared_k": shared_k, "shared_v": shared_v}
         o, lse = _attend_masked(q, k, v, key_padding_mask, call)
         return (o, lse) if return_lse else o
     documents = (cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k)
     for given in documents:  # no generator: a small call makes few Python calls
         if given is not None:
-            documents = tuple(
-                whole_numbers(name, _fixed(x), one=not name.startswith("cu_"))
-                for name, x in zip(DOCUMENTS, documents)
-            )
+            documents = _document_numbers(documents)
             break
     arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window)
     arguments += (*documents, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
     compiling = torch.compiler.is_compiling()
     drops = bool(options.get("dropout_p", 0.0))  # what it is, is checked below
-    if compiling or torch._C._is_any_autocast_enabled():
+    casts = compiling or torch._C._is_any_autocast_enabled()
+    if dense or has_shared:
+        complaint = tensor_complaint(q, k, v, group)
+        complaint = complaint or name_complaint("shared_gradient", shared_gradient, GRADIENTS)
+        if complaint is None and has_shared:
+            mixing = options.get("mix_gradient")
+            complaint = shared_complaint(shared_k, shared_v, k, mixing, drops)
+        if complaint is None and attn_bias is not None:
+            complaint = bias_complaint(attn_bias, q, k, group, options.get("mix_gradient"))
+        if complaint is None and key_padding_mask is not None:
+            complaint = mask_complaint(key_padding_mask, q, k, as_columns=False)
+        if complaint is not None:
+            raise ConfigError(f"ring_attention: {complaint}")
+        if has_shared:
+            arguments += (_fixed(shared_k.shape[1]),)
+            if casts:
+                q, k, v, shared_k, shared_v = _cast_for_autocast(q, k, v, shared_k, shared_v)
+                shared = shared_k, shared_v
+        else:
+            arguments += (0,)
+            if casts:
+                q, k, v = _cast_for_autocast(q, k, v)
+        if dense:
+            text = _valid_text(q, k, v, sinks, *arguments, options=options)
+            seed = _seed_of(dropout_seed) if drops else None
+            masks = attn_bias, key_padding_mask
+            o, lse = _attend_densely(q, k, v, sinks, seed, shared, *masks, text, return_lse)
+        else:
+            o, lse = _attend_shared(q, k, v, sinks, shared, shared_gradient, arguments, options)
+        return (o, lse) if return_lse else o
+    arguments += (0,)
+    if casts:
         q, k, v = _cast_for_autocast(q, k, v)
     if compiling:
         text = _valid_text(q, k, v, sinks, *arguments, options=options)

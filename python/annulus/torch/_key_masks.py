@@ -1,4 +1,4 @@
-"""key_padding_mask, computed with additional columns of q and k; and the matrix of attention weights."""
+"""key_padding_mask, computed with additional columns of q and k."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def key_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.to(wide)
 
 
-def mask_complaint(mask: object, q: torch.Tensor, k: torch.Tensor) -> str | None:
+def mask_complaint(
+    mask: object, q: torch.Tensor, k: torch.Tensor, *, as_columns: bool = True
+) -> str | None:
     """What is wrong with a key_padding_mask for these tensors; None: nothing."""
     if not isinstance(mask, torch.Tensor):
         return f"key_padding_mask is a {type(mask).__name__}: a torch.Tensor was expected"
@@ -35,7 +37,7 @@ def mask_complaint(mask: object, q: torch.Tensor, k: torch.Tensor) -> str | None
         )
     if mask.device != q.device:
         return f"key_padding_mask is on {mask.device}, but q is on {q.device}: one device was expected"
-    if q.dtype != torch.float64 and q.shape[3] > MOST_MASKED_HEAD_DIM:
+    if as_columns and q.dtype != torch.float64 and q.shape[3] > MOST_MASKED_HEAD_DIM:
         return f"head_dim is {q.shape[3]}: at most {MOST_MASKED_HEAD_DIM} was expected with key_padding_mask"
     return None
 
@@ -90,37 +92,3 @@ def narrowed(
     # Rows that attend to no key, or only to ignored keys.
     empty = lse < -0.5 * _LARGE * _LARGE * scale
     return o[..., :head_dim].masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
-
-
-def attention_weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-    window: tuple[int, int] | None,
-    average: bool,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-) -> torch.Tensor:
-    """The matrix of attention weights, [batch, heads, queries, keys], or its mean over the heads."""
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias[:, None, None, :]
-    before, after = (-1, -1) if window is None else window
-    after = 0 if causal else after
-    queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
-    distance = keys - queries[:, None]
-    if before >= 0:
-        scores = scores.masked_fill(distance < -before, -torch.inf)
-    if after >= 0:
-        scores = scores.masked_fill(distance > after, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-        return (weights.mean(1) if average else weights).to(q.dtype)
-    # A row that attends to no key has weights 0, as its output is 0.
-    weights = scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
-    return (weights.mean(1) if average else weights).to(q.dtype)  # a bias has a wider dtype

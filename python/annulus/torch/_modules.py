@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from annulus import ConfigError
+from annulus.torch._config import DOCUMENTS
 from annulus.torch._functional import ring_attention
 from annulus.torch._options import (
     branch_numbers,
@@ -26,6 +27,9 @@ F = TypeVar("F", bound=Callable)
 
 # Arguments of ring_attention that may differ between the calls of one module.
 _OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks", "dropout_seed")
+_OF_CALLS += ("attn_bias", "shared_k", "shared_v", "shared_gradient")
+# Arguments that a module fixes, but a call may override.
+_MASKS = ("window", *DOCUMENTS)
 _PARAMETERS = [
     p
     for p in inspect.signature(ring_attention).parameters.values()
@@ -50,8 +54,8 @@ class RingDilatedAttention(nn.Module):
         segment_lengths, dilation_rates: as in :func:`ring_attention`.
         dropout_p: as in :func:`ring_attention`, in training only.
         options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse, key_padding_mask,
-            sinks and dropout_seed: pattern, is_causal, window, offsets, group_scale, group, placement, timeout, schedule
-            and so on.
+            sinks, dropout_seed, attn_bias and those of shared keys: pattern, is_causal, window, offsets, group_scale,
+            group, placement, timeout, schedule and so on.
     """
 
     @takes_published_names
@@ -82,22 +86,31 @@ class RingDilatedAttention(nn.Module):
         sinks: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
         dropout_seed: int | torch.Tensor | None = None,
+        attn_bias: torch.Tensor | None = None,
+        shared_k: torch.Tensor | None = None,
+        shared_v: torch.Tensor | None = None,
+        shared_gradient: str = "whole",
+        **masks: object,
     ) -> torch.Tensor:
         """The output for this rank's queries, with the shape and dtype of `query`.
 
         Args:
             query, key, value: this rank's shards, [batch, local tokens, heads, head_dim].
             is_causal: overrides the value of the module; None: the module's.
-            n_global, sinks, key_padding_mask, dropout_seed: as in :func:`ring_attention`.
+            n_global, sinks, key_padding_mask, dropout_seed, attn_bias, shared_k, shared_v, shared_gradient: as in
+                :func:`ring_attention`.
+            masks: window, cu_seqlens, cu_seqlens_k, query_start, seqused_k and leftpad_k override those of the module.
         """
+        refuse_unknown("forward", masks, _MASKS)
         causal = self.is_causal if is_causal is None else is_causal
-        changes = {"is_causal": causal, "n_global": n_global, "sinks": sinks}
-        changes |= {"key_padding_mask": key_padding_mask, "dropout_seed": dropout_seed}
+        changes = {"is_causal": causal, "n_global": n_global, "sinks": sinks, "attn_bias": attn_bias}
+        changes |= {"shared_k": shared_k, "shared_v": shared_v, "shared_gradient": shared_gradient}
+        changes |= {"key_padding_mask": key_padding_mask, "dropout_seed": dropout_seed, **masks}
         if not self.training:
             changes["dropout_p"] = 0.0
-        return ring_attention(query, key, value, **{**self._options(), **changes})
+        return ring_attention(query, key, value, **{**self.options(), **changes})
 
-    def _options(self) -> dict[str, object]:
+    def options(self) -> dict[str, object]:
         """The arguments of ring_attention that this module fixes."""
         return {name: getattr(self, name) for name in FIXED}
 

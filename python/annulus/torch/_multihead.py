@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -12,7 +12,9 @@ from torch import nn
 
 from annulus import ConfigError
 from annulus.torch._config import DOCUMENTS
-from annulus.torch._key_masks import MOST_HEAD_DIM, attention_weights, key_bias
+from annulus.torch._functional import attention_weights
+from annulus.torch._key_masks import MOST_HEAD_DIM
+from annulus.torch._mask_forms import arguments_of, mask_form
 from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
     MOST_NUMBER,
@@ -25,6 +27,27 @@ from annulus.torch._options import (
 from annulus.torch._published import takes_published_names
 from annulus.torch._rotary import rotate
 from annulus.torch.ring._errors import collective
+from annulus.torch.ring._process_groups import group_name
+from annulus.torch.ring._registry import lengths_of_all
+
+
+class _WrongAxes(ConfigError, AssertionError):
+    """nn.MultiheadAttention raises an AssertionError for a wrong number of axes."""
+
+
+def _projection(name: str, number: int) -> property:
+    """A parameter of that name, or where weights are packed the part of in_proj_weight.
+
+    Code that finds ``_qkv_same_embed_dim`` False reads these, for example F.multi_head_attention_forward.
+    """
+
+    def weight(self: nn.Module) -> torch.Tensor:
+        if name not in self._parameters:
+            raise AttributeError(name)
+        own, packed = self._parameters[name], self._parameters.get("in_proj_weight")
+        return own if own is not None or packed is None else packed.chunk(3)[number]
+
+    return property(weight)
 
 
 class RingMultiheadDilatedAttention(nn.MultiheadAttention):
@@ -35,8 +58,6 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     process both give the same numbers. It can be used as ``self_attn`` in ``nn.TransformerEncoderLayer``.
     With a `group`, every rank passes its shard of the sequence.
 
-    These options of nn.MultiheadAttention raise a :class:`ConfigError`, because they would silently change the
-    result: ``add_bias_kv``, ``add_zero_attn``.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device,
@@ -51,9 +72,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             and has no value. It begins as 0.
         window: (before, after): the query at t attends only to keys from t - before to t + after, as in
             :func:`ring_attention`.
-        options: all other keyword arguments of :func:`ring_attention` except n_global, return_lse and key_padding_mask:
-            pattern, offsets, group_scale, group, placement, timeout, schedule and so on.
+        options: all other keyword arguments of :func:`ring_attention` that do not change from call to call: pattern,
+            offsets, group_scale, group, placement, timeout, schedule and so on.
     """
+
+    q_proj_weight, k_proj_weight, v_proj_weight = (
+        _projection(f"{x}_proj_weight", number) for number, x in enumerate("qkv")
+    )
 
     @takes_published_names
     @with_fixed_options
@@ -81,20 +106,20 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
     ):
         here = type(self).__name__
         refuse_unknown(here, options, FIXED)
-        for name, value in (
-            ("add_bias_kv", add_bias_kv),
-            ("add_zero_attn", add_zero_attn),
-        ):
-            if value:
-                raise ConfigError(f"{here}: {name} = {value} is not supported")
         complaint = dropout_complaint("dropout", dropout)
         if complaint is None and options.get("dropout_p", 0.0) != 0.0:
             complaint = "dropout_p is another name of dropout: pass dropout"
+        if complaint is None and dropout and add_bias_kv:
+            complaint = (
+                f"dropout is {dropout} and add_bias_kv is True: which weights are dropped follows from positions, which "
+                "the additional key does not have"
+            )
         if complaint is not None:
             self._refuse(complaint)
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads}
         sizes |= {n: x for n, x in (("kdim", kdim), ("vdim", vdim)) if x is not None}
         flags = {"bias": bias, "batch_first": batch_first, "layer_norm": layer_norm, "sinks": sinks}
+        flags |= {"add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}
         numbers = {"layer_norm_eps": layer_norm_eps}
         if gamma_init is not None:
             numbers["gamma_init"] = gamma_init
@@ -112,6 +137,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             num_heads,
             dropout=float(dropout),
             bias=bias,
+            add_bias_kv=add_bias_kv,
+            add_zero_attn=add_zero_attn,
             kdim=kdim,
             vdim=vdim,
             batch_first=batch_first,
@@ -148,8 +175,6 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 self._refuse(complaint)
 
     def _projections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self._packed:
-            return self.in_proj_weight.chunk(3)
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _reset_parameters(self) -> None:
@@ -172,10 +197,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         split = (self.num_heads, self.head_dim)
+        bias = self.in_proj_bias
+        if bias is not None:
+            bias = bias.to(self.out_proj.weight.dtype)
         if self._packed and query is key and key is value:
-            qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            qkv = F.linear(query, self.in_proj_weight, bias)
             return qkv.unflatten(-1, (3, *split)).unbind(-3)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
         return tuple(
             F.linear(x, weight, b).unflatten(-1, split)
             for x, weight, b in zip((query, key, value), self._projections(), biases)
@@ -200,19 +228,22 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
 
         Args:
             query, key, value: [tokens, batch, features], or [batch, tokens, features] if batch_first, or
-                [tokens, features]. Their lengths are equal, because masks and branches depend on positions.
+                [tokens, features]; or nested tensors of sequences of any lengths, in one process.
             key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
                 floating point, added to the scores of the key. (A tokenizer's attention_mask is neither: pass
                 ``attention_mask == 0``.) A row without any key gives zeros before ``out_proj``
                 (nn.MultiheadAttention gives NaN). A mask needs three more columns of q and k: embed_dim / num_heads
                 is at most 509 with it.
-            need_weights: whether to return the attention weights, which computes their whole matrix. True needs
-                the dense pattern and one process. None: True if both hold, else False.
+            need_weights: whether to return the attention weights, which computes their whole matrix, in one process.
+                None: True with the dense pattern, else False.
             average_attn_weights: whether the returned weights are the mean over the heads.
-            attn_mask: [tokens, tokens] or [batch x heads, tokens, tokens], boolean or floating point, in one
-                process. Accepted if it masks nothing or is the causal mask of the whole sequence, which has the
-                effect of `is_causal`.
-            is_causal: whether the call is causal, without a mask. If it is True, attn_mask is ignored.
+            attn_mask: [queries, keys] or [batch x heads, queries, keys], boolean (True: hidden) or floating point
+                (added to the scores). If it is a causal mask, a window or blocks of documents, no matrix is computed;
+                the whole matrix of the sequence can then be passed on every rank of a group, too. Other masks need
+                one process. Inside ``torch.compile`` masks are not looked at: pass `is_causal` where that is meant.
+            is_causal: whether the call is causal; no mask is needed. If there is one, both apply. (If queries and keys
+                differ in number, it says that attn_mask is causal, and has no effect. Inside ``torch.compile``
+                attn_mask is ignored with it.)
             n_global: as in :func:`ring_attention`.
             rotary: rotates queries and keys by their positions: the result of :func:`rotary_table` for this shard.
             dropout_seed: as in :func:`ring_attention`. Returned weights are those without dropout.
@@ -220,21 +251,16 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         Returns:
             (output like query, weights or None).
         """
-        for name, x in (("query", query), ("key", key), ("value", value)):
+        tensors = {"query": query, "key": key, "value": value}
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        for name, x in (tensors | {n: x for n, x in masks.items() if x is not None}).items():
             if not isinstance(x, torch.Tensor):
                 self._refuse(f"{name} is a {type(x).__name__}: a torch.Tensor was expected")
-        if query.is_nested:
-            if rotary is not None:
-                self._refuse("rotary cannot be used with nested tensors: pad them")
-            return self._forward_nested(query, key, value, need_weights, attn_mask, is_causal)
-        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-            if mask is not None and not isinstance(mask, torch.Tensor):
-                self._refuse(f"{name} is a {type(mask).__name__}: a torch.Tensor was expected")
-        batched = query.dim() == 3
-        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-            self._refuse(
-                f"query, key, value have {query.dim()}, {key.dim()}, {value.dim()} axes: 2 or 3 of each was "
-                "expected"
+        batched = self._has_batch(query, key, value, key_padding_mask, attn_mask)
+        if query.is_nested or key.is_nested or value.is_nested:
+            given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "rotary": rotary}
+            return self._forward_nested(
+                query, key, value, need_weights, is_causal, dropout_seed, given
             )
         self_attention = query is key and key is value
         if not batched:
@@ -249,44 +275,169 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._refuse(
                 f"key has {key.shape[1]} tokens, value {value.shape[1]}: equal lengths were expected"
             )
-        special = ("segment_lengths", "group", *DOCUMENTS)
-        has_weights = all(getattr(self.attention, name) is None for name in special)
-        need_weights = has_weights if need_weights is None else need_weights
-        if need_weights and not has_weights:
-            self._refuse(
-                "need_weights is supported only for the dense pattern without documents and query_start, in one "
-                "process: pass need_weights=False"
-            )
-        causal = is_causal or self.attention.is_causal
-        if attn_mask is not None and not is_causal:
-            causal = self._is_causal_mask(attn_mask, query.shape[0], query.shape[1])
+        if attn_mask is None:
+            mask: dict[str, object] = {"is_causal": is_causal or self.attention.is_causal}
+        else:
+            mask = self._mask_arguments(attn_mask, query, key, is_causal)
+        out, weights = self._attend(
+            *(query, key, value, mask, key_padding_mask, need_weights, average_attn_weights),
+            *(n_global, rotary, dropout_seed),
+        )
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (out if self.batch_first else out.transpose(0, 1)), weights
 
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: dict[str, object],
+        key_padding_mask: torch.Tensor | None,
+        need_weights: bool | None,
+        average_attn_weights: bool,
+        n_global: int | None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        dropout_seed: int | torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """forward with the batch first. `mask` has the arguments of ring_attention that say what is masked."""
+        options = self.attention.options()
+        dense = all(options[name] is None for name in ("segment_lengths", *DOCUMENTS))
+        if need_weights and options["group"] is not None:
+            self._refuse(
+                "need_weights is supported in one process only, where the rows and columns of all tokens are: pass "
+                "need_weights=False"
+            )
+        if need_weights is None:
+            need_weights = dense and options["group"] is None
         q, k, v = self._project(query, key, value)
         if rotary is not None:
             self._check_rotary(rotary, query.shape[1])
             q, k = rotate(q, rotary), rotate(k, rotary)
-        heads = self.attention(
-            *(q, k, v, causal, n_global),
-            sinks=self.sinks,
-            key_padding_mask=key_padding_mask,
-            dropout_seed=dropout_seed,
-        )
+        sinks, shared = self.sinks, {}
+        if self.add_zero_attn:  # a key of zeros with a value of zeros is a sink of 0
+            sinks = q.new_zeros(self.num_heads, dtype=torch.float32)
+            if self.sinks is not None:
+                sinks = torch.logaddexp(self.sinks.float(), sinks)
+        if self.bias_k is not None:
+            # Parameters, whose gradients are added over the ranks.
+            shared["shared_gradient"] = "own"
+            for name, x in (("shared_k", self.bias_k), ("shared_v", self.bias_v)):
+                x = x.to(q.dtype).view(1, 1, self.num_heads, self.head_dim)
+                shared[name] = x.expand(q.shape[0], -1, -1, -1)
+        padding = {"key_padding_mask": key_padding_mask}
+        more = {"n_global": n_global, "dropout_seed": dropout_seed, "sinks": sinks}
+        heads = self.attention(q, k, v, **more, **mask, **padding, **shared)
         out = heads.flatten(-2)
         if self.layer_norm is not None:
             out = self.layer_norm(out)
         out = self.out_proj(out)
-        weights = None
-        if need_weights:
-            scale = self.attention.scale
-            scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
-            bias = None if key_padding_mask is None else key_bias(key_padding_mask, q.dtype)
-            mask = (causal, self.attention.window)
-            special = (self.sinks, self.attention.softcap)
-            weights = attention_weights(q, k, bias, *mask, average_attn_weights, scale, *special)
+        if not need_weights:
+            return out, None
+        more_keys = [shared["shared_k"]] if "shared_k" in shared else []
+        if self.add_zero_attn:
+            more_keys.append(q.new_zeros(q.shape[0], 1, self.num_heads, self.head_dim))
+        call = options | {"attn_bias": None, "n_global": n_global} | mask | padding
+        more_k = torch.cat(more_keys, 1) if more_keys else None
+        return out, attention_weights(
+            q, k, more_k, average=average_attn_weights, sinks=self.sinks, **call
+        )
 
-        if not batched:
-            return out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return (out if self.batch_first else out.transpose(0, 1)), weights
+    def _has_batch(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        attn_mask: torch.Tensor | None,
+    ) -> bool:
+        """Checks numbers of axes, in the words of nn.MultiheadAttention. Returns whether there is a batch axis."""
+        axes = query.dim()
+        if axes not in (2, 3):
+            self._refuse_axes(
+                f"query should be unbatched 2D or batched 3D tensor but received {axes}-D query tensor"
+            )
+        kind = f"For {'batched (3-D)' if axes == 3 else 'unbatched (2-D)'} `query`, expected"
+        if key.dim() != axes or value.dim() != axes:
+            self._refuse_axes(
+                f"{kind} `key` and `value` to be {axes}-D but found {key.dim()}-D and {value.dim()}-D tensors "
+                "respectively"
+            )
+        if key_padding_mask is not None and key_padding_mask.dim() != axes - 1:
+            self._refuse_axes(
+                f"{kind} `key_padding_mask` to be `None` or {axes - 1}-D but found {key_padding_mask.dim()}-D tensor "
+                "instead"
+            )
+        if attn_mask is not None and attn_mask.dim() not in (2, 3):
+            self._refuse_axes(
+                f"{kind} `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor instead"
+            )
+        return axes == 3
+
+    def _refuse_axes(self, text: str) -> NoReturn:
+        raise _WrongAxes(f"{type(self).__name__}: {text}")
+
+    def _mask_arguments(
+        self,
+        mask: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        is_causal: bool,
+    ) -> dict[str, object]:
+        """The arguments of ring_attention for an attn_mask and is_causal."""
+        attention = self.attention
+        group = attention.group
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            self._refuse(f"attn_mask is {mask.dtype}: torch.bool or floating point was expected")
+        # In a group the numbers of all tokens are known to all ranks together, so they are compared last.
+        tokens, keys = mask.shape[-2:] if group is not None else (query.shape[1], key.shape[1])
+        compiling = torch.compiler.is_compiling()
+        causal = attention.is_causal or (is_causal and tokens == keys)
+        self._check_mask_shape(mask, query.shape[0], tokens, keys)
+        if compiling and is_causal:
+            return {"is_causal": True}
+        found = None
+        if not compiling:
+            form = mask_form(mask)
+            found = None if form is None else arguments_of(form, attention.options(), causal)
+        if group is not None:
+            if found is None:
+                self._refuse(
+                    "attn_mask cannot be used with a group inside torch.compile: pass is_causal or window"
+                    if compiling
+                    else "attn_mask is not a causal mask, a window or blocks of documents (with segment_lengths: a "
+                    "causal mask or a window), which are all that a group can use: other masks need the scores of all "
+                    "pairs in one process"
+                )
+            claims = {"shape of attn_mask": list(mask.shape[-2:])}
+            of_ranks = lengths_of_all(
+                type(self).__name__, group_name(group), claims, [query.shape[1], key.shape[1]]
+            )
+            tokens, keys = (sum(lengths) for lengths in zip(*of_ranks))
+            self._check_mask_shape(mask, query.shape[0], tokens, keys, " of the whole sequence")
+        if found is not None:
+            return found
+        if attention.mix_gradient == "detached":
+            self._refuse(
+                "attn_mask is not a causal mask, a window or blocks of documents, which are all that mix_gradient "
+                "'detached' can use: other masks are computed for all branches as one"
+            )
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -torch.inf)
+        if mask.dim() == 3:
+            mask = mask.unflatten(0, (query.shape[0], self.num_heads))
+        return {"is_causal": causal, "attn_bias": mask}
+
+    def _check_mask_shape(
+        self, mask: torch.Tensor, batch: int, tokens: int, keys: int, of: str = ""
+    ) -> None:
+        whole = (tokens, keys)
+        of_heads = (batch * self.num_heads, tokens, keys)
+        if mask.shape not in (whole, of_heads):
+            self._refuse_axes(
+                f"attn_mask is {list(mask.shape)}: {list(whole)}{of}, or {list(of_heads)} with one mask for each head "
+                f"of each sequence, was expected. (Expected `attn_mask` shape to be {of_heads})"
+            )
 
     def _forward_nested(
         self,
@@ -294,25 +445,46 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         need_weights: bool | None,
-        attn_mask: torch.Tensor | None,
         is_causal: bool,
+        dropout_seed: int | torch.Tensor | None,
+        others: dict[str, object],
     ) -> tuple[torch.Tensor, None]:
-        """forward with nested tensors, which nn.TransformerEncoder makes of padded ones when it is not training."""
-        if query is not key or key is not value or need_weights or self.attention.group is not None:
+        """forward with nested tensors of either layout: their sequences are documents of one sequence."""
+        given = [name for name, x in others.items() if x is not None]
+        attention = self.attention
+        given += [n for n in DOCUMENTS if getattr(attention, n) is not None]
+        if need_weights:
+            given.append("need_weights")
+        if attention.group is not None:
+            given.append("a group")
+        if given:
             self._refuse(
-                "nested tensors are supported only for self-attention in one process with need_weights=False"
+                f"nested tensors cannot be used with {given[0]}: pass a padded tensor and a key_padding_mask"
             )
-        lengths = torch.tensor([len(x) for x in query.unbind()])
-        padded = query.to_padded_tensor(0.0)
-        padding = (torch.arange(padded.shape[1]) >= lengths[:, None]).to(padded.device)
-        if not self.batch_first:
-            padded = padded.transpose(0, 1)
-        out, _ = self.forward(
-            padded, padded, padded, padding, False, attn_mask, is_causal=is_causal
-        )
-        if not self.batch_first:
-            out = out.transpose(0, 1)
-        return torch.nested.as_nested_tensor([x[:n] for x, n in zip(out, lengths)]), None
+        if not (query.is_nested and key.is_nested and value.is_nested):
+            self._refuse("query, key and value: three nested tensors or none were expected")
+        packed: dict[int, torch.Tensor] = {}
+        lengths = []
+        for x in (query, key, value):
+            parts = x.unbind()
+            lengths.append([len(part) for part in parts])
+            if id(x) not in packed:
+                packed[id(x)] = torch.cat(parts)[None]
+        if lengths[1] != lengths[2] or len(lengths[0]) != len(lengths[1]):
+            self._refuse(
+                f"query, key and value have sequences of {lengths} tokens: as many of each, and those of key and value "
+                "of equal lengths, were expected"
+            )
+        mask: dict[str, object] = {"is_causal": is_causal or attention.is_causal}
+        mask["cu_seqlens"] = (0, *itertools.accumulate(lengths[0]))
+        if lengths[0] != lengths[1]:
+            mask["cu_seqlens_k"] = (0, *itertools.accumulate(lengths[1]))
+        tensors = (packed[id(x)] for x in (query, key, value))
+        out, _ = self._attend(*tensors, mask, None, False, True, None, None, dropout_seed)
+        if query.layout == torch.jagged and query.is_contiguous():
+            # With the offsets of the query: jagged tensors can be added only if they share them.
+            return torch.nested.nested_tensor_from_jagged(out[0], query.offsets()), None
+        return torch.nested.as_nested_tensor(list(out[0].split(lengths[0])), layout=query.layout), None
 
     def _refuse(self, text: str) -> NoReturn:
         raise ConfigError(f"{type(self).__name__}: {text}")
@@ -324,26 +496,3 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 f"rotary has shapes {[list(x.shape) for x in rotary]}: two of {list(shape)} were expected, from "
                 "rotary_table"
             )
-
-    def _is_causal_mask(self, mask: torch.Tensor, batch: int, tokens: int) -> bool:
-        """Whether a call with this mask is causal. Refuses a mask that is neither empty nor causal."""
-        if self.attention.group is not None:
-            self._refuse("attn_mask cannot be used with a group: pass is_causal=True")
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            self._refuse(f"attn_mask is {mask.dtype}: torch.bool or floating point was expected")
-        pairs = (tokens, tokens)
-        if mask.shape not in (pairs, (batch * self.num_heads, *pairs)):
-            self._refuse(
-                f"attn_mask is {list(mask.shape)}: [{tokens}, {tokens}] or [batch x heads, {tokens}, {tokens}] "
-                f"with {batch * self.num_heads} of them was expected"
-            )
-        masked = mask if mask.dtype == torch.bool else mask == -torch.inf
-        plain = mask.dtype == torch.bool or bool(((mask == 0) | masked).all())
-        later = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).triu(1)
-        if plain and bool((masked == later).all()):
-            return True
-        if plain and not bool(masked.any()):
-            return self.attention.is_causal
-        self._refuse(
-            "attn_mask is neither empty nor the causal mask: other masks are not supported"
-        )

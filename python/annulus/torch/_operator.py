@@ -230,6 +230,18 @@ def _backward(
     return grads
 
 
+def _attended(
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """o, lse and the two states, if there are any."""
+    return _with_recovery(_forward, call, (q, k, v), (sinks, seed))
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -238,8 +250,7 @@ def _attend(
     seed: torch.Tensor | None,
     config: str,
 ) -> tuple[torch.Tensor, ...]:
-    call = call_of(config_of(config), q, k)
-    o, lse, *states = _with_recovery(_forward, call, (q, k, v), (sinks, seed))
+    o, lse, *states = _attended(call_of(config_of(config), q, k), q, k, v, sinks, seed)
     return o, lse, *(states or _states(q, 0))
 
 
@@ -346,7 +357,7 @@ class _Attention(torch.autograd.Function):
         seed: torch.Tensor | None,
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, *states = _with_recovery(_forward, call, (q, k, v), (sinks, seed))
+        o, lse, *states = _attended(call, q, k, v, sinks, seed)
         _save(ctx, (q, k, v, sinks, seed, call.config.text), (o, lse, *states), call)
         return o, lse
 
@@ -386,5 +397,5 @@ def attend_directly(
     """o and lse without the operator: only autograd sees the call."""
     if call.config.backward:
         return _Attention.apply(q, k, v, sinks, seed, call)
-    o, lse, *_ = _with_recovery(_forward, call, (q, k, v), (sinks, seed))
+    o, lse, *_ = _attended(call, q, k, v, sinks, seed)
     return o, lse

@@ -74,7 +74,7 @@ class CudaCopies final : public CopyProgram {
       params_.content_bytes[s] = layout.content_bytes(s);
     }
     const auto bytes = static_cast<std::int64_t>(items.size() * sizeof(CopyItem));
-    memory_ = allocate_device(device, bytes, "the table of copies");
+    memory_ = allocate_reusable(device, bytes, "the table of copies");
     copy_to_device(device, memory_.data(), items.data(), bytes, "the table of copies");
     params_.items = reinterpret_cast<const CopyItem*>(memory_.data());
   }
@@ -108,7 +108,7 @@ class CudaBackend final : public Backend {
   }
 
   [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
-    return allocate_device(device_, bytes, what);
+    return allocate_reusable(device_, bytes, what);
   }
   [[nodiscard]] Memory allocate_staging(std::int64_t bytes, const char* what) override {
     return allocate_pinned(device_, bytes, what);

@@ -70,7 +70,7 @@ void CompiledStage::upload(int device_index) {
   const std::size_t earlier = append(tables.earlier);
   const std::size_t of_queries = append(tables.later);
   memory =
-      allocate_device(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
+      allocate_reusable(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
   copy_to_device(device_index, memory.data(), bytes.data(), memory.bytes(), "the tables of tiles");
   const std::byte* base = memory.data();
   device.runs = reinterpret_cast<const Run*>(base + runs);

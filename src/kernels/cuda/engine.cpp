@@ -85,7 +85,7 @@ void CudaEngine::upload(BackwardStages& stages) {
     stage.keys.upload(device_);
     list_bytes_ += stage.queries.memory.bytes() + stage.keys.memory.bytes();
   }
-  stages.counters = allocate_device(device_, stages.counts * 4, "counters of items");
+  stages.counters = allocate_reusable(device_, stages.counts * 4, "counters of items");
   list_bytes_ += stages.counters.bytes();
 }
 
@@ -118,10 +118,10 @@ void CudaEngine::allocate(const ReceivedRows& received) {
   }
   if (computation_.kept != nullptr) upload_kept();
   if (!is_fp32())
-    accumulators_ = allocate_device(device_, accumulator_bytes(), "fp32 accumulators");
+    accumulators_ = allocate_reusable(device_, accumulator_bytes(), "fp32 accumulators");
   if (!computation_.backward) return;
-  statistics_ = allocate_device(device_, statistics_bytes(), "row statistics");
-  sink_sums_ = allocate_device(
+  statistics_ = allocate_reusable(device_, statistics_bytes(), "row statistics");
+  sink_sums_ = allocate_reusable(
       device_, computation_.heads() * kSinkBlocks * static_cast<std::int64_t>(sizeof(double)),
       "sums of sinks");
   list_bytes_ += sink_sums_.bytes();
@@ -141,7 +141,7 @@ void CudaEngine::upload_kept() {
   const KeptRows& kept = *computation_.kept;
   const auto words = static_cast<std::int64_t>(kept.words().size() * sizeof(KeptRows::Word));
   const auto heads = static_cast<std::int64_t>(kept.heads().size() * sizeof(KeptRows::Head));
-  kept_memory_ = allocate_device(device_, words + heads, "the table of kept rows");
+  kept_memory_ = allocate_reusable(device_, words + heads, "the table of kept rows");
   list_bytes_ += kept_memory_.bytes();
   const auto copy = [&](std::byte* to, const void* from, std::int64_t bytes) {
     copy_to_device(device_, to, from, bytes, "the table of kept rows");

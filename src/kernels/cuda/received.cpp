@@ -28,8 +28,8 @@ Parcels upload_parcels(const ParcelRows& parcels, int device) {
     out.aligned = out.aligned && reinterpret_cast<std::uintptr_t>(source.base) % 16 == 0 &&
                   source.rows * row_bytes % 16 == 0;
   }
-  out.table = allocate_device(device, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
-                              "the table of parcels");
+  out.table = allocate_reusable(device, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
+                                "the table of parcels");
   copy_to_device(device, out.table.data(), sources.data(), out.table.bytes(),
                  "the table of parcels");
   return out;

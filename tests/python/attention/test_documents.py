@@ -12,7 +12,7 @@ import annulus  # noqa: E402
 import annulus.torch as at  # noqa: E402
 import numpy as np  # noqa: E402
 from annulus import ConfigError, Pattern, Placement  # noqa: E402
-from support import on_ranks  # noqa: E402
+from support import executors_missed, on_ranks  # noqa: E402
 from support.dense_masks import check, tensors  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
@@ -390,3 +390,48 @@ def test_masks_of_padding_are_lengths_in_one_process(one_rank, group: str | None
     one = [x[:1].transpose(1, 2) for x in (q, k, v)]
     exact = scaled_dot_product_attention(*one, attn_mask=~mask[0].expand(TOKENS, TOKENS))
     torch.testing.assert_close(holes[:1], exact.transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_calls_with_other_documents_share_an_executor() -> None:
+    """Also if gradients are computed after other forwards. A pool of many executors would hold many workspaces."""
+    q, k, v, do = batch(2)
+    at.clear_cache()
+    annulus.clear_cache()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    lists = [[[0, cut, TOKENS], [0, TOKENS]] for cut in range(1, 30)]
+    lists += [[0, 7, TOKENS], None]
+    outputs = [at.ring_attention(*leaves, is_causal=True, cu_seqlens=x) for x in lists]
+    assert len(at.ring._registry.executors()) == 1
+    for boundaries, o in list(zip(lists, outputs))[::6]:
+        grads = torch.autograd.grad(o, leaves, do)
+        at.clear_cache()
+        fresh = gradients(lambda *x: at.ring_attention(*x, is_causal=True, cu_seqlens=boundaries), q, k, v, do)
+        for a, b in zip((o, *grads), fresh):
+            assert torch.equal(a, b)
+
+    def attend_all() -> None:
+        for boundaries in lists:
+            annulus.attention(q, k, v, is_causal=True, ranks=2, cu_seqlens=boundaries)
+
+    assert executors_missed(attend_all) == 1
+    for boundaries, o in list(zip(lists, outputs))[::6]:
+        found = annulus.attention(q, k, v, is_causal=True, ranks=2, cu_seqlens=boundaries)
+        torch.testing.assert_close(found, o.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_executors_take_other_documents() -> None:
+    pattern = Pattern.dense(4, causal=True)
+    q, k, v, _ = (np.ascontiguousarray(x.numpy()) for x in batch(2))
+    ring = annulus.RingAttention(
+        pattern,
+        Placement.contiguous(TOKENS, 1),
+        transport=annulus.make_in_process_ring(1)[0],
+        **{"batch": 2, "kv_heads": 4, "head_dim": 16},
+    )
+    expected = annulus.attention(q, k, v, is_causal=True, cu_seqlens=ENTRIES[:2])
+    for _ in range(2):
+        ring.set_documents(pattern.with_documents(ENTRIES[:2]))
+        assert np.array_equal(ring.forward(q, k, v)[0], expected)
+        ring.set_documents(pattern.with_documents([0, 200]))
+        with pytest.raises(ConfigError, match="ends at query token 200"):
+            ring.forward(q, k, v)

@@ -263,9 +263,9 @@ def test_modules_can_be_stored() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dropout": 0.1}, "dropout"),
-        ({"add_bias_kv": True}, "add_bias_kv"),
-        ({"add_zero_attn": True}, "add_zero_attn"),
+        ({"dropout": 1.5}, "dropout is 1.5"),
+        ({"add_bias_kv": 1}, "add_bias_kv is 1"),
+        ({"add_zero_attn": None}, "add_zero_attn is None"),
         ({"num_heads": 5}, "num_heads 5"),
         ({"embed_dim": 1026, "num_heads": 2}, "embed_dim / num_heads is 513: at most 512"),
         ({"num_heads": 0}, "num_heads is 0"),
@@ -294,12 +294,7 @@ def test_unsupported_options_are_errors(options: dict, words: str) -> None:
 
 def test_unsupported_calls_are_errors() -> None:
     _, ours = pair(batch_first=True)
-    dilated = RingMultiheadDilatedAttention(64, 4, batch_first=True, **LONGNET)
     x = torch.randn(3, 50, 64)
-    with pytest.raises(ConfigError, match="need_weights=False"):
-        dilated(x, x, x, need_weights=True)
-    with pytest.raises(ConfigError, match="attn_mask"):
-        ours(x, x, x, attn_mask=torch.rand(50, 50) > 0.5)
     with pytest.raises(ConfigError, match=r"\[50, 50\]"):
         ours(x, x, x, attn_mask=torch.zeros(49, 50))
     with pytest.raises(ConfigError, match="key_padding_mask"):
@@ -331,7 +326,7 @@ def test_takes_attn_masks_of_the_shapes_that_multihead_attention_takes(leading: 
         return
     with pytest.raises((RuntimeError, AssertionError)):
         theirs(x, x, x, attn_mask=mask)
-    with pytest.raises(ConfigError, match="attn_mask is .* 12 of them"):
+    with pytest.raises(ConfigError, match="attn_mask"):
         ours(x, x, x, attn_mask=mask)
 
 
@@ -411,13 +406,14 @@ def test_weights_are_those_inside_the_window() -> None:
         torch.testing.assert_close(ours_weights, weights, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("documents", [{"cu_seqlens": [0, 20, 50]}, {"query_start": 3}])
-def test_weights_are_not_returned_with_documents(documents: dict) -> None:
-    module = RingMultiheadDilatedAttention(64, 4, batch_first=True, **documents)
+@pytest.mark.parametrize("options", [{"cu_seqlens": [0, 20, 50]}, {"query_start": 3}, LONGNET])
+def test_weights_of_other_patterns_are_returned_if_they_are_asked_for(options: dict) -> None:
+    """Their matrix is as large as the sequence is long, squared."""
+    module = RingMultiheadDilatedAttention(64, 4, batch_first=True, **options)
     x = torch.randn(2, 50, 64)
     assert module(x, x, x)[1] is None
-    with pytest.raises(ConfigError, match="without documents and query_start"):
-        module(x, x, x, need_weights=True)
+    weights = module(x, x, x, need_weights=True)[1]
+    assert weights.shape == (2, 50, 50)
 
 
 def test_modules_take_padding_with_each_call_only() -> None:

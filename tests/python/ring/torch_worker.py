@@ -11,6 +11,7 @@ import annulus.torch as at
 import torch
 import torch.distributed as dist
 import torch_failures
+import torch_masks
 from support import transport_contract
 from support.rank_cases import run_cases
 from torch import nn
@@ -201,6 +202,51 @@ def messages_are_few() -> None:
         backward = transport.counters()["messages_sent"]
         assert forward - before == rounds + ranks - 1, forward - before
         assert backward - forward == rounds + 2 * (ranks - 1), backward - forward
+
+
+def documents_that_change() -> None:
+    """New documents need no other messages than known ones, and no other executor."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rounds = (ranks - 1).bit_length()
+    tokens = 8 * ranks
+    *qkv, do = whole(tokens, 2, 2, 16, 7)
+    mine = leaves([x.split(8, 1)[rank] for x in qkv])
+    at.clear_cache()
+
+    def attend(cut: int, inputs=mine, **options) -> torch.Tensor:
+        lists = [[0, cut, tokens], [0, tokens]]
+        return at.ring_attention(*inputs, is_causal=True, cu_seqlens=lists, **options)
+
+    attend(1, group=WORLD)
+    transport = at.ring._registry._groups[WORLD.group_name].transport
+    outputs = []
+    for cut in range(2, tokens):
+        before = transport.counters()["messages_sent"]
+        outputs.append(attend(cut, group=WORLD))
+        assert transport.counters()["messages_sent"] - before <= rounds + ranks - 1
+    assert len(at.ring._registry.executors()) == 1
+    for cut, o in list(enumerate(outputs, 2))[::5]:  # gradients after other forwards
+        grads = torch.autograd.grad(o, mine, do.split(8, 1)[rank])
+        alone = leaves(qkv)
+        expected = attend(cut, alone)
+        torch.testing.assert_close(o, expected.split(8, 1)[rank], rtol=1e-5, atol=1e-6)
+        for a, b in zip(grads, torch.autograd.grad(expected, alone, do)):
+            torch.testing.assert_close(a, b.split(8, 1)[rank], rtol=1e-5, atol=1e-5)
+    for wrong, words in (
+        ([0, tokens + 1], [f"ends at query token {tokens + 1}"]),
+        ([0, 3, tokens], ["cu_seqlens (rank 0: [[0, 2,", "rank 1: [0, 3,"]),
+        (list(range(tokens + 1)), [f"{tokens + 1} numbers (0, 1, 2, ..., {tokens}; digest "]),
+    ):
+        torch_failures.refused(
+            lambda: at.ring_attention(
+                *mine,
+                is_causal=True,
+                cu_seqlens=wrong if rank == 1 else [[0, 2, tokens], [0, tokens]],
+                group=WORLD,
+            ),
+            words,
+        )
+        attend(5, group=WORLD)
 
 
 def lengths_that_change() -> None:
@@ -443,4 +489,4 @@ def contract(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(globals(), vars(torch_failures))
+    run_cases(globals(), {**vars(torch_failures), **vars(torch_masks)})

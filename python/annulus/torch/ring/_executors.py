@@ -43,10 +43,26 @@ def make_executor(
         max_qkv_elements=_NO_LIMIT,
         **config.executor_options,
     )
+    executor.documents_key = config.documents_text
     if executor.recovery:
         here = f"[rank {transport.rank()}/{transport.size()}] " if transport.size() > 1 else ""
         LOG.warning("%sring_attention: memory ran out: %s", here, executor.recovery)
     return executor
+
+
+def takes_documents(executor: RingAttention, config: Config) -> bool:
+    """Whether an executor has the documents of a call or can plan for them. It cannot if memory ran out and calls are
+    split, or if a CUDA graph uses it."""
+    return executor.documents_key == config.documents_text or (
+        not executor.recovery and id(executor) not in _captured
+    )
+
+
+def set_documents(executor: RingAttention, config: Config, heads: int, tokens: int, key_tokens: int) -> None:
+    """Plans for the documents of a call, unless the executor has them."""
+    if executor.documents_key != config.documents_text:
+        executor.set_documents(pattern_of(config, heads, tokens, key_tokens))
+        executor.documents_key = config.documents_text
 
 
 class LocalExecutors:
@@ -68,7 +84,15 @@ class LocalExecutors:
         config, key = call
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         executor = self.pool.take(key)
-        if executor is None:
+        if executor is not None and (
+            not takes_documents(executor, config)
+            or (capturing and executor.documents_key != config.documents_text)
+        ):
+            self.pool.give_back(key, executor)
+            executor = None
+        if executor is not None:
+            set_documents(executor, config, q.shape[2], tokens, key_tokens)
+        else:
             if capturing:
                 raise ConfigError(
                     "ring_attention: a CUDA graph is being captured and this call has not been made before, so "

@@ -14,11 +14,13 @@ from annulus import ConfigError, RingAttention, TransportError
 from annulus._core import ExecutorPool
 from annulus.torch._config import MOST_CALLS, Call, Config, pattern_of
 from annulus.torch._placements import placement_of_lengths
-from annulus.torch.ring._executors import make_executor
+from annulus.torch.ring._executors import make_executor, set_documents, takes_documents
 from annulus.torch.ring._records import CALL, claims_of, compare
 from annulus.torch.ring._transport import ProcessGroupTransport, sendable, timeout_of
 
 T = TypeVar("T")
+
+_UNKNOWN = "unknown"  # the documents of an executor whose last call failed
 
 
 class GroupRing:
@@ -87,12 +89,17 @@ class GroupRing:
         self.set_timeout(config.timeout)
         lengths, key = self._last.get(call.executor_key, (None, ""))
         executor = None if lengths is None else self.pool.take(key)
+        if executor is not None and not takes_documents(executor, config):
+            executor = None
         messages = self.messages()
         try:
             if executor is None:
                 RingAttention.refuse(self.transport, "this rank makes this call for the first time")
+            self._set_documents(executor, config, lengths, q)
             return body(executor)
         except Exception as error:
+            if executor is not None:
+                executor.documents_key = _UNKNOWN
             if executor is not None and self._is_waited_for(messages):
                 self._refuse_because_of(error)
             if not isinstance(error, ConfigError):
@@ -114,6 +121,8 @@ class GroupRing:
         if q.shape[0] * max(tokens, key_tokens) == 0 and config.n_global in (None, tokens):
             return None
         executor = self.pool.take(key)
+        if executor is not None and not takes_documents(executor, config):
+            executor = None
         kept = b"" if executor is None else b"kept"
         if not all(annulus.gather_records(self.transport, kept)):
             executor = None  # construction is collective: if one rank has none, all ranks make a new one
@@ -123,6 +132,7 @@ class GroupRing:
                 self.pool.make_room()
                 executor = self._make(config, lengths, q, k)
                 messages = self.messages()
+            self._set_documents(executor, config, lengths, q)
             result = body(executor)
         except Exception as error:
             if self._is_waited_for(messages):
@@ -139,6 +149,12 @@ class GroupRing:
             self.refuse(reason_of(error))
         except ConfigError as refusal:
             raise refusal from error
+
+    def _set_documents(
+        self, executor: RingAttention, config: Config, lengths: Sequence[Sequence[int]], q: torch.Tensor
+    ) -> None:
+        tokens, key_tokens = (sum(of_ranks) for of_ranks in zip(*lengths))
+        set_documents(executor, config, q.shape[2], tokens, key_tokens)
 
     def _make(
         self, config: Config, lengths: Sequence[Sequence[int]], q: torch.Tensor, k: torch.Tensor

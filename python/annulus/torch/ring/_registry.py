@@ -131,8 +131,8 @@ def run(
         return ring.run(what, call, q, k, body)
 
 
-def lengths_of_all(call: str, group: str, claims: dict, tokens: int) -> tuple[int, ...]:
-    """The number of tokens of every rank of a group. ConfigError unless all ranks make this call with equal claims."""
+def lengths_of_all(call: str, group: str, claims: dict, tokens: T) -> tuple[T, ...]:
+    """The number of tokens (or of queries and keys) of every rank of a group. ConfigError unless all ranks make this call with equal claims."""
     with ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
         return ring.agree(call, claims, tokens)

@@ -258,6 +258,13 @@ Memory allocate_device(int device, std::int64_t bytes, const char* what) {
   return allocate_by(current_allocator(), device, bytes, what);
 }
 
+Memory allocate_reusable(int device, std::int64_t bytes, const char* what) {
+  if (bytes == 0) return allocate_device(device, bytes, what);
+  return SpareMemory::allocate(bytes, what, {Device::Kind::cuda, device}, [&](std::int64_t size) {
+    return allocate_device(device, size, what);
+  });
+}
+
 Memory allocate_plain(int device, std::int64_t bytes, const char* what) {
   return allocate_by({}, device, bytes, what);
 }

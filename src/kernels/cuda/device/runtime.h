@@ -37,6 +37,8 @@ class DeviceScope {
 [[nodiscard]] cudaStream_t stream_of(Queue& queue);
 
 [[nodiscard]] Memory allocate_device(int device, std::int64_t bytes, const char* what);
+// The same, or spare memory of the executor that is being made anew (SpareMemory).
+[[nodiscard]] Memory allocate_reusable(int device, std::int64_t bytes, const char* what);
 // Free and total memory of the device; nothing if it is not known.
 [[nodiscard]] std::optional<MemoryState> device_memory_state(const Device& device);
 // Memory from CUDA's own allocator, even if another one is set.

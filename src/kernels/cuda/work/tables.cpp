@@ -189,7 +189,7 @@ Tables make_tables(const Stage& stage, const Computation& computation, Side side
     const std::int32_t g = maker.add_group(from);
     segments.push_back(from.segment);
     const Group& group = maker.tables.groups.back();
-    std::vector<Selection::Member> members = from.members;
+    std::vector<Selection::Member> members(from.members.begin(), from.members.end());
     std::stable_sort(members.begin(), members.end(),
                      [](const auto& a, const auto& b) { return a.q_head < b.q_head; });
     const auto first_member = static_cast<std::int32_t>(maker.tables.members.size());

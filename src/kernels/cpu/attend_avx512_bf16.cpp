@@ -33,6 +33,7 @@ HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
 #include "kernels/cpu/reach-inl.h"
 #include "kernels/cpu/softcap-inl.h"
 #include "kernels/cpu/dropout-inl.h"
+#include "kernels/cpu/query_panels-inl.h"
 #include "kernels/cpu/forward-inl.h"
 #include "kernels/cpu/backward-inl.h"
 #include "kernels/cpu/few_rows-inl.h"

@@ -37,6 +37,7 @@ HWY_BEFORE_NAMESPACE();
 #include "kernels/cpu/reach-inl.h"
 #include "kernels/cpu/softcap-inl.h"
 #include "kernels/cpu/dropout-inl.h"
+#include "kernels/cpu/query_panels-inl.h"
 #include "kernels/cpu/forward-inl.h"
 #include "kernels/cpu/backward-inl.h"
 #include "kernels/cpu/few_rows-inl.h"

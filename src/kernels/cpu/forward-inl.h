@@ -32,17 +32,7 @@ class Forward {
     }
   };
 
-  struct Panel {
-    const Element* q;        // [head_dim / kPack][kPanel]
-    float* o;                // [head_dim][kPanel], not normalised
-    float* minus_reference;  // [kPanel]; added to a score in log2 units
-    float* sum;              // [kPanel]; 0: no key seen yet
-    float* rounded_sum;      // [kPanel]; see Sums
-    LaneLimits keys;         // [kPanel]: the keys that each query sees
-    const float* repeats;    // [key class][kPanel]; see repeat_weights
-    LaneWords words;         // [kPanel]
-    PanelLimits limits;
-  };
+  using Panel = QueryPanel<M>;
 
   static constexpr bool kRoundsWeights = M::kPack == 2;
   // Sums of weights: exact, and rounded as they are multiplied with V.
@@ -66,49 +56,32 @@ class Forward {
  public:
   static void run(const Problem& problem, const ForwardTask& task,
                   std::span<std::byte> scratch_bytes) {
-    Forward self(problem, task, scratch_bytes);
+    Scratch scratch(scratch_bytes);
+    Forward self(problem, task, scratch);
     std::int64_t keys = 0;
     for (const RowRun& run : task.keys) keys += run.count;
     RowStream stream(task.keys, 0, keys, {task.canonical, task.key_gap, kKeyBlock});
     // Each strided row is on a page of its own, so rows are prefetched early.
     const int first_keys = stream.take(kKeyBlock, self.key_refs_[0]);
     self.prefetch_keys(self.key_refs_[0], 0, first_keys);
-    self.load_queries();
+    self.queries_.load(self.query_factor_);
     self.attend_keys(stream, first_keys);
-    self.store_output();
+    self.queries_.store();
   }
 
  private:
-  Forward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch_bytes)
+  Forward(const Problem& problem, const ForwardTask& task, Scratch& scratch)
       : problem_(problem),
         task_(task),
         padded_dim_(padded_dim(head_dim())),
-        queries_(static_cast<int>(task.query_end - task.query_begin)),
-        panels_((queries_ + kPanel - 1) / kPanel),
         softcap_(problem),
         dropout_(problem.dropout, task.dropout),
-        classes_(task.repeats.empty() ? 0 : 1 << task.repeats.size()),
         // fp32 folds scale and log2(e) into Q; bf16 must not round Q again and applies them to the
         // score.
         query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
-        score_factor_(softcap_.score_factor(M::kPack == 1 ? 1.0F : problem.scale * kLog2E)) {
-    Scratch scratch(scratch_bytes);
-    const auto lanes = static_cast<std::size_t>(panels_ * kPanel);
-    const auto dim = static_cast<std::size_t>(padded_dim_);
-    query_refs_ = scratch.take<RowStream::Ref>(lanes);
-    q_ = scratch.take<Element>(lanes * dim / M::kPack);
-    o_ = scratch.take<float>(lanes * dim);
-    minus_reference_ = scratch.take<float>(lanes);
-    sum_ = scratch.take<float>(lanes);
-    rounded_sum_ = kRoundsWeights ? scratch.take<float>(lanes) : sum_;
-    query_before_ = scratch.take<std::int32_t>(lanes);
-    query_last_ = scratch.take<std::int32_t>(lanes);
-    repeats_ = scratch.take<float>(lanes * static_cast<std::size_t>(classes_));
-    if constexpr (kModified) {
-      words_ = {scratch.take<std::uint32_t>(lanes), scratch.take<std::uint32_t>(lanes)};
-      key_words_ = scratch.take<std::uint32_t>(kKeyBlock);
-    }
-    rows_ = scratch.take<float>(static_cast<std::size_t>(kPanel) * kLd);
+        score_factor_(softcap_.score_factor(M::kPack == 1 ? 1.0F : problem.scale * kLog2E)),
+        queries_(problem, task, dropout_, scratch) {
+    if constexpr (kModified) key_words_ = scratch.take<std::uint32_t>(kKeyBlock);
     key_refs_[0] = scratch.take<RowStream::Ref>(kKeyBlock);
     key_refs_[1] = scratch.take<RowStream::Ref>(kKeyBlock);
     key_index_ = scratch.take<std::int32_t>(kKeyBlock);
@@ -132,70 +105,6 @@ class Forward {
                       : hn::MulAdd(score, hn::Set(kF, score_factor_), minus_reference));
   }
 
-  void load_queries() {
-    RowStream stream(task_.queries, task_.query_begin, task_.query_end);
-    stream.take(queries_, query_refs_);
-    const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
-    const std::size_t state_bytes = static_cast<std::size_t>(head_dim()) * sizeof(float);
-    for (int p = 0; p < panels_; ++p) {
-      const int first = p * kPanel;
-      const int count = std::min(kPanel, queries_ - first);
-      auto* rows = reinterpret_cast<Element*>(rows_);
-      for (int i = first + kPanel; i < std::min(queries_, first + 2 * kPanel); ++i) {
-        prefetch_row(query_refs_[i].at(kQuery), row_bytes);
-        if (task_.load_state) prefetch_row(query_refs_[i].at(kState), state_bytes);
-      }
-      Packer<M, kLd>::pack(problem_.dtype, query_refs_ + first, kQuery, count, kPanel,
-                           query_factor_, head_dim(), padded_dim_, rows, nullptr);
-      rows_to_panel(rows, kRowElements, padded_dim_ / M::kPack,
-                    q_ + first * padded_dim_ / M::kPack);
-      for (int i = 0; i < kPanel; ++i) {
-        // Lanes past the end repeat the last index, so they do not affect which tiles a panel
-        // skips.
-        const RowStream::Ref& ref = query_refs_[first + std::min(i, count - 1)];
-        const KeyLimits keys = key_limits(task_.band, ref.index());
-        query_before_[first + i] = keys.before;
-        query_last_[first + i] = keys.last;
-        minus_reference_[first + i] = 0.0F;
-        sum_[first + i] = rounded_sum_[first + i] = 0.0F;
-        repeat_weights(task_.repeats, ref.index(), repeats_ + first * classes_ + i, kPanel);
-        if constexpr (kModified) words_.set(first + i, dropout_.rows().query(ref.index()));
-      }
-      if (task_.load_state) {
-        load_state(first, count);
-      } else {
-        std::memset(o_ + first * padded_dim_, 0,
-                    sizeof(float) * static_cast<std::size_t>(kPanel * padded_dim_));
-      }
-    }
-  }
-
-  // The state is normalised: O as it would be stored now, and its log-sum-exp L. So reference = L
-  // and sum = 1. With dropout, O is still to be multiplied by its scale: with L - log(scale)
-  // as reference and sum = scale it stays as it is.
-  void load_state(int first, int count) {
-    for (int i = 0; i < kPanel; ++i) {
-      float* row = rows_ + i * kLd;
-      const float lse =
-          i < count ? *reinterpret_cast<const float*>(query_refs_[first + i].at(kLse)) : -INFINITY;
-      if (lse == -INFINITY) {  // no key seen yet, so the state is not initialised
-        std::memset(row, 0, sizeof(float) * static_cast<std::size_t>(padded_dim_));
-        continue;
-      }
-      const auto* state = reinterpret_cast<const float*>(query_refs_[first + i].at(kState));
-      std::memcpy(row, state, sizeof(float) * static_cast<std::size_t>(head_dim()));
-      std::memset(row + head_dim(), 0,
-                  sizeof(float) * static_cast<std::size_t>(padded_dim_ - head_dim()));
-      minus_reference_[first + i] = -lse * kLog2E;
-      sum_[first + i] = rounded_sum_[first + i] = 1.0F;
-      if constexpr (kModified) {
-        minus_reference_[first + i] += std::log2(dropout_.scale());
-        sum_[first + i] = rounded_sum_[first + i] = dropout_.scale();
-      }
-    }
-    rows_to_panel(rows_, kLd, padded_dim_, o_ + first * padded_dim_);
-  }
-
   void prefetch_keys(const RowStream::Ref* refs, int begin, int end) const {
     const std::size_t row_bytes = static_cast<std::size_t>(head_dim()) * size_of(problem_.dtype);
     for (int i = begin; i < end; ++i) {
@@ -209,11 +118,11 @@ class Forward {
     for (int slot = 0; count > 0; slot ^= 1) {
       const Block block = pack_block(key_refs_[slot], count);
       const int next_count = stream.take(kKeyBlock, key_refs_[slot ^ 1]);
-      for (int p = 0; p < panels_; ++p) {
+      for (int p = 0; p < queries_.count(); ++p) {
         // Prefetches the next block's rows to L2 while this one computes, a share per panel.
-        prefetch_keys(key_refs_[slot ^ 1], next_count * p / panels_,
-                      next_count * (p + 1) / panels_);
-        attend(panel(p), block);
+        prefetch_keys(key_refs_[slot ^ 1], next_count * p / queries_.count(),
+                      next_count * (p + 1) / queries_.count());
+        attend(queries_.panel(p), block);
       }
       count = next_count;
     }
@@ -246,20 +155,6 @@ class Forward {
     return block;
   }
 
-  Panel panel(int p) {
-    const int first = p * kPanel;
-    const LaneLimits keys{query_before_ + first, query_last_ + first};
-    return {q_ + first * padded_dim_ / M::kPack,
-            o_ + first * padded_dim_,
-            minus_reference_ + first,
-            sum_ + first,
-            rounded_sum_ + first,
-            keys,
-            repeats_ + first * classes_,
-            kModified ? words_ + first : LaneWords{},
-            panel_limits(keys)};
-  }
-
   void attend(const Panel& panel, const Block& block) {
     if (block.first_key > panel.limits.max_last || block.last_key <= panel.limits.min_before)
       return;
@@ -267,8 +162,8 @@ class Forward {
     if (tiles.empty()) return;
 
     const auto weigh_block = [&](bool choose_reference) {
-      return classes_ > 0 ? weigh<true>(panel, block, tiles, choose_reference)
-                          : weigh<false>(panel, block, tiles, choose_reference);
+      return queries_.classes() > 0 ? weigh<true>(panel, block, tiles, choose_reference)
+                                    : weigh<false>(panel, block, tiles, choose_reference);
     };
     const bool masked = weigh_block(true);
     if (!sums_fit(panel, block)) {
@@ -276,7 +171,7 @@ class Forward {
       const bool round = move_reference(panel, block, tiles, rounds);
       if (M::kPack == 1 || !round) {
         weigh_block(false);
-      } else if (classes_ > 0) {
+      } else if (queries_.classes() > 0) {
         weigh_rounded<true>(panel, block, tiles, rounds);
       } else {
         weigh_rounded<false>(panel, block, tiles, rounds);
@@ -601,67 +496,14 @@ class Forward {
     return any_rounds;
   }
 
-  void store_output() {
-    for (int p = 0; p < panels_; ++p) {
-      const int first = p * kPanel;
-      const int count = std::min(kPanel, queries_ - first);
-      const std::size_t out_bytes = static_cast<std::size_t>(head_dim()) * size_of(task_.out_dtype);
-      for (int i = first; i < first + count; ++i)
-        prefetch_row_to_write(query_refs_[i].at(kOut), out_bytes);
-      float* o = o_ + first * padded_dim_;
-      // Two separate products, because the engine does the second one if several tasks write a row.
-      // Bits must not depend on that (see ForwardTask::sink).
-      HWY_ALIGN float inverse[kPanel];
-      HWY_ALIGN float kept[kPanel];
-      for (int i = 0; i < kPanel; ++i) {
-        const float sum = sum_[first + i];
-        const float log_sum = std::log2(sum) - minus_reference_[first + i];
-        const WithSink row = with_sink(sum == 0.0F ? -INFINITY : log_sum * kLn2, task_.sink);
-        const float kept_weights = kModified ? dropout_.scale() : 1.0F;
-        inverse[i] = sum == 0.0F ? 1.0F : kept_weights / rounded_sum_[first + i];
-        kept[i] = row.kept;
-        if (i >= count) continue;
-        if (HWY_UNLIKELY(sum == 0.0F)) {  // no key seen: 0, even if values are Inf
-          for (int d = 0; d < head_dim(); ++d) o[d * kPanel + i] = 0.0F;
-        }
-        *reinterpret_cast<float*>(query_refs_[first + i].at(kLse)) = row.lse;
-      }
-      for (int d = 0; d < head_dim(); ++d) {
-        for (int j = 0; j < kPanel; j += kLanes) {
-          float* at = o + d * kPanel + j;
-          const VF one = hn::Mul(hn::Load(kF, at), hn::Load(kF, inverse + j));
-          hn::Store(hn::Mul(one, hn::Load(kF, kept + j)), kF, at);
-        }
-      }
-      panel_to_rows(o, padded_dim_, rows_, kLd);
-      for (int i = 0; i < count; ++i) {
-        store_row(task_.out_dtype, rows_ + i * kLd, 1.0F, query_refs_[first + i].at(kOut),
-                  head_dim());
-      }
-    }
-  }
-
   const Problem& problem_;
   const ForwardTask& task_;
   int padded_dim_;
-  int queries_;
-  int panels_;
   Softcap<M> softcap_;
   Dropout dropout_;
-  int classes_;  // number of key classes (see repeat_class); 0: every pair counts once
   float query_factor_;
   float score_factor_;
-  RowStream::Ref* query_refs_;
-  Element* q_;
-  float* o_;
-  float* minus_reference_;
-  float* sum_;
-  float* rounded_sum_;
-  std::int32_t* query_before_;
-  std::int32_t* query_last_;
-  float* repeats_;  // per panel [classes_][kPanel]
-  LaneWords words_{};
-  float* rows_;
+  QueryPanels<M, kLd, kFd, kModified> queries_;
   RowStream::Ref* key_refs_[2];
   std::int32_t* key_index_;
   std::int32_t* key_repeats_;

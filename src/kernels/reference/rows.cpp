@@ -228,8 +228,10 @@ KeyRow key_row(const RowProblem& problem, const Place& key, const StateOf& state
         const Sized dot = sized_dot(q, k);
         const double p = std::exp(score_of(problem, dot) - state.lse);
         sizes.add(dot, problem.scale, state.lse, p);
-        result.dv.add(p, kOne, dout);
-        result.dk.add(p, difference(sized_dot(dout, v), state.delta), q);
+        const double weight = kept_of(problem, query, key.position);
+        result.dv.add(weight * p, kOne, dout);
+        result.dk.add(slope_of(problem, dot) * p,
+                      difference(product(weight, sized_dot(dout, v)), state.delta), q);
       });
     }
   }

@@ -236,10 +236,11 @@ def _attend_densely(
     sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
     pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
     bias = total_bias(pairs, sizes, q.dtype, q.device, bias, mask)
-    if shared[0] is not None:
-        k, v = torch.cat([k, shared[0]], 1), torch.cat([v, shared[1]], 1)
+    shared_k, shared_v = shared
+    if shared_k is not None and shared_v is not None:
+        k, v = torch.cat([k, shared_k], 1), torch.cat([v, shared_v], 1)
         if bias is not None:
-            bias = F.pad(bias, (0, shared[0].shape[1]))
+            bias = F.pad(bias, (0, shared_k.shape[1]))
     return attend_densely(q, k, v, bias, _wide(sinks, q), seed, pairs, return_lse)
 
 
@@ -383,8 +384,8 @@ def ring_attention(
             gives 0, and its log-sum-exp is the sink. NaN or +inf makes all rows of the head NaN. On each rank its
             gradient is that of the rank's rows, as for every parameter that all ranks hold: the sum over the group
             is the whole one.
-        softcap: c above 0: scores become c * tanh(score / c) before masks and softmax (Gemma 2). 0: they do not. Not with
-            key_padding_mask.
+        softcap: c above 0: scores become c * tanh(score / c) before masks and softmax (Gemma 2). 0: they do not. Not
+            with key_padding_mask.
         dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its probability
             with this probability, and the others are divided by 1 - dropout_p. Which pairs do follows from dropout_seed,
             the batch entry, the head and the positions of query and key alone: it is the same for any number of ranks,

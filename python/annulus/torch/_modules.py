@@ -103,7 +103,7 @@ class RingDilatedAttention(nn.Module):
         """
         refuse_unknown("forward", masks, _MASKS)
         causal = self.is_causal if is_causal is None else is_causal
-        changes = {"is_causal": causal, "n_global": n_global, "sinks": sinks, "attn_bias": attn_bias}
+        changes: dict[str, object] = {"is_causal": causal, "n_global": n_global, "sinks": sinks, "attn_bias": attn_bias}
         changes |= {"shared_k": shared_k, "shared_v": shared_v, "shared_gradient": shared_gradient}
         changes |= {"key_padding_mask": key_padding_mask, "dropout_seed": dropout_seed, **masks}
         if not self.training:

@@ -132,7 +132,10 @@ def run(
 
 
 def lengths_of_all(call: str, group: str, claims: dict, tokens: T) -> tuple[T, ...]:
-    """The number of tokens (or of queries and keys) of every rank of a group. ConfigError unless all ranks make this call with equal claims."""
+    """The number of tokens (or of queries and keys) of every rank of a group.
+
+    Raises a ConfigError on all ranks unless all of them make this call with equal claims.
+    """
     with ring_of_group(group, None, call) as ring:
         ring.set_timeout(None)
         return ring.agree(call, claims, tokens)

@@ -47,7 +47,8 @@ def _projection(name: str, number: int) -> property:
         own, packed = self._parameters[name], self._parameters.get("in_proj_weight")
         return own if own is not None or packed is None else packed.chunk(3)[number]
 
-    return property(weight)
+    side = ("queries", "keys", "values")[number]
+    return property(weight, doc=f"The weight that projects {side}, also where it is a part of in_proj_weight.")
 
 
 class RingMultiheadDilatedAttention(nn.MultiheadAttention):
@@ -411,7 +412,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 )
             claims = {"shape of attn_mask": list(mask.shape[-2:])}
             of_ranks = lengths_of_all(
-                type(self).__name__, group_name(group), claims, [query.shape[1], key.shape[1]]
+                f"{type(self).__name__} with attn_mask", group_name(group), claims, [query.shape[1], key.shape[1]]
             )
             tokens, keys = (sum(lengths) for lengths in zip(*of_ranks))
             self._check_mask_shape(mask, query.shape[0], tokens, keys, " of the whole sequence")

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import annulus.torch as at  # noqa: E402
 from annulus import ConfigError, Placement  # noqa: E402
+from annulus.torch import _fast_path  # noqa: E402
 from annulus.torch._config import config_of  # noqa: E402
 
 SWAPPED = Placement.explicit(24, [[range(12, 24), range(12)]])
@@ -60,8 +61,8 @@ def test_placements_of_other_tokens_are_refused() -> None:
 
 def test_texts_of_configurations_hold_the_placement() -> None:
     """Compiled graphs hold them, and other processes may load these."""
-    from annulus.torch._functional import _text_of
-
-    fields = ("dense", (), (), None, None, None, None, True, "blocked", False, SWAPPED, None, None, False)
-    config = config_of(_text_of((), (), True, None, *fields))
-    assert config.placement == SWAPPED and config.is_causal
+    q, k, v = torch.randn(3, 1, 24, 2, 8).unbind()
+    at.ring_attention(q, k, v, placement=SWAPPED, scale=0.03125)
+    configs = [call.config for call in _fast_path._calls.values()]
+    (config,) = [c for c in configs if c.placement == SWAPPED and c.scale == 0.03125]
+    assert config_of(config.text) == config

@@ -97,7 +97,6 @@ def run(made: at.Training, steps: int) -> dict[int, float]:
         ({"log_level": "loud"}, "'debug', 'info'"),
         ({"log_level": 10}, "'debug', 'info'"),
         ({"use_gradient_checkpointing": None}, "True or False"),
-        ({"add_zero_attn": True}, "not supported"),
         ({"dropout": 1.0}, "less than 1"),
     ],
 )

@@ -527,11 +527,8 @@ class Backward {
 
 template <class M, bool kModified>
 void backward_as(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
-  // Not for softcap and dropout: each kernel takes seconds to compile, for every instruction set.
-  if constexpr (!kModified) {
-    if (problem.head_dim == 64) return Backward<M, 64, 64, kModified>::run(problem, task, scratch);
-    if (problem.head_dim == 128) return Backward<M, 128, 128, kModified>::run(problem, task, scratch);
-  }
+  if (problem.head_dim == 64) return Backward<M, 64, 64, kModified>::run(problem, task, scratch);
+  if (problem.head_dim == 128) return Backward<M, 128, 128, kModified>::run(problem, task, scratch);
   if (problem.head_dim <= kMediumHeadDim)
     return Backward<M, packed_dim(kMediumHeadDim), 0, kModified>::run(problem, task, scratch);
   return Backward<M, packed_dim(kMaxHeadDim), 0, kModified>::run(problem, task, scratch);

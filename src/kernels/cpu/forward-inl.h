@@ -519,11 +519,8 @@ class Forward {
 
 template <class M, bool kModified>
 void forward_as(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
-  // Not for softcap and dropout: each kernel takes seconds to compile, for every instruction set.
-  if constexpr (!kModified) {
-    if (problem.head_dim == 64) return Forward<M, 64, 64, kModified>::run(problem, task, scratch);
-    if (problem.head_dim == 128) return Forward<M, 128, 128, kModified>::run(problem, task, scratch);
-  }
+  if (problem.head_dim == 64) return Forward<M, 64, 64, kModified>::run(problem, task, scratch);
+  if (problem.head_dim == 128) return Forward<M, 128, 128, kModified>::run(problem, task, scratch);
   if (problem.head_dim <= kMediumHeadDim)
     return Forward<M, packed_dim(kMediumHeadDim), 0, kModified>::run(problem, task, scratch);
   return Forward<M, packed_dim(kMaxHeadDim), 0, kModified>::run(problem, task, scratch);

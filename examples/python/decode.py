@@ -70,6 +70,7 @@ def main() -> None:
         print("tokens:", *tokens)
         print(f"{caches[0].lengths[0]} tokens, {caches[0].core.cache_bytes} bytes of keys and values here")
     if group is not None:
+        del cache, caches  # before the group that they talk over
         dist.barrier()
         dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import platform
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +41,12 @@ _GLOO_LATER = 2.0
 _LONGEST_SLEEP = 1.0  # seconds
 # A thread that wakes up later than its deadline by this many seconds was stopped with its process.
 _STOPPED = 0.2
+# Seconds that closing waits for the threads of a transport. They end at once with the connections.
+_LAST_THREADS = 10.0
+
+# Transports with threads that wait for connections. Python ends threads that come back from such a wait while it exits
+# itself, and PyTorch's C++ code does not survive that: these transports are closed before.
+_open: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
 
 
 class _DeviceMemory:
@@ -140,6 +148,8 @@ class ProcessGroupTransport(Transport):
         self._gloo: dist.ProcessGroupGloo | None = None
         self._store: dist.Store | None = None
         self._control: ControlMessages | None = None  # None: a single rank needs no control messages
+        self._process = -1  # of the connections: a forked child must not close those of its parent
+        self._threads: list[threading.Thread] = []
         self._waiters = Waiters()
         self._watched: set[int] = set()  # ranks for whose connections there is a thread of _report_end
         self._ended: set[int] = set()  # ranks whose connections have ended
@@ -185,9 +195,14 @@ class ProcessGroupTransport(Transport):
             self._failed = f"{self._here()}: connecting failed: {text}"
             raise self._error() from error
         self._control = ControlMessages(self._gloo, rank, size)
-        threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._awake), name="annulus deadline", daemon=True
-        ).start()
+        self._process = os.getpid()
+        _open.add(self)
+        self._start("annulus deadline", _watch, weakref.ref(self), self._awake)
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _here(self) -> str:
         return f"[rank {self.rank()}/{self.size()}] {self.name()}"
@@ -274,12 +289,8 @@ class ProcessGroupTransport(Transport):
         """Starts a thread that reports the end of the connection to a rank."""
         if peer not in self._watched:
             self._watched.add(peer)
-            threading.Thread(
-                target=_report_end,
-                args=(self._control, self._ended, self._waiters, peer),
-                name=f"annulus end {peer}",
-                daemon=True,
-            ).start()
+            name = f"annulus end {peer}"
+            self._start(name, _report_end, self._control, self._ended, self._waiters, peer)
 
     def explain(self, peer: int, way: str, error: Exception) -> Exception:
         """The error to raise for an error of a message. The transport fails with it."""
@@ -392,11 +403,26 @@ class ProcessGroupTransport(Transport):
                 self._end(self.rank(), "closed its ring", "closed", CLOSES)
                 self._failed_rank = -1  # no rank has failed
         self._abort_nccl()
+        until = time.monotonic() + _LAST_THREADS
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def __del__(self) -> None:
+        if getattr(self, "_process", -1) == os.getpid():
+            self.close()
 
     def _abort_nccl(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             nccl.abort()  # also ends the waits of its streams
+
+
+@atexit.register
+def _close_all() -> None:
+    for transport in list(_open):
+        if transport._process == os.getpid():
+            transport.close()
 
 
 def _report_end(control: ControlMessages, ended: set[int], waiters: Waiters, peer: int) -> None:

@@ -123,10 +123,9 @@ std::int64_t Segments::next_with_both(std::int64_t segment) const {
   return count();
 }
 
-Segments::Part Segments::part(Side side, std::int64_t segment) const {
-  const std::size_t d = document_of(segment);
-  const Range range = range_of(documents_[d], side);
-  const std::int64_t origin = range.origin() + (segment - first_segment_[d]) * length_;
+Segments::Part Segments::part(Side side, std::int64_t segment, std::size_t document) const {
+  const Range range = range_of(documents_[document], side);
+  const std::int64_t origin = range.origin() + (segment - first_segment_[document]) * length_;
   const std::int64_t begin = std::clamp(origin, range.begin, range.end);
   return {begin, std::clamp(origin + length_, begin, range.end), origin};
 }
@@ -163,7 +162,7 @@ std::int64_t Segments::at_or_before(Side side, std::int64_t token) const {
 std::int64_t Segments::alike_until(std::int64_t segment, std::int64_t end) const {
   const std::size_t d = document_of(segment);
   const auto whole = [&](Side side) {
-    const Part here = part(side, segment);
+    const Part here = part(side, segment, d);
     return here.begin == here.origin && here.end - here.begin == length_;
   };
   if (!whole(Side::queries) || !whole(Side::keys)) return segment + 1;
@@ -175,10 +174,11 @@ std::int64_t Segments::alike_until(std::int64_t segment, std::int64_t end) const
                     std::max(end, segment + 1));
 }
 
-Band Segments::in_tokens(const Band& band, std::int64_t segment) const {
-  const Document& document = documents_[document_of(segment)];
-  return band.shifted_by(range_of(document, Side::keys).origin() -
-                         range_of(document, Side::queries).origin());
+Segments::Origins Segments::origins(std::int64_t segment) const {
+  const std::size_t d = document_of(segment);
+  const std::int64_t before = (segment - first_segment_[d]) * length_;
+  return {d, range_of(documents_[d], Side::queries).origin() + before,
+          range_of(documents_[d], Side::keys).origin() + before};
 }
 
 Stretch selected_indices(const Segments::Part& part, std::int64_t dilation, std::int64_t offset) {

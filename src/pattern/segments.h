@@ -42,7 +42,9 @@ class Segments {
   [[nodiscard]] std::size_t document_of(std::int64_t segment) const;
   // The first segment from this one on that has tokens on both sides; count() if there is none.
   [[nodiscard]] std::int64_t next_with_both(std::int64_t segment) const;
-  [[nodiscard]] Part part(Side side, std::int64_t segment) const;
+  [[nodiscard]] Part part(Side side, std::int64_t segment) const {
+    return part(side, segment, document_of(segment));
+  }
   // The segment of a token. For a token outside all documents, at_or_after returns the first
   // segment with later tokens or one before it, or count(); at_or_before returns the last segment
   // with earlier tokens, or -1.
@@ -52,10 +54,23 @@ class Segments {
   // tokens on both sides and belong to one document. They include this one, unless `end` excludes
   // it.
   [[nodiscard]] std::int64_t alike_until(std::int64_t segment, std::int64_t end) const;
-  // Converts a band in positions to a band in the segment's tokens.
-  [[nodiscard]] Band in_tokens(const Band& band, std::int64_t segment) const;
+  // A segment's document, and Part::origin on both sides.
+  struct Origins {
+    std::size_t document = 0;
+    std::int64_t query = 0;
+    std::int64_t key = 0;
+
+    // Converts a band in positions to a band in the segment's tokens.
+    [[nodiscard]] Band in_tokens(const Band& band) const { return band.shifted_by(key - query); }
+  };
+  [[nodiscard]] Origins origins(std::int64_t segment) const;
+  [[nodiscard]] Band in_tokens(const Band& band, std::int64_t segment) const {
+    return origins(segment).in_tokens(band);
+  }
 
  private:
+  [[nodiscard]] Part part(Side side, std::int64_t segment, std::size_t document) const;
+
   std::vector<Document> documents_;          // at least one
   std::vector<std::int64_t> first_segment_;  // of each document, and the number of segments
   std::int64_t length_ = 1;

@@ -1,7 +1,6 @@
 #include "kernels/cpu/turns.h"
 
 #include <algorithm>
-#include <map>
 #include <set>
 #include <thread>
 #include <tuple>
@@ -28,23 +27,36 @@ void assign_turns(Phase& phase, const WorkGroups& groups, const Stage& stage, in
     return (stage.plan->options().travel == Travel::queries && ratio > 1) ||
            with_gaps.contains(group.branch);
   };
-  using Key = std::tuple<int, int, std::int64_t, std::int64_t, std::int32_t, std::int64_t>;
-  std::map<Key, std::int32_t> query_ids;
-  std::map<Key, std::int32_t> key_ids;
-  const auto id = [](std::map<Key, std::int32_t>& ids, const Key& key) {
-    return ids.try_emplace(key, static_cast<std::int32_t>(ids.size())).first->second;
-  };
-  for (WorkItem& item : phase.items) {
-    const WorkGroup& group = groups[item.group];
-    const int head = q_head(item);
-    if (query_rows) {
-      item.query_turns = id(query_ids, {head, group.branch, group.offset, group.segment, item.batch,
-                                        group.host_begin + item.query_begin});
+  // Items that touch the same rows get the same number. Returns how many numbers there are.
+  using Rows = std::tuple<int, int, std::int64_t, std::int64_t, std::int32_t, std::int64_t>;
+  const auto number = [&](std::int32_t WorkItem::*turns, const auto& rows_of) {
+    std::vector<std::pair<Rows, std::size_t>> rows;
+    rows.reserve(phase.items.size());
+    for (std::size_t i = 0; i < phase.items.size(); ++i) {
+      const WorkItem& item = phase.items[i];
+      rows.emplace_back(rows_of(item, groups[item.group]), i);
     }
-    item.key_turns =
-        id(key_ids, {head / ratio, group.branch, group.offset, group.segment, item.batch,
-                     coarse(group) ? -1 : group.host_begin + item.key_begin});
+    std::sort(rows.begin(), rows.end());
+    std::int32_t numbers = 0;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      if (i == 0 || rows[i].first != rows[i - 1].first) ++numbers;
+      phase.items[rows[i].second].*turns = numbers - 1;
+    }
+    return numbers;
+  };
+  std::int32_t query_numbers = 0;
+  if (query_rows) {
+    query_numbers =
+        number(&WorkItem::query_turns, [&](const WorkItem& item, const WorkGroup& group) {
+          return Rows(q_head(item), group.branch, group.offset, group.segment, item.batch,
+                      group.host_begin + item.query_begin);
+        });
   }
+  const std::int32_t key_numbers =
+      number(&WorkItem::key_turns, [&](const WorkItem& item, const WorkGroup& group) {
+        return Rows(q_head(item) / ratio, group.branch, group.offset, group.segment, item.batch,
+                    coarse(group) ? -1 : group.host_begin + item.key_begin);
+      });
   // In canonical order, a key row is summed by query head.
   if (!query_rows) {
     std::stable_sort(phase.items.begin(), phase.items.end(),
@@ -79,15 +91,14 @@ void assign_turns(Phase& phase, const WorkGroups& groups, const Stage& stage, in
     }
     phase.items = std::move(ordered);
   }
-  std::vector<std::int32_t> query_next(query_ids.size(), 0);
-  std::vector<std::int32_t> key_next(key_ids.size(), 0);
-  const auto key_base = static_cast<std::int32_t>(query_ids.size());
+  std::vector<std::int32_t> query_next(static_cast<std::size_t>(query_numbers), 0);
+  std::vector<std::int32_t> key_next(static_cast<std::size_t>(key_numbers), 0);
   for (WorkItem& item : phase.items) {
     if (query_rows) item.query_turn = query_next[static_cast<std::size_t>(item.query_turns)]++;
     item.key_turn = key_next[static_cast<std::size_t>(item.key_turns)]++;
-    item.key_turns += key_base;
+    item.key_turns += query_numbers;
   }
-  phase.turn_counters = query_ids.size() + key_ids.size();
+  phase.turn_counters = query_next.size() + key_next.size();
 }
 
 // No deadlock: items start in list order, and predecessors are earlier in the list, so they are

@@ -213,6 +213,29 @@ def test_hidden_keys_change_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results(*other, hidden_from_late), before))
 
 
+def test_queries_that_see_nothing_may_hold_anything() -> None:
+    """As with the kernels. Also in single heads only."""
+    *qkv, do = tensors(20, torch.float32)
+    packed = {"cu_seqlens": [0, 9, 15]}
+    of_head = torch.zeros(4, 20, 20)
+    of_head[1, 4] = -torch.inf
+    for call, rows in (
+        ({"attn_bias": torch.zeros(1, 1), **packed}, (slice(None), slice(15, None))),
+        ({"attn_bias": torch.zeros(1, 1), **packed, "softcap": 3.0}, (slice(None), slice(15, None))),
+        ({"attn_bias": of_head}, (slice(None), 4, 1)),
+    ):
+        results = []
+        for value in (0.0, torch.nan):
+            leaves = [x.clone() for x in qkv]
+            leaves[0][rows] = value
+            leaves = [x.requires_grad_() for x in leaves]
+            o, lse = at.ring_attention(*leaves, return_lse=True, **call)
+            assert not o[rows].any() and (lse[rows] == -torch.inf).all()
+            results.append((o, lse, *torch.autograd.grad(o, leaves, do)))
+        for a, b in zip(*results):
+            assert torch.equal(a, b)
+
+
 def test_rows_without_keys_and_nothing_at_all() -> None:
     q, k, v, do = tensors(9, torch.float32)
     nothing = torch.full((9, 9), -torch.inf)
@@ -253,6 +276,45 @@ def test_compiled_and_autocast() -> None:
         half = function(q, k, v)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected.detach(), rtol=2e-2, atol=2e-2)
+
+
+def test_log_sum_exps_under_autocast_are_those_of_kernels() -> None:
+    q, k, v = (4 * x for x in tensors(64, torch.float32, dim=64)[:3])
+    with torch.autocast("cpu", torch.bfloat16):
+        lse, dense = (
+            at.ring_attention(q, k, v, return_lse=True, **more)[1] for more in ({}, {"attn_bias": torch.zeros(1, 1)})
+        )
+    torch.testing.assert_close(dense, lse, rtol=1e-5, atol=2e-5)
+
+
+def test_autocast_takes_tensors_of_different_dtypes() -> None:
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    half = q.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        for more in (
+            {},
+            {"attn_bias": torch.zeros(1, 1)},
+            {"shared_k": k[:, :2], "shared_v": v[:, :2].bfloat16()},
+            {"shared_k": k[:, :2], "shared_v": v[:, :2].bfloat16(), "attn_bias": torch.zeros(1, 1)},
+        ):
+            o = at.ring_attention(half, k, v, **more)
+            more = {name: x.bfloat16() if name != "attn_bias" else x for name, x in more.items()}
+            assert torch.equal(o, at.ring_attention(half, k.bfloat16(), v.bfloat16(), **more))
+
+
+@pytest.mark.parametrize("more", [{}, {"attn_bias": torch.zeros(1, 1)}], ids=["kernels", "matrix"])
+def test_both_ways_have_the_same_limits(more: dict) -> None:
+    for shape, kv_heads, call, words in (
+        ((2, 9, 4, 8), 3, {}, "k has 3 heads, expected a divisor of q's 4"),
+        ((2, 9, 4, 8), 0, {}, "k has 0 heads"),
+        ((2, 9, 4, 600), 4, {}, "head_dim is 600, expected 1 to 512"),
+        ((2, 9, 4, 0), 4, {}, "head_dim is 0"),
+        ((2, 9, 4, 8), 4, {"softcap": 1e-20}, "softcap is 1e-20"),
+    ):
+        q = torch.randn(shape)
+        k = torch.randn(*shape[:2], kv_heads, shape[3])
+        with pytest.raises(ConfigError, match=words):
+            at.ring_attention(q, k, k, **call, **more)
 
 
 @pytest.mark.parametrize(

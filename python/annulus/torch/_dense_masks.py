@@ -19,6 +19,7 @@ from annulus.torch._config import config_of, pattern_of
 from annulus.torch._dropout import kept_pairs
 from annulus.torch._key_masks import key_bias
 from annulus.torch._placements import token_ranges, tokens_of
+from annulus.torch._tensor_checks import DTYPES
 
 _MOST_SCORES = 2**26  # that are in memory at once for log-sum-exps
 
@@ -164,7 +165,8 @@ def total_bias(
         bias = keys if bias is None else bias + keys
     if bias is None:
         return None
-    return bias.expand(*bias.shape[:2], *shape[1:]).to(torch.promote_types(bias.dtype, dtype))
+    # In this order, gradients are added before they are rounded to the dtype of the bias.
+    return bias.to(torch.promote_types(bias.dtype, dtype)).expand(*bias.shape[:2], *shape[1:])
 
 
 def _used(
@@ -313,10 +315,11 @@ def bias_complaint(
         return f"attn_bias is a {type(bias).__name__}: a torch.Tensor was expected"
     if bias.is_nested or bias.layout != torch.strided:
         return "attn_bias is a nested or sparse tensor: a dense one was expected"
-    if not bias.is_floating_point():
+    if bias.dtype not in (*DTYPES, torch.float64):
         return (
-            f"attn_bias is {bias.dtype}: floating point was expected, which is added to the scores. For a boolean mask "
-            "pass torch.zeros(mask.shape).masked_fill(mask, -torch.inf), where mask is True for hidden pairs"
+            f"attn_bias is {bias.dtype}: floating point of 16 to 64 bits was expected, which is added to the scores. For "
+            "a boolean mask pass torch.zeros(mask.shape).masked_fill(mask, -torch.inf), where mask is True for hidden "
+            "pairs"
         )
     batch, tokens, heads, _ = q.shape
     most = (batch, heads, tokens, k.shape[1])

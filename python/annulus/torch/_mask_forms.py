@@ -35,12 +35,12 @@ _lock = threading.Lock()
 def mask_form(mask: torch.Tensor) -> MaskForm | None:
     """The form of a mask [queries, keys] or [any number, queries, keys], boolean (True: hidden) or floating point.
 
-    None: it has no such form, or nobody can look at it: inside a compiler, a tracer or a transform.
+    None: it has no such form, or nobody can look at it: without data, inside a compiler, a tracer or a transform.
 
     Waits for the device, unless the same tensor was passed before and PyTorch has counted no write to it since. (It
     does not count those through `mask.data`, of replayed CUDA graphs or of other libraries.)
     """
-    if not is_eager((mask,)):
+    if mask.is_meta or not is_eager((mask,)):
         return None
     # On the CPU nothing waits, and other code often writes to the memory, as NumPy does.
     if not mask.is_cuda or mask.is_inference():

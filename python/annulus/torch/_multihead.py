@@ -358,7 +358,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         key_padding_mask: torch.Tensor | None,
         attn_mask: torch.Tensor | None,
     ) -> bool:
-        """Checks numbers of axes, in the words of nn.MultiheadAttention. Returns whether there is a batch axis."""
+        """Checks axes, in the words of nn.MultiheadAttention, and features. Returns whether there is a batch axis."""
         axes = query.dim()
         if axes not in (2, 3):
             self._refuse_axes(
@@ -379,6 +379,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._refuse_axes(
                 f"{kind} `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor instead"
             )
+        for name, x, features in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if x.size(-1) != features:
+                self._refuse(f"{name} has {x.size(-1)} features: {features} were expected")
         return axes == 3
 
     def _refuse_axes(self, text: str) -> NoReturn:
@@ -396,9 +403,11 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         group = attention.group
         if mask.dtype != torch.bool and not mask.is_floating_point():
             self._refuse(f"attn_mask is {mask.dtype}: torch.bool or floating point was expected")
+        if mask.is_nested or mask.layout != torch.strided:
+            self._refuse("attn_mask is a nested or sparse tensor: a dense one was expected")
         # In a group the numbers of all tokens are known to all ranks together, so they are compared last.
         tokens, keys = mask.shape[-2:] if group is not None else (query.shape[1], key.shape[1])
-        causal = attention.is_causal or (is_causal and tokens == keys)
+        causal = attention.is_causal or (tokens == keys and is_causal)
         self._check_mask_shape(mask, query.shape[0], tokens, keys)
         trained = mask.requires_grad and torch.is_grad_enabled()
         form = None if trained else mask_form(mask)  # whatever the values of a parameter are, it gets its gradient
@@ -505,6 +514,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
 
     def _check_rotary(self, rotary: tuple[torch.Tensor, torch.Tensor], tokens: int) -> None:
         shape = (tokens, 1, self.head_dim // 2)
+        if not isinstance(rotary, (tuple, list)) or not all(isinstance(x, torch.Tensor) for x in rotary):
+            self._refuse(f"rotary is {rotary!r}: a pair of tensors was expected, from rotary_table")
         if tuple(x.shape for x in rotary) != (shape, shape):
             self._refuse(
                 f"rotary has shapes {[list(x.shape) for x in rotary]}: two of {list(shape)} were expected, from "

@@ -124,6 +124,19 @@ def test_it_is_pytorchs_attention_with_a_mask(dtype: torch.dtype, keys: int) -> 
     check((o.detach(), *torch.autograd.grad(o, leaves, do)), inputs, ~hidden)
 
 
+def test_gradients_of_a_small_16_bit_bias_are_rounded_once() -> None:
+    """Terms of both signs are added before."""
+    *qkv, do = tensors(TOKENS, torch.float32)
+    sinks = torch.zeros(4)  # without them a bias of all keys has no effect
+    bias = torch.zeros(4, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    exact = bias.detach().double().requires_grad_()
+    o = at.ring_attention(*qkv, attn_bias=bias, sinks=sinks)
+    expected = at.ring_attention(*(x.double() for x in qkv), attn_bias=exact, sinks=sinks)
+    (found,) = torch.autograd.grad(o, bias, do)
+    (expected,) = torch.autograd.grad(expected, exact, do.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=0)
+
+
 def test_positions_of_documents_and_chunks_count() -> None:
     """Also where queries and keys differ in number."""
     cases = [
@@ -322,6 +335,7 @@ def test_both_ways_have_the_same_limits(more: dict) -> None:
     [
         ({"attn_bias": [[0.0]]}, "attn_bias is a list"),
         ({"attn_bias": torch.zeros(45, 45, dtype=torch.bool)}, "masked_fill"),
+        ({"attn_bias": torch.zeros(45, 45).to(torch.float8_e4m3fn)}, "attn_bias is torch.float8"),
         ({"attn_bias": torch.zeros(45, 44)}, r"\[45, 44\].*\[2, 4, 45, 45\]"),
         ({"attn_bias": torch.zeros(45)}, r"\[45\]: \[queries, keys\]"),
         ({"attn_bias": torch.zeros(3, 45, 45)}, r"\[3, 45, 45\]"),

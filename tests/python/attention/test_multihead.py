@@ -314,6 +314,22 @@ def test_refused_masks_say_why() -> None:
         ours(x, x, x, attn_mask=torch.zeros(20, 19))
     with pytest.raises((AssertionError,), match="to be 3-D but found 2-D and 3-D"):
         ours(x, x[0], x)
+    for call, words in (
+        ({"attn_mask": torch.zeros(20, 20).to_sparse()}, "attn_mask is a nested or sparse tensor"),
+        ({"attn_mask": torch.zeros(20, 20, device="meta")}, "is on meta"),
+        ({"attn_mask": torch.zeros(20, 20), "is_causal": "x"}, "is_causal is 'x'"),
+        ({"attn_mask": torch.randn(20, 20), "is_causal": 1}, "is_causal is 1"),
+        ({"rotary": (1, 2)}, r"rotary is \(1, 2\): a pair of tensors"),
+        ({"rotary": (x, x, x)}, "rotary has shapes"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ours(x, x, x, **call)
+    _, ours = pair(batch_first=True, kdim=24, vdim=40)
+    good = {"query": x, "key": torch.randn(3, 9, 24), "value": torch.randn(3, 9, 40)}
+    ours(**good)
+    for name in good:
+        with pytest.raises(ConfigError, match=f"{name} has 33 features"):
+            ours(**{**good, name: torch.randn(3, 9, 33)})
 
 
 def test_dropout_with_every_mask_in_training_only() -> None:
@@ -442,12 +458,13 @@ def test_nested_keys_of_other_lengths(layout: torch.layout) -> None:
     out, _ = ours(query, key, key)
     for a, q, k in zip(out.unbind(), queries, keys):
         torch.testing.assert_close(a, ours(q, k, k, need_weights=False)[0], rtol=1e-5, atol=1e-5)
+    longer = torch.nested.as_nested_tensor([torch.randn(len(x) + 1, 24) for x in keys], layout=layout)
     for inputs, call, words in (
         ((query, key, key), {"need_weights": True}, "need_weights"),
         ((query, key, key), {"key_padding_mask": torch.zeros(3, 9)}, "key_padding_mask"),
         ((query, key, key), {"attn_mask": torch.zeros(8, 9)}, "attn_mask"),
         ((query, key, key), {"n_global": 77}, "n_global"),
-        ((query, key, query), {}, "tokens"),
+        ((query, key, longer), {}, "tokens"),
         ((query, key, torch.zeros(3, 9, 24)), {}, "three nested tensors or none"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -456,6 +473,9 @@ def test_nested_keys_of_other_lengths(layout: torch.layout) -> None:
 
 def test_nested_tensors_of_no_sequences_are_refused() -> None:
     _, ours = pair(batch_first=True)
+    wrong = torch.nested.as_nested_tensor([torch.randn(n, 33) for n in (2, 3)], layout=torch.strided)
+    with pytest.raises(ConfigError, match="query has 33 features"):
+        ours(wrong, wrong, wrong)
     nothing = torch.nested.as_nested_tensor([], layout=torch.strided)
     with pytest.raises(ConfigError, match="nested tensor of no sequences"):
         ours(nothing, nothing, nothing)

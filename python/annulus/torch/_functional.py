@@ -378,9 +378,9 @@ def ring_attention(
         softcap: c above 0: scores become c * tanh(score / c) before masks and softmax (Gemma 2). 0: they do not. Not
             with key_padding_mask.
         dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its probability
-            with this probability, and the others are divided by 1 - dropout_p. Which pairs do follows from the seed,
-            the batch entry, the head and the tokens of query and key alone, counted in the whole tensors: it is the
-            same for any number of ranks, any placement and device, and in backward. lse is that of all pairs.
+            with this probability, and the others are divided by 1 - dropout_p. Which pairs do follows from dropout_seed,
+            the batch entry, the head and the tokens of query and key alone (their numbers in the whole sequence): it is
+            the same for any number of ranks, any placement and device, and in backward. lse is that of all pairs.
         dropout_seed: a whole number from 0 on, or a tensor of one (on the CPU: another one is read, which waits for the
             device). The same on all ranks. None: drawn from PyTorch's default generator of the CPU, which
             torch.manual_seed seeds; with a group the ranks' generators must then be in the same state. Unused if

@@ -58,8 +58,8 @@ def shared_complaint(
         )
     if drops:
         return (
-            "shared_k cannot be used with dropout_p: which weights are dropped follows from tokens of the sequence, "
-            "which shared keys are not"
+            "shared_k cannot be used with dropout_p: which weights are dropped follows from the tokens of the sequence, "
+            "and shared keys are none"
         )
     return None
 

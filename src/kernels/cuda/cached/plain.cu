@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kKeys = kChunks == 1 ? 4 : kChunks == 2 ? 2 : 1;  // under way at a time
   const AttendRun& item = p.run[blockIdx.z];
   const QueryRun& run = item.run;
-  const int split = static_cast<int>(blockIdx.x);
-  const int kv_head = static_cast<int>(blockIdx.y) % p.kv_heads;
-  const int tile = static_cast<int>(blockIdx.y) / p.kv_heads;
+  const int split = static_cast<int>(blockIdx.y);
+  const int kv_head = static_cast<int>(blockIdx.x) % p.kv_heads;
+  const int tile = static_cast<int>(blockIdx.x) / p.kv_heads;
   const int tiles_of_token = p.token_rows / kPlainRows;
   const std::int64_t token = tile / tiles_of_token;
   const int first_head = tile % tiles_of_token * kPlainRows;  // of the K/V head's
@@ -195,9 +195,9 @@ int plain_blocks(int head_dim) {
 
 cudaError_t attend_plain(const AttendParams& params, DType dtype, int most_splits, int most_tiles,
                          cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(most_splits),
-                  static_cast<unsigned>(most_tiles * params.kv_heads),
-                  static_cast<unsigned>(params.runs));
+  // Tiles of long chunks are more than the 65,535 that the other directions of a grid may have.
+  const dim3 grid(static_cast<unsigned>(most_tiles * params.kv_heads),
+                  static_cast<unsigned>(most_splits), static_cast<unsigned>(params.runs));
   if (params.padded <= 128) {
     plain_kernel<1><<<grid, kThreads, 0, stream>>>(params, dtype);
   } else if (params.padded <= 256) {

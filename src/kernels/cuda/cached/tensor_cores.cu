@@ -281,9 +281,9 @@ __global__ void __launch_bounds__(kBlockWarps * 32, kBlocks<kDim, kStages>)
   auto& shared = *reinterpret_cast<Shared<T, kDim, kStages>*>(memory);
   const AttendRun& item = p.run[blockIdx.z];
   const QueryRun& run = item.run;
-  const int split = static_cast<int>(blockIdx.x);
-  const int kv_head = static_cast<int>(blockIdx.y) % p.kv_heads;
-  const int tile = static_cast<int>(blockIdx.y) / p.kv_heads;
+  const int split = static_cast<int>(blockIdx.y);
+  const int kv_head = static_cast<int>(blockIdx.x) % p.kv_heads;
+  const int tile = static_cast<int>(blockIdx.x) / p.kv_heads;
   const int ratio = p.token_rows;
   const std::int64_t first_row = std::int64_t{tile} * kTensorCoreRows;
   const int rows =
@@ -351,9 +351,9 @@ struct Kernel {
                             cudaStream_t stream) {
     const cudaError_t error = allow_shared_bytes();
     if (error != cudaSuccess) return error;
-    const dim3 grid(static_cast<unsigned>(most_splits),
-                    static_cast<unsigned>(most_tiles * params.kv_heads),
-                    static_cast<unsigned>(params.runs));
+    // Tiles of long chunks are more than the 65,535 that the other directions of a grid may have.
+    const dim3 grid(static_cast<unsigned>(most_tiles * params.kv_heads),
+                    static_cast<unsigned>(most_splits), static_cast<unsigned>(params.runs));
     tensor_core_kernel<T, kDim, kStages><<<grid, kBlockWarps * 32, kBytes, stream>>>(params);
     return cudaGetLastError();
   }

@@ -149,8 +149,6 @@ __global__ void __launch_bounds__(kThreads)
       ends_sum[warp][r] = sum[r];
     }
   }
-  const std::int64_t part =
-      item.first_part + (std::int64_t{tile} * p.kv_heads + kv_head) * item.splits + split;
 #pragma unroll
   for (int r = 0; r < kPlainRows; ++r) {
     __syncthreads();
@@ -165,16 +163,15 @@ __global__ void __launch_bounds__(kThreads)
     for (int w = 0; w < kWarps; ++w)
       total += ends_sum[w][r] * exp2f(ends_highest[w][r] - reference);
     const float factor = total == 0 ? 0.0F : 1.0F / total;
-    const std::int64_t row = part * kPlainRows + r;
-    if (threadIdx.x == 0)
-      p.part_lse[row] = total == 0 ? -INFINITY : (reference + log2f(total)) * kLn2;
+    const ResultRow to(p, item, tile, kv_head, split, r);
+    if (threadIdx.x == 0) *to.lse = total == 0 ? -INFINITY : (reference + log2f(total)) * kLn2;
     for (int d = static_cast<int>(threadIdx.x); d < p.head_dim; d += kThreads) {
       float all = 0;
       for (int w = 0; w < kWarps; ++w) {
         all = fmaf(reinterpret_cast<const float*>(ends[w])[d],
                    exp2f(ends_highest[w][r] - reference), all);
       }
-      p.part_o[row * p.head_dim + d] = all * factor;
+      to.o[d] = all * factor;
     }
   }
 }

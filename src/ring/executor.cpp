@@ -65,6 +65,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     identity = ring::digest_of(claims);
     make_call_claims();
   });
+  finish_enqueued();  // tables on their way: if a rank has failed, their memory goes
   agree({});
 }
 

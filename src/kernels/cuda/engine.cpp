@@ -5,6 +5,7 @@
 #include <span>
 #include <utility>
 
+#include "annulus/error.h"
 #include "kernels/cuda/device/runtime.h"
 #include "kernels/cuda/portable/kernels.h"
 
@@ -103,7 +104,12 @@ CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape, Que
   if (backward_.family.fits(shape)) return backward_;
   if (awkward_.stages.empty()) {
     BackwardStages stages = compile_backward(portable_backward_family());
-    upload(stages, queue);  // may throw for lack of memory; then no stage is kept
+    try {
+      upload(stages, queue);
+    } catch (const OutOfMemory&) {
+      queue.record().wait();  // no stage is kept, and tables are on their way
+      throw;
+    }
     awkward_ = std::move(stages);
   }
   return awkward_;

@@ -78,7 +78,14 @@ std::array<const ShardTensor*, 9> tensors_of(const Shard& s) {
   return {&s.q, &s.k, &s.v, &s.dout, &s.o, &s.lse, &s.dq, &s.dk, &s.dv};
 }
 
-TEST(CudaExecutor, TakesOtherDocumentsBehindWorkThatIsUnderWay) {
+class CudaExecutor : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (test_device().kind == Device::Kind::cpu) GTEST_SKIP() << "no GPU in ANNULUS_TEST_DEVICE";
+  }
+};
+
+TEST_F(CudaExecutor, TakesOtherDocumentsBehindWorkThatIsUnderWay) {
   constexpr std::int64_t kTokens = 700;
   Problem problem =
       make_problem("documents", longnet(4, List{64, 256}, List{1, 2}, true), 2, kTokens, 64);
@@ -142,7 +149,7 @@ bool count(std::int64_t, const char*) {
   return true;
 }
 
-TEST(CudaExecutor, MemoryOfAllKindsIsUsedAgain) {
+TEST_F(CudaExecutor, MemoryOfAllKindsIsUsedAgain) {
   const std::shared_ptr<Backend> backend = backend_of(test_device(), 0);
   const std::shared_ptr<DeviceSharing> sharing = backend->sharing();
   const std::function<Memory()> kinds[] = {

@@ -97,7 +97,8 @@ class CudaCopies final : public CopyProgram {
 
 class CudaBackend final : public Backend {
  public:
-  explicit CudaBackend(int device) : device_(device), best_(best_family(device)), uploads_(device) {}
+  explicit CudaBackend(int device)
+      : device_(device), best_(best_family(device)), uploads_(device) {}
 
   [[nodiscard]] Device device() const override { return {Device::Kind::cuda, device_}; }
   [[nodiscard]] std::string kernels() const override { return best_; }

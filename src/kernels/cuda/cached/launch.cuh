@@ -5,8 +5,8 @@
 #include <cstddef>
 
 // The kernels of a call to a cache may take a few microseconds each, like starting them. Where they
-// are compiled for Hopper (kernels_wait), the blocks of one are brought to multiprocessors while the
-// one before it ends, and wait there.
+// are compiled for Hopper (kernels_wait), the blocks of one are brought to multiprocessors while
+// the one before it ends, and wait there.
 namespace annulus::cuda {
 
 // At the beginning of such a kernel, by all threads: before they read or write what others do.

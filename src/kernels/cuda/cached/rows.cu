@@ -174,7 +174,7 @@ cudaError_t merge_splits(const AttendParams& params, std::int64_t most_tokens,
 cudaError_t merge_rows(const MergeRowsParams& params, cudaStream_t stream) {
   const dim3 grid(blocks_for(most_rows(params) * params.heads, kWarps),
                   static_cast<unsigned>(params.count));
-  // Parameters of a usual call that are as few as possible: starting a kernel with 26 KB takes long.
+  // As few parameters as a usual call needs: starting a kernel with 26 KB of them takes long.
   using Few = MergeRowsTable<8, 32>;
   Few few;
   if (params.parts > std::ssize(few.part) || params.count > std::ssize(few.copies))

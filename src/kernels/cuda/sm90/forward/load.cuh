@@ -392,7 +392,8 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
           const int least = plan.run_index[j] + t * kTile * plan.run_step[j];
           return everyone.hides<kLimits>(least, least + (kTile - 1) * plan.run_step[j]);
         };
-        while (left > 0 && (rows_of_tile() < kTile || (plan.compare != 0 && hides()))) look_through();
+        while (left > 0 && (rows_of_tile() < kTile || (plan.compare != 0 && hides())))
+          look_through();
         if (kLimits == Limits::both && plan.compare != 0) {
           for (int run = 0; run < 2; ++run) {
             const int below = everyone.from - plan.run_index[run];

@@ -140,8 +140,9 @@ class RingAttention {
 
   // Other documents for the passes from now on: for batches whose boundaries change with every
   // step. Plans anew, in the memory that the executor has, which only grows; the last few plans are
-  // kept. Not collective: whatever is wrong on this rank, and ranks that have other documents, are
-  // errors of the next pass on every rank. ConfigError if recovery() has split calls in pieces.
+  // kept. On a GPU, the host waits for enqueued passes only if memory has to grow. Not collective:
+  // whatever is wrong on this rank, and ranks that have other documents, are errors of the next
+  // pass on every rank. ConfigError if recovery() has split calls in pieces.
   void set_documents(std::vector<Document> documents);
 
   // q, o: [batch, local queries, q heads, head_dim]; k, v: [batch, local keys, kv heads,

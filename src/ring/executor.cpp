@@ -65,6 +65,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     identity = ring::digest_of(claims);
     make_call_claims();
   });
+  finish_enqueued();  // tables on their way: if a rank has failed, their memory goes
   agree({});
 }
 
@@ -99,8 +100,9 @@ void RingAttention::Impl::make_computation() {
 
 void RingAttention::Impl::set_documents(std::vector<Document> documents) {
   if (complaint.empty() && documents == options.pattern.documents) return;
-  finish_enqueued();  // enqueued work still uses the memory
-  const SpareMemory::Scope scope(spare);
+  // Enqueued work still uses the memory.
+  if (!backend->replaces_in_order()) finish_enqueued();
+  const SpareMemory::Scope scope(spare, end_of_enqueued());
   engine.reset();
   returns.reset();
   query_courier.reset();
@@ -154,6 +156,14 @@ void RingAttention::Impl::make_call_claims() {
 
 RingAttention::Impl::~Impl() {
   finish_enqueued();  // enqueued work still uses the memory
+}
+
+Event RingAttention::Impl::end_of_enqueued() noexcept {
+  try {
+    return queue->record();
+  } catch (const std::exception&) {
+    return {};  // as in finish_enqueued
+  }
 }
 
 void RingAttention::Impl::finish_enqueued() noexcept {
@@ -325,7 +335,7 @@ void RingAttention::Impl::allocate() {
   received.keys = key_courier->received();
   if (query_courier != nullptr) received.queries = query_courier->received();
   if (returns != nullptr) received.gradients = returns->gradients();
-  engine->allocate(received);
+  engine->allocate(received, *queue);
 }
 
 }  // namespace annulus

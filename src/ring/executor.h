@@ -98,6 +98,7 @@ struct RingAttention::Impl final : Executor {
   void check_interrupt() const;
   // Waits for the device and ignores its errors.
   void finish_enqueued() noexcept;
+  [[nodiscard]] Event end_of_enqueued() noexcept;
   // Transfers of step s+1 overlap with the work of step s. Calls `work` for every stage.
   void run_steps(ring::Courier& courier, std::span<const TensorRows> sections, int steps,
                  FunctionRef<void(int stage)> work);
@@ -118,7 +119,9 @@ struct RingAttention::Impl final : Executor {
   void make_computation();
 
   // Plans anew for other documents, without talking to other ranks: whatever is wrong is an error
-  // of the next pass on all of them. Memory of the last plan is used again.
+  // of the next pass on all of them. Memory of the last plan is used again. Where the device can
+  // replace tables in the order of the queue, the host waits for it only to free memory that has
+  // become too small.
   void set_documents(std::vector<Document> documents) override;
 
   [[nodiscard]] static std::string check_state(const BranchState::Data& state,

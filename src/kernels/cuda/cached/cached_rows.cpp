@@ -39,6 +39,7 @@ class CudaCacheKernels final : public CacheKernels {
     int blocks = shape.dtype == DType::f32 ? 0 : tensor_core_blocks(shape.head_dim, shared_bytes_);
     on_tensor_cores_ = blocks > 0;
     if (!on_tensor_cores_) blocks = plain_blocks(shape.head_dim);
+    kernels_wait_ = kernels_wait();
     slots_ = std::int64_t{attribute(cudaDevAttrMultiProcessorCount, device)} * blocks;
   }
 
@@ -69,6 +70,7 @@ class CudaCacheKernels final : public CacheKernels {
     params.tile_rows = on_tensor_cores_ ? kTensorCoreRows : kPlainRows;
     params.token_rows =
         on_tensor_cores_ ? ratio : (ratio + kPlainRows - 1) / kPlainRows * kPlainRows;
+    params.early = kernels_wait_;
     params.scale = static_cast<float>(shape_.scale * 1.4426950408889634);
     const std::int64_t split = split_keys(params, runs);
     for (std::size_t first = 0; first < runs.size(); first += kMostRuns)
@@ -94,6 +96,7 @@ class CudaCacheKernels final : public CacheKernels {
     params.heads = shape_.heads;
     params.head_dim = shape_.head_dim;
     params.dtype = shape_.dtype;
+    params.early = kernels_wait_;
     params.parts = static_cast<int>(parts.size());
     std::copy(parts.begin(), parts.end(), params.part);
     for_each_batch(copies, params, [&](const MergeRowsParams& batch) {
@@ -168,7 +171,7 @@ class CudaCacheKernels final : public CacheKernels {
       const std::int64_t share = (seen + splits - 1) / splits;  // equal ones
       params.run[i] = {runs[i], parts, (share + kSplitStep - 1) / kSplitStep * kSplitStep,
                        static_cast<std::int32_t>(splits)};
-      parts += tiles * shape_.kv_heads * splits;
+      if (splits > 1) parts += tiles * shape_.kv_heads * splits;
       most_splits = std::max(most_splits, splits);
       most_tiles = std::max(most_tiles, tiles);
       most_tokens = std::max(most_tokens, runs[i].tokens);
@@ -189,13 +192,14 @@ class CudaCacheKernels final : public CacheKernels {
                                                            splits, tiles, stream)
                                   : attend_plain(params, shape_.dtype, splits, tiles, stream),
                  "attend", stream);
-    check_launch(merge_splits(params, most_tokens, stream), "merge_splits", stream);
+    if (splits > 1) check_launch(merge_splits(params, most_tokens, stream), "merge_splits", stream);
   }
 
   const CacheShape shape_;
   const int device_;
   std::size_t shared_bytes_ = 0;  // that a block may have
   bool on_tensor_cores_ = false;
+  bool kernels_wait_ = false;
   std::int64_t slots_ = 1;  // blocks that run at a time
   Memory parts_;            // log-sum-exps of all rows, then their O
 };

@@ -225,16 +225,17 @@ __device__ __forceinline__ void load_queries_and_keys(const ForwardArguments& a,
           const int quotient = plan.run_quotient[j];
           const int step = plan.run_step[j];
           const int index = plan.run_index[j];
-          const int rows = plan.run_rows[j];
+          int rows = min(kTile, plan.run_rows[j] - (plan.tiles[j] - 1) * kTile);
 #pragma unroll 1
           for (int t = plan.tiles[j] - 1; t >= 0; --t) {
             --left;
             int4 info;
             info.x = left == 0 ? kLast : 0;
-            info.y = min(kTile, rows - t * kTile);
+            info.y = rows;
             info.z = index + t * kTile * step;
             info.w = step;
-            if (info.y < kTile) info.x |= kMasked;
+            if (rows < kTile) info.x |= kMasked;
+            rows = kTile;
             if (kHides<kLimits> && plan.compare != 0 &&
                 everyone.hides<kLimits>(info.z, info.z + (kTile - 1) * step))
               info.x |= kMasked | kCompare;
@@ -353,8 +354,7 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
       int left = plan.tiles[0] + plan.tiles[1];
       int j = plan.tiles[0] > 0 ? 0 : 1;
       int t = plan.tiles[j] - 1;
-      // Only the first tile may have fewer.
-      const auto rows_of_tile = [&] { return min(kTile, plan.run_rows[j] - t * kTile); };
+      int rows = min(kTile, plan.run_rows[j] - t * kTile);  // of the tile; later ones are full
       // A masked or a ragged tile: the team looks through it.
       const auto look_through = [&] {
         const std::uint32_t target = tiles + L::kValues + stage * L::kTileBytes;
@@ -369,9 +369,10 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         team_sync(kTeamBarrier);
         barrier_wait(landed, landed_parity);
         landed_parity ^= 1;
-        if (const int rows = rows_of_tile(); rows < kTile) {
+        if (rows < kTile) {
           clear_rows<kDim>(target, rows, thread);
           if (kHides<kLimits>) team_sync(kTeamBarrier);
+          rows = kTile;
         }
         if constexpr (kHides<kLimits>) confine<T, kDim>(target, info, thread, kTeamBarrier);
         team_sync(kTeamBarrier);
@@ -384,16 +385,14 @@ __device__ __forceinline__ void load_values(const ForwardArguments& a, std::uint
         }
       };
       int masked = 0;  // at the end
-      if constexpr (!kHides<kLimits>) {
-        if (rows_of_tile() < kTile) look_through();
-      } else {
+      if (rows < kTile) look_through();
+      if constexpr (kHides<kLimits>) {
         // Tiles that cross the upper limit come first, those that cross the lower limit last.
         const auto hides = [&] {
           const int least = plan.run_index[j] + t * kTile * plan.run_step[j];
           return everyone.hides<kLimits>(least, least + (kTile - 1) * plan.run_step[j]);
         };
-        while (left > 0 && (rows_of_tile() < kTile || (plan.compare != 0 && hides())))
-          look_through();
+        while (plan.compare != 0 && left > 0 && hides()) look_through();
         if (kLimits == Limits::both && plan.compare != 0) {
           for (int run = 0; run < 2; ++run) {
             const int below = everyone.from - plan.run_index[run];

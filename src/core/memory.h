@@ -58,8 +58,9 @@ class Memory {
 // Memory that an owner has released and will need again, by what it is for. An owner that makes its
 // parts anew opens a Scope, in which this thread's released memory is kept and allocations take the
 // smallest block that is large enough. If there is none, a smaller one is freed, and the new one
-// has some bytes more: memory only grows, and seldom. Kept memory may be in use until `used`, an
-// event: whoever takes it uses it behind that, and what is freed is waited for.
+// has some bytes more: memory only grows, and seldom. If the device has not as many, all blocks are
+// freed, and the new one has no bytes more. Kept memory may be in use until `used`, an event:
+// whoever takes it uses it behind that, and what is freed is waited for.
 class SpareMemory {
  public:
   SpareMemory() = default;
@@ -90,6 +91,8 @@ class SpareMemory {
     Memory::Deleter deleter;
   };
   [[nodiscard]] Memory take(std::int64_t bytes, const char* what, const Device& device);
+  [[nodiscard]] Memory add(std::int64_t bytes, FunctionRef<Memory(std::int64_t bytes)> allocate);
+  void clear() noexcept;
   void release(std::size_t block) noexcept;
 
   std::vector<Block> blocks_;

@@ -4,6 +4,7 @@
 #include <array>
 #include <climits>
 #include <cstring>
+#include <new>
 
 #include <fmt/format.h>
 
@@ -172,6 +173,25 @@ void exchange(Transport& transport, Record& mine) {
 
 }  // namespace
 
+Complaint complaint_of(FunctionRef<void()> part) {
+  Complaint complaint;
+  try {
+    part();
+  } catch (const std::bad_alloc&) {
+    complaint.text = "out of memory while planning";
+    complaint.shortage.emplace();
+  } catch (const OutOfMemory& error) {
+    complaint.text = error.what();
+    complaint.shortage = error.shortage();
+  } catch (const ConfigError& error) {
+    complaint.text = error.what();
+  } catch (const std::exception& error) {
+    complaint.text = error.what();
+    complaint.own = std::current_exception();
+  }
+  return complaint;
+}
+
 std::uint64_t digest_of(std::span<const Claim> claims) {
   std::uint64_t digest = 0xcbf29ce484222325U;
   for (const Claim& claim : claims) {
@@ -207,6 +227,7 @@ std::uint16_t agree_on_digest(Transport& transport, const char* where, const Com
     const std::string text = prefix(transport, where) + complaint.text;
     if (complaint.shortage)
       throw SharedShortage(text, *complaint.shortage, transport.rank(), complaint.over_limit);
+    if (complaint.own != nullptr) std::rethrow_exception(complaint.own);
     throw ConfigError(text);
   }
   // Functions of a pass have "::" in their names; constructors have not.
@@ -226,6 +247,7 @@ std::uint16_t agree_on_digest(Transport& transport, const char* where, const Com
     if (vote.complaining == kNobody && vote.differing == kNobody) return vote.flags;
     explain(transport, where, complaint, claims, vote.kinds);
   } catch (const ConfigError&) {
+    if (complaint.own != nullptr) std::rethrow_exception(complaint.own);
     throw;
   } catch (const SharedShortage&) {
     throw;

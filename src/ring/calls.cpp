@@ -42,13 +42,8 @@ std::string RingAttention::Impl::check_state(const BranchState::Data& state,
 
 void RingAttention::Impl::agree_on_call(const char* where, std::string wrong,
                                         const CallClaims& claims) const {
-  try {
-    ring::agree_on_digest(*transport, where, complaint.empty() ? std::move(wrong) : complaint,
-                          claims.claims, claims.digest);
-  } catch (const ConfigError&) {
-    if (failure != nullptr) std::rethrow_exception(failure);
-    throw;
-  }
+  ring::agree_on_digest(*transport, where, complaint.empty() ? std::move(wrong) : complaint,
+                        claims.claims, claims.digest);
 }
 
 void RingAttention::Impl::CallClaims::set(const std::optional<DropoutSeed>& dropout) {

@@ -236,7 +236,7 @@ def whole_numbers(name: str, values: object, *, one: bool = False) -> object:
 
 
 def each_number(values: Iterable) -> Iterator:
-    """The numbers of a tuple from whole_numbers."""
+    """The numbers of a tuple from whole_numbers, or the values of any tuple of tuples."""
     for x in values:
         if isinstance(x, tuple):
             yield from each_number(x)

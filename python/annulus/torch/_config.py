@@ -119,7 +119,14 @@ class _ConfigMethods:
     def executor_text(self) -> str:
         """The text without the fields on which executors do not depend. An executor takes any documents."""
         defaults = {name: o["default"] for name, o in OF_CALLS.items()} | dict.fromkeys(DOCUMENTS)
-        return dataclasses.replace(self, timeout=None, **defaults).text
+        return dataclasses.replace(self, timeout=None, draws_seed=False, shared_gradient="whole", **defaults).text
+
+    @functools.cached_property
+    def claims_text(self) -> str:
+        """The values that must be equal on all ranks and that an executor does not know: the ranks compare this text in
+        every call, with what executors know."""
+        fields = (self.n_global, self.has_key_padding_mask, self.shared_keys, self.shared_gradient)
+        return json.dumps((*fields, *(getattr(self, name) for name in OF_CALLS)), default=plain)
 
     @functools.cached_property
     def documents_text(self) -> str:
@@ -140,6 +147,7 @@ class _ConfigMethods:
         renamed = {
             MASKED: fields.pop("has_key_padding_mask"),
             "tokens of shared_k": fields.pop("shared_keys"),
+            "whether dropout_seed is None": fields.pop("draws_seed"),
             "whether gradients are needed": fields.pop("backward"),
         }
         fields = {name: value for name, value in fields.items() if name not in OF_ONE_RANK}
@@ -165,6 +173,8 @@ Config = dataclasses.make_dataclass(
         ("timeout", "float | None"),
         ("has_key_padding_mask", "bool"),  # it is part of q and k
         ("shared_keys", "int"),  # that every query attends to besides those of the sequence; 0: none
+        ("shared_gradient", "str"),
+        ("draws_seed", "bool"),  # each rank has drawn a seed of dropout, and all of them use that of rank 0
         *((name, o["annotation"]) for name, o in OPTIONS.items()),
         ("backward", "bool"),  # whether gradients are needed
     ],

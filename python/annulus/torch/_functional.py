@@ -24,6 +24,7 @@ from annulus.torch._options import (
     name_complaint,
     option_complaint,
     refuse_unknown,
+    whole_complaint,
     whole_numbers,
     window_pair,
     with_options,
@@ -48,6 +49,8 @@ _FIELDS = (
     *("group", "pattern", "segment_lengths", "dilation_rates", "window", *DOCUMENTS),
     *("is_causal", "offsets", "group_scale", "placement", "n_global", "timeout"),
 )
+# The next fields of Config, up to the options: no mask, no shared keys and no seed to draw.
+_NO_MORE = (False, 0, "whole", False)
 
 
 # Its result is a constant in a compiled graph: dynamo does not trace it. Defaults are filled in here, because with
@@ -131,15 +134,29 @@ def _wide(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _drops(dropout_p: object) -> bool:
+    """Whether there is dropout. The value of a float is checked later."""
+    if isinstance(dropout_p, float):
+        return dropout_p != 0
+    complaint = option_complaint("dropout_p", dropout_p)
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    return float(dropout_p) != 0
+
+
 def _seed_of(dropout_seed: int | torch.Tensor | None) -> torch.Tensor:
     """The seed of a call with dropout, on the CPU. None: drawn from PyTorch's generator of the CPU."""
     if dropout_seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    dropout_seed = _fixed(dropout_seed)
     complaint = seed_complaint(dropout_seed)
+    if complaint is None and isinstance(dropout_seed, torch.Tensor):
+        if not _fast_path.is_eager((dropout_seed,)):
+            return dropout_seed.detach().reshape(()).to("cpu", torch.int64)
+        dropout_seed = dropout_seed.item()
+        complaint = whole_complaint("dropout_seed", dropout_seed)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    if isinstance(dropout_seed, torch.Tensor):
-        return dropout_seed.detach().reshape(()).to("cpu", torch.int64)
     return torch.full((), operator.index(dropout_seed), dtype=torch.int64, device="cpu")
 
 
@@ -152,6 +169,7 @@ def _attend_masked(
         tensor_complaint(q, k, v, call["group"])
         or mask_complaint(mask, q, k)
         or option_complaint("scale", scale)
+        or option_complaint("softcap", call.get("softcap", 0.0))
     )
     if complaint is None and call.get("softcap"):
         complaint = (
@@ -162,8 +180,7 @@ def _attend_masked(
         raise ConfigError(f"ring_attention: {complaint}")
     shared = call["shared_k"], call["shared_v"]
     if shared != (None, None):
-        drops = bool(call.get("dropout_p", 0.0))
-        complaint = shared_complaint(*shared, k, call.get("mix_gradient"), drops)
+        complaint = shared_complaint(*shared, k, call.get("mix_gradient"), _drops(call.get("dropout_p", 0.0)))
         if complaint is not None:
             raise ConfigError(f"ring_attention: {complaint}")
     # Lists of documents are part of what ranks agree on: one rank does not know the others' masks. A mask on a CUDA
@@ -200,7 +217,6 @@ def _attend_shared(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     shared: tuple[torch.Tensor, torch.Tensor],
-    gradients: str,
     arguments: tuple,
     options: dict[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,11 +229,11 @@ def _attend_shared(
     # Of this rank alone, dense and without a mask.
     named = {"pattern": "dense", "is_causal": False, "offsets": "blocked", "group_scale": False}
     named |= {"placement": "contiguous"}
-    plain = (*(named.get(name) for name in _FIELDS), False, 0)
+    plain = (*(named.get(name) for name in _FIELDS), *_NO_MORE)
     tensors = (k, v) if sinks is None else (k, v, sinks)
     shared_text = _valid_text(q, shared_k, shared_v, None, *plain, options=options, more=tensors)
     sinks = _wide(sinks, q)
-    return attend_shared(q, k, v, sinks, shared_k, shared_v, text, shared_text, gradients)
+    return attend_shared(q, k, v, sinks, shared_k, shared_v, text, shared_text)
 
 
 def _attend_densely(
@@ -263,7 +279,7 @@ def attention_weights(
     call |= dict(zip(DOCUMENTS, _document_numbers(documents)))
     fields = [call.get(name) for name in _FIELDS]
     options = {name: call[name] for name in DEFAULTS if name in call and name != "dropout_p"}
-    text = _valid_text(q, k, k, sinks, *fields, False, 0, options=options)
+    text = _valid_text(q, k, k, sinks, *fields, *_NO_MORE, options=options)
     sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
     pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
     bias = total_bias(pairs, sizes, q.dtype, q.device, attn_bias, key_padding_mask)
@@ -388,12 +404,11 @@ def ring_attention(
             with key_padding_mask.
         dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its probability
             with this probability, and the others are divided by 1 - dropout_p. Which pairs do follows from dropout_seed,
-            the batch entry, the head and the positions of query and key alone: it is the same for any number of ranks,
-            any placement and device, and in backward. lse is that of all pairs.
+            the batch entry, the head and the tokens of query and key alone (their numbers in the whole sequence): it is
+            the same for any number of ranks, any placement and device, and in backward. lse is that of all pairs.
         dropout_seed: a whole number from 0 on, or a tensor of one (on the CPU: another one is read, which waits for the
-            device). The same on all ranks. None: drawn from PyTorch's default generator of the CPU, which
-            torch.manual_seed seeds; with a group the ranks' generators must then be in the same state. Unused if
-            dropout_p is 0.
+            device). The same on all ranks, or None on all: then it is drawn from PyTorch's default generator of the CPU,
+            which torch.manual_seed seeds, and all ranks use what rank 0 has drawn. Unused if dropout_p is 0.
         attn_bias: added to the scores, floating point, [queries, keys], [heads, queries, keys] or [batch, heads,
             queries, keys], or 1 in place of any of these; -inf: the query does not attend to the key. With a gradient.
             In one process, and combined with all other masks. It is computed by PyTorch's attention with a matrix of
@@ -444,7 +459,8 @@ def ring_attention(
     arguments += (*documents, is_causal)
     arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
     compiling = torch.compiler.is_compiling()
-    drops = bool(options.get("dropout_p", 0.0))  # what it is, is checked below
+    drops = "dropout_p" in options and _drops(options["dropout_p"])
+    draws = drops and dropout_seed is None
     casts = compiling or torch._C._is_any_autocast_enabled()
     if dense or has_shared:
         complaint = tensor_complaint(q, k, v, group)
@@ -459,12 +475,12 @@ def ring_attention(
         if complaint is not None:
             raise ConfigError(f"ring_attention: {complaint}")
         if has_shared:
-            arguments += (_fixed(shared_k.shape[1]),)
+            arguments += (_fixed(shared_k.shape[1]), shared_gradient, draws)
             if casts:
                 q, k, v, shared_k, shared_v = _cast_for_autocast(q, k, v, shared_k, shared_v)
                 shared = shared_k, shared_v
         else:
-            arguments += (0,)
+            arguments += (0, "whole", draws)
             if casts:
                 q, k, v = _cast_for_autocast(q, k, v)
         if dense:
@@ -473,9 +489,9 @@ def ring_attention(
             masks = attn_bias, key_padding_mask
             o, lse = _attend_densely(q, k, v, sinks, seed, shared, *masks, text, return_lse)
         else:
-            o, lse = _attend_shared(q, k, v, sinks, shared, shared_gradient, arguments, options)
+            o, lse = _attend_shared(q, k, v, sinks, shared, arguments, options)
         return (o, lse) if return_lse else o
-    arguments += (0,)
+    arguments += (0, "whole", draws)
     if casts:
         q, k, v = _cast_for_autocast(q, k, v)
     if compiling:

@@ -10,6 +10,7 @@ import annulus
 import annulus.torch as at
 import torch
 import torch.distributed as dist
+import torch_dropout
 import torch_failures
 import torch_masks
 from support import transport_contract
@@ -489,4 +490,4 @@ def contract(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(globals(), {**vars(torch_failures), **vars(torch_masks)})
+    run_cases(globals(), {**vars(torch_failures), **vars(torch_masks), **vars(torch_dropout)})

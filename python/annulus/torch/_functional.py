@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from annulus import ConfigError, Placement
 from annulus.torch import _fast_path
 from annulus.torch._config import DOCUMENTS, call_of, config_of, text_of
-from annulus.torch._dense_masks import attend_densely, bias_complaint, pairs_of, total_bias
+from annulus.torch._dense_masks import Pairs, attend_densely, bias_complaint, pairs_of, total_bias
 from annulus.torch._dense_masks import attention_weights as weights_of
 from annulus.torch._key_masks import mask_complaint, narrowed, used_keys, widened
 from annulus.torch._operator import attend, attend_directly
@@ -236,28 +236,23 @@ def _attend_shared(
     return attend_shared(q, k, v, sinks, shared_k, shared_v, text, shared_text)
 
 
-def _attend_densely(
+def _with_biases(
+    text: str,
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    shared: tuple[torch.Tensor | None, torch.Tensor | None],
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    text: str,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o and, if it is wanted, lse, with a bias for each pair, given the text of the call's Config."""
+    more_k: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+) -> tuple[Pairs, torch.Tensor | None, torch.Tensor]:
+    """The pairs of a call, given the text of its Config, their biases, and the keys together with `more_k`, which every
+    query attends to."""
     sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
     pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
-    bias = total_bias(pairs, sizes, q.dtype, q.device, bias, mask)
-    shared_k, shared_v = shared
-    if shared_k is not None and shared_v is not None:
-        k, v = torch.cat([k, shared_k], 1), torch.cat([v, shared_v], 1)
-        if bias is not None:
-            bias = F.pad(bias, (0, shared_k.shape[1]))
-    return attend_densely(q, k, v, bias, _wide(sinks, q), seed, pairs, return_lse)
+    bias = total_bias(pairs, sizes, q.dtype, q.device, attn_bias, key_padding_mask)
+    if more_k is not None:
+        k = torch.cat([k, more_k], 1)
+        bias = None if bias is None else F.pad(bias, (0, more_k.shape[1]))
+    return pairs, bias, k
 
 
 def attention_weights(
@@ -280,12 +275,7 @@ def attention_weights(
     fields = [call.get(name) for name in _FIELDS]
     options = {name: call[name] for name in DEFAULTS if name in call and name != "dropout_p"}
     text = _valid_text(q, k, k, sinks, *fields, *_NO_MORE, options=options)
-    sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
-    pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
-    bias = total_bias(pairs, sizes, q.dtype, q.device, attn_bias, key_padding_mask)
-    if more_k is not None:
-        k = torch.cat([k, more_k], 1)
-        bias = None if bias is None else F.pad(bias, (0, more_k.shape[1]))
+    pairs, bias, k = _with_biases(text, q, k, more_k, attn_bias, key_padding_mask)
     return weights_of(q, k, bias, average, pairs, sinks)
 
 
@@ -339,8 +329,8 @@ def ring_attention(
 
     Args:
         q: [batch, local tokens, heads, head_dim] on the CPU or a CUDA device; float32, bfloat16 or float16,
-            any strides whose last axis is dense (others are copied). float64 runs on the slow reference, in
-            one process.
+            any strides whose last axis is dense (others are copied). float64 runs in one process, on the
+            slow reference (with attn_bias or shared keys by PyTorch).
         k, v: the same with as many or fewer heads (a divisor: grouped-query attention). Query head h uses
             head h // (heads // kv_heads) of k and v: neighbours share one. They may have another number of
             tokens than q: cross-attention, or a chunk of queries behind a cache (query_start).
@@ -379,7 +369,8 @@ def ring_attention(
         n_global: tokens of the whole sequence, on all ranks or none. The shards must then have the lengths
             that the placement gives them. This is only a check: ranks compare their lengths in any case.
         schedule: "ring", "gather" or "auto".
-        reproducible: gives the same bits for every number of ranks and every placement; slower.
+        reproducible: gives the same bits for every number of ranks and every placement; slower. Only gradients
+            of sinks, shared_k and shared_v are sums of one part for each rank, whose last bits depend on their number.
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
         max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
         recover: when memory runs out on any rank, all ranks try again with less: without cached workspaces, with
@@ -411,9 +402,9 @@ def ring_attention(
             which torch.manual_seed seeds, and all ranks use what rank 0 has drawn. Unused if dropout_p is 0.
         attn_bias: added to the scores, floating point, [queries, keys], [heads, queries, keys] or [batch, heads,
             queries, keys], or 1 in place of any of these; -inf: the query does not attend to the key. With a gradient.
-            In one process, and combined with all other masks. It is computed by PyTorch's attention with a matrix of
-            numbers, so that time and memory grow with queries x keys: for causal masks, windows, documents and padding
-            use the arguments above.
+            Its rows and columns are those of q and k. In one process, and combined with all other masks. PyTorch's
+            attention computes it with a matrix of numbers, so that time and memory grow with queries x keys: for
+            causal masks, windows, documents and padding use the arguments above.
         shared_k, shared_v: [batch, shared tokens, kv_heads, head_dim], keys and values that all ranks hold besides
             those of the sequence, as a prompt beside the tokens of an image. Every query attends to each of them once,
             in every head, whatever the pattern and the masks. On all ranks or none, and the same on all. They are not
@@ -434,7 +425,6 @@ def ring_attention(
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    shared = shared_k, shared_v
     has_shared = shared_k is not None or shared_v is not None
     # The reference, which computes float64, has no shared keys.
     dense = attn_bias is not None or (has_shared and getattr(q, "dtype", None) == torch.float64)
@@ -461,7 +451,9 @@ def ring_attention(
     compiling = torch.compiler.is_compiling()
     drops = "dropout_p" in options and _drops(options["dropout_p"])
     draws = drops and dropout_seed is None
-    casts = compiling or torch._C._is_any_autocast_enabled()
+    if compiling or torch._C._is_any_autocast_enabled():
+        q, k, v = _cast_for_autocast(q, k, v)
+        shared_k, shared_v = _cast_for_autocast(shared_k, shared_v)
     if dense or has_shared:
         complaint = tensor_complaint(q, k, v, group)
         complaint = complaint or name_complaint("shared_gradient", shared_gradient, GRADIENTS)
@@ -474,26 +466,18 @@ def ring_attention(
             complaint = mask_complaint(key_padding_mask, q, k, as_columns=False)
         if complaint is not None:
             raise ConfigError(f"ring_attention: {complaint}")
-        if has_shared:
-            arguments += (_fixed(shared_k.shape[1]), shared_gradient, draws)
-            if casts:
-                q, k, v, shared_k, shared_v = _cast_for_autocast(q, k, v, shared_k, shared_v)
-                shared = shared_k, shared_v
-        else:
-            arguments += (0, "whole", draws)
-            if casts:
-                q, k, v = _cast_for_autocast(q, k, v)
+        arguments += (_fixed(shared_k.shape[1]), shared_gradient, draws) if has_shared else (0, "whole", draws)
         if dense:
             text = _valid_text(q, k, v, sinks, *arguments, options=options)
             seed = _seed_of(dropout_seed) if drops else None
-            masks = attn_bias, key_padding_mask
-            o, lse = _attend_densely(q, k, v, sinks, seed, shared, *masks, text, return_lse)
+            pairs, bias, k = _with_biases(text, q, k, shared_k, attn_bias, key_padding_mask)
+            v = v if shared_v is None else torch.cat([v, shared_v], 1)
+            o, lse = attend_densely(q, k, v, bias, _wide(sinks, q), seed, pairs, return_lse)
         else:
+            shared = shared_k, shared_v
             o, lse = _attend_shared(q, k, v, sinks, shared, arguments, options)
         return (o, lse) if return_lse else o
     arguments += (0, "whole", draws)
-    if casts:
-        q, k, v = _cast_for_autocast(q, k, v)
     if compiling:
         text = _valid_text(q, k, v, sinks, *arguments, options=options)
         seed = _seed_of(dropout_seed) if drops else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-MOST_HEAD_DIM = 512
+from annulus.torch._options import MOST_HEAD_DIM
+
 _COLUMNS = 3
 MOST_MASKED_HEAD_DIM = MOST_HEAD_DIM - _COLUMNS  # with a mask
 # A score minus the square of this number times the scale is far below all other scores. float16 can represent it.

@@ -48,7 +48,9 @@ DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
 OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
 # The name of the mask claim: if it differs, only that is reported, because other differences follow from it.
 MASKED = "whether there is a key_padding_mask"
+MOST_HEAD_DIM = next(o["most"] for o in ring_options() if o["name"] == "head_dim")
 MOST_NUMBER = 3.4e38  # the range of fp32
+_LEAST_SOFTCAP = 1e-6  # scores are divided by it in fp32
 _MOST_SECONDS = 1e9  # the range of C++ clocks
 _MOST_WHOLE = 2**63 - 1  # the range of int64
 
@@ -164,8 +166,10 @@ def option_complaint(name: str, value: object) -> str | None:
         return None
     if name == "dropout_p":
         return dropout_complaint(name, value)
-    if name == "softcap" and _is_finite(value) and float(value) == 0:  # none
-        return None
+    if name == "softcap" and _is_finite(value) and not float(value) >= _LEAST_SOFTCAP:
+        if float(value) == 0:  # none
+            return None
+        return f"{name} is {value!r}: 0 (none) or a number from {_LEAST_SOFTCAP:g} on was expected"
     return number_complaint(name, value, MOST_NUMBER)
 
 

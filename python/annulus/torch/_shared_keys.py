@@ -10,16 +10,18 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from annulus import ConfigError
 from annulus.torch._config import call_of, config_of
 from annulus.torch._memory import with_room
 from annulus.torch._operator import (
-    _attended,
-    _errors_of_all,
-    _gradients,
-    _gradients_like,
-    _one_side_is_empty,
-    _results_like,
+    attended,
+    dsinks_like,
+    errors_of_all,
+    gradients_like,
+    gradients_of,
+    one_side_is_empty,
+    refuse_second_derivative,
+    refuse_sparse_gradient,
+    results_like,
 )
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring._messages import exchange
@@ -114,10 +116,10 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = call_of(config_of(config), q, k)
     # First, so that the other ranks hear of its errors before rows move.
-    with _errors_of_all(call.config):
+    with errors_of_all(call.config):
         shared_call = call_of(config_of(shared_config), q, shared_k)
-        other, other_lse = _attended(shared_call, q, shared_k, shared_v, None, None)[:2]
-    o, lse = _attended(call, q, k, v, sinks, None)[:2]
+        other, other_lse = attended(shared_call, q, shared_k, shared_v, None, None)[:2]
+    o, lse = attended(call, q, k, v, sinks, None)[:2]
     return _merged(o, lse, other, other_lse)
 
 
@@ -137,16 +139,16 @@ def _backward(
     call = call_of(config_of(config), q, k)
     c = call.config
     # Without keys in the sequence nothing is computed for it, and the gradient of sinks is computed with shared keys.
-    lone = _one_side_is_empty(c, q, k)
+    lone = one_side_is_empty(c, q, k)
     of_sequence, of_shared = (None, sinks) if lone else (sinks, None)
-    with _errors_of_all(c):
+    with errors_of_all(c):
         shared_call = call_of(config_of(shared_config), q, shared_k)
         saved = (q, shared_k, shared_v, of_shared, None, o, lse)
-        other_dq, *shared_grads = _gradients(shared_call, saved, grad)
+        other_dq, *shared_grads = gradients_of(shared_call, saved, grad)
         # Before the pass, whose agreement tells the other ranks of a lack of memory.
         whole = c.group is not None and c.shared_gradient == "whole"
         of_ranks = with_room(_parts_of_ranks, c.group, shared_grads) if whole else None
-    dq, dk, dv, *dsinks = _gradients(call, (q, k, v, of_sequence, None, o, lse), grad)
+    dq, dk, dv, *dsinks = gradients_of(call, (q, k, v, of_sequence, None, o, lse), grad)
     if lone and sinks is not None:
         dsinks = [shared_grads.pop()]
     dq += other_dq  # 16-bit numbers are added in fp32 and rounded once
@@ -175,7 +177,7 @@ _backward_operator = torch.library.custom_op(
 
 @_forward_operator.register_fake
 def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return _results_like(q)
+    return results_like(q)
 
 
 @_backward_operator.register_fake
@@ -188,8 +190,7 @@ def _(
     shared_v: torch.Tensor,
     *_: object,
 ) -> tuple[torch.Tensor, ...]:
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return *_gradients_like(q, k, v), dsinks, *_gradients_like(shared_k, shared_v)
+    return *gradients_like(q, k, v), dsinks_like(q, sinks), *gradients_like(shared_k, shared_v)
 
 
 def _save(ctx, inputs: tuple, output: tuple) -> None:
@@ -204,24 +205,14 @@ def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
     texts = ctx.config, ctx.shared_config
     if grad is None:
         return (None,) * 8
-    if grad.layout != torch.strided:
-        with _errors_of_all(config_of(ctx.config)):
-            raise ConfigError(
-                f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
-            )
+    refuse_sparse_gradient(grad, ctx.config)
     saved = ctx.saved_tensors
     dq, dk, dv, dsinks, *shared_grads = torch.ops.annulus.attend_shared_backward(*saved, grad, *texts)
     return dq, dk, dv, None if saved[3] is None else dsinks, *shared_grads, None, None
 
 
-def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
-    raise NotImplementedError(
-        "annulus: ring_attention has no second derivative; its gradient cannot be differentiated again"
-    )
-
-
 _forward_operator.register_autograd(_differentiate, setup_context=_save)
-_backward_operator.register_autograd(_refuse_second_derivative)
+_backward_operator.register_autograd(refuse_second_derivative)
 
 
 def attend_shared(*arguments: torch.Tensor | str | None) -> tuple[torch.Tensor, torch.Tensor]:

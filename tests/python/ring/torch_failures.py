@@ -147,7 +147,8 @@ def errors_are_everybodys() -> None:
             {"key_padding_mask": torch.ones(1, 8, dtype=torch.int64)},
             ["key_padding_mask is torch.int64"],
         ),
-        ({"query": torch.randn(1, 8, 31)}, ["RuntimeError"]),
+        ({"query": torch.randn(1, 8, 31)}, ["query has 31 features"]),
+        ({"query": torch.randn(1, 8, 32).double()}, ["RuntimeError"]),
     ):
         call = {"query": x, "key": x, "value": x, "need_weights": False}
         call |= wrong if rank == 1 else {}

@@ -215,6 +215,14 @@ def masks_of_the_whole_sequence() -> None:
     ):
         call = {"attn_mask": mask if rank == 1 else later, "need_weights": False}
         refused(lambda call=call: model(mine, mine, mine, **call), words)
+    for wrong, words in (  # behind the agreement about the mask
+        ({"need_weights": True}, ["need_weights is supported in one process only"]),
+        ({"rotary": (torch.ones(3), torch.ones(3))}, ["rotary has shapes [[3], [3]]"]),
+    ):
+        call = {"attn_mask": later, "need_weights": False, **(wrong if rank == 1 else {})}
+        refused(lambda call=call: model(mine, mine, mine, **call), words)
+    learned = torch.zeros(tokens, tokens, requires_grad=True)
+    refused(lambda: model(mine, mine, mine, attn_mask=learned, need_weights=False), ["attn_mask requires a gradient"])
     words = ["attn_mask is [50, 50]: [101, 101] of the whole sequence"]
     refused(lambda: model(mine, mine, mine, attn_mask=later[:50, :50]), words)
     words = ["need_weights is supported in one process only"]

@@ -12,12 +12,13 @@ import torch
 
 from annulus import ConfigError, Pattern, Placement
 from annulus.torch._options import (
-    MASKED,
     NAMES,
+    NO_MASK,
     OF_CALLS,
     OF_EXECUTORS,
     OF_ONE_RANK,
     OPTIONS,
+    PADDING,
     each_number,
     flag_complaint,
     is_whole,
@@ -119,7 +120,7 @@ class _ConfigMethods:
     def executor_text(self) -> str:
         """The text without the fields on which executors do not depend. An executor takes any documents."""
         defaults = {name: o["default"] for name, o in OF_CALLS.items()} | dict.fromkeys(DOCUMENTS)
-        return dataclasses.replace(self, timeout=None, **defaults).text
+        return dataclasses.replace(self, timeout=None, key_padding=NO_MASK, **defaults).text
 
     @functools.cached_property
     def documents_text(self) -> str:
@@ -138,7 +139,7 @@ class _ConfigMethods:
         fields = dataclasses.asdict(self)
         fields["placement"] = claim_of(self.placement)
         renamed = {
-            MASKED: fields.pop("has_key_padding_mask"),
+            PADDING: fields.pop("key_padding"),
             "tokens of shared_k": fields.pop("shared_keys"),
             "whether gradients are needed": fields.pop("backward"),
         }
@@ -163,7 +164,7 @@ Config = dataclasses.make_dataclass(
         ("placement", "str | Placement"),
         ("n_global", "int | None"),
         ("timeout", "float | None"),
-        ("has_key_padding_mask", "bool"),  # it is part of q and k
+        ("key_padding", "str"),  # how the mask is computed: NO_MASK, UNREAD_MASK, HOLES, or a text for its ranges
         ("shared_keys", "int"),  # that every query attends to besides those of the sequence; 0: none
         *((name, o["annotation"]) for name, o in OPTIONS.items()),
         ("backward", "bool"),  # whether gradients are needed

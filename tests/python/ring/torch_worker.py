@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch_failures
 import torch_masks
+import torch_padding
 from support import transport_contract
 from support.rank_cases import run_cases
 from torch import nn
@@ -489,4 +490,4 @@ def contract(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(globals(), {**vars(torch_failures), **vars(torch_masks)})
+    run_cases(globals(), {**vars(torch_failures), **vars(torch_masks), **vars(torch_padding)})

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -10,6 +9,13 @@
 
 #include "annulus/ring_attention.h"
 #include "cli/console.h"
+
+// Of CLI11, which takes seconds to compile.
+namespace CLI {
+class App;
+class Option;
+class Validator;
+}  // namespace CLI
 
 namespace annulus::cli {
 

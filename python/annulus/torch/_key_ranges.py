@@ -23,6 +23,7 @@ import torch
 from annulus import Placement
 from annulus.torch._options import HOLES, NEW_MASK, PADDING
 from annulus.torch._placements import claim_of, placement_of_lengths
+from annulus.torch.ring._errors import report_errors_to_ranks
 from annulus.torch.ring._process_groups import rank_in
 from annulus.torch.ring._records import CALL, StaleMask
 from annulus.torch.ring._registry import ring_of_group
@@ -112,7 +113,8 @@ def _exchanged(
         # The positions of this rank's keys depend on how many the other ranks have.
         with _lock:
             lengths = _lengths.get(key)
-        spans = None if gradient or lengths is None else _spans_of(mask, placement, lengths, group)
+        with report_errors_to_ranks(group, timeout):  # others may wait for the second exchange
+            spans = None if gradient or lengths is None else _spans_of(mask, placement, lengths, group)
         own = [keys, _digest(lengths), spans]
         try:
             with ring_of_group(group, timeout) as ring:
@@ -121,6 +123,8 @@ def _exchanged(
         except StaleMask:
             continue  # other ranks remember ranges: now they come here, too
         lengths = tuple(record[0] for record in records)
+        if sum(lengths) > 0:
+            placement_of_lengths(placement, lengths)  # if they do not fit, they do not on any rank
         with _lock:
             if len(_lengths) >= _MOST_KNOWN:
                 _lengths.clear()

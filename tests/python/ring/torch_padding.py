@@ -12,8 +12,9 @@ import annulus
 import annulus.torch as at
 import torch
 import torch.distributed as dist
-from annulus.torch import _functional
+from annulus.torch import _functional, _key_ranges
 from annulus.torch.ring._registry import lengths_of_all
+from torch.utils.flop_counter import FlopCounterMode
 from torch_failures import refused
 
 T = TypeVar("T")
@@ -168,7 +169,9 @@ def masks_that_change() -> None:
         mask = at.shard(hidden, **place).clone()
         if step % 6 != 5 and kept[0] == rank:
             mask = held.setdefault((begin, end), mask)
-        check(mask)
+        # A mode sees operators, through which the call of this rank then goes.
+        with FlopCounterMode(display=False) if step % 5 == rank else contextlib.nullcontext():
+            check(mask)
         if step % 4 == 0:
             check(mask[:, :])  # another view of the same mask
     # Memory that is changed without the tensor's knowledge, on one rank.
@@ -261,6 +264,26 @@ def errors_beside_masks_are_everybodys() -> None:
         call |= wrong if rank == 1 else {}
         refused(lambda call=call: at.ring_attention(x, x, x, group=world, **call), words)
     at.ring_attention(x, x, x, key_padding_mask=known, group=world)
+    # Shards that do not fit the placement, where some ranks need not read their masks.
+    for tokens in (0, 5):
+        short = tokens if rank == 1 else 16
+        own = torch.zeros(1, short, requires_grad=rank == 0)
+        y = torch.randn(1, short, 2, 16, requires_grad=True)
+        call = {"key_padding_mask": own, "placement": "zigzag", "group": world}
+        refused(lambda: at.ring_attention(y, y, y, **call), ["the ranks hold [16, "])  # noqa: B023
+    # Something unexpected in the second exchange, on one rank.
+    read, here = _key_ranges._spans_of, torch.zeros(1, 6, dtype=torch.bool)
+
+    def fails(*arguments: object) -> object:
+        if rank == 1:
+            raise MemoryError("of the other kind")
+        return read(*arguments)
+
+    _key_ranges._spans_of = fails
+    y = torch.randn(1, 6, 2, 16)
+    refused(lambda: at.ring_attention(y, y, y, key_padding_mask=here, group=world), ["of the other kind"])
+    _key_ranges._spans_of = read
+    at.ring_attention(y, y, y, key_padding_mask=here, group=world)
     # One rank has holes and no softcap, the other ones have a softcap.
     hole = good.clone()
     hole[0, 7] = True

@@ -13,6 +13,7 @@ from support.reference import relative_rms
 from torch.utils.checkpoint import checkpoint
 
 P = 0.3
+HOLES = torch.arange(50).expand(2, -1) % 3 == 1
 
 
 def tensors(
@@ -209,13 +210,28 @@ def test_seed_forms() -> None:
         ({"softcap": -1.0}, "softcap is -1.0"),
         ({"softcap": float("inf")}, "softcap is inf"),
         ({"softcap": 1e-20}, "softcap is 1e-20"),
-        ({"softcap": 2.0, "key_padding_mask": torch.zeros(2, 50, dtype=torch.bool)}, "bend the mask"),
+        ({"softcap": 2.0, "key_padding_mask": HOLES}, "softcap would also be applied to the columns"),
+        (
+            {"softcap": 2.0, "key_padding_mask": torch.zeros_like(HOLES), "cu_seqlens": [0, 50]},
+            "softcap would also be applied to the columns.*beside cu_seqlens",
+        ),
     ],
 )
 def test_wrong_values(options: dict[str, object], text: str) -> None:
     inputs, _ = tensors()
     with pytest.raises(ConfigError, match=text):
         at.ring_attention(*inputs, **options)
+
+
+def test_softcap_with_a_key_padding_mask() -> None:
+    """A mask that leaves one range of keys is lengths, to which no softcap is applied."""
+    inputs, _ = tensors()
+    padded = (torch.arange(50) >= 30) | (torch.arange(50) < 4)
+    for mask in (padded, torch.zeros(50).masked_fill(padded, -torch.inf)):
+        o = at.ring_attention(*inputs, key_padding_mask=mask[None].expand(2, -1), softcap=2.0)
+        q, k, v = inputs
+        short = at.ring_attention(q, k[:, 4:30], v[:, 4:30], softcap=2.0)
+        torch.testing.assert_close(o, short, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_with_a_key_padding_mask() -> None:

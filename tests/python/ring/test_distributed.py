@@ -16,7 +16,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [
-        (1, ["alone", "equals_one_process"]),
+        (1, ["alone", "equals_one_process", "padding_is_the_mask"]),
         (
             2,
             [
@@ -29,6 +29,11 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "dropout_equals_one_process",
                 "seeds_are_everybodys",
                 "layers_drop_whatever_the_shards_draw",
+                "padding_is_the_mask",
+                "masks_that_change",
+                "masks_with_holes_are_everybodys",
+                "errors_beside_masks_are_everybodys",
+                "padding_is_reproducible",
                 "memory_is_everybodys",
                 "compiled_equals_eager",
                 "arguments_are_everybodys",
@@ -54,6 +59,13 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "dropout_equals_one_process",
                 "additional_keys_of_modules",
                 "masks_of_the_whole_sequence",
+                "padding_is_the_mask",
+                "ignored_keys_are_not_sent",
+                "masks_that_change",
+                "masks_with_holes_are_everybodys",
+                "errors_beside_masks_are_everybodys",
+                "padding_is_reproducible",
+                "padding_with_keys_of_other_lengths",
                 "lengths_of_your_own",
                 "placements_of_your_own",
                 "lengths_that_change",
@@ -76,6 +88,8 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
             [
                 "equals_one_process",
                 "gradients_of_sinks_add_up",
+                "padding_is_the_mask",
+                "masks_that_change",
                 "lengths_of_your_own",
                 "resharding_moves_the_fewest_bytes",
                 "groups_beside_data_parallelism",

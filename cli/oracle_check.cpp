@@ -72,39 +72,45 @@ struct Inputs {
   Values q, k, v, dout;
 };
 
-// The effect of a rounded o on the gradients: delta = dO.O changes by some e per row, hence dQ by
-// -e * scale * sum_k P K, which is an output with K in place of V, and dK by -scale * sum_q P e Q,
-// which is a dV with scale * e * Q in place of dO. Detached mixing rounds the outputs of the
-// branches instead; the error of the merged output is of the same size.
+// The effect of a rounded o on the gradients: delta = dO.O changes by some e per row, hence dS by
+// -e * P * (the slope of a softcap). Detached mixing rounds the outputs of the branches instead; the
+// error of the merged output is of the same size.
+//
+// The reference computes dQ and dK of dS = slope * P' * (dP - delta) for any dO, V and sinks. With
+// a sink, the probabilities P' of a row are w * P and add up to w < 1. Where V is 1 in one element
+// and dO is x there, dP is x and delta is x * w: dS is e * P * slope for x = e / (w * (1 - w)).
 void round_deltas(const RingOptions& options, const reference::Shape& shape, const Inputs& in,
-                  const Values& exact_o, reference::Gradients& gradients) {
+                  const reference::Output& exact, reference::Gradients& gradients) {
   const Pattern& pattern = options.pattern;
-  const double scale = options.scale.value_or(1.0 / std::sqrt(options.head_dim));
-  const Values rounded_o = rounded(exact_o, options.dtype);
+  const Values rounded_o = rounded(exact.o, options.dtype);
   const auto width = static_cast<std::size_t>(shape.head_dim);
-  Values e(exact_o.size());  // per row, repeated for all of its elements
-  Values seed(exact_o.size());
-  for (std::size_t row = 0; row < e.size(); row += width) {
-    double sum = 0.0;  // o has the factor output_scale already, dO would get it
-    for (std::size_t d = row; d < row + width; ++d) {
-      sum += in.dout[d] * (rounded_o[d] - exact_o[d]);
-    }
-    for (std::size_t d = row; d < row + width; ++d) {
-      e[d] = sum;
-      seed[d] = scale * sum * in.q[d] / pattern.output_scale;
-    }
+  double sink = 0.0;  // among the log-sum-exps, so that both w and 1 - w are exact enough
+  double finite = 0.0;
+  for (const double lse : exact.lse) {
+    if (!std::isfinite(lse)) continue;
+    sink += lse;
+    finite += 1.0;
   }
+  if (finite > 0.0) sink /= finite;
+  Values dout(exact.o.size());
+  for (std::size_t row = 0; row < exact.lse.size(); ++row) {
+    if (!std::isfinite(exact.lse[row])) continue;  // it has no keys, and its o is 0
+    double e = 0.0;  // o has the factor output_scale already, which dO would get
+    for (std::size_t d = row * width; d < (row + 1) * width; ++d)
+      e += in.dout[d] * (rounded_o[d] - exact.o[d]);
+    const double w = 1.0 / (1.0 + std::exp(sink - exact.lse[row]));
+    const double rest = 1.0 / (1.0 + std::exp(exact.lse[row] - sink));
+    dout[row * width] = e / (w * rest * pattern.output_scale);
+  }
+  Values v(in.v.size());
+  for (std::size_t row = 0; row < v.size(); row += width) v[row] = 1.0;
+  const Values sinks(static_cast<std::size_t>(shape.q_heads), sink);
   // Delta is subtracted from every pair, whatever dropout does to it.
-  const reference::SoftmaxOptions softmax{.softcap = options.softcap};
-  const Values keys =
-      reference::forward(pattern, shape, in.q, in.k, in.k, options.scale, {}, softmax).o;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    gradients.dq[i] -= scale * e[i] * keys[i] / pattern.output_scale;
-  }
-  const Values dk = reference::backward(pattern, shape, in.q, in.k, in.v, seed, MixGradient::full,
-                                        options.scale, {}, softmax)
-                        .dv;
-  for (std::size_t i = 0; i < dk.size(); ++i) gradients.dk[i] -= dk[i];
+  const reference::Gradients error =
+      reference::backward(pattern, shape, in.q, in.k, v, dout, MixGradient::full, options.scale,
+                          sinks, {.softcap = options.softcap});
+  for (std::size_t i = 0; i < error.dq.size(); ++i) gradients.dq[i] -= error.dq[i];
+  for (std::size_t i = 0; i < error.dk.size(); ++i) gradients.dk[i] -= error.dk[i];
 }
 
 }  // namespace
@@ -132,7 +138,7 @@ OracleCheck::OracleCheck(const RingOptions& options, std::uint64_t seed, World* 
       pattern, shape, in.q, in.k, in.v, in.dout, options.mix_gradient, options.scale, {}, softmax);
   reference::Gradients one_piece = exact;
   const bool narrow = options.dtype != DType::f32;
-  if (narrow) round_deltas(options, shape, in, output.o, one_piece);
+  if (narrow) round_deltas(options, shape, in, output, one_piece);
 
   lse_ = {output.lse, std::max(1.0, rms(output.lse)), kLseTolerance};
   const reference::Scales scales = reference::error_scales(

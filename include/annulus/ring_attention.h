@@ -133,8 +133,9 @@ class BranchState {
 // allocates everything and compares its options with every other rank. A mismatch, or an error that
 // one rank alone finds, is a ConfigError on every rank. A lack of memory that recovery cannot solve
 // is an OutOfMemory on every rank. forward and backward are collective, accept any strides whose
-// last axis is contiguous, and allocate nothing (unless memory ran out and heads differ in their
-// offsets: every pass then makes its executors again). Executors with different transports may run
+// last axis is contiguous, and allocate nothing (unless memory ran out: in
+// set_documents, or in construction and heads differ in their offsets, so that every pass makes its
+// executors again). Executors with different transports may run
 // at the same time in different threads. An executor or a transport serves one caller at a time: a
 // second one gets a ConfigError and, in a ring of several ranks, ends the transport, because
 // another rank may have taken the two calls in the other order.
@@ -148,7 +149,8 @@ class RingAttention {
   // Other documents for the passes from now on: for batches whose boundaries change with every
   // step. Plans anew, in the memory that the executor has, which only grows; the last few plans are
   // kept. Not collective: whatever is wrong on this rank, and ranks that have other documents, are
-  // errors of the next pass on every rank. ConfigError if recovery() has split calls in pieces.
+  // errors of the next pass on every rank. If memory runs out on any rank, or calls were split in
+  // pieces before, the next pass recovers as construction does, on all ranks.
   void set_documents(std::vector<Document> documents);
 
   // q, o: [batch, local queries, q heads, head_dim]; k, v: [batch, local keys, kv heads,
@@ -198,6 +200,8 @@ class RingAttention {
   [[nodiscard]] std::int64_t branch_state_rows() const;
 
   [[nodiscard]] const RingOptions& options() const;
+  // Valid until set_documents and, if calls run in pieces, until the next pass. ConfigError, like
+  // schedule() and other facts of a plan, after set_documents with wrong documents.
   [[nodiscard]] const Plan& plan() const;  // forward
   [[nodiscard]] const Plan& backward_plan()
       const;  // of the side that travels; ConfigError without backward
@@ -213,17 +217,15 @@ class RingAttention {
   // nothing. If calls run in pieces, plan(), schedule() and kernels() are those of one piece.
   [[nodiscard]] const std::string& recovery() const;
   // Bytes that this rank sends in one forward or backward, equal to what the transport counts:
-  // rows, and 32 bytes x ceil(log2(ranks)) for the agreement.
+  // rows, and 32 bytes x ceil(log2(ranks)) for each agreement.
   [[nodiscard]] std::int64_t predicted_forward_bytes() const;
   [[nodiscard]] std::int64_t predicted_backward_bytes() const;
   [[nodiscard]] MemoryInfo memory_info() const;
 
  private:
-  struct Executor;
   struct Impl;
   struct Pieces;
-  std::unique_ptr<Executor> executor_;
-  std::string recovery_;
+  std::unique_ptr<Pieces> pieces_;
 };
 
 // A cache of executors for changing shapes. Drops the least recently used ones if there are more

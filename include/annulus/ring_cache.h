@@ -53,8 +53,8 @@ struct NewTokens {
 // inference: there are no gradients.
 //
 // append, attend and step are collective, like construction: every rank makes the same calls in the
-// same order, and whatever one rank finds wrong is a ConfigError on every rank, after which the
-// cache is as it was before the call. One caller at a time.
+// same order, and whatever one rank finds wrong is a ConfigError on every rank, a lack of memory an
+// OutOfMemory, after which the cache is as it was before the call. One caller at a time.
 class RingCache {
  public:
   RingCache(CacheOptions options, Transport& transport);

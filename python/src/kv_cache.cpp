@@ -83,7 +83,7 @@ struct Tokens {
   Tokens(nb::handle lengths, nb::handle placement) {
     const nb::object list =
         nb::hasattr(lengths, "tolist") ? lengths.attr("tolist")() : nb::borrow(lengths);
-    if (!list.is_none() && !nb::try_cast(list, counts)) {
+    if (!list.is_none() && (!nb::try_cast(list, counts) || counts.empty())) {
       throw ConfigError(
           fmt::format("lengths is {}, expected a whole number for each entry, or None",
                       nb::repr(lengths).c_str()));

@@ -73,12 +73,10 @@ void LocalRing::set_documents(const std::vector<Document>& documents) {
   if (has_documents(documents)) return;
   options_.pattern.documents = documents;
   forward_flops_ = forward_flops_of(options_);
+  const auto deadline = ring::patient_ring(options_).deadline;
+  for (const auto& transport : transports_) transport->set_deadline(deadline);
   on_every_rank(
       [&](int rank) { executors_[static_cast<std::size_t>(rank)]->set_documents(documents); });
-}
-
-bool LocalRing::takes_documents(const std::vector<Document>& documents) const {
-  return has_documents(documents) || (!keeps_documents_ && executors_.front()->recovery().empty());
 }
 
 LocalRing::LocalRing(RingOptions options)

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -21,9 +22,10 @@ class LocalRing {
 
   // Plans for these documents, unless they are those of the ring.
   void set_documents(const std::vector<Document>& documents);
-  // False: it has other documents and cannot change them, because memory ran out or because a CUDA
-  // graph uses it.
-  [[nodiscard]] bool takes_documents(const std::vector<Document>& documents) const;
+  // False: it has other documents and cannot change them, because a CUDA graph uses it.
+  [[nodiscard]] bool takes_documents(const std::vector<Document>& documents) const {
+    return has_documents(documents) || !keeps_documents_;
+  }
   [[nodiscard]] bool has_documents(const std::vector<Document>& documents) const {
     return documents == options_.pattern.documents;
   }
@@ -47,6 +49,8 @@ class LocalRing {
   void interrupt() noexcept;
 
   [[nodiscard]] int ranks() const { return options_.placement.ranks(); }
+  // Of one operation of a transport. A rank may have to wait while others compute.
+  [[nodiscard]] std::chrono::milliseconds deadline() const { return transports_[0]->deadline(); }
   [[nodiscard]] double forward_flops() const { return forward_flops_; }
   [[nodiscard]] std::int64_t bytes() const;  // bytes of executors and copies
 

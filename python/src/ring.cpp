@@ -348,7 +348,8 @@ filled: a forward has written them already.)")
 
 For batches whose boundaries change with every step: plans anew, in the memory that the executor has, which only
 grows. The last few plans are kept. Not collective: what is wrong on this rank, and ranks that have other documents,
-are errors of the next pass on every rank. :class:`ConfigError` if memory ran out and calls are split (``recovery``).
+are errors of the next pass on every rank. If memory runs out, or ran out before and calls are split (``recovery``), the
+next pass makes the executor again, as ``recover`` says.
 
 Args:
     pattern: see :meth:`Pattern.with_documents`.)")
@@ -383,13 +384,11 @@ called.)")
           },
           "Waits until a CUDA device has done what forward and backward have enqueued; "
           ":class:`DeviceError` if it could not. On the CPU there is nothing to wait for.")
+      // Copies, which share their parts: set_documents makes other plans.
       .def_prop_ro(
-          "plan", [](const Ring& self) -> const Plan& { return self.core->plan(); },
-          nb::rv_policy::reference_internal, "The plan of forward.")
+          "plan", [](const Ring& self) { return self.core->plan(); }, "The plan of forward.")
       .def_prop_ro(
-          "backward_plan",
-          [](const Ring& self) -> const Plan& { return self.core->backward_plan(); },
-          nb::rv_policy::reference_internal,
+          "backward_plan", [](const Ring& self) { return self.core->backward_plan(); },
           "The plan of the side that travels in backward; ConfigError with backward=False.")
       .def_prop_ro(
           "schedule", [](const Ring& self) { return std::string(name_of(self.core->schedule())); },
@@ -428,10 +427,16 @@ called.)")
       .def("__repr__", [](const Ring& self) {
         const RingOptions& options = self.core->options();
         const auto& transport = nb::cast<const Transport&>(self.transport);
-        return fmt::format("<RingAttention {}, {}: rank {} of {}, {} tokens, {}, schedule {}>",
+        std::string plan;
+        try {
+          plan = fmt::format("schedule {}", name_of(self.core->schedule()));
+        } catch (const Error&) {
+          plan = "no plan";  // for these documents
+        }
+        return fmt::format("<RingAttention {}, {}: rank {} of {}, {} tokens, {}, {}>",
                            options.pattern.name, options.placement.name(), transport.rank(),
                            transport.size(), options.placement.tokens(),
-                           python_name_of(options.dtype), name_of(self.core->schedule()));
+                           python_name_of(options.dtype), plan);
       });
 }
 

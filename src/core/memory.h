@@ -58,7 +58,8 @@ class Memory {
 // Memory that an owner has released and will need again, by what it is for. An owner that makes its
 // parts anew opens a Scope, in which this thread's released memory is kept and allocations take the
 // smallest block that is large enough. If there is none, a smaller one is freed, and the new one
-// has some bytes more: memory only grows, and seldom.
+// has some bytes more: memory only grows, and seldom. If the device has not as many, all blocks are
+// freed, and the new one has no bytes more.
 class SpareMemory {
  public:
   SpareMemory() = default;
@@ -89,6 +90,8 @@ class SpareMemory {
     Memory::Deleter deleter;
   };
   [[nodiscard]] Memory take(std::int64_t bytes, const char* what, const Device& device);
+  [[nodiscard]] Memory add(std::int64_t bytes, FunctionRef<Memory(std::int64_t bytes)> allocate);
+  void clear() noexcept;
   void release(std::size_t block) noexcept;
 
   std::vector<Block> blocks_;

@@ -25,7 +25,9 @@ void Memory::Deleter::operator()(std::byte* data) const noexcept {
   count_memory(-capacity);
 }
 
-SpareMemory::~SpareMemory() {
+SpareMemory::~SpareMemory() { clear(); }
+
+void SpareMemory::clear() noexcept {
   while (!blocks_.empty()) release(blocks_.size() - 1);
 }
 
@@ -65,12 +67,22 @@ Memory SpareMemory::take(std::int64_t bytes, const char* what, const Device& dev
   return memory;
 }
 
+Memory SpareMemory::add(std::int64_t bytes, FunctionRef<Memory(std::int64_t)> allocate) {
+  try {
+    return allocate(bytes + bytes / 8);
+  } catch (const OutOfMemory&) {
+    clear();
+  }
+  return allocate(bytes);
+}
+
 Memory SpareMemory::allocate(std::int64_t bytes, const char* what, const Device& device,
                              FunctionRef<Memory(std::int64_t)> allocate) {
   if (bytes <= 0) return {};
   Memory memory;
   if (active != nullptr) memory = active->take(bytes, what, device);
-  if (memory.data() == nullptr) memory = allocate(active == nullptr ? bytes : bytes + bytes / 8);
+  if (memory.data() == nullptr)
+    memory = active == nullptr ? allocate(bytes) : active->add(bytes, allocate);
   memory.bytes_ = bytes;
   memory.data_.get_deleter().reuse_as = what;
   return memory;

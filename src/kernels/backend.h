@@ -67,7 +67,7 @@ struct Computation {
   DType dtype = DType::f32;
   double scale = 1;      // of q.k
   double softcap = 0;    // scores are softcap * tanh(scale * q.k / softcap); 0: scale * q.k
-  double dropout_p = 0;  // share of probabilities that are dropped (dropout.h)
+  DropoutRate dropout;
   MixGradient mix_gradient = MixGradient::full;
   const KeptRows* kept = nullptr;  // owned by the executor; null unless mixing is detached
   bool reproducible = false;
@@ -76,7 +76,7 @@ struct Computation {
 
   [[nodiscard]] int heads() const { return pattern->heads; }
   // The fastest kernels know neither softcap nor dropout.
-  [[nodiscard]] bool caps_or_drops() const { return softcap != 0 || dropout_p != 0; }
+  [[nodiscard]] bool caps_or_drops() const { return softcap != 0 || dropout.drops(); }
   [[nodiscard]] std::int64_t query_rows() const { return batch * query_tokens * heads(); }
   [[nodiscard]] std::int64_t key_rows() const { return batch * key_tokens * kv_heads; }
   // Number of deltas, rowsum(dO * O), per row: one, or one for every branch if mixing is detached.

@@ -32,8 +32,6 @@ struct RowPositions {
 struct RowInterval {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-
-  [[nodiscard]] constexpr bool empty() const { return begin >= end; }
 };
 
 // The cached rows of one shard. Row j of an entry is at row j % ring_rows of k and v, which have
@@ -59,6 +57,7 @@ struct CacheShape {
   int heads = 1;
   int kv_heads = 1;
   double scale = 1;  // of q.k
+  int ranks = 1;     // whose results are merged
 };
 
 // Neighbouring tokens of one entry, and where their results go: O of token i and head h to
@@ -96,8 +95,11 @@ class CacheKernels {
   // Rows of `row_bytes` bytes of all heads.
   virtual void copy(const TensorRows& from, const TensorRows& to, int heads, std::int64_t row_bytes,
                     std::span<const RowCopy> copies, Queue& queue) = 0;
-  // A row without keys gets O = 0 and a log-sum-exp of -inf. The order of a row's sum depends on
-  // the keys that its run sees, and on nothing else.
+  // Takes the memory that attend needs for these runs, wherever their results go. OutOfMemory.
+  virtual void reserve(const CachedKeys& keys, std::span<const QueryRun> runs, Queue& queue) = 0;
+  // Of runs for which memory was reserved: takes none. A row without keys gets O = 0 and a
+  // log-sum-exp of -inf. The order of a row's sum depends on the keys that its run sees, and on
+  // nothing else.
   virtual void attend(const TensorRows& q, const CachedKeys& keys, std::span<const QueryRun> runs,
                       Queue& queue) = 0;
   // Parts are merged in their order, then with the sinks; O is rounded to the shape's dtype.

@@ -24,12 +24,13 @@ struct DropoutSeed {
 };
 
 // A pair whose number is less than `threshold` loses its probability, the others are multiplied by
-// `scale`.
+// `scale`. INT32_MIN: no pair, which is the one thing to ask for whether there is dropout; `scale`
+// may be 1 after rounding all the same.
 struct DropoutRate {
   std::int32_t threshold = INT32_MIN;
   float scale = 1.0F;  // 1 / (1 - p)
 
-  [[nodiscard]] constexpr bool drops() const { return scale != 1.0F; }
+  [[nodiscard]] constexpr bool drops() const { return threshold != INT32_MIN; }
   [[nodiscard]] static DropoutRate of(double p) {
     const double dropped = std::min(std::round(p * 0x1p32), 0x1p32 - 1);  // of 2^32 numbers
     return {static_cast<std::int32_t>(dropped - 0x1p31), static_cast<float>(1 / (1 - p))};

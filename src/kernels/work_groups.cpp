@@ -8,31 +8,12 @@
 namespace annulus {
 namespace {
 
-// `zero` is the token of index 0.
-std::vector<RunTemplate> templates(const std::vector<PlacedRows>& rows, std::int64_t zero,
-                                   std::int64_t dilation) {
-  std::vector<RunTemplate> out;
-  out.reserve(rows.size());
-  for (const PlacedRows& placed : rows) {
-    RunTemplate run;
-    run.parcel = placed.parcel;
-    run.store_first = placed.store_first;
-    run.store_stride = placed.store_stride;
-    run.index = static_cast<std::int32_t>((placed.rows.first - zero) / dilation);
-    run.index_stride =
-        static_cast<std::int32_t>(std::max<std::int64_t>(1, placed.rows.stride / dilation));
-    run.count = static_cast<std::int32_t>(placed.rows.count);
-    out.push_back(run);
-  }
-  return out;
-}
-
 // The number of selected rows of `runs`, and of runs that have any.
 struct Extent {
   std::int64_t rows = 0;
   std::size_t runs = 0;
 };
-Extent extent(const std::vector<RunTemplate>& runs, const IndexFilter& filter) {
+Extent extent(std::span<const RunTemplate> runs, const IndexFilter& filter) {
   Extent out;
   for (const RunTemplate& run : runs) {
     filter.apply(run, [&](std::int32_t, std::int32_t count) {
@@ -114,6 +95,23 @@ bool apart(const Branch& a, const Branch& b, int ratio) {
   return true;
 }
 
+std::span<RunTemplate> WorkGroups::add_runs(const std::vector<PlacedRows>& rows, std::int64_t zero,
+                                            std::int64_t dilation) {
+  const std::size_t first = runs_.size();
+  for (const PlacedRows& placed : rows) {
+    RunTemplate run;
+    run.parcel = placed.parcel;
+    run.store_first = placed.store_first;
+    run.store_stride = placed.store_stride;
+    run.index = static_cast<std::int32_t>((placed.rows.first - zero) / dilation);
+    run.index_stride =
+        static_cast<std::int32_t>(std::max<std::int64_t>(1, placed.rows.stride / dilation));
+    run.count = static_cast<std::int32_t>(placed.rows.count);
+    runs_.push_back(run);
+  }
+  return std::span(runs_).subspan(first);
+}
+
 WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
                        std::int64_t least_chains) {
   const Plan& plan = *stage.plan;
@@ -148,15 +146,21 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     }
   }
 
+  std::size_t runs = 0;
+  for (const TileGroup& tiles : tile_groups) runs += tiles.queries.size() + tiles.keys.size();
+  runs_.reserve(runs);  // rows point into it
+  rows_.reserve(tile_groups.size());
+  groups_.reserve(tile_groups.size());
   for (const TileGroup& tiles : tile_groups) {
     const Selection& selection = selection_of(tiles);
     const Branch& branch = pattern.branches[static_cast<std::size_t>(selection.branch)];
+    const std::span<RunTemplate> queries =
+        add_runs(tiles.queries, tiles.query_origin + selection.offset, branch.dilation);
     rows_.push_back(
-        {templates(tiles.queries, tiles.query_origin + selection.offset, branch.dilation),
-         templates(tiles.keys, tiles.key_origin + selection.offset, branch.dilation)});
+        {queries, add_runs(tiles.keys, tiles.key_origin + selection.offset, branch.dilation)});
     if (computation.kept != nullptr && stage.kind == Stage::Kind::forward) {
       const int head = selection.members.front().q_head;  // all have the same offset
-      for (RunTemplate& run : rows_.back().queries) {
+      for (RunTemplate& run : queries) {
         run.kept = static_cast<std::int32_t>(computation.kept->rank(
             selection.branch, entries_of(tiles).begin, head, run.store_first));
       }
@@ -235,11 +239,7 @@ void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, S
 }
 
 std::int64_t WorkGroups::bytes() const {
-  std::size_t bytes = 0;
-  for (const WorkRows& rows : rows_) {
-    bytes +=
-        sizeof(WorkRows) + (rows.queries.capacity() + rows.keys.capacity()) * sizeof(RunTemplate);
-  }
+  std::size_t bytes = rows_.size() * sizeof(WorkRows) + runs_.size() * sizeof(RunTemplate);
   for (const auto& [key, shares] : shares_) {
     for (const Share& share : shares) {
       bytes += sizeof(Share) + share.members.capacity() * sizeof(Selection::Member) +

@@ -15,8 +15,8 @@ namespace annulus {
 
 // The rows of a tile group; several work groups may share them.
 struct WorkRows {
-  std::vector<RunTemplate> queries;
-  std::vector<RunTemplate> keys;
+  std::span<const RunTemplate> queries;
+  std::span<const RunTemplate> keys;
 };
 
 // Query rows against key rows of one segment, for all heads that compute the same pairs. If another
@@ -77,10 +77,14 @@ class WorkGroups {
   using Shares = std::map<std::tuple<int, int, std::int64_t>, std::vector<Share>>;
   class Sharing;
 
+  // `zero` is the token of index 0.
+  std::span<RunTemplate> add_runs(const std::vector<PlacedRows>& rows, std::int64_t zero,
+                                  std::int64_t dilation);
   void add(WorkGroup group);
   void add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind);
 
   Shares shares_;
+  std::vector<RunTemplate> runs_;  // of all rows
   std::vector<WorkRows> rows_;
   std::vector<WorkGroup> groups_;
   std::size_t longest_run_list_ = 0;

@@ -13,11 +13,11 @@ RingCache::Impl::Deliveries RingCache::Impl::deliveries(
   out.peers.resize(static_cast<std::size_t>(ranks));
   if (!placement) {  // every rank has all rows, and keeps its own
     for (std::int64_t entry = 0; entry < options.batch; ++entry) {
-      sequences->for_each_stretch(entry, 0, counts[static_cast<std::size_t>(entry)],
-                                  [&](const kv_cache::Stretch& s) {
-                                    if (s.rank == rank)
-                                      out.kept.push_back({entry, s.token, entry, s.row, s.count});
-                                  });
+      sequences->for_each_place(entry, 0, counts[static_cast<std::size_t>(entry)],
+                                [&](const kv_cache::Place& s) {
+                                  if (s.rank == rank)
+                                    out.kept.push_back({entry, s.token, entry, s.row, s.count});
+                                });
     }
     return out;
   }
@@ -25,7 +25,7 @@ RingCache::Impl::Deliveries RingCache::Impl::deliveries(
   for (int from = 0; from < ranks; ++from) {
     Deliveries::Peer& sender = out.peers[static_cast<std::size_t>(from)];
     for (const kv_cache::TokenRun& run : shares[static_cast<std::size_t>(from)].runs) {
-      sequences->for_each_stretch(run.entry, run.token, run.count, [&](const kv_cache::Stretch& s) {
+      sequences->for_each_place(run.entry, run.token, run.count, [&](const kv_cache::Place& s) {
         const std::int64_t row = run.row + s.token - run.token;
         if (from == rank && s.rank == rank) {
           out.kept.push_back({run.entry, row, run.entry, s.row, s.count});

@@ -147,8 +147,34 @@ std::int64_t RingCache::Impl::attend_bytes(const std::vector<std::int64_t>& coun
   return bytes;
 }
 
-void RingCache::Impl::attend(const Queries& tensors, const Attendance& work,
-                             const std::vector<std::int64_t>& counts) {
+// A share's partial results: O of its tokens, then their log-sum-exps.
+std::vector<QueryRun> RingCache::Impl::runs_of(const Attendance& work,
+                                               const std::vector<std::int64_t>& counts,
+                                               std::span<const std::int64_t> lengths) const {
+  std::vector<QueryRun> runs;
+  if (work.holds[static_cast<std::size_t>(rank)] == 0) return runs;
+  const std::size_t distinct = work.placed || work.divided ? work.shares.size() : 1;
+  for (const Share& share : std::span(work.shares).first(distinct)) {
+    auto* const o = reinterpret_cast<float*>(outgoing.data() + share.first * partial_bytes());
+    std::int64_t done = 0;
+    for (const TokenRun& token : share.runs) {
+      QueryRun run;
+      run.entry = token.entry;
+      run.batch = work.placed ? 0 : token.entry;
+      run.row = work.placed ? share.first + done : token.token;
+      run.tokens = token.count;
+      run.length = lengths[static_cast<std::size_t>(token.entry)];
+      run.position = run.length - counts[static_cast<std::size_t>(token.entry)] + token.token;
+      run.o = o + done * options.heads * options.head_dim;
+      run.lse = o + lse_offset(share) + done * options.heads;
+      runs.push_back(run);
+      done += token.count;
+    }
+  }
+  return runs;
+}
+
+void RingCache::Impl::attend(const Queries& tensors, const Attendance& work) {
   Rounds rounds = rounds_of(work);
   const Share& mine = work.shares[static_cast<std::size_t>(rank)];
   TensorRows q = ring::rows_of(tensors.q);
@@ -161,32 +187,7 @@ void RingCache::Impl::attend(const Queries& tensors, const Attendance& work,
     q = packed;
   }
 
-  // A share's partial results: O of its tokens, then their log-sum-exps.
-  const auto lse_offset = [&](const Share& share) {
-    return share.count * options.heads * options.head_dim;
-  };
-  if (work.holds[static_cast<std::size_t>(rank)] != 0) {
-    std::vector<QueryRun> runs;
-    const std::size_t distinct = work.placed || work.divided ? work.shares.size() : 1;
-    for (const Share& share : std::span(work.shares).first(distinct)) {
-      auto* const o = reinterpret_cast<float*>(outgoing.data() + share.first * partial_bytes());
-      std::int64_t done = 0;
-      for (const TokenRun& token : share.runs) {
-        QueryRun run;
-        run.entry = token.entry;
-        run.batch = work.placed ? 0 : token.entry;
-        run.row = work.placed ? share.first + done : token.token;
-        run.tokens = token.count;
-        run.length = sequences->lengths()[static_cast<std::size_t>(token.entry)];
-        run.position = run.length - counts[static_cast<std::size_t>(token.entry)] + token.token;
-        run.o = o + done * options.heads * options.head_dim;
-        run.lse = o + lse_offset(share) + done * options.heads;
-        runs.push_back(run);
-        done += token.count;
-      }
-    }
-    kernels->attend(q, cached_keys(rank), runs, *queue);
-  }
+  if (!work.runs.empty()) kernels->attend(q, cached_keys(rank), work.runs, *queue);
   exchange(rounds.partials, "partial results");
 
   std::vector<PartialRows> parts;  // in the order of the ranks, whichever this one is

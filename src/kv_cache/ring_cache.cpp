@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
-#include <new>
 #include <utility>
 
 #include <fmt/format.h>
@@ -81,23 +80,6 @@ std::vector<Claim> claims_of(const CacheOptions& options) {
           {"the kind of device", options.device.kind == Device::Kind::cpu ? "cpu" : "cuda"}};
 }
 
-// The error of a part of construction or of a call, as the other ranks hear of it.
-ring::Complaint complaint_of(FunctionRef<void()> part) {
-  ring::Complaint complaint;
-  try {
-    part();
-  } catch (const std::bad_alloc&) {
-    complaint.text = "out of memory";
-    complaint.shortage.emplace();
-  } catch (const OutOfMemory& error) {
-    complaint.text = error.what();
-    complaint.shortage = error.shortage();
-  } catch (const std::exception& error) {
-    complaint.text = error.what();
-  }
-  return complaint;
-}
-
 }  // namespace
 
 RingCache::Impl::Impl(CacheOptions options_in, Transport& transport_in)
@@ -108,7 +90,7 @@ RingCache::Impl::Impl(CacheOptions options_in, Transport& transport_in)
   const char* where = "RingCache";
   option_claims = claims_of(options);
   identity = fmt::format("{:x}", ring::digest_of(option_claims));
-  const ring::Complaint values_complaint = complaint_of([&] {
+  const ring::Complaint values_complaint = ring::complaint_of([&] {
     check_values(options);
     sequences.emplace(options, ranks);
     backend = backend_of(options.device, options.threads);
@@ -116,13 +98,14 @@ RingCache::Impl::Impl(CacheOptions options_in, Transport& transport_in)
   });
   ring::agree(*transport, where, values_complaint, option_claims);
   link->connect();
-  const ring::Complaint memory_complaint = complaint_of([&] {
+  const ring::Complaint memory_complaint = ring::complaint_of([&] {
     CacheShape shape;
     shape.dtype = options.dtype;
     shape.head_dim = options.head_dim;
     shape.heads = options.heads;
     shape.kv_heads = options.kv_heads;
     shape.scale = scale_of(options);
+    shape.ranks = ranks;
     kernels = backend->cache_kernels(shape);
     const int padded = padded_head_dim(options.head_dim);
     // In floating point first: a huge cache must not wrap.
@@ -275,15 +258,18 @@ void RingCache::Impl::run(const char* where, const std::optional<Keys>& key_tens
                           const std::optional<Queries>& query_tensors, const NewTokens& tokens) {
   const EventScope pass(EventKind::pass, where, rank);
   std::vector<std::int64_t> counts;
+  std::vector<Claim> call_claims;
   Attendance work;
-  const ring::Complaint complaint = complaint_of([&] {
+  const ring::Complaint complaint = ring::complaint_of([&] {
     const auto check = [](const std::string& text) {
       if (!text.empty()) throw ConfigError(text);
     };
     const ConstTensorView& first = key_tensors ? key_tensors->k : query_tensors->q;
     counts = counts_of(first.rank == 4 ? first.shape[1] : 0, tokens);
+    call_claims =
+        claims(where, counts, tokens, query_tensors && query_tensors->sinks.has_value());
     check(tensor_complaint(key_tensors, query_tensors, tokens));
-    std::vector<std::int64_t> lengths = sequences->all_lengths();
+    std::vector<std::int64_t> lengths = sequences->lengths();
     Room room;
     if (key_tensors) {
       check(sequences->append_complaint(counts));
@@ -314,15 +300,18 @@ void RingCache::Impl::run(const char* where, const std::optional<Keys>& key_tens
       if (work.divided) room.results = work.tokens() * result_bytes();
     }
     reserve(room);
+    if (query_tensors) {
+      work.runs = runs_of(work, counts, lengths);
+      if (!work.runs.empty()) kernels->reserve(cached_keys(rank), work.runs, *queue);
+    }
   });
-  ring::agree(*transport, where, complaint,
-              claims(where, counts, tokens, query_tensors && query_tensors->sinks.has_value()));
+  ring::agree(*transport, where, complaint, call_claims);
   guard([&] {
     if (key_tensors) {
       append(*key_tensors, counts, tokens.placement);
       sequences->append(counts);
     }
-    if (query_tensors) attend(*query_tensors, work, counts);
+    if (query_tensors) attend(*query_tensors, work);
   });
 }
 

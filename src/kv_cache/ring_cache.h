@@ -49,6 +49,7 @@ struct RingCache::Impl {
   // Who has which queries, and what goes where.
   struct Attendance {
     std::vector<kv_cache::Share> shares;  // by rank
+    std::vector<QueryRun> runs;           // that this rank attends to its keys
     std::vector<char> holds;              // by rank: whether it has keys that any query sees
     bool placed = false;   // ranks have queries of their own; else all ranks have all of them
     bool divided = false;  // ranks merge shares and then pass them on; else each merges everything
@@ -59,6 +60,10 @@ struct RingCache::Impl {
   [[nodiscard]] Attendance attendance(const std::vector<std::int64_t>& counts,
                                       const std::optional<Placement>& placement,
                                       std::span<const std::int64_t> lengths) const;
+  // Of an attendance for which mailboxes have room. `lengths`: of all entries, with new tokens.
+  [[nodiscard]] std::vector<QueryRun> runs_of(const Attendance& work,
+                                              const std::vector<std::int64_t>& counts,
+                                              std::span<const std::int64_t> lengths) const;
   // Messages of a call's rounds, in order: queries, partial results, results.
   struct Rounds {
     ring::Batch queries, partials, results;
@@ -66,8 +71,7 @@ struct RingCache::Impl {
   [[nodiscard]] Rounds rounds_of(const Attendance& work) const;
   void append(const Keys& keys, const std::vector<std::int64_t>& counts,
               const std::optional<Placement>& placement);
-  void attend(const Queries& queries, const Attendance& work,
-              const std::vector<std::int64_t>& counts);
+  void attend(const Queries& queries, const Attendance& work);
   // Rows that are on their way from where they are passed to where they are kept: those that this
   // rank keeps where they are (copies from the tensor), those that it sends, and those that it
   // receives (copies from the message).
@@ -115,6 +119,10 @@ struct RingCache::Impl {
     return aligned(options.heads * (key_bytes() + 4));
   }
   [[nodiscard]] std::int64_t query_bytes() const { return options.heads * key_bytes(); }
+  // Where log-sum-exps begin in the partial results of a share, in floats.
+  [[nodiscard]] std::int64_t lse_offset(const kv_cache::Share& share) const {
+    return share.count * options.heads * options.head_dim;
+  }
   [[nodiscard]] CachedKeys cached_keys(int of_rank) const;
 
   const CacheOptions options;

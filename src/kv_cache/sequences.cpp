@@ -119,20 +119,20 @@ void Sequences::copy(std::int64_t from, std::int64_t to) {
   highest_[static_cast<std::size_t>(to)] = highest_[static_cast<std::size_t>(from)];
 }
 
-void Sequences::for_each_stretch(std::int64_t entry, std::int64_t first, std::int64_t count,
-                                 FunctionRef<void(const Stretch&)> use) const {
+void Sequences::for_each_place(std::int64_t entry, std::int64_t first, std::int64_t count,
+                               FunctionRef<void(const Place&)> use) const {
   const std::int64_t begin = lengths_[static_cast<std::size_t>(entry)];
   for (std::int64_t token = first; token < first + count;) {
     const std::int64_t position = begin + token;
-    Stretch stretch;
-    stretch.rank = static_cast<int>(position / block_ % ranks_);
-    stretch.token = token;
-    stretch.row = (position / stripe() * block_ + position % block_) % ring_rows_;
+    Place place;
+    place.rank = static_cast<int>(position / block_ % ranks_);
+    place.token = token;
+    place.row = (position / stripe() * block_ + position % block_) % ring_rows_;
     // Blocks of one rank alone are neighbours.
-    const std::int64_t room = ranks_ == 1 ? ring_rows_ - stretch.row : block_ - position % block_;
-    stretch.count = std::min(room, first + count - token);
-    use(stretch);
-    token += stretch.count;
+    const std::int64_t room = ranks_ == 1 ? ring_rows_ - place.row : block_ - position % block_;
+    place.count = std::min(room, first + count - token);
+    use(place);
+    token += place.count;
   }
 }
 

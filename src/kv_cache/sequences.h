@@ -13,7 +13,7 @@
 namespace annulus::kv_cache {
 
 // Neighbouring tokens of one entry that one rank keeps in neighbouring rows.
-struct Stretch {
+struct Place {
   int rank = 0;
   std::int64_t token = 0;  // the first one's number within the call
   std::int64_t row = 0;    // of the rank's ring of rows
@@ -29,8 +29,7 @@ class Sequences {
   Sequences(const CacheOptions& options, int ranks);
 
   [[nodiscard]] std::int64_t ring_rows() const { return ring_rows_; }
-  [[nodiscard]] std::span<const std::int64_t> lengths() const { return lengths_; }
-  [[nodiscard]] const std::vector<std::int64_t>& all_lengths() const { return lengths_; }
+  [[nodiscard]] const std::vector<std::int64_t>& lengths() const { return lengths_; }
   [[nodiscard]] RowPositions positions(int rank) const;
   [[nodiscard]] Band band() const { return band_; }
 
@@ -45,8 +44,8 @@ class Sequences {
   void check_entry(const char* name, std::int64_t entry) const;  // ConfigError
 
   // The places of tokens [first, first + count) behind those of the entry.
-  void for_each_stretch(std::int64_t entry, std::int64_t first, std::int64_t count,
-                        FunctionRef<void(const Stretch&)> use) const;
+  void for_each_place(std::int64_t entry, std::int64_t first, std::int64_t count,
+                      FunctionRef<void(const Place&)> use) const;
   // Rows of a rank's ring that tokens of the entry are in: at most two runs.
   void for_each_kept(std::int64_t entry, int rank,
                      FunctionRef<void(std::int64_t row, std::int64_t count)> use) const;

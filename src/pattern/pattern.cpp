@@ -59,6 +59,11 @@ void check_document(const Pattern& pattern, std::size_t index) {
                                                           "of their batch entries"
                                 : "-1 (every entry) in all documents, or in none"));
   }
+  constexpr std::int64_t kMostEntries = std::int64_t{1} << 31;  // they are counted
+  if (document.entry >= kMostEntries) {
+    throw ConfigError(where + "entry is " + std::to_string(document.entry) +
+                      ", expected less than " + std::to_string(kMostEntries));
+  }
   if (document.entry != before.entry) before = {};
   const auto check = [&](const char* side, std::int64_t begin, std::int64_t end, std::int64_t first,
                          std::int64_t start) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <climits>
 #include <cstring>
+#include <new>
 
 #include <fmt/format.h>
 
@@ -174,6 +175,25 @@ void exchange(Transport& transport, Record& mine) {
 
 }  // namespace
 
+Complaint complaint_of(FunctionRef<void()> part) {
+  Complaint complaint;
+  try {
+    part();
+  } catch (const std::bad_alloc&) {
+    complaint.text = "out of memory while planning";
+    complaint.shortage.emplace();
+  } catch (const OutOfMemory& error) {
+    complaint.text = error.what();
+    complaint.shortage = error.shortage();
+  } catch (const ConfigError& error) {
+    complaint.text = error.what();
+  } catch (const std::exception& error) {
+    complaint.text = error.what();
+    complaint.own = std::current_exception();
+  }
+  return complaint;
+}
+
 std::uint64_t digest_of(std::span<const Claim> claims) {
   std::uint64_t digest = 0xcbf29ce484222325U;
   for (const Claim& claim : claims) digest = extended_digest(digest, claim.value);
@@ -209,6 +229,7 @@ Told agree_on_digest(Transport& transport, const char* where, const Complaint& c
     const std::string text = prefix(transport, where) + complaint.text;
     if (complaint.shortage)
       throw SharedShortage(text, *complaint.shortage, transport.rank(), complaint.over_limit);
+    if (complaint.own != nullptr) std::rethrow_exception(complaint.own);
     throw ConfigError(text);
   }
   // Functions of a pass have "::" in their names; constructors have not.
@@ -229,6 +250,7 @@ Told agree_on_digest(Transport& transport, const char* where, const Complaint& c
     if (vote.complaining == kNobody && vote.differing == kNobody) return {vote.flags, vote.number};
     explain(transport, where, complaint, claims, vote.kinds);
   } catch (const ConfigError&) {
+    if (complaint.own != nullptr) std::rethrow_exception(complaint.own);
     throw;
   } catch (const SharedShortage&) {
     throw;

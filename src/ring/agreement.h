@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <span>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "annulus/error.h"
 #include "annulus/transport.h"
+#include "core/function_ref.h"
 
 namespace annulus::ring {
 
@@ -48,9 +50,14 @@ struct Complaint {
   // all claims are equal, the error is a SharedShortage.
   std::optional<Shortage> shortage;
   bool over_limit = false;  // the caller's limit is too small, not the memory
+  std::exception_ptr own;   // what this rank throws instead of a ConfigError
 
   [[nodiscard]] bool empty() const { return text.empty(); }
 };
+
+// What is wrong with a part of construction or of a call: what it throws. An error that is neither
+// a ConfigError nor a lack of memory keeps its kind on this rank.
+[[nodiscard]] Complaint complaint_of(FunctionRef<void()> part);
 
 // Collective. Returns if every rank has an empty `complaint` and all claims are equal. Otherwise
 // throws a ConfigError on every rank: the rank's own complaint, or a message that names the rank

@@ -32,7 +32,9 @@ std::shared_ptr<RingAttention> RingAttentionCache::get(const RingOptions& option
                     kept.has_value() ? 0 : kMissing) == kMissing)
       kept.reset();
   }
-  if (!kept.has_value()) {
+  if (kept.has_value()) {
+    (*kept)->set_documents(options.pattern.documents);  // a caller may have set others
+  } else {
     impl_->pool.make_room();
     kept = std::make_shared<RingAttention>(options, *impl_->transport);
   }

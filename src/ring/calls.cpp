@@ -47,16 +47,11 @@ DropoutSeed RingAttention::Impl::agree_on_call(const char* where, std::string wr
                                                CallClaims& claims) const {
   claims.set(values);
   DropoutSeed seed = values.dropout.value_or(DropoutSeed{});
-  try {
-    seed.seed =
-        ring::agree_on_digest(*transport, where, complaint.empty() ? std::move(wrong) : complaint,
-                              claims.claims, claims.digest, {0, seed.seed})
-            .number;
-    return seed;
-  } catch (const ConfigError&) {
-    if (failure != nullptr) std::rethrow_exception(failure);
-    throw;
-  }
+  seed.seed =
+      ring::agree_on_digest(*transport, where, complaint.empty() ? std::move(wrong) : complaint,
+                            claims.claims, claims.digest, {0, seed.seed})
+          .number;
+  return seed;
 }
 
 void RingAttention::Impl::CallClaims::set(const ring::CallValues& values) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
-#include <new>
 #include <utility>
 
 #include <fmt/format.h>
@@ -22,14 +21,10 @@ using ring::ReturnCourier;
 
 RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole,
                           bool by_ring)
-    : Executor(std::move(options_in), transport_in), rank(transport_in.rank()) {
+    : options(std::move(options_in)), transport(&transport_in), rank(transport_in.rank()) {
+  past_plans.reserve(kMostPastPlans + 1);  // set_documents must not fail half-way
   const auto agree = [&](std::span<const Claim> claims) {
-    try {
-      ring::agree(*transport, "RingAttention", complaint, claims);
-    } catch (const ConfigError&) {
-      if (failure != nullptr) std::rethrow_exception(failure);
-      throw;
-    }
+    ring::agree(*transport, "RingAttention", complaint, claims);
   };
 
   std::vector<Claim> claims{{ring::kTheCall, "construction of an executor"}};
@@ -58,7 +53,6 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     complaint.over_limit = true;
   }
   attempt([&] {
-    if (!complaint.empty()) return;
     make_engine();
     allocate();
     std::erase_if(claims, [](const Claim& claim) { return ring::depends_on_documents(claim); });
@@ -70,23 +64,11 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
 
 // Errors that only one rank may have (memory, environment) must be errors on every rank.
 void RingAttention::Impl::attempt(FunctionRef<void()> part) {
-  try {
-    part();
-  } catch (const std::bad_alloc&) {
-    complaint.text = "out of memory while planning";
-    complaint.shortage.emplace();
-  } catch (const OutOfMemory& error) {
-    complaint.text = error.what();
-    complaint.shortage = error.shortage();
-    if (engine == nullptr) return;
-    complaint.shortage->needed = communication_bytes() + engine->state_bytes();
-    complaint.text += fmt::format("; {} in all", complaint.shortage->needed);
-  } catch (const ConfigError& error) {
-    complaint.text = error.what();
-  } catch (const std::exception& error) {
-    failure = std::current_exception();
-    complaint.text = error.what();
-  }
+  if (!complaint.empty()) return;
+  complaint = ring::complaint_of(part);
+  if (!complaint.shortage || engine == nullptr) return;
+  complaint.shortage->needed = communication_bytes() + engine->state_bytes();
+  complaint.text += fmt::format("; {} in all", complaint.shortage->needed);
 }
 
 void RingAttention::Impl::make_computation() {
@@ -112,13 +94,14 @@ void RingAttention::Impl::set_documents(std::vector<Document> documents) {
     if (past_plans.size() > kMostPastPlans) past_plans.pop_back();
   }
   complaint = {};
-  failure = nullptr;
   options.pattern.documents = std::move(documents);
   attempt([&] {
+    // First: a rank that finds no memory later has the same documents as the others all the same.
+    make_call_claims();
     check_options();
     make_computation();
     make_plans(nullptr);
-    make_call_claims();  // also of a rank that finds no memory: its options are no others
+    make_call_claims();  // of the schedule and the side that travels, as chosen now
     make_couriers();
     check_limits();
     make_engine();

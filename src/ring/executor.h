@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -34,61 +33,31 @@ struct BranchState::Data {
   [[nodiscard]] BranchOutputs outputs() const { return {o.data(), lse.floats()}; }
 };
 
-// What runs the calls of a RingAttention: an Impl or, if memory ran out, Pieces.
-struct RingAttention::Executor {
-  Executor(RingOptions options_in, Transport& transport_in)
-      : options(std::move(options_in)), transport(&transport_in) {}
-  virtual ~Executor() = default;
-  Executor(const Executor&) = delete;
-  Executor& operator=(const Executor&) = delete;
-
-  virtual void run(const ring::ForwardTensors& tensors, BranchState::Data* state) = 0;
-  virtual void run(const ring::BackwardTensors& tensors, const BranchState::Data* state) = 0;
-  // See RingAttention::set_documents.
-  virtual void set_documents(std::vector<Document> documents) = 0;
-  virtual void synchronize() = 0;
-  virtual void use_queue(std::shared_ptr<Queue> other) = 0;
-  virtual void interrupt() noexcept = 0;
-  // Whose plan, schedule and kernels those of the RingAttention are.
-  [[nodiscard]] virtual const Impl& current() const = 0;
-  [[nodiscard]] virtual std::int64_t branch_rows() const = 0;
-  [[nodiscard]] virtual std::int64_t predicted_forward_bytes() const = 0;
-  [[nodiscard]] virtual std::int64_t predicted_backward_bytes() const = 0;
-  [[nodiscard]] virtual MemoryInfo memory_info() const = 0;
-
-  RingOptions options;  // the documents may change
-  Transport* const transport;
-  std::shared_ptr<Backend> backend;
-  std::shared_ptr<Queue> queue;
-};
-
 // The executor of one rank: the order of operations and the buffers. The engine does the
 // arithmetic.
-struct RingAttention::Impl final : Executor {
+struct RingAttention::Impl {
   // `whole`: the options of the call that this executor is a piece of; the piece keeps its choices
   // (schedule, travelling side). `by_ring`: recovery uses the ring schedule instead of the one that
   // was asked for or chosen. Messages that exceed the limit are then a shortage, not a ConfigError.
   Impl(RingOptions options_in, Transport& transport_in, const RingOptions* whole = nullptr,
        bool by_ring = false);
-  ~Impl() override;
+  ~Impl();
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
   // The same, with the transport reserved for it.
   [[nodiscard]] static std::unique_ptr<Impl> make(RingOptions options, Transport& transport,
                                                   const RingOptions* whole = nullptr,
                                                   bool by_ring = false);
 
   // ---- calls.cpp: one call, with the transport reserved for it
-  void run(const ring::ForwardTensors& tensors, BranchState::Data* state) override;
-  void run(const ring::BackwardTensors& tensors, const BranchState::Data* state) override;
-  void synchronize() override;
-  void use_queue(std::shared_ptr<Queue> other) override;
-  void interrupt() noexcept override { interrupted.store(true, std::memory_order_relaxed); }
-  [[nodiscard]] const Impl& current() const override {
-    if (!complaint.empty()) throw ConfigError("RingAttention: " + complaint.text);
-    return *this;
-  }
-  [[nodiscard]] std::int64_t predicted_forward_bytes() const override;
-  [[nodiscard]] std::int64_t predicted_backward_bytes() const override;
-  [[nodiscard]] MemoryInfo memory_info() const override;
+  void run(const ring::ForwardTensors& tensors, BranchState::Data* state);
+  void run(const ring::BackwardTensors& tensors, const BranchState::Data* state);
+  void synchronize();
+  void use_queue(std::shared_ptr<Queue> other);
+  void interrupt() noexcept { interrupted.store(true, std::memory_order_relaxed); }
+  [[nodiscard]] std::int64_t predicted_forward_bytes() const;
+  [[nodiscard]] std::int64_t predicted_backward_bytes() const;
+  [[nodiscard]] MemoryInfo memory_info() const;
 
   // ---- passes.cpp
   void forward(const ForwardCall& call);
@@ -118,29 +87,30 @@ struct RingAttention::Impl final : Executor {
   void make_computation();
 
   // Plans anew for other documents, without talking to other ranks: whatever is wrong is an error
-  // of the next pass on all of them. Memory of the last plan is used again.
-  void set_documents(std::vector<Document> documents) override;
+  // of the next pass on all of them, and a lack of memory its SharedShortage. Memory of the last
+  // plan is used again. Throws nothing.
+  void set_documents(std::vector<Document> documents);
 
   [[nodiscard]] static std::string check_state(const BranchState::Data& state,
                                                std::int64_t output_bytes, std::int64_t rows);
 
   [[nodiscard]] std::int64_t local_queries() const { return options.placement.local_tokens(rank); }
   [[nodiscard]] std::int64_t local_keys() const { return options.keys().local_tokens(rank); }
-  [[nodiscard]] std::int64_t branch_rows() const override {
-    return kept != nullptr ? kept->rows() : 0;
-  }
+  [[nodiscard]] std::int64_t branch_rows() const { return kept != nullptr ? kept->rows() : 0; }
   [[nodiscard]] std::int64_t branch_output_bytes() const {
     return branch_rows() * options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
   }
   [[nodiscard]] std::int64_t communication_bytes() const;
   [[nodiscard]] std::int64_t list_bytes() const;  // work lists and copy lists
 
+  RingOptions options;  // the documents may change
+  Transport* const transport;
+  std::shared_ptr<Backend> backend;
+  std::shared_ptr<Queue> queue;
   SpareMemory spare;  // outlives all other memory
   const int rank;
-  // What is wrong on this rank with the options or documents, until the ranks have agreed on it: an
-  // Error of its own kind, or a ConfigError with this text.
+  // What is wrong on this rank with the options or documents. Then there are no plans and engine.
   ring::Complaint complaint;
-  std::exception_ptr failure;
   std::uint64_t identity = 0;      // of all options but the documents
   std::unique_ptr<KeptRows> kept;  // detached mixing only
   Computation computation;

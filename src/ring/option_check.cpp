@@ -77,7 +77,7 @@ Computation computation_of(const RingOptions& options, const Backend& backend,
   computation.dtype = options.dtype;
   computation.scale = scale_of(options);
   computation.softcap = options.softcap;
-  computation.dropout_p = options.dropout_p;
+  computation.dropout = DropoutRate::of(options.dropout_p);
   computation.mix_gradient = options.mix_gradient;
   computation.reproducible = options.reproducible;
   computation.deterministic = options.deterministic || options.reproducible;

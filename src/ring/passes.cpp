@@ -11,7 +11,7 @@ void RingAttention::Impl::guard(FunctionRef<void()> pass) {
     // The other ranks would wait for rows that never come. Before cancel(): some transports can
     // cancel pending messages only by ending.
     link->abort(error.what());
-    key_courier->cancel();
+    if (key_courier != nullptr) key_courier->cancel();
     if (query_courier != nullptr) query_courier->cancel();
     if (returns != nullptr) returns->cancel();
     throw;

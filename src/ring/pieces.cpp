@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "annulus/error.h"
+#include "annulus/events.h"
 #include "core/caches.h"
 #include "pattern/entry_groups.h"
 #include "ring/option_text.h"
@@ -80,16 +81,89 @@ Data part_of(const Data& state, std::int64_t first, std::int64_t rows, std::int6
   return part;
 }
 
+const char* where_of(const ring::ForwardTensors&) { return "RingAttention::forward"; }
+const char* where_of(const ring::BackwardTensors&) { return "RingAttention::backward"; }
+
+// Only forward fills a branch state. `Data` is BranchState::Data.
+template <typename Data>
+void set_filled(Data* state, bool filled) {
+  if constexpr (!std::is_const_v<Data>) {
+    if (state != nullptr) state->filled = filled;
+  }
+}
+
 }  // namespace
 
-RingAttention::Pieces::Pieces(RingOptions options_in, const ring::Strategy& strategy,
-                              Transport& transport_in)
-    : Executor(std::move(options_in), transport_in), by_ring_(strategy.by_ring) {
-  const std::int64_t sequences = strategy.sequences > 0 ? strategy.sequences : options.batch;
-  const int kv_heads = strategy.kv_heads > 0 ? strategy.kv_heads : options.kv_heads;
+RingAttention::Pieces::Pieces(RingOptions options_in, Transport& transport_in)
+    : options(std::move(options_in)), transport(&transport_in) {
+  make();
+}
+
+void RingAttention::Pieces::make() {
+  ring::Trials trials(options);
+  try {
+    make(ring::Strategy());
+    return;
+  } catch (const ring::SharedShortage& shortage) {
+    trials.add(shortage);
+  }
+  // A SharedShortage is thrown on all ranks, so all of them are here.
+  if (options.recover) {
+    for (const ring::Strategy& strategy : ring::strategies(options)) {
+      try {
+        const EventScope trying(EventKind::recovery, strategy.event(), transport->rank());
+        drop_caches();
+        make(strategy);
+        return;
+      } catch (const ring::SharedShortage& shortage) {
+        trials.add(shortage, strategy);
+      }
+    }
+  }
+  record_event(EventKind::recovery, "gave up", transport->rank(), trials.error().shortage().needed);
+  throw trials.error();
+}
+
+void RingAttention::Pieces::drop() {
+  std::unique_ptr<Impl> old;
+  const std::lock_guard lock(mutex_);
+  old = std::move(executor_);
+  key_.clear();
+}
+
+void RingAttention::Pieces::make(const ring::Strategy& strategy) {
+  try {
+    forget();  // the memory is needed
+    strategy_ = strategy;
+    made_for_ = options.pattern.documents;
+    if (strategy.whole()) {
+      kinds_.push_back({strategy.applied_to(options), "whole", {{}}, 0});
+      executor_of(0);
+    } else {
+      make_pieces();
+    }
+    recovery = strategy.text();
+  } catch (const std::exception&) {
+    forget();
+    throw;
+  }
+}
+
+void RingAttention::Pieces::forget() {
+  drop();
+  strategy_ = {};
+  kinds_.clear();
+  branch_rows_ = forward_bytes_ = backward_bytes_ = 0;
+  info_ = {};
+}
+
+void RingAttention::Pieces::make_pieces() {
+  const RingOptions asked = strategy_.applied_to(options);
+  const std::int64_t sequences = strategy_.sequences > 0 ? strategy_.sequences : options.batch;
+  const int kv_heads = strategy_.kv_heads > 0 ? strategy_.kv_heads : options.kv_heads;
   const int group = options.pattern.heads / options.kv_heads;
   for (int first = 0; first < options.kv_heads; first += kv_heads) {
-    RingOptions piece = options;
+    RingOptions piece = asked;
     piece.batch = sequences;
     piece.kv_heads = kv_heads;
     piece.pattern = ring::pattern_of_heads(options.pattern, first * group, kv_heads * group);
@@ -101,11 +175,11 @@ RingAttention::Pieces::Pieces(RingOptions options_in, const ring::Strategy& stra
       kinds_.back().pieces.push_back({entry, first});
     }
   }
-  // A pass starts and ends with the executor of the last piece. Count its bytes in the same way.
+  // A pass starts with an agreement, and it starts and ends with the executor of the last piece.
+  // Count its bytes in the same way.
   const auto sent = [&] { return static_cast<std::int64_t>(transport->counters().bytes_sent); };
-  const Impl& last = executor_of(kinds_.size() - 1);
-  queue = last.queue;
-  backend = last.backend;
+  executor_of(kinds_.size() - 1);
+  forward_bytes_ = backward_bytes_ = ring::agreement_bytes(transport->size());
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
     const std::int64_t before = sent();
     const Impl& executor = executor_of(i);
@@ -124,15 +198,13 @@ RingAttention::Pieces::Pieces(RingOptions options_in, const ring::Strategy& stra
 RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t kind) {
   const Kind& wanted = kinds_[kind];
   if (executor_ != nullptr && key_ == wanted.key) return *executor_;
-  std::unique_ptr<Impl> next;
-  {
-    const std::lock_guard lock(mutex_);
-    next = std::move(executor_);
-    key_.clear();
-  }
-  next.reset();  // frees its memory for the next one
-  next = Impl::make(wanted.options, *transport, &options, by_ring_);
+  drop();  // frees its memory for the next one
+  const RingOptions whole = strategy_.applied_to(options);
+  std::unique_ptr<Impl> next = Impl::make(
+      wanted.options, *transport, strategy_.whole() ? nullptr : &whole, strategy_.by_ring);
   if (queue != nullptr) next->use_queue(queue);
+  queue = next->queue;
+  backend = next->backend;
   const std::lock_guard lock(mutex_);
   if (interrupted_) next->interrupted = true;
   executor_ = std::move(next);
@@ -156,20 +228,30 @@ RingAttention::Impl& RingAttention::Pieces::executor_again(std::size_t kind) {
   throw trials.error();
 }
 
-std::string RingAttention::Pieces::check_state(const BranchState::Data& state) const {
-  const auto row = options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
-  return Impl::check_state(state, branch_rows_ * row, branch_rows_);
-}
-
 template <typename Tensors, typename State>
-void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, State* state,
-                                    std::string complaint) {
-  if (!complaint.empty()) {
-    // The other ranks agree on their first piece now, or on the construction of its executor.
+void RingAttention::Pieces::run_pieces(const Tensors& tensors, State* state) {
+  const char* where = where_of(tensors);
+  if (options.mix_gradient != MixGradient::detached) state = nullptr;
+  {
+    // Without this, ranks whose documents differ would make executors of different pieces.
     const Transport::Use use(*transport, where);
-    const ring::Claim claim{ring::kTheCall, where};
-    ring::agree(*transport, where, std::move(complaint), std::span(&claim, 1));
+    const ring::Claim claims[] = {
+        {ring::kTheCall, where},
+        {ring::kDocumentsClaim, ring::documents_text(options.pattern)}};
+    ring::Complaint complaint;
+    if (!of_these_documents()) {
+      complaint.text = "the documents are others than those for which memory ran out";
+      complaint.shortage.emplace();
+    } else {
+      complaint = ring::complaint_about(tensors, options, transport->rank());
+    }
+    if (complaint.empty() && state != nullptr) {
+      const auto row = options.head_dim * static_cast<std::int64_t>(size_of(options.dtype));
+      complaint = Impl::check_state(*state, branch_rows_ * row, branch_rows_);
+    }
+    ring::agree(*transport, where, complaint, claims);
   }
+  set_filled(state, false);
   std::int64_t first_row = 0;  // of the branch state
   for (std::size_t i = 0; i < kinds_.size(); ++i) {
     const Kind& kind = kinds_[i];
@@ -186,36 +268,75 @@ void RingAttention::Pieces::run_all(const char* where, const Tensors& tensors, S
       first_row += kind.branch_rows;
     }
   }
+  set_filled(state, true);
 }
 
-void RingAttention::Pieces::run(const ring::ForwardTensors& tensors, BranchState::Data* state) {
-  if (options.mix_gradient != MixGradient::detached) state = nullptr;
-  std::string complaint = ring::complaint_about(tensors, options, transport->rank());
-  if (complaint.empty() && state != nullptr) complaint = check_state(*state);
-  if (state != nullptr) state->filled = false;
-  run_all("RingAttention::forward", tensors, state, std::move(complaint));
-  if (state != nullptr) state->filled = true;
+template <typename Tensors, typename State>
+void RingAttention::Pieces::run(const Tensors& tensors, State* state) {
+  const auto run = [&] {
+    if (strategy_.whole()) {
+      executor_->run(tensors, state);
+    } else {
+      run_pieces(tensors, state);
+    }
+  };
+  if (made()) {
+    try {
+      run();
+      return;
+    } catch (const ring::SharedShortage&) {
+      // Of set_documents, because passes allocate nothing; thrown on all ranks.
+      if (!options.recover) throw;
+    }
+  }
+  make();
+  run();
 }
 
-void RingAttention::Pieces::run(const ring::BackwardTensors& tensors,
-                                const BranchState::Data* state) {
-  if (options.mix_gradient != MixGradient::detached) state = nullptr;
-  std::string complaint = ring::complaint_about(tensors, options, transport->rank());
-  if (complaint.empty() && state != nullptr) complaint = check_state(*state);
-  run_all("RingAttention::backward", tensors, state, std::move(complaint));
-}
+template void RingAttention::Pieces::run(const ring::ForwardTensors&, BranchState::Data*);
+template void RingAttention::Pieces::run(const ring::BackwardTensors&, const BranchState::Data*);
 
 const RingAttention::Impl& RingAttention::Pieces::current() const {
-  if (executor_ != nullptr) return *executor_;
-  throw DeviceError(ring::prefix(*transport, "RingAttention") +
-                    "memory ran out in the last pass, and there is no executor until the next one");
+  if (!of_these_documents()) {
+    throw ConfigError(ring::prefix(*transport, "RingAttention") +
+                      "memory ran out for earlier documents: the next pass plans for these");
+  }
+  if (executor_ == nullptr) {
+    throw DeviceError(ring::prefix(*transport, "RingAttention") +
+                      "memory ran out in the last pass, and there is no executor until the next "
+                      "one");
+  }
+  if (!executor_->complaint.empty())
+    throw ConfigError("RingAttention: " + executor_->complaint.text);
+  return *executor_;
+}
+
+std::int64_t RingAttention::Pieces::branch_rows() const {
+  if (options.mix_gradient != MixGradient::detached) return 0;
+  if (strategy_.whole() && executor_ != nullptr && !executor_->complaint.shortage)
+    return executor_->branch_rows();
+  // The next pass makes its executors first; its branch state exists before.
+  return KeptRows(options.pattern, options.placement, transport->rank(), options.batch).rows();
+}
+
+std::int64_t RingAttention::Pieces::predicted_forward_bytes() const {
+  const Impl& executor = current();
+  return strategy_.whole() ? executor.predicted_forward_bytes() : forward_bytes_;
+}
+
+std::int64_t RingAttention::Pieces::predicted_backward_bytes() const {
+  const Impl& executor = current();
+  return strategy_.whole() ? executor.predicted_backward_bytes() : backward_bytes_;
+}
+
+MemoryInfo RingAttention::Pieces::memory_info() const {
+  return strategy_.whole() && executor_ != nullptr ? executor_->memory_info() : info_;
 }
 
 void RingAttention::Pieces::set_documents(std::vector<Document> documents) {
-  if (documents == options.pattern.documents) return;
-  throw ConfigError(
-      "RingAttention::set_documents: memory ran out, and calls are split (recovery): make another "
-      "executor for other documents");
+  const Transport::Use use(*transport, "RingAttention::set_documents");
+  options.pattern.documents = documents;
+  if (strategy_.whole() && executor_ != nullptr) executor_->set_documents(std::move(documents));
 }
 
 void RingAttention::Pieces::synchronize() {

@@ -4,11 +4,9 @@
 #include <utility>
 
 #include "annulus/error.h"
-#include "annulus/events.h"
 #include "core/caches.h"
 #include "ring/executor.h"
 #include "ring/pieces.h"
-#include "ring/recovery.h"
 
 namespace annulus {
 
@@ -31,44 +29,14 @@ ring::CallValues values_of(const OptionalInputs& more) {
 
 }  // namespace
 
-RingAttention::RingAttention(RingOptions options, Transport& transport) {
-  const auto make = [&](const ring::Strategy& strategy) {
-    if (strategy.whole()) {
-      executor_ = Impl::make(strategy.applied_to(options), transport, nullptr, strategy.by_ring);
-    } else {
-      executor_ = std::make_unique<Pieces>(strategy.applied_to(options), strategy, transport);
-    }
-    recovery_ = strategy.text();
-  };
-  ring::Trials trials(options);
-  try {
-    make(ring::Strategy());
-    return;
-  } catch (const ring::SharedShortage& shortage) {
-    trials.add(shortage);
-  }
-  // A SharedShortage is thrown on all ranks, so all of them are here.
-  if (options.recover) {
-    for (const ring::Strategy& strategy : ring::strategies(options)) {
-      try {
-        const EventScope trying(EventKind::recovery, strategy.event(), transport.rank());
-        drop_caches();
-        make(strategy);
-        return;
-      } catch (const ring::SharedShortage& shortage) {
-        trials.add(shortage, strategy);
-      }
-    }
-  }
-  record_event(EventKind::recovery, "gave up", transport.rank(), trials.error().shortage().needed);
-  throw trials.error();
-}
+RingAttention::RingAttention(RingOptions options, Transport& transport)
+    : pieces_(std::make_unique<Pieces>(std::move(options), transport)) {}
 RingAttention::~RingAttention() = default;
 RingAttention::RingAttention(RingAttention&&) noexcept = default;
 RingAttention& RingAttention::operator=(RingAttention&&) noexcept = default;
 
 void RingAttention::set_documents(std::vector<Document> documents) {
-  executor_->set_documents(std::move(documents));
+  pieces_->set_documents(std::move(documents));
 }
 
 void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
@@ -76,7 +44,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             BranchState* state, const OptionalInputs& more) {
   BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
   const ring::ForwardTensors tensors{q, k, v, o, lse, more.sinks, values_of(more)};
-  executor_->run(tensors, data);
+  pieces_->run(tensors, data);
 }
 
 void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
@@ -88,12 +56,12 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
   const BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
   const ring::BackwardTensors tensors{
       q, k, v, o, lse, dout, dq, dk, dv, more.sinks, gradients.sinks, values_of(more)};
-  executor_->run(tensors, data);
+  pieces_->run(tensors, data);
 }
 
-void RingAttention::synchronize() { executor_->synchronize(); }
+void RingAttention::synchronize() { pieces_->synchronize(); }
 
-Queue& RingAttention::queue() { return *executor_->queue; }
+Queue& RingAttention::queue() { return *pieces_->queue; }
 
 void RingAttention::use_queue(std::shared_ptr<Queue> queue) {
   const Device& device = options().device;
@@ -103,10 +71,10 @@ void RingAttention::use_queue(std::shared_ptr<Queue> queue) {
                                         : "the queue is of " + name_of(queue->device()) +
                                               ", the executor of " + name_of(device)));
   }
-  executor_->use_queue(std::move(queue));
+  pieces_->use_queue(std::move(queue));
 }
 
-void RingAttention::interrupt() noexcept { executor_->interrupt(); }
+void RingAttention::interrupt() noexcept { pieces_->interrupt(); }
 
 void RingAttention::refuse(Transport& transport, const std::string& reason) {
   const Transport::Use use(transport, "RingAttention");
@@ -120,7 +88,7 @@ BranchState RingAttention::make_branch_state() const {
                                static_cast<std::int64_t>(size_of(options().dtype));
   BranchState state;
   state.data_ = std::make_unique<BranchState::Data>();
-  Backend& backend = *executor_->backend;
+  Backend& backend = *pieces_->backend;
   with_caches_dropped([&] {
     state.data_->o = backend.allocate(outputs, "branch outputs");
     state.data_->lse = backend.allocate(branch_state_rows() * 4, "branch log-sum-exps");
@@ -138,29 +106,29 @@ BranchState RingAttention::make_branch_state(std::span<std::byte> o, std::span<f
   return state;
 }
 
-std::int64_t RingAttention::branch_state_rows() const { return executor_->branch_rows(); }
+std::int64_t RingAttention::branch_state_rows() const { return pieces_->branch_rows(); }
 
-const RingOptions& RingAttention::options() const { return executor_->options; }
-const Plan& RingAttention::plan() const { return *executor_->current().key_plan; }
+const RingOptions& RingAttention::options() const { return pieces_->options; }
+const Plan& RingAttention::plan() const { return *pieces_->current().key_plan; }
 const Plan& RingAttention::backward_plan() const {
   if (!options().backward)
     throw ConfigError("RingAttention::backward_plan: built with backward = false");
-  const Impl& impl = executor_->current();
+  const Impl& impl = pieces_->current();
   return impl.travel == Travel::queries ? *impl.query_plan : *impl.key_plan;
 }
-Schedule RingAttention::schedule() const { return executor_->current().schedule; }
-std::string RingAttention::transfers() const { return executor_->current().link->way(); }
-std::string RingAttention::kernels() const { return executor_->current().engine->kernels(); }
-const std::string& RingAttention::recovery() const { return recovery_; }
+Schedule RingAttention::schedule() const { return pieces_->current().schedule; }
+std::string RingAttention::transfers() const { return pieces_->current().link->way(); }
+std::string RingAttention::kernels() const { return pieces_->current().engine->kernels(); }
+const std::string& RingAttention::recovery() const { return pieces_->recovery; }
 
 std::int64_t RingAttention::predicted_forward_bytes() const {
-  return executor_->predicted_forward_bytes();
+  return pieces_->predicted_forward_bytes();
 }
 
 std::int64_t RingAttention::predicted_backward_bytes() const {
-  return executor_->predicted_backward_bytes();
+  return pieces_->predicted_backward_bytes();
 }
 
-MemoryInfo RingAttention::memory_info() const { return executor_->memory_info(); }
+MemoryInfo RingAttention::memory_info() const { return pieces_->memory_info(); }
 
 }  // namespace annulus

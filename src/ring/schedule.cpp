@@ -10,19 +10,24 @@
 namespace annulus::ring {
 namespace {
 
-// Seconds of one forward on the slowest rank. Compute is spread evenly over the steps, and each
-// step overlaps with the transfer of the next one.
-double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_bytes, int head_dim,
-                         std::int64_t times, const Rates& rates) {
-  const int steps = traffic_of(plan).steps(schedule);
-  std::vector<double> share(static_cast<std::size_t>(plan.ranks()));  // of compute, per step
+// Seconds that each rank computes in one forward.
+std::vector<double> compute_seconds(const Plan& plan, const RingOptions& options) {
+  const auto times = static_cast<double>(options.pattern.times_in(options.batch));
+  std::vector<double> seconds;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     const double pairs = shard_pairs(plan.pattern(), plan.query_placement(), plan.key_placement(),
                                      rank, Travel::keys);
-    const double compute =
-        pairs * 4.0 * head_dim * static_cast<double>(times) / rates.flops_per_second;
-    share[static_cast<std::size_t>(rank)] = compute / (steps + 1);
+    seconds.push_back(pairs * 4.0 * options.head_dim * times / options.rates.flops_per_second);
   }
+  return seconds;
+}
+
+// Seconds of one forward on the slowest rank. Compute is spread evenly over the steps, and each
+// step overlaps with the transfer of the next one.
+double predicted_seconds(const Plan& plan, Schedule schedule, std::int64_t row_bytes,
+                         std::vector<double> share, const Rates& rates) {
+  const int steps = traffic_of(plan).steps(schedule);
+  for (double& of_rank : share) of_rank /= steps + 1;
   std::vector<double> seconds = share;
   traffic_of(plan).for_each_step(schedule, [&](std::span<const std::int64_t> received, auto) {
     for (std::size_t i = 0; i < seconds.size(); ++i) {
@@ -67,9 +72,9 @@ Schedule choose_schedule(const Plan& plan, const RingOptions& options, std::int6
     return Schedule::ring;
   if (std::max(options.placement.tokens(), options.keys().tokens()) < options.min_tokens_for_ring)
     return Schedule::gather;
+  const std::vector<double> compute = compute_seconds(plan, options);
   const auto predicted = [&](Schedule schedule) {
-    return predicted_seconds(plan, schedule, row_bytes, options.head_dim,
-                             options.pattern.times_in(options.batch), options.rates);
+    return predicted_seconds(plan, schedule, row_bytes, compute, options.rates);
   };
   return predicted(Schedule::gather) < 0.99 * predicted(Schedule::ring) ? Schedule::gather
                                                                         : Schedule::ring;

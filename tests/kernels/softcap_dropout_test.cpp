@@ -140,6 +140,8 @@ TEST(DropoutNumbers, TokensHave64Bits) {
 
 TEST(DropoutRate, CoversAllShares) {
   EXPECT_FALSE(DropoutRate::of(0).drops());
+  for (const double p : {1e-9, 2e-8, 1e-7})  // the factor of the others may be 1 in fp32
+    EXPECT_TRUE(DropoutRate::of(p).drops()) << p;
   EXPECT_EQ(DropoutRate::of(0).threshold, INT32_MIN);
   EXPECT_EQ(DropoutRate::of(0.5).threshold, 0);
   EXPECT_EQ(DropoutRate::of(0.5).scale, 2.0F);

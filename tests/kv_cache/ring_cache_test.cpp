@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "annulus/error.h"
@@ -15,8 +16,10 @@
 #include "annulus/pattern.h"
 #include "annulus/reference.h"
 #include "annulus/ring_cache.h"
+#include "core/memory.h"
 #include "kernels/head_dim.h"
 #include "ring/tags.h"
+#include "support/bad_luck.h"
 #include "support/cache_story.h"
 #include "support/ring_fixture.h"
 #include "support/shards.h"
@@ -330,6 +333,50 @@ TEST(RingCache, MistakesAreErrorsOnAllRanksAndTheCacheGoesOn) {
                         "", {});
     }
   }
+}
+
+thread_local bool has_memory = true;
+
+bool spare_partial_results(std::int64_t, const char* what) {
+  return has_memory || std::string_view(what) != "partial results of a cache";
+}
+
+// Long sequences are attended to in parts, whose results need memory. It is taken before the ranks
+// agree on a call.
+TEST(RingCache, ALackOfMemoryOnOneRankIsAnErrorOfAllBeforeAnythingChanges) {
+  CacheOptions options = small_cache();
+  options.batch = 1;
+  options.capacity = 20000;
+  const AllocationHook before = set_allocation_hook(&spare_partial_results);
+  const auto outcomes = run_ranks(2, [&](Transport& transport) {
+    RingCache cache(options, transport);
+    CallTensors chunk(options, 17999);
+    append_chunk(cache, chunk);
+    CallTensors one(options, 1);
+    const auto step = [&] {
+      cache.step(one.q.view(), one.k.view(), one.v.view(), one.o.view(), one.lse.view());
+      cache.synchronize();
+    };
+    has_memory = transport.rank() != 1;
+    EXPECT_THROW(step(), OutOfMemory);
+    EXPECT_EQ(cache.lengths()[0], 17999);
+    has_memory = true;
+    step();
+    EXPECT_EQ(cache.lengths()[0], 18000);
+  });
+  set_allocation_hook(before);
+  expect_everywhere(outcomes, "", {});
+}
+
+TEST(RingCache, ARankWithoutItsDeviceSaysSo) {
+  const FeignedLuck luck;
+  const auto outcomes = run_ranks(2, [&](Transport& transport) {
+    FeignedLuck::of_this_thread = transport.rank() == 1 ? Luck::no_device : Luck::good;
+    const RingCache cache(small_cache(), transport);
+  });
+  EXPECT_EQ(outcomes[0].kind, "ConfigError");
+  EXPECT_NE(outcomes[0].message.find("rank 1 refused: the device is on fire"), std::string::npos);
+  EXPECT_EQ(outcomes[1].kind, "DeviceError");
 }
 
 TEST(RingCache, RanksThatDoNotDoTheSameAreTold) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -181,6 +182,8 @@ TEST(Documents, ErrorsSayWhatIsWrong) {
                  {"document 1", "[3, 5)", "begins at 4 or later"});
   expect_refused(validate({{.query_end = 4, .query_start = -1}}), {"query_start is -1"});
   expect_refused(validate({{.key_end = 4, .key_start = -2}}), {"key_start is -2"});
+  expect_refused(validate({{.entry = std::numeric_limits<std::int64_t>::max()}}),
+                 {"entry is 9223372036854775807", "expected less than 2147483648"});
 }
 
 // Positions far behind the keys have no segment with tokens on both sides: nothing walks to them.

@@ -210,6 +210,19 @@ TEST(Cache, KeyTellsOptionsApart) {
   }
 }
 
+// An executor is shared, and a caller may give it other documents.
+TEST(Cache, ExecutorsHaveTheDocumentsThatAreAskedFor) {
+  on_every_rank([](RingAttentionCache& cache, Transport&) {
+    const RingOptions options = options_of(20);
+    const auto a = cache.get(options);
+    a->set_documents(packed_documents(std::vector<std::int64_t>{0, 9, 20}));
+    const auto b = cache.get(options);
+    EXPECT_EQ(a, b);
+    EXPECT_TRUE(b->options().pattern.documents.empty());
+    EXPECT_EQ(b->plan().pattern().documents.size(), 0U);
+  });
+}
+
 TEST(Cache, RefusedOptionsLeaveItAsItWas) {
   on_every_rank(
       [](RingAttentionCache& cache, Transport&) {

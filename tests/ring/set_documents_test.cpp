@@ -187,5 +187,34 @@ TEST(SetDocuments, WhatIsWrongOnOneRankIsAnErrorOfTheNextPassOnAll) {
   }
 }
 
+TEST(SetDocuments, RefusedOnesHaveNoPlan) {
+  const Problem problem = problem_of(MixGradient::full);
+  const RingOptions options = ring_options(problem, Placement::contiguous(kTokens, 1));
+  run_in_process(1, [&](Transport& transport) {
+    RingAttention ring(options, transport);
+    ring.set_documents(packed_documents(List{0, kTokens + 1}));
+    EXPECT_THROW((void)ring.predicted_forward_bytes(), ConfigError);
+    EXPECT_THROW((void)ring.predicted_backward_bytes(), ConfigError);
+    EXPECT_THROW((void)ring.plan(), ConfigError);
+    EXPECT_THROW((void)ring.schedule(), ConfigError);
+    EXPECT_EQ(ring.memory_info().state_bytes, 0);
+    ring.synchronize();
+    ring.interrupt();
+    EXPECT_THROW(ring.synchronize(), Interrupted);
+  });
+}
+
+// As for passes: it would free the memory of the one that runs.
+TEST(SetDocuments, IsForOneCallerAtATime) {
+  const Problem problem = problem_of(MixGradient::full);
+  const RingOptions options = ring_options(problem, Placement::contiguous(kTokens, 1));
+  run_in_process(1, [&](Transport& transport) {
+    RingAttention ring(options, transport);
+    const Transport::Use pass(transport, "another pass");
+    EXPECT_THROW(ring.set_documents(packed_documents(List{0, 30, kTokens})), ConfigError);
+    EXPECT_TRUE(ring.options().pattern.documents.empty());
+  });
+}
+
 }  // namespace
 }  // namespace annulus::test

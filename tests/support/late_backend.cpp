@@ -307,6 +307,9 @@ class LateCacheKernels final : public CacheKernels {
       inner_->copy(from, to, heads, row_bytes, all, *now_);
     });
   }
+  void reserve(const CachedKeys& keys, std::span<const QueryRun> runs, Queue& queue) override {
+    inner_->reserve(keys, runs, queue);
+  }
   void attend(const TensorRows& q, const CachedKeys& keys, std::span<const QueryRun> runs,
               Queue& queue) override {
     enqueue(queue, [=, this, all = std::vector(runs.begin(), runs.end())] {

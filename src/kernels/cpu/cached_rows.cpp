@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/memory.h"
 #include "kernels/cpu/sink.h"
 
 namespace annulus::cpu {
@@ -93,13 +94,33 @@ class CpuCacheKernels final : public CacheKernels {
     });
   }
 
+  void reserve(const CachedKeys& keys, std::span<const QueryRun> runs, Queue& queue) override {
+    std::size_t groups = 0;
+    std::size_t items = 0;
+    std::int64_t part_rows = 0;
+    for_each_group(keys, runs, [&](const Group& group) {
+      ++groups;
+      items += static_cast<std::size_t>(group.items);
+      part_rows += part_rows_of(group);
+    });
+    const std::int64_t bytes = part_rows * part_floats() * 4;
+    if (groups <= groups_.capacity() && items <= items_.capacity() && bytes <= parts_.bytes())
+      return;
+    queue.record().wait();  // earlier calls use what there is
+    groups_.reserve(groups);
+    items_.reserve(items);
+    if (bytes <= parts_.bytes()) return;
+    parts_ = {};
+    parts_ = allocate_host(bytes, "partial results of a cache");
+  }
+
   void attend(const TensorRows& q, const CachedKeys& keys, std::span<const QueryRun> runs,
               Queue&) override {
-    find_items(keys, runs);
+    const bool in_parts = find_items(keys, runs);
     pool_->run_parallel(std::ssize(items_), [&](std::int64_t index, int slot) {
       attend_item(q, keys, items_[static_cast<std::size_t>(index)], pool_->scratch(slot));
     });
-    if (parts_.empty()) return;
+    if (!in_parts) return;
     pool_->run_parallel(std::ssize(groups_), [&](std::int64_t index, int) {
       merge_items(groups_[static_cast<std::size_t>(index)]);
     });
@@ -120,18 +141,20 @@ class CpuCacheKernels final : public CacheKernels {
   }
 
   [[nodiscard]] std::int64_t workspace_bytes() const override {
-    return static_cast<std::int64_t>(parts_.capacity() * sizeof(float) +
-                                     groups_.capacity() * sizeof(Group) +
-                                     items_.capacity() * sizeof(Item));
+    return parts_.bytes() + static_cast<std::int64_t>(groups_.capacity() * sizeof(Group) +
+                                                      items_.capacity() * sizeof(Item));
   }
 
  private:
   [[nodiscard]] std::int64_t part_floats() const { return shape_.head_dim + 1; }
 
-  void find_items(const CachedKeys& keys, std::span<const QueryRun> runs) {
-    groups_.clear();
-    items_.clear();
-    std::int64_t part_rows = 0;
+  [[nodiscard]] std::int64_t part_rows_of(const Group& group) const {
+    return group.items > 1 ? group.items * group.tokens * ratio_ : 0;
+  }
+
+  template <typename Use>
+  void for_each_group(const CachedKeys& keys, std::span<const QueryRun> runs,
+                      const Use& use) const {
     const std::int64_t most_tokens = std::max<std::int64_t>(1, kItemRows / ratio_);
     for (const QueryRun& run : runs) {
       for (int kv_head = 0; kv_head < shape_.kv_heads; ++kv_head) {
@@ -142,16 +165,24 @@ class CpuCacheKernels final : public CacheKernels {
           group.keys.end = keys.seen_from(first + group.tokens - 1, run.length).end;
           const std::int64_t count = std::max<std::int64_t>(0, group.keys.end - group.keys.begin);
           group.items = std::max<std::int64_t>(1, (count + kItemKeys - 1) / kItemKeys);
-          if (group.items > 1) {
-            group.first_part = part_rows;
-            part_rows += group.items * group.tokens * ratio_;
-          }
-          for (std::int64_t i = 0; i < group.items; ++i) items_.push_back({groups_.size(), i});
-          groups_.push_back(group);
+          use(group);
         }
       }
     }
-    parts_.resize(static_cast<std::size_t>(part_rows * part_floats()));
+  }
+
+  // Returns whether any group has several items.
+  bool find_items(const CachedKeys& keys, std::span<const QueryRun> runs) {
+    groups_.clear();
+    items_.clear();
+    std::int64_t part_rows = 0;
+    for_each_group(keys, runs, [&](Group& group) {
+      group.first_part = part_rows;
+      part_rows += part_rows_of(group);
+      for (std::int64_t i = 0; i < group.items; ++i) items_.push_back({groups_.size(), i});
+      groups_.push_back(group);
+    });
+    return part_rows > 0;
   }
 
   // Where an item leaves O of a row (token of the group, query head of the K/V head).
@@ -166,7 +197,7 @@ class CpuCacheKernels final : public CacheKernels {
   }
   [[nodiscard]] RowOut part_row(const Group& group, std::int64_t item, std::int64_t row) {
     float* at =
-        parts_.data() + (group.first_part + item * group.tokens * ratio_ + row) * part_floats();
+        parts_.floats() + (group.first_part + item * group.tokens * ratio_ + row) * part_floats();
     return {at + 1, at};
   }
 
@@ -288,7 +319,7 @@ class CpuCacheKernels final : public CacheKernels {
   const std::shared_ptr<ThreadPool> pool_;
   std::vector<Group> groups_;
   std::vector<Item> items_;
-  std::vector<float> parts_;  // [group][item][row]: log-sum-exp and O
+  Memory parts_;  // fp32 [group][item][row]: log-sum-exp and O
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ CpuEngine::CpuEngine(const Computation& computation, std::span<const Stage> forw
                      std::shared_ptr<ThreadPool> pool)
     : computation_(computation),
       problem_{computation.dtype, computation.head_dim, static_cast<float>(computation.scale),
-               static_cast<float>(computation.softcap), DropoutRate::of(computation.dropout_p)},
+               static_cast<float>(computation.softcap), computation.dropout},
       kernels_(problem_.caps_or_drops() && kernels.with_softcap_or_dropout != nullptr
                    ? *kernels.with_softcap_or_dropout
                    : kernels),

@@ -12,7 +12,7 @@
 namespace annulus::cpu {
 namespace {
 
-std::int64_t place_count(const std::vector<RunTemplate>& runs, bool canonical) {
+std::int64_t place_count(std::span<const RunTemplate> runs, bool canonical) {
   std::int64_t rows = 0;
   for (const RunTemplate& run : runs)
     rows = canonical ? std::max<std::int64_t>(rows, run.last_index() + 1) : rows + run.count;

@@ -97,12 +97,7 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
         group.entries.count_in(computation.batch) * static_cast<std::int64_t>(group.members.size());
   }
   const std::int64_t split = pieces(wanted, heads);  // pieces per head for that number of items
-  struct Costed {
-    double cost;
-    WorkItem item;
-  };
-  std::vector<Costed> items;
-
+  std::vector<WorkItem> items;
   for (int g : groups) {
     const WorkGroup& group = groups_[g];
     std::int64_t q_size = group.query_rows;
@@ -144,7 +139,7 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
             item.query_end = std::min(group.query_rows, q + q_size);
             item.key_begin = k;
             item.key_end = std::min(group.key_rows, k + k_size);
-            items.push_back({pair_estimate(item, group, groups_.rows(group)), item});
+            items.push_back(item);
           }
         }
       }
@@ -154,20 +149,25 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
   // that heads, whose rows share pages, follow each other; the last item is a small part of the
   // work then.
   constexpr std::size_t kManyPerThread = 32;
+  const auto add_in_order_of = [&](const auto& key_of) {
+    std::vector<std::pair<decltype(key_of(items.front())), std::size_t>> order;
+    order.reserve(items.size());
+    for (std::size_t i = 0; i < items.size(); ++i) order.emplace_back(key_of(items[i]), i);
+    std::sort(order.begin(), order.end());  // equal keys: in the order of their numbers
+    phase.items.reserve(items.size());
+    for (const auto& [key, i] : order) phase.items.push_back(items[i]);
+  };
   if (items.size() > kManyPerThread * static_cast<std::size_t>(threads)) {
-    std::stable_sort(items.begin(), items.end(), [&](const Costed& a, const Costed& b) {
-      const auto key = [&](const WorkItem& item) {
-        const WorkGroup& group = groups_[item.group];
-        return std::tuple(item.batch, group.segment, group.branch, member(item).q_head);
-      };
-      return key(a.item) < key(b.item);
+    add_in_order_of([&](const WorkItem& item) {
+      const WorkGroup& group = groups_[item.group];
+      return std::tuple(item.batch, group.segment, group.branch, member(item).q_head);
     });
   } else {
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Costed& a, const Costed& b) { return a.cost > b.cost; });
+    add_in_order_of([&](const WorkItem& item) {
+      const WorkGroup& group = groups_[item.group];
+      return -pair_estimate(item, group, groups_.rows(group));
+    });
   }
-  phase.items.reserve(items.size());
-  for (const Costed& costed : items) phase.items.push_back(costed.item);
 }
 
 std::size_t Work::turn_counters() const {
@@ -209,7 +209,7 @@ void Work::expand(const KeyList& list, std::span<const ChannelSource> channels, 
          runs);
 }
 
-void Work::expand(const std::vector<RunTemplate>& from, const IndexFilter& filter,
+void Work::expand(std::span<const RunTemplate> from, const IndexFilter& filter,
                   std::int32_t batch, int unit, std::span<const ChannelSource> channels,
                   int local_head, std::vector<RowRun>& runs) const {
   runs.clear();

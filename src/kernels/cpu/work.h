@@ -90,7 +90,7 @@ class Work {
   }
 
  private:
-  void expand(const std::vector<RunTemplate>& from, const IndexFilter& filter, std::int32_t batch,
+  void expand(std::span<const RunTemplate> from, const IndexFilter& filter, std::int32_t batch,
               int unit, std::span<const ChannelSource> channels, int local_head,
               std::vector<RowRun>& runs) const;
   void add_items(Phase& phase, const std::vector<int>& groups, const Computation& computation,

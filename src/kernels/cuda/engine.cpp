@@ -11,7 +11,7 @@ namespace annulus::cuda {
 namespace {
 
 Modifiers modifiers_of(const Computation& computation, const DropoutSeed& seed) {
-  return {static_cast<float>(computation.softcap), DropoutRate::of(computation.dropout_p), seed};
+  return {static_cast<float>(computation.softcap), computation.dropout, seed};
 }
 
 }  // namespace

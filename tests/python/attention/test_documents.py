@@ -434,3 +434,24 @@ def test_executors_take_other_documents() -> None:
         ring.set_documents(pattern.with_documents([0, 200]))
         with pytest.raises(ConfigError, match="ends at query token 200"):
             ring.forward(q, k, v)
+        for number in ("predicted_forward_bytes", "predicted_backward_bytes"):
+            with pytest.raises(ConfigError, match="ends at query token 200"):
+                getattr(ring, number)
+        assert "no plan" in repr(ring)
+
+
+def test_plans_outlive_the_documents_that_they_are_for() -> None:
+    pattern = Pattern.dense(4, causal=True)
+    ring = annulus.RingAttention(
+        pattern,
+        Placement.contiguous(TOKENS, 1),
+        transport=annulus.make_in_process_ring(1)[0],
+        kv_heads=4,
+        head_dim=16,
+    )
+    ring.set_documents(pattern.with_documents([0, 1, TOKENS]))
+    plan = ring.plan
+    digest = plan.digest
+    for cut in range(2, 9):
+        ring.set_documents(pattern.with_documents([0, cut, TOKENS]))
+    assert plan.digest == digest != ring.plan.digest

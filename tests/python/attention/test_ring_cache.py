@@ -103,6 +103,7 @@ def test_mistakes_say_what_was_expected() -> None:
         (lambda: cache.append(normal(1, 9, 2, 16), normal(1, 9, 2, 16)), "has room for 8"),
         (lambda: cache.attend(normal(1, 1, 4, 16)), "append their keys first"),
         (lambda: cache.append(k, k, lengths=[4]), "entry 0 has 4 new tokens, expected 0 to the 3 tokens of this call"),
+        (lambda: cache.append(k, k, lengths=[]), r"lengths is \[\], expected a whole number for each entry"),
         (lambda: cache.truncate(1), "entry is 1, expected 0 to 0"),
         (lambda: annulus.RingCache(capacity=0, heads=4, head_dim=16), "capacity is 0"),
         (lambda: annulus.RingCache(capacity=8, heads=4, kv_heads=3, head_dim=16), "kv_heads is 3"),

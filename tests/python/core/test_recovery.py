@@ -72,6 +72,26 @@ def test_attention_recovers_from_any_single_failure(
         assert failing.failed == 1
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_recovers_from_any_failure_when_documents_change(failing: Failing, ranks: int) -> None:
+    """A call with other documents takes the executor of the one before. Its memory may not be enough."""
+    arrays = problem(tokens=66)
+    options = {"ranks": ranks, "is_causal": True}
+    annulus.clear_cache()
+    expected = both(*arrays, **options)
+    site = failed = 0
+    while failed == site:
+        annulus.clear_cache()
+        failing.begin(lambda number, size, what: False)
+        both(*arrays, **options, cu_seqlens=[0, 33, 66])
+        failing.begin(lambda number, size, what, site=site: number == site)
+        for mine, theirs in zip(both(*arrays, **options), expected):
+            np.testing.assert_array_equal(mine, theirs)
+        failed += failing.failed
+        site += 1
+    assert failed > 1
+
+
 def test_attention_says_what_would_fit(failing: Failing) -> None:
     q, k, v, _ = problem()
     failing.begin(lambda number, size, what: size > 0)

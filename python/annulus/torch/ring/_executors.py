@@ -51,11 +51,8 @@ def make_executor(
 
 
 def takes_documents(executor: RingAttention, config: Config) -> bool:
-    """Whether an executor has the documents of a call or can plan for them. It cannot if memory ran out and calls are
-    split, or if a CUDA graph uses it."""
-    return executor.documents_key == config.documents_text or (
-        not executor.recovery and id(executor) not in _captured
-    )
+    """Whether an executor has the documents of a call or can plan for them. It cannot if a CUDA graph uses it."""
+    return executor.documents_key == config.documents_text or id(executor) not in _captured
 
 
 def set_documents(executor: RingAttention, config: Config, heads: int, tokens: int, key_tokens: int) -> None:

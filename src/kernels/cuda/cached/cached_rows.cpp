@@ -32,6 +32,11 @@ int attribute(cudaDeviceAttr which, int device) {
 class CudaCacheKernels final : public CacheKernels {
  public:
   CudaCacheKernels(const CacheShape& shape, int device) : shape_(shape), device_(device) {
+    if (shape.ranks > kMostParts) {
+      throw ConfigError(fmt::format("the transport has {} ranks, expected {} or fewer for a cache "
+                                    "on CUDA devices",
+                                    shape.ranks, kMostParts));
+    }
     const DeviceScope scope(device);
     shared_bytes_ = std::min<std::size_t>(
         static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)),
@@ -55,37 +60,36 @@ class CudaCacheKernels final : public CacheKernels {
     });
   }
 
+  void reserve(const CachedKeys& keys, std::span<const QueryRun> runs, Queue& queue) override {
+    const AttendParams params = params_of({}, keys);
+    const std::int64_t split = split_keys(params, runs);
+    std::int64_t most_rows = 0;
+    for_each_batch(runs, [&](std::span<const QueryRun> batch) {
+      std::int64_t rows = 0;
+      for (const QueryRun& run : batch) rows += part_rows(params, split, run);
+      most_rows = std::max(most_rows, rows);
+    });
+    const std::int64_t bytes = most_rows * (shape_.head_dim + 1) * 4;
+    if (bytes <= parts_.bytes()) return;
+    const DeviceScope scope(device_);
+    queue.record().wait();  // earlier calls use what there is
+    parts_ = {};
+    parts_ = allocate_device(device_, bytes, "partial results of a cache");
+  }
+
   void attend(const TensorRows& q, const CachedKeys& keys, std::span<const QueryRun> runs,
               Queue& queue) override {
     const DeviceScope scope(device_);
-    const int ratio = shape_.heads / shape_.kv_heads;
-    AttendParams params;
-    params.q = q;
-    params.keys = keys;
-    params.heads = shape_.heads;
-    params.kv_heads = shape_.kv_heads;
-    params.head_dim = shape_.head_dim;
-    params.padded = padded_head_dim(shape_.head_dim);
-    params.tile_rows = on_tensor_cores_ ? kTensorCoreRows : kPlainRows;
-    params.token_rows =
-        on_tensor_cores_ ? ratio : (ratio + kPlainRows - 1) / kPlainRows * kPlainRows;
-    params.scale = static_cast<float>(shape_.scale * 1.4426950408889634);
+    AttendParams params = params_of(q, keys);
     const std::int64_t split = split_keys(params, runs);
-    for (std::size_t first = 0; first < runs.size(); first += kMostRuns)
-      attend_batch(params, split,
-                   runs.subspan(first, std::min<std::size_t>(kMostRuns, runs.size() - first)),
-                   queue);
+    for_each_batch(runs, [&](std::span<const QueryRun> batch) {
+      attend_batch(params, split, batch, queue);
+    });
   }
 
   void merge(std::span<const PartialRows> parts, const HeadNumbers& sinks,
              std::span<const RowCopy> copies, const TensorRows& o, const TensorRows& lse,
              Queue& queue) override {
-    if (parts.size() > kMostParts) {
-      throw ConfigError(
-          fmt::format("partial results of {} ranks are to be merged, expected {} or "
-                      "fewer",
-                      parts.size(), kMostParts));
-    }
     const DeviceScope scope(device_);
     MergeRowsParams params;
     params.o = o;
@@ -104,6 +108,28 @@ class CudaCacheKernels final : public CacheKernels {
   [[nodiscard]] std::int64_t workspace_bytes() const override { return parts_.bytes(); }
 
  private:
+  [[nodiscard]] AttendParams params_of(const TensorRows& q, const CachedKeys& keys) const {
+    const int ratio = shape_.heads / shape_.kv_heads;
+    AttendParams params;
+    params.q = q;
+    params.keys = keys;
+    params.heads = shape_.heads;
+    params.kv_heads = shape_.kv_heads;
+    params.head_dim = shape_.head_dim;
+    params.padded = padded_head_dim(shape_.head_dim);
+    params.tile_rows = on_tensor_cores_ ? kTensorCoreRows : kPlainRows;
+    params.token_rows =
+        on_tensor_cores_ ? ratio : (ratio + kPlainRows - 1) / kPlainRows * kPlainRows;
+    params.scale = static_cast<float>(shape_.scale * 1.4426950408889634);
+    return params;
+  }
+
+  // Of a launch.
+  template <typename Use>
+  static void for_each_batch(std::span<const QueryRun> runs, const Use& use) {
+    for (std::size_t first = 0; first < runs.size(); first += kMostRuns)
+      use(runs.subspan(first, std::min<std::size_t>(kMostRuns, runs.size() - first)));
+  }
   template <typename Params, typename Launch>
   static void for_each_batch(std::span<const RowCopy> copies, Params& params,
                              const Launch& launch) {
@@ -125,6 +151,13 @@ class CudaCacheKernels final : public CacheKernels {
 
   [[nodiscard]] static std::int64_t splits_of(std::int64_t seen, std::int64_t keys) {
     return std::clamp<std::int64_t>((seen + keys - 1) / keys, 1, kMostSplits);
+  }
+
+  // Rows of partial results, where a block has so many keys.
+  [[nodiscard]] std::int64_t part_rows(const AttendParams& params, std::int64_t keys,
+                                       const QueryRun& run) const {
+    return tiles_of(params, run) * shape_.kv_heads * splits_of(seen_keys(params, run), keys) *
+           params.tile_rows;
   }
 
   // Keys of a block. All blocks should end together: as many as run at a time, or a multiple.
@@ -156,7 +189,7 @@ class CudaCacheKernels final : public CacheKernels {
 
   void attend_batch(AttendParams& params, std::int64_t keys, std::span<const QueryRun> runs,
                     Queue& queue) {
-    std::int64_t parts = 0;
+    std::int64_t rows = 0;
     std::int64_t most_splits = 1;
     std::int64_t most_tiles = 1;
     std::int64_t most_tokens = 1;
@@ -166,19 +199,12 @@ class CudaCacheKernels final : public CacheKernels {
       const std::int64_t seen = seen_keys(params, runs[i]);
       const std::int64_t splits = splits_of(seen, keys);
       const std::int64_t share = (seen + splits - 1) / splits;  // equal ones
-      params.run[i] = {runs[i], parts, (share + kSplitStep - 1) / kSplitStep * kSplitStep,
+      params.run[i] = {runs[i], rows / params.tile_rows, (share + kSplitStep - 1) / kSplitStep * kSplitStep,
                        static_cast<std::int32_t>(splits)};
-      parts += tiles * shape_.kv_heads * splits;
+      rows += part_rows(params, keys, runs[i]);
       most_splits = std::max(most_splits, splits);
       most_tiles = std::max(most_tiles, tiles);
       most_tokens = std::max(most_tokens, runs[i].tokens);
-    }
-    const std::int64_t rows = parts * params.tile_rows;
-    const std::int64_t bytes = rows * (shape_.head_dim + 1) * 4;
-    if (bytes > parts_.bytes()) {
-      queue.record().wait();  // earlier calls use what there is
-      parts_ = {};
-      parts_ = allocate_device(device_, bytes, "partial results of a cache");
     }
     params.part_lse = parts_.floats();
     params.part_o = parts_.floats() + rows;

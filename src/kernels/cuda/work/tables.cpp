@@ -69,7 +69,7 @@ struct Maker {
   bool canonical;
   Tables tables;
 
-  RowList add_rows(const std::vector<RunTemplate>& templates, const IndexFilter& filter) {
+  RowList add_rows(std::span<const RunTemplate> templates, const IndexFilter& filter) {
     std::vector<Run> runs;
     for (const RunTemplate& from : templates) {
       filter.apply(from, [&](std::int32_t first, std::int32_t count) {

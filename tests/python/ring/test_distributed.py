@@ -28,6 +28,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "masks_of_the_whole_sequence",
                 "dropout_equals_one_process",
                 "seeds_are_everybodys",
+                "drawn_seeds_beside_masks",
                 "layers_drop_whatever_the_shards_draw",
                 "padding_is_the_mask",
                 "masks_that_change",

@@ -96,6 +96,22 @@ def seeds_are_everybodys() -> None:
     attend()
 
 
+def drawn_seeds_beside_masks() -> None:
+    """Also if a mask changes on one rank only, which the others hear of during the call."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    tokens = 8 * dist.get_world_size()
+    q = torch.randn(1, 8, 2, 16)
+    padding = torch.arange(tokens).expand(1, -1) >= tokens - 1
+    mask = at.shard(padding, group=world).clone()
+    for ignored in (1, 3):
+        if rank == dist.get_world_size() - 1:
+            mask[:, -ignored:] = True
+        torch.manual_seed(100 + rank)
+        call = {"group": world, "key_padding_mask": mask, "dropout_p": P}
+        drawn = at.ring_attention(q, q, q, **call)
+        assert torch.equal(drawn, at.ring_attention(q, q, q, dropout_seed=_drawn(100), **call))
+
+
 def layers_drop_whatever_the_shards_draw() -> None:
     """nn.Dropout draws as many numbers as a shard has, so that the generators of the ranks part."""
     world = dist.group.WORLD

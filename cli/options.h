@@ -87,7 +87,9 @@ CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string&
 
 [[nodiscard]] Shape shape_from(const ProblemFlags& flags);
 [[nodiscard]] Pattern pattern_from(const ProblemFlags& flags, int heads);
-[[nodiscard]] Placement placement_from(const ProblemFlags& flags, std::int64_t tokens);
+[[nodiscard]] const std::vector<std::string>& placement_names();
+[[nodiscard]] Placement placement_from(const ProblemFlags& flags, const Pattern& pattern,
+                                       std::int64_t tokens);
 
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
                                             DType dtype);

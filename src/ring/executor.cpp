@@ -122,12 +122,12 @@ void RingAttention::Impl::make_call_claims() {
                   {"the executor (its options differ)", executor},
                   {"whether a branch state is passed", state},
                   {"whether sinks are passed", sinks ? "yes" : "no"}};
+    out.fixed = ring::digest_of(out.claims);
     out.with_seed = options.dropout_p != 0;
-    if (out.with_seed) {
-      out.claims.push_back({"dropout_seed", {}});
-      out.claims.back().value.reserve(CallClaims::kMostSeedDigits);
-    }
-    out.digest = ring::digest_of(out.claims);
+    out.claims.push_back({"the caller's claims", {}});
+    if (out.with_seed) out.claims.push_back({"dropout_seed", {}});
+    for (Claim& claim : std::span(out.claims).last(out.with_seed ? 2 : 1))
+      claim.value.reserve(CallClaims::kMostShown);
     return out;
   };
   for (const bool sinks : {false, true}) {

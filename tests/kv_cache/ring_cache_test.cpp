@@ -334,13 +334,13 @@ std::vector<CacheFault> cache_faults() {
          const std::vector<std::int64_t> counts{1, 1, 1};
          cache.append(t.k.view(), t.v.view(), {counts, {}});
        },
-       {"counts has 3 numbers, expected 2"}},
+       {"3 numbers of new tokens, expected 2"}},
       {"counts past the tensor",
        [](RingCache& cache, CallTensors& t) {
          const std::vector<std::int64_t> counts{1, 4};
          cache.append(t.k.view(), t.v.view(), {counts, {}});
        },
-       {"counts[1] is 4, expected 0 to the 3 tokens"}},
+       {"entry 1 has 4 new tokens, expected 0 to the 3 tokens"}},
       {"a placement for other ranks",
        [](RingCache& cache, CallTensors& t) {
          cache.append(t.k.view(), t.v.view(), {{}, Placement::contiguous(3, 5)});

@@ -258,6 +258,37 @@ TEST(Dropout, PiecesForWantOfMemoryKeepTheNumbers) {
   }
 }
 
+TEST(Dropout, RanksThatDrawSeedsUseThatOfRank0) {
+  const Problem problem = with(make_problem("drawn", dense(8, true), 4, 70, 16, 4),
+                               {.dropout_p = 0.5, .dropout_seed = 6});
+  const RingOptions options = ring_options(problem, Placement::striped(70, 3));
+  const Inputs inputs = random_inputs(problem, 8);
+  for (const bool in_pieces : {false, true}) {
+    Results results = empty_results(options);
+    const auto outcomes = run_ranks(3, [&](Transport& transport) {
+      std::unique_ptr<RingAttention> ring;
+      {
+        const FailingMemory failing(BadMemory{.plans = in_pieces ? 3 : 0});
+        ring = std::make_unique<RingAttention>(options, transport);
+      }
+      EXPECT_EQ(ring->recovery().find("at a time") != std::string::npos, in_pieces);
+      Shard shard(options, transport.rank());
+      shard.load(inputs);
+      OptionalInputs more = shard.more();
+      *more.dropout_seed += static_cast<std::uint64_t>(transport.rank());
+      more.dropout_seed_of_rank_0 = true;
+      ring->forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                    shard.lse.view(), nullptr, more);
+      ring->backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                     shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
+                     shard.dv.view(), nullptr, more);
+      shard.collect(results);
+    });
+    expect_everywhere(outcomes, "", {});
+    expect_matches(problem, results, reference_of(problem, inputs));
+  }
+}
+
 TEST(Dropout, MistakesOfOneRankAreErrorsOfAllAndTheNextCallIsFine) {
   const Problem problem = with(make_problem("mistakes", dense(4, true), 2, 40, 16),
                                {.dropout_p = 0.25, .dropout_seed = 7});

@@ -234,8 +234,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
                 floating point, added to the scores of the key. (A tokenizer's attention_mask is neither: pass
                 ``attention_mask == 0``.) A row without any key gives zeros before ``out_proj``
-                (nn.MultiheadAttention gives NaN). A mask needs three more columns of q and k: embed_dim / num_heads
-                is at most 509 with it.
+                (nn.MultiheadAttention gives NaN). With a mask that leaves holes embed_dim / num_heads is at most 509.
             need_weights: whether to return the attention weights, which computes their whole matrix, in one process.
                 None: True with the dense pattern, else False. They are those without dropout and `group_scale`.
             average_attn_weights: whether the returned weights are the mean over the heads.

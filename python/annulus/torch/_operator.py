@@ -17,6 +17,7 @@ from annulus import ConfigError, OutOfMemory, monitor
 from annulus.torch import _fast_path
 from annulus.torch._config import DOCUMENTS, Call, Config, branches_of, call_of, config_of, pattern_of
 from annulus.torch._memory import LOG, with_room
+from annulus.torch._options import whole_complaint
 from annulus.torch._placements import token_ranges, tokens_of
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring import _registry
@@ -113,7 +114,13 @@ def _ordered(x: torch.Tensor, rows: torch.Tensor) -> np.ndarray:
 
 
 def _number(seed: torch.Tensor | None) -> int | None:
-    return None if seed is None else int(seed)
+    if seed is None:
+        return None
+    number = int(seed)
+    complaint = whole_complaint("dropout_seed", number)  # compiled code could not read it before
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    return number
 
 
 def _reference_options(
@@ -124,7 +131,7 @@ def _reference_options(
         "scale": c.scale,
         "softcap": c.softcap,
         "dropout_p": c.dropout_p,
-        "dropout_seed": 0 if seed is None else int(seed),
+        "dropout_seed": _number(seed) or 0,
         "sinks": None if sinks is None else sinks.cpu().contiguous().numpy(),
     }
 
@@ -190,7 +197,13 @@ def _forward(
             states = with_room(_states, q, executor.branch_state_rows)
             state = executor.make_branch_state(o=states[0], lse=states[1])
         inputs = (_readable(q), _readable(k), _readable(v))
-        executor.forward(*inputs, o, lse, state, sinks=sinks, dropout_seed=_number(seed))
+        executor.forward(
+            *(*inputs, o, lse, state),
+            sinks=sinks,
+            dropout_seed=_number(seed),
+            dropout_seed_of_rank_0=c.draws_seed,
+            claims=c.claims_text,
+        )
 
     _registry.run("forward", call, q, k, body)
     return o, lse, *states
@@ -238,6 +251,8 @@ def _backward(
             sinks=sinks,
             dsinks=dsinks,
             dropout_seed=_number(seed),
+            dropout_seed_of_rank_0=c.draws_seed,
+            claims=c.claims_text,
         )
         return True
 

@@ -8,8 +8,10 @@ of the shared keys. Backward of both parts takes O' and L', so that exp(score - 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from annulus.torch._config import call_of, config_of
+from annulus.torch._memory import with_room
 from annulus.torch._operator import (
     attended,
     dsinks_like,
@@ -23,6 +25,7 @@ from annulus.torch._operator import (
 )
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring._messages import exchange
+from annulus.torch.ring._process_groups import rank_in
 from annulus.torch.ring._registry import ring_of_group
 
 GRADIENTS = ("whole", "own")
@@ -75,20 +78,30 @@ def _merged(
     return o.copy_(result), whole
 
 
-def _sums_over_ranks(group: str, timeout: float | None, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The sum of each tensor over the ranks, added in fp32 in the order of the ranks: the same bits on all ranks."""
-    own = torch.stack([x.to(torch.float32) for x in parts])
+def _parts_of_ranks(group: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Memory for these tensors of every rank, in fp32, that has those of this rank."""
+    ranks = dist.distributed_c10d._resolve_process_group(group).size()
+    of_ranks = parts[0].new_empty((ranks, len(parts), *parts[0].shape), dtype=torch.float32)
+    for own, part in zip(of_ranks[rank_in(group)], parts):
+        own.copy_(part)
+    return of_ranks
+
+
+def _add_over_ranks(
+    group: str, timeout: float | None, of_ranks: torch.Tensor, results: list[torch.Tensor]
+) -> None:
+    """Writes the sum over the ranks, added in the order of the ranks: the same bits on all ranks."""
     with ring_of_group(group, timeout) as ring:
         ring.set_timeout(timeout)
-        transport = ring.transport
-        ranks, rank = transport.size(), transport.rank()
-        of_ranks = [own if r == rank else torch.empty_like(own) for r in range(ranks)]
-        others = [r for r in range(ranks) if r != rank]
-        exchange(transport, [(r, own) for r in others], [(r, of_ranks[r]) for r in others])
-    total = of_ranks[0].clone()
+        rank = ring.transport.rank()
+        others = [r for r in range(len(of_ranks)) if r != rank]
+        own = of_ranks[rank]
+        exchange(ring.transport, [(r, own) for r in others], [(r, of_ranks[r]) for r in others])
+    total = of_ranks[0]
     for x in of_ranks[1:]:
         total += x
-    return tuple(x.to(part.dtype, copy=True) for x, part in zip(total, parts))
+    for result, x in zip(results, total):
+        result.copy_(x)
 
 
 def _forward(
@@ -100,7 +113,6 @@ def _forward(
     shared_v: torch.Tensor,
     config: str,
     shared_config: str,
-    gradients: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = call_of(config_of(config), q, k)
     # First, so that the other ranks hear of its errors before rows move.
@@ -123,7 +135,6 @@ def _backward(
     grad: torch.Tensor,
     config: str,
     shared_config: str,
-    gradients: str,
 ) -> tuple[torch.Tensor, ...]:
     call = call_of(config_of(config), q, k)
     c = call.config
@@ -134,13 +145,15 @@ def _backward(
         shared_call = call_of(config_of(shared_config), q, shared_k)
         saved = (q, shared_k, shared_v, of_shared, None, o, lse)
         other_dq, *shared_grads = gradients_of(shared_call, saved, grad)
+        # Before the pass, whose agreement tells the other ranks of a lack of memory.
+        whole = c.group is not None and c.shared_gradient == "whole"
+        of_ranks = with_room(_parts_of_ranks, c.group, shared_grads) if whole else None
     dq, dk, dv, *dsinks = gradients_of(call, (q, k, v, of_sequence, None, o, lse), grad)
     if lone and sinks is not None:
         dsinks = [shared_grads.pop()]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq.copy_(dq.to(wide) + other_dq.to(wide))
-    if c.group is not None and gradients == "whole":
-        shared_grads = _sums_over_ranks(c.group, c.timeout, *shared_grads)
+    dq += other_dq  # 16-bit numbers are added in fp32 and rounded once
+    if of_ranks is not None:
+        _add_over_ranks(c.group, c.timeout, of_ranks, shared_grads)
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0), *shared_grads
 
 
@@ -150,14 +163,14 @@ _forward_operator = torch.library.custom_op(
     _forward,
     mutates_args=(),
     device_types=DEVICES,
-    schema=f"({_arguments}str config, str shared_config, str gradients) -> (Tensor, Tensor)",
+    schema=f"({_arguments}str config, str shared_config) -> (Tensor, Tensor)",
 )
 _backward_operator = torch.library.custom_op(
     "annulus::attend_shared_backward",
     _backward,
     mutates_args=(),
     device_types=DEVICES,
-    schema=f"({_arguments}Tensor o, Tensor lse, Tensor grad, str config, str shared_config, str gradients) "
+    schema=f"({_arguments}Tensor o, Tensor lse, Tensor grad, str config, str shared_config) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -181,7 +194,7 @@ def _(
 
 
 def _save(ctx, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.config, ctx.shared_config, ctx.gradients = inputs
+    *tensors, ctx.config, ctx.shared_config = inputs
     o, lse = output
     ctx.save_for_backward(*tensors, o, lse)
     ctx.mark_non_differentiable(lse)
@@ -189,13 +202,13 @@ def _save(ctx, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
-    texts = ctx.config, ctx.shared_config, ctx.gradients
+    texts = ctx.config, ctx.shared_config
     if grad is None:
-        return (None,) * 9
+        return (None,) * 8
     refuse_sparse_gradient(grad, ctx.config)
     saved = ctx.saved_tensors
     dq, dk, dv, dsinks, *shared_grads = torch.ops.annulus.attend_shared_backward(*saved, grad, *texts)
-    return dq, dk, dv, None if saved[3] is None else dsinks, *shared_grads, None, None, None
+    return dq, dk, dv, None if saved[3] is None else dsinks, *shared_grads, None, None
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_save)
@@ -203,6 +216,6 @@ _backward_operator.register_autograd(refuse_second_derivative)
 
 
 def attend_shared(*arguments: torch.Tensor | str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse. The arguments are q, k, v, sinks, shared_k, shared_v, the texts of the Configs of the sequence and of
-    the shared keys, and which gradients shared keys get: one of GRADIENTS."""
+    """o and lse. The arguments are q, k, v, sinks, shared_k, shared_v, and the texts of the Configs of the sequence and of
+    the shared keys."""
     return torch.ops.annulus.attend_shared(*arguments)

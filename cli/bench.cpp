@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <memory>
@@ -18,6 +19,7 @@
 #include "core/machine.h"
 #include "draw/plan_text.h"
 #include "kernels/cpu/kernel.h"
+#include "kernels/head_dim.h"
 
 namespace annulus::cli {
 namespace {
@@ -377,7 +379,7 @@ void add_bench(CLI::App& tool, Action& chosen) {
   command->add_option("--head-dim", flags->head_dims, "Head dims")
       ->delimiter(',')
       ->allow_extra_args(false)
-      ->check(whole_number(8, 256))
+      ->check(whole_number(1, kMaxHeadDim))
       ->type_name("D,D");
   command->add_option("--dtype", flags->dtypes, "Element types")
       ->delimiter(',')

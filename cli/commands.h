@@ -1,8 +1,12 @@
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <functional>
 #include <stdexcept>
+
+// Of CLI11, which takes seconds to compile.
+namespace CLI {
+class App;
+}  // namespace CLI
 
 namespace annulus::cli {
 

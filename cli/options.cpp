@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <cctype>
@@ -14,6 +15,7 @@
 
 #include "annulus/error.h"
 #include "draw/plan_text.h"
+#include "pattern/entry_groups.h"
 #include "ring/option_list.h"
 #include "ring/option_text.h"
 
@@ -141,8 +143,7 @@ void add_shape_flags(CLI::App& command, ProblemFlags& flags) {
 void add_ring_flags(CLI::App& command, ProblemFlags& flags) {
   const std::string group = "Ring";
   add_ranks_flag(command, flags, "Ranks of the ring (default 4)", 4096)->group(group);
-  add_choice(command, "--placement", flags.placement,
-             {"contiguous", "zigzag", "striped", "hilbert"},
+  add_choice(command, "--placement", flags.placement, placement_names(),
              "Which rank holds which tokens (default contiguous)")
       ->group(group);
   command.add_option("--align", flags.align, "contiguous: make shards multiples of this")
@@ -263,14 +264,15 @@ std::vector<Document> read_documents(const std::string& path) {
   std::ifstream file(path);
   if (!file || std::filesystem::is_directory(path, none))
     throw ConfigError(fmt::format("--documents: {} cannot be read", path));
-  std::vector<std::int64_t> boundaries;
+  std::vector<std::vector<std::int64_t>> lists;
   std::string word;
+  bool line_begins = true;
   const auto wrong = [&] {
     std::replace_if(
         word.begin(), word.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
     return ConfigError(
         fmt::format("--documents: {} has '{}', expected whole numbers: 0, then the end of each "
-                    "document",
+                    "document; the list of the next batch entry begins with 0 on a new line",
                     path, word));
   };
   const auto finish_word = [&] {
@@ -278,19 +280,26 @@ std::vector<Document> read_documents(const std::string& path) {
     std::int64_t number = 0;
     const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), number);
     if (problem != std::errc() || end != word.data() + word.size()) throw wrong();
-    boundaries.push_back(number);
+    if (lists.empty() || (line_begins && number == 0)) lists.emplace_back();
+    lists.back().push_back(number);
     word.clear();
+    line_begins = false;
   };
   for (char c = 0; file.get(c);) {
     if (c == ',' || std::isspace(static_cast<unsigned char>(c)) != 0) {
       finish_word();
+      line_begins = line_begins || c == '\n';
     } else {
       word += c;
       if (word.size() > 24) throw wrong();  // no number: a file of another kind may have no end
     }
   }
   finish_word();
-  return packed_documents(boundaries);
+  if (lists.empty()) lists.emplace_back();
+  if (lists.size() == 1) return packed_documents(lists.front());
+  std::vector<std::vector<Document>> documents;
+  for (const std::vector<std::int64_t>& list : lists) documents.push_back(packed_documents(list));
+  return documents_of_entries(documents);
 }
 
 }  // namespace
@@ -300,7 +309,7 @@ CLI::Option* add_documents_flag(CLI::App& command, std::vector<Document>& docume
       .add_option_function<std::string>(
           "--documents",
           [&documents](const std::string& path) { documents = read_documents(path); },
-          "File of document boundaries: 0, then the end of each")
+          "File of document boundaries: 0, then the end of each; or a line for each batch entry")
       ->type_name("FILE");
 }
 
@@ -389,7 +398,13 @@ Pattern pattern_from(const ProblemFlags& flags, int heads) {
   return pattern;
 }
 
-Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
+const std::vector<std::string>& placement_names() {
+  static const std::vector<std::string> names = {"contiguous", "zigzag", "striped", "hilbert",
+                                                 "balanced"};
+  return names;
+}
+
+Placement placement_from(const ProblemFlags& flags, const Pattern& pattern, std::int64_t tokens) {
   if (flags.align != 1 && flags.placement != "contiguous") {
     throw ConfigError("--align is for --placement contiguous, found " + flags.placement);
   }
@@ -404,13 +419,14 @@ Placement placement_from(const ProblemFlags& flags, std::int64_t tokens) {
   if (flags.placement == "contiguous")
     return Placement::contiguous(tokens, flags.ranks, flags.align);
   if (grid) return Placement::hilbert(tokens, flags.ranks, flags.grid_rows, flags.grid_cols);
+  if (flags.placement == "balanced") return Placement::balanced(pattern, tokens, flags.ranks);
   return Placement::named(flags.placement, tokens, flags.ranks);
 }
 
 RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape, DType dtype) {
   RingOptions options = flags.options;
   options.pattern = pattern_from(flags, shape.heads);
-  options.placement = placement_from(flags, shape.tokens);
+  options.placement = placement_from(flags, options.pattern, shape.tokens);
   options.batch = shape.batch;
   options.kv_heads = shape.kv_heads;
   options.head_dim = shape.head_dim;
@@ -425,11 +441,16 @@ Json window_json(const Pattern& pattern) {
 
 namespace {
 
+// The boundaries of all batch entries, or a list with those of each.
 Json documents_json(const Pattern& pattern) {
   if (pattern.documents.empty()) return {};
-  Json boundaries = {0};
-  for (const Document& document : pattern.documents) boundaries.push_back(document.query_end);
-  return boundaries;
+  Json lists = Json::array();
+  for (std::int64_t entry = 0; entry < pattern.counted_entries(); ++entry) {
+    Json& boundaries = lists.emplace_back(Json{0});
+    for (const Document& document : documents_of(pattern, entry))
+      boundaries.push_back(document.query_end);
+  }
+  return pattern.by_entry() ? lists : lists.front();
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -10,6 +9,13 @@
 
 #include "annulus/ring_attention.h"
 #include "cli/console.h"
+
+// Of CLI11, which takes seconds to compile.
+namespace CLI {
+class App;
+class Option;
+class Validator;
+}  // namespace CLI
 
 namespace annulus::cli {
 
@@ -81,7 +87,9 @@ CLI::Option* add_choice(CLI::App& command, const std::string& flag, std::string&
 
 [[nodiscard]] Shape shape_from(const ProblemFlags& flags);
 [[nodiscard]] Pattern pattern_from(const ProblemFlags& flags, int heads);
-[[nodiscard]] Placement placement_from(const ProblemFlags& flags, std::int64_t tokens);
+[[nodiscard]] const std::vector<std::string>& placement_names();
+[[nodiscard]] Placement placement_from(const ProblemFlags& flags, const Pattern& pattern,
+                                       std::int64_t tokens);
 
 [[nodiscard]] RingOptions ring_options_from(const ProblemFlags& flags, const Shape& shape,
                                             DType dtype);

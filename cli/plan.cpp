@@ -1,6 +1,7 @@
 #include "annulus/plan.h"
 
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include <chrono>
 #include <limits>

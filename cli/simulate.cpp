@@ -1,6 +1,7 @@
 #include "annulus/simulate.h"
 
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include <chrono>
 #include <memory>
@@ -245,7 +246,7 @@ void add_simulate(CLI::App& tool, Action& chosen) {
       ->group(sweep);
   command->add_option("--sweep-placements", flags->sweep_placements, "Instead of --placement")
       ->delimiter(',')
-      ->check(CLI::IsMember({"contiguous", "zigzag", "striped", "hilbert"}))
+      ->check(CLI::IsMember(placement_names()))
       ->type_name("NAME,...")
       ->group(sweep);
   command->add_option("--sweep-schedules", flags->sweep_schedules, "Instead of --schedule")

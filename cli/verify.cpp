@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <chrono>
@@ -23,7 +24,7 @@ namespace {
 
 constexpr const char* kExamples = R"(Examples:
   annulus verify
-      about 1,260 small configurations, some seconds
+      about 1,620 small configurations, some seconds
   annulus verify --full
       every problem on every ring
   annulus verify --filter longnet_causal --filter bf16
@@ -96,7 +97,22 @@ std::vector<std::pair<std::string, std::function<Pattern(int heads, bool causal)
          pattern.window = {37, causal ? 0 : -1};
          return pattern;
        }},
+      {"dense_documents", [](int heads, bool causal) { return dense(heads, causal); }},
+      {"longnet_documents",
+       [](int heads, bool causal) {
+         return longnet(heads, Numbers{16, 40}, Numbers{1, 3}, causal, Offsets::blocked);
+       }},
   };
+}
+
+// Other boundaries for each batch entry. The last token of the first one is padding.
+std::vector<Document> packed(std::int64_t tokens, std::int64_t batch) {
+  std::vector<std::vector<Document>> entries;
+  for (std::int64_t entry = 0; entry < batch; ++entry) {
+    entries.push_back(packed_documents(
+        std::vector{std::int64_t{0}, tokens / (3 + entry), tokens / 2, tokens - 1 + entry % 2}));
+  }
+  return documents_of_entries(entries);
 }
 
 std::vector<Problem> all_problems(const Window& window) {
@@ -122,6 +138,8 @@ std::vector<Problem> all_problems(const Window& window) {
               problem.options.pattern.window = {window.before, causal ? 0 : window.after};
             }
             problem.options.batch = number % 3 == 2 ? 2 : 1;
+            if (pattern_name.ends_with("documents"))
+              problem.options.pattern.documents = packed(tokens, problem.options.batch);
             problem.options.kv_heads = heads / ratio;
             problem.options.head_dim = kHeadDims[number % std::size(kHeadDims)];
             problem.options.dtype = dtype;
@@ -150,12 +168,15 @@ std::vector<Ring> all_rings(const std::vector<int>& sizes) {
   };
   std::vector<Ring> rings;
   for (const int ranks : sizes) {
-    for (const char* placement : {"contiguous", "zigzag", "striped", "hilbert"}) {
+    for (const std::string& placement : placement_names()) {
       for (const Movement& movement : kMovements) {
         rings.push_back({.name = fmt::format("ranks{}_{}_{}", ranks, placement, movement.name),
                          .apply = [ranks, placement, movement](RingOptions& options) {
+                           const std::int64_t tokens = options.placement.tokens();
                            options.placement =
-                               Placement::named(placement, options.placement.tokens(), ranks);
+                               placement == "balanced"
+                                   ? Placement::balanced(options.pattern, tokens, ranks)
+                                   : Placement::named(placement, tokens, ranks);
                            options.schedule = movement.schedule;
                            options.reproducible = movement.reproducible;
                            options.backward_travel = movement.travel;

@@ -7,6 +7,7 @@ torchrun, it runs in one process and prints the same tokens.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 
 import torch
@@ -47,31 +48,23 @@ def main() -> None:
     prompt = torch.randint(256, (1, 100))
     embedding = nn.Embedding(256, HEADS * DIM)
     layers = [Layer() for _ in range(arguments.layers)]
-    caches = [
-        RingCache(
-            group,
-            capacity=prompt.shape[1] + arguments.tokens,
-            heads=HEADS,
-            kv_heads=KV_HEADS,
-            head_dim=DIM,
-            block=16,
-        )
-        for _ in layers
-    ]
+    shape = {"capacity": prompt.shape[1] + arguments.tokens, "heads": HEADS, "kv_heads": KV_HEADS}
     tokens, new = [], prompt
-    for _ in range(arguments.tokens):
-        x = embedding(new)
-        for layer, cache in zip(layers, caches, strict=True):
-            x = layer(x, cache)
-        # Every rank has the same bits, and so chooses the same token.
-        new = (x[:, -1:] @ embedding.weight.T).argmax(-1)
-        tokens.append(new.item())
-    if group is None or dist.get_rank() == 0:
-        print("tokens:", *tokens)
-        print(f"{caches[0].lengths[0]} tokens, {caches[0].core.cache_bytes} bytes of keys and values here")
+    with contextlib.ExitStack() as stack:  # closes the caches
+        caches = [
+            stack.enter_context(RingCache(group, head_dim=DIM, block=16, **shape)) for _ in layers
+        ]
+        for _ in range(arguments.tokens):
+            x = embedding(new)
+            for layer, cache in zip(layers, caches, strict=True):
+                x = layer(x, cache)
+            # Every rank has the same bits, and so chooses the same token.
+            new = (x[:, -1:] @ embedding.weight.T).argmax(-1)
+            tokens.append(new.item())
+        if group is None or dist.get_rank() == 0:
+            print("tokens:", *tokens)
+            print(f"{caches[0].lengths[0]} tokens, {caches[0].core.cache_bytes} bytes of keys and values here")
     if group is not None:
-        del cache, caches  # before the group that they talk over
-        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "annulus/device.h"
@@ -97,6 +98,12 @@ struct OptionalInputs {
   // from the seed, the batch entry, the query head and the global tokens of query and key alone,
   // whatever the ranks, the placement and the device. lse is that of all pairs.
   std::optional<std::uint64_t> dropout_seed;
+  // For callers that draw seeds: the ranks may then pass different ones, and all of them use that
+  // of rank 0. In backward every rank passes what it passed in forward.
+  bool dropout_seed_of_rank_0 = false;
+  // What else a caller wants to be the same on every rank: a text that the ranks compare with their
+  // other claims, without another message.
+  std::string_view claims;
 };
 
 // Optional results of backward, each for the optional input of the same name.
@@ -141,9 +148,10 @@ class RingAttention {
 
   // Other documents for the passes from now on: for batches whose boundaries change with every
   // step. Plans anew, in the memory that the executor has, which only grows; the last few plans are
-  // kept. Not collective: whatever is wrong on this rank, and ranks that have other documents, are
-  // errors of the next pass on every rank. If memory runs out on any rank, or calls were split in
-  // pieces before, the next pass recovers as construction does, on all ranks.
+  // kept. On a GPU, the host waits for enqueued passes only if memory has to grow. Not collective:
+  // whatever is wrong on this rank, and ranks that have other documents, are errors of the next
+  // pass on every rank. If memory runs out on any rank, or calls were split in pieces before, the
+  // next pass recovers as construction does, on all ranks.
   void set_documents(std::vector<Document> documents);
 
   // q, o: [batch, local queries, q heads, head_dim]; k, v: [batch, local keys, kv heads,
@@ -210,7 +218,7 @@ class RingAttention {
   // nothing. If calls run in pieces, plan(), schedule() and kernels() are those of one piece.
   [[nodiscard]] const std::string& recovery() const;
   // Bytes that this rank sends in one forward or backward, equal to what the transport counts:
-  // rows, and 24 bytes x ceil(log2(ranks)) for each agreement.
+  // rows, and 32 bytes x ceil(log2(ranks)) for each agreement.
   [[nodiscard]] std::int64_t predicted_forward_bytes() const;
   [[nodiscard]] std::int64_t predicted_backward_bytes() const;
   [[nodiscard]] MemoryInfo memory_info() const;

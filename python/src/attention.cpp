@@ -446,7 +446,7 @@ Args:
     dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its
         probability with this probability, and the others are divided by 1 - dropout_p.
     dropout_seed: a whole number from 0 on, needed if dropout_p is not 0. Which pairs are dropped follows from it,
-        the batch entry, the head and the tokens' positions alone; pass the same to attention_backward.
+        the batch entry, the head and the tokens of query and key alone; pass the same to attention_backward.
 
 Returns:
     The output, like q; or (output, lse). It has no gradient: annulus.attention_backward computes it.

@@ -32,10 +32,21 @@ namespace {
 // A cache and the transport that it uses.
 struct KeyValueCache {
   nb::object transport;
-  std::shared_ptr<RingCache> core;
+  std::shared_ptr<RingCache> core;  // null: closed
   CallerStream stream;
 
   [[nodiscard]] Transport& ends() const { return nb::cast<Transport&>(transport); }
+  // A share, because another thread may close the cache during a call.
+  [[nodiscard]] std::shared_ptr<RingCache> open() const {
+    if (core == nullptr) throw ConfigError("RingCache: this cache is closed");
+    return core;
+  }
+  void close() {
+    stream = {};
+    std::shared_ptr<RingCache> last = std::exchange(core, nullptr);
+    const nb::gil_scoped_release no_gil;
+    last.reset();
+  }
 };
 
 // An argument of a constructor whose errors the other ranks must hear, too.
@@ -92,11 +103,11 @@ void run(KeyValueCache& self, const Arrays& arrays, const char* method,
   Transport& transport = self.ends();
   const auto all = [&] {
     const auto leave = [&] {
-      if (arrays.is_given()) self.stream.leave(*self.core);
+      if (arrays.is_given()) self.stream.leave(*self.open());
     };
     try {
       call();
-      if (arrays.waits()) self.core->synchronize();
+      if (arrays.waits()) self.open()->synchronize();
     } catch (...) {
       leave();
       throw;
@@ -115,12 +126,15 @@ void run(KeyValueCache& self, const Arrays& arrays, const char* method,
 }
 
 void follow_stream(KeyValueCache& self, const Arrays& arrays) {
-  if (arrays.stream() && arrays.complaint().empty()) self.stream.use(*self.core, *arrays.stream());
+  if (arrays.stream() && arrays.complaint().empty())
+    self.stream.use(*self.open(), *arrays.stream());
 }
 
 void append(KeyValueCache& self, nb::handle k, nb::handle v, nb::handle lengths,
-            nb::handle placement, std::optional<std::uintptr_t> stream) {
-  Arrays arrays(self.core->options().device, stream);
+            nb::handle placement, nb::handle stream) {
+  const std::shared_ptr<RingCache> core = self.open();
+  Arrays arrays(core->options().device,
+                telling_others(self.ends(), [&] { return parse_stream(stream); }));
   ConstTensorView k_view, v_view;
   std::optional<Tokens> tokens;
   telling_others(self.ends(), [&] {
@@ -129,15 +143,16 @@ void append(KeyValueCache& self, nb::handle k, nb::handle v, nb::handle lengths,
     v_view = arrays.input(v, "v");
     follow_stream(self, arrays);
   });
-  run(self, arrays, "append", [&] { self.core->append(k_view, v_view, tokens->core); });
+  run(self, arrays, "append", [&] { core->append(k_view, v_view, tokens->core); });
 }
 
 // attend, or step where there are k and v.
 nb::tuple attend(KeyValueCache& self, nb::handle q, const std::optional<nb::handle>& k,
                  const std::optional<nb::handle>& v, nb::object o, nb::object lse,
-                 nb::handle lengths, nb::handle placement, nb::handle sinks,
-                 std::optional<std::uintptr_t> stream) {
-  Arrays arrays(self.core->options().device, stream);
+                 nb::handle lengths, nb::handle placement, nb::handle sinks, nb::handle stream) {
+  const std::shared_ptr<RingCache> core = self.open();
+  Arrays arrays(core->options().device,
+                telling_others(self.ends(), [&] { return parse_stream(stream); }));
   ConstTensorView q_view, k_view, v_view;
   TensorView o_view, lse_view;
   OptionalInputs more;
@@ -149,7 +164,7 @@ nb::tuple attend(KeyValueCache& self, nb::handle q, const std::optional<nb::hand
     if (k) k_view = arrays.input(*k, "k");
     if (v) v_view = arrays.input(*v, "v");
     if (!sinks.is_none()) more.sinks = arrays.input(sinks, "sinks", 1);
-    o_result.emplace(std::move(o), q, q_view, self.core->options().dtype, 4, arrays.stream());
+    o_result.emplace(std::move(o), q, q_view, core->options().dtype, 4, arrays.stream());
     lse_result.emplace(std::move(lse), q, q_view, DType::f32, 3, arrays.stream());
     o_view = arrays.output(o_result->writable(), "o");
     lse_view = arrays.output(lse_result->writable(), "lse", 3);
@@ -157,9 +172,9 @@ nb::tuple attend(KeyValueCache& self, nb::handle q, const std::optional<nb::hand
   });
   run(self, arrays, k ? "step" : "attend", [&] {
     if (k) {
-      self.core->step(q_view, k_view, v_view, o_view, lse_view, tokens->core, more);
+      core->step(q_view, k_view, v_view, o_view, lse_view, tokens->core, more);
     } else {
-      self.core->attend(q_view, o_view, lse_view, tokens->core, more);
+      core->attend(q_view, o_view, lse_view, tokens->core, more);
     }
   });
   return nb::make_tuple(o_result->finish(), lse_result->finish());
@@ -195,7 +210,8 @@ Args:
     threads: of the CPU, as in :class:`RingAttention`.)";
 
 std::vector<std::int64_t> lengths_of(const KeyValueCache& self) {
-  const auto lengths = self.core->lengths();
+  const std::shared_ptr<RingCache> core = self.open();
+  const auto lengths = core->lengths();
   return {lengths.begin(), lengths.end()};
 }
 
@@ -208,8 +224,8 @@ void bind_kv_cache(nb::module_& module) {
       "__init__",
       [](KeyValueCache* self, nb::object transport, nb::handle batch, nb::handle capacity,
          nb::handle heads, nb::handle kv_heads, nb::handle head_dim, nb::handle dtype,
-         nb::handle scale, Flag causal, nb::handle window, nb::handle block, nb::handle device,
-         nb::handle threads) {
+         nb::handle scale, nb::handle causal, nb::handle window, nb::handle block,
+         nb::handle device, nb::handle threads) {
         if (transport.is_none()) transport = nb::cast(std::move(make_in_process_ring(1).front()));
         Transport* ends = nullptr;
         if (!nb::try_cast<Transport*>(transport, ends) || ends == nullptr)
@@ -223,7 +239,7 @@ void bind_kv_cache(nb::module_& module) {
           out.head_dim = small_number(head_dim, "head_dim");
           out.dtype = parse_dtype(dtype);
           if (!scale.is_none()) out.scale = nb::cast<double>(scale);
-          out.causal = causal;
+          out.causal = *optional_value<Flag>(causal, "causal", "True or False");
           out.window = parse_window(window);
           out.block = whole_number(block, "block");
           out.device = parse_device(device);
@@ -257,7 +273,7 @@ first on; None: all. `placement`: which of the new tokens this rank passes. `str
   cache.def(
       "attend",
       [](KeyValueCache& self, nb::handle q, nb::handle lengths, nb::handle placement,
-         nb::handle sinks, nb::object o, nb::object lse, std::optional<std::uintptr_t> stream) {
+         nb::handle sinks, nb::object o, nb::object lse, nb::handle stream) {
         return attend(self, q, {}, {}, std::move(o), std::move(lse), lengths, placement, sinks,
                       stream);
       },
@@ -276,8 +292,7 @@ lse is float32 [batch, tokens, heads]; rows that do not count get 0 and -inf. `s
   cache.def(
       "step",
       [](KeyValueCache& self, nb::handle q, nb::handle k, nb::handle v, nb::handle lengths,
-         nb::handle placement, nb::handle sinks, nb::object o, nb::object lse,
-         std::optional<std::uintptr_t> stream) {
+         nb::handle placement, nb::handle sinks, nb::object o, nb::object lse, nb::handle stream) {
         return attend(self, q, k, v, std::move(o), std::move(lse), lengths, placement, sinks,
                       stream);
       },
@@ -294,7 +309,7 @@ lse is float32 [batch, tokens, heads]; rows that do not count get 0 and -inf. `s
       .def(
           "truncate",
           [](KeyValueCache& self, std::int64_t entry, std::int64_t length) {
-            self.core->truncate(entry, length);
+            self.open()->truncate(entry, length);
           },
           nb::arg("entry"), nb::arg("length") = 0,
           R"(Forgets an entry's tokens from `length` on: 0 for a new sequence, or less than a draft was long.
@@ -305,7 +320,7 @@ token that is left.)")
           "copy_entry",
           [](KeyValueCache& self, std::int64_t source, std::int64_t target) {
             const nb::gil_scoped_release no_gil;
-            self.core->copy_entry(source, target);
+            self.open()->copy_entry(source, target);
           },
           nb::arg("source"), nb::arg("target"),
           "Entry `target` becomes a copy of `source`, for beams. Sends nothing; every rank must do "
@@ -314,7 +329,7 @@ token that is left.)")
           "synchronize",
           [](KeyValueCache& self) {
             const nb::gil_scoped_release no_gil;
-            self.core->synchronize();
+            self.open()->synchronize();
           },
           "Waits until a CUDA device has done what calls have enqueued.")
       .def(
@@ -322,7 +337,7 @@ token that is left.)")
           [](const KeyValueCache& self, std::int64_t new_tokens, nb::handle lengths,
              nb::handle placement) {
             const Tokens tokens(lengths, placement);
-            return self.core->predicted_append_bytes(new_tokens, tokens.core);
+            return self.open()->predicted_append_bytes(new_tokens, tokens.core);
           },
           nb::arg("new_tokens"), nb::arg("lengths").none() = nb::none(),
           nb::arg("placement").none() = nb::none(),
@@ -335,7 +350,7 @@ token that is left.)")
           [](const KeyValueCache& self, std::int64_t new_tokens, nb::handle lengths,
              nb::handle placement) {
             const Tokens tokens(lengths, placement);
-            return self.core->predicted_attend_bytes(new_tokens, tokens.core);
+            return self.open()->predicted_attend_bytes(new_tokens, tokens.core);
           },
           nb::arg("new_tokens"), nb::arg("lengths").none() = nb::none(),
           nb::arg("placement").none() = nb::none(),
@@ -343,20 +358,33 @@ token that is left.)")
                   "collections.abc.Sequence[int] | None = None, placement: Placement | None = "
                   "None) -> int"),
           "Bytes that this rank would send in :meth:`attend` of so many tokens of every entry.")
+      .def("close", &KeyValueCache::close,
+           "Frees the keys and values, after the work that has been enqueued. The transport stays "
+           "open. Later calls are "
+           "errors of this rank alone: every rank closes its cache. Idempotent; also done by "
+           "``with``.")
+      .def(
+          "__enter__", [](nb::handle self) { return nb::borrow(self); },
+          nb::sig("def __enter__(self) -> RingCache"))
+      .def(
+          "__exit__", [](KeyValueCache& self, const nb::args&) { self.close(); },
+          nb::sig("def __exit__(self, *error: object) -> None"))
       .def_prop_ro("lengths", &lengths_of, "Tokens appended so far, by entry.")
       .def_prop_ro(
-          "cache_bytes", [](const KeyValueCache& self) { return self.core->cache_bytes(); },
+          "cache_bytes", [](const KeyValueCache& self) { return self.open()->cache_bytes(); },
           "Bytes of the keys and values of this rank.")
       .def_prop_ro(
-          "workspace_bytes", [](const KeyValueCache& self) { return self.core->workspace_bytes(); },
+          "workspace_bytes",
+          [](const KeyValueCache& self) { return self.open()->workspace_bytes(); },
           "Bytes of messages and partial results.")
       .def_prop_ro(
-          "transfers", [](const KeyValueCache& self) { return self.core->transfers(); },
+          "transfers", [](const KeyValueCache& self) { return self.open()->transfers(); },
           "As :attr:`RingAttention.transfers`.")
       .def_prop_ro(
           "transport", [](const KeyValueCache& self) { return self.transport; },
           nb::sig("def transport(self) -> Transport"), "What carries queries and results.")
       .def("__repr__", [](const KeyValueCache& self) {
+        if (self.core == nullptr) return std::string("<RingCache: closed>");
         const CacheOptions& options = self.core->options();
         return fmt::format(
             "<RingCache: rank {} of {}, {} entries of up to {} tokens, {} and {} "

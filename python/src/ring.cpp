@@ -77,17 +77,37 @@ void run(Ring& ring, const Arrays& arrays, const char* method, double flops,
   }
 }
 
+// The arguments of a pass that are neither arrays nor about memory, as Python gives them: the other
+// ranks must hear of wrong types, too.
+struct Values {
+  nb::handle stream;
+  nb::handle dropout_seed;
+  nb::handle dropout_seed_of_rank_0;
+  nb::handle claims;
+
+  // Refers to the text of the claims, which the caller of the pass keeps alive.
+  void read(OptionalInputs& inputs) const {
+    inputs.dropout_seed = optional_value<std::uint64_t>(dropout_seed, "dropout_seed",
+                                                        "a whole number from 0 to 2**64 - 1");
+    inputs.dropout_seed_of_rank_0 =
+        optional_value<Flag>(dropout_seed_of_rank_0, "dropout_seed_of_rank_0", "True or False")
+            .value_or(Flag{});
+    inputs.claims = optional_value<const char*>(claims, "claims", "a text").value_or("");
+  }
+};
+
 nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o,
-                  nb::object lse, nb::handle state, std::optional<std::uintptr_t> stream,
-                  nb::handle sinks, std::optional<std::uint64_t> dropout_seed) {
-  Arrays arrays(self.core->options().device, stream);
+                  nb::object lse, nb::handle state, const Values& values, nb::handle sinks) {
+  auto& transport = nb::cast<Transport&>(self.transport);
+  Arrays arrays(self.core->options().device,
+                telling_others(transport, [&] { return parse_stream(values.stream); }));
   BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view;
   TensorView o_view, lse_view;
   OptionalInputs more;
-  more.dropout_seed = dropout_seed;
   std::optional<Result> o_result, lse_result;
-  telling_others(nb::cast<Transport&>(self.transport), [&] {
+  telling_others(transport, [&] {
+    values.read(more);
     if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
     q_view = arrays.input(q, "q");
     k_view = arrays.input(k, "k");
@@ -107,17 +127,18 @@ nb::tuple forward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::obje
 
 nb::tuple backward(Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o,
                    nb::handle lse, nb::handle dout, nb::object dq, nb::object dk, nb::object dv,
-                   nb::handle state, std::optional<std::uintptr_t> stream, nb::handle sinks,
-                   nb::object dsinks, std::optional<std::uint64_t> dropout_seed) {
-  Arrays arrays(self.core->options().device, stream);
+                   nb::handle state, const Values& values, nb::handle sinks, nb::object dsinks) {
+  auto& transport = nb::cast<Transport&>(self.transport);
+  Arrays arrays(self.core->options().device,
+                telling_others(transport, [&] { return parse_stream(values.stream); }));
   const BranchState* state_core = nullptr;
   ConstTensorView q_view, k_view, v_view, o_view, lse_view, dout_view;
   TensorView dq_view, dk_view, dv_view;
   std::optional<Result> dq_result, dk_result, dv_result, dsinks_result;
   OptionalInputs more;
-  more.dropout_seed = dropout_seed;
   OptionalGradients gradients;
-  telling_others(nb::cast<Transport&>(self.transport), [&] {
+  telling_others(transport, [&] {
+    values.read(more);
     if (!state.is_none()) state_core = &instance_of<State>(state, "state", "a BranchState").core;
     q_view = arrays.input(q, "q");
     k_view = arrays.input(k, "k");
@@ -233,15 +254,23 @@ void bind_executor(nb::module_& module) {
       },
       nb::arg("pattern").none(), nb::arg("placement").none(), nb::arg("options"),
       nb::sig(signature_with_options("__init__", ", transport: Transport) -> None")));
-  ring.def("forward", &forward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
-           nb::arg("o") = nb::none(), nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(),
-           nb::arg("stream") = nb::none(), nb::kw_only(), nb::arg("sinks") = nb::none(),
-           nb::arg("dropout_seed") = nb::none(),
-           nb::sig("def forward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT | None = None, "
-                   "lse: ArrayT | None = None, state: BranchState | None = None, stream: int | "
-                   "None = None, *, sinks: ArrayT | None = None, dropout_seed: int | None = None) "
-                   "-> tuple[ArrayT, ArrayT]"),
-           R"(Attention of this rank's queries to all keys: (o, lse).
+  ring.def(
+      "forward",
+      [](Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::object o, nb::object lse,
+         nb::handle state, nb::handle stream, nb::handle sinks, nb::handle dropout_seed,
+         nb::handle dropout_seed_of_rank_0, nb::handle claims) {
+        return forward(self, q, k, v, std::move(o), std::move(lse), state,
+                       {stream, dropout_seed, dropout_seed_of_rank_0, claims}, sinks);
+      },
+      nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("o") = nb::none(),
+      nb::arg("lse") = nb::none(), nb::arg("state") = nb::none(), nb::arg("stream") = nb::none(),
+      nb::kw_only(), nb::arg("sinks") = nb::none(), nb::arg("dropout_seed") = nb::none(),
+      nb::arg("dropout_seed_of_rank_0") = nb::none(), nb::arg("claims") = nb::none(),
+      nb::sig("def forward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT | None = None, "
+              "lse: ArrayT | None = None, state: BranchState | None = None, stream: int | "
+              "None = None, *, sinks: ArrayT | None = None, dropout_seed: int | None = None, "
+              "dropout_seed_of_rank_0: bool = False, claims: str = '') -> tuple[ArrayT, ArrayT]"),
+      R"(Attention of this rank's queries to all keys: (o, lse).
 
 q is [batch, local tokens, heads, head_dim], k and v have kv_heads heads; tokens are in the placement's
 order. o is like q; lse is float32 [batch, local tokens, heads], the natural log of the softmax's
@@ -251,36 +280,51 @@ arrays of q's framework (on CUDA devices PyTorch's only). `stream` is the CUDA s
 the work, as a number (a cudaStream_t); None: see `device` of :class:`RingAttention`. With
 mix_gradient='detached', `state` is filled for backward. `sinks`, float32 [heads], on every rank or on
 none, are logits that take part in the softmax of their head's rows and have no value (:func:`attention`).
-`dropout_seed`, the same whole number on every rank, is needed if dropout_p is not 0 (:func:`attention`).
+`dropout_seed`, the same whole number on every rank, is needed if dropout_p is not 0 (:func:`attention`). With
+`dropout_seed_of_rank_0` the ranks may pass different ones, and all of them use that of rank 0. `claims` is any text that
+must be the same on every rank: the ranks compare it with the rest of the call.
 PyTorch tensors that require gradients are read as if detached, and results have no gradient: this is the
 bare computation, not an autograd function (:func:`annulus.torch.ring_attention` is one).)");
   const auto define_backward = [&](const auto&... signature_and_doc) {
-    ring.def("backward", &backward, nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(),
-             nb::arg("o").none(), nb::arg("lse").none(), nb::arg("do").none(),
-             nb::arg("dq") = nb::none(), nb::arg("dk") = nb::none(), nb::arg("dv") = nb::none(),
-             nb::arg("state") = nb::none(), nb::arg("stream") = nb::none(), nb::kw_only(),
-             nb::arg("sinks") = nb::none(), nb::arg("dsinks") = nb::none(),
-             nb::arg("dropout_seed") = nb::none(), signature_and_doc...);
+    ring.def(
+        "backward",
+        [](Ring& self, nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
+           nb::handle dout, nb::object dq, nb::object dk, nb::object dv, nb::handle state,
+           nb::handle stream, nb::handle sinks, nb::object dsinks, nb::handle dropout_seed,
+           nb::handle dropout_seed_of_rank_0, nb::handle claims) {
+          return backward(self, q, k, v, o, lse, dout, std::move(dq), std::move(dk), std::move(dv),
+                          state, {stream, dropout_seed, dropout_seed_of_rank_0, claims}, sinks,
+                          std::move(dsinks));
+        },
+        nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("o").none(),
+        nb::arg("lse").none(), nb::arg("do").none(), nb::arg("dq") = nb::none(),
+        nb::arg("dk") = nb::none(), nb::arg("dv") = nb::none(), nb::arg("state") = nb::none(),
+        nb::arg("stream") = nb::none(), nb::kw_only(), nb::arg("sinks") = nb::none(),
+        nb::arg("dsinks") = nb::none(), nb::arg("dropout_seed") = nb::none(),
+        nb::arg("dropout_seed_of_rank_0") = nb::none(), nb::arg("claims") = nb::none(),
+        signature_and_doc...);
   };
   define_backward(
       nb::sig("def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: "
               "ArrayT, dq: ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = "
               "None, state: BranchState | None = None, stream: int | None = None, *, sinks: None = "
-              "None, dsinks: None = None, dropout_seed: int | None = None) -> tuple[ArrayT, "
-              "ArrayT, ArrayT]"),
+              "None, dsinks: None = None, dropout_seed: int | None = None, "
+              "dropout_seed_of_rank_0: bool = False, claims: str = '') -> tuple[ArrayT, ArrayT, "
+              "ArrayT]"),
       R"(Gradients (dq, dk, dv) of this rank's shards.
 
 q, k, v, o and lse are those of :meth:`forward`, `do` is the gradient of o, like q. Gradients are like
 q, k and v; they are written into `dq`, `dk` and `dv` where given, else into new arrays. With
-mix_gradient='detached', `state` is the one that forward has filled. `stream` as in forward; `dropout_seed` is
-forward's. With the `sinks` of
+mix_gradient='detached', `state` is the one that forward has filled. `stream` as in forward; `dropout_seed`,
+`dropout_seed_of_rank_0` and `claims` are forward's. With the `sinks` of
 forward the result is (dq, dk, dv, dsinks): the gradient of the sinks from this rank's rows alone, float32
 [heads], whose sum over the ranks is the whole one.)");
   define_backward(nb::sig(
       "def backward(self, q: ArrayT, k: ArrayT, v: ArrayT, o: ArrayT, lse: ArrayT, do: ArrayT, dq: "
       "ArrayT | None = None, dk: ArrayT | None = None, dv: ArrayT | None = None, state: "
       "BranchState | None = None, stream: int | None = None, *, sinks: ArrayT, dsinks: ArrayT | "
-      "None = None, dropout_seed: int | None = None) -> tuple[ArrayT, ArrayT, ArrayT, ArrayT]"));
+      "None = None, dropout_seed: int | None = None, dropout_seed_of_rank_0: bool = False, claims: "
+      "str = '') -> tuple[ArrayT, ArrayT, ArrayT, ArrayT]"));
   ring.def(
           "make_branch_state", &make_state, nb::kw_only(), nb::arg("o") = nb::none(),
           nb::arg("lse") = nb::none(), nb::arg("filled") = false,

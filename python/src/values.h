@@ -30,6 +30,23 @@ template <typename T>
   throw nb::type_error(text.c_str());
 }
 
+// Casts to a value; None: none. TypeError: "stream is 'x': a whole number from 0 on was expected".
+template <typename T>
+[[nodiscard]] std::optional<T> optional_value(nb::handle object, const char* name,
+                                              const char* expected) {
+  if (object.is_none()) return std::nullopt;
+  T found{};
+  if (nb::try_cast(object, found)) return found;
+  const std::string text =
+      std::string(name) + " is " + nb::repr(object).c_str() + ": " + expected + " was expected";
+  throw nb::type_error(text.c_str());
+}
+
+// The number of a CUDA stream.
+[[nodiscard]] inline std::optional<std::uintptr_t> parse_stream(nb::handle stream) {
+  return optional_value<std::uintptr_t>(stream, "stream", "a whole number from 0 on");
+}
+
 [[nodiscard]] Offsets parse_offsets(const std::string& name);
 [[nodiscard]] Schedule parse_schedule(const std::string& name);
 [[nodiscard]] Travel parse_travel(const std::string& name);

@@ -59,7 +59,8 @@ class Memory {
 // parts anew opens a Scope, in which this thread's released memory is kept and allocations take the
 // smallest block that is large enough. If there is none, a smaller one is freed, and the new one
 // has some bytes more: memory only grows, and seldom. If the device has not as many, all blocks are
-// freed, and the new one has no bytes more.
+// freed, and the new one has no bytes more. Kept memory may be in use until `used`, an event:
+// whoever takes it uses it behind that, and what is freed is waited for.
 class SpareMemory {
  public:
   SpareMemory() = default;
@@ -69,7 +70,7 @@ class SpareMemory {
 
   class Scope {
    public:
-    explicit Scope(SpareMemory& spare);
+    explicit Scope(SpareMemory& spare, Event used = {});
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
@@ -95,6 +96,7 @@ class SpareMemory {
   void release(std::size_t block) noexcept;
 
   std::vector<Block> blocks_;
+  Event used_;  // of the last scope
 };
 
 // Called before every allocation on any device, and before planning (with 0 bytes). Throws

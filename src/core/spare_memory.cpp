@@ -31,13 +31,20 @@ void SpareMemory::clear() noexcept {
   while (!blocks_.empty()) release(blocks_.size() - 1);
 }
 
-SpareMemory::Scope::Scope(SpareMemory& spare) : before_(std::exchange(active, &spare)) {}
+SpareMemory::Scope::Scope(SpareMemory& spare, Event used)
+    : before_(std::exchange(active, &spare)) {
+  spare.used_ = std::move(used);
+}
 SpareMemory::Scope::~Scope() { active = before_; }
 
 void SpareMemory::release(std::size_t block) noexcept {
   const Block released = blocks_[block];
   blocks_[block] = blocks_.back();
   blocks_.pop_back();
+  try {
+    used_.wait();
+  } catch (const std::exception&) {  // the device failed and uses nothing any more
+  }
   released.deleter.free(released.data);
   count_memory(-released.deleter.capacity);
 }

@@ -93,6 +93,15 @@ struct Layout {
   bool labels = true;
 };
 
+// Letters of DejaVu, the widest of the fonts, are a little narrower on average, relative to their size.
+constexpr double kLetter = 0.56;
+constexpr double kBoldLetter = 0.62;
+
+// At most `usual`, and so small that the words fit between the margins.
+double fitting_size(const std::string& words, double usual, double letter, const Layout& at) {
+  return std::min(usual, (at.width - 2 * kMargin) / (letter * static_cast<double>(words.size())));
+}
+
 // The token axis from top to bottom, in thin strips. A strip is divided among the ranks that own
 // its tokens: contiguous shards give blocks, striped ones stripes.
 void draw_tokens(Canvas& canvas, const Plan& plan, const Layout& at) {
@@ -149,8 +158,9 @@ void draw_branches(Canvas& canvas, const Plan& plan, const Layout& at) {
   const std::int64_t tokens = plan.travelling_placement().tokens();
   const std::vector<BranchRun> runs = branch_runs(plan.pattern());
   const std::size_t branches = runs.size();
-  canvas.text(at.branch_left, at.header, 11, branches == 1 ? "branch" : "branches", "start",
-              kMuted);
+  std::string heading = branches == 1 ? "branch" : "branches";
+  if (plan.pattern().by_entry()) heading += ", entry 0";
+  canvas.text(at.branch_left, at.header, 11, heading, "start", kMuted);
   for (std::size_t b = 0; b < branches; ++b) {
     const Branch& branch = plan.pattern().branches[runs[b].first];
     const double x = at.branch_left + static_cast<double>(b) * at.branch_width;
@@ -382,18 +392,15 @@ std::string plan_svg(const Plan& plan) {
 
   Canvas canvas;
   const std::string title = plan_title(plan);
-  // About as wide as the letters of a bold font are on average.
-  const double room = (at.width - 2 * kMargin) / (0.56 * static_cast<double>(title.size()));
-  canvas.text(kMargin, 40, std::clamp(room, 6.0, 19.0), title, "start", kInk,
+  canvas.text(kMargin, 40, fitting_size(title, 19.0, kBoldLetter, at), title, "start", kInk,
               "font-weight=\"600\"");
-  canvas.text(kMargin, 62, 13, plan_subtitle(plan), "start", kMuted);
-  canvas.text(kMargin, 82, 13,
-              fmt::format("{} pairs, work balance {}; moved in {} step{}: {} rows x {}, "
-                          "by an all-gather {}",
-                          compact(totals.pairs), percent(totals.balance), plan.steps(),
-                          plan.steps() == 1 ? "" : "s", with_commas(totals.moved), unit_label(plan),
-                          all_gather_label(totals)),
-              "start", kMuted);
+  const std::string subtitle = plan_subtitle(plan);
+  canvas.text(kMargin, 62, fitting_size(subtitle, 13.0, kLetter, at), subtitle, "start", kMuted);
+  const std::string moved = fmt::format(
+      "{} pairs, work balance {}; moved in {} step{}: {} rows x {}, by an all-gather {}",
+      compact(totals.pairs), percent(totals.balance), plan.steps(), plan.steps() == 1 ? "" : "s",
+      with_commas(totals.moved), unit_label(plan), all_gather_label(totals));
+  canvas.text(kMargin, 82, fitting_size(moved, 13.0, kLetter, at), moved, "start", kMuted);
   draw_tokens(canvas, plan, at);
   draw_branches(canvas, plan, at);
   draw_arrows(canvas, views, at, arrows, most_rows);

@@ -30,6 +30,8 @@ std::string mask_text(const Pattern& pattern) {
     text += fmt::format(", window ({}, {})", pattern.window.before, pattern.window.after);
   if (!pattern.documents.empty())
     text += fmt::format(", {} documents", with_commas(std::ssize(pattern.documents)));
+  if (pattern.by_entry())
+    text += fmt::format(" in {} batch entries", with_commas(pattern.counted_entries()));
   return text;
 }
 

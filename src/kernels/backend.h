@@ -152,7 +152,8 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  virtual void allocate(const ReceivedRows& received) = 0;  // once; OutOfMemory
+  // Once. What the queue has to do for it comes before the first pass. OutOfMemory.
+  virtual void allocate(const ReceivedRows& received, Queue& queue) = 0;
   [[nodiscard]] virtual std::string kernels() const = 0;    // which ones run; for messages
   // Bytes of accumulators and row statistics, before or after allocate().
   [[nodiscard]] virtual std::int64_t state_bytes() const = 0;
@@ -202,14 +203,19 @@ class Backend {
   [[nodiscard]] virtual std::shared_ptr<Queue> make_queue() = 0;
   // Whether enqueued work is done when enqueuing returns.
   [[nodiscard]] virtual bool immediate() const = 0;
+  // Whether engines and copy programs may go, and their memory to others, while work that they have
+  // enqueued is under way: what the others do with it is enqueued on the same queue.
+  [[nodiscard]] virtual bool replaces_in_order() const { return false; }
   // Shares device memory between processes of one host; null if that is impossible.
   [[nodiscard]] virtual std::shared_ptr<DeviceSharing> sharing() { return nullptr; }
 
   [[nodiscard]] virtual std::unique_ptr<Engine> compile(const Computation& computation,
                                                         std::span<const Stage> forward,
                                                         std::span<const Stage> backward) = 0;
+  // The queue may have to copy the list to the device.
   [[nodiscard]] virtual std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
-                                                             std::vector<ParcelCopy> copies) = 0;
+                                                             std::vector<ParcelCopy> copies,
+                                                             Queue& queue) = 0;
   // Copies rows of the shard into the buffer. `sections[i]` are the rows of section i; their heads
   // are units.
   virtual void pack(const CopyProgram& program, std::span<const TensorRows> sections,

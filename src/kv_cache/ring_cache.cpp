@@ -145,13 +145,14 @@ std::vector<std::int64_t> RingCache::Impl::counts_of(std::int64_t rows,
   }
   if (tokens.counts.empty()) return std::vector<std::int64_t>(batch, rows);
   if (tokens.counts.size() != batch) {
-    throw ConfigError(fmt::format("counts has {} numbers, expected {}: one for every entry",
+    throw ConfigError(fmt::format("{} numbers of new tokens, expected {}: one for every entry",
                                   tokens.counts.size(), batch));
   }
   for (std::size_t entry = 0; entry < batch; ++entry) {
     if (tokens.counts[entry] >= 0 && tokens.counts[entry] <= rows) continue;
-    throw ConfigError(fmt::format("counts[{}] is {}, expected 0 to the {} tokens of this call",
-                                  entry, tokens.counts[entry], rows));
+    throw ConfigError(
+        fmt::format("entry {} has {} new tokens, expected 0 to the {} tokens of this call", entry,
+                    tokens.counts[entry], rows));
   }
   return {tokens.counts.begin(), tokens.counts.end()};
 }

@@ -19,10 +19,11 @@ namespace {
 
 constexpr std::int32_t kNobody = INT32_MAX;
 
-// The record that every agreement exchanges. A merge keeps the digest of the lowest rank and the
-// lowest rank with another digest.
+// The record that every agreement exchanges. A merge keeps the digest and the number of the lowest
+// rank, and the lowest rank with another digest.
 struct Vote {
   std::uint64_t digest = 0;
+  std::uint64_t number = 0;
   std::int32_t rank = kNobody;         // the rank with this digest
   std::int32_t differing = kNobody;    // the lowest rank with another digest
   std::int32_t complaining = kNobody;  // the lowest rank that has a complaint
@@ -34,6 +35,7 @@ struct Vote {
     if (digest != other.digest) differs = std::min(differs, std::max(rank, other.rank));
     if (other.rank < rank) {
       digest = other.digest;
+      number = other.number;
       rank = other.rank;
     }
     differing = differs;
@@ -194,12 +196,13 @@ Complaint complaint_of(FunctionRef<void()> part) {
 
 std::uint64_t digest_of(std::span<const Claim> claims) {
   std::uint64_t digest = 0xcbf29ce484222325U;
-  for (const Claim& claim : claims) {
-    for (const char c : claim.value)
-      digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
-    digest = (digest ^ 0xffU) * 0x100000001b3U;  // a separator: this byte is not in any text
-  }
+  for (const Claim& claim : claims) digest = extended_digest(digest, claim.value);
   return digest;
+}
+
+std::uint64_t extended_digest(std::uint64_t digest, std::string_view value) {
+  for (const char c : value) digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  return (digest ^ 0xffU) * 0x100000001b3U;  // a separator: this byte is not in any text
 }
 
 std::int64_t agreement_bytes(int ranks) {
@@ -216,14 +219,13 @@ std::string prefix(const Transport& transport, const char* where) {
 
 std::uint16_t agree(Transport& transport, const char* where, const Complaint& complaint,
                     std::span<const Claim> claims, std::uint16_t flags) {
-  return agree_on_digest(transport, where, complaint, claims, digest_of(claims), flags);
+  return agree_on_digest(transport, where, complaint, claims, digest_of(claims), {flags}).flags;
 }
 
-std::uint16_t agree_on_digest(Transport& transport, const char* where, const Complaint& complaint,
-                              std::span<const Claim> claims, std::uint64_t digest,
-                              std::uint16_t flags) {
+Told agree_on_digest(Transport& transport, const char* where, const Complaint& complaint,
+                     std::span<const Claim> claims, std::uint64_t digest, const Told& mine) {
   if (transport.size() == 1) {
-    if (complaint.empty()) return flags;
+    if (complaint.empty()) return mine;
     const std::string text = prefix(transport, where) + complaint.text;
     if (complaint.shortage)
       throw SharedShortage(text, *complaint.shortage, transport.rank(), complaint.over_limit);
@@ -236,15 +238,16 @@ std::uint16_t agree_on_digest(Transport& transport, const char* where, const Com
                            transport.rank());
   Vote vote;
   vote.digest = digest;
+  vote.number = mine.number;
   vote.rank = transport.rank();
-  vote.flags = flags;
+  vote.flags = mine.flags;
   if (!complaint.empty()) {
     vote.complaining = transport.rank();
     vote.kinds = kind_of(complaint);
   }
   try {
     exchange(transport, vote);
-    if (vote.complaining == kNobody && vote.differing == kNobody) return vote.flags;
+    if (vote.complaining == kNobody && vote.differing == kNobody) return {vote.flags, vote.number};
     explain(transport, where, complaint, claims, vote.kinds);
   } catch (const ConfigError&) {
     if (complaint.own != nullptr) std::rethrow_exception(complaint.own);

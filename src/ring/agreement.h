@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -67,11 +68,18 @@ struct Complaint {
 // Returns the bitwise or of the `flags` of all ranks.
 std::uint16_t agree(Transport& transport, const char* where, const Complaint& complaint,
                     std::span<const Claim> claims, std::uint16_t flags = 0);
-// The same for claims whose digest is known.
-std::uint16_t agree_on_digest(Transport& transport, const char* where, const Complaint& complaint,
-                              std::span<const Claim> claims, std::uint64_t digest,
-                              std::uint16_t flags = 0);
+
+// What an agreement tells the ranks of each other besides their claims.
+struct Told {
+  std::uint16_t flags = 0;   // the bitwise or of all ranks'
+  std::uint64_t number = 0;  // rank 0's
+};
+// The same for claims whose digest is known. Takes what this rank tells; returns what all are told.
+Told agree_on_digest(Transport& transport, const char* where, const Complaint& complaint,
+                     std::span<const Claim> claims, std::uint64_t digest, const Told& mine);
 [[nodiscard]] std::uint64_t digest_of(std::span<const Claim> claims);
+// The digest of claims that have one more claim, with this value.
+[[nodiscard]] std::uint64_t extended_digest(std::uint64_t digest, std::string_view value);
 
 // Bytes that a rank sends in one successful agreement.
 [[nodiscard]] std::int64_t agreement_bytes(int ranks);

@@ -1,5 +1,7 @@
+#include <array>
 #include <charconv>
 #include <exception>
+#include <string_view>
 #include <utility>
 
 #include "annulus/error.h"
@@ -40,22 +42,35 @@ std::string RingAttention::Impl::check_state(const BranchState::Data& state,
          "make_branch_state()";
 }
 
-void RingAttention::Impl::agree_on_call(const char* where, std::string wrong,
-                                        const CallClaims& claims) const {
-  ring::agree_on_digest(*transport, where, complaint.empty() ? std::move(wrong) : complaint,
-                        claims.claims, claims.digest);
+DropoutSeed RingAttention::Impl::agree_on_call(const char* where, std::string wrong,
+                                               const ring::CallValues& values,
+                                               CallClaims& claims) const {
+  claims.set(values);
+  DropoutSeed seed = values.dropout.value_or(DropoutSeed{});
+  seed.seed =
+      ring::agree_on_digest(*transport, where, complaint.empty() ? std::move(wrong) : complaint,
+                            claims.claims, claims.digest, {0, seed.seed})
+          .number;
+  return seed;
 }
 
-void RingAttention::Impl::CallClaims::set(const std::optional<DropoutSeed>& dropout) {
+void RingAttention::Impl::CallClaims::set(const ring::CallValues& values) {
+  digest = fixed;
+  const auto put = [&](ring::Claim& claim, std::string_view value) {
+    claim.value = value.substr(0, kMostShown);  // has the capacity: calls allocate nothing
+    digest = ring::extended_digest(digest, value);
+  };
+  put(claims[claims.size() - (with_seed ? 2 : 1)], values.claims);
   if (!with_seed) return;
-  std::string& text = claims.back().value;  // has the capacity: calls allocate nothing
-  text = "none";
-  if (dropout.has_value()) {
-    text.resize(kMostSeedDigits);
-    text.resize(static_cast<std::size_t>(
-        std::to_chars(text.data(), text.data() + text.size(), dropout->seed).ptr - text.data()));
+  std::array<char, kMostShown> digits;
+  std::string_view seed = "none";
+  if (values.seed_of_rank_0) {
+    seed = "that of rank 0";
+  } else if (values.dropout.has_value()) {
+    const char* const end = std::to_chars(digits.begin(), digits.end(), values.dropout->seed).ptr;
+    seed = {digits.data(), end};
   }
-  digest = ring::digest_of(claims);
+  put(claims.back(), seed);
 }
 
 void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::Data* state) {
@@ -65,19 +80,17 @@ void RingAttention::Impl::run(const ring::ForwardTensors& tensors, BranchState::
   if (event_stream().on() && complaint.empty()) pass.set_bytes(predicted_forward_bytes());
   const OverOnError over(*this);
   const bool keep = kept != nullptr && state != nullptr;
-  CallClaims& claims = forward_claims[keep ? 1 : 0][tensors.sinks ? 1 : 0];
-  claims.set(tensors.dropout);
   std::string wrong = ring::complaint_about(tensors, options, rank);
   if (wrong.empty() && keep) wrong = check_state(*state, branch_output_bytes(), branch_rows());
-  agree_on_call(where, std::move(wrong), claims);
+  CallClaims& claims = forward_claims[keep ? 1 : 0][tensors.sinks ? 1 : 0];
   ForwardCall call;
+  call.dropout = agree_on_call(where, std::move(wrong), tensors.values, claims);
   call.q = rows_of(tensors.q);
   call.k = rows_of(tensors.k);
   call.v = rows_of(tensors.v);
   call.o = rows_of(tensors.o);
   call.lse = rows_of(tensors.lse);
   call.sinks = numbers_of(tensors.sinks);
-  call.dropout = tensors.dropout.value_or(DropoutSeed{});
   call.stop = &interrupted;
   if (keep) {
     state->filled = false;
@@ -103,9 +116,8 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
                 : check_state(*state, branch_output_bytes(), branch_rows());
   }
   CallClaims& claims = backward_claims[tensors.sinks ? 1 : 0];
-  claims.set(tensors.dropout);
-  agree_on_call(where, std::move(wrong), claims);
   BackwardCall call;
+  call.dropout = agree_on_call(where, std::move(wrong), tensors.values, claims);
   call.q = rows_of(tensors.q);
   call.k = rows_of(tensors.k);
   call.v = rows_of(tensors.v);
@@ -118,7 +130,6 @@ void RingAttention::Impl::run(const ring::BackwardTensors& tensors,
   call.sinks = numbers_of(tensors.sinks);
   call.dsinks = numbers_of(tensors.dsinks);
   call.adds_dsinks = tensors.adds_dsinks;
-  call.dropout = tensors.dropout.value_or(DropoutSeed{});
   if (detached) call.branches = state->outputs();
   call.stop = &interrupted;
   guard([&] { backward(call); });

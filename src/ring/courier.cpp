@@ -56,7 +56,7 @@ std::int64_t Courier::buffer_bytes() const {
 }
 
 void Courier::allocate() {
-  packing_ = link_->backend().compile(layout_, std::move(own_));
+  packing_ = link_->backend().compile(layout_, std::move(own_), link_->queue());
   outbox_ = link_->make_mailbox(outbox_bytes_, "outgoing rows");
   slots_.allocate(*link_, "incoming rows");
   staging_ = link_->make_mailbox(staging_bytes_, "forwarded rows");

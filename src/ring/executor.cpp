@@ -59,6 +59,7 @@ RingAttention::Impl::Impl(RingOptions options_in, Transport& transport_in, const
     identity = ring::digest_of(claims);
     make_call_claims();
   });
+  finish_enqueued();  // tables on their way: if a rank has failed, their memory goes
   agree({});
 }
 
@@ -81,8 +82,9 @@ void RingAttention::Impl::make_computation() {
 
 void RingAttention::Impl::set_documents(std::vector<Document> documents) {
   if (complaint.empty() && documents == options.pattern.documents) return;
-  finish_enqueued();  // enqueued work still uses the memory
-  const SpareMemory::Scope scope(spare);
+  // Enqueued work still uses the memory.
+  if (!backend->replaces_in_order()) finish_enqueued();
+  const SpareMemory::Scope scope(spare, end_of_enqueued());
   engine.reset();
   returns.reset();
   query_courier.reset();
@@ -120,12 +122,12 @@ void RingAttention::Impl::make_call_claims() {
                   {"the executor (its options differ)", executor},
                   {"whether a branch state is passed", state},
                   {"whether sinks are passed", sinks ? "yes" : "no"}};
+    out.fixed = ring::digest_of(out.claims);
     out.with_seed = options.dropout_p != 0;
-    if (out.with_seed) {
-      out.claims.push_back({"dropout_seed", {}});
-      out.claims.back().value.reserve(CallClaims::kMostSeedDigits);
-    }
-    out.digest = ring::digest_of(out.claims);
+    out.claims.push_back({"the caller's claims", {}});
+    if (out.with_seed) out.claims.push_back({"dropout_seed", {}});
+    for (Claim& claim : std::span(out.claims).last(out.with_seed ? 2 : 1))
+      claim.value.reserve(CallClaims::kMostShown);
     return out;
   };
   for (const bool sinks : {false, true}) {
@@ -137,6 +139,14 @@ void RingAttention::Impl::make_call_claims() {
 
 RingAttention::Impl::~Impl() {
   finish_enqueued();  // enqueued work still uses the memory
+}
+
+Event RingAttention::Impl::end_of_enqueued() noexcept {
+  try {
+    return queue->record();
+  } catch (const std::exception&) {
+    return {};  // as in finish_enqueued
+  }
 }
 
 void RingAttention::Impl::finish_enqueued() noexcept {
@@ -308,7 +318,7 @@ void RingAttention::Impl::allocate() {
   received.keys = key_courier->received();
   if (query_courier != nullptr) received.queries = query_courier->received();
   if (returns != nullptr) received.gradients = returns->gradients();
-  engine->allocate(received);
+  engine->allocate(received, *queue);
 }
 
 }  // namespace annulus

@@ -67,6 +67,7 @@ struct RingAttention::Impl {
   void check_interrupt() const;
   // Waits for the device and ignores its errors.
   void finish_enqueued() noexcept;
+  [[nodiscard]] Event end_of_enqueued() noexcept;
   // Transfers of step s+1 overlap with the work of step s. Calls `work` for every stage.
   void run_steps(ring::Courier& courier, std::span<const TensorRows> sections, int steps,
                  FunctionRef<void(int stage)> work);
@@ -88,7 +89,8 @@ struct RingAttention::Impl {
 
   // Plans anew for other documents, without talking to other ranks: whatever is wrong is an error
   // of the next pass on all of them, and a lack of memory its SharedShortage. Memory of the last
-  // plan is used again. Throws nothing.
+  // plan is used again. Where the device can replace tables in the order of the queue, the host
+  // waits for it only to free memory that has become too small. Throws nothing.
   void set_documents(std::vector<Document> documents);
 
   [[nodiscard]] static std::string check_state(const BranchState::Data& state,
@@ -116,18 +118,20 @@ struct RingAttention::Impl {
   Computation computation;
   Schedule schedule = Schedule::ring;
   Travel travel = Travel::keys;  // backward
-  // What the ranks compare before each pass. Made once, except for the seed of dropout: the last
-  // claim.
+  // What the ranks compare before each pass. Made once, except for the last claims: those of the
+  // caller and, if there is dropout, the seed.
   struct CallClaims {
-    static constexpr std::size_t kMostSeedDigits = 20;
+    static constexpr std::size_t kMostShown = 48;  // characters of a value that errors show
     std::vector<ring::Claim> claims;
+    std::uint64_t fixed = 0;  // the digest of the claims that are made once
     std::uint64_t digest = 0;
     bool with_seed = false;
 
-    void set(const std::optional<DropoutSeed>& dropout);
+    void set(const ring::CallValues& values);
   };
-  // The agreement before a pass. `wrong`: what this rank has found.
-  void agree_on_call(const char* where, std::string wrong, const CallClaims& claims) const;
+  // The agreement before a pass. `wrong`: what this rank has found. Returns the seed of all ranks.
+  DropoutSeed agree_on_call(const char* where, std::string wrong, const ring::CallValues& values,
+                            CallClaims& claims) const;
   CallClaims forward_claims[2][2];        // without and with a branch state, without and with sinks
   CallClaims backward_claims[2];          // without and with sinks
   std::atomic<bool> interrupted = false;  // remaining work is skipped; never reset

@@ -47,21 +47,21 @@ struct Part {
     return part;
   }
   // Pairs keep the numbers that they have in the whole.
-  [[nodiscard]] std::optional<DropoutSeed> of(std::optional<DropoutSeed> dropout) const {
-    if (!dropout.has_value()) return dropout;
-    dropout->first_batch += first_sequence;
-    dropout->first_head += static_cast<int>(first_kv_head * group);
-    return dropout;
+  [[nodiscard]] ring::CallValues of(ring::CallValues values) const {
+    if (!values.dropout.has_value()) return values;
+    values.dropout->first_batch += first_sequence;
+    values.dropout->first_head += static_cast<int>(first_kv_head * group);
+    return values;
   }
   [[nodiscard]] ring::ForwardTensors of(const ring::ForwardTensors& t) const {
     return {of(t.q, false),   of(t.k, true), of(t.v, true), of(t.o, false),
-            of(t.lse, false), of(t.sinks),   of(t.dropout)};
+            of(t.lse, false), of(t.sinks),   of(t.values)};
   }
   // Pieces after the first sequence add to the gradients of sinks.
   [[nodiscard]] ring::BackwardTensors of(const ring::BackwardTensors& t) const {
     return {of(t.q, false),    of(t.k, true),   of(t.v, true),     of(t.o, false), of(t.lse, false),
             of(t.dout, false), of(t.dq, false), of(t.dk, true),    of(t.dv, true), of(t.sinks),
-            of(t.dsinks),      of(t.dropout),   first_sequence > 0};
+            of(t.dsinks),      of(t.values),    first_sequence > 0};
   }
 };
 

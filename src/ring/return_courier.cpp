@@ -86,7 +86,7 @@ void ReturnCourier::allocate() {
     for (Incoming& incoming : step.in) {
       incoming.batch.what = step.batch.what;
       incoming.batch.step = s;
-      incoming.add = link_->backend().compile(layout_, std::move(incoming.copies));
+      incoming.add = link_->backend().compile(layout_, std::move(incoming.copies), link_->queue());
       Batch& batch = together_ ? step.batch : incoming.batch;
       batch.add(Way::receive, incoming.envelope.peer, kTagReturns, inbox_, incoming.envelope.offset,
                 incoming.envelope.bytes);

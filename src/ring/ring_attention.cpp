@@ -21,9 +21,10 @@ Memory borrow(std::span<std::byte> bytes, const Device& device) {
   return {bytes.data(), std::ssize(bytes), device, nullptr};
 }
 
-std::optional<DropoutSeed> seed_of(const OptionalInputs& more) {
-  if (!more.dropout_seed.has_value()) return std::nullopt;
-  return DropoutSeed{.seed = *more.dropout_seed};
+ring::CallValues values_of(const OptionalInputs& more) {
+  ring::CallValues values{std::nullopt, more.dropout_seed_of_rank_0, more.claims};
+  if (more.dropout_seed.has_value()) values.dropout = DropoutSeed{.seed = *more.dropout_seed};
+  return values;
 }
 
 }  // namespace
@@ -42,7 +43,7 @@ void RingAttention::forward(const ConstTensorView& q, const ConstTensorView& k,
                             const ConstTensorView& v, const TensorView& o, const TensorView& lse,
                             BranchState* state, const OptionalInputs& more) {
   BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
-  const ring::ForwardTensors tensors{q, k, v, o, lse, more.sinks, seed_of(more)};
+  const ring::ForwardTensors tensors{q, k, v, o, lse, more.sinks, values_of(more)};
   pieces_->run(tensors, data);
 }
 
@@ -54,7 +55,7 @@ void RingAttention::backward(const ConstTensorView& q, const ConstTensorView& k,
                              const OptionalGradients& gradients) {
   const BranchState::Data* const data = state == nullptr ? nullptr : state->data_.get();
   const ring::BackwardTensors tensors{
-      q, k, v, o, lse, dout, dq, dk, dv, more.sinks, gradients.sinks, seed_of(more)};
+      q, k, v, o, lse, dout, dq, dk, dv, more.sinks, gradients.sinks, values_of(more)};
   pieces_->run(tensors, data);
 }
 

@@ -127,7 +127,7 @@ std::string complaint_about(const ForwardTensors& t, const RingOptions& options,
   std::string complaint = first_of(
       {check.tensor("q", t.q, false), check.tensor("k", t.k, true), check.tensor("v", t.v, true),
        check.tensor("o", t.o, false), check.lse(t.lse), check.sinks("sinks", t.sinks),
-       check.seed(t.dropout), check_distinct("o", t.o), check_distinct("lse", t.lse)});
+       check.seed(t.values.dropout), check_distinct("o", t.o), check_distinct("lse", t.lse)});
   if (!complaint.empty()) return complaint;
   const NamedTensor results[] = {{"o", t.o}, {"lse", t.lse}};
   const NamedTensor read[] = {{"q", t.q}, {"k", t.k}, {"v", t.v}, {"sinks", t.sinks.value_or(t.v)}};
@@ -142,7 +142,7 @@ std::string complaint_about(const BackwardTensors& t, const RingOptions& options
        check.tensor("o", t.o, false), check.lse(t.lse), check.tensor("dout", t.dout, false),
        check.tensor("dq", t.dq, false), check.tensor("dk", t.dk, true),
        check.tensor("dv", t.dv, true), check.sinks("sinks", t.sinks),
-       check.sinks("dsinks", t.dsinks), check.seed(t.dropout),
+       check.sinks("dsinks", t.dsinks), check.seed(t.values.dropout),
        t.dsinks && !t.sinks ? "dsinks is given, but sinks is not: pass what forward got" : "",
        check_distinct("dq", t.dq), check_distinct("dk", t.dk), check_distinct("dv", t.dv),
        t.dsinks ? check_distinct("dsinks", *t.dsinks) : ""});

@@ -13,11 +13,18 @@
 
 namespace annulus::ring {
 
+// What a call is given besides tensors; see OptionalInputs.
+struct CallValues {
+  std::optional<DropoutSeed> dropout;
+  bool seed_of_rank_0 = false;
+  std::string_view claims;
+};
+
 struct ForwardTensors {
   ConstTensorView q, k, v;
   TensorView o, lse;
   std::optional<ConstTensorView> sinks;
-  std::optional<DropoutSeed> dropout;
+  CallValues values;
 };
 
 struct BackwardTensors {
@@ -25,7 +32,7 @@ struct BackwardTensors {
   TensorView dq, dk, dv;
   std::optional<ConstTensorView> sinks;
   std::optional<TensorView> dsinks;
-  std::optional<DropoutSeed> dropout;
+  CallValues values;
   bool adds_dsinks = false;  // to their present values
 };
 

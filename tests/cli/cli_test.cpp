@@ -225,6 +225,7 @@ TEST_F(Cli, BadArgumentsAreRefusedWithAReason) {
       {{"plan", "--svg", ""}, "--svg: found '', expected a file name"},
       {{"plan", "--tokens", "0"}, "--tokens: found '0'"},
       {{"bench", "--tokens", "0"}, "--tokens: found '0'"},
+      {{"bench", "--head-dim", "513"}, "'513', expected a whole number from 1 to 512"},
       {{"plan", "--travel", "sideways"}, "sideways"},
       {{"plan", "--heads", "6", "--kv-heads", "4"}, "divisor"},
       {{"plan", "--scale", "nan"}, "scale is nan"},
@@ -308,7 +309,7 @@ TEST_F(Cli, VerifyPassesAndSaysHowMany) {
   EXPECT_LT(json["worst"]["fp32 dq"]["found"].get<double>(), 2e-6);
   const Outcome outcome = annulus({"verify", "--filter", "dense_gqa8_full_fp32", "--full"});
   EXPECT_EQ(outcome.code, 0) << outcome.out;
-  EXPECT_NE(outcome.out.find("80 of 80 configurations passed"), std::string::npos) << outcome.out;
+  EXPECT_NE(outcome.out.find("100 of 100 configurations passed"), std::string::npos) << outcome.out;
 }
 
 TEST_F(Cli, PlanPredictsWhatRunMeasures) {
@@ -379,6 +380,65 @@ TEST_F(Cli, AWindowIsShownAndCounted) {
   const Json verify = annulus_json(
       {"verify", "--window", "11,4", "--filter", "longnet_gqa2_full_fp32", "--filter", "ranks3"});
   EXPECT_EQ(verify["passed"], true);
+}
+
+TEST_F(Cli, EveryLineThatBeginsWith0IsABatchEntry) {
+  write_text(folder_ / "two", "0 150, 210\n210 , 250\n\n0\t300\r\n");
+  write_text(folder_ / "one", "0\n150\n210\n");
+  write_text(folder_ / "none", "0,300\n0\n");
+  const Words shape = {"--tokens", "300",     "--heads", "4",       "--head-dim",
+                       "16",       "--batch", "2",       "--ranks", "3"};
+  struct Case {
+    const char* file;
+    Json documents;
+    double pairs;  // of a head
+  };
+  const auto square = [](double n) { return n * n; };
+  const std::vector<Case> cases = {{"one", Json({0, 150, 210}), 2 * (square(150) + square(60))},
+                                   {"none", Json({{0, 300}, {0, 0}}), square(300)},
+                                   {"two", Json({{0, 150, 210, 210, 250}, {0, 300}}),
+                                    square(150) + square(60) + square(40) + square(300)}};
+  for (const Case& one : cases) {
+    const Words problem = shape + Words{"--pattern", "dense", "--documents", folder_ / one.file};
+    const Json run = annulus_json(Words{"run"} + problem);
+    EXPECT_EQ(run["parameters"]["documents"], one.documents);
+    EXPECT_EQ(run["allowed_pairs"].get<double>(), 4 * one.pairs) << one.file;
+    const Json plan = annulus_json(Words{"plan"} + problem);
+    EXPECT_EQ(plan["totals"]["forward_bytes"], run["measured_bytes"]["forward"]);
+    const Json simulated = annulus_json(Words{"simulate"} + problem);
+    EXPECT_EQ(simulated["forward"]["flops"].get<double>(), 4 * 16 * 4 * one.pairs);
+  }
+  const Words two = {"--documents", folder_ / "two"};
+  EXPECT_NE(annulus(Words{"plan"} + shape + two).out.find("5 documents in 2 batch entries"),
+            std::string::npos);
+  expect_refused(annulus(Words{"run", "--tokens", "300"} + two), "batch is 1");
+  write_text(folder_ / "two", "0 150\n0 210 x\n");
+  expect_refused(annulus(Words{"run"} + shape + two), "has 'x', expected whole numbers");
+}
+
+TEST_F(Cli, BalancedPlacementsSuitTheDocuments) {
+  write_text(folder_ / "documents", "0 100 150 190 600\n0 20 600\n");
+  const Words problem = {
+      "--tokens",  "600",   "--heads",  "4",           "--head-dim",         "16",
+      "--batch",   "2",     "--ranks",  "4",           "--schedule",         "ring",
+      "--pattern", "dense", "--causal", "--documents", folder_ / "documents"};
+  const auto with = [&](const char* placement) {
+    return problem + Words{"--placement", placement};
+  };
+  const Json plan = annulus_json(Words{"plan"} + with("balanced"));
+  EXPECT_EQ(plan["parameters"]["placement"], "balanced");
+  const auto balance = [](const Json& json) { return json["totals"]["balance"].get<double>(); };
+  EXPECT_GT(balance(plan), balance(annulus_json(Words{"plan"} + with("zigzag"))));
+  EXPECT_GT(balance(plan), 0.9);
+  const Json run = annulus_json(Words{"run"} + with("balanced"));
+  EXPECT_EQ(run["measured_bytes"]["forward"], plan["totals"]["forward_bytes"]);
+  EXPECT_LT(run["sampled_relative_error"].get<double>(), 2e-6);
+  const Json sweep = annulus_json(Words{"simulate"} + problem +
+                                  Words{"--sweep-placements", "balanced,contiguous"});
+  EXPECT_EQ(sweep["sweep"][0]["placement"], "balanced");
+  EXPECT_EQ(annulus_json({"verify", "--filter", "documents_causal_gqa2_full_fp32", "--filter",
+                          "balanced", "--full"})["passed"],
+            true);
 }
 
 TEST_F(Cli, PlanDrawsAPicture) {

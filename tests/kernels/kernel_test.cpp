@@ -299,7 +299,8 @@ TEST_P(KernelTest, WeighsRepeatedPairs) {
 // kQueryBlock queries forward, a whole chunk of keys backward, and as many repeats as there may be.
 // No oracle: it would take minutes. What is written past the end is seen by the fence, what is
 // asked for past the end by the kernel itself.
-TEST_P(KernelTest, ScratchIsEnoughForTheLargestTasks) {
+void expect_scratch_is_enough(const cpu::Kernels& kernels,
+                              const reference::SoftmaxOptions& softmax) {
   std::vector<Repeat> repeats;
   while (repeats.size() < kMaxRepeats)
     repeats.push_back({static_cast<std::int32_t>(repeats.size()) + 1, 0});
@@ -310,17 +311,26 @@ TEST_P(KernelTest, ScratchIsEnoughForTheLargestTasks) {
       TaskData wide = random_task(5, dtype, dim, true, progression(0, 1, cpu::kQueryBlock),
                                   progression(0, 1, cpu::kKeyBlock + 9));
       wide.repeats = repeats;
-      run_forward(kernels(), wide, {}, result);
+      wide.softmax = softmax;
+      run_forward(kernels, wide, {}, result);
       ASSERT_TRUE(shared_scratch().fence_stands()) << "forward wrote past the scratch";
 
       TaskData deep = random_task(6, dtype, dim, true, progression(0, 1, cpu::kGradBlock + 2),
-                                  progression(0, 1, cpu::max_key_chunk(dim)));
+                                  progression(0, 1, cpu::max_key_chunk(dim, false)));
       deep.repeats = repeats;
+      deep.softmax = softmax;
       const std::vector<double> zeros(deep.q_index.size(), 0.0);
-      run_backward(kernels(), deep, {}, zeros, zeros, result);
+      run_backward(kernels, deep, {}, zeros, zeros, result);
       ASSERT_TRUE(shared_scratch().fence_stands()) << "backward wrote past the scratch";
     }
   }
+}
+
+TEST_P(KernelTest, ScratchIsEnoughForTheLargestTasks) {
+  expect_scratch_is_enough(kernels(), {});
+  const cpu::Kernels* const other = kernels().with_softcap_or_dropout;
+  expect_scratch_is_enough(other != nullptr ? *other : kernels(),
+                           {.softcap = 2, .dropout_p = 0.5, .dropout_seed = 1});
 }
 
 TEST_P(KernelTest, TooLittleScratchIsAnErrorAndNotOverrun) {

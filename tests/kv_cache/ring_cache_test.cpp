@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -179,6 +180,58 @@ TEST(RingCache, LongSequencesMatchTheReference) {
   }
 }
 
+// So many queries that a grid of blocks has more of them than a GPU allows in all directions but
+// one. Keys are 0: O is the mean of the three values that the window shows.
+TEST(RingCache, ChunksMayHaveAnyLength) {
+  struct Chunk {
+    DType dtype;
+    int heads, kv_heads;
+    std::int64_t tokens;
+  };
+  for (const Chunk& chunk : {Chunk{DType::f32, 16, 16, 4096}, Chunk{DType::bf16, 64, 1, 16384}}) {
+    SCOPED_TRACE(name_of(chunk.dtype));
+    CacheOptions options = small_cache();
+    options.batch = 1;
+    options.heads = chunk.heads;
+    options.kv_heads = chunk.kv_heads;
+    options.head_dim = 8;
+    options.dtype = chunk.dtype;
+    options.window = {2, 0};
+    options.capacity = chunk.tokens + 2;
+    const auto value_of = [](std::int64_t token) { return static_cast<float>(token % 8); };
+    run_in_process(1, [&](Transport& transport) {
+      RingCache cache(options, transport);
+      CallTensors t(options, chunk.tokens);
+      t.k.fill(0.0F);
+      for (std::int64_t token = 0; token < chunk.tokens; ++token) {
+        for (int h = 0; h < chunk.kv_heads; ++h) {
+          for (int d = 0; d < 8; ++d) t.v.set(0, token, h, d, value_of(token));
+        }
+      }
+      for (ShardTensor* tensor : {&t.k, &t.v}) tensor->upload();
+      append_chunk(cache, t);
+      cache.attend(t.q.view(), t.o.view(), t.lse.view());
+      cache.synchronize();
+      t.o.download();
+      t.lse.download();
+      std::int64_t wrong = 0;
+      for (std::int64_t token = 0; token < chunk.tokens; ++token) {
+        const std::int64_t seen = std::min<std::int64_t>(3, token + 1);
+        float sum = 0;
+        for (std::int64_t i = 0; i < seen; ++i) sum += value_of(token - i);
+        const float mean = sum / static_cast<float>(seen);
+        const double lse = std::log(static_cast<double>(seen));
+        for (int h = 0; h < chunk.heads; ++h) {
+          const bool right = std::abs(t.o.get(0, token, h, 7) - mean) <= 0.01F * mean &&
+                             std::abs(t.lse.get(0, token, h, 0) - lse) < 1e-5;
+          wrong += right ? 0 : 1;
+        }
+      }
+      EXPECT_EQ(wrong, 0) << "rows";
+    });
+  }
+}
+
 // Not even if it is NaN: of the new tokens the later ones, and what has left the window.
 TEST(RingCache, KeysThatAQuerySeesNothingOfChangeNoBit) {
   CacheOptions options = small_cache();
@@ -281,13 +334,13 @@ std::vector<CacheFault> cache_faults() {
          const std::vector<std::int64_t> counts{1, 1, 1};
          cache.append(t.k.view(), t.v.view(), {counts, {}});
        },
-       {"counts has 3 numbers, expected 2"}},
+       {"3 numbers of new tokens, expected 2"}},
       {"counts past the tensor",
        [](RingCache& cache, CallTensors& t) {
          const std::vector<std::int64_t> counts{1, 4};
          cache.append(t.k.view(), t.v.view(), {counts, {}});
        },
-       {"counts[1] is 4, expected 0 to the 3 tokens"}},
+       {"entry 1 has 4 new tokens, expected 0 to the 3 tokens"}},
       {"a placement for other ranks",
        [](RingCache& cache, CallTensors& t) {
          cache.append(t.k.view(), t.v.view(), {{}, Placement::contiguous(3, 5)});

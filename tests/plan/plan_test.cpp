@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <regex>
 #include <set>
 #include <string>
 #include <tuple>
@@ -380,6 +381,37 @@ TEST(Plan, TableAndPictureTellTheTotals) {
       EXPECT_EQ(svg.find("inf"), std::string::npos);
     }
   }
+}
+
+TEST(Plan, TitlesOfAnyLengthFitIntoThePicture) {
+  // Letters of DejaVu Sans Bold are 0.6 em wide on average.
+  const std::regex title(
+      "<svg [^>]*width=\"(\\d+)\"[^]*font-size=\"([0-9.]+)\"[^>]*weight=\"600\">([^<]*)<");
+  for (const std::size_t length : {5U, 60U, 90U, 300U}) {
+    PlanOptions options = options_of(dense(4, true), Placement::zigzag(4096, 4), 2);
+    options.pattern.name = std::string(length, 'n');
+    const std::string svg = plan_svg(Plan(options, 0));
+    std::smatch found;
+    ASSERT_TRUE(std::regex_search(svg, found, title)) << svg;
+    EXPECT_LT(26 + 0.6 * std::stod(found[2]) * static_cast<double>(found[3].length()),
+              std::stod(found[1]));
+  }
+}
+
+TEST(Plan, PicturesLeavePaddingBlank) {
+  PlanOptions options = options_of(dense(2), Placement::contiguous(1000, 2));
+  options.pattern.documents = packed_documents(std::vector<std::int64_t>{0, 200, 600});
+  const std::string svg = plan_svg(Plan(options, 0));
+  const auto height_of = [&](const std::string& column) {  // of all its rectangles
+    double sum = 0.0;
+    const std::regex rect("<rect x=\"" + column +
+                          "\" y=\"[0-9.]+\" width=\"[0-9.]+\" height=\"([0-9.]+)\"");
+    for (std::sregex_iterator r(svg.begin(), svg.end(), rect), end; r != end; ++r)
+      sum += std::stod((*r)[1]);
+    return sum;
+  };
+  // The tokens, whose column has a frame, and the only branch.
+  EXPECT_NEAR(height_of("132.00"), 0.6 * height_of("72.00") / 2, 0.1) << svg;
 }
 
 TEST(Plan, PictureDegradesToManyRanks) {

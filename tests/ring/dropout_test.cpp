@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -66,6 +67,49 @@ TEST(SoftcapAndDropout, EveryHeadDimGivesTheReference) {
       RingOptions options = ring_options(problem, Placement::contiguous(90, 2));
       options.schedule = Schedule::ring;  // forward goes on from a state
       expect_matches(problem, run_ring(options, inputs), reference_of(problem, inputs));
+    }
+  }
+}
+
+// Softcap has a slope, which is NaN where the score is. It reaches no gradient of a row that does
+// not see the pair.
+TEST(SoftcapAndDropout, GradientsOfTheUnseenAreNotTouchedByNaN) {
+  constexpr std::int64_t kTokens = 70;
+  constexpr std::int64_t kHeads = 2;
+  constexpr std::int64_t kChanged = 50;
+  for (const int dim : {16, 64, 128, 200, 320}) {
+    for (const DType dtype : kDTypes) {
+      for (const double dropout : {0.0, 0.3}) {
+        SCOPED_TRACE("head dim " + std::to_string(dim) + ", " + name_of(dtype) + ", dropout " +
+                     std::to_string(dropout));
+        const Problem problem =
+            with(make_problem("nan", dense(kHeads, true), kHeads, kTokens, dim),
+                 {.softcap = 30, .dropout_p = dropout, .dropout_seed = 8}, dtype);
+        const RingOptions options = ring_options(problem, Placement::contiguous(kTokens, 1));
+        const Inputs inputs = random_inputs(problem, 3);
+        const Results usual = run_ring(options, inputs);
+        const std::int64_t row = kHeads * dim;
+        const auto with_nan = [&](auto... tensors) {
+          Inputs changed = inputs;
+          for (auto tensor : {tensors...})
+            std::fill_n((changed.*tensor).begin() + kChanged * row, row, std::nan(""));
+          return run_ring(options, changed);
+        };
+        const auto expect_same = [&](const char* what, const std::vector<float>& a,
+                                     const std::vector<float>& b, std::int64_t from,
+                                     std::int64_t to) {
+          EXPECT_TRUE(std::equal(a.begin() + from * row, a.begin() + to * row,
+                                 b.begin() + from * row))
+              << what;
+        };
+        const Results of_key = with_nan(&Inputs::k, &Inputs::v);
+        expect_same("dq before the key", of_key.dq, usual.dq, 0, kChanged);
+        const Results of_query = with_nan(&Inputs::q, &Inputs::dout);
+        expect_same("dq before the query", of_query.dq, usual.dq, 0, kChanged);
+        expect_same("dq behind the query", of_query.dq, usual.dq, kChanged + 1, kTokens);
+        expect_same("dk behind the query", of_query.dk, usual.dk, kChanged + 1, kTokens);
+        expect_same("dv behind the query", of_query.dv, usual.dv, kChanged + 1, kTokens);
+      }
     }
   }
 }
@@ -207,6 +251,37 @@ TEST(Dropout, PiecesForWantOfMemoryKeepTheNumbers) {
       shard.load(inputs);
       shard.forward(*ring);
       shard.backward(*ring);
+      shard.collect(results);
+    });
+    expect_everywhere(outcomes, "", {});
+    expect_matches(problem, results, reference_of(problem, inputs));
+  }
+}
+
+TEST(Dropout, RanksThatDrawSeedsUseThatOfRank0) {
+  const Problem problem = with(make_problem("drawn", dense(8, true), 4, 70, 16, 4),
+                               {.dropout_p = 0.5, .dropout_seed = 6});
+  const RingOptions options = ring_options(problem, Placement::striped(70, 3));
+  const Inputs inputs = random_inputs(problem, 8);
+  for (const bool in_pieces : {false, true}) {
+    Results results = empty_results(options);
+    const auto outcomes = run_ranks(3, [&](Transport& transport) {
+      std::unique_ptr<RingAttention> ring;
+      {
+        const FailingMemory failing(BadMemory{.plans = in_pieces ? 3 : 0});
+        ring = std::make_unique<RingAttention>(options, transport);
+      }
+      EXPECT_EQ(ring->recovery().find("at a time") != std::string::npos, in_pieces);
+      Shard shard(options, transport.rank());
+      shard.load(inputs);
+      OptionalInputs more = shard.more();
+      *more.dropout_seed += static_cast<std::uint64_t>(transport.rank());
+      more.dropout_seed_of_rank_0 = true;
+      ring->forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                    shard.lse.view(), nullptr, more);
+      ring->backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                     shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
+                     shard.dv.view(), nullptr, more);
       shard.collect(results);
     });
     expect_everywhere(outcomes, "", {});

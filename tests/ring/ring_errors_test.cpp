@@ -299,6 +299,44 @@ TEST(RingErrors, DetachedNeedsTheStateOfForward) {
   }
 }
 
+// The last texts differ only behind what an error shows.
+TEST(RingErrors, CallersClaimsThatDifferAreAConfigErrorEverywhere) {
+  const RingOptions options = small_options();
+  const std::string same(200, 's');
+  const std::string other = same + "o";
+  struct Case {
+    const char* of_rank_1;
+    const char* of_others;
+    const char* text;
+  };
+  for (const Case& texts :
+       {Case{"yes", "no",
+             "ranks disagree about the caller's claims: rank 1 has yes, rank 0 has no"},
+        Case{"yes", "", "ranks disagree about the caller's claims: rank 1 has yes, rank 0 has ;"},
+        Case{same.c_str(), other.c_str(), "something that is too long to be told"}}) {
+    for (const bool is_forward : {true, false}) {
+      const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {
+        RingAttention ring(options, transport);
+        Shard shard(options, transport.rank());
+        shard.load(random_inputs(small_problem(), 1));
+        OptionalInputs more;
+        const auto forward = [&] {
+          ring.forward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                       shard.lse.view(), nullptr, more);
+        };
+        more.claims = texts.of_others;
+        forward();
+        if (transport.rank() == 1) more.claims = texts.of_rank_1;
+        if (is_forward) return forward();
+        ring.backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
+                      shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
+                      shard.dv.view(), nullptr, more);
+      });
+      expect_everywhere(outcomes, "ConfigError", {texts.text});
+    }
+  }
+}
+
 TEST(RingErrors, StateOnSomeRanksOnlyIsAConfigError) {
   const RingOptions options = small_options(MixGradient::detached);
   const auto outcomes = run_ranks(kRanks, [&](Transport& transport) {

@@ -263,7 +263,9 @@ class LateEngine final : public Engine {
   LateEngine(std::unique_ptr<Engine> inner, std::shared_ptr<Queue> now)
       : inner_(std::move(inner)), now_(std::move(now)) {}
 
-  void allocate(const ReceivedRows& received) override { inner_->allocate(received); }
+  void allocate(const ReceivedRows& received, Queue&) override {
+    inner_->allocate(received, *now_);
+  }
   [[nodiscard]] std::string kernels() const override { return inner_->kernels(); }
   [[nodiscard]] std::int64_t state_bytes() const override { return inner_->state_bytes(); }
   [[nodiscard]] std::int64_t list_bytes() const override { return inner_->list_bytes(); }
@@ -361,8 +363,9 @@ class LateBackend final : public Backend {
     return std::make_unique<LateEngine>(inner_->compile(computation, forward, backward), now_);
   }
   [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
-                                                     std::vector<ParcelCopy> copies) override {
-    return inner_->compile(layout, std::move(copies));
+                                                     std::vector<ParcelCopy> copies,
+                                                     Queue&) override {
+    return inner_->compile(layout, std::move(copies), *now_);
   }
   void pack(const CopyProgram& program, std::span<const TensorRows> sections, std::byte* buffer,
             Queue& queue) override {

@@ -18,11 +18,13 @@ from annulus import ConfigError
 from annulus.torch._config import config_of, pattern_of
 from annulus.torch._dropout import kept_pairs
 from annulus.torch._key_masks import key_bias
+from annulus.torch._placements import token_ranges, tokens_of
+from annulus.torch._tensor_checks import DTYPES
 
 _MOST_SCORES = 2**26  # that are in memory at once for log-sum-exps
 
 
-class _Pairs(NamedTuple):
+class Pairs(NamedTuple):
     """What total_bias needs of a call, as plain numbers, which are constants of a compiled graph."""
 
     branches: tuple[tuple[int, int, tuple[int, ...]], ...]  # segment length (0: none), dilation, offset of each head
@@ -31,6 +33,8 @@ class _Pairs(NamedTuple):
     # For each batch entry or once for all, the documents: query_begin, query_end, key_begin, key_end, query_start,
     # key_start. None: all tokens are one.
     documents: tuple[tuple[tuple[int, ...], ...], ...] | None
+    order: tuple[tuple[int, int, int], ...]  # the tokens of q's rows, as ranges (start, stop, step)
+    key_order: tuple[tuple[int, int, int], ...]
     output_scale: float
     scale: float
     softcap: float
@@ -41,7 +45,7 @@ class _Pairs(NamedTuple):
 @torch.compiler.assume_constant_result
 def pairs_of(
     text: str, head_dim: int, batch: int, heads: int, tokens: int, key_tokens: int
-) -> _Pairs:
+) -> Pairs:
     """The pairs of a call, given the text of its Config. ConfigError if it does not fit these numbers of tokens."""
     c = config_of(text)
     if c.n_global not in (None, tokens):
@@ -61,11 +65,13 @@ def pairs_of(
             tuple(d[:-1] for d in pattern.documents if d[-1] in (-1, entry))
             for entry in range(max(1, entries))
         )
-    return _Pairs(
+    return Pairs(
         tuple((b.segment_length or 0, b.dilation, tuple(b.offset)) for b in pattern.branches),
         -before if before >= 0 else None,
         after if after >= 0 else None,
         documents,
+        token_ranges(c.placement, tokens),
+        token_ranges(c.placement, key_tokens),
         pattern.output_scale,
         head_dim**-0.5 if c.scale is None else float(c.scale),
         float(c.softcap),
@@ -75,13 +81,15 @@ def pairs_of(
 
 
 def _places(
-    tokens: int,
+    token: torch.Tensor,
     documents: tuple[tuple[tuple[int, ...], ...], ...] | None,
     side: int,
-    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The position and the document of each token, [batch or 1, tokens]; below 0: none. `side`: 0 is queries, 1 keys."""
-    token = torch.arange(tokens, device=device)
+    """The position and the document of each token, [batch or 1, tokens]; below 0: none. `side`: 0 is queries, 1 keys.
+
+    src/pattern/segments.h does the same for kernels.
+    """
+    device = token.device
     if documents is None:
         return token[None], torch.zeros_like(token)[None]
     positions, numbers = [], []
@@ -99,14 +107,14 @@ def _places(
 
 
 def _pair_counts(
-    pairs: _Pairs, heads: int, tokens: int, key_tokens: int, device: torch.device
+    pairs: Pairs, heads: int, tokens: int, key_tokens: int, device: torch.device
 ) -> torch.Tensor | None:
     """How many branches contain each pair, [batch or 1, heads or 1, tokens, key_tokens]; None: each pair is in one."""
     whole = all(length == 0 and dilation == 1 for length, dilation, _ in pairs.branches)
     if whole and pairs.least is None and pairs.most is None and pairs.documents is None:
         return None
-    at, document = _places(tokens, pairs.documents, 0, device)
-    key_at, key_document = _places(key_tokens, pairs.documents, 1, device)
+    at, document = _places(tokens_of(pairs.order, device), pairs.documents, 0)
+    key_at, key_document = _places(tokens_of(pairs.key_order, device), pairs.documents, 1)
     distance = key_at[:, None] - at[..., None]
     allowed = document[..., None] == key_document[:, None]
     if pairs.least is not None:
@@ -129,7 +137,7 @@ def _pair_counts(
 
 
 def total_bias(
-    pairs: _Pairs,
+    pairs: Pairs,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -157,7 +165,21 @@ def total_bias(
         bias = keys if bias is None else bias + keys
     if bias is None:
         return None
-    return bias.expand(*bias.shape[:2], *shape[1:]).to(torch.promote_types(bias.dtype, dtype))
+    # In this order, gradients are added before they are rounded to the dtype of the bias.
+    return bias.to(torch.promote_types(bias.dtype, dtype)).expand(*bias.shape[:2], *shape[1:])
+
+
+def _used(
+    bias: torch.Tensor, q: torch.Tensor, *of_keys: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Which queries see no key, [batch or 1, heads or 1, queries]; and q and tensors of keys with zeros for them, and for
+    keys that no query sees. These may be anything, also NaN."""
+    unseen = bias == -torch.inf
+    empty, hidden = unseen.all(3), unseen.all(2)
+    if hidden.shape[1] > 1:  # the query heads that use one head of keys
+        hidden = hidden.unflatten(1, (of_keys[0].shape[2], -1)).all(2)
+    rows = [(q, empty), *((x, hidden) for x in of_keys)]
+    return empty, [x.masked_fill(unused.transpose(1, 2)[..., None], 0) for x, unused in rows]
 
 
 def attend_densely(
@@ -167,7 +189,7 @@ def attend_densely(
     bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
-    pairs: _Pairs,
+    pairs: Pairs,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o, and lse if it is wanted, with the bias of each pair. A row without keys gives 0."""
@@ -175,12 +197,9 @@ def attend_densely(
         bias = q.new_zeros(1, 1, q.shape[1], k.shape[1])
     if sinks is not None:  # NaN and +inf make all rows of a head NaN
         sinks = torch.where(sinks < torch.inf, sinks, torch.nan)
-    unseen = bias == -torch.inf
-    # Keys that no query sees may be anything, also NaN.
-    nowhere = unseen.all(1).all(1)[..., None, None]
-    k, v = (x.masked_fill(nowhere, 0) for x in (k, v))
-    lse = _log_sum_exp(q, k, bias, sinks, pairs) if with_lse else None
-    empty = unseen.all(-1)
+    empty, (q, k, v) = _used(bias, q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        lse = _log_sum_exp(q, k, bias, sinks, pairs) if with_lse else None
     dtype = torch.promote_types(q.dtype, bias.dtype)
     if sinks is not None:  # a key of zeros, with the sink as its bias
         empty = empty & (sinks == -torch.inf)[:, None]
@@ -207,7 +226,7 @@ def attend_densely(
     return o.transpose(1, 2).to(q.dtype).contiguous(), lse
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, pairs: _Pairs) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """[batch, heads, queries, keys], of tensors [batch, heads, tokens, head_dim]."""
     scores = torch.matmul(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3))
     scores = scores * pairs.scale
@@ -220,12 +239,14 @@ def _attend_by_matrix(
     v: torch.Tensor,
     bias: torch.Tensor,
     seed: torch.Tensor | None,
-    pairs: _Pairs,
+    pairs: Pairs,
 ) -> torch.Tensor:
     """What scaled_dot_product_attention cannot do: softcap, and the dropout of the kernels."""
     weights = (_scores(q, k, pairs) + bias).softmax(-1)
     if seed is not None:
-        kept = kept_pairs(seed, pairs.dropout_p, *weights.shape, weights.device)
+        tokens = (tokens_of(order, weights.device) for order in (pairs.order, pairs.key_order))
+        kept = kept_pairs(seed, pairs.dropout_p, *weights.shape[:2], *tokens)
+        kept = F.pad(kept, (0, weights.shape[3] - kept.shape[3]), value=True)  # a sink has no value to drop
         weights = weights.masked_fill(~kept, 0) / (1 - pairs.dropout_p)
     return torch.matmul(weights, v.repeat_interleave(q.shape[1] // v.shape[1], 1))
 
@@ -235,7 +256,7 @@ def _log_sum_exp(
     k: torch.Tensor,
     bias: torch.Tensor,
     sinks: torch.Tensor | None,
-    pairs: _Pairs,
+    pairs: Pairs,
 ) -> torch.Tensor:
     """[batch, queries, heads], without gradient."""
     with torch.no_grad():
@@ -259,20 +280,23 @@ def attention_weights(
     k: torch.Tensor,
     bias: torch.Tensor | None,
     average: bool,
-    pairs: _Pairs,
+    pairs: Pairs,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The matrix of attention weights, [batch, heads, queries, keys], or its mean over the heads. Without dropout."""
-    scores = _scores(q.transpose(1, 2), k.transpose(1, 2), pairs)
-    if bias is not None:
-        scores = scores + bias
-    # A row that attends to no key has weights 0, as its output is 0.
-    empty = (scores == -torch.inf).all(-1, keepdim=True)
-    scores = scores.masked_fill(empty, 0)
+    """The matrix of attention weights, [batch, heads, queries, keys], or its mean over the heads. Without dropout.
+
+    A row that attends to no key has weights 0, as its output is 0.
+    """
+    if bias is None:
+        bias = q.new_zeros(1, 1, q.shape[1], k.shape[1])
+    empty, (q, k) = _used(bias, q, k)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = _scores(q.transpose(1, 2), k.transpose(1, 2), pairs) + bias
+    scores = scores.masked_fill(empty[..., None], 0)
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
-    weights = scores.softmax(-1)[..., : k.shape[1]].masked_fill(empty, 0)
+    weights = scores.softmax(-1)[..., : k.shape[1]].masked_fill(empty[..., None], 0)
     return (weights.mean(1) if average else weights).to(q.dtype)  # a bias may have a wider dtype
 
 
@@ -291,10 +315,11 @@ def bias_complaint(
         return f"attn_bias is a {type(bias).__name__}: a torch.Tensor was expected"
     if bias.is_nested or bias.layout != torch.strided:
         return "attn_bias is a nested or sparse tensor: a dense one was expected"
-    if not bias.is_floating_point():
+    if bias.dtype not in (*DTYPES, torch.float64):
         return (
-            f"attn_bias is {bias.dtype}: floating point was expected, which is added to the scores. For a boolean mask "
-            "pass torch.zeros(mask.shape).masked_fill(mask, -torch.inf), where mask is True for hidden pairs"
+            f"attn_bias is {bias.dtype}: floating point of 16 to 64 bits was expected, which is added to the scores. For "
+            "a boolean mask pass torch.zeros(mask.shape).masked_fill(mask, -torch.inf), where mask is True for hidden "
+            "pairs"
         )
     batch, tokens, heads, _ = q.shape
     most = (batch, heads, tokens, k.shape[1])

@@ -34,12 +34,14 @@ def _drawn(stream: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
 
 
 def kept_pairs(
-    seed: torch.Tensor, p: float, batch: int, heads: int, tokens: int, keys: int, device: torch.device
+    seed: torch.Tensor, p: float, batch: int, heads: int, token: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
-    """Whether a pair keeps its weight, [batch, heads, tokens, keys]: as in the kernels, for one process."""
-    entry, head, token, key = (
-        torch.arange(n, dtype=torch.int64, device=device) for n in (batch, heads, tokens, keys)
-    )
+    """Whether a pair keeps its weight, [batch, heads, queries, keys]: as in the kernels, for one process.
+
+    `token` and `key` are the tokens of the queries and of the keys, int64.
+    """
+    device = token.device
+    entry, head = (torch.arange(n, dtype=torch.int64, device=device) for n in (batch, heads))
     rows = _drawn(_drawn(_mixed(seed.to(device)), entry)[:, None], head)
     words = _drawn(rows[..., None], token)
     flip, factor = words & _WORD, _shifted(words, 32) | 1

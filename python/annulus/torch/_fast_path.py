@@ -83,11 +83,9 @@ def call_signature(
             continue
         if any(x is not None and type(x) not in _LISTS for x in lists):
             return None  # an iterator, perhaps, which can be read only once
-        # Documents of single batch entries are tuples of tuples.
-        lengths = [len(y) for x in lists for y in (x or ()) if type(y) is tuple]
-        counts = [x if x is None else len(x) for x in lists]
-        arguments = (*arguments[:2], *counts, *lengths, *arguments[_END_OF_LISTS:])
-        numbers = tuple(each_number(tuple(y for x in lists if x is not None for y in x)))
+        tuples = [x if x is None else tuple(x) for x in lists]
+        arguments = (*arguments[:2], *tuples, *arguments[_END_OF_LISTS:])
+        numbers = tuple(each_number([x for x in tuples if x is not None]))
         break
     if options:
         arguments = (*arguments, *options, *options.values())
@@ -101,7 +99,7 @@ def call_signature(
     except RuntimeError:  # nested tensors have no shape
         return None
     # With the types, because 1 == True and 6 == 6.0: one is not valid because another is.
-    return tensors, arguments, numbers, (*map(type, arguments), *map(type, numbers))
+    return tensors, arguments, (*map(type, arguments), *map(type, numbers))
 
 
 def known_call(signature: tuple | None) -> Call | None:
@@ -116,9 +114,13 @@ def remember(signature: tuple | None, call: Call) -> None:
     """Stores a valid call."""
     if signature is None:
         return
-    _, arguments, numbers, _ = signature
-    if not all(isinstance(x, _CONSTANTS) for x in (*arguments, *numbers)):
+    if not all(isinstance(x, _CONSTANTS) for x in each_number(signature[1])):
         return
     if len(_calls) >= MOST_CALLS:
-        _calls.clear()
+        forget()
     _calls[signature] = call
+
+
+def forget() -> None:
+    """Drops all stored calls."""
+    _calls.clear()

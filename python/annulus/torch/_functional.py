@@ -13,21 +13,27 @@ import torch.nn.functional as F
 from annulus import ConfigError, Placement
 from annulus.torch import _fast_path
 from annulus.torch._config import DOCUMENTS, call_of, config_of, text_of
-from annulus.torch._dense_masks import attend_densely, bias_complaint, pairs_of, total_bias
+from annulus.torch._dense_masks import Pairs, attend_densely, bias_complaint, pairs_of, total_bias
 from annulus.torch._dense_masks import attention_weights as weights_of
-from annulus.torch._key_masks import mask_complaint, narrowed, used_keys, widened
+from annulus.torch._key_masks import head_dim_complaint, mask_complaint, narrowed, widened
+from annulus.torch._key_ranges import Ranges, find_ranges
 from annulus.torch._operator import attend, attend_directly
 from annulus.torch._options import (
     DEFAULTS,
+    NO_MASK,
+    UNREAD_MASK,
     branch_numbers,
     flag_complaint,
     name_complaint,
     option_complaint,
     refuse_unknown,
+    timeout_complaint,
+    whole_complaint,
     whole_numbers,
     window_pair,
     with_options,
 )
+from annulus.torch._placements import placement_complaint
 from annulus.torch._shared_keys import GRADIENTS, attend_shared, shared_complaint
 from annulus.torch._tensor_checks import (
     DEVICES,
@@ -39,15 +45,19 @@ from annulus.torch._tensor_checks import (
 from annulus.torch._transforms import refuse_transforms
 from annulus.torch.ring._errors import collective
 from annulus.torch.ring._process_groups import group_name
+from annulus.torch.ring._records import StaleMask
 
-# A private argument of ring_attention: some columns of q and k represent a key_padding_mask. Either all ranks or none
-# pass a mask.
-HAS_MASK = "_has_key_padding_mask"
+# A private argument of ring_attention: how the key_padding_mask is computed, of which the other arguments are a part.
+KEY_PADDING = "_key_padding"
+# Another one: whether dropout_seed is what this rank has drawn.
+HAS_DRAWN = "_has_drawn_its_seed"
 # The arguments that are the first fields of Config, in their order.
 _FIELDS = (
     *("group", "pattern", "segment_lengths", "dilation_rates", "window", *DOCUMENTS),
     *("is_causal", "offsets", "group_scale", "placement", "n_global", "timeout"),
 )
+# The next fields of Config, up to the options: no mask, no shared keys and no seed to draw.
+_NO_MORE = (NO_MASK, 0, "whole", False)
 
 
 # Its result is a constant in a compiled graph: dynamo does not trace it. Defaults are filled in here, because with
@@ -131,15 +141,29 @@ def _wide(sinks: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
+def _drops(dropout_p: object) -> bool:
+    """Whether there is dropout. The value of a float is checked later."""
+    if isinstance(dropout_p, float):
+        return dropout_p != 0
+    complaint = option_complaint("dropout_p", dropout_p)
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    return float(dropout_p) != 0
+
+
 def _seed_of(dropout_seed: int | torch.Tensor | None) -> torch.Tensor:
     """The seed of a call with dropout, on the CPU. None: drawn from PyTorch's generator of the CPU."""
     if dropout_seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    dropout_seed = _fixed(dropout_seed)
     complaint = seed_complaint(dropout_seed)
+    if complaint is None and isinstance(dropout_seed, torch.Tensor):
+        if not _fast_path.is_eager((dropout_seed,)):
+            return dropout_seed.detach().reshape(()).to("cpu", torch.int64)
+        dropout_seed = dropout_seed.item()
+        complaint = whole_complaint("dropout_seed", dropout_seed)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    if isinstance(dropout_seed, torch.Tensor):
-        return dropout_seed.detach().reshape(()).to("cpu", torch.int64)
     return torch.full((), operator.index(dropout_seed), dtype=torch.int64, device="cpu")
 
 
@@ -147,44 +171,69 @@ def _attend_masked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, call: dict[str, object]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse with a key_padding_mask, given the other arguments of ring_attention."""
-    scale = call.get("scale")
+    shared = call["shared_k"], call["shared_v"]
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        q, k, v = _cast_for_autocast(q, k, v)
+        call["shared_k"], call["shared_v"] = shared = _cast_for_autocast(*shared)
     complaint = (
         tensor_complaint(q, k, v, call["group"])
         or mask_complaint(mask, q, k)
-        or option_complaint("scale", scale)
+        or option_complaint("scale", call.get("scale"))
+        or option_complaint("softcap", call.get("softcap", 0.0))
+        or placement_complaint(call["placement"])
+        or timeout_complaint(call["timeout"])
     )
+    drops = _drops(call.get("dropout_p", 0.0))
+    if complaint is None and shared != (None, None):
+        complaint = shared_complaint(*shared, k, call.get("mix_gradient"), drops)
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    # Lengths cannot be combined with documents. A compiled or captured call reads the mask whenever it is replayed.
+    lists = any(call[name] is not None for name in DOCUMENTS if name != "query_start")
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if lists or capturing or not _fast_path.is_eager((q, k, v, mask)):
+        return _attend_padded(q, k, v, mask, Ranges(UNREAD_MASK, None), call)
+    if drops:  # once, also if the ranks begin anew
+        call[HAS_DRAWN] = call["dropout_seed"] is None
+        call["dropout_seed"] = _seed_of(call["dropout_seed"])
+    where = group_name(call["group"]), call["timeout"], call["placement"]
+    try:
+        return _attend_padded(q, k, v, mask, find_ranges(mask, *where), call)
+    except StaleMask:
+        pass  # on all ranks
+    return _attend_padded(q, k, v, mask, find_ranges(mask, *where, again=True), call)
+
+
+# The ranks may have exchanged messages already: its errors are reported apart.
+@collective(lambda *arguments: (arguments[-1]["group"], arguments[-1]["timeout"]))
+def _attend_padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    ranges: Ranges,
+    call: dict[str, object],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse with a key_padding_mask that leaves these ranges, or by columns of q and k that represent it."""
+    call = {**call, "return_lse": True, KEY_PADDING: ranges.state}
+    if ranges.arguments is not None:
+        return ring_attention(q, k, v, **call | ranges.arguments)
+    complaint = head_dim_complaint(q)
     if complaint is None and call.get("softcap"):
         complaint = (
-            "key_padding_mask cannot be used with softcap, which would bend the mask: pass cu_seqlens where padding is "
-            "a range of tokens"
+            "softcap would also be applied to the columns of q and k that represent this key_padding_mask: a mask that "
+            "leaves one range of keys in each batch entry needs no columns, except inside torch.compile and beside "
+            "cu_seqlens, seqused_k or leftpad_k"
         )
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    shared = call["shared_k"], call["shared_v"]
-    if shared != (None, None):
-        drops = bool(call.get("dropout_p", 0.0))
-        complaint = shared_complaint(*shared, k, call.get("mix_gradient"), drops)
-        if complaint is not None:
-            raise ConfigError(f"ring_attention: {complaint}")
-    # Lists of documents are part of what ranks agree on: one rank does not know the others' masks. A mask on a CUDA
-    # device is not read, because that would wait for the device.
-    lists = any(call[name] is not None for name in DOCUMENTS if name != "query_start")
-    if call["group"] is None and mask.dtype == torch.bool and not mask.is_cuda and not lists:
-        keys = used_keys(mask) if mask.numel() > 0 and _fast_path.is_eager((q, k, v, mask)) else None
-        if keys is not None:
-            call = {**call, "leftpad_k": keys[0], "seqused_k": keys[1], "return_lse": True}
-            return ring_attention(q, k, v, **call)
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        q, k, v = _cast_for_autocast(q, k, v)
-        if shared != (None, None):
-            shared = _cast_for_autocast(*shared)
-    head_dim = q.shape[3]
+    head_dim, scale = q.shape[3], call.get("scale")
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
-    call = {**call, "scale": scale, "return_lse": True, HAS_MASK: True}
     q, k, v = widened(q, k, v, mask, scale)
-    if shared != (None, None):
-        call["shared_k"], call["shared_v"] = (F.pad(x, (0, q.shape[3] - head_dim)) for x in shared)
-    return narrowed(*ring_attention(q, k, v, **call), head_dim, scale)
+    for name in ("shared_k", "shared_v"):
+        if call[name] is not None:
+            call[name] = F.pad(call[name], (0, q.shape[3] - head_dim))
+    return narrowed(*ring_attention(q, k, v, **call | {"scale": scale}), head_dim, scale)
 
 
 def _document_numbers(documents: Sequence[object]) -> tuple:
@@ -200,7 +249,6 @@ def _attend_shared(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     shared: tuple[torch.Tensor, torch.Tensor],
-    gradients: str,
     arguments: tuple,
     options: dict[str, object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,35 +261,30 @@ def _attend_shared(
     # Of this rank alone, dense and without a mask.
     named = {"pattern": "dense", "is_causal": False, "offsets": "blocked", "group_scale": False}
     named |= {"placement": "contiguous"}
-    plain = (*(named.get(name) for name in _FIELDS), False, 0)
+    plain = (*(named.get(name) for name in _FIELDS), *_NO_MORE)
     tensors = (k, v) if sinks is None else (k, v, sinks)
     shared_text = _valid_text(q, shared_k, shared_v, None, *plain, options=options, more=tensors)
     sinks = _wide(sinks, q)
-    return attend_shared(q, k, v, sinks, shared_k, shared_v, text, shared_text, gradients)
+    return attend_shared(q, k, v, sinks, shared_k, shared_v, text, shared_text)
 
 
-def _attend_densely(
+def _with_biases(
+    text: str,
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    shared: tuple[torch.Tensor | None, torch.Tensor | None],
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    text: str,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o and, if it is wanted, lse, with a bias for each pair, given the text of the call's Config."""
+    more_k: torch.Tensor | None,
+    attn_bias: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+) -> tuple[Pairs, torch.Tensor | None, torch.Tensor]:
+    """The pairs of a call, given the text of its Config, their biases, and the keys together with `more_k`, which every
+    query attends to."""
     sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
     pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
-    bias = total_bias(pairs, sizes, q.dtype, q.device, bias, mask)
-    shared_k, shared_v = shared
-    if shared_k is not None and shared_v is not None:
-        k, v = torch.cat([k, shared_k], 1), torch.cat([v, shared_v], 1)
-        if bias is not None:
-            bias = F.pad(bias, (0, shared_k.shape[1]))
-    return attend_densely(q, k, v, bias, _wide(sinks, q), seed, pairs, return_lse)
+    bias = total_bias(pairs, sizes, q.dtype, q.device, attn_bias, key_padding_mask)
+    if more_k is not None:
+        k = torch.cat([k, more_k], 1)
+        bias = None if bias is None else F.pad(bias, (0, more_k.shape[1]))
+    return pairs, bias, k
 
 
 def attention_weights(
@@ -263,13 +306,8 @@ def attention_weights(
     call |= dict(zip(DOCUMENTS, _document_numbers(documents)))
     fields = [call.get(name) for name in _FIELDS]
     options = {name: call[name] for name in DEFAULTS if name in call and name != "dropout_p"}
-    text = _valid_text(q, k, k, sinks, *fields, False, 0, options=options)
-    sizes = tuple(map(_fixed, (q.shape[2], q.shape[1], k.shape[1])))
-    pairs = pairs_of(text, _fixed(q.shape[3]), _fixed(q.shape[0]), *sizes)
-    bias = total_bias(pairs, sizes, q.dtype, q.device, attn_bias, key_padding_mask)
-    if more_k is not None:
-        k = torch.cat([k, more_k], 1)
-        bias = None if bias is None else F.pad(bias, (0, more_k.shape[1]))
+    text = _valid_text(q, k, k, sinks, *fields, *_NO_MORE, options=options)
+    pairs, bias, k = _with_biases(text, q, k, more_k, attn_bias, key_padding_mask)
     return weights_of(q, k, bias, average, pairs, sinks)
 
 
@@ -323,8 +361,8 @@ def ring_attention(
 
     Args:
         q: [batch, local tokens, heads, head_dim] on the CPU or a CUDA device; float32, bfloat16 or float16,
-            any strides whose last axis is dense (others are copied). float64 runs on the slow reference, in
-            one process.
+            any strides whose last axis is dense (others are copied). float64 runs in one process, on the
+            slow reference (with attn_bias or shared keys by PyTorch).
         k, v: the same with as many or fewer heads (a divisor: grouped-query attention). Query head h uses
             head h // (heads // kv_heads) of k and v: neighbours share one. They may have another number of
             tokens than q: cross-attention, or a chunk of queries behind a cache (query_start).
@@ -363,7 +401,8 @@ def ring_attention(
         n_global: tokens of the whole sequence, on all ranks or none. The shards must then have the lengths
             that the placement gives them. This is only a check: ranks compare their lengths in any case.
         schedule: "ring", "gather" or "auto".
-        reproducible: gives the same bits for every number of ranks and every placement; slower.
+        reproducible: gives the same bits for every number of ranks and every placement; slower. Only gradients
+            of sinks, shared_k and shared_v are sums of one part for each rank, whose last bits depend on their number.
         min_tokens_for_ring: below this many tokens in all, "auto" gathers.
         max_communication_bytes: limit on this rank's buffers for messages; more is a ConfigError.
         recover: when memory runs out on any rank, all ranks try again with less: without cached workspaces, with
@@ -377,28 +416,29 @@ def ring_attention(
             without gradient.
         key_padding_mask: [batch, local keys], of the keys that this rank passes; on all ranks or none. bool (True: the
             key is ignored) or floating point (added to the key's scores, with a gradient), as in
-            nn.MultiheadAttention. A row without other keys gives 0. It takes a few more columns of q, k and v;
-            seqused_k and leftpad_k are cheaper.
+            nn.MultiheadAttention. A row without other keys gives 0. If it leaves one range of keys in each batch entry
+            of the whole sequence, it is the same as seqused_k and leftpad_k, which the ranks find out once for each
+            new mask; reading a mask on a CUDA device waits for the device. Otherwise, and inside torch.compile, it is
+            a few more columns of q, k and v, and ignored keys are computed and sent.
         sinks: [heads], floating point, the same on every rank or on none: a logit per query head that takes part in
             the softmax of each of its rows and has no value (gpt-oss). -inf: none for that head. A row without keys
             gives 0, and its log-sum-exp is the sink. NaN or +inf makes all rows of the head NaN. On each rank its
             gradient is that of the rank's rows, as for every parameter that all ranks hold: the sum over the group
             is the whole one.
         softcap: c above 0: scores become c * tanh(score / c) before masks and softmax (Gemma 2). 0: they do not. Not
-            with key_padding_mask.
+            with a key_padding_mask that leaves holes.
         dropout_p: from 0 to less than 1: after the softmax, each pair of query and key of a head loses its probability
             with this probability, and the others are divided by 1 - dropout_p. Which pairs do follows from dropout_seed,
-            the batch entry, the head and the positions of query and key alone: it is the same for any number of ranks,
-            any placement and device, and in backward. lse is that of all pairs.
+            the batch entry, the head and the tokens of query and key alone (their numbers in the whole sequence): it is
+            the same for any number of ranks, any placement and device, and in backward. lse is that of all pairs.
         dropout_seed: a whole number from 0 on, or a tensor of one (on the CPU: another one is read, which waits for the
-            device). The same on all ranks. None: drawn from PyTorch's default generator of the CPU, which
-            torch.manual_seed seeds; with a group the ranks' generators must then be in the same state. Unused if
-            dropout_p is 0.
+            device). The same on all ranks, or None on all: then it is drawn from PyTorch's default generator of the CPU,
+            which torch.manual_seed seeds, and all ranks use what rank 0 has drawn. Unused if dropout_p is 0.
         attn_bias: added to the scores, floating point, [queries, keys], [heads, queries, keys] or [batch, heads,
             queries, keys], or 1 in place of any of these; -inf: the query does not attend to the key. With a gradient.
-            In one process, and combined with all other masks. It is computed by PyTorch's attention with a matrix of
-            numbers, so that time and memory grow with queries x keys: for causal masks, windows, documents and padding
-            use the arguments above.
+            Its rows and columns are those of q and k. In one process, and combined with all other masks. PyTorch's
+            attention computes it with a matrix of numbers, so that time and memory grow with queries x keys: for
+            causal masks, windows, documents and padding use the arguments above.
         shared_k, shared_v: [batch, shared tokens, kv_heads, head_dim], keys and values that all ranks hold besides
             those of the sequence, as a prompt beside the tokens of an image. Every query attends to each of them once,
             in every head, whatever the pattern and the masks. On all ranks or none, and the same on all. They are not
@@ -413,13 +453,13 @@ def ring_attention(
         TransportError: a rank died, left or took too long; its ``rank`` is the rank at fault, if known.
         OutOfMemory: memory ran out on any rank. Raised on every rank; says what was tried and what would fit.
     """
-    has_mask = options.pop(HAS_MASK, False)
+    key_padding = options.pop(KEY_PADDING, NO_MASK)
+    has_drawn = options.pop(HAS_DRAWN, False)
     if options:
         refuse_unknown("ring_attention", options, DEFAULTS)
     complaint = flag_complaint("return_lse", return_lse)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
-    shared = shared_k, shared_v
     has_shared = shared_k is not None or shared_v is not None
     # The reference, which computes float64, has no shared keys.
     dense = attn_bias is not None or (has_shared and getattr(q, "dtype", None) == torch.float64)
@@ -442,10 +482,13 @@ def ring_attention(
             break
     arguments = (group_name(group), pattern, segment_lengths, dilation_rates, window)
     arguments += (*documents, is_causal)
-    arguments += (offsets, group_scale, placement, n_global, timeout, has_mask)
+    arguments += (offsets, group_scale, placement, n_global, timeout, key_padding)
     compiling = torch.compiler.is_compiling()
-    drops = bool(options.get("dropout_p", 0.0))  # what it is, is checked below
-    casts = compiling or torch._C._is_any_autocast_enabled()
+    drops = "dropout_p" in options and _drops(options["dropout_p"])
+    draws = has_drawn or (drops and dropout_seed is None)
+    if compiling or torch._C._is_any_autocast_enabled():
+        q, k, v = _cast_for_autocast(q, k, v)
+        shared_k, shared_v = _cast_for_autocast(shared_k, shared_v)
     if dense or has_shared:
         complaint = tensor_complaint(q, k, v, group)
         complaint = complaint or name_complaint("shared_gradient", shared_gradient, GRADIENTS)
@@ -455,29 +498,21 @@ def ring_attention(
         if complaint is None and attn_bias is not None:
             complaint = bias_complaint(attn_bias, q, k, group, options.get("mix_gradient"))
         if complaint is None and key_padding_mask is not None:
-            complaint = mask_complaint(key_padding_mask, q, k, as_columns=False)
+            complaint = mask_complaint(key_padding_mask, q, k)
         if complaint is not None:
             raise ConfigError(f"ring_attention: {complaint}")
-        if has_shared:
-            arguments += (_fixed(shared_k.shape[1]),)
-            if casts:
-                q, k, v, shared_k, shared_v = _cast_for_autocast(q, k, v, shared_k, shared_v)
-                shared = shared_k, shared_v
-        else:
-            arguments += (0,)
-            if casts:
-                q, k, v = _cast_for_autocast(q, k, v)
+        arguments += (_fixed(shared_k.shape[1]), shared_gradient, draws) if has_shared else (0, "whole", draws)
         if dense:
             text = _valid_text(q, k, v, sinks, *arguments, options=options)
             seed = _seed_of(dropout_seed) if drops else None
-            masks = attn_bias, key_padding_mask
-            o, lse = _attend_densely(q, k, v, sinks, seed, shared, *masks, text, return_lse)
+            pairs, bias, k = _with_biases(text, q, k, shared_k, attn_bias, key_padding_mask)
+            v = v if shared_v is None else torch.cat([v, shared_v], 1)
+            o, lse = attend_densely(q, k, v, bias, _wide(sinks, q), seed, pairs, return_lse)
         else:
-            o, lse = _attend_shared(q, k, v, sinks, shared, shared_gradient, arguments, options)
+            shared = shared_k, shared_v
+            o, lse = _attend_shared(q, k, v, sinks, shared, arguments, options)
         return (o, lse) if return_lse else o
-    arguments += (0,)
-    if casts:
-        q, k, v = _cast_for_autocast(q, k, v)
+    arguments += (0, "whole", draws)
     if compiling:
         text = _valid_text(q, k, v, sinks, *arguments, options=options)
         seed = _seed_of(dropout_seed) if drops else None

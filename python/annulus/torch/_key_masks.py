@@ -1,11 +1,12 @@
-"""key_padding_mask, computed with additional columns of q and k."""
+"""key_padding_mask: its check, and masks that leave holes, computed with additional columns of q and k."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-MOST_HEAD_DIM = 512
+from annulus.torch._options import MOST_HEAD_DIM
+
 _COLUMNS = 3
 MOST_MASKED_HEAD_DIM = MOST_HEAD_DIM - _COLUMNS  # with a mask
 # A score minus the square of this number times the scale is far below all other scores. float16 can represent it.
@@ -22,9 +23,7 @@ def key_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.to(wide)
 
 
-def mask_complaint(
-    mask: object, q: torch.Tensor, k: torch.Tensor, *, as_columns: bool = True
-) -> str | None:
+def mask_complaint(mask: object, q: torch.Tensor, k: torch.Tensor) -> str | None:
     """What is wrong with a key_padding_mask for these tensors; None: nothing."""
     if not isinstance(mask, torch.Tensor):
         return f"key_padding_mask is a {type(mask).__name__}: a torch.Tensor was expected"
@@ -37,21 +36,17 @@ def mask_complaint(
         )
     if mask.device != q.device:
         return f"key_padding_mask is on {mask.device}, but q is on {q.device}: one device was expected"
-    if as_columns and q.dtype != torch.float64 and q.shape[3] > MOST_MASKED_HEAD_DIM:
-        return f"head_dim is {q.shape[3]}: at most {MOST_MASKED_HEAD_DIM} was expected with key_padding_mask"
     return None
 
 
-def used_keys(mask: torch.Tensor) -> tuple[list[int], list[int]] | None:
-    """The first and the end of the keys that a boolean mask leaves in each batch entry; None: it leaves holes."""
-    used = ~mask
-    counts = used.sum(1)
-    begin = used.to(torch.uint8).argmax(1)
-    end = begin + counts
-    places = torch.arange(mask.shape[1])
-    if not torch.equal(used, (places >= begin[:, None]) & (places < end[:, None])):
-        return None
-    return begin.tolist(), end.tolist()
+def head_dim_complaint(q: torch.Tensor) -> str | None:
+    """What is wrong with the head dim for additional columns; None: nothing."""
+    if q.dtype != torch.float64 and q.shape[3] > MOST_MASKED_HEAD_DIM:
+        return (
+            f"head_dim is {q.shape[3]}: at most {MOST_MASKED_HEAD_DIM} was expected with a key_padding_mask that does "
+            "not leave one range of keys in each batch entry"
+        )
+    return None
 
 
 def widened(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from annulus.torch._config import DOCUMENTS
+from annulus.torch._fast_path import is_eager
 
 _MOST_KNOWN = 64
 
@@ -26,7 +27,7 @@ class MaskForm(NamedTuple):
     cu_seqlens_k: tuple[int, ...] | None = None
 
 
-# Forms of masks by the id of their tensor. Models pass one mask to all their layers, and to every step.
+# Forms of masks on devices by the id of their tensor. Models pass one mask to all their layers, and to every step.
 _known: dict[int, tuple[weakref.ref, int, MaskForm | None]] = {}
 _lock = threading.Lock()
 
@@ -34,19 +35,25 @@ _lock = threading.Lock()
 def mask_form(mask: torch.Tensor) -> MaskForm | None:
     """The form of a mask [queries, keys] or [any number, queries, keys], boolean (True: hidden) or floating point.
 
-    None: it has no such form. Waits for the device, unless the same tensor with the same values was passed before.
+    None: it has no such form, or nobody can look at it: without data, inside a compiler, a tracer or a transform.
+
+    Waits for the device, unless the same tensor was passed before and PyTorch has counted no write to it since. (It
+    does not count those through `mask.data`, of replayed CUDA graphs or of other libraries.)
     """
-    version = None if mask.is_inference() else mask._version
+    if mask.is_meta or not is_eager((mask,)):
+        return None
+    # On the CPU nothing waits, and other code often writes to the memory, as NumPy does.
+    if not mask.is_cuda or mask.is_inference():
+        return _form(mask.detach())
     with _lock:
         found = _known.get(id(mask))
-    if version is not None and found is not None and found[0]() is mask and found[1] == version:
+    if found is not None and found[0]() is mask and found[1] == mask._version:
         return found[2]
-    form = _form(mask.detach())
-    if version is not None:
-        with _lock:
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[id(mask)] = weakref.ref(mask), version, form
+    version, form = mask._version, _form(mask.detach())
+    with _lock:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[id(mask)] = weakref.ref(mask), version, form
     return form
 
 
@@ -64,11 +71,9 @@ def _form(mask: torch.Tensor) -> MaskForm | None:
             return None
         seen = seen[0]
     keys = seen.shape[1]
-    numbers = seen.to(torch.uint8)
-    first = numbers.argmax(1)
-    end = keys - numbers.flip(1).argmax(1)
-    # Each row's keys must be one interval [first, end).
-    low, high, count = torch.stack([first, end, seen.sum(1)]).cpu().numpy()
+    matrix = seen.cpu().numpy()
+    # Each row's keys must be one interval [low, high).
+    low, high, count = matrix.argmax(1), keys - matrix[:, ::-1].argmax(1), np.count_nonzero(matrix, 1)
     rows = count > 0
     if not (high - low == count)[rows].all():
         return None

@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable)
 _OF_CALLS = ("n_global", "return_lse", "key_padding_mask", "sinks", "dropout_seed")
 _OF_CALLS += ("attn_bias", "shared_k", "shared_v", "shared_gradient")
 # Arguments that a module fixes, but a call may override.
-_MASKS = ("window", *DOCUMENTS)
+_OVERRIDDEN = ("window", *DOCUMENTS, "dropout_p")
 _PARAMETERS = [
     p
     for p in inspect.signature(ring_attention).parameters.values()
@@ -90,7 +90,7 @@ class RingDilatedAttention(nn.Module):
         shared_k: torch.Tensor | None = None,
         shared_v: torch.Tensor | None = None,
         shared_gradient: str = "whole",
-        **masks: object,
+        **others: object,
     ) -> torch.Tensor:
         """The output for this rank's queries, with the shape and dtype of `query`.
 
@@ -99,13 +99,14 @@ class RingDilatedAttention(nn.Module):
             is_causal: overrides the value of the module; None: the module's.
             n_global, sinks, key_padding_mask, dropout_seed, attn_bias, shared_k, shared_v, shared_gradient: as in
                 :func:`ring_attention`.
-            masks: window, cu_seqlens, cu_seqlens_k, query_start, seqused_k and leftpad_k override those of the module.
+            others: window, cu_seqlens, cu_seqlens_k, query_start, seqused_k, leftpad_k and dropout_p override those of
+                the module.
         """
-        refuse_unknown("forward", masks, _MASKS)
+        refuse_unknown("forward", others, _OVERRIDDEN)
         causal = self.is_causal if is_causal is None else is_causal
         changes: dict[str, object] = {"is_causal": causal, "n_global": n_global, "sinks": sinks, "attn_bias": attn_bias}
         changes |= {"shared_k": shared_k, "shared_v": shared_v, "shared_gradient": shared_gradient}
-        changes |= {"key_padding_mask": key_padding_mask, "dropout_seed": dropout_seed, **masks}
+        changes |= {"key_padding_mask": key_padding_mask, "dropout_seed": dropout_seed, **others}
         if not self.training:
             changes["dropout_p"] = 0.0
         return ring_attention(query, key, value, **{**self.options(), **changes})

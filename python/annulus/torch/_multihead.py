@@ -12,11 +12,12 @@ from torch import nn
 
 from annulus import ConfigError
 from annulus.torch._config import DOCUMENTS
+from annulus.torch._fast_path import is_eager
 from annulus.torch._functional import attention_weights
-from annulus.torch._key_masks import MOST_HEAD_DIM
 from annulus.torch._mask_forms import arguments_of, mask_form
 from annulus.torch._modules import FIXED, RingDilatedAttention, with_fixed_options
 from annulus.torch._options import (
+    MOST_HEAD_DIM,
     MOST_NUMBER,
     dropout_complaint,
     flag_complaint,
@@ -24,6 +25,7 @@ from annulus.torch._options import (
     refuse_unknown,
     whole_complaint,
 )
+from annulus.torch._placements import token_ranges, tokens_of
 from annulus.torch._published import takes_published_names
 from annulus.torch._rotary import rotate
 from annulus.torch.ring._errors import collective
@@ -112,8 +114,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             complaint = "dropout_p is another name of dropout: pass dropout"
         if complaint is None and dropout and add_bias_kv:
             complaint = (
-                f"dropout is {dropout} and add_bias_kv is True: which weights are dropped follows from positions, which "
-                "the additional key does not have"
+                f"dropout is {dropout} and add_bias_kv is True: which weights are dropped follows from tokens, and "
+                "the additional key is none"
             )
         if complaint is not None:
             self._refuse(complaint)
@@ -150,7 +152,6 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         # The fused path of nn.TransformerEncoderLayer would compute dense attention with the weights of this
         # module. This attribute disables it.
         self._qkv_same_embed_dim = False
-        options["dropout_p"] = self.dropout
         self.attention = RingDilatedAttention(segment_lengths, dilation_rates, **options)
         self.layer_norm = (
             nn.LayerNorm(embed_dim, eps=layer_norm_eps, device=device, dtype=dtype)
@@ -233,21 +234,21 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             key_padding_mask: [batch, tokens] of this shard. Boolean: True means that the key is ignored; or
                 floating point, added to the scores of the key. (A tokenizer's attention_mask is neither: pass
                 ``attention_mask == 0``.) A row without any key gives zeros before ``out_proj``
-                (nn.MultiheadAttention gives NaN). A mask needs three more columns of q and k: embed_dim / num_heads
-                is at most 509 with it.
+                (nn.MultiheadAttention gives NaN). With a mask that leaves holes embed_dim / num_heads is at most 509.
             need_weights: whether to return the attention weights, which computes their whole matrix, in one process.
-                None: True with the dense pattern, else False.
+                None: True with the dense pattern, else False. They are those without dropout and `group_scale`.
             average_attn_weights: whether the returned weights are the mean over the heads.
-            attn_mask: [queries, keys] or [batch x heads, queries, keys], boolean (True: hidden) or floating point
-                (added to the scores). If it is a causal mask, a window or blocks of documents, no matrix is computed;
-                the whole matrix of the sequence can then be passed on every rank of a group, too. Other masks need
-                one process. Inside ``torch.compile`` masks are not looked at: pass `is_causal` where that is meant.
+            attn_mask: [queries, keys] or [batch x heads, queries, keys] of the whole sequence, boolean (True: hidden)
+                or floating point (added to the scores). If it is a causal mask, a window or blocks of documents, and
+                requires no gradient, no matrix is computed; it can then be passed on every rank of a group, too. Other
+                masks need one process. Inside ``torch.compile`` masks are not looked at: pass `is_causal` without a
+                mask where that is meant. A mask on a CUDA device is looked at once, and again after writes that
+                PyTorch counts; it does not count those through ``mask.data`` and of replayed CUDA graphs.
             is_causal: whether the call is causal; no mask is needed. If there is one, both apply. (If queries and keys
-                differ in number, it says that attn_mask is causal, and has no effect. Inside ``torch.compile``
-                attn_mask is ignored with it.)
+                differ in number, it says that attn_mask is causal, and has no effect.)
             n_global: as in :func:`ring_attention`.
             rotary: rotates queries and keys by their positions: the result of :func:`rotary_table` for this shard.
-            dropout_seed: as in :func:`ring_attention`. Returned weights are those without dropout.
+            dropout_seed: as in :func:`ring_attention`.
 
         Returns:
             (output like query, weights or None).
@@ -257,12 +258,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         for name, x in (tensors | {n: x for n, x in masks.items() if x is not None}).items():
             if not isinstance(x, torch.Tensor):
                 self._refuse(f"{name} is a {type(x).__name__}: a torch.Tensor was expected")
-        batched = self._has_batch(query, key, value, key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             given = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask, "rotary": rotary}
+            given["n_global"] = n_global
             return self._forward_nested(
                 query, key, value, need_weights, is_causal, dropout_seed, given
             )
+        batched = self._has_batch(query, key, value, key_padding_mask, attn_mask)
         self_attention = query is key and key is value
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
@@ -288,6 +290,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
+    # Its own report: an attn_mask has been agreed on before.
+    @collective(lambda self, *_, **__: (self.attention.group, self.attention.timeout))
     def _attend(
         self,
         query: torch.Tensor,
@@ -328,7 +332,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
                 shared[name] = x.expand(q.shape[0], -1, -1, -1)
         padding = {"key_padding_mask": key_padding_mask}
         more = {"n_global": n_global, "dropout_seed": dropout_seed, "sinks": sinks}
-        heads = self.attention(q, k, v, **more, **mask, **padding, **shared)
+        # As in nn.MultiheadAttention, the attribute may be set between calls.
+        heads = self.attention(q, k, v, dropout_p=self.dropout, **more, **mask, **padding, **shared)
         out = heads.flatten(-2)
         if self.layer_norm is not None:
             out = self.layer_norm(out)
@@ -352,7 +357,7 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         key_padding_mask: torch.Tensor | None,
         attn_mask: torch.Tensor | None,
     ) -> bool:
-        """Checks numbers of axes, in the words of nn.MultiheadAttention. Returns whether there is a batch axis."""
+        """Checks axes, in the words of nn.MultiheadAttention, and features. Returns whether there is a batch axis."""
         axes = query.dim()
         if axes not in (2, 3):
             self._refuse_axes(
@@ -373,6 +378,13 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             self._refuse_axes(
                 f"{kind} `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor instead"
             )
+        for name, x, features in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if x.size(-1) != features:
+                self._refuse(f"{name} has {x.size(-1)} features: {features} were expected")
         return axes == 3
 
     def _refuse_axes(self, text: str) -> NoReturn:
@@ -390,25 +402,25 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
         group = attention.group
         if mask.dtype != torch.bool and not mask.is_floating_point():
             self._refuse(f"attn_mask is {mask.dtype}: torch.bool or floating point was expected")
+        if mask.is_nested or mask.layout != torch.strided:
+            self._refuse("attn_mask is a nested or sparse tensor: a dense one was expected")
         # In a group the numbers of all tokens are known to all ranks together, so they are compared last.
         tokens, keys = mask.shape[-2:] if group is not None else (query.shape[1], key.shape[1])
-        compiling = torch.compiler.is_compiling()
-        causal = attention.is_causal or (is_causal and tokens == keys)
+        causal = attention.is_causal or (tokens == keys and is_causal)
         self._check_mask_shape(mask, query.shape[0], tokens, keys)
-        if compiling and is_causal:
-            return {"is_causal": True}
-        found = None
-        if not compiling:
-            form = mask_form(mask)
-            found = None if form is None else arguments_of(form, attention.options(), causal)
+        trained = mask.requires_grad and torch.is_grad_enabled()
+        form = None if trained else mask_form(mask)  # whatever the values of a parameter are, it gets its gradient
+        found = None if form is None else arguments_of(form, attention.options(), causal)
+        why = "attn_mask is not a causal mask, a window or blocks of documents"
+        if trained:
+            why = "attn_mask requires a gradient"
+        elif not is_eager((mask,)):
+            why = "attn_mask is not looked at inside torch.compile and torch.func (pass is_causal or window instead)"
         if group is not None:
             if found is None:
                 self._refuse(
-                    "attn_mask cannot be used with a group inside torch.compile: pass is_causal or window"
-                    if compiling
-                    else "attn_mask is not a causal mask, a window or blocks of documents (with segment_lengths: a "
-                    "causal mask or a window), which are all that a group can use: other masks need the scores of all "
-                    "pairs in one process"
+                    f"{why}: a group can use causal masks, windows and blocks of documents only (with segment_lengths: "
+                    "causal masks and windows); others need the scores of all pairs in one process"
                 )
             claims = {"shape of attn_mask": list(mask.shape[-2:])}
             of_ranks = lengths_of_all(
@@ -420,13 +432,17 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             return found
         if attention.mix_gradient == "detached":
             self._refuse(
-                "attn_mask is not a causal mask, a window or blocks of documents, which are all that mix_gradient "
-                "'detached' can use: other masks are computed for all branches as one"
+                f"{why}: mix_gradient 'detached' can use causal masks, windows and blocks of documents only; others "
+                "are computed for all branches as one"
             )
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, -torch.inf)
         if mask.dim() == 3:
             mask = mask.unflatten(0, (query.shape[0], self.num_heads))
+        if not isinstance(attention.placement, str):  # attn_bias is in the order of query and key
+            for dim, n in ((-2, tokens), (-1, keys)):
+                order = token_ranges(attention.placement, n)
+                mask = mask.index_select(dim, tokens_of(order, mask.device))
         return {"is_causal": causal, "attn_bias": mask}
 
     def _check_mask_shape(
@@ -458,12 +474,17 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
             given.append("need_weights")
         if attention.group is not None:
             given.append("a group")
+        if not isinstance(attention.placement, str):
+            given.append("a Placement")
         if given:
             self._refuse(
                 f"nested tensors cannot be used with {given[0]}: pass a padded tensor and a key_padding_mask"
             )
         if not (query.is_nested and key.is_nested and value.is_nested):
             self._refuse("query, key and value: three nested tensors or none were expected")
+        if query.size(0) == 0:
+            self._refuse("query is a nested tensor of no sequences: at least one was expected")
+        self._has_batch(query, key, value, None, None)
         packed: dict[int, torch.Tensor] = {}
         lengths = []
         for x in (query, key, value):
@@ -492,6 +513,8 @@ class RingMultiheadDilatedAttention(nn.MultiheadAttention):
 
     def _check_rotary(self, rotary: tuple[torch.Tensor, torch.Tensor], tokens: int) -> None:
         shape = (tokens, 1, self.head_dim // 2)
+        if not isinstance(rotary, (tuple, list)) or not all(isinstance(x, torch.Tensor) for x in rotary):
+            self._refuse(f"rotary is {rotary!r}: a pair of tensors was expected, from rotary_table")
         if tuple(x.shape for x in rotary) != (shape, shape):
             self._refuse(
                 f"rotary has shapes {[list(x.shape) for x in rotary]}: two of {list(shape)} were expected, from "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 import annulus
@@ -16,6 +17,8 @@ from annulus import ConfigError, OutOfMemory, monitor
 from annulus.torch import _fast_path
 from annulus.torch._config import DOCUMENTS, Call, Config, branches_of, call_of, config_of, pattern_of
 from annulus.torch._memory import LOG, with_room
+from annulus.torch._options import whole_complaint
+from annulus.torch._placements import token_ranges, tokens_of
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring import _registry
 from annulus.torch.ring._errors import report_errors_to_ranks
@@ -34,16 +37,16 @@ def _result_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _gradients_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gradients_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(map(_result_like, tensors))
 
 
-def _dsinks_like(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def dsinks_like(q: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Memory for the gradient of sinks; empty: there are none."""
     return q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-def _results_like(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def results_like(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for o and lse."""
     batch, tokens, heads, _ = q.shape
     # Not new_empty(q.shape[:3]), which takes twice the time.
@@ -86,7 +89,7 @@ def _whole_pattern(c: Config, q: torch.Tensor, k: torch.Tensor) -> annulus.Patte
     return pattern_of(c, q.shape[2], q.shape[1], k.shape[1])
 
 
-def _one_side_is_empty(c: Config, q: torch.Tensor, k: torch.Tensor) -> bool:
+def one_side_is_empty(c: Config, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether there are queries without keys, or keys without queries, in one process."""
     return c.group is None and (q.shape[1] == 0) != (k.shape[1] == 0)
 
@@ -100,8 +103,24 @@ def _rows_without_keys(
     return o.copy_(rows[:, None].expand_as(o)), lse.copy_((sinks + rows).expand_as(lse))
 
 
+def _rows_of_tokens(c: Config, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of q and of k in the order of their tokens, in one process."""
+    at, of_keys = (tokens_of(token_ranges(c.placement, x.shape[1]), x.device).argsort() for x in (q, k))
+    return at, of_keys
+
+
+def _ordered(x: torch.Tensor, rows: torch.Tensor) -> np.ndarray:
+    return x[:, rows].cpu().numpy()
+
+
 def _number(seed: torch.Tensor | None) -> int | None:
-    return None if seed is None else int(seed)
+    if seed is None:
+        return None
+    number = int(seed)
+    complaint = whole_complaint("dropout_seed", number)  # compiled code could not read it before
+    if complaint is not None:
+        raise ConfigError(f"ring_attention: {complaint}")
+    return number
 
 
 def _reference_options(
@@ -112,12 +131,12 @@ def _reference_options(
         "scale": c.scale,
         "softcap": c.softcap,
         "dropout_p": c.dropout_p,
-        "dropout_seed": 0 if seed is None else int(seed),
+        "dropout_seed": _number(seed) or 0,
         "sinks": None if sinks is None else sinks.cpu().contiguous().numpy(),
     }
 
 
-def _errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
+def errors_of_all(c: Config) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if c.group is None else report_errors_to_ranks(c.group, c.timeout)
 
 
@@ -135,14 +154,14 @@ def _with_recovery(
     try:
         if c.group is None:
             return compute(call, tensors, others)
-        with _errors_of_all(c):
+        with errors_of_all(c):
             return compute(call, tensors, others)
     except OutOfMemory:
         if not c.allow_half or tensors[0].dtype != torch.float32:
             raise
     monitor.record("recovery", "half precision", rank=rank_in(c.group))
     LOG.warning("ring_attention: memory ran out: float32 is computed in bfloat16, as allow_half says")
-    with _errors_of_all(c):
+    with errors_of_all(c):
         half = [with_room(x.to, torch.bfloat16) for x in tensors]
         results = compute(call_of(c, half[0], half[1]), half, others)
     return tuple(x.to(torch.float32) for x in results)
@@ -155,18 +174,19 @@ def _forward(
     q, k, v = tensors
     sinks, seed = others
     c = call.config
-    o, lse = with_room(_results_like, q)
-    if _one_side_is_empty(c, q, k):
+    o, lse = with_room(results_like, q)
+    if one_side_is_empty(c, q, k):
         return _rows_without_keys(o, lse, sinks)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
+            at, of_keys = _rows_of_tokens(c, q, k)
             o64, lse64 = annulus.reference_forward(
-                *(x.cpu().numpy() for x in tensors),
+                *(_ordered(x, rows) for x, rows in zip(tensors, (at, of_keys, of_keys))),
                 _whole_pattern(c, q, k),
                 **_reference_options(c, sinks, seed),
             )
-            o.copy_(torch.from_numpy(o64))
-            lse.copy_(torch.from_numpy(lse64))
+            o[:, at] = torch.from_numpy(o64).to(o)
+            lse[:, at] = torch.from_numpy(lse64).to(lse)
         return o, lse
     states: tuple[torch.Tensor, ...] = ()
 
@@ -177,7 +197,13 @@ def _forward(
             states = with_room(_states, q, executor.branch_state_rows)
             state = executor.make_branch_state(o=states[0], lse=states[1])
         inputs = (_readable(q), _readable(k), _readable(v))
-        executor.forward(*inputs, o, lse, state, sinks=sinks, dropout_seed=_number(seed))
+        executor.forward(
+            *(*inputs, o, lse, state),
+            sinks=sinks,
+            dropout_seed=_number(seed),
+            dropout_seed_of_rank_0=c.draws_seed,
+            claims=c.claims_text,
+        )
 
     _registry.run("forward", call, q, k, body)
     return o, lse, *states
@@ -190,24 +216,27 @@ def _backward(
     q, k, v, o, grad, *state_o = tensors
     sinks, seed, lse, *state_lse = others
     c = call.config
-    grads = with_room(_gradients_like, q, k, v)
+    grads = with_room(gradients_like, q, k, v)
     dsinks = None
     if sinks is not None:
-        dsinks = with_room(_dsinks_like, q, sinks)
+        dsinks = with_room(dsinks_like, q, sinks)
         grads += (dsinks,)
-    if _one_side_is_empty(c, q, k):
+    if one_side_is_empty(c, q, k):
         return tuple(g.zero_() for g in grads)
     if q.dtype == torch.float64:
         if q.shape[0] * q.shape[1] > 0:
-            arrays = [x.cpu().numpy() for x in (q, k, v, grad)]
+            at, of_keys = _rows_of_tokens(c, q, k)
+            order = (at, of_keys, of_keys, at)
             exact = annulus.reference_backward(
-                *arrays,
+                *(_ordered(x, rows) for x, rows in zip((q, k, v, grad), order)),
                 _whole_pattern(c, q, k),
                 mix_gradient=c.mix_gradient,
                 **_reference_options(c, sinks, seed),
             )
-            for g, e in zip(grads, exact):
-                g.copy_(torch.from_numpy(e))
+            for g, e, rows in zip(grads[:3], exact, order):
+                g[:, rows] = torch.from_numpy(e).to(g)
+            if dsinks is not None:
+                dsinks.copy_(torch.from_numpy(exact[3]))
         elif dsinks is not None:
             dsinks.zero_()
         return grads
@@ -222,6 +251,8 @@ def _backward(
             sinks=sinks,
             dsinks=dsinks,
             dropout_seed=_number(seed),
+            dropout_seed_of_rank_0=c.draws_seed,
+            claims=c.claims_text,
         )
         return True
 
@@ -230,7 +261,7 @@ def _backward(
     return grads
 
 
-def _attended(
+def attended(
     call: Call,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -250,11 +281,11 @@ def _attend(
     seed: torch.Tensor | None,
     config: str,
 ) -> tuple[torch.Tensor, ...]:
-    o, lse, *states = _attended(call_of(config_of(config), q, k), q, k, v, sinks, seed)
+    o, lse, *states = attended(call_of(config_of(config), q, k), q, k, v, sinks, seed)
     return o, lse, *(states or _states(q, 0))
 
 
-def _gradients(
+def gradients_of(
     call: Call, saved: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k, v and sinks, if there are any, given the tensors that _save keeps and the gradient of o."""
@@ -265,8 +296,8 @@ def _gradients(
 
 def _attend_backward(*arguments: torch.Tensor | str) -> tuple[torch.Tensor, ...]:
     *saved, grad, config = arguments
-    grads = _gradients(call_of(config_of(config), saved[0], saved[1]), saved, grad)
-    return grads if len(grads) == 4 else (*grads, _dsinks_like(grad, None))
+    grads = gradients_of(call_of(config_of(config), saved[0], saved[1]), saved, grad)
+    return grads if len(grads) == 4 else (*grads, dsinks_like(grad, None))
 
 
 _attend_operator = torch.library.custom_op(
@@ -310,7 +341,7 @@ def _(
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, *_: object
 ) -> tuple[torch.Tensor, ...]:
-    return *_gradients_like(q, k, v), _dsinks_like(q, sinks)
+    return *gradients_like(q, k, v), dsinks_like(q, sinks)
 
 
 def _save(ctx, inputs: tuple, output: tuple, call: Call | None = None) -> None:
@@ -322,19 +353,23 @@ def _save(ctx, inputs: tuple, output: tuple, call: Call | None = None) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
-    if grad is None:
-        return (None,) * 6
-    # Autograd checks dtype, device and shape. A sparse gradient would fail in PyTorch for want of a kernel.
+def refuse_sparse_gradient(grad: torch.Tensor, config: str) -> None:
+    """Autograd checks dtype, device and shape. A sparse gradient would fail in PyTorch for want of a kernel."""
     if grad.layout != torch.strided:
-        with _errors_of_all(config_of(ctx.config)):
+        with errors_of_all(config_of(config)):
             raise ConfigError(
                 f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
             )
+
+
+def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
+    if grad is None:
+        return (None,) * 6
+    refuse_sparse_gradient(grad, ctx.config)
     saved = ctx.saved_tensors
     q, k, v, sinks = saved[:4]
     if not torch.is_grad_enabled() and _fast_path.only_autograd_active(q, k, v, grad):
-        grads = _gradients(ctx.call or call_of(config_of(ctx.config), q, k), saved, grad)
+        grads = gradients_of(ctx.call or call_of(config_of(ctx.config), q, k), saved, grad)
     else:
         states = _states(q, 0) if len(saved) == 7 else ()  # the operator takes states, also if there are none
         grads = torch.ops.annulus.attend_backward(*saved, *states, grad, ctx.config)
@@ -357,20 +392,20 @@ class _Attention(torch.autograd.Function):
         seed: torch.Tensor | None,
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, *states = _attended(call, q, k, v, sinks, seed)
+        o, lse, *states = attended(call, q, k, v, sinks, seed)
         _save(ctx, (q, k, v, sinks, seed, call.config.text), (o, lse, *states), call)
         return o, lse
 
     backward = staticmethod(_differentiate)
 
 
-def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
+def refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
     raise NotImplementedError(
         "annulus: ring_attention has no second derivative; its gradient cannot be differentiated again"
     )
 
 
-_attend_backward_operator.register_autograd(_refuse_second_derivative)
+_attend_backward_operator.register_autograd(refuse_second_derivative)
 
 
 def attend(
@@ -397,5 +432,5 @@ def attend_directly(
     """o and lse without the operator: only autograd sees the call."""
     if call.config.backward:
         return _Attention.apply(q, k, v, sinks, seed, call)
-    o, lse, *_ = _attended(call, q, k, v, sinks, seed)
+    o, lse, *_ = attended(call, q, k, v, sinks, seed)
     return o, lse

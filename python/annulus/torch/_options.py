@@ -46,9 +46,15 @@ OPTIONS = OF_EXECUTORS | OF_CALLS
 DEFAULTS = {name: o["default"] for name, o in OPTIONS.items()}
 # These may differ between ranks: how long a rank waits, its name of the group, how much memory it has.
 OF_ONE_RANK = {"group", "timeout"} | {n for n, o in OPTIONS.items() if o["shared"] == "own"}
-# The name of the mask claim: if it differs, only that is reported, because other differences follow from it.
-MASKED = "whether there is a key_padding_mask"
+# What the ranks say of their key_padding_mask. If it differs, only that is reported, because other differences follow.
+PADDING = "key_padding_mask"
+NO_MASK = "none"
+UNREAD_MASK = "given, but not read"  # it is columns of q and k, as it is with holes
+HOLES = "given, with holes"
+NEW_MASK = "given, and new"  # what it leaves, is known later: HOLES, or a text for each set of ranges
+MOST_HEAD_DIM = next(o["most"] for o in ring_options() if o["name"] == "head_dim")
 MOST_NUMBER = 3.4e38  # the range of fp32
+_LEAST_SOFTCAP = 1e-6  # scores are divided by it in fp32
 _MOST_SECONDS = 1e9  # the range of C++ clocks
 _MOST_WHOLE = 2**63 - 1  # the range of int64
 
@@ -164,8 +170,10 @@ def option_complaint(name: str, value: object) -> str | None:
         return None
     if name == "dropout_p":
         return dropout_complaint(name, value)
-    if name == "softcap" and _is_finite(value) and float(value) == 0:  # none
-        return None
+    if name == "softcap" and _is_finite(value) and not float(value) >= _LEAST_SOFTCAP:
+        if float(value) == 0:  # none
+            return None
+        return f"{name} is {value!r}: 0 (none) or a number from {_LEAST_SOFTCAP:g} on was expected"
     return number_complaint(name, value, MOST_NUMBER)
 
 
@@ -236,7 +244,7 @@ def whole_numbers(name: str, values: object, *, one: bool = False) -> object:
 
 
 def each_number(values: Iterable) -> Iterator:
-    """The numbers of a tuple from whole_numbers."""
+    """The numbers of a tuple from whole_numbers, or the values of any tuple of tuples."""
     for x in values:
         if isinstance(x, tuple):
             yield from each_number(x)

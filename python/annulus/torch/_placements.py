@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import torch
+
 from annulus import ConfigError, Placement
 
 PLACEMENTS = ("contiguous", "zigzag", "striped", "hilbert")
@@ -48,6 +50,18 @@ def placement_of_tokens(placement: str | Placement, tokens: int, ranks: int) -> 
             f"{ranks} ranks"
         )
     return placement
+
+
+@torch.compiler.assume_constant_result
+def token_ranges(placement: str | Placement, tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """The tokens of a sequence in the order in which one process without a group passes them: (start, stop, step)."""
+    if isinstance(placement, str):  # named placements keep the order of the sequence in one process
+        return ((0, tokens, 1),)
+    return tuple((r.start, r.stop, r.step) for r in placement_of_tokens(placement, tokens, 1).ranges(0))
+
+
+def tokens_of(ranges: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(*r, device=device) for r in ranges])
 
 
 def placement_of_lengths(

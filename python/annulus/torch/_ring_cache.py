@@ -21,6 +21,9 @@ class RingCache:
     gets all results, with the same bits. With one, a rank passes the rows that it gives to it, and gets the
     results of its own queries.
 
+    A cache over a group has connections of its own: close it on every rank when it is not needed any more, by
+    :meth:`close` or by ``with``. A cache that is dropped may end the last call of a rank that is behind.
+
     There are no gradients: tensors that require them are refused, unless gradients are off (`torch.no_grad()`,
     `torch.inference_mode()`).
 
@@ -58,13 +61,13 @@ class RingCache:
         block: int = 128,
         timeout: float | None = None,
     ):
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         if group is None:
             self._transport = annulus.make_in_process_ring(1)[0]
         else:
             self._transport = ProcessGroupTransport(group, timeout)
+        if str(device) == "cuda" and torch.cuda.is_available():
+            device = f"cuda:{torch.cuda.current_device()}"
+        # What is wrong with an argument, all ranks hear from here.
         self._core = annulus.RingCache(
             self._transport,
             batch=batch,
@@ -137,6 +140,19 @@ class RingCache:
     def copy_entry(self, source: int, target: int) -> None:
         """Entry `target` becomes a copy of `source`, for beams. Sends nothing; every rank must do the same."""
         self._core.copy_entry(source, target)
+
+    def close(self) -> None:
+        """Frees the keys and values, and closes the connections after the other ranks have received what this one has
+        sent. Every rank closes its cache. Idempotent; also done by ``with``."""
+        self._core.close()
+        if isinstance(self._transport, ProcessGroupTransport):
+            self._transport.close()
+
+    def __enter__(self) -> RingCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def lengths(self) -> list[int]:

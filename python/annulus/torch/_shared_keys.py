@@ -8,19 +8,24 @@ of the shared keys. Backward of both parts takes O' and L', so that exp(score - 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from annulus import ConfigError
 from annulus.torch._config import call_of, config_of
+from annulus.torch._memory import with_room
 from annulus.torch._operator import (
-    _attended,
-    _errors_of_all,
-    _gradients,
-    _gradients_like,
-    _one_side_is_empty,
-    _results_like,
+    attended,
+    dsinks_like,
+    errors_of_all,
+    gradients_like,
+    gradients_of,
+    one_side_is_empty,
+    refuse_second_derivative,
+    refuse_sparse_gradient,
+    results_like,
 )
 from annulus.torch._tensor_checks import DEVICES
 from annulus.torch.ring._messages import exchange
+from annulus.torch.ring._process_groups import rank_in
 from annulus.torch.ring._registry import ring_of_group
 
 GRADIENTS = ("whole", "own")
@@ -56,8 +61,8 @@ def shared_complaint(
         )
     if drops:
         return (
-            "shared_k cannot be used with dropout_p: which weights are dropped follows from positions, which shared keys "
-            "do not have"
+            "shared_k cannot be used with dropout_p: which weights are dropped follows from the tokens of the sequence, "
+            "and shared keys are none"
         )
     return None
 
@@ -73,20 +78,30 @@ def _merged(
     return o.copy_(result), whole
 
 
-def _sums_over_ranks(group: str, timeout: float | None, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The sum of each tensor over the ranks, added in fp32 in the order of the ranks: the same bits on all ranks."""
-    own = torch.stack([x.to(torch.float32) for x in parts])
+def _parts_of_ranks(group: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Memory for these tensors of every rank, in fp32, that has those of this rank."""
+    ranks = dist.distributed_c10d._resolve_process_group(group).size()
+    of_ranks = parts[0].new_empty((ranks, len(parts), *parts[0].shape), dtype=torch.float32)
+    for own, part in zip(of_ranks[rank_in(group)], parts):
+        own.copy_(part)
+    return of_ranks
+
+
+def _add_over_ranks(
+    group: str, timeout: float | None, of_ranks: torch.Tensor, results: list[torch.Tensor]
+) -> None:
+    """Writes the sum over the ranks, added in the order of the ranks: the same bits on all ranks."""
     with ring_of_group(group, timeout) as ring:
         ring.set_timeout(timeout)
-        transport = ring.transport
-        ranks, rank = transport.size(), transport.rank()
-        of_ranks = [own if r == rank else torch.empty_like(own) for r in range(ranks)]
-        others = [r for r in range(ranks) if r != rank]
-        exchange(transport, [(r, own) for r in others], [(r, of_ranks[r]) for r in others])
-    total = of_ranks[0].clone()
+        rank = ring.transport.rank()
+        others = [r for r in range(len(of_ranks)) if r != rank]
+        own = of_ranks[rank]
+        exchange(ring.transport, [(r, own) for r in others], [(r, of_ranks[r]) for r in others])
+    total = of_ranks[0]
     for x in of_ranks[1:]:
         total += x
-    return tuple(x.to(part.dtype, copy=True) for x, part in zip(total, parts))
+    for result, x in zip(results, total):
+        result.copy_(x)
 
 
 def _forward(
@@ -98,14 +113,13 @@ def _forward(
     shared_v: torch.Tensor,
     config: str,
     shared_config: str,
-    gradients: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     call = call_of(config_of(config), q, k)
     # First, so that the other ranks hear of its errors before rows move.
-    with _errors_of_all(call.config):
+    with errors_of_all(call.config):
         shared_call = call_of(config_of(shared_config), q, shared_k)
-        other, other_lse = _attended(shared_call, q, shared_k, shared_v, None, None)[:2]
-    o, lse = _attended(call, q, k, v, sinks, None)[:2]
+        other, other_lse = attended(shared_call, q, shared_k, shared_v, None, None)[:2]
+    o, lse = attended(call, q, k, v, sinks, None)[:2]
     return _merged(o, lse, other, other_lse)
 
 
@@ -121,24 +135,25 @@ def _backward(
     grad: torch.Tensor,
     config: str,
     shared_config: str,
-    gradients: str,
 ) -> tuple[torch.Tensor, ...]:
     call = call_of(config_of(config), q, k)
     c = call.config
     # Without keys in the sequence nothing is computed for it, and the gradient of sinks is computed with shared keys.
-    lone = _one_side_is_empty(c, q, k)
+    lone = one_side_is_empty(c, q, k)
     of_sequence, of_shared = (None, sinks) if lone else (sinks, None)
-    with _errors_of_all(c):
+    with errors_of_all(c):
         shared_call = call_of(config_of(shared_config), q, shared_k)
         saved = (q, shared_k, shared_v, of_shared, None, o, lse)
-        other_dq, *shared_grads = _gradients(shared_call, saved, grad)
-    dq, dk, dv, *dsinks = _gradients(call, (q, k, v, of_sequence, None, o, lse), grad)
+        other_dq, *shared_grads = gradients_of(shared_call, saved, grad)
+        # Before the pass, whose agreement tells the other ranks of a lack of memory.
+        whole = c.group is not None and c.shared_gradient == "whole"
+        of_ranks = with_room(_parts_of_ranks, c.group, shared_grads) if whole else None
+    dq, dk, dv, *dsinks = gradients_of(call, (q, k, v, of_sequence, None, o, lse), grad)
     if lone and sinks is not None:
         dsinks = [shared_grads.pop()]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dq.copy_(dq.to(wide) + other_dq.to(wide))
-    if c.group is not None and gradients == "whole":
-        shared_grads = _sums_over_ranks(c.group, c.timeout, *shared_grads)
+    dq += other_dq  # 16-bit numbers are added in fp32 and rounded once
+    if of_ranks is not None:
+        _add_over_ranks(c.group, c.timeout, of_ranks, shared_grads)
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0), *shared_grads
 
 
@@ -148,21 +163,21 @@ _forward_operator = torch.library.custom_op(
     _forward,
     mutates_args=(),
     device_types=DEVICES,
-    schema=f"({_arguments}str config, str shared_config, str gradients) -> (Tensor, Tensor)",
+    schema=f"({_arguments}str config, str shared_config) -> (Tensor, Tensor)",
 )
 _backward_operator = torch.library.custom_op(
     "annulus::attend_shared_backward",
     _backward,
     mutates_args=(),
     device_types=DEVICES,
-    schema=f"({_arguments}Tensor o, Tensor lse, Tensor grad, str config, str shared_config, str gradients) "
+    schema=f"({_arguments}Tensor o, Tensor lse, Tensor grad, str config, str shared_config) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @_forward_operator.register_fake
 def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return _results_like(q)
+    return results_like(q)
 
 
 @_backward_operator.register_fake
@@ -175,12 +190,11 @@ def _(
     shared_v: torch.Tensor,
     *_: object,
 ) -> tuple[torch.Tensor, ...]:
-    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return *_gradients_like(q, k, v), dsinks, *_gradients_like(shared_k, shared_v)
+    return *gradients_like(q, k, v), dsinks_like(q, sinks), *gradients_like(shared_k, shared_v)
 
 
 def _save(ctx, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.config, ctx.shared_config, ctx.gradients = inputs
+    *tensors, ctx.config, ctx.shared_config = inputs
     o, lse = output
     ctx.save_for_backward(*tensors, o, lse)
     ctx.mark_non_differentiable(lse)
@@ -188,30 +202,20 @@ def _save(ctx, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(ctx, grad: torch.Tensor | None, *_: None) -> tuple:
-    texts = ctx.config, ctx.shared_config, ctx.gradients
+    texts = ctx.config, ctx.shared_config
     if grad is None:
-        return (None,) * 9
-    if grad.layout != torch.strided:
-        with _errors_of_all(config_of(ctx.config)):
-            raise ConfigError(
-                f"ring_attention: the gradient of the output is a {grad.layout} tensor: a dense one was expected"
-            )
+        return (None,) * 8
+    refuse_sparse_gradient(grad, ctx.config)
     saved = ctx.saved_tensors
     dq, dk, dv, dsinks, *shared_grads = torch.ops.annulus.attend_shared_backward(*saved, grad, *texts)
-    return dq, dk, dv, None if saved[3] is None else dsinks, *shared_grads, None, None, None
-
-
-def _refuse_second_derivative(ctx, *_: torch.Tensor | None) -> tuple:
-    raise NotImplementedError(
-        "annulus: ring_attention has no second derivative; its gradient cannot be differentiated again"
-    )
+    return dq, dk, dv, None if saved[3] is None else dsinks, *shared_grads, None, None
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_save)
-_backward_operator.register_autograd(_refuse_second_derivative)
+_backward_operator.register_autograd(refuse_second_derivative)
 
 
 def attend_shared(*arguments: torch.Tensor | str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse. The arguments are q, k, v, sinks, shared_k, shared_v, the texts of the Configs of the sequence and of
-    the shared keys, and which gradients shared keys get: one of GRADIENTS."""
+    """o and lse. The arguments are q, k, v, sinks, shared_k, shared_v, and the texts of the Configs of the sequence and of
+    the shared keys."""
     return torch.ops.annulus.attend_shared(*arguments)

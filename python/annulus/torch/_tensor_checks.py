@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import annulus
-from annulus.torch._options import whole_complaint
+from annulus.torch._options import MOST_HEAD_DIM, whole_complaint
 
 DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +74,13 @@ def tensor_complaint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: o
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: equal shapes were expected, except "
             "that k and v may have fewer heads and another number of tokens"
         )
-    if q.dtype == torch.float64:
+    heads, head_dim = q.shape[2:]
+    if k.shape[2] == 0 or heads % k.shape[2] != 0:
+        return f"k has {k.shape[2]} heads, expected a divisor of q's {heads}"
+    exact = q.dtype == torch.float64
+    if head_dim == 0 or (head_dim > MOST_HEAD_DIM and not exact):
+        return f"head_dim is {head_dim}, expected 1 to {MOST_HEAD_DIM}"
+    if exact:
         if group is not None:
             return "q is float64, which runs in one process only: use float32 with a group"
     elif q.dtype not in DTYPES:

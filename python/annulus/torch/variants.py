@@ -60,13 +60,15 @@ class _Variant(RingDilatedAttention):
         is_causal: bool | None = None,
         attention_mask: None = None,
         n_global: int | None = None,
+        dropout_seed: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As :meth:`RingDilatedAttention.forward`. An `attention_mask` is an error: pass `is_causal`."""
         if attention_mask is not None:
             raise ConfigError(
                 f"{type(self).__name__}: attention_mask is not supported: pass is_causal=True for a causal mask"
             )
-        return super().forward(query, key, value, is_causal=is_causal, n_global=n_global)
+        options = {"is_causal": is_causal, "n_global": n_global, "dropout_seed": dropout_seed}
+        return super().forward(query, key, value, **options)
 
 
 class RingDilatedAttentionV2Collective(_Variant):

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "annulus/half.h"
+#include "core/thread_pool.h"
 #include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/large_lse.h"
@@ -49,23 +50,26 @@ HWY_POP_ATTRIBUTES
 namespace annulus::cpu {
 namespace {
 
+const Kernels* other_dtypes = nullptr;
+
 void forward_by_dtype(const Problem& problem, const ForwardTask& task,
                       std::span<std::byte> scratch) {
   using namespace n_avx512_bf16;
   return problem.dtype == DType::bf16 ? forward<MultiplyBf16>(problem, task, scratch)
-                                      : forward<MultiplyF32>(problem, task, scratch);
+                                      : other_dtypes->forward(problem, task, scratch);
 }
 
 void backward_by_dtype(const Problem& problem, const BackwardTask& task,
                        std::span<std::byte> scratch) {
   using namespace n_avx512_bf16;
   return problem.dtype == DType::bf16 ? backward<MultiplyBf16>(problem, task, scratch)
-                                      : backward<MultiplyF32>(problem, task, scratch);
+                                      : other_dtypes->backward(problem, task, scratch);
 }
 
 }  // namespace
 
-std::vector<Implementation> avx512_bf16_implementations() {
+std::vector<Implementation> avx512_bf16_implementations(const Kernels& others) {
+  other_dtypes = &others;
   static const Kernels kernels{"avx512_bf16",
                                true,
                                &forward_by_dtype,
@@ -87,7 +91,7 @@ std::vector<Implementation> avx512_bf16_implementations() {
 #else
 
 namespace annulus::cpu {
-std::vector<Implementation> avx512_bf16_implementations() { return {}; }
+std::vector<Implementation> avx512_bf16_implementations(const Kernels&) { return {}; }
 }  // namespace annulus::cpu
 
 #endif

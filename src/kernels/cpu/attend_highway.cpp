@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "annulus/half.h"
+#include "core/thread_pool.h"
 #include "kernels/cpu/implementations.h"
 #include "kernels/cpu/kernel.h"
 #include "kernels/cpu/large_lse.h"

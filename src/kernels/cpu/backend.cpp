@@ -131,7 +131,8 @@ class CpuBackend final : public Backend {
     return std::make_unique<CpuEngine>(computation, forward, backward, kernels_, pool_);
   }
   [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
-                                                     std::vector<ParcelCopy> copies) override {
+                                                     std::vector<ParcelCopy> copies,
+                                                     Queue&) override {
     return std::make_unique<CpuCopies>(layout, std::move(copies));
   }
 

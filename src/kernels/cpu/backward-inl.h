@@ -14,13 +14,17 @@ class Backward {
   static constexpr int kPanelElements = kPanel / M::kPack;
   static constexpr int kTiles = kGradBlock / kRows;
   static constexpr int kPanels = (kGradBlock + kPanel - 1) / kPanel;
+  static constexpr int kChunk = max_key_chunk(kFd != 0 ? kFd : kLd - kRowPadding, kFd == 0);
+  // K, V, dK and dV of a chunk, seven arrays of a block of queries, and half a MiB for the rest.
+  static_assert((4 * kChunk + 7 * kGradBlock) * kLd * sizeof(float) + (std::size_t{512} << 10) <=
+                ThreadPool::kScratchBytes);
 
  public:
   static void run(const Problem& problem, const BackwardTask& task,
                   std::span<std::byte> scratch_bytes) {
     Backward self(problem, task, scratch_bytes);
     RowStream keys(task.keys, task.key_begin, task.key_end,
-                   {task.canonical_keys, task.key_gap, self.chunk_});
+                   {task.canonical_keys, task.key_gap, kChunk});
     while (keys.remaining() > 0) {
       self.load_keys(keys);
       RowStream queries(task.queries, task.query_begin, task.query_end,
@@ -39,13 +43,12 @@ class Backward {
       : problem_(problem),
         task_(task),
         padded_dim_(padded_dim(head_dim())),
-        chunk_(max_key_chunk(head_dim())),
         softcap_(problem),
         dropout_(problem.dropout, task.dropout),
         query_factor_(M::kPack == 1 ? problem.scale * kLog2E : 1.0F),
         score_factor_(softcap_.score_factor(M::kPack == 1 ? 1.0F : problem.scale * kLog2E)) {
     Scratch scratch(scratch_bytes);
-    const auto keys = static_cast<std::size_t>(chunk_);
+    const auto keys = static_cast<std::size_t>(kChunk);
     key_refs_ = scratch.take<RowStream::Ref>(keys);
     key_index_ = scratch.take<std::int32_t>(keys);
     key_repeats_ = scratch.take<std::int32_t>(keys);
@@ -85,7 +88,7 @@ class Backward {
   [[nodiscard]] HWY_INLINE int score_dim() const { return score_dim_of(head_dim()); }
 
   void load_keys(RowStream& stream) {
-    const int count = stream.take(chunk_, key_refs_);
+    const int count = stream.take(kChunk, key_refs_);
     key_count_ = count;
     key_rows_ = (count + kKeyAlign - 1) / kKeyAlign * kKeyAlign;
     keys_finite_ = Packer<M, kLd>::pack(problem_.dtype, key_refs_, kKey, count, key_rows_, 1.0F,
@@ -476,7 +479,6 @@ class Backward {
   const Problem& problem_;
   const BackwardTask& task_;
   int padded_dim_;
-  int chunk_;
   Softcap<M> softcap_;
   Dropout dropout_;
   float query_factor_;
@@ -527,8 +529,10 @@ class Backward {
 
 template <class M, bool kModified>
 void backward_as(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
-  if (problem.head_dim == 64) return Backward<M, 64, 64, kModified>::run(problem, task, scratch);
-  if (problem.head_dim == 128) return Backward<M, 128, 128, kModified>::run(problem, task, scratch);
+  if constexpr (!kModified) {
+    if (problem.head_dim == 64) return Backward<M, 64, 64, false>::run(problem, task, scratch);
+    if (problem.head_dim == 128) return Backward<M, 128, 128, false>::run(problem, task, scratch);
+  }
   if (problem.head_dim <= kMediumHeadDim)
     return Backward<M, packed_dim(kMediumHeadDim), 0, kModified>::run(problem, task, scratch);
   return Backward<M, packed_dim(kMaxHeadDim), 0, kModified>::run(problem, task, scratch);
@@ -536,8 +540,10 @@ void backward_as(const Problem& problem, const BackwardTask& task, std::span<std
 
 template <class M>
 void backward(const Problem& problem, const BackwardTask& task, std::span<std::byte> scratch) {
-  return problem.caps_or_drops() ? backward_as<M, true>(problem, task, scratch)
-                                 : backward_as<M, false>(problem, task, scratch);
+  if constexpr (!kOnlyGeneral) {
+    if (!problem.caps_or_drops()) return backward_as<M, false>(problem, task, scratch);
+  }
+  return backward_as<M, true>(problem, task, scratch);
 }
 
 }  // namespace annulus::cpu::ANNULUS_ISA

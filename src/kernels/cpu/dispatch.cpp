@@ -16,20 +16,19 @@ namespace {
 
 const std::vector<Implementation>& implementations() {
   static const std::vector<Implementation> all = [] {
-    std::vector<Implementation> out = avx512_bf16_implementations();
-    for (const Implementation& implementation : highway_implementations())
-      out.push_back(implementation);
-    // CPUs with tiles are slow at other bf16 products (preference.cpp), so what does not run on
-    // tiles uses fp32.
+    std::vector<Implementation> out = highway_implementations();
     const auto others = std::find_if(out.begin(), out.end(), [](const Implementation& i) {
       return std::string_view(i.kernels->name) == "avx512";
     });
     if (others == out.end()) return out;
+    // bf16 of their own. CPUs with tiles are slow at other bf16 products (preference.cpp), so what
+    // does not run on tiles uses fp32, too.
     const Kernels& rest = *others->kernels;
-    std::vector<Implementation> tiles = amx_bf16_implementations(rest);
-    for (const Implementation& i : amx_bf16_emulated_implementations(rest)) tiles.push_back(i);
-    out.insert(out.begin(), tiles.begin(), tiles.end());
-    return out;
+    std::vector<Implementation> all = amx_bf16_implementations(rest);
+    for (const Implementation& i : amx_bf16_emulated_implementations(rest)) all.push_back(i);
+    for (const Implementation& i : avx512_bf16_implementations(rest)) all.push_back(i);
+    all.insert(all.end(), out.begin(), out.end());
+    return all;
   }();
   return all;
 }

@@ -85,7 +85,7 @@ CpuEngine::StateBytes CpuEngine::needed_state() const {
   return bytes;
 }
 
-void CpuEngine::allocate(const ReceivedRows& received) {
+void CpuEngine::allocate(const ReceivedRows& received, Queue&) {
   received_ = received;
   accumulators_ = allocate_host(state_bytes_.accumulators, "fp32 accumulators");
   packed_ = allocate_host(state_bytes_.packed, "packed keys");

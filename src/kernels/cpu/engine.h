@@ -28,7 +28,7 @@ class CpuEngine final : public Engine {
             std::span<const Stage> backward, const Kernels& kernels,
             std::shared_ptr<ThreadPool> pool);
 
-  void allocate(const ReceivedRows& received) override;
+  void allocate(const ReceivedRows& received, Queue& queue) override;
   [[nodiscard]] std::string kernels() const override { return kernels_.name; }
   [[nodiscard]] std::int64_t state_bytes() const override;
   [[nodiscard]] std::int64_t list_bytes() const override;

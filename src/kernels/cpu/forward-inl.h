@@ -519,8 +519,10 @@ class Forward {
 
 template <class M, bool kModified>
 void forward_as(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
-  if (problem.head_dim == 64) return Forward<M, 64, 64, kModified>::run(problem, task, scratch);
-  if (problem.head_dim == 128) return Forward<M, 128, 128, kModified>::run(problem, task, scratch);
+  if constexpr (!kModified) {
+    if (problem.head_dim == 64) return Forward<M, 64, 64, false>::run(problem, task, scratch);
+    if (problem.head_dim == 128) return Forward<M, 128, 128, false>::run(problem, task, scratch);
+  }
   if (problem.head_dim <= kMediumHeadDim)
     return Forward<M, packed_dim(kMediumHeadDim), 0, kModified>::run(problem, task, scratch);
   return Forward<M, packed_dim(kMaxHeadDim), 0, kModified>::run(problem, task, scratch);
@@ -528,8 +530,10 @@ void forward_as(const Problem& problem, const ForwardTask& task, std::span<std::
 
 template <class M>
 void forward(const Problem& problem, const ForwardTask& task, std::span<std::byte> scratch) {
-  return problem.caps_or_drops() ? forward_as<M, true>(problem, task, scratch)
-                                 : forward_as<M, false>(problem, task, scratch);
+  if constexpr (!kOnlyGeneral) {
+    if (!problem.caps_or_drops()) return forward_as<M, false>(problem, task, scratch);
+  }
+  return forward_as<M, true>(problem, task, scratch);
 }
 
 }  // namespace annulus::cpu::ANNULUS_ISA

@@ -24,9 +24,9 @@ inline constexpr const char* kNotThisCpu = "this CPU does not have it";
 [[nodiscard]] std::vector<Implementation> amx_bf16_implementations(const Kernels& others);
 [[nodiscard]] std::vector<Implementation> amx_bf16_emulated_implementations(const Kernels& others);
 
+// The bf16 dot product of AVX512_BF16; likewise.
+[[nodiscard]] std::vector<Implementation> avx512_bf16_implementations(const Kernels& others);
 // Widest first.
-[[nodiscard]] std::vector<Implementation>
-avx512_bf16_implementations();  // empty if it cannot be compiled
 [[nodiscard]] std::vector<Implementation> highway_implementations();
 
 // For kernels. Compiled once, for the baseline instruction set.

@@ -52,10 +52,13 @@ inline constexpr int kQueryBlock = 1024;
 inline constexpr int kKeyBlock = 128;
 inline constexpr int kPackBlock = 256;  // key rows that are packed together (PackTask)
 inline constexpr int kGradBlock = 128;  // queries and keys of a backward block
-// Key rows of one backward task: K, V, dK, dV of a chunk stream from L2/L3 for each query block.
-// About 2 MiB of fp32 (kPackedDim).
-[[nodiscard]] constexpr int max_key_chunk(int head_dim) {
-  return head_dim == 64 ? 2048 : head_dim == 128 ? 1024 : head_dim <= 256 ? 512 : 256;
+// Key rows that backward has in scratch at a time: K, V, dK, dV of a chunk stream from L2/L3 for
+// each query block. About 2 MiB of fp32. `general`: by the kernels for any head dim, whose rows are
+// longer.
+[[nodiscard]] constexpr int max_key_chunk(int head_dim, bool general) {
+  if (!general && head_dim == 64) return 2048;
+  if (!general && head_dim == 128) return 1024;
+  return head_dim <= 256 ? 512 : 256;
 }
 
 struct Problem {
@@ -65,7 +68,8 @@ struct Problem {
   float softcap = 0;
   DropoutRate dropout;
 
-  // Kernels of their own, so that the others do not get slower.
+  // Kernels of their own, so that the others do not get slower. They are general ones for every
+  // head dim: a kernel takes seconds to compile, for each instruction set.
   [[nodiscard]] bool caps_or_drops() const { return softcap != 0 || dropout.drops(); }
 };
 
@@ -111,7 +115,7 @@ struct BackwardTask {
   std::int64_t query_begin = 0;
   std::int64_t query_end = 0;
   std::span<const RowRun> keys;
-  std::int64_t key_begin = 0;  // at most max_key_chunk(head_dim) rows, unless only dQ is computed
+  std::int64_t key_begin = 0;  // quickest with at most max_key_chunk() rows
   std::int64_t key_end = 0;
   bool canonical_keys = false;  // see ForwardTask; then key_begin is 0
   bool canonical_queries = false;

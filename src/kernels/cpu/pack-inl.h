@@ -14,7 +14,8 @@ static_assert(8 % kRows == 0);
 // these that holds them, packed_dim(). They are 32 larger than a power of two, because rows a power
 // of two apart share few cache sets.
 constexpr int kMediumHeadDim = 256;
-constexpr int packed_dim(int most) { return most + 32; }
+constexpr int kRowPadding = 32;
+constexpr int packed_dim(int most) { return most + kRowPadding; }
 
 // Allocates scratch in multiples of 64 bytes. Throws if a task needs more than there is: the next
 // bytes are another thread's scratch.

@@ -25,6 +25,13 @@ constexpr int kRows = 8;
 #endif
 constexpr int kKeyAlign = 8;  // key blocks are padded to this; a multiple of kRows
 
+// One kernel for everything, where nobody looks for speed.
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+constexpr bool kOnlyGeneral = true;
+#else
+constexpr bool kOnlyGeneral = false;
+#endif
+
 #define ANNULUS_PRAGMA(tokens) _Pragma(#tokens)
 #if defined(__clang__)
 #define ANNULUS_UNROLL(n) ANNULUS_PRAGMA(clang loop unroll_count(n))

@@ -54,7 +54,7 @@ class TileBackward {
       : problem_(problem),
         task_(task),
         dims_(kSteps != 0 ? kSteps : (problem.head_dim + 31) / 32),
-        chunk_rows_(max_key_chunk(problem.head_dim)),
+        chunk_rows_(max_key_chunk(problem.head_dim, false)),
         score_factor_(problem.scale * kLog2E) {
     Scratch scratch(scratch_bytes);
     const auto keys = static_cast<std::size_t>(chunk_rows_);

@@ -120,8 +120,9 @@ void Work::add_items(Phase& phase, const std::vector<int>& groups, const Computa
         q_size = std::min<std::int64_t>(kQueryBlock, cut(q_size, kGradBlock, split));
         break;
       case Stage::Kind::key_gradient:
-        k_size = std::min<std::int64_t>(max_key_chunk(computation.head_dim),
-                                        cut(k_size, kGradBlock, split));
+        k_size =
+            std::min<std::int64_t>(max_key_chunk(computation.head_dim, computation.caps_or_drops()),
+                                   cut(k_size, kGradBlock, split));
         break;
     }
     q_size = std::max<std::int64_t>(1, q_size);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 #include <mutex>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "kernels/cuda/cached/cached_rows.h"
 #include "kernels/cuda/device/runtime.h"
 #include "kernels/cuda/device/sharing.h"
+#include "kernels/cuda/device/uploads.h"
 #include "kernels/cuda/engine.h"
 #include "kernels/cuda/families.h"
 #include "kernels/cuda/portable/tiles.h"
@@ -38,7 +40,8 @@ std::string driver_text() {
 
 class CudaCopies final : public CopyProgram {
  public:
-  CudaCopies(const ParcelLayout& layout, const std::vector<ParcelCopy>& copies, int device) {
+  CudaCopies(const ParcelLayout& layout, const std::vector<ParcelCopy>& copies, int device,
+             Uploads& uploads, Queue& queue) {
     std::vector<CopyItem> items;
     for (const ParcelCopy& copy : copies) {
       const std::vector<int>& units = layout.units(copy.parcel);
@@ -75,7 +78,7 @@ class CudaCopies final : public CopyProgram {
     }
     const auto bytes = static_cast<std::int64_t>(items.size() * sizeof(CopyItem));
     memory_ = allocate_reusable(device, bytes, "the table of copies");
-    copy_to_device(device, memory_.data(), items.data(), bytes, "the table of copies");
+    uploads.copy(memory_.data(), std::as_bytes(std::span(items)), "the table of copies", queue);
     params_.items = reinterpret_cast<const CopyItem*>(memory_.data());
   }
 
@@ -94,7 +97,8 @@ class CudaCopies final : public CopyProgram {
 
 class CudaBackend final : public Backend {
  public:
-  explicit CudaBackend(int device) : device_(device), best_(best_family(device)) {}
+  explicit CudaBackend(int device)
+      : device_(device), best_(best_family(device)), uploads_(device) {}
 
   [[nodiscard]] Device device() const override { return {Device::Kind::cuda, device_}; }
   [[nodiscard]] std::string kernels() const override { return best_; }
@@ -109,10 +113,11 @@ class CudaBackend final : public Backend {
     return allocate_reusable(device_, bytes, what);
   }
   [[nodiscard]] Memory allocate_staging(std::int64_t bytes, const char* what) override {
-    return allocate_pinned(device_, bytes, what);
+    return allocate_reusable_pinned(device_, bytes, what);
   }
   [[nodiscard]] std::shared_ptr<Queue> make_queue() override { return make_stream(device_); }
   [[nodiscard]] bool immediate() const override { return false; }
+  [[nodiscard]] bool replaces_in_order() const override { return true; }
   [[nodiscard]] std::shared_ptr<DeviceSharing> sharing() override { return make_sharing(device_); }
 
   [[nodiscard]] std::unique_ptr<Engine> compile(const Computation& computation,
@@ -123,11 +128,13 @@ class CudaBackend final : public Backend {
         std::max(plan.query_placement().tokens(), plan.key_placement().tokens());
     const Families families =
         choose_families(computation, most_indices(*computation.pattern, tokens), device_);
-    return std::make_unique<CudaEngine>(computation, forward, backward, families, device_);
+    return std::make_unique<CudaEngine>(computation, forward, backward, families, device_,
+                                        uploads_);
   }
   [[nodiscard]] std::unique_ptr<CopyProgram> compile(const ParcelLayout& layout,
-                                                     std::vector<ParcelCopy> copies) override {
-    return std::make_unique<CudaCopies>(layout, copies, device_);
+                                                     std::vector<ParcelCopy> copies,
+                                                     Queue& queue) override {
+    return std::make_unique<CudaCopies>(layout, copies, device_, uploads_, queue);
   }
 
   void pack(const CopyProgram& program, std::span<const TensorRows> sections, std::byte* buffer,
@@ -160,6 +167,7 @@ class CudaBackend final : public Backend {
  private:
   int device_;
   std::string best_;
+  Uploads uploads_;
 };
 
 }  // namespace

@@ -52,7 +52,7 @@ CompiledStage compile_stage(const Stage& stage, const Computation& computation, 
   return out;
 }
 
-void CompiledStage::upload(int device_index) {
+void CompiledStage::upload(int device_index, Uploads& uploads, Queue& queue) {
   std::vector<std::byte> bytes;
   const auto append = [&](const auto& list) {
     const std::size_t at = (bytes.size() + 15) / 16 * 16;
@@ -71,7 +71,7 @@ void CompiledStage::upload(int device_index) {
   const std::size_t of_queries = append(tables.later);
   memory =
       allocate_reusable(device_index, static_cast<std::int64_t>(bytes.size()), "tables of tiles");
-  copy_to_device(device_index, memory.data(), bytes.data(), memory.bytes(), "the tables of tiles");
+  uploads.copy(memory.data(), bytes, "the tables of tiles", queue);
   const std::byte* base = memory.data();
   device.runs = reinterpret_cast<const Run*>(base + runs);
   device.groups = reinterpret_cast<const Group*>(base + groups);

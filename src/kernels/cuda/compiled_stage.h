@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "kernels/cuda/device/uploads.h"
 #include "kernels/cuda/families.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/work/tables.h"
@@ -25,7 +26,7 @@ struct CompiledStage {
   const std::uint32_t* later = nullptr;     // ForwardParams::later
   Memory memory;
 
-  void upload(int device_index);
+  void upload(int device_index, Uploads& uploads, Queue& queue);
   // `row_bytes`: of q, k, v and dout.
   void find_rows(const ReceivedRows& received, std::int64_t row_bytes);
 };

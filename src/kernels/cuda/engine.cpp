@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <utility>
 
+#include "annulus/error.h"
 #include "kernels/cuda/device/runtime.h"
 #include "kernels/cuda/portable/kernels.h"
 
@@ -17,10 +19,12 @@ Modifiers modifiers_of(const Computation& computation, const DropoutSeed& seed) 
 }  // namespace
 
 CudaEngine::CudaEngine(const Computation& computation, std::span<const Stage> forward,
-                       std::span<const Stage> backward, const Families& families, int device)
+                       std::span<const Stage> backward, const Families& families, int device,
+                       Uploads& uploads)
     : computation_(computation),
       families_(families),
       device_(device),
+      uploads_(uploads),
       stages_(backward.begin(), backward.end()) {
   for (const Stage& stage : forward) {
     forward_.push_back(compile_stage(stage, computation_, Side::queries, families_.forward.tile,
@@ -78,7 +82,7 @@ CudaEngine::BackwardStages CudaEngine::compile_backward(const BackwardFamily& fa
   return out;
 }
 
-void CudaEngine::upload(BackwardStages& stages) {
+void CudaEngine::upload(BackwardStages& stages, Queue& queue) {
   if (stages.family.key_sums) {
     std::vector<Tables*> keys;
     for (BackwardStage& stage : stages.stages) keys.push_back(&stage.keys.tables);
@@ -88,42 +92,47 @@ void CudaEngine::upload(BackwardStages& stages) {
     stages.writers = find_key_writers(keys, computation_, returned);
   }
   for (BackwardStage& stage : stages.stages) {
-    stage.queries.upload(device_);
-    stage.keys.upload(device_);
+    stage.queries.upload(device_, uploads_, queue);
+    stage.keys.upload(device_, uploads_, queue);
     list_bytes_ += stage.queries.memory.bytes() + stage.keys.memory.bytes();
   }
   stages.counters = allocate_reusable(device_, stages.counts * 4, "counters of items");
   list_bytes_ += stages.counters.bytes();
 }
 
-CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape) {
+CudaEngine::BackwardStages& CudaEngine::stages_for(const KernelShape& shape, Queue& queue) {
   if (backward_.family.fits(shape)) return backward_;
   if (awkward_.stages.empty()) {
     BackwardStages stages = compile_backward(portable_backward_family());
-    upload(stages);  // may throw for lack of memory; then no stage is kept
+    try {
+      upload(stages, queue);
+    } catch (const OutOfMemory&) {
+      queue.record().wait();  // no stage is kept, and tables are on their way
+      throw;
+    }
     awkward_ = std::move(stages);
   }
   return awkward_;
 }
 
-void CudaEngine::allocate(const ReceivedRows& received) {
+void CudaEngine::allocate(const ReceivedRows& received, Queue& queue) {
   const DeviceScope scope(device_);
   const std::int64_t row_bytes = parcel_row_bytes(
       computation_.head_dim * static_cast<std::int64_t>(size_of(computation_.dtype)));
   for (CompiledStage& stage : forward_) {
-    stage.upload(device_);
+    stage.upload(device_, uploads_, queue);
     list_bytes_ += stage.memory.bytes();
     stage.find_rows(received, row_bytes);
   }
-  keys_ = upload_parcels(received.keys, device_);
-  queries_ = upload_parcels(received.queries, device_);
-  gradients_ = upload_parcels(received.gradients, device_);
+  keys_ = upload_parcels(received.keys, device_, uploads_, queue);
+  queries_ = upload_parcels(received.queries, device_, uploads_, queue);
+  gradients_ = upload_parcels(received.gradients, device_, uploads_, queue);
   list_bytes_ += keys_.table.bytes() + queries_.table.bytes() + gradients_.table.bytes();
   if (computation_.backward) {
-    upload(backward_);
+    upload(backward_, queue);
     for (BackwardStage& stage : backward_.stages) stage.keys.find_rows(received, row_bytes);
   }
-  if (computation_.kept != nullptr) upload_kept();
+  if (computation_.kept != nullptr) upload_kept(queue);
   if (!is_fp32())
     accumulators_ = allocate_reusable(device_, accumulator_bytes(), "fp32 accumulators");
   if (!computation_.backward) return;
@@ -133,10 +142,9 @@ void CudaEngine::allocate(const ReceivedRows& received) {
       "sums of sinks");
   list_bytes_ += sink_sums_.bytes();
   // The padding of a row to 16 bytes is sent but never written otherwise.
-  check(cudaMemset(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes())),
+  check(cudaMemsetAsync(statistics_.data(), 0, static_cast<std::size_t>(statistics_.bytes()),
+                        stream_of(queue)),
         "clearing row statistics");
-  check(cudaStreamSynchronize(nullptr),
-        "clearing row statistics");  // the streams of calls do not wait for it
 }
 
 std::int64_t CudaEngine::sum_bytes(std::int64_t rows) const {
@@ -144,17 +152,17 @@ std::int64_t CudaEngine::sum_bytes(std::int64_t rows) const {
   return (rows * computation_.head_dim * 4 + kLine - 1) / kLine * kLine;
 }
 
-void CudaEngine::upload_kept() {
+void CudaEngine::upload_kept(Queue& queue) {
   const KeptRows& kept = *computation_.kept;
   const auto words = static_cast<std::int64_t>(kept.words().size() * sizeof(KeptRows::Word));
   const auto heads = static_cast<std::int64_t>(kept.heads().size() * sizeof(KeptRows::Head));
   kept_memory_ = allocate_reusable(device_, words + heads, "the table of kept rows");
   list_bytes_ += kept_memory_.bytes();
-  const auto copy = [&](std::byte* to, const void* from, std::int64_t bytes) {
-    copy_to_device(device_, to, from, bytes, "the table of kept rows");
+  const auto copy = [&](std::byte* to, const auto& list) {
+    uploads_.copy(to, std::as_bytes(std::span(list)), "the table of kept rows", queue);
   };
-  copy(kept_memory_.data(), kept.words().data(), words);
-  copy(kept_memory_.data() + words, kept.heads().data(), heads);
+  copy(kept_memory_.data(), kept.words());
+  copy(kept_memory_.data() + words, kept.heads());
   kept_.words = reinterpret_cast<const KeptRows::Word*>(kept_memory_.data());
   kept_.heads = reinterpret_cast<const KeptRows::Head*>(kept_memory_.data() + words);
   kept_.entry_heads = kept.entry_heads();
@@ -378,7 +386,7 @@ bool CudaEngine::ends_keys(const BackwardStages& stages, const BackwardCall& cal
 void CudaEngine::begin_backward(const BackwardCall& call, Queue& queue) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
-  const BackwardStages& stages = stages_for(backward_shape(call));
+  const BackwardStages& stages = stages_for(backward_shape(call), queue);
   StatisticsParams params;
   params.space = query_space();
   params.lse = call.lse;
@@ -431,7 +439,7 @@ void CudaEngine::backward(int stage, const BackwardCall& call, Queue& queue) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
   const KernelShape shape = backward_shape(call);
-  const BackwardStages& stages = stages_for(shape);
+  const BackwardStages& stages = stages_for(shape, queue);
   const BackwardStage& compiled = stages.stages[static_cast<std::size_t>(stage)];
   const GradientSums sum = sums(call);
   const TensorRows stats = statistics();
@@ -488,7 +496,7 @@ void CudaEngine::finish_backward(const BackwardCall& call, Queue& queue) {
   const DeviceScope scope(device_);
   const cudaStream_t stream = stream_of(queue);
   const GradientSums sum = sums(call);
-  const BackwardStages& stages = stages_for(backward_shape(call));
+  const BackwardStages& stages = stages_for(backward_shape(call), queue);
   const RoundedRows tensors[] = {{sum.dq, call.dq, query_space(), deals_dq(stages)},
                                  {sum.dk, call.dk, key_space()},
                                  {sum.dv, call.dv, key_space()}};

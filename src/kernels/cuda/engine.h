@@ -20,9 +20,10 @@ namespace annulus::cuda {
 class CudaEngine final : public Engine {
  public:
   CudaEngine(const Computation& computation, std::span<const Stage> forward,
-             std::span<const Stage> backward, const Families& families, int device);
+             std::span<const Stage> backward, const Families& families, int device,
+             Uploads& uploads);
 
-  void allocate(const ReceivedRows& received) override;
+  void allocate(const ReceivedRows& received, Queue& queue) override;
   [[nodiscard]] std::string kernels() const override;
   [[nodiscard]] std::int64_t state_bytes() const override;
   [[nodiscard]] std::int64_t list_bytes() const override { return list_bytes_; }
@@ -53,10 +54,10 @@ class CudaEngine final : public Engine {
     Memory counters;  // per launch: the next item; per item in a chain: its progress
   };
   [[nodiscard]] BackwardStages compile_backward(const BackwardFamily& family) const;
-  void upload(BackwardStages& stages);
+  void upload(BackwardStages& stages, Queue& queue);
   // Stages of the chosen family or, for layouts that it does not take, of the portable one. The
   // latter are made when they are first needed.
-  [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape);
+  [[nodiscard]] BackwardStages& stages_for(const KernelShape& shape, Queue& queue);
   [[nodiscard]] KernelShape backward_shape(const BackwardCall& call) const;
   // Whether the columns of dQ's sums are dealt: see dealt_column.
   [[nodiscard]] bool deals_dq(const BackwardStages& stages) const;
@@ -80,7 +81,7 @@ class CudaEngine final : public Engine {
   [[nodiscard]] TensorRows state_rows(const ForwardCall& call) const;
   // Running fp32 outputs of branches: the kept ones, or an fp32 workspace.
   [[nodiscard]] float* branch_sums(const BranchOutputs& branches) const;
-  void upload_kept();
+  void upload_kept(Queue& queue);
   [[nodiscard]] std::int64_t sum_bytes(std::int64_t rows) const;
   [[nodiscard]] std::int64_t accumulator_bytes() const;
   [[nodiscard]] std::int64_t statistics_bytes() const;
@@ -89,6 +90,7 @@ class CudaEngine final : public Engine {
   const Computation computation_;
   const Families families_;
   const int device_;
+  Uploads& uploads_;  // of the backend, which outlives its engines
   std::vector<CompiledStage> forward_;
   const std::vector<Stage> stages_;  // of backward
   BackwardStages backward_;

@@ -1,13 +1,14 @@
 #include "kernels/cuda/received.h"
 
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "kernels/cuda/device/runtime.h"
 
 namespace annulus::cuda {
 
-Parcels upload_parcels(const ParcelRows& parcels, int device) {
+Parcels upload_parcels(const ParcelRows& parcels, int device, Uploads& uploads, Queue& queue) {
   Parcels out;
   out.layout = parcels.layout;
   if (parcels.layout == nullptr || parcels.base->empty()) return out;
@@ -30,8 +31,7 @@ Parcels upload_parcels(const ParcelRows& parcels, int device) {
   }
   out.table = allocate_reusable(device, static_cast<std::int64_t>(sources.size() * sizeof(Source)),
                                 "the table of parcels");
-  copy_to_device(device, out.table.data(), sources.data(), out.table.bytes(),
-                 "the table of parcels");
+  uploads.copy(out.table.data(), std::as_bytes(std::span(sources)), "the table of parcels", queue);
   return out;
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "kernels/backend.h"
+#include "kernels/cuda/device/uploads.h"
 #include "kernels/cuda/launch.h"
 
 namespace annulus::cuda {
@@ -14,7 +15,8 @@ struct Parcels {
   bool aligned = true;
 };
 
-[[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels, int device);
+[[nodiscard]] Parcels upload_parcels(const ParcelRows& parcels, int device, Uploads& uploads,
+                                     Queue& queue);
 
 // The channel of a tensor of the shard and of a section of parcels, from `byte_offset` of each row
 // on.

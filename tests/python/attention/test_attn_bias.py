@@ -124,6 +124,19 @@ def test_it_is_pytorchs_attention_with_a_mask(dtype: torch.dtype, keys: int) -> 
     check((o.detach(), *torch.autograd.grad(o, leaves, do)), inputs, ~hidden)
 
 
+def test_gradients_of_a_small_16_bit_bias_are_rounded_once() -> None:
+    """Terms of both signs are added before."""
+    *qkv, do = tensors(TOKENS, torch.float32)
+    sinks = torch.zeros(4)  # without them a bias of all keys has no effect
+    bias = torch.zeros(4, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    exact = bias.detach().double().requires_grad_()
+    o = at.ring_attention(*qkv, attn_bias=bias, sinks=sinks)
+    expected = at.ring_attention(*(x.double() for x in qkv), attn_bias=exact, sinks=sinks)
+    (found,) = torch.autograd.grad(o, bias, do)
+    (expected,) = torch.autograd.grad(expected, exact, do.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=0)
+
+
 def test_positions_of_documents_and_chunks_count() -> None:
     """Also where queries and keys differ in number."""
     cases = [
@@ -213,6 +226,29 @@ def test_hidden_keys_change_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results(*other, hidden_from_late), before))
 
 
+def test_queries_that_see_nothing_may_hold_anything() -> None:
+    """As with the kernels. Also in single heads only."""
+    *qkv, do = tensors(20, torch.float32)
+    packed = {"cu_seqlens": [0, 9, 15]}
+    of_head = torch.zeros(4, 20, 20)
+    of_head[1, 4] = -torch.inf
+    for call, rows in (
+        ({"attn_bias": torch.zeros(1, 1), **packed}, (slice(None), slice(15, None))),
+        ({"attn_bias": torch.zeros(1, 1), **packed, "softcap": 3.0}, (slice(None), slice(15, None))),
+        ({"attn_bias": of_head}, (slice(None), 4, 1)),
+    ):
+        results = []
+        for value in (0.0, torch.nan):
+            leaves = [x.clone() for x in qkv]
+            leaves[0][rows] = value
+            leaves = [x.requires_grad_() for x in leaves]
+            o, lse = at.ring_attention(*leaves, return_lse=True, **call)
+            assert not o[rows].any() and (lse[rows] == -torch.inf).all()
+            results.append((o, lse, *torch.autograd.grad(o, leaves, do)))
+        for a, b in zip(*results):
+            assert torch.equal(a, b)
+
+
 def test_rows_without_keys_and_nothing_at_all() -> None:
     q, k, v, do = tensors(9, torch.float32)
     nothing = torch.full((9, 9), -torch.inf)
@@ -255,11 +291,51 @@ def test_compiled_and_autocast() -> None:
     torch.testing.assert_close(half.float(), expected.detach(), rtol=2e-2, atol=2e-2)
 
 
+def test_log_sum_exps_under_autocast_are_those_of_kernels() -> None:
+    q, k, v = (4 * x for x in tensors(64, torch.float32, dim=64)[:3])
+    with torch.autocast("cpu", torch.bfloat16):
+        lse, dense = (
+            at.ring_attention(q, k, v, return_lse=True, **more)[1] for more in ({}, {"attn_bias": torch.zeros(1, 1)})
+        )
+    torch.testing.assert_close(dense, lse, rtol=1e-5, atol=2e-5)
+
+
+def test_autocast_takes_tensors_of_different_dtypes() -> None:
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    half = q.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        for more in (
+            {},
+            {"attn_bias": torch.zeros(1, 1)},
+            {"shared_k": k[:, :2], "shared_v": v[:, :2].bfloat16()},
+            {"shared_k": k[:, :2], "shared_v": v[:, :2].bfloat16(), "attn_bias": torch.zeros(1, 1)},
+        ):
+            o = at.ring_attention(half, k, v, **more)
+            more = {name: x.bfloat16() if name != "attn_bias" else x for name, x in more.items()}
+            assert torch.equal(o, at.ring_attention(half, k.bfloat16(), v.bfloat16(), **more))
+
+
+@pytest.mark.parametrize("more", [{}, {"attn_bias": torch.zeros(1, 1)}], ids=["kernels", "matrix"])
+def test_both_ways_have_the_same_limits(more: dict) -> None:
+    for shape, kv_heads, call, words in (
+        ((2, 9, 4, 8), 3, {}, "k has 3 heads, expected a divisor of q's 4"),
+        ((2, 9, 4, 8), 0, {}, "k has 0 heads"),
+        ((2, 9, 4, 600), 4, {}, "head_dim is 600, expected 1 to 512"),
+        ((2, 9, 4, 0), 4, {}, "head_dim is 0"),
+        ((2, 9, 4, 8), 4, {"softcap": 1e-20}, "softcap is 1e-20"),
+    ):
+        q = torch.randn(shape)
+        k = torch.randn(*shape[:2], kv_heads, shape[3])
+        with pytest.raises(ConfigError, match=words):
+            at.ring_attention(q, k, k, **call, **more)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         ({"attn_bias": [[0.0]]}, "attn_bias is a list"),
         ({"attn_bias": torch.zeros(45, 45, dtype=torch.bool)}, "masked_fill"),
+        ({"attn_bias": torch.zeros(45, 45).to(torch.float8_e4m3fn)}, "attn_bias is torch.float8"),
         ({"attn_bias": torch.zeros(45, 44)}, r"\[45, 44\].*\[2, 4, 45, 45\]"),
         ({"attn_bias": torch.zeros(45)}, r"\[45\]: \[queries, keys\]"),
         ({"attn_bias": torch.zeros(3, 45, 45)}, r"\[3, 45, 45\]"),

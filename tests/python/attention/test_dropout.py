@@ -13,6 +13,7 @@ from support.reference import relative_rms
 from torch.utils.checkpoint import checkpoint
 
 P = 0.3
+HOLES = torch.arange(50).expand(2, -1) % 3 == 1
 
 
 def tensors(
@@ -159,6 +160,20 @@ def test_compiled_calls_draw_anew_and_use_one_mask_in_both_passes() -> None:
     check(first, expected(inputs, do, p=P, seed=int(seed)))
 
 
+def test_compiled_calls_take_seeds_as_numbers() -> None:
+    """Dynamo makes a variable of the second number, and every number needs a graph of its own."""
+    inputs, _ = tensors()
+
+    def attend(q, k, v, seed):
+        return at.ring_attention(q, k, v, dropout_p=P, dropout_seed=seed)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for seed in (1, 5, 9):
+        assert torch.equal(compiled(*inputs, seed), attend(*inputs, seed))
+    with pytest.raises(ConfigError, match="dropout_seed is -5"):
+        compiled(*inputs, torch.tensor(-5))
+
+
 def test_seed_forms() -> None:
     inputs, _ = tensors()
     o = at.ring_attention(*inputs, dropout_p=P, dropout_seed=7)
@@ -177,16 +192,46 @@ def test_seed_forms() -> None:
         ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed is 1.5"),
         ({"dropout_p": 0.1, "dropout_seed": torch.tensor(1.5)}, "dropout_seed is a tensor"),
         ({"dropout_p": 0.1, "dropout_seed": torch.arange(2)}, "one whole number"),
+        ({"dropout_p": 0.1, "dropout_seed": torch.tensor(-5)}, "dropout_seed is -5"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": torch.tensor(2**64 - 1, dtype=torch.uint64)},
+            f"dropout_seed is {2**64 - 1}: a whole number from 0 to 2",
+        ),
+        (
+            {"dropout_p": 0.1, "dropout_seed": torch.tensor(-5), "attn_bias": torch.zeros(50, 50)},
+            "dropout_seed is -5",
+        ),
+        ({"dropout_p": torch.tensor([0.1, 0.2])}, "dropout_p is tensor"),
+        ({"dropout_p": torch.tensor(0.1, device="meta")}, "dropout_p is tensor"),
+        (
+            {"softcap": torch.tensor([1.0, 2.0]), "key_padding_mask": torch.zeros(2, 50)},
+            "softcap is tensor",
+        ),
         ({"softcap": -1.0}, "softcap is -1.0"),
         ({"softcap": float("inf")}, "softcap is inf"),
         ({"softcap": 1e-20}, "softcap is 1e-20"),
-        ({"softcap": 2.0, "key_padding_mask": torch.zeros(2, 50, dtype=torch.bool)}, "bend the mask"),
+        ({"softcap": 2.0, "key_padding_mask": HOLES}, "softcap would also be applied to the columns"),
+        (
+            {"softcap": 2.0, "key_padding_mask": torch.zeros_like(HOLES), "cu_seqlens": [0, 50]},
+            "softcap would also be applied to the columns.*beside cu_seqlens",
+        ),
     ],
 )
 def test_wrong_values(options: dict[str, object], text: str) -> None:
     inputs, _ = tensors()
     with pytest.raises(ConfigError, match=text):
         at.ring_attention(*inputs, **options)
+
+
+def test_softcap_with_a_key_padding_mask() -> None:
+    """A mask that leaves one range of keys is lengths, to which no softcap is applied."""
+    inputs, _ = tensors()
+    padded = (torch.arange(50) >= 30) | (torch.arange(50) < 4)
+    for mask in (padded, torch.zeros(50).masked_fill(padded, -torch.inf)):
+        o = at.ring_attention(*inputs, key_padding_mask=mask[None].expand(2, -1), softcap=2.0)
+        q, k, v = inputs
+        short = at.ring_attention(q, k[:, 4:30], v[:, 4:30], softcap=2.0)
+        torch.testing.assert_close(o, short, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_with_a_key_padding_mask() -> None:

@@ -128,6 +128,26 @@ def test_similar_calls_are_different_calls() -> None:
         assert at.ring_attention(q, k, v).dtype == torch.bfloat16
 
 
+def test_lists_are_told_apart_by_where_their_elements_are() -> None:
+    """Documents of single batch entries on one side or on the other, with the same numbers."""
+    q = tensors(tokens=10)[0]
+    k, v = tensors(tokens=12)[1:3]
+    calls = [
+        {"cu_seqlens": [0, 10], "cu_seqlens_k": [[0, 10], [0, 12]]},
+        {"cu_seqlens": [[0, 10], [0, 10]], "cu_seqlens_k": [0, 12]},
+    ]
+    alone = []
+    for call in calls:
+        at._fast_path._calls.clear()
+        alone.append(at.ring_attention(q, k, v, **call))
+    for call, expected in zip(calls, alone):
+        assert torch.equal(at.ring_attention(q, k, v, **call), expected)
+    # The same numbers, but too deep in lists.
+    at.ring_attention(q, q, q, cu_seqlens=[[0, 10], [0, 10]])
+    with pytest.raises(ConfigError):
+        at.ring_attention(q, q, q, cu_seqlens=[[[0], [10]], [[0], [10]]])
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, SeenOperators, SeenFunctions])
 def test_equal_calls_are_validated_once(
     mode: type, one_rank: None, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import annulus.torch as at  # noqa: E402
-from annulus import ConfigError  # noqa: E402
+from annulus import ConfigError, Placement  # noqa: E402
+from annulus.torch import _functional  # noqa: E402
 from support.dense_masks import check, tensors  # noqa: E402
 
 TOKENS = 75
@@ -126,6 +127,71 @@ def test_compiled_and_autocast_calls_are_the_same() -> None:
         half = function(q, k, v)
     assert half.dtype == torch.float16
     torch.testing.assert_close(half.float(), expected[0], rtol=1e-2, atol=1e-2)
+
+
+def one_range(tokens: int = TOKENS) -> torch.Tensor:
+    """Padding on either side, or of all keys but one."""
+    at = torch.arange(tokens)
+    return torch.stack([(at < 4) | (at >= tokens - 9), at != tokens // 2])
+
+
+@pytest.mark.parametrize("placement", ["hilbert", "explicit"])
+@pytest.mark.parametrize("holes", [False, True])
+def test_masks_are_of_the_keys_as_they_are_passed(placement: str, holes: bool) -> None:
+    """In one process, too, if a placement says that tokens are in another order."""
+    if placement == "explicit":
+        placement = Placement.explicit(TOKENS, [[range(40, TOKENS), range(0, 40, 2), range(1, 40, 2)]])
+    inputs = tensors(TOKENS, torch.float32)
+    mask = padding() if holes else one_range()
+    expected = gradients([x.double() for x in inputs], key_padding_mask=mask, window=(20, 3))
+    moved = [at.shard(x, placement=placement) for x in inputs]
+    own = at.shard(mask, placement=placement)
+    found = gradients(moved, key_padding_mask=own, window=(20, 3), placement=placement)
+    for f, e in zip(found, expected):
+        torch.testing.assert_close(at.unshard(f, placement=placement).double(), e, rtol=1e-4, atol=1e-5)
+
+
+def test_floating_point_masks_of_padding_are_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nn.TransformerEncoder makes them of boolean masks."""
+    inputs = tensors(TOKENS, torch.float32)
+    expected = gradients(inputs, key_padding_mask=one_range())
+    monkeypatch.setattr(_functional, "widened", None)
+    mask = torch.zeros(2, TOKENS).masked_fill(one_range(), -torch.inf)
+    for a, b in zip(gradients(inputs, key_padding_mask=mask), expected):
+        assert torch.equal(a, b)
+
+
+def test_a_learned_mask_that_begins_as_zeros_gets_its_gradient() -> None:
+    q, k, v, do = tensors(TOKENS, torch.float32)
+    bias = torch.zeros(2, TOKENS).masked_fill(one_range(), -torch.inf).requires_grad_()
+    at.ring_attention(q, k, v, key_padding_mask=bias).backward(do)
+    assert bias.grad.abs().max() > 0
+    with torch.no_grad():
+        o = at.ring_attention(q, k, v, key_padding_mask=bias)
+    torch.testing.assert_close(o, at.ring_attention(q, k, v, key_padding_mask=one_range()), rtol=0, atol=0)
+
+
+def test_masks_are_read_again() -> None:
+    """Also if their memory was changed without the tensor's knowledge."""
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    mask = torch.zeros(2, TOKENS, dtype=torch.bool)
+    for change in (mask.data.copy_, lambda x: mask.numpy().__setitem__(..., x.numpy()), mask.copy_):
+        for values in (one_range(), padding(), torch.zeros_like(mask)):
+            change(values)
+            o = at.ring_attention(q, k, v, key_padding_mask=mask)
+            assert torch.equal(o, at.ring_attention(q, k, v, key_padding_mask=values.clone()))
+
+
+def test_autocast_casts_before_tensors_are_compared() -> None:
+    q, k, v, _ = tensors(TOKENS, torch.float32)
+    shared = torch.randn(2, 3, 2, 24)
+    for more in ({}, {"shared_k": shared, "shared_v": shared.bfloat16()}):
+        for mask in (one_range(), padding()):
+            with torch.autocast("cpu", torch.bfloat16):
+                o = at.ring_attention(q.bfloat16(), k, v, key_padding_mask=mask, **more)
+            assert o.dtype == torch.bfloat16
+            exact = at.ring_attention(q, k, v, key_padding_mask=mask, **{n: x.float() for n, x in more.items()})
+            torch.testing.assert_close(o.float(), exact, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize(

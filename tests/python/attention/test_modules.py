@@ -301,7 +301,8 @@ def test_unsupported_calls_are_errors() -> None:
         ours(x, x, x, key_padding_mask=torch.zeros(3, 49, dtype=torch.bool))
     wide = RingMultiheadDilatedAttention(512, 1, batch_first=True)
     with pytest.raises(ConfigError, match="at most 509"):
-        wide(*[torch.randn(3, 50, 512)] * 3, key_padding_mask=PADDING)
+        wide(*[torch.randn(3, 50, 512)] * 3, key_padding_mask=torch.arange(50).expand(3, -1) % 2 == 1)
+    wide(*[torch.randn(3, 50, 512)] * 3, key_padding_mask=PADDING)
     with pytest.raises(ConfigError, match="key has 40 tokens, value 50"):
         ours(x, x[:, :40], x)
     # A tokenizer's attention_mask: nn.MultiheadAttention refuses it, too.

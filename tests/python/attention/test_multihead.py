@@ -14,6 +14,7 @@ from annulus.torch import RingMultiheadDilatedAttention
 from annulus.torch._mask_forms import MaskForm, mask_form
 from support.reference import relative_rms
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 TOKENS, KEYS = 20, 26
 LONGNET = {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
@@ -207,15 +208,36 @@ def test_masks_are_recognised(mask: torch.Tensor, form: MaskForm | None) -> None
 
 
 def test_a_mask_that_is_written_to_is_looked_at_again() -> None:
+    """Also where PyTorch does not count the write."""
     mask = causal(9, 9).clone()
-    assert mask_form(mask) == mask_form(mask) == MaskForm((-1, 0))
-    mask.fill_(False)
-    assert mask_form(mask) == MaskForm()
+    numbers = mask.numpy()
     with torch.inference_mode():
-        mask = causal(9, 9).clone()
-        assert mask_form(mask) == MaskForm((-1, 0))
-        mask.fill_(False)
-        assert mask_form(mask) == MaskForm()
+        inference = causal(9, 9).clone()
+    for written, write in (
+        (mask, mask.fill_),
+        (mask, mask.data.fill_),
+        (mask, numbers.fill),
+        (inference, torch.inference_mode()(inference.fill_)),
+    ):
+        written.data.copy_(causal(9, 9))
+        assert mask_form(written) == mask_form(written) == MaskForm((-1, 0))
+        write(False)
+        assert mask_form(written) == MaskForm()
+
+
+def test_a_learned_mask_gets_its_gradient_whatever_its_values() -> None:
+    """Learned biases often begin as zeros."""
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(3, TOKENS, 32)
+    for mask in (torch.zeros(TOKENS, TOKENS), torch.zeros(12, TOKENS, TOKENS)):
+        for hidden in (torch.zeros(TOKENS, TOKENS, dtype=torch.bool), causal(TOKENS, TOKENS)):
+            learned = mask.masked_fill(hidden, -INF).requires_grad_()
+            check(theirs, ours, [x, x, x], attn_mask=learned, need_weights=False)
+            detached = RingMultiheadDilatedAttention(32, 4, batch_first=True, mix_gradient="detached", **LONGNET)
+            with pytest.raises(ConfigError, match="attn_mask requires a gradient: .*detached"):
+                detached(x, x, x, attn_mask=learned)
+            with torch.no_grad():
+                detached(x, x, x, attn_mask=learned)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +289,20 @@ def test_a_mask_means_the_same_however_it_is_computed(options: dict, monkeypatch
     torch.testing.assert_close(module.out_proj(mixed), o, rtol=1e-5, atol=1e-5)
 
 
+def test_padded_keys_may_hold_anything_with_weights() -> None:
+    _, ours = pair(batch_first=True)
+    x = torch.randn(3, TOKENS, 32)
+    padding = (torch.arange(TOKENS) >= 12).expand(3, -1)
+    for call in ({}, {"attn_mask": torch.randn(TOKENS, TOKENS)}):
+        results = []
+        for value in (0.0, torch.nan):
+            keys = x.clone()
+            keys[:, 12:] = value
+            results.append(ours(x, keys, keys, padding, **call))
+        for a, b in zip(*results):
+            assert torch.equal(a, b)
+
+
 def test_refused_masks_say_why() -> None:
     _, ours = pair(batch_first=True)
     x = torch.randn(3, TOKENS, 32)
@@ -278,6 +314,22 @@ def test_refused_masks_say_why() -> None:
         ours(x, x, x, attn_mask=torch.zeros(20, 19))
     with pytest.raises((AssertionError,), match="to be 3-D but found 2-D and 3-D"):
         ours(x, x[0], x)
+    for call, words in (
+        ({"attn_mask": torch.zeros(20, 20).to_sparse()}, "attn_mask is a nested or sparse tensor"),
+        ({"attn_mask": torch.zeros(20, 20, device="meta")}, "is on meta"),
+        ({"attn_mask": torch.zeros(20, 20), "is_causal": "x"}, "is_causal is 'x'"),
+        ({"attn_mask": torch.randn(20, 20), "is_causal": 1}, "is_causal is 1"),
+        ({"rotary": (1, 2)}, r"rotary is \(1, 2\): a pair of tensors"),
+        ({"rotary": (x, x, x)}, "rotary has shapes"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ours(x, x, x, **call)
+    _, ours = pair(batch_first=True, kdim=24, vdim=40)
+    good = {"query": x, "key": torch.randn(3, 9, 24), "value": torch.randn(3, 9, 40)}
+    ours(**good)
+    for name in good:
+        with pytest.raises(ConfigError, match=f"{name} has 33 features"):
+            ours(**{**good, name: torch.randn(3, 9, 33)})
 
 
 def test_dropout_with_every_mask_in_training_only() -> None:
@@ -298,6 +350,21 @@ def test_dropout_with_every_mask_in_training_only() -> None:
         assert torch.equal(module(x, x, x, **call)[0], expected)
     with pytest.raises(ConfigError, match="dropout is 0.5 and add_bias_kv is True"):
         RingMultiheadDilatedAttention(32, 4, dropout=0.5, add_bias_kv=True)
+
+
+def test_dropout_is_read_in_every_call() -> None:
+    """As nn.MultiheadAttention does: code sets the attribute."""
+    x = torch.randn(3, TOKENS, 32)
+    module = RingMultiheadDilatedAttention(32, 4, dropout=0.5, batch_first=True)
+    same = RingMultiheadDilatedAttention(32, 4, batch_first=True)
+    same.load_state_dict(module.state_dict())
+    module.dropout, same.dropout = 0.0, 0.5
+    first, second = (module(x, x, x, need_weights=False)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    first, second = (same(x, x, x, need_weights=False)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    same.eval()
+    assert torch.equal(same(x, x, x)[0], module(x, x, x)[0])
 
 
 # ---- additional keys -----------------------------------------------------------------------------
@@ -391,15 +458,27 @@ def test_nested_keys_of_other_lengths(layout: torch.layout) -> None:
     out, _ = ours(query, key, key)
     for a, q, k in zip(out.unbind(), queries, keys):
         torch.testing.assert_close(a, ours(q, k, k, need_weights=False)[0], rtol=1e-5, atol=1e-5)
+    longer = torch.nested.as_nested_tensor([torch.randn(len(x) + 1, 24) for x in keys], layout=layout)
     for inputs, call, words in (
         ((query, key, key), {"need_weights": True}, "need_weights"),
         ((query, key, key), {"key_padding_mask": torch.zeros(3, 9)}, "key_padding_mask"),
         ((query, key, key), {"attn_mask": torch.zeros(8, 9)}, "attn_mask"),
-        ((query, key, query), {}, "tokens"),
+        ((query, key, key), {"n_global": 77}, "n_global"),
+        ((query, key, longer), {}, "tokens"),
         ((query, key, torch.zeros(3, 9, 24)), {}, "three nested tensors or none"),
     ):
         with pytest.raises(ConfigError, match=words):
             ours(*inputs, **call)
+
+
+def test_nested_tensors_of_no_sequences_are_refused() -> None:
+    _, ours = pair(batch_first=True)
+    wrong = torch.nested.as_nested_tensor([torch.randn(n, 33) for n in (2, 3)], layout=torch.strided)
+    with pytest.raises(ConfigError, match="query has 33 features"):
+        ours(wrong, wrong, wrong)
+    nothing = torch.nested.as_nested_tensor([], layout=torch.strided)
+    with pytest.raises(ConfigError, match="nested tensor of no sequences"):
+        ours(nothing, nothing, nothing)
 
 
 # ---- in the layers of PyTorch --------------------------------------------------------------------
@@ -457,6 +536,34 @@ def test_compiled_exported_and_autocast(extras: dict) -> None:
         half = function(x, mask, padding)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), function(x, mask, padding), rtol=5e-2, atol=5e-2)
+
+
+def test_compiled_masks_apply_with_is_causal_too() -> None:
+    _, ours = pair(batch_first=True)
+    x, y = torch.randn(3, TOKENS, 32), torch.randn(3, KEYS, 32)
+
+    def function(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ours(x, y, y, attn_mask=mask, is_causal=True, need_weights=False)[0]
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for keys in (x, y):
+        for mask in (torch.randn(TOKENS, keys.shape[1]), random_mask(TOKENS, keys.shape[1])):
+            torch.testing.assert_close(compiled(x, keys, mask), function(x, keys, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_masks_that_cannot_be_looked_at() -> None:
+    """Inside transforms, and tensors without values."""
+    _, ours = pair(batch_first=True)
+    x, mask = torch.randn(3, TOKENS, 32), torch.randn(3, TOKENS, TOKENS)
+
+    def one(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ours(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+    expected = torch.stack([one(*of_entry) for of_entry in zip(x, mask)])
+    torch.testing.assert_close(torch.func.vmap(one)(x, mask), expected, rtol=1e-5, atol=1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(y) for y in (x[0], mask[0])]
+        assert one(*fake).shape == x[0].shape
 
 
 def test_modules_take_masks_with_each_call() -> None:

@@ -178,6 +178,13 @@ def test_a_variant_fixes_its_options() -> None:
         at.StandardRingAttention(**BRANCHES)(x, x, x)
 
 
+def test_a_variant_takes_the_seed_of_its_dropout() -> None:
+    x = torch.randn(1, 32, 2, 16)
+    module = at.RingDilatedAttentionTrue(**BRANCHES, dropout=0.5)
+    expected = at.ring_attention(x, x, x, **BRANCHES, dropout_p=0.5, dropout_seed=3)
+    assert torch.equal(module(x, x, x, dropout_seed=3), expected)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_masks_are_errors(kind: type) -> None:
     x = torch.randn(1, 8, 2, 16)

@@ -9,6 +9,7 @@ import annulus
 import numpy as np
 import pytest
 from annulus import ConfigError
+from support import on_ranks
 
 RNG = np.random.default_rng(3)
 
@@ -101,7 +102,7 @@ def test_mistakes_say_what_was_expected() -> None:
         (lambda: cache.append(k.astype(np.float64), k), "k is float64"),
         (lambda: cache.append(normal(1, 9, 2, 16), normal(1, 9, 2, 16)), "has room for 8"),
         (lambda: cache.attend(normal(1, 1, 4, 16)), "append their keys first"),
-        (lambda: cache.append(k, k, lengths=[4]), r"lengths|counts\[0\] is 4"),
+        (lambda: cache.append(k, k, lengths=[4]), "entry 0 has 4 new tokens, expected 0 to the 3 tokens of this call"),
         (lambda: cache.append(k, k, lengths=[]), r"lengths is \[\], expected a whole number for each entry"),
         (lambda: cache.truncate(1), "entry is 1, expected 0 to 0"),
         (lambda: annulus.RingCache(capacity=0, heads=4, head_dim=16), "capacity is 0"),
@@ -116,6 +117,47 @@ def test_mistakes_say_what_was_expected() -> None:
         cache.append(k, k, placement="zigzag")
     cache.append(k, k)
     assert cache.lengths == [3]
+
+
+def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
+    k, q = normal(1, 3, 2, 16), normal(1, 1, 4, 16)
+
+    def body(transport: annulus.Transport) -> list[str]:
+        def make(**wrong: object) -> annulus.RingCache:
+            mine = wrong if transport.rank() == 1 else {}
+            return annulus.RingCache(transport, capacity=8, heads=4, kv_heads=2, head_dim=16, **mine)
+
+        cache = make()
+        cache.append(k, k)
+        found = []
+        for call, text in (
+            (lambda: make(causal="no"), "causal is 'no'"),
+            (lambda **wrong: cache.append(k, k, **wrong), "stream is 's'"),
+            (lambda **wrong: cache.attend(q, **wrong), "stream is 's'"),
+            (lambda **wrong: cache.step(q, k[:, :1], k[:, :1], **wrong), "stream is 's'"),
+        ):
+            wrong = {"stream": "s"} if "stream" in text and transport.rank() == 1 else {}
+            with pytest.raises(TypeError if transport.rank() == 1 else ConfigError, match=text):
+                call(**wrong)
+            found.append(text)
+        cache.append(k, k)
+        return found
+
+    for found in on_ranks(annulus.make_in_process_ring(3), body):
+        assert not isinstance(found, Exception) and len(found) == 4, found
+
+
+def test_a_closed_cache_has_freed_its_memory() -> None:
+    k, q = normal(1, 3, 2, 16), normal(1, 1, 4, 16)
+    with annulus.RingCache(capacity=8, heads=4, kv_heads=2, head_dim=16) as cache:
+        cache.append(k, k)
+        transport = cache.transport
+    for call in (lambda: cache.append(k, k), lambda: cache.attend(q), lambda: cache.lengths):
+        with pytest.raises(ConfigError, match="this cache is closed"):
+            call()
+    assert repr(cache) == "<RingCache: closed>"
+    cache.close()
+    annulus.RingCache(transport, capacity=8, heads=4, head_dim=16)  # others may use it
 
 
 def test_tensors_of_pytorch() -> None:

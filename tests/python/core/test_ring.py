@@ -266,11 +266,25 @@ def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
             return RingAttention(**right | mine, transport=transport, head_dim=16)
 
         ring = make()
+        o, lse = ring.forward(q, q, q)
+
+        def forward(**wrong: Any) -> Any:
+            return ring.forward(q, q, q, **wrong if transport.rank() == 1 else {})
+
+        def backward(**wrong: Any) -> Any:
+            return ring.backward(q, q, q, o, lse, q, **wrong if transport.rank() == 1 else {})
+
         found = []
         for call in (
             lambda: make(pattern="dense"),
             lambda: make(placement=None),
-            lambda: ring.forward(q, q, q, state="dense" if transport.rank() == 1 else None),
+            lambda: forward(state="dense"),
+            lambda: forward(stream="s"),
+            lambda: forward(dropout_seed=-1),
+            lambda: forward(dropout_seed_of_rank_0=2),
+            lambda: forward(claims=3),
+            lambda: backward(stream=1.5),
+            lambda: backward(dropout_seed="x"),
         ):
             try:
                 found.append(call())
@@ -279,8 +293,11 @@ def test_objects_of_another_class_on_one_rank_are_an_error_on_all() -> None:
         return found
 
     outcomes = on_ranks(transports, body)
-    words = ["pattern is 'dense'", "placement is None", "state is 'dense'"]
+    words = ["pattern is 'dense'", "placement is None", "state is 'dense'", "stream is 's'"]
+    words += ["dropout_seed is -1", "dropout_seed_of_rank_0 is 2", "claims is 3", "stream is 1.5"]
+    words += ["dropout_seed is 'x'"]
     for rank, outcome in enumerate(outcomes):
+        assert len(outcome) == len(words)
         for error, text in zip(outcome, words):
             assert isinstance(error, TypeError if rank == 1 else annulus.ConfigError), outcomes
             assert text in str(error), outcomes

@@ -119,6 +119,20 @@ def test_nothing_leaks_until_exit() -> None:
     assert "leaked" in leak.stderr
 
 
+def test_a_placement_may_be_an_argument_until_exit() -> None:
+    """Calls that were valid are kept with their arguments."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    found = run_python("""
+        import annulus, annulus.torch, torch
+        def call():
+            placement = annulus.Placement.explicit(24, [[range(12, 24), range(12)]])
+            q = torch.randn(1, 24, 2, 8)
+            annulus.torch.ring_attention(q, q, q, placement=placement)
+        call()
+        """)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_a_pool_may_live_until_exit() -> None:
     """An exception that a program keeps holds the frames of the call, and with them the ring's executors."""
     found = run_python("""

@@ -507,6 +507,41 @@ def test_the_module_agrees_with_the_cpu(cuda: types.ModuleType, masked: bool) ->
     assert relative_rms(module.in_proj_weight.grad, gradient) < 1e-3
 
 
+def test_padding_is_lengths(cuda: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask is read when it is new or has changed; another read would wait for the device."""
+    from annulus.torch import _functional, ring_attention
+
+    q, k, v = (x.cuda() for x in tensors(cuda, 192)[:3])
+    keys = cuda.arange(192)
+    mask = ((keys < 5) | (keys > 150)).expand(q.shape[0], -1).contiguous().cuda()
+    expected = ring_attention(q[:, :], k[:, 5:151], v[:, 5:151])
+    widened = _functional.widened
+    for kind in (mask, cuda.zeros(mask.shape, device="cuda").masked_fill(mask, -cuda.inf)):
+        monkeypatch.setattr(_functional, "widened", None)
+        o = ring_attention(q, k, v, key_padding_mask=kind)
+        cuda.cuda.set_sync_debug_mode("error")
+        try:
+            again = ring_attention(q, k, v, key_padding_mask=kind[:])
+        finally:
+            cuda.cuda.set_sync_debug_mode("default")
+        assert cuda.equal(o, again) and relative_rms(o, expected) < 2e-5
+        kind.copy_(kind.flip(1))
+        flipped = ring_attention(q, k, v, key_padding_mask=kind)
+        assert relative_rms(flipped, ring_attention(q, k[:, 41:187], v[:, 41:187])) < 2e-5
+        monkeypatch.setattr(_functional, "widened", widened)
+    # A graph reads the mask whenever it is replayed.
+    holes = keys.expand(q.shape[0], -1).cuda() % 7 == 1
+    ring_attention(q, k, v, key_padding_mask=holes)
+    held = mask.clone()
+    graph = cuda.cuda.CUDAGraph()
+    with cuda.cuda.graph(graph):
+        o = ring_attention(q, k, v, key_padding_mask=held)
+    for values in (mask, holes, mask.flip(1)):
+        held.copy_(values)
+        graph.replay()
+        assert relative_rms(o, ring_attention(q, k, v, key_padding_mask=values.clone())) < 2e-5
+
+
 def test_the_process_ends_quietly(cuda: types.ModuleType) -> None:
     """Executors may outlive the interpreter's modules."""
     import subprocess

@@ -10,6 +10,7 @@ import fcntl
 import os
 import pathlib
 import sys
+import threading
 import time
 
 import torch
@@ -18,14 +19,18 @@ from annulus.torch.ring import ProcessGroupTransport
 
 
 class OutlivesTheOther:
-    """Destroyed while Python exits."""
+    """Destroyed while Python exits. Then waits for the end of the other process and of the threads that wait for it."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._file = path.open("w")
+        # Of Linux; a thread that comes back from a wait now cannot be joined.
+        self._threads = [f"/proc/self/task/{t.native_id}" for t in threading.enumerate() if "annulus" in t.name]
 
-    def __del__(self, flock=fcntl.flock, exclusive=fcntl.LOCK_EX, sleep=time.sleep) -> None:  # noqa: ANN001
-        flock(self._file, exclusive)
-        sleep(0.5)  # the connections end a moment after the lock
+    # Its defaults still exist while Python exits.
+    def __del__(self, flock=fcntl.flock, how=fcntl.LOCK_EX, exists=os.path.exists, sleep=time.sleep) -> None:  # noqa: ANN001
+        flock(self._file, how)
+        while any(map(exists, self._threads)):
+            sleep(0.01)
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ CASES = [
     "replicated_tokens_give_every_rank_the_same_bits",
     "sharded_tokens_go_to_the_ranks_that_keep_them",
     "mistakes_of_one_rank_are_errors_on_all",
+    "closed_caches_have_freed_everything",
+    "dropped_transports_wait_briefly",
 ]
 
 

@@ -147,7 +147,8 @@ def errors_are_everybodys() -> None:
             {"key_padding_mask": torch.ones(1, 8, dtype=torch.int64)},
             ["key_padding_mask is torch.int64"],
         ),
-        ({"query": torch.randn(1, 8, 31)}, ["RuntimeError"]),
+        ({"query": torch.randn(1, 8, 31)}, ["query has 31 features"]),
+        ({"query": torch.randn(1, 8, 32).double()}, ["RuntimeError"]),
     ):
         call = {"query": x, "key": x, "value": x, "need_weights": False}
         call |= wrong if rank == 1 else {}
@@ -199,11 +200,11 @@ def arguments_are_everybodys() -> None:
         ),
         (whole, attend, "the call (rank 0: 'forward', rank 1: 'unshard')"),
         (attend, whole, "the call (rank 0: 'unshard', rank 1: 'forward')"),
-        # A mask is columns of q and k and another scale: that is not what people passed.
+        # A mask becomes lengths, or columns of q and k and another scale: that is not what people passed.
         (
             lambda: heads(key_padding_mask=torch.zeros(1, 8, dtype=torch.bool)),
             heads,
-            "about whether there is a key_padding_mask (rank 0: False, rank 1: True): every",
+            "about key_padding_mask (rank 0: 'none', rank 1: 'given, and new'): every",
         ),
     ):
         refused(wrong if rank == 1 else right, [words])

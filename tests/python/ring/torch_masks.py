@@ -98,6 +98,60 @@ def shared_keys_are_everybodys() -> None:
     at.ring_attention(q, q, q, group=world, **good)
 
 
+def known_calls_are_compared() -> None:
+    """What executors do not know is compared in every call, not only in the first one of its kind."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    tokens = 8 * dist.get_world_size()
+    q, shared = torch.randn(1, 8, 2, 16), torch.randn(1, 3, 2, 16)
+
+    def keys(count: int, **more: object) -> dict[str, object]:
+        return {"shared_k": shared[:, :count], "shared_v": shared[:, :count], **more}
+
+    def attend(call: dict[str, object]) -> torch.Tensor:
+        x = q.clone().requires_grad_()
+        return at.ring_attention(x, x, x, group=world, **call)
+
+    for of_0, of_1, words in (
+        (keys(3), {}, "tokens of shared_k (rank 0: 3, rank 1: 0)"),
+        (keys(3), keys(2), "tokens of shared_k (rank 0: 3, rank 1: 2)"),
+        (keys(3), keys(3, shared_gradient="own"), "shared_gradient (rank 0: 'whole', rank 1: 'own')"),
+        ({"allow_half": True}, {}, "allow_half (rank 0: True, rank 1: False)"),
+        ({"n_global": tokens}, {}, f"n_global (rank 0: {tokens}, rank 1: None)"),
+    ):
+        for call in (of_0, of_1, of_0, of_1):
+            attend(call).sum().backward()
+        transport = at.ring._registry._groups[world.group_name].transport
+        refused(lambda call=of_1 if rank == 1 else of_0: attend(call), [words])
+        before = transport.counters()["messages_sent"]
+        attend(of_0)
+        rounds = (dist.get_world_size() - 1).bit_length()
+        assert transport.counters()["messages_sent"] - before == rounds + dist.get_world_size() - 1
+
+
+def memory_for_gradients_of_shared_keys_is_everybodys() -> None:
+    """If one rank has none for the sums over the ranks, all of them hear of it before rows move."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    q, shared = torch.randn(1, 8, 2, 16), torch.randn(1, 3, 2, 16, requires_grad=True)
+
+    def attend() -> torch.Tensor:
+        return at.ring_attention(q, q, q, shared_k=shared, shared_v=shared, group=world).sum()
+
+    attend().backward()
+    o = attend()
+    parts_of_ranks = at._shared_keys._parts_of_ranks
+
+    def unlucky(*_: object) -> torch.Tensor:
+        raise MemoryError("no room for parts")
+
+    if rank == 1:
+        at._shared_keys._parts_of_ranks = unlucky
+    try:
+        refused(lambda: o.backward(), ["no room for parts"])
+    finally:
+        at._shared_keys._parts_of_ranks = parts_of_ranks
+    attend().backward()
+
+
 def additional_keys_of_modules() -> None:
     """bias_k and bias_v are parameters: data parallelism adds their gradients over the ranks."""
     ranks, world = dist.get_world_size(), dist.group.WORLD
@@ -161,6 +215,14 @@ def masks_of_the_whole_sequence() -> None:
     ):
         call = {"attn_mask": mask if rank == 1 else later, "need_weights": False}
         refused(lambda call=call: model(mine, mine, mine, **call), words)
+    for wrong, words in (  # behind the agreement about the mask
+        ({"need_weights": True}, ["need_weights is supported in one process only"]),
+        ({"rotary": (torch.ones(3), torch.ones(3))}, ["rotary has shapes [[3], [3]]"]),
+    ):
+        call = {"attn_mask": later, "need_weights": False, **(wrong if rank == 1 else {})}
+        refused(lambda call=call: model(mine, mine, mine, **call), words)
+    learned = torch.zeros(tokens, tokens, requires_grad=True)
+    refused(lambda: model(mine, mine, mine, attn_mask=learned, need_weights=False), ["attn_mask requires a gradient"])
     words = ["attn_mask is [50, 50]: [101, 101] of the whole sequence"]
     refused(lambda: model(mine, mine, mine, attn_mask=later[:50, :50]), words)
     words = ["need_weights is supported in one process only"]

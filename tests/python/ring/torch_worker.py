@@ -10,8 +10,10 @@ import annulus
 import annulus.torch as at
 import torch
 import torch.distributed as dist
+import torch_dropout
 import torch_failures
 import torch_masks
+import torch_padding
 from support import transport_contract
 from support.rank_cases import run_cases
 from torch import nn
@@ -489,4 +491,5 @@ def contract(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_cases(globals(), {**vars(torch_failures), **vars(torch_masks)})
+    more = (torch_dropout, torch_failures, torch_masks, torch_padding)
+    run_cases(globals(), {name: case for module in more for name, case in vars(module).items()})

@@ -10,11 +10,16 @@ from typing import TypeVar
 import annulus
 from annulus import ConfigError
 from annulus.torch._config import Config
-from annulus.torch._options import MASKED
+from annulus.torch._options import NO_MASK, PADDING, UNREAD_MASK
 
 T = TypeVar("T")
 
 CALL = "the call"
+
+
+class StaleMask(ConfigError):
+    """The ranks remember different things of their key_padding_masks, or some of them have new ones. Raised on all
+    ranks, which then find out together what is true."""
 
 
 def claims_of(
@@ -71,13 +76,15 @@ def compare(
         if rank is not None:
             other = records[rank]["claims"].get(name)
             differences[name] = f"{name} (rank 0: {value!r}, rank {rank}: {other!r})"
-    # If the calls differ, only they are reported. If one rank has a mask, head_dim and scale differ, too: then only the
-    # mask is reported.
-    for name in (CALL, MASKED):
+    # If the calls differ, only they are reported. If one rank has a mask, head_dim, scale or documents differ, too:
+    # then only the mask is reported.
+    for name in (CALL, PADDING):
         if name in differences:
             differences = {name: differences[name]}
     if differences:
-        raise ConfigError(
+        masks = {record["claims"].get(PADDING) for record in records}
+        stale = PADDING in differences and not masks & {NO_MASK, UNREAD_MASK}
+        raise (StaleMask if stale else ConfigError)(
             f"{here}{where}: the ranks disagree about {', '.join(differences.values())}: every rank must pass "
             "the same"
         )

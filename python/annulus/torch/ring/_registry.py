@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 import annulus
 from annulus import ConfigError, RingAttention, TransportError
-from annulus.torch._config import Call
+from annulus.torch import _fast_path
+from annulus.torch._config import Call, config_of
 from annulus.torch.ring._executors import LocalExecutors, forget_captured
 from annulus.torch.ring._group_ring import GroupRing, reason_of
 from annulus.torch.ring._process_groups import group_name, rank_in
@@ -215,11 +216,14 @@ def cleanup() -> None:
     """Drops all workspaces and closes the connections of all rings. CUDA graphs that were captured before must
     not be replayed any more.
 
-    Call it before ``torch.distributed.destroy_process_group``, on every rank. Later calls of
-    :func:`ring_attention` make new rings. Idempotent.
+    Call it before ``torch.distributed.destroy_process_group``, on every rank: it waits until the other ranks have
+    received what this one has sent, at most for the timeout. Later calls of :func:`ring_attention` make new rings.
+    Idempotent.
     """
     clear_cache()
     forget_captured()
+    _fast_path.forget()
+    config_of.cache_clear()
     for name in list(_groups):
         ring = _groups.pop(name, None)  # None: another thread closes it
         if ring is not None:

@@ -44,6 +44,10 @@ _STOPPED = 0.2
 # Seconds that closing waits for the threads of a transport. They end at once with the connections.
 _LAST_THREADS = 10.0
 
+# How long a transport that is dropped without close() waits for the other ranks to receive its last messages. It may be
+# dropped by the garbage collector, in any line of a program.
+_LAST_SENDS = datetime.timedelta(seconds=5)
+
 # Transports with threads that wait for connections. Python ends threads that come back from such a wait while it exits
 # itself, and PyTorch's C++ code does not survive that: these transports are closed before.
 _open: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
@@ -280,10 +284,7 @@ class ProcessGroupTransport(Transport):
         if len(buffer) <= self.short_message:
             return begin, message
         self._watch_connection(peer)
-        return self._begin_long, (begin, *message)
-
-    def _begin_long(self, begin: Any, *message: Any) -> LongMessage:
-        return LongMessage(self._waiters, begin(*message), message[1], self._ended.__contains__)
+        return _begin_long, (self._waiters, self._ended, begin, *message)
 
     def _watch_connection(self, peer: int) -> None:
         """Starts a thread that reports the end of the connection to a rank."""
@@ -393,7 +394,7 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """Closes the connections, after the other ranks have received what this one has sent them. Ranks that wait for
-        this one get an error immediately."""
+        this one get an error immediately. If a rank lives on and never receives, this takes the deadline."""
         # The last call may be over on this rank alone: its short messages are not waited for. A rank that did not get
         # one would raise another error than this rank, or one that no other rank has.
         if self._failed is None and self.waiting is None:
@@ -410,12 +411,18 @@ class ProcessGroupTransport(Transport):
 
     def __del__(self) -> None:
         if getattr(self, "_process", -1) == os.getpid():
+            self.wait_limit = min(self.wait_limit, _LAST_SENDS)
             self.close()
 
     def _abort_nccl(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             nccl.abort()  # also ends the waits of its streams
+
+
+# No method: the library keeps what prepare() returns, so that a transport would keep itself alive.
+def _begin_long(waiters: Waiters, ended: set[int], begin: Any, *message: Any) -> LongMessage:
+    return LongMessage(waiters, begin(*message), message[1], ended.__contains__)
 
 
 @atexit.register

@@ -33,9 +33,10 @@ class CudaCacheKernels final : public CacheKernels {
  public:
   CudaCacheKernels(const CacheShape& shape, int device) : shape_(shape), device_(device) {
     if (shape.ranks > kMostParts) {
-      throw ConfigError(fmt::format("the transport has {} ranks, expected {} or fewer for a cache "
-                                    "on CUDA devices",
-                                    shape.ranks, kMostParts));
+      throw ConfigError(
+          fmt::format("the transport has {} ranks, expected {} or fewer for a cache "
+                      "on CUDA devices",
+                      shape.ranks, kMostParts));
     }
     const DeviceScope scope(device);
     shared_bytes_ = std::min<std::size_t>(
@@ -44,6 +45,7 @@ class CudaCacheKernels final : public CacheKernels {
     int blocks = shape.dtype == DType::f32 ? 0 : tensor_core_blocks(shape.head_dim, shared_bytes_);
     on_tensor_cores_ = blocks > 0;
     if (!on_tensor_cores_) blocks = plain_blocks(shape.head_dim);
+    kernels_wait_ = kernels_wait();
     slots_ = std::int64_t{attribute(cudaDevAttrMultiProcessorCount, device)} * blocks;
   }
 
@@ -82,9 +84,8 @@ class CudaCacheKernels final : public CacheKernels {
     const DeviceScope scope(device_);
     AttendParams params = params_of(q, keys);
     const std::int64_t split = split_keys(params, runs);
-    for_each_batch(runs, [&](std::span<const QueryRun> batch) {
-      attend_batch(params, split, batch, queue);
-    });
+    for_each_batch(
+        runs, [&](std::span<const QueryRun> batch) { attend_batch(params, split, batch, queue); });
   }
 
   void merge(std::span<const PartialRows> parts, const HeadNumbers& sinks,
@@ -98,6 +99,7 @@ class CudaCacheKernels final : public CacheKernels {
     params.heads = shape_.heads;
     params.head_dim = shape_.head_dim;
     params.dtype = shape_.dtype;
+    params.early = kernels_wait_;
     params.parts = static_cast<int>(parts.size());
     std::copy(parts.begin(), parts.end(), params.part);
     for_each_batch(copies, params, [&](const MergeRowsParams& batch) {
@@ -120,6 +122,7 @@ class CudaCacheKernels final : public CacheKernels {
     params.tile_rows = on_tensor_cores_ ? kTensorCoreRows : kPlainRows;
     params.token_rows =
         on_tensor_cores_ ? ratio : (ratio + kPlainRows - 1) / kPlainRows * kPlainRows;
+    params.early = kernels_wait_;
     params.scale = static_cast<float>(shape_.scale * 1.4426950408889634);
     return params;
   }
@@ -153,11 +156,11 @@ class CudaCacheKernels final : public CacheKernels {
     return std::clamp<std::int64_t>((seen + keys - 1) / keys, 1, kMostSplits);
   }
 
-  // Rows of partial results, where a block has so many keys.
+  // Rows of partial results, where a block has so many keys. A single split has none.
   [[nodiscard]] std::int64_t part_rows(const AttendParams& params, std::int64_t keys,
                                        const QueryRun& run) const {
-    return tiles_of(params, run) * shape_.kv_heads * splits_of(seen_keys(params, run), keys) *
-           params.tile_rows;
+    const std::int64_t splits = splits_of(seen_keys(params, run), keys);
+    return splits == 1 ? 0 : tiles_of(params, run) * shape_.kv_heads * splits * params.tile_rows;
   }
 
   // Keys of a block. All blocks should end together: as many as run at a time, or a multiple.
@@ -199,7 +202,8 @@ class CudaCacheKernels final : public CacheKernels {
       const std::int64_t seen = seen_keys(params, runs[i]);
       const std::int64_t splits = splits_of(seen, keys);
       const std::int64_t share = (seen + splits - 1) / splits;  // equal ones
-      params.run[i] = {runs[i], rows / params.tile_rows, (share + kSplitStep - 1) / kSplitStep * kSplitStep,
+      params.run[i] = {runs[i], rows / params.tile_rows,
+                       (share + kSplitStep - 1) / kSplitStep * kSplitStep,
                        static_cast<std::int32_t>(splits)};
       rows += part_rows(params, keys, runs[i]);
       most_splits = std::max(most_splits, splits);
@@ -215,13 +219,14 @@ class CudaCacheKernels final : public CacheKernels {
                                                            splits, tiles, stream)
                                   : attend_plain(params, shape_.dtype, splits, tiles, stream),
                  "attend", stream);
-    check_launch(merge_splits(params, most_tokens, stream), "merge_splits", stream);
+    if (splits > 1) check_launch(merge_splits(params, most_tokens, stream), "merge_splits", stream);
   }
 
   const CacheShape shape_;
   const int device_;
   std::size_t shared_bytes_ = 0;  // that a block may have
   bool on_tensor_cores_ = false;
+  bool kernels_wait_ = false;
   std::int64_t slots_ = 1;  // blocks that run at a time
   Memory parts_;            // log-sum-exps of all rows, then their O
 };

@@ -25,8 +25,8 @@ struct AttendRun {
 };
 
 // A block takes a tile of query rows of one K/V head and one split of the keys. Its results are a
-// part: `tile_rows` rows of O and log-sum-exps. Rows of a K/V head are numbered token * token_rows
-// + query head of the K/V head.
+// part: `tile_rows` rows of O and log-sum-exps; if there is one split only, those of the run. Rows
+// of a K/V head are numbered token * token_rows + query head of the K/V head.
 struct AttendParams {
   TensorRows q;
   CachedKeys keys;
@@ -36,13 +36,40 @@ struct AttendParams {
   int padded = 0;
   int tile_rows = 1;
   int token_rows = 1;
-  float scale = 1;  // of q.k, times log2(e)
+  float scale = 1;     // of q.k, times log2(e)
+  bool early = false;  // see kernels_wait
   float* part_o = nullptr;
   float* part_lse = nullptr;
   int runs = 0;
   AttendRun run[kMostRuns];
 
   [[nodiscard]] __host__ __device__ int ratio() const { return heads / kv_heads; }
+};
+
+// Where a block leaves the results of a row of its tile.
+struct ResultRow {
+  float* o;
+  float* lse;
+
+  __host__ __device__ ResultRow(const AttendParams& p, const AttendRun& item, int tile, int kv_head,
+                                int split, int row) {
+    std::int64_t at = 0;
+    if (item.splits == 1) {
+      const int of_head = tile * p.tile_rows + row;
+      at = std::int64_t{of_head / p.token_rows} * p.heads + kv_head * p.ratio() +
+           of_head % p.token_rows;
+      o = item.run.o;
+      lse = item.run.lse;
+    } else {
+      at = (item.first_part + (std::int64_t{tile} * p.kv_heads + kv_head) * item.splits + split) *
+               p.tile_rows +
+           row;
+      o = p.part_o;
+      lse = p.part_lse;
+    }
+    o += at * p.head_dim;
+    lse += at;
+  }
 };
 
 struct CopyRowsParams {
@@ -53,17 +80,26 @@ struct CopyRowsParams {
   RowCopy copies[kMostCopies];
 };
 
-struct MergeRowsParams {
+struct MergeRowsHeader {
   TensorRows o, lse;
   HeadNumbers sinks;
   int heads = 1;
   int head_dim = 0;
   DType dtype = DType::f32;
+  bool early = false;  // see kernels_wait
   int parts = 0;
-  PartialRows part[kMostParts];
   int count = 0;
-  RowCopy copies[kMostCopies];
 };
+template <int kParts, int kCopies>
+struct MergeRowsTable : MergeRowsHeader {
+  PartialRows part[kParts];
+  RowCopy copies[kCopies];
+};
+using MergeRowsParams = MergeRowsTable<kMostParts, kMostCopies>;
+
+// Whether these kernels, as compiled for the current device, wait for those before them by
+// themselves (launch.cuh).
+[[nodiscard]] bool kernels_wait();
 
 // Rows of 16-bit heads of up to 256 elements, on tensor cores; and any rows.
 inline constexpr int kTensorCoreRows = 16;

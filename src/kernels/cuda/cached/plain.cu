@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kKeys = kChunks == 1 ? 4 : kChunks == 2 ? 2 : 1;  // under way at a time
   const AttendRun& item = p.run[blockIdx.z];
   const QueryRun& run = item.run;
-  const int split = static_cast<int>(blockIdx.x);
-  const int kv_head = static_cast<int>(blockIdx.y) % p.kv_heads;
-  const int tile = static_cast<int>(blockIdx.y) / p.kv_heads;
+  const int split = static_cast<int>(blockIdx.y);
+  const int kv_head = static_cast<int>(blockIdx.x) % p.kv_heads;
+  const int tile = static_cast<int>(blockIdx.x) / p.kv_heads;
   const int tiles_of_token = p.token_rows / kPlainRows;
   const std::int64_t token = tile / tiles_of_token;
   const int first_head = tile % tiles_of_token * kPlainRows;  // of the K/V head's
@@ -149,8 +149,6 @@ __global__ void __launch_bounds__(kThreads)
       ends_sum[warp][r] = sum[r];
     }
   }
-  const std::int64_t part =
-      item.first_part + (std::int64_t{tile} * p.kv_heads + kv_head) * item.splits + split;
 #pragma unroll
   for (int r = 0; r < kPlainRows; ++r) {
     __syncthreads();
@@ -165,16 +163,15 @@ __global__ void __launch_bounds__(kThreads)
     for (int w = 0; w < kWarps; ++w)
       total += ends_sum[w][r] * exp2f(ends_highest[w][r] - reference);
     const float factor = total == 0 ? 0.0F : 1.0F / total;
-    const std::int64_t row = part * kPlainRows + r;
-    if (threadIdx.x == 0)
-      p.part_lse[row] = total == 0 ? -INFINITY : (reference + log2f(total)) * kLn2;
+    const ResultRow to(p, item, tile, kv_head, split, r);
+    if (threadIdx.x == 0) *to.lse = total == 0 ? -INFINITY : (reference + log2f(total)) * kLn2;
     for (int d = static_cast<int>(threadIdx.x); d < p.head_dim; d += kThreads) {
       float all = 0;
       for (int w = 0; w < kWarps; ++w) {
         all = fmaf(reinterpret_cast<const float*>(ends[w])[d],
                    exp2f(ends_highest[w][r] - reference), all);
       }
-      p.part_o[row * p.head_dim + d] = all * factor;
+      to.o[d] = all * factor;
     }
   }
 }
@@ -195,9 +192,9 @@ int plain_blocks(int head_dim) {
 
 cudaError_t attend_plain(const AttendParams& params, DType dtype, int most_splits, int most_tiles,
                          cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(most_splits),
-                  static_cast<unsigned>(most_tiles * params.kv_heads),
-                  static_cast<unsigned>(params.runs));
+  // Tiles of long chunks are more than the 65,535 that the other directions of a grid may have.
+  const dim3 grid(static_cast<unsigned>(most_tiles * params.kv_heads),
+                  static_cast<unsigned>(most_splits), static_cast<unsigned>(params.runs));
   if (params.padded <= 128) {
     plain_kernel<1><<<grid, kThreads, 0, stream>>>(params, dtype);
   } else if (params.padded <= 256) {

@@ -2,11 +2,13 @@
 // ranks.
 
 #include "kernels/cuda/cached/kernels.h"
+#include "kernels/cuda/cached/launch.cuh"
 #include "kernels/cuda/rows/access.cuh"
 #include "kernels/cuda/rows/sink.cuh"
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 namespace annulus::cuda {
 namespace {
@@ -61,9 +63,10 @@ __global__ void __launch_bounds__(kThreads)
     merge_splits_kernel(const __grid_constant__ AttendParams p) {
   __shared__ float weights[kMostParts];
   __shared__ float sums[kWarps][kMergeColumns];
+  wait_for_earlier_kernels();
   const AttendRun& item = p.run[blockIdx.z];
   const std::int64_t at = blockIdx.x;
-  if (at >= item.run.tokens * p.heads) return;
+  if (at >= item.run.tokens * p.heads || item.splits == 1) return;
   const std::int64_t token = at / p.heads;
   const int head = static_cast<int>(at % p.heads);
   const int kv_head = head / p.ratio();
@@ -98,8 +101,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A warp for each row and query head.
-__global__ void __launch_bounds__(kThreads)
-    merge_rows_kernel(const __grid_constant__ MergeRowsParams p) {
+template <typename Params>
+__global__ void __launch_bounds__(kThreads) merge_rows_kernel(const __grid_constant__ Params p) {
+  wait_for_earlier_kernels();
   const RowCopy& copy = p.copies[blockIdx.y];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -153,20 +157,32 @@ unsigned blocks_for(std::int64_t items, std::int64_t items_of_block) {
 
 }  // namespace
 
+bool kernels_wait() {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, merge_splits_kernel) == cudaSuccess &&
+         attributes.ptxVersion >= 90;
+}
+
 cudaError_t merge_splits(const AttendParams& params, std::int64_t most_tokens,
                          cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(most_tokens * params.heads),
                   static_cast<unsigned>((params.head_dim + kMergeColumns - 1) / kMergeColumns),
                   static_cast<unsigned>(params.runs));
-  merge_splits_kernel<<<grid, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_early(merge_splits_kernel, grid, kThreads, 0, params, stream);
 }
 
 cudaError_t merge_rows(const MergeRowsParams& params, cudaStream_t stream) {
   const dim3 grid(blocks_for(most_rows(params) * params.heads, kWarps),
                   static_cast<unsigned>(params.count));
-  merge_rows_kernel<<<grid, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  // As few parameters as a usual call needs: starting a kernel with 26 KB of them takes long.
+  using Few = MergeRowsTable<8, 32>;
+  Few few;
+  if (params.parts > std::ssize(few.part) || params.count > std::ssize(few.copies))
+    return launch_early(merge_rows_kernel<MergeRowsParams>, grid, kThreads, 0, params, stream);
+  static_cast<MergeRowsHeader&>(few) = params;
+  std::copy_n(params.part, params.parts, few.part);
+  std::copy_n(params.copies, params.count, few.copies);
+  return launch_early(merge_rows_kernel<Few>, grid, kThreads, 0, few, stream);
 }
 
 cudaError_t copy_rows(const CopyRowsParams& params, cudaStream_t stream) {

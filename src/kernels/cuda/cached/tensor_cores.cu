@@ -8,6 +8,7 @@
 // other rows: 0 * NaN would.
 
 #include "kernels/cuda/cached/kernels.h"
+#include "kernels/cuda/cached/launch.cuh"
 #include "kernels/cuda/portable/mma.cuh"
 #include "kernels/cuda/rows/access.cuh"
 
@@ -70,23 +71,29 @@ class WarpAttention {
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32) {
     for (auto& o : o_) o[0] = o[1] = o[2] = o[3] = 0;
+  }
+
+  // Begins to load keys [begin, end), of which this warp has every fourth tile. They do not wait
+  // for the queries.
+  __device__ void start(std::int64_t begin, std::int64_t end) {
+    for (int s = 0; s < kStages - 1; ++s)
+      load(s, begin + (warp_ + s * kBlockWarps) * kTileKeys, end);
+  }
+  __device__ void take_queries() {
     if constexpr (kQueriesInRegisters) {
       for (int k = 0; k < kDim / 16; ++k) shared_.q.load_a(q_[k], 0, k);
     }
   }
 
-  // Keys [begin, end), which all rows see: every fourth tile of them.
+  // The keys of start(), which all rows see.
   __device__ void attend_all(std::int64_t begin, std::int64_t end) {
-    const std::int64_t first = begin + warp_ * kTileKeys;
     const std::int64_t step = kBlockWarps * kTileKeys;
-    std::int64_t next = first;
-    for (int s = 0; s < kStages - 1; ++s, next += step) load(s, next, end);
     int stage = 0;
-    for (std::int64_t key = first; key < end; key += step, next += step) {
+    for (std::int64_t key = begin + warp_ * kTileKeys; key < end; key += step) {
       wait_copies<kStages - 2>();
       __syncwarp();
       // The stage that the last tile has left.
-      load(stage == 0 ? kStages - 1 : stage - 1, next, end);
+      load(stage == 0 ? kStages - 1 : stage - 1, key + (kStages - 1) * step, end);
       attend<false>(shared_.stages[warp_][stage],
                     static_cast<int>(min(end - key, std::int64_t{kTileKeys})), true, true);
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -111,8 +118,9 @@ class WarpAttention {
     }
   }
 
-  // By all warps of the block.
-  __device__ void store(float* o, float* lse, int rows) {
+  // By all warps of the block. `result_of`: the ResultRow of a row.
+  template <typename ResultOf>
+  __device__ void store(int rows, const ResultOf& result_of) {
     __syncthreads();
     typename Smem::Ends& ends = shared_.ends;
     const int row = lane_ / 4;
@@ -144,12 +152,13 @@ class WarpAttention {
         sum += ends.sum[w][r] * weights[w];
         rounded_sum += ends.rounded_sum[w][r] * weights[w];
       }
-      if (lane_ == 0) lse[r] = sum == 0 ? -INFINITY : (reference + log2f(sum)) * kLn2;
+      const ResultRow to = result_of(r);
+      if (lane_ == 0) *to.lse = sum == 0 ? -INFINITY : (reference + log2f(sum)) * kLn2;
       const float factor = sum == 0 ? 0.0F : 1.0F / rounded_sum;
       for (int d = lane_; d < p_.head_dim; d += 32) {
         float all = 0;
         for (int w = 0; w < kBlockWarps; ++w) all = fmaf(ends.o[w][r][d], weights[w], all);
-        o[r * p_.head_dim + d] = all * factor;
+        to.o[d] = all * factor;
       }
     }
   }
@@ -281,28 +290,15 @@ __global__ void __launch_bounds__(kBlockWarps * 32, kBlocks<kDim, kStages>)
   auto& shared = *reinterpret_cast<Shared<T, kDim, kStages>*>(memory);
   const AttendRun& item = p.run[blockIdx.z];
   const QueryRun& run = item.run;
-  const int split = static_cast<int>(blockIdx.x);
-  const int kv_head = static_cast<int>(blockIdx.y) % p.kv_heads;
-  const int tile = static_cast<int>(blockIdx.y) / p.kv_heads;
+  const int split = static_cast<int>(blockIdx.y);
+  const int kv_head = static_cast<int>(blockIdx.x) % p.kv_heads;
+  const int tile = static_cast<int>(blockIdx.x) / p.kv_heads;
+  wait_for_earlier_kernels();
   const int ratio = p.token_rows;
   const std::int64_t first_row = std::int64_t{tile} * kTensorCoreRows;
   const int rows =
       static_cast<int>(min(run.tokens * ratio - first_row, std::int64_t{kTensorCoreRows}));
   if (split >= item.splits || rows <= 0) return;
-
-  for (int i = static_cast<int>(threadIdx.x); i < kTensorCoreRows * kDim;
-       i += static_cast<int>(blockDim.x)) {
-    const int row = i / kDim;
-    const int d = i % kDim;
-    T value(0.0F);
-    if (row < rows && d < p.head_dim) {
-      const std::byte* from = row_at(p.q, run.batch, run.row + (first_row + row) / ratio,
-                                     kv_head * ratio + static_cast<int>((first_row + row) % ratio));
-      value = reinterpret_cast<const T*>(from)[d];
-    }
-    shared.q.chunk(row, d / 8)[d % 8] = value;
-  }
-  __syncthreads();
 
   const std::int64_t first_token = first_row / ratio;
   const std::int64_t last_token = (first_row + rows - 1) / ratio;
@@ -313,7 +309,18 @@ __global__ void __launch_bounds__(kBlockWarps * 32, kBlocks<kDim, kStages>)
   const std::int64_t end = max(begin, first.end);
   WarpAttention<T, kDim, kStages> warp(p, shared, run, kv_head);
   const std::int64_t split_begin = begin + split * item.split_keys;
-  warp.attend_all(split_begin, min(end, split_begin + item.split_keys));
+  const std::int64_t split_end = min(end, split_begin + item.split_keys);
+  warp.start(split_begin, split_end);
+  for (int row = static_cast<int>(threadIdx.x) / 32; row < kTensorCoreRows; row += kBlockWarps) {
+    const int of_head = static_cast<int>(first_row) + min(row, rows - 1);
+    const auto* from = reinterpret_cast<const T*>(
+        row_at(p.q, run.batch, run.row + of_head / ratio, kv_head * ratio + of_head % ratio));
+    for (int d = static_cast<int>(threadIdx.x) % 32; d < kDim; d += 32)
+      shared.q.chunk(row, d / 8)[d % 8] = row < rows && d < p.head_dim ? from[d] : T(0.0F);
+  }
+  __syncthreads();
+  warp.take_queries();
+  warp.attend_all(split_begin, split_end);
   if (split == 0) {
     for (std::int64_t token = first_token + threadIdx.x / 32; token <= last_token;
          token += kBlockWarps) {
@@ -324,10 +331,7 @@ __global__ void __launch_bounds__(kBlockWarps * 32, kBlocks<kDim, kStages>)
       warp.attend_some(max(seen.begin, end), seen.end, from, to);
     }
   }
-  const std::int64_t part =
-      item.first_part + (std::int64_t{tile} * p.kv_heads + kv_head) * item.splits + split;
-  warp.store(p.part_o + part * kTensorCoreRows * p.head_dim, p.part_lse + part * kTensorCoreRows,
-             rows);
+  warp.store(rows, [&](int row) { return ResultRow(p, item, tile, kv_head, split, row); });
 }
 
 // What the host asks of a kernel.
@@ -351,11 +355,11 @@ struct Kernel {
                             cudaStream_t stream) {
     const cudaError_t error = allow_shared_bytes();
     if (error != cudaSuccess) return error;
-    const dim3 grid(static_cast<unsigned>(most_splits),
-                    static_cast<unsigned>(most_tiles * params.kv_heads),
-                    static_cast<unsigned>(params.runs));
-    tensor_core_kernel<T, kDim, kStages><<<grid, kBlockWarps * 32, kBytes, stream>>>(params);
-    return cudaGetLastError();
+    // Tiles of long chunks are more than the 65,535 that the other directions of a grid may have.
+    const dim3 grid(static_cast<unsigned>(most_tiles * params.kv_heads),
+                    static_cast<unsigned>(most_splits), static_cast<unsigned>(params.runs));
+    return launch_early(&tensor_core_kernel<T, kDim, kStages>, grid, kBlockWarps * 32, kBytes,
+                        params, stream);
   }
 };
 

@@ -110,6 +110,17 @@ class StreamEvent final : public Event::State {
     const OutsideOfGraphs outside;
     check(cudaEventSynchronize(event_), "waiting for the device");
   }
+  [[nodiscard]] bool has_happened() const {
+    const DeviceScope scope(device_);
+    const OutsideOfGraphs outside;
+    const cudaError_t error = cudaEventQuery(event_);
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check(error, "asking whether an event has happened");
+    return true;
+  }
   [[nodiscard]] cudaEvent_t event() const { return event_; }
 
  private:
@@ -287,15 +298,14 @@ Memory allocate_pinned(int device, std::int64_t bytes, const char* what) {
           }};
 }
 
-void copy_to_device(int device, std::byte* to, const void* from, std::int64_t bytes,
-                    const char* what) {
-  if (bytes == 0) return;
-  const DeviceScope scope(device);
-  cudaError_t error = cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice);
-  // A copy from pageable memory may return before its last part has arrived, and the streams of
-  // calls do not wait for the default stream.
-  if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
-  if (error != cudaSuccess) check(error, fmt::format("copying {}", what));
+Memory allocate_reusable_pinned(int device, std::int64_t bytes, const char* what) {
+  return SpareMemory::allocate(
+      bytes, what, {}, [&](std::int64_t size) { return allocate_pinned(device, size, what); });
+}
+
+bool has_happened(const Event& event) {
+  const auto* state = dynamic_cast<const StreamEvent*>(event.state());
+  return state == nullptr || state->has_happened();
 }
 
 }  // namespace annulus::cuda

@@ -37,17 +37,18 @@ class DeviceScope {
 [[nodiscard]] cudaStream_t stream_of(Queue& queue);
 
 [[nodiscard]] Memory allocate_device(int device, std::int64_t bytes, const char* what);
-// The same, or spare memory of the executor that is being made anew (SpareMemory).
+// The same, or spare memory of the executor that is being made anew (SpareMemory). Earlier work of
+// its queue may still use it.
 [[nodiscard]] Memory allocate_reusable(int device, std::int64_t bytes, const char* what);
 // Free and total memory of the device; nothing if it is not known.
 [[nodiscard]] std::optional<MemoryState> device_memory_state(const Device& device);
 // Memory from CUDA's own allocator, even if another one is set.
 [[nodiscard]] Memory allocate_plain(int device, std::int64_t bytes, const char* what);
-// Pinned host memory.
+// Pinned host memory, and the same or spare memory.
 [[nodiscard]] Memory allocate_pinned(int device, std::int64_t bytes, const char* what);
+[[nodiscard]] Memory allocate_reusable_pinned(int device, std::int64_t bytes, const char* what);
 
-// Copies tables to the device. When it returns, all streams can use them.
-void copy_to_device(int device, std::byte* to, const void* from, std::int64_t bytes,
-                    const char* what);
+// Whether waiting for an event of a CUDA queue would return at once.
+[[nodiscard]] bool has_happened(const Event& event);
 
 }  // namespace annulus::cuda

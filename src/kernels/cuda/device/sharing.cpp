@@ -88,12 +88,18 @@ class CudaSharing final : public DeviceSharing {
 
   // Memory comes from the framework's allocator if it can be exported. PyTorch's expandable
   // segments cannot.
+  // Other processes keep memory mapped until the ring ends, so an executor that is made anew uses
+  // its memory again.
   [[nodiscard]] Memory allocate(std::int64_t bytes, const char* what) override {
-    Memory memory = allocate_device(device_, bytes, what);
-    cudaIpcMemHandle_t handle;
-    if (bytes == 0 || export_memory(memory.data(), handle) == cudaSuccess) return memory;
-    memory = {};
-    return allocate_plain(device_, bytes, what);
+    if (bytes == 0) return allocate_device(device_, bytes, what);
+    const auto exportable = [&](std::int64_t size) {
+      Memory memory = allocate_device(device_, size, what);
+      cudaIpcMemHandle_t handle;
+      if (export_memory(memory.data(), handle) == cudaSuccess) return memory;
+      memory = {};
+      return allocate_plain(device_, size, what);
+    };
+    return SpareMemory::allocate(bytes, what, {Device::Kind::cuda, device_}, exportable);
   }
 
   [[nodiscard]] SharedHandle share(const std::byte* memory) override {

@@ -155,11 +155,10 @@ __global__ void __launch_bounds__(kThreads)
             ds[n][e] *= kept_factor(p.modifiers.rate, row_words[e / 2], words.key(rows.index[key]));
         }
         if (group.repeats > 0) score += log2_weight(repeats[e / 2], rows.repeats[key]);
-        const float weight = exp2_fast(score);
+        // The slope of a hidden pair may be NaN: it is 0, whatever its factors.
         ds[n][e] = hidden_pair(group, index[e / 2], rows.index[key])
                        ? 0.0F
-                       : weight * (ds[n][e] - delta[e / 2]);
-        if constexpr (kModified) ds[n][e] *= slope;
+                       : exp2_fast(score) * (ds[n][e] - delta[e / 2]) * slope;
       }
     }
     if (limited(group)) {
@@ -343,8 +342,7 @@ __global__ void __launch_bounds__(kThreads) key_gradient(const __grid_constant__
           weights[n][e] *= kept;
           ds[n][e] *= kept;
         }
-        ds[n][e] = hidden ? 0.0F : weight * (ds[n][e] - shared.delta[stage][query]);
-        if constexpr (kModified) ds[n][e] *= slope;
+        ds[n][e] = hidden ? 0.0F : weight * (ds[n][e] - shared.delta[stage][query]) * slope;
       }
     }
     if (limited(group)) {

@@ -355,8 +355,10 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (!Of::kGradients) s[n][e] *= factor;
             dp[n][e] *= factor;
           }
-          if (Of::kGradients && !none) s[n][e] *= dp[n][e] - shared.delta[slot][query];
-          if constexpr (kModified && Of::kGradients) s[n][e] *= slope[n][e];
+          if (Of::kGradients && !none) {  // of none, all that follows may be NaN
+            s[n][e] *= dp[n][e] - shared.delta[slot][query];
+            if constexpr (kModified) s[n][e] *= slope[n][e];
+          }
         }
       }
     }

@@ -93,15 +93,20 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
       const Member of = p.tables.members[item.member + member];
       const RowOwner owner{item.batch, of.head, of.unit};
       for (int block = first_block; block < blocks;) {
-        const int begin = block * kQueries;
+        int begin = block * kQueries;
         const int rows = min(kQueries, queries.rows - begin);
         const Run run = runs[run_of(runs, queries, begin)];
         const int left = run.before + run.count - begin;  // remaining rows of the run
         const bool whole = rows <= left;
         // A stretch of full blocks of one run is processed together; any other block is a stretch
-        // of its own.
-        const bool boxed = all_after && left >= kQueries && queries_by_box(a, run);
-        const int stretch = boxed ? block + min(left / kQueries, blocks - block) : block + 1;
+        // of its own. The last block of a list may have fewer rows. It then begins with rows of the
+        // block before it, which are hidden, so that it is a box, too: gathering its rows took
+        // twice as long as a step.
+        const int again = whole && begin - run.before >= kQueries - rows ? kQueries - rows : 0;
+        const bool boxed = all_after && left + again >= kQueries && queries_by_box(a, run);
+        const int stretch =
+            boxed ? block + max(1, min(left / kQueries, blocks - block)) : block + 1;
+        if (boxed) begin -= again;
         // Coordinates of the box: of Q in lane 0 and of dO in lane 1, which load them, and of dQ in
         // lane 2, which writes the note.
         int remainder = 0;
@@ -129,7 +134,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
         }
         if (boxed && !nothing) {
           int flags_of = kBox;
-          if (keys.rows < kKeys) flags_of |= kMasked;
+          if (keys.rows < kKeys || again > 0) flags_of |= kMasked;
           if (group.repeats > 0)
             flags_of |= periodic && run.index_stride == 1 && ((low - phase) & 15) == 0 ? kPeriodic
                                                                                        : kWeighted;
@@ -188,7 +193,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
               store_words4(note, flags | member << kMemberShift, map_head, remainder, row);
               store_words4(note + 16, map_batch, owner.unit, p.first_item + drawn,
                            queries.ascending != 0 ? last_seeing(low + low_step - run.index_stride)
-                                                  : (block + 1) * kQueries - 1);
+                                                  : block * kQueries + rows - 1);
             }
             const std::uint32_t of_lane = shared + (stage * kQueries + lane) * 4;
 #pragma unroll
@@ -204,6 +209,7 @@ __device__ __forceinline__ void bring_steps(const BackwardArguments& a, std::uin
                 int word = max(-1, min(kLastIndex, index + most)) * 16;
                 if ((flags & kWeighted) != 0)
                   word |= repeat_bits(p.tables.repeats + group.first_repeat, group.repeats, index);
+                if (lane + 32 * i < again) word = kAbsentQuery;
                 store_word(of_lane + Memory::kQueryWords + i * 128, word);
               }
             }

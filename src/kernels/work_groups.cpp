@@ -30,9 +30,10 @@ Extent extent(std::span<const RunTemplate> runs, const IndexFilter& filter) {
 class WorkGroups::Sharing {
  public:
   // With detached mixing, every branch computes all its pairs.
-  Sharing(const Plan& plan, MixGradient mix, Shares& shares)
+  Sharing(const Plan& plan, MixGradient mix, Sharings& by_length, Shares& shares)
       : plan_(plan),
         share_(mix == MixGradient::full && plan.options().same_positions()),
+        by_length_(by_length),
         shares_(shares) {}
 
   void share_nothing() {
@@ -56,9 +57,9 @@ class WorkGroups::Sharing {
     for (const Selection::Member& member : selection.members) {
       const PairSharing& sharing = of(tokens, selection.branch, member.q_head);
       const auto like = std::find_if(shares.begin(), shares.end(),
-                                     [&](const Share& share) { return share.sharing == sharing; });
+                                     [&](const Share& share) { return *share.sharing == sharing; });
       if (like == shares.end()) {
-        shares.push_back({sharing, {member}});
+        shares.push_back({&sharing, {member}});
       } else {
         like->members.push_back(member);
       }
@@ -77,9 +78,9 @@ class WorkGroups::Sharing {
 
   const Plan& plan_;
   bool share_;
+  Sharings& by_length_;
   Shares& shares_;
-  const Shares::value_type* last_ = nullptr;                                 // asked for
-  std::map<std::int64_t, std::vector<std::vector<PairSharing>>> by_length_;  // [head][branch]
+  const Shares::value_type* last_ = nullptr;  // asked for
 };
 
 bool apart(const Branch& a, const Branch& b, int ratio) {
@@ -126,7 +127,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
     return plan.classes()[static_cast<std::size_t>(tiles.head_class)].entries;
   };
 
-  Sharing sharing(plan, computation.mix_gradient, shares_);
+  Sharing sharing(plan, computation.mix_gradient, sharings_, shares_);
   if (stage.kind == Stage::Kind::gradients) {
     // Groups that skip shared pairs have to add to the keys of a segment one after the other. If
     // that would leave threads idle, every branch computes all its pairs.
@@ -138,7 +139,7 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       chains[branch] += entries_of(tiles).count_in(computation.batch) *
                         static_cast<std::int64_t>(selection.members.size());
       for (const Share& share : sharing.of(tiles, selection)) {
-        if (share.sharing.host >= 0) guest[branch] = true;
+        if (share.sharing->host >= 0) guest[branch] = true;
       }
     }
     for (std::size_t branch = 0; branch < chains.size(); ++branch) {
@@ -180,12 +181,12 @@ WorkGroups::WorkGroups(const Stage& stage, const Computation& computation,
       group.band = band;
       group.tokens = {tiles.query_origin + selection.offset, tiles.key_origin + selection.offset,
                       branch.dilation};
-      group.repeats = share.sharing.repeats;
+      group.repeats = share.sharing->repeats;
       group.members = share.members;
-      if (share.sharing.host < 0) {
+      if (share.sharing->host < 0) {
         add(group);
       } else {
-        add_shared(group, share.sharing, stage.kind);
+        add_shared(group, *share.sharing, stage.kind);
       }
     }
   }
@@ -240,11 +241,15 @@ void WorkGroups::add_shared(const WorkGroup& like, const PairSharing& sharing, S
 
 std::int64_t WorkGroups::bytes() const {
   std::size_t bytes = rows_.size() * sizeof(WorkRows) + runs_.size() * sizeof(RunTemplate);
-  for (const auto& [key, shares] : shares_) {
-    for (const Share& share : shares) {
-      bytes += sizeof(Share) + share.members.capacity() * sizeof(Selection::Member) +
-               share.sharing.repeats.capacity() * sizeof(Repeat);
+  for (const auto& [length, heads] : sharings_) {
+    for (const std::vector<PairSharing>& branches : heads) {
+      for (const PairSharing& sharing : branches)
+        bytes += sizeof(PairSharing) + sharing.repeats.capacity() * sizeof(Repeat);
     }
+  }
+  for (const auto& [key, shares] : shares_) {
+    for (const Share& share : shares)
+      bytes += sizeof(Share) + share.members.capacity() * sizeof(Selection::Member);
   }
   bytes += groups_.size() * sizeof(WorkGroup);
   return static_cast<std::int64_t>(bytes);

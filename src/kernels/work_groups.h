@@ -70,9 +70,11 @@ class WorkGroups {
  private:
   // Heads of a selection that share pairs alike in documents of one length.
   struct Share {
-    PairSharing sharing;
+    const PairSharing* sharing;
     std::vector<Selection::Member> members;
   };
+  // By length, head and branch. Shares point into it.
+  using Sharings = std::map<std::int64_t, std::vector<std::vector<PairSharing>>>;
   // By head class, selection and length. Groups point into it.
   using Shares = std::map<std::tuple<int, int, std::int64_t>, std::vector<Share>>;
   class Sharing;
@@ -83,6 +85,7 @@ class WorkGroups {
   void add(WorkGroup group);
   void add_shared(const WorkGroup& like, const PairSharing& sharing, Stage::Kind kind);
 
+  Sharings sharings_;
   Shares shares_;
   std::vector<RunTemplate> runs_;  // of all rows
   std::vector<WorkRows> rows_;

@@ -72,11 +72,12 @@ std::vector<PairSharing> share_pairs(const Pattern& pattern, const PairSpace& sp
   std::sort(order.begin(), order.end(),
             [&](std::size_t a, std::size_t b) { return fineness(a) < fineness(b); });
 
+  std::vector<std::size_t> ancestors;
   for (std::size_t g = 0; g < count; ++g) {
     const std::size_t guest = order[g];
     // The coarsest possible host computes most of the guest's pairs.
     for (std::size_t h = g; h-- > 0;) {
-      std::vector<std::size_t> ancestors;  // the host, its host, ...
+      ancestors.clear();  // the host, its host, ...
       for (int a = static_cast<int>(order[h]); a >= 0;
            a = sharing[static_cast<std::size_t>(a)].host)
         ancestors.push_back(static_cast<std::size_t>(a));

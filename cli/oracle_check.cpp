@@ -73,8 +73,8 @@ struct Inputs {
 };
 
 // The effect of a rounded o on the gradients: delta = dO.O changes by some e per row, hence dS by
-// -e * P * (the slope of a softcap). Detached mixing rounds the outputs of the branches instead; the
-// error of the merged output is of the same size.
+// -e * P * (the slope of a softcap). Detached mixing rounds the outputs of the branches instead;
+// the error of the merged output is of the same size.
 //
 // The reference computes dQ and dK of dS = slope * P' * (dP - delta) for any dO, V and sinks. With
 // a sink, the probabilities P' of a row are w * P and add up to w < 1. Where V is 1 in one element

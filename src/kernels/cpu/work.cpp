@@ -209,9 +209,9 @@ void Work::expand(const KeyList& list, std::span<const ChannelSource> channels, 
          runs);
 }
 
-void Work::expand(std::span<const RunTemplate> from, const IndexFilter& filter,
-                  std::int32_t batch, int unit, std::span<const ChannelSource> channels,
-                  int local_head, std::vector<RowRun>& runs) const {
+void Work::expand(std::span<const RunTemplate> from, const IndexFilter& filter, std::int32_t batch,
+                  int unit, std::span<const ChannelSource> channels, int local_head,
+                  std::vector<RowRun>& runs) const {
   runs.clear();
   for (const RunTemplate& run : from) {
     filter.apply(run, [&](std::int32_t first, std::int32_t count) {

@@ -24,10 +24,11 @@ class OutlivesTheOther:
     def __init__(self, path: pathlib.Path) -> None:
         self._file = path.open("w")
         # Of Linux; a thread that comes back from a wait now cannot be joined.
-        self._threads = [f"/proc/self/task/{t.native_id}" for t in threading.enumerate() if "annulus" in t.name]
+        threads = (t.native_id for t in threading.enumerate() if "annulus" in t.name)
+        self._threads = [f"/proc/self/task/{each}" for each in threads]
 
     # Its defaults still exist while Python exits.
-    def __del__(self, flock=fcntl.flock, how=fcntl.LOCK_EX, exists=os.path.exists, sleep=time.sleep) -> None:  # noqa: ANN001
+    def __del__(self, flock=fcntl.flock, how=fcntl.LOCK_EX, exists=os.path.exists, sleep=time.sleep) -> None:
         flock(self._file, how)
         while any(map(exists, self._threads)):
             sleep(0.01)

@@ -98,8 +98,8 @@ TEST(SoftcapAndDropout, GradientsOfTheUnseenAreNotTouchedByNaN) {
         const auto expect_same = [&](const char* what, const std::vector<float>& a,
                                      const std::vector<float>& b, std::int64_t from,
                                      std::int64_t to) {
-          EXPECT_TRUE(std::equal(a.begin() + from * row, a.begin() + to * row,
-                                 b.begin() + from * row))
+          EXPECT_TRUE(
+              std::equal(a.begin() + from * row, a.begin() + to * row, b.begin() + from * row))
               << what;
         };
         const Results of_key = with_nan(&Inputs::k, &Inputs::v);
@@ -282,6 +282,7 @@ TEST(Dropout, RanksThatDrawSeedsUseThatOfRank0) {
       ring->backward(shard.q.view(), shard.k.view(), shard.v.view(), shard.o.view(),
                      shard.lse.view(), shard.dout.view(), shard.dq.view(), shard.dk.view(),
                      shard.dv.view(), nullptr, more);
+      ring->synchronize();
       shard.collect(results);
     });
     expect_everywhere(outcomes, "", {});

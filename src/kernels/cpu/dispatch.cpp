@@ -24,11 +24,11 @@ const std::vector<Implementation>& implementations() {
     // bf16 of their own. CPUs with tiles are slow at other bf16 products (preference.cpp), so what
     // does not run on tiles uses fp32, too.
     const Kernels& rest = *others->kernels;
-    std::vector<Implementation> all = amx_bf16_implementations(rest);
-    for (const Implementation& i : amx_bf16_emulated_implementations(rest)) all.push_back(i);
-    for (const Implementation& i : avx512_bf16_implementations(rest)) all.push_back(i);
-    all.insert(all.end(), out.begin(), out.end());
-    return all;
+    std::vector<Implementation> ordered = amx_bf16_implementations(rest);
+    for (const Implementation& i : amx_bf16_emulated_implementations(rest)) ordered.push_back(i);
+    for (const Implementation& i : avx512_bf16_implementations(rest)) ordered.push_back(i);
+    ordered.insert(ordered.end(), out.begin(), out.end());
+    return ordered;
   }();
   return all;
 }

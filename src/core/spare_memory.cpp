@@ -31,8 +31,7 @@ void SpareMemory::clear() noexcept {
   while (!blocks_.empty()) release(blocks_.size() - 1);
 }
 
-SpareMemory::Scope::Scope(SpareMemory& spare, Event used)
-    : before_(std::exchange(active, &spare)) {
+SpareMemory::Scope::Scope(SpareMemory& spare, Event used) : before_(std::exchange(active, &spare)) {
   spare.used_ = std::move(used);
 }
 SpareMemory::Scope::~Scope() { active = before_; }

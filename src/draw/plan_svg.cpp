@@ -93,7 +93,8 @@ struct Layout {
   bool labels = true;
 };
 
-// Letters of DejaVu, the widest of the fonts, are a little narrower on average, relative to their size.
+// Letters of DejaVu, the widest of the fonts, are a little narrower on average, relative to their
+// size.
 constexpr double kLetter = 0.56;
 constexpr double kBoldLetter = 0.62;
 

@@ -65,8 +65,8 @@ struct Computation {
   int kv_heads = 1;
   int head_dim = 0;
   DType dtype = DType::f32;
-  double scale = 1;      // of q.k
-  double softcap = 0;    // scores are softcap * tanh(scale * q.k / softcap); 0: scale * q.k
+  double scale = 1;    // of q.k
+  double softcap = 0;  // scores are softcap * tanh(scale * q.k / softcap); 0: scale * q.k
   DropoutRate dropout;
   MixGradient mix_gradient = MixGradient::full;
   const KeptRows* kept = nullptr;  // owned by the executor; null unless mixing is detached
@@ -154,7 +154,7 @@ class Engine {
 
   // Once. What the queue has to do for it comes before the first pass. OutOfMemory.
   virtual void allocate(const ReceivedRows& received, Queue& queue) = 0;
-  [[nodiscard]] virtual std::string kernels() const = 0;    // which ones run; for messages
+  [[nodiscard]] virtual std::string kernels() const = 0;  // which ones run; for messages
   // Bytes of accumulators and row statistics, before or after allocate().
   [[nodiscard]] virtual std::int64_t state_bytes() const = 0;
   [[nodiscard]] virtual std::int64_t list_bytes() const = 0;  // bytes of the compiled stages

@@ -266,8 +266,7 @@ void RingCache::Impl::run(const char* where, const std::optional<Keys>& key_tens
     };
     const ConstTensorView& first = key_tensors ? key_tensors->k : query_tensors->q;
     counts = counts_of(first.rank == 4 ? first.shape[1] : 0, tokens);
-    call_claims =
-        claims(where, counts, tokens, query_tensors && query_tensors->sinks.has_value());
+    call_claims = claims(where, counts, tokens, query_tensors && query_tensors->sinks.has_value());
     check(tensor_complaint(key_tensors, query_tensors, tokens));
     std::vector<std::int64_t> lengths = sequences->lengths();
     Room room;

@@ -200,8 +200,8 @@ RingAttention::Impl& RingAttention::Pieces::executor_of(std::size_t kind) {
   if (executor_ != nullptr && key_ == wanted.key) return *executor_;
   drop();  // frees its memory for the next one
   const RingOptions whole = strategy_.applied_to(options);
-  std::unique_ptr<Impl> next = Impl::make(
-      wanted.options, *transport, strategy_.whole() ? nullptr : &whole, strategy_.by_ring);
+  std::unique_ptr<Impl> next = Impl::make(wanted.options, *transport,
+                                          strategy_.whole() ? nullptr : &whole, strategy_.by_ring);
   if (queue != nullptr) next->use_queue(queue);
   queue = next->queue;
   backend = next->backend;
@@ -235,9 +235,8 @@ void RingAttention::Pieces::run_pieces(const Tensors& tensors, State* state) {
   {
     // Without this, ranks whose documents differ would make executors of different pieces.
     const Transport::Use use(*transport, where);
-    const ring::Claim claims[] = {
-        {ring::kTheCall, where},
-        {ring::kDocumentsClaim, ring::documents_text(options.pattern)}};
+    const ring::Claim claims[] = {{ring::kTheCall, where},
+                                  {ring::kDocumentsClaim, ring::documents_text(options.pattern)}};
     ring::Complaint complaint;
     if (!of_these_documents()) {
       complaint.text = "the documents are others than those for which memory ran out";

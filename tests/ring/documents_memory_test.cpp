@@ -244,10 +244,12 @@ TEST(DocumentsMemory, EveryAllocationMayFail) {
 // NOLINTBEGIN(misc-new-delete-overloads)
 // GCC takes free() for a mistake where it has inlined only one of them.
 #pragma GCC diagnostic ignored "-Wmismatched-new-delete"
-void* operator new(std::size_t bytes) {
+void* operator new(std::size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
   std::int64_t& left = annulus::test::news_until_failure;
-  if (left >= 0 && left-- == 0) throw std::bad_alloc();
-  void* const memory = std::malloc(bytes);
+  return left >= 0 && left-- == 0 ? nullptr : std::malloc(bytes);
+}
+void* operator new(std::size_t bytes) {
+  void* const memory = operator new(bytes, std::nothrow);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }

@@ -82,7 +82,7 @@ def closed_caches_have_freed_everything() -> None:
         cache.step(q, k, k)
         transport = weakref.ref(cache.core.transport)
     assert transport().failed and repr(cache) == "<RingCache: closed>"
-    for call in (lambda: cache.step(q, k, k), lambda: cache.lengths):
+    for call in (lambda c=cache: c.step(q, k, k), lambda c=cache: c.lengths):
         try:
             call()
             raise AssertionError("the cache is open")

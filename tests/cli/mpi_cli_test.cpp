@@ -120,7 +120,7 @@ TEST_F(MpiCli, VerifyAndDoctorTakeTheRingOfProcesses) {
   ASSERT_EQ(verify.code, 0) << verify.err;
   const Json passed = Json::parse(verify.out, nullptr, false);
   EXPECT_EQ(passed["passed"], true);
-  EXPECT_EQ(passed["configurations"], 210);
+  EXPECT_EQ(passed["configurations"], 270);
   const Outcome doctor = on_ranks(2, {"doctor"});
   EXPECT_EQ(doctor.code, 0) << doctor.err;
   EXPECT_EQ(count(doctor.out, "All is well"), 1U);

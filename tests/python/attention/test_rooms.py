@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": {"options", "ring", "", "checkpoints", "faults"},
 }
 # Modules that all rooms may import. They import none of them.
-OPTIONS = {"_config", "_memory", "_options", "_placements", "_transforms"}
+OPTIONS = {"_config", "_fast_path", "_memory", "_options", "_placements", "_transforms"}
 # variants.py has the published names of attention and of training.
 TOP = {"__init__", "variants"}
 

@@ -458,6 +458,8 @@ def ring_attention(
     if options:
         refuse_unknown("ring_attention", options, DEFAULTS)
     complaint = flag_complaint("return_lse", return_lse)
+    if complaint is None and shared_gradient not in GRADIENTS:
+        complaint = name_complaint("shared_gradient", shared_gradient, GRADIENTS)
     if complaint is not None:
         raise ConfigError(f"ring_attention: {complaint}")
     has_shared = shared_k is not None or shared_v is not None
@@ -491,7 +493,6 @@ def ring_attention(
         shared_k, shared_v = _cast_for_autocast(shared_k, shared_v)
     if dense or has_shared:
         complaint = tensor_complaint(q, k, v, group)
-        complaint = complaint or name_complaint("shared_gradient", shared_gradient, GRADIENTS)
         if complaint is None and has_shared:
             mixing = options.get("mix_gradient")
             complaint = shared_complaint(shared_k, shared_v, k, mixing, drops)

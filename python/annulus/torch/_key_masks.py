@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from annulus.torch import _fast_path
 from annulus.torch._options import MOST_HEAD_DIM
 
 _COLUMNS = 3
@@ -27,6 +28,8 @@ def mask_complaint(mask: object, q: torch.Tensor, k: torch.Tensor) -> str | None
     """What is wrong with a key_padding_mask for these tensors; None: nothing."""
     if not isinstance(mask, torch.Tensor):
         return f"key_padding_mask is a {type(mask).__name__}: a torch.Tensor was expected"
+    if mask.is_nested or mask.layout != torch.strided:
+        return "key_padding_mask is nested or sparse: a dense tensor was expected"
     if mask.shape != k.shape[:2]:
         return f"key_padding_mask is {list(mask.shape)}: {list(k.shape[:2])} was expected, [batch, local keys]"
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -47,6 +50,20 @@ def head_dim_complaint(q: torch.Tensor) -> str | None:
             "not leave one range of keys in each batch entry"
         )
     return None
+
+
+class _WithoutIgnored(torch.autograd.Function):
+    """Keys or values with 0 in ignored rows. Saves nothing for backward: ranks may give up an attempt at a call and begin
+    anew, and activation checkpointing compares what forward and recomputation have saved."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+        ctx.ignored = ignored
+        return x.masked_fill(ignored, 0)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.masked_fill(ctx.ignored, 0), None
 
 
 def widened(
@@ -75,7 +92,10 @@ def widened(
     wide_q = torch.cat([q, F.pad(ones, zeros).expand(*q.shape[:3], more)], -1)
     columns = F.pad(columns, zeros)[:, :, None]
     # Ignored keys and values may be anything, also NaN or as large as the columns.
-    k, v = (x.masked_fill(out[..., None, None], 0) for x in (k, v))
+    if _fast_path.is_eager((q, k, v, mask)):
+        k, v = (_WithoutIgnored.apply(x, out[..., None, None]) for x in (k, v))
+    else:
+        k, v = (x.masked_fill(out[..., None, None], 0) for x in (k, v))
     wide_k = torch.cat([k, columns.expand(*k.shape[:3], more)], -1)
     return wide_q, wide_k, F.pad(v, (0, more))
 

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import annulus
 from annulus import Placement, RingAttention
+from annulus.torch._options import timeout_complaint
 from annulus.torch.ring import ProcessGroupTransport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _collective(method: Callable[P, R]) -> Callable[P, R]:
+    """A method whose wrong number or names of arguments are an error on all ranks."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from inside of the method
+            reason = f"RingCache: {error}"
+        RingAttention.refuse(args[0]._transport, reason)
+
+    return call
 
 
 class RingCache:
@@ -64,7 +86,10 @@ class RingCache:
         if group is None:
             self._transport = annulus.make_in_process_ring(1)[0]
         else:
-            self._transport = ProcessGroupTransport(group, timeout)
+            complaint = timeout_complaint(timeout)
+            self._transport = ProcessGroupTransport(group, timeout if complaint is None else None)
+            if complaint is not None:
+                RingAttention.refuse(self._transport, f"RingCache: {complaint}")
         if str(device) == "cuda" and torch.cuda.is_available():
             device = f"cuda:{torch.cuda.current_device()}"
         # What is wrong with an argument, all ranks hear from here.
@@ -83,6 +108,7 @@ class RingCache:
             device=str(device),
         )
 
+    @_collective
     def append(
         self,
         k: torch.Tensor,
@@ -97,6 +123,7 @@ class RingCache:
         self._refuse_gradients(k=k, v=v)
         self._core.append(k, v, lengths, placement)
 
+    @_collective
     def attend(
         self,
         q: torch.Tensor,
@@ -115,6 +142,7 @@ class RingCache:
         o, lse = self._core.attend(q, lengths, placement, sinks=sinks)
         return (o, lse) if return_lse else o
 
+    @_collective
     def step(
         self,
         q: torch.Tensor,
@@ -169,6 +197,7 @@ class RingCache:
             return
         for name, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                _ = self._core.lengths  # a closed cache says so
                 RingAttention.refuse(
                     self._transport,
                     f"RingCache: {name} requires a gradient, and a cache has none: call it under torch.no_grad(), or "

@@ -66,7 +66,13 @@ def mistakes_of_one_rank_are_errors_on_all() -> None:
             assert "k requires a gradient" in str(error), error
         cache.append(k.detach(), k.detach())
         assert cache.lengths == [3]
-    for name, value in (("device", "nonsense"), ("dtype", torch.int64), ("block", 0)):
+        q = k.detach().repeat(1, 1, 2, 1)
+        try:
+            cache.step(q, k.detach(), k.detach(), **{"twice": True} if rank == 1 else {})
+            raise AssertionError("nobody has refused it")
+        except annulus.ConfigError as error:
+            assert "twice" in str(error), error
+    for name, value in (("device", "nonsense"), ("dtype", torch.int64), ("block", 0), ("timeout", -1.0)):
         try:
             make(**{name: value} if rank == 1 else {})
             raise AssertionError("nobody has refused it")

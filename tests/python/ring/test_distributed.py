@@ -35,6 +35,7 @@ WORKER = pathlib.Path(__file__).with_name("torch_worker.py")
                 "masks_with_holes_are_everybodys",
                 "errors_beside_masks_are_everybodys",
                 "padding_is_reproducible",
+                "masks_of_other_ranks_change_under_checkpoints",
                 "memory_is_everybodys",
                 "compiled_equals_eager",
                 "arguments_are_everybodys",

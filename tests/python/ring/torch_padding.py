@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from annulus.torch import _functional, _key_ranges
 from annulus.torch.ring._registry import lengths_of_all
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from torch_failures import refused
 
@@ -236,6 +238,25 @@ def masks_with_holes_are_everybodys() -> None:
     assert (learned.grad is not None) == (rank == ranks - 1)
 
 
+def masks_of_other_ranks_change_under_checkpoints() -> None:
+    """A rank that begins anew saves no more in forward than in recomputation, where no mask is new."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    mask = torch.zeros(1, 8, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(3):
+        if rank == 1:  # holes, which are columns on all ranks
+            mask[0, 2 : 3 + step] = True
+        whole = torch.randn(1, 8, 2, 8, generator=generator)
+        grads = []
+        for kept in (False, True):  # the second one knows all masks
+            x = whole.clone().requires_grad_()
+            call = functools.partial(at.ring_attention, x, x, x, group=world, key_padding_mask=mask)
+            o = call() if kept else checkpoint(call, use_reentrant=False)
+            o.square().sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(*grads), step
+
+
 def errors_beside_masks_are_everybodys() -> None:
     """Also of what is wrong after the ranks have exchanged what they know of their masks."""
     rank, world = dist.get_rank(), dist.group.WORLD
@@ -254,6 +275,8 @@ def errors_beside_masks_are_everybodys() -> None:
             ({"placement": "zig"}, ["zig"]),
             ({"softcap": -1.0}, ["softcap"]),
             ({"key_padding_mask": good[:, :3]}, ["key_padding_mask is [1, 3]"]),
+            ({"key_padding_mask": good.to_sparse()}, ["nested or sparse"]),
+            ({"shared_gradient": "some"}, ["shared_gradient is 'some'"]),
             ({"key_padding_mask": None}, ["key_padding_mask (rank 0: 'given", "rank 1: 'none')"]),
             ({"cu_seqlens": [0, 20]}, ["key_padding_mask (rank 0: 'given", "rank 1: 'given, but not read')"]),
             ({"placement": "striped"}, ["placement (rank 0: 'contiguous', rank 1: 'striped')"]),

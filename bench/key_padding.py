@@ -7,6 +7,9 @@ Cases: `known` has the mask of an earlier call, as all layers of a model but the
 has seen; `lengths` are seqused_k and leftpad_k of the same keys; `holes` is a mask that has to be columns; `nothing` is
 a mask that ignores no key. --padded is the share of the keys that the others ignore. --check: fails if a ratio of
 `nothing`, `known` or `new` is above the bar.
+
+Cases alternate, and calls that differ in lengths share an executor: each of them plans anew here, also `plain`. On a GPU
+with few tokens that is most of the time, so use long sequences there.
 """
 
 from __future__ import annotations
